@@ -1,0 +1,131 @@
+"""The daemon's side of training commits: copy a slice's pieces out, flip, write to disk."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pipeswitch.commit_area import CommitArea, Failpoint, no_failpoint
+from pipeswitch.commit_files import ImageChanged, write_commit
+from pipeswitch.devices import DeviceMemory
+from pipeswitch.devices.cpu import now_ms
+from pipeswitch.devices.orders import check_pieces, check_range
+from pipeswitch.errors import RemoteProtocolError
+from pipeswitch.messages import (
+    CommitCopy,
+    CommitPersisted,
+    Epoch,
+    JobName,
+    OpenCommits,
+    PersistCommit,
+    StepCommitted,
+)
+
+PERSIST_TRIES = 3
+"""Two commits within one write to disk spoil it; then the newest is tried instead."""
+
+
+class Commits:
+    """The jobs' open commit areas.
+
+    ``open``, ``close`` and ``area_for`` belong to the control thread; ``copy`` and ``persist``
+    work on an area they were given, so closing a job never pulls a mapping from under them: it
+    goes with its last user.
+    """
+
+    def __init__(self, device: DeviceMemory, failpoint: Failpoint = no_failpoint) -> None:
+        self._device = device
+        self._failpoint = failpoint
+        self._areas: dict[JobName, CommitArea] = {}
+        self._newest_epochs: dict[JobName, Epoch] = {}
+
+    def open(self, order: OpenCommits, descriptor: int) -> None:
+        """Map a job's area; a second one of the same job takes the first one's place.
+
+        Raises:
+            RemoteProtocolError: not a commit area of that size.
+        """
+        self._areas[order.job] = CommitArea(descriptor, order.slot_bytes, is_writer=True)
+
+    def close(self, job: JobName) -> None:
+        """Forget it; unmapped when nothing under way uses it."""
+        self._areas.pop(job, None)
+        self._newest_epochs.pop(job, None)
+
+    def area_for(self, order: CommitCopy | PersistCommit) -> CommitArea:
+        """The area an order may work on.
+
+        Raises:
+            RemoteProtocolError: no such job, pieces out of bounds, or a stale epoch.
+        """
+        area = self._areas.get(order.job)
+        if area is None:
+            raise RemoteProtocolError(f"job {order.job!r} has no open commit area")
+        if isinstance(order, PersistCommit):
+            return area
+        newest = self._newest_epochs.get(order.job, Epoch(0))
+        if order.epoch < newest:
+            raise RemoteProtocolError(f"epoch {order.epoch} is stale: {newest} has committed")
+        check_range("slice", order.slice_offset_bytes, order.slice_bytes, self._device.arena_bytes)
+        size_bytes = check_pieces(order.slice_offset_bytes, order.slice_bytes, order.ranges)
+        check_range("commit image", 0, size_bytes, area.slot_bytes)
+        self._newest_epochs[order.job] = order.epoch
+        return area
+
+    def copy(self, order: CommitCopy, area: CommitArea) -> StepCommitted:
+        """Write the commit (CommitArea.write). Blocks; called on the device-to-host thread."""
+        began_at_ms = now_ms()
+        size_bytes = sum(piece.size_bytes for piece in order.ranges)
+        error = ""
+        try:
+            area.write(
+                order.step,
+                size_bytes,
+                lambda image: self._device.read_slice(
+                    order.slice_offset_bytes, order.ranges, image
+                ),
+                self._failpoint,
+            )
+        except (RemoteProtocolError, OSError) as problem:
+            error = str(problem)
+        return StepCommitted(
+            job=order.job,
+            epoch=order.epoch,
+            step=order.step,
+            copy_ms=now_ms() - began_at_ms,
+            error=error,
+        )
+
+    def persist(self, order: PersistCommit, area: CommitArea) -> CommitPersisted:
+        """Write the newest commit to disk. Blocks; called on the disk thread.
+
+        It reads the live image. New commits go on meanwhile: the next one writes the other slot,
+        the one after it this one, which is seen and makes us start over with the newest.
+        """
+        step = 0
+        error = ""
+        try:
+            for _ in range(PERSIST_TRIES):
+                commit = area.newest()
+                if commit is None:
+                    error = "nothing has been committed yet"
+                    break
+                step = commit.step
+                try:
+                    write_commit(
+                        Path(order.directory),
+                        commit.step,
+                        area.image(commit),
+                        is_still_whole=lambda commit=commit: area.is_current(commit),  # type: ignore[misc]
+                        failpoint=self._failpoint,
+                    )
+                    break
+                except ImageChanged:
+                    continue
+            else:
+                error = f"newer commits overwrote the image in each of {PERSIST_TRIES} tries"
+        except OSError as problem:
+            error = f"{os.strerror(problem.errno or 0)}: {problem.filename or order.directory}"
+        except RemoteProtocolError as problem:
+            error = problem.message
+        return CommitPersisted(job=order.job, epoch=order.epoch, step=step, error=error)

@@ -1,0 +1,207 @@
+"""The memory daemon: messages in, copies and files out.
+
+Threads, each with one kind of work, so that none waits for another's: *control* (the main
+thread) reads messages, refuses or hands on; the device's *copy thread* transmits; *to-host*
+copies commits and scrubs; *store* loads models; *disk* persists commits. Any of them answers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+
+from pipeswitch.commit_area import Failpoint, no_failpoint
+from pipeswitch.devices import DeviceMemory
+from pipeswitch.devices.cpu import now_ms
+from pipeswitch.devices.orders import check_range
+from pipeswitch.errors import RemoteProtocolError
+from pipeswitch.messages import (
+    CancelTransmit,
+    CloseCommits,
+    CommitCopy,
+    DaemonFault,
+    DaemonReady,
+    Epoch,
+    Exit,
+    Message,
+    ModelStored,
+    OpenCommits,
+    PersistCommit,
+    Scrub,
+    Scrubbed,
+    StoreFailed,
+    StoreModel,
+    TransmitEnded,
+    TransmitModel,
+)
+from pipeswitch.wire import Channel
+
+from .commits import Commits
+from .store import UnusableModel, load_model
+from .transmit import TransmitGuard
+
+log = logging.getLogger(__name__)
+
+Work = Callable[[], Message]
+
+
+class Lane:
+    """A thread that does one piece of work after the other and sends each one's answer."""
+
+    def __init__(self, name: str, send: Callable[[Message], None]) -> None:
+        self._send = send
+        self._work: SimpleQueue[tuple[Epoch, Work] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, epoch: Epoch, work: Work) -> None:
+        """Queue work; ``epoch`` names it should it fail in a way nobody expected."""
+        self._work.put((epoch, work))
+
+    def close(self) -> None:
+        """Finish what is queued, then end."""
+        self._work.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            epoch, work = item
+            try:
+                answer = work()
+            except Exception as error:  # a bug: say so, and keep serving the others
+                log.exception("lane=%s epoch=%d failed", self._thread.name, epoch)
+                answer = DaemonFault(epoch=epoch, reason=f"{type(error).__name__}: {error}")
+            self._send(answer)
+
+
+class Daemon:
+    """Serves one controller over one device's memory."""
+
+    def __init__(
+        self,
+        device: DeviceMemory,
+        control: Channel,
+        *,
+        words: int,
+        device_name: str,
+        failpoint: Failpoint = no_failpoint,
+    ) -> None:
+        self._device = device
+        self._control = control
+        self._device_name = device_name
+        self._guard = TransmitGuard(
+            arena_bytes=device.arena_bytes, store_bytes=device.store_bytes, words=words
+        )
+        self._commits = Commits(device, failpoint)
+        self._store_lane = Lane("store", self._send)
+        self._to_host_lane = Lane("to-host", self._send)
+        self._disk_lane = Lane("disk", self._send)
+
+    def run(self) -> bool:
+        """Announce readiness, serve. True after Exit (work finished), False at end of file."""
+        ready = DaemonReady(
+            pid=os.getpid(),
+            arena_bytes=self._device.arena_bytes,
+            store_bytes=self._device.store_bytes,
+            device=self._device_name,
+        )
+        self._send(ready, self._device.export_descriptors())
+        while True:
+            try:
+                packet = self._control.receive()
+            except RemoteProtocolError as error:
+                self._refuse(Epoch(0), error.message)
+                continue
+            if packet is None:
+                return False
+            message, descriptors = packet
+            if isinstance(message, Exit):
+                self._finish()
+                return True
+            try:
+                self._handle(message, descriptors)
+            except RemoteProtocolError as error:
+                self._refuse(getattr(message, "epoch", Epoch(0)), error.message)
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)  # mappings keep their memory without it
+
+    def _handle(self, message: Message, descriptors: list[int]) -> None:
+        """Begin what is asked for, or raise RemoteProtocolError to refuse it."""
+        match message:
+            case TransmitModel():
+                self._transmit(message)
+            case CancelTransmit(epoch=epoch):
+                self._device.cancel(epoch)
+            case StoreModel():
+                self._store_lane.put(message.epoch, lambda: self._store(message))
+            case Scrub():
+                limit_bytes = self._device.arena_bytes
+                check_range("scrub", message.offset_bytes, message.size_bytes, limit_bytes)
+                self._to_host_lane.put(message.epoch, lambda: self._scrub(message))
+            case OpenCommits():
+                if len(descriptors) != 1:
+                    raise RemoteProtocolError(f"OpenCommits came with {len(descriptors)} memfds")
+                self._commits.open(message, descriptors[0])
+            case CloseCommits(job=job):
+                self._commits.close(job)
+            case CommitCopy():
+                area = self._commits.area_for(message)
+                self._to_host_lane.put(message.epoch, lambda: self._commits.copy(message, area))
+            case PersistCommit():
+                area = self._commits.area_for(message)
+                self._disk_lane.put(message.epoch, lambda: self._commits.persist(message, area))
+            case _:
+                raise RemoteProtocolError(f"a memory daemon takes no {type(message).__name__}")
+
+    def _transmit(self, order: TransmitModel) -> None:
+        self._guard.accept(order)
+        try:
+            self._device.transmit(order, self._on_transmit_end)
+        except RemoteProtocolError:
+            self._guard.end(order.epoch)
+            raise
+
+    def _on_transmit_end(self, ended: TransmitEnded) -> None:
+        self._guard.end(ended.epoch)  # before the news: the range may be asked for again at once
+        self._send(ended)
+
+    def _store(self, order: StoreModel) -> Message:
+        began_at_ms = now_ms()
+        try:
+            reader = self._guard.live_reads(order.store_offset_bytes, order.size_bytes)
+            if reader is not None:
+                raise UnusableModel(f"epoch {reader} is being transmitted from that place")
+            image = self._device.store_view(order.store_offset_bytes, order.size_bytes)
+            load_model(Path(order.directory), image)
+        except (UnusableModel, RemoteProtocolError, OSError) as error:
+            log.warning("model=%s store=failed cause=%s", order.model, error)
+            return StoreFailed(model=order.model, epoch=order.epoch, reason=str(error))
+        load_ms = now_ms() - began_at_ms
+        log.info("model=%s store=loaded ms=%.1f", order.model, load_ms)
+        return ModelStored(model=order.model, epoch=order.epoch, load_ms=load_ms)
+
+    def _scrub(self, order: Scrub) -> Message:
+        self._device.scrub(order.offset_bytes, order.size_bytes)
+        return Scrubbed(epoch=order.epoch)
+
+    def _refuse(self, epoch: Epoch, reason: str) -> None:
+        log.warning("epoch=%d refused cause=%s", epoch, reason)
+        self._send(DaemonFault(epoch=epoch, reason=reason))
+
+    def _send(self, message: Message, descriptors: list[int] | None = None) -> None:
+        try:
+            self._control.send(message, descriptors or ())
+        except BrokenPipeError:
+            # The control thread reads the end of file and leaves; that is the one way out.
+            log.debug("unsent=%s", type(message).__name__)
+
+    def _finish(self) -> None:
+        """Commits and stores that were accepted are finished, transmissions are cut short."""
+        for lane in (self._store_lane, self._to_host_lane, self._disk_lane):
+            lane.close()
+        self._device.close()

@@ -1,0 +1,128 @@
+"""Loading a built program's tensors into the host store, checked byte for byte.
+
+A model's image in the store is its region (programs/layout.py): tensors at their offsets, zeros
+between and behind them. So a layer group is one contiguous copy, and the digest of the image is
+the digest of what a worker will see.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from math import prod
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from pipeswitch.programs.layout import ITEM_BYTES, Manifest, TensorSpec
+from pipeswitch.programs.spec import weights_file
+
+MANIFEST_NAME: Final = "manifest.json"
+PIECE_BYTES: Final = 16 << 20  # per system call; the interpreter lock is free meanwhile
+MAX_MANIFEST_BYTES: Final = 64 << 20
+_ZEROS: Final = bytes(1 << 20)
+
+_manifest_decoder = msgspec.json.Decoder(Manifest)
+
+
+class UnusableModel(Exception):
+    """The directory does not hold a complete, undamaged program; the text says what is wrong."""
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The program's manifest, its tensors checked against each other.
+
+    Raises:
+        UnusableModel: missing, malformed, or tensors that overlap or do not fit.
+    """
+    path = directory / MANIFEST_NAME
+    try:
+        if path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise UnusableModel(f"{MANIFEST_NAME} is larger than {MAX_MANIFEST_BYTES} bytes")
+        manifest = _manifest_decoder.decode(path.read_bytes())
+    except OSError as error:
+        raise UnusableModel(f"{MANIFEST_NAME}: {error.strerror}") from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise UnusableModel(f"{MANIFEST_NAME} is malformed: {error}") from None
+    position = 0
+    for tensor in in_order(manifest):
+        item_bytes = ITEM_BYTES.get(tensor.dtype)
+        if item_bytes is None or min(tensor.shape, default=0) < 0:
+            raise UnusableModel(f"tensor {tensor.name!r} is {tensor.dtype}{list(tensor.shape)}")
+        if tensor.size_bytes != prod(tensor.shape) * item_bytes or tensor.file_offset_bytes < 0:
+            raise UnusableModel(f"tensor {tensor.name!r} cannot have {tensor.size_bytes} bytes")
+        if tensor.offset_bytes < position:
+            raise UnusableModel(f"tensor {tensor.name!r} overlaps the one before it")
+        position = tensor.offset_bytes + tensor.size_bytes
+    if position > manifest.total_bytes:
+        raise UnusableModel(f"tensors take {position} bytes, the region {manifest.total_bytes}")
+    return manifest
+
+
+def in_order(manifest: Manifest) -> list[TensorSpec]:
+    """Tensors by their place in the region; empty ones take no place."""
+    return sorted(
+        (tensor for tensor in manifest.tensors if tensor.size_bytes),
+        key=lambda tensor: tensor.offset_bytes,
+    )
+
+
+def load_model(directory: Path, image: memoryview) -> Manifest:
+    """Fill ``image`` (the model's place in the store) from ``directory``; blocks.
+
+    Raises:
+        UnusableModel: see there. ``image`` may be half filled and must not be used.
+    """
+    manifest = read_manifest(directory)
+    if manifest.total_bytes > len(image):
+        raise UnusableModel(f"{manifest.total_bytes} bytes do not fit in a place of {len(image)}")
+    file_name = weights_file(manifest)
+    try:
+        descriptor = os.open(directory / file_name, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise UnusableModel(f"{file_name}: {error.strerror}") from None
+    try:
+        position = 0
+        for tensor in in_order(manifest):
+            _zero(image[position : tensor.offset_bytes])
+            position = tensor.offset_bytes + tensor.size_bytes
+            _read(descriptor, file_name, tensor, image[tensor.offset_bytes : position])
+        _zero(image[position:])
+    finally:
+        os.close(descriptor)
+    if manifest.weights_sha256:
+        found = image_digest(image[: manifest.total_bytes])
+        if found != manifest.weights_sha256:
+            raise UnusableModel(
+                f"{file_name} is corrupt: sha256 is {found}, "
+                f"the manifest says {manifest.weights_sha256}"
+            )
+    return manifest
+
+
+def image_digest(image: memoryview) -> str:
+    """sha256 hex of a region image, padding included: what ``weights_sha256`` must be."""
+    return hashlib.sha256(image).hexdigest()
+
+
+def _read(descriptor: int, file_name: str, tensor: TensorSpec, target: memoryview) -> None:
+    done = 0
+    while done < len(target):
+        piece = target[done : done + PIECE_BYTES]
+        try:
+            count = os.preadv(descriptor, [piece], tensor.file_offset_bytes + done)
+        except OSError as error:
+            raise UnusableModel(f"{file_name}, {tensor.name!r}: {error.strerror}") from None
+        if count == 0:
+            raise UnusableModel(
+                f"{file_name} is truncated: it ends at byte {tensor.file_offset_bytes + done}, "
+                f"tensor {tensor.name!r} goes on to {tensor.file_offset_bytes + len(target)}"
+            )
+        done += count
+
+
+def _zero(target: memoryview) -> None:
+    for start in range(0, len(target), len(_ZEROS)):
+        piece = target[start : start + len(_ZEROS)]
+        piece[:] = _ZEROS[: len(piece)]

@@ -1,0 +1,111 @@
+"""Which transmissions may be: the daemon's own check of what the controller asks for.
+
+The controller's ledger leases the bytes; this guard refuses what would break invariant I4 (at
+most one live writer of a range) if the ledger or a late message were wrong. It knows no device.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+from pipeswitch.devices.orders import check_order
+from pipeswitch.errors import RemoteProtocolError
+from pipeswitch.messages import Epoch, TransmitModel
+
+
+class _Span(NamedTuple):
+    start: int
+    end: int
+    epoch: int
+
+    def overlaps(self, start: int, end: int) -> bool:
+        return self.start < end and start < self.end
+
+
+class TransmitGuard:
+    """Live transmissions, and for every byte the newest epoch that was accepted for it.
+
+    ``accept`` is called by the control thread, ``end`` by the device's.
+    """
+
+    def __init__(self, *, arena_bytes: int, store_bytes: int, words: int) -> None:
+        self._arena_bytes = arena_bytes
+        self._store_bytes = store_bytes
+        self._words = words
+        self._lock = threading.Lock()
+        self._live: dict[Epoch, TransmitModel] = {}
+        self._accepted: list[_Span] = []  # disjoint; later ones cut earlier ones
+
+    def accept(self, order: TransmitModel) -> None:
+        """Note the order as live, or refuse it and change nothing.
+
+        Raises:
+            RemoteProtocolError: out of bounds, overlapping a live one, or of an old epoch.
+        """
+        check_order(
+            order,
+            arena_bytes=self._arena_bytes,
+            store_bytes=self._store_bytes,
+            words=self._words,
+        )
+        start, end = order.arena_offset_bytes, order.arena_offset_bytes + order.region_bytes
+        with self._lock:
+            self._refuse_live(order, start, end)
+            for span in self._accepted:
+                if span.overlaps(start, end) and span.epoch > order.epoch:
+                    raise RemoteProtocolError(
+                        f"epoch {order.epoch} is stale: {span.epoch} was accepted "
+                        f"for {span.start}…{span.end}"
+                    )
+            self._live[order.epoch] = order
+            self._accepted = [
+                piece for span in self._accepted for piece in _without(span, start, end)
+            ]
+            self._accepted.append(_Span(start, end, order.epoch))
+
+    def end(self, epoch: Epoch) -> None:
+        """No byte of ``epoch`` will be written any more."""
+        with self._lock:
+            self._live.pop(epoch, None)
+
+    def live_reads(self, store_offset_bytes: int, size_bytes: int) -> Epoch | None:
+        """A live transmission that reads this part of the store, if there is one."""
+        end = store_offset_bytes + size_bytes
+        with self._lock:
+            for order in self._live.values():
+                for group in order.groups:
+                    span = _Span(
+                        group.store_offset_bytes, group.store_offset_bytes + group.size_bytes, 0
+                    )
+                    if span.overlaps(store_offset_bytes, end):
+                        return order.epoch
+        return None
+
+    def _refuse_live(self, order: TransmitModel, start: int, end: int) -> None:
+        if order.epoch in self._live:
+            raise RemoteProtocolError(f"epoch {order.epoch} is being transmitted already")
+        words = {group.word for group in order.groups}
+        if len(words) != len(order.groups):
+            raise RemoteProtocolError("two groups raise the same word")
+        for live in self._live.values():
+            live_end = live.arena_offset_bytes + live.region_bytes
+            if live.arena_offset_bytes < end and start < live_end:
+                raise RemoteProtocolError(
+                    f"{start}…{end} overlaps epoch {live.epoch}, which is being transmitted "
+                    f"to {live.arena_offset_bytes}…{live_end}"
+                )
+            if any(group.word in words for group in live.groups):
+                raise RemoteProtocolError(f"epoch {live.epoch} raises one of these words")
+
+
+def _without(span: _Span, start: int, end: int) -> list[_Span]:
+    """What is left of ``span`` outside of start…end."""
+    if not span.overlaps(start, end):
+        return [span]
+    pieces = []
+    if span.start < start:
+        pieces.append(_Span(span.start, start, span.epoch))
+    if end < span.end:
+        pieces.append(_Span(end, span.end, span.epoch))
+    return pieces

@@ -1,0 +1,97 @@
+"""PipeSwitch: one GPU, many PyTorch models, and a training job that keeps it when nobody asks.
+
+    import pipeswitch as ps
+    with ps.Client() as client:
+        client.register("resnet152", "torchvision:resnet152", weights="random:0")
+        result = client.infer("resnet152", x)
+
+Importing this is light: names are loaded when they are used, torch only when a module is
+exported or tensors are asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from typing import TYPE_CHECKING, Any
+
+from .errors import (
+    AlreadyExists,
+    Cancelled,
+    ConfigError,
+    DeadlineExceeded,
+    HostStoreFull,
+    InvalidInput,
+    InvalidTransition,
+    LocalProtocolError,
+    ModelNotFound,
+    ModelQuarantined,
+    OutOfDeviceMemory,
+    PermissionDenied,
+    PipeSwitchError,
+    QueueFull,
+    RegistrationRefused,
+    RemoteProtocolError,
+    ServerUnavailable,
+    TaskFailed,
+    TaskPreempted,
+    WorkerLost,
+)
+
+if TYPE_CHECKING:
+    from . import job
+    from .aio import AsyncClient
+    from .client import Client, Task
+    from .tensors import Result, Timing
+
+__all__ = [
+    "AlreadyExists",
+    "AsyncClient",
+    "Cancelled",
+    "Client",
+    "ConfigError",
+    "DeadlineExceeded",
+    "HostStoreFull",
+    "InvalidInput",
+    "InvalidTransition",
+    "LocalProtocolError",
+    "ModelNotFound",
+    "ModelQuarantined",
+    "OutOfDeviceMemory",
+    "PermissionDenied",
+    "PipeSwitchError",
+    "QueueFull",
+    "RegistrationRefused",
+    "RemoteProtocolError",
+    "Result",
+    "ServerUnavailable",
+    "Task",
+    "TaskFailed",
+    "TaskPreempted",
+    "Timing",
+    "WorkerLost",
+    "__version__",
+    "job",
+]
+
+_LAZY = {
+    "Client": ("client", "Client"),
+    "Task": ("client", "Task"),
+    "AsyncClient": ("aio", "AsyncClient"),
+    "Result": ("tensors", "Result"),
+    "Timing": ("tensors", "Timing"),
+    "job": ("job", None),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name on first use (PEP 562)."""
+    if name == "__version__":
+        return importlib.metadata.version("pipeswitch")
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module_name, attribute = _LAZY[name]
+    module = importlib.import_module(f".{module_name}", __name__)
+    value = module if attribute is None else getattr(module, attribute)
+    globals()[name] = value
+    return value

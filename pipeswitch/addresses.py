@@ -1,0 +1,41 @@
+"""Which server a client means when nobody says: the owner's ipc socket, else loopback TCP."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from .config import DEFAULT_LISTEN, default_runtime_dir
+
+
+def default_address(environ: Mapping[str, str]) -> str:
+    """In this order:
+
+    1. ``PIPESWITCH_HOST`` (a bare ``host:port`` means TCP);
+    2. the owner's ipc socket of the default port, when a server listens on it;
+    3. the only live ipc socket of the owner, when there is exactly one;
+    4. ``tcp://127.0.0.1:5555``.
+    """
+    named = environ.get("PIPESWITCH_HOST", "").strip()
+    if named:
+        return named if "://" in named else f"tcp://{named}"
+    directory = default_runtime_dir(environ)
+    port = DEFAULT_LISTEN.rpartition(":")[2]
+    if is_live(directory / f"{port}.sock"):
+        return f"ipc://{directory / f'{port}.sock'}"
+    live = [path for path in sorted(directory.glob("*.sock")) if is_live(path)]
+    return f"ipc://{live[0]}" if len(live) == 1 else DEFAULT_LISTEN
+
+
+def is_live(path: Path) -> bool:
+    """Whether somebody listens on this unix socket; a dead server's file does not count."""
+    if not path.is_socket():
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,82 @@
+"""The board: one small shared page with the turn word, and how bells are rung.
+
+The board is a sealed memfd made by the controller and mapped by every worker. Word 0 holds the
+*turn*: the number of the task that may compute on the device now (invariant I5). It is written
+by whoever gives the device away: the stopping worker when it has parked, or the controller
+when a task ended or its worker was reaped. Word ``HEARTBEAT + slot`` is a worker's own counter.
+
+A *bell* is an eventfd, one per worker slot: it wakes the worker of that slot, which then looks
+at the words it waits for. No wake-up is lost: the eventfd's counter stays until it is read.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from typing import Final
+
+BOARD_BYTES: Final = 4096
+TURN_WORD: Final = 0
+HEARTBEAT: Final = 16
+MAX_SLOTS: Final = 64
+
+F_SEAL_FUTURE_WRITE: Final = 0x0010  # Linux 5.1; Python 3.11's fcntl does not name it
+
+
+def sealed_memfd(name: str, size_bytes: int, *, reserve: bool = False) -> int:
+    """An anonymous shared memory file of fixed size; nothing in /dev/shm, nothing to leak.
+
+    Sealed against shrinking and growing, so no peer can make another die of SIGBUS
+    (RELIABILITY 2). ``reserve`` takes all pages now: a full machine is an OSError here, not a
+    signal later.
+    """
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, size_bytes)
+        if reserve:
+            os.posix_fallocate(descriptor, 0, size_bytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def seal_against_writers(descriptor: int) -> None:
+    """No new writable mapping from now on; mappings that exist stay writable."""
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
+
+
+def new_bell() -> int:
+    """A blocking eventfd."""
+    return os.eventfd(0, os.EFD_CLOEXEC)
+
+
+def ring(bell: int) -> None:
+    os.eventfd_write(bell, 1)
+
+
+class Board:
+    """A mapping of the board. Plain aligned 64-bit loads and stores; x86 and Arm keep them whole."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._map = mmap.mmap(descriptor, BOARD_BYTES)
+        self._words = memoryview(self._map).cast("q")
+
+    @property
+    def turn(self) -> int:
+        return self._words[TURN_WORD]
+
+    def write_turn(self, turn: int) -> None:
+        self._words[TURN_WORD] = turn
+
+    def beat(self, slot: int) -> None:
+        self._words[HEARTBEAT + slot] += 1
+
+    def heartbeat(self, slot: int) -> int:
+        return self._words[HEARTBEAT + slot]
+
+    def close(self) -> None:
+        self._words.release()
+        self._map.close()

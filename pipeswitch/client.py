@@ -1,0 +1,466 @@
+"""The SDK: ``Client`` talks to a server from any thread; one background thread does the I/O.
+
+Safe retries only: when the connection breaks, requests that change nothing (or the same thing
+twice) are sent again to the server that answers next; others end in ServerUnavailable. Tensors
+are numpy or torch; torch is never imported here unless a module is exported or torch came in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Final
+
+import zmq
+
+from .addresses import default_address
+from .connection import Connection, Reply
+from .errors import InvalidInput, ServerUnavailable
+from .sockets import make_subscriber
+from .tensors import Result, Signature, from_reply, to_frames
+from .wire import unpack_dict
+
+CONNECT_TIMEOUT_S: Final = 2.5
+CHUNK_BYTES: Final = 4 << 20
+LOG_POLL_MS: Final = 500  # between looks at a log that is followed when no event came
+
+Progress = Callable[[str, float], None]
+"""Called with a stage's name and the fraction of the whole, 0 to 1."""
+
+Inputs = Mapping[str, tuple[Sequence[int], str]]
+"""``{name: (shape, dtype)}``."""
+
+
+class Client:
+    """A connection to a server. Use it as a context manager, from any number of threads.
+
+    Args:
+        address: ``tcp://host:port`` or ``ipc://path``; default: ``PIPESWITCH_HOST``, else the
+            owner's ipc socket if a server listens there, else ``tcp://127.0.0.1:5555``.
+        timeout_s: how long a server may take to answer the first hello.
+
+    Every verb raises an error of ``pipeswitch.errors``; ``ServerUnavailable`` when nobody answers.
+    """
+
+    def __init__(self, address: str | None = None, *, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+        self.address = address or default_address(os.environ)
+        self._connection = Connection(self.address, timeout_s)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the connection; what still waits for an answer ends in Cancelled."""
+        self._connection.close()
+
+    # ---- inference -----------------------------------------------------------------------------
+
+    def submit(
+        self,
+        model: str,
+        inputs: Any = None,
+        /,
+        *,
+        deadline_ms: float | None = None,
+        priority: str = "",
+        **named: Any,
+    ) -> Future[Result]:
+        """Send a request; the future holds its Result. ``future.cancel()`` takes it back.
+
+        Args:
+            model: its registered name.
+            inputs: one array or tensor, a sequence of them in call order, or a mapping by name.
+                They are not copied: leave them unchanged until the result is there.
+            deadline_ms: from now; later answers are worth nothing and are not computed.
+            priority: high, normal or low; empty: the model's own.
+            **named: inputs by name, instead of ``inputs``.
+        """
+        given = named if inputs is None else inputs
+        tensors, frames, wants_torch = to_frames(given)
+        return self._connection.request(
+            "infer",
+            model=model,
+            inputs=tensors,
+            frames=frames,
+            deadline_ms=deadline_ms,
+            priority=priority,
+            is_safe=True,
+            convert=lambda reply: from_reply(model, reply, wants_torch),
+        )
+
+    def infer(self, model: str, inputs: Any = None, /, **options: Any) -> Result:
+        """``submit`` and wait for the result."""
+        return self.submit(model, inputs, **options).result()
+
+    def prefetch(self, model: str) -> None:
+        """A hint that requests for ``model`` follow; it is not answered."""
+        self._connection.notify("prefetch", model=model)
+
+    # ---- models --------------------------------------------------------------------------------
+
+    def register(
+        self,
+        name: str,
+        source: Any,
+        *,
+        weights: str | os.PathLike[str] = "",
+        inputs: Inputs | None = None,
+        example_inputs: Any = None,
+        priority: str = "",
+        pin: bool = False,
+        max_batch: int = 0,
+        progress: Progress | None = None,
+    ) -> dict[str, Any]:
+        """Make a model servable; returns when requests for it are accepted.
+
+        Args:
+            name: what requests will call it.
+            source: ``torchvision:NAME``, ``hf:NAME``, a ``.bundle`` or ``.pt2`` file of this
+                machine, ``package.module:factory`` (of the server's), or an ``nn.Module``,
+                which is exported here and sent as graph and safetensors.
+            weights: ``random:SEED``, ``pretrained`` or a safetensors file of this machine.
+            inputs: shapes and dtypes where the source does not know them.
+            example_inputs: for a module: what its ``forward`` takes.
+            priority: of its requests, unless they say otherwise.
+            pin: keep it on the device.
+            max_batch: largest dynamic batch; 0: the server's default.
+            progress: called as the work proceeds.
+
+        Raises:
+            RegistrationRefused, AlreadyExists, HostStoreFull, OutOfDeviceMemory, PermissionDenied.
+        """
+        with contextlib.ExitStack() as stack:
+            source = self._as_source(source, example_inputs, max_batch, progress, stack)
+            weights = os.fspath(weights)
+            if weights.endswith(".safetensors"):
+                weights = self.upload(weights, "safetensors", progress)
+        signature = {key: [list(shape), dtype] for key, (shape, dtype) in (inputs or {}).items()}
+        future = self._connection.request(
+            "register",
+            model=name,
+            body={
+                "source": source,
+                "weights": weights,
+                "inputs": signature,
+                "priority": priority,
+                "pin": pin,
+                "max_batch": max_batch,
+            },
+            is_safe=True,  # the same registration again is a no-op
+            on_progress=_progress_caller(progress),
+        )
+        row: dict[str, Any] = future.result().body
+        return row
+
+    def _as_source(
+        self,
+        source: Any,
+        example_inputs: Any,
+        max_batch: int,
+        progress: Progress | None,
+        stack: contextlib.ExitStack,
+    ) -> str:
+        """What the server is told; files and modules become uploads first."""
+        if not isinstance(source, str | os.PathLike):
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeswitch-export-"))
+            return self._export(source, example_inputs, max_batch, Path(folder), progress)
+        text = os.fspath(source)
+        if text.endswith(".pt2"):
+            from .programs.export import convert_pt2
+
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeswitch-export-"))
+            bundle = Path(folder, "program.bundle")
+            _report(progress, "export", 0.0)
+            convert_pt2(text, bundle)
+            return self.upload(bundle, "bundle", progress)
+        if text.endswith(".bundle"):
+            return self.upload(text, "bundle", progress)
+        return text
+
+    def _export(
+        self,
+        module: Any,
+        example_inputs: Any,
+        max_batch: int,
+        folder: Path,
+        progress: Progress | None,
+    ) -> str:
+        if example_inputs is None:
+            raise InvalidInput(
+                "a module is exported by running it once",
+                hint="give example_inputs=(x,), what its forward takes",
+            )
+        from .programs.export import export_module_to_bundle
+
+        bundle = folder / "program.bundle"
+        _report(progress, "export", 0.0)
+        options: dict[str, Any] = {"max_batch": max_batch} if max_batch else {}
+        export_module_to_bundle(module, example_inputs, bundle, **options)
+        return self.upload(bundle, "bundle", progress)
+
+    def upload(
+        self, path: str | os.PathLike[str], kind: str, progress: Progress | None = None
+    ) -> str:
+        """Send a file in chunks, as many on their way as the server gives credit for.
+
+        Returns:
+            ``put:DIGEST``, to name in ``register``. A file the server has is not sent again.
+        """
+        try:
+            with open(path, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+                size = os.fstat(file.fileno()).st_size
+                self._send_file(file, digest, size, kind, progress)
+        except FileNotFoundError:
+            raise InvalidInput(f"no file {os.fspath(path)!r}") from None
+        return f"put:{digest}"
+
+    def _send_file(
+        self, file: Any, digest: str, size: int, kind: str, progress: Progress | None
+    ) -> None:
+        body = {"digest": digest, "size_bytes": size, "kind": kind}
+        first = self._connection.request("put", body={**body, "offset_bytes": 0}).result().body
+        waiting: list[Future[Reply]] = []
+        file.seek(0)
+        offset = 0
+        while offset < size and not first["complete"]:
+            if len(waiting) >= int(first["credit"]):
+                waiting.pop(0).result()
+            chunk = file.read(CHUNK_BYTES)
+            frames = [chunk]
+            waiting.append(
+                self._connection.request(
+                    "put", body={**body, "offset_bytes": offset}, frames=frames
+                )
+            )
+            offset += len(chunk)
+            _report(progress, "upload", offset / size)
+        for future in waiting:
+            future.result()
+
+    def unregister(self, name: str) -> dict[str, Any]:
+        """Drop a model; requests that wait for it are answered first."""
+        return self._ask("unregister", model=name, is_safe=False)
+
+    def load(self, name: str) -> dict[str, Any]:
+        """Pin a model on the device (and give a quarantined one another chance)."""
+        return self._ask("load", model=name)
+
+    def unload(self, name: str) -> dict[str, Any]:
+        """Unpin a model: the server decides again whether it is resident."""
+        return self._ask("unload", model=name)
+
+    def models(self) -> list[dict[str, Any]]:
+        """One row for each registered model."""
+        rows: list[dict[str, Any]] = self._ask("models")["models"]
+        return rows
+
+    def show(self, name: str) -> dict[str, Any]:
+        """One model in full, its signature included."""
+        row: dict[str, Any] = self._ask("show", model=name)["model"]
+        return row
+
+    def signature(self, name: str) -> Signature:
+        """A model's inputs and batch range, to make requests from."""
+        return Signature.from_row(self.show(name))
+
+    # ---- jobs ----------------------------------------------------------------------------------
+
+    def train(
+        self,
+        entry: str | os.PathLike[str],
+        *,
+        name: str = "",
+        args: Sequence[str] = (),
+        priority: str = "",
+    ) -> Task:
+        """Start a training script as a background job.
+
+        Args:
+            entry: a script's path on the server's machine (a relative one is made absolute here)
+                or ``package.module:function``.
+            name: of the job; default: the script's own, in the allowed letters.
+            args: its command line.
+            priority: among jobs.
+        """
+        text = os.fspath(entry)
+        is_script = text.endswith(".py") or os.sep in text
+        body = {
+            "name": name or job_name(text),
+            "entry": os.path.abspath(text) if is_script else text,
+            "args": [str(arg) for arg in args],
+            "priority": priority,
+        }
+        self._connection.request("train", body=body).result()
+        return Task(self, str(body["name"]))
+
+    def task(self, name: str) -> Task:
+        """The handle of a job that is there already."""
+        return Task(self, name)
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """One row for each job."""
+        rows: list[dict[str, Any]] = self._ask("jobs")["jobs"]
+        return rows
+
+    def job(self, name: str, action: str, **fields: Any) -> dict[str, Any]:
+        """One action on a job: show, pause, resume, cancel, wait, logs."""
+        is_safe = action in ("show", "wait", "logs")
+        return self._ask("job", body={"name": name, "action": action, **fields}, is_safe=is_safe)
+
+    # ---- the server ----------------------------------------------------------------------------
+
+    def ps(self) -> list[dict[str, Any]]:
+        """Models, jobs and processes, with what they do now."""
+        rows: list[dict[str, Any]] = self._ask("ps")["rows"]
+        return rows
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and sizes."""
+        return self._ask("stats")
+
+    def trace(self, seconds: float = 10.0) -> dict[str, Any]:
+        """The last ``seconds`` of the server's timeline, as Chrome/Perfetto trace JSON."""
+        trace: dict[str, Any] = self._ask("trace", body={"seconds": seconds})["trace"]
+        return trace
+
+    def about(self) -> dict[str, Any]:
+        """What the server says of itself: pid, device, addresses."""
+        return self._ask("ping")
+
+    def stop_server(self, drain_s: float = 30.0) -> None:
+        """Ask the server to finish what it accepted and leave; returns when it agrees or left."""
+        with contextlib.suppress(ServerUnavailable):
+            body = {"drain_ms": drain_s * 1000}
+            self._ask("stop", body=body, is_safe=False)
+
+    def events(self, *topics: str, timeout_s: float | None = None) -> Iterator[dict[str, Any]]:
+        """Records as the server publishes them; each has ``topic``. No topic: all of them.
+
+        The subscription is made before this returns; records before it are not replayed.
+
+        Args:
+            *topics: prefixes: ``switch. model. job. worker. queue.``
+            timeout_s: end after this long without a record; None: never.
+        """
+        return _records(self.subscribe(*topics), timeout_s)
+
+    def subscribe(self, *topics: str) -> zmq.Socket[bytes]:
+        """The bare subscription behind ``events``: ``[topic, msgpack]``; the caller closes it."""
+        address = str(self.about()["events"])
+        subscriber = make_subscriber(self._connection.context)
+        for topic in topics or ("",):
+            subscriber.subscribe(topic)
+        subscriber.connect(address)
+        return subscriber
+
+    def _ask(
+        self, op: str, *, model: str = "", body: dict[str, Any] | None = None, is_safe: bool = True
+    ) -> dict[str, Any]:
+        future = self._connection.request(op, model=model, body=body, is_safe=is_safe)
+        answer: dict[str, Any] = future.result().body
+        return answer
+
+
+class Task:
+    """A training job's handle. Rows have the keys of ``pipeswitch jobs --json``."""
+
+    def __init__(self, client: Client, name: str) -> None:
+        self._client = client
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"Task({self.name!r})"
+
+    def status(self) -> dict[str, Any]:
+        """Its row now."""
+        return self._row("show")
+
+    def pause(self) -> dict[str, Any]:
+        """Commit, give the device back, hold until ``resume``."""
+        return self._row("pause")
+
+    def resume(self) -> dict[str, Any]:
+        return self._row("resume")
+
+    def cancel(self) -> dict[str, Any]:
+        return self._row("cancel")
+
+    def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """Block until the job is over; its last row.
+
+        Raises:
+            TaskFailed: its script raised.
+            TimeoutError: it is not over after ``timeout_s``.
+        """
+        body = {"name": self.name, "action": "wait"}
+        future = self._client._connection.request("job", body=body, is_safe=True)
+        row: dict[str, Any] = future.result(timeout_s).body["job"]
+        return row
+
+    def logs(self, follow: bool = False) -> Iterator[str]:
+        """The log from its start, in pieces; ``follow`` goes on until the job is over."""
+        subscriber = self._client.subscribe("job.")
+        offset, is_over = 0, not follow
+        try:
+            while True:
+                piece = self._client.job(self.name, "logs", offset_bytes=offset)
+                if piece["text"]:
+                    yield piece["text"]
+                is_at_end = piece["offset_bytes"] in (offset, piece["end_bytes"])
+                offset = piece["offset_bytes"]
+                if not is_at_end:
+                    continue
+                if is_over:
+                    return
+                subscriber.poll(LOG_POLL_MS)
+                while subscriber.poll(0):  # any news will do: the log itself is read
+                    subscriber.recv_multipart()
+                is_over = self.status()["state"] in FINAL_JOB_STATES
+        finally:
+            subscriber.close(0)
+
+    def _row(self, action: str) -> dict[str, Any]:
+        row: dict[str, Any] = self._client.job(self.name, action)["job"]
+        return row
+
+
+FINAL_JOB_STATES: Final = frozenset({"done", "failed", "cancelled", "expired"})
+
+
+def job_name(entry: str) -> str:
+    """A job's name made from its script or module: ``My Train.py`` becomes ``my-train``."""
+    stem = entry.split(":")[0].rsplit(".", 1)[-1] if ":" in entry else Path(entry).stem
+    letters = [c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in stem.lower()]
+    return "".join(letters).strip("._-")[:64] or "job"
+
+
+def _progress_caller(progress: Progress | None) -> Callable[[dict[str, Any]], None] | None:
+    if progress is None:
+        return None
+    return lambda body: progress(str(body.get("stage", "")), float(body.get("fraction", 0.0)))
+
+
+def _report(progress: Progress | None, stage: str, fraction: float) -> None:
+    if progress is not None:
+        progress(stage, fraction)
+
+
+def _records(subscriber: zmq.Socket[bytes], timeout_s: float | None) -> Iterator[dict[str, Any]]:
+    try:
+        while True:
+            wait_ms = None if timeout_s is None else round(timeout_s * 1000)
+            if not subscriber.poll(wait_ms):
+                return
+            topic, body = subscriber.recv_multipart()
+            yield {"topic": topic.decode("utf-8", "replace"), **unpack_dict(body)}
+    finally:
+        subscriber.close(0)

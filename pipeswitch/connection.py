@@ -1,0 +1,407 @@
+"""One background thread, one socket, many futures: the SDK's I/O.
+
+The thread owns the socket and the table of calls. Other threads put calls on a queue and ring.
+It says hello, sends what waits, matches answers to calls by id, and when the connection breaks
+opens another one and sends again what is safe to send again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from .errors import (
+    Cancelled,
+    PipeSwitchError,
+    RemoteProtocolError,
+    ServerUnavailable,
+    from_wire,
+)
+from .sockets import Caps, make_dealer, watch_connections
+from .wire import (
+    MAGIC,
+    VERSION,
+    ReplyHeader,
+    RequestHeader,
+    WireTensor,
+    decode_reply,
+    encode_header,
+)
+
+MAX_TRIES: Final = 3  # of a safe call over broken connections
+MAX_REPLY_BYTES: Final = 1 << 32  # of one frame; the server we chose is trusted more than a client
+ZERO_COPY_BYTES: Final = 64 << 10
+BODY_TENSOR: Final = "body"
+CLOSE_FLUSH_MS: Final = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """A final answer."""
+
+    request_id: str
+    body: dict[str, Any]
+    timing: dict[str, Any]
+    outputs: tuple[WireTensor, ...]
+    frames: Sequence[Any]  # buffers that keep the received message alive
+
+
+@dataclass(kw_only=True, eq=False)
+class _Call:
+    header: dict[str, Any]  # RequestHeader's fields but the session
+    frames: Sequence[Any]
+    is_safe: bool
+    future: Future[Any]
+    convert: Callable[[Reply], Any]
+    on_progress: Callable[[dict[str, Any]], None] | None
+    is_sent: bool = False
+    tries: int = 0
+
+
+@dataclass(kw_only=True, eq=False)
+class _Link:
+    """A socket with its monitor; thrown away whole when the connection breaks."""
+
+    sock: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    hello_id: str
+    hello_until_s: float
+    session: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Connection:
+    """The I/O thread of one client. ``request`` may be called from any thread."""
+
+    def __init__(self, address: str, timeout_s: float) -> None:
+        self.address = address
+        self.context: zmq.Context[Any] = zmq.Context()
+        self._timeout_s = timeout_s
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._posts: deque[Callable[[], None]] = deque()
+        self._calls: dict[str, _Call] = {}  # the I/O thread's, by request id, oldest first
+        self._prefix = secrets.token_hex(4)
+        self._numbers = itertools.count(1)
+        self._link: _Link | None = None
+        self._poller = zmq.Poller()
+        self._is_closing = False
+        self._lock = threading.Lock()  # of _is_closing against late posts
+        self._thread = threading.Thread(target=self._run, name="pipeswitch-client", daemon=True)
+        self._thread.start()
+
+    # ---- any thread ----------------------------------------------------------------------------
+
+    def request(
+        self,
+        op: str,
+        *,
+        model: str = "",
+        body: dict[str, Any] | None = None,
+        inputs: tuple[WireTensor, ...] = (),
+        frames: Sequence[Any] = (),
+        deadline_ms: float | None = None,
+        priority: str = "",
+        is_safe: bool = False,
+        convert: Callable[[Reply], Any] = lambda reply: reply,
+        on_progress: Callable[[dict[str, Any]], None] | None = None,
+    ) -> Future[Any]:
+        """Send a request; its future gets ``convert(reply)`` or an error of errors.py.
+
+        Args:
+            is_safe: sending it twice does the same as sending it once.
+            convert: called on the I/O thread with the final reply.
+            on_progress: called on the I/O thread with each progress reply's body.
+        """
+        header = self._header(op, model, body)
+        header |= {"inputs": inputs, "deadline_ms": deadline_ms, "priority": priority}
+        future: Future[Any] = Future()
+        call = _Call(
+            header=header,
+            frames=frames,
+            is_safe=is_safe,
+            future=future,
+            convert=convert,
+            on_progress=on_progress,
+        )
+        future.add_done_callback(lambda done: self._taken_back(call) if done.cancelled() else None)
+        self._post(lambda: self._begin(call))
+        return future
+
+    def notify(self, op: str, *, model: str = "") -> None:
+        """Send something that has no answer; forgotten when there is no connection."""
+        header = self._header(op, model, None)
+
+        def send() -> None:
+            if self._link is not None and self._link.session:
+                self._transmit(self._link, header, ())
+
+        self._post(send)
+
+    def close(self) -> None:
+        """Stop the thread; calls without an answer end in Cancelled. Idempotent."""
+        with self._lock:
+            if self._is_closing:
+                return
+            self._is_closing = True
+        self._rouse()
+        self._thread.join()
+        os.close(self._wake)
+        self.context.term()
+
+    def _header(self, op: str, model: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        request_id = f"{self._prefix}-{next(self._numbers)}"
+        return {"v": VERSION, "op": op, "id": request_id, "model": model, "body": body or {}}
+
+    def _post(self, action: Callable[[], None]) -> None:
+        with self._lock:
+            if self._is_closing:
+                raise Cancelled("this client is closed")
+            self._posts.append(action)
+            self._rouse()
+
+    def _rouse(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_write(self._wake, 1)
+
+    def _taken_back(self, call: _Call) -> None:
+        with contextlib.suppress(Cancelled):
+            self._post(lambda: self._cancel(call))
+
+    # ---- the I/O thread ------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        self._poller.register(self._wake, zmq.POLLIN)
+        self._open()
+        while True:
+            ready = dict(self._poller.poll(self._poll_ms()))
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            while self._posts:
+                self._posts.popleft()()
+            if self._is_closing and not self._posts:
+                break
+            link = self._link
+            if link is not None and link.sock in ready:
+                self._receive(link)
+            if self._link is link and link is not None:
+                if link.monitor in ready and self._is_broken(link):
+                    self._broken()
+                elif not link.session and time.monotonic() > link.hello_until_s:
+                    self._unavailable()
+        for call in list(self._calls.values()):
+            self._fail(call, Cancelled("the client was closed"))
+        self._shut(CLOSE_FLUSH_MS)
+
+    def _poll_ms(self) -> int | None:
+        if self._link is None or self._link.session:
+            return None
+        return max(0, round((self._link.hello_until_s - time.monotonic()) * 1000)) + 1
+
+    def _open(self) -> None:
+        """A new socket and its hello. The time to answer starts now."""
+        sock = make_dealer(self.context, Caps(max_message_bytes=MAX_REPLY_BYTES))
+        try:
+            sock.connect(self.address)
+        except zmq.ZMQError as error:
+            sock.close(0)
+            reason = error.strerror
+            self._fail_all(
+                lambda: ServerUnavailable(
+                    f"{self.address!r} is not an address: {reason}",
+                    hint="PIPESWITCH_HOST=tcp://127.0.0.1:5555",
+                )
+            )
+            return
+        self._link = _Link(
+            sock=sock,
+            monitor=watch_connections(sock, zmq.EVENT_DISCONNECTED),
+            hello_id=f"{self._prefix}-hello-{next(self._numbers)}",
+            hello_until_s=time.monotonic() + self._timeout_s,
+        )
+        self._poller.register(sock, zmq.POLLIN)
+        self._poller.register(self._link.monitor, zmq.POLLIN)
+        hello = {"v": VERSION, "op": "hello", "id": self._link.hello_id}
+        self._transmit(self._link, hello, ())
+
+    def _shut(self, linger_ms: int = 0) -> None:
+        link, self._link = self._link, None
+        if link is None:
+            return
+        self._poller.unregister(link.sock)
+        self._poller.unregister(link.monitor)
+        link.sock.disable_monitor()
+        link.monitor.close(0)
+        link.sock.close(linger_ms)
+
+    @staticmethod
+    def _is_broken(link: _Link) -> bool:
+        try:
+            recv_monitor_message(link.monitor, zmq.DONTWAIT)
+        except zmq.Again:
+            return False
+        return True  # the only event that is watched
+
+    def _broken(self) -> None:
+        """The connection is gone: what may not be sent twice fails, the rest goes out again."""
+        self._shut()
+        for call in list(self._calls.values()):
+            call.tries += call.is_sent
+            if call.is_sent and (not call.is_safe or call.tries >= MAX_TRIES):
+                self._fail(
+                    call,
+                    ServerUnavailable(
+                        f"the server at {self.address} went away before it answered",
+                        hint="whether it was carried out is not known: look before sending again",
+                    ),
+                )
+            call.is_sent = False
+        self._open()
+
+    def _unavailable(self) -> None:
+        self._shut()
+        self._fail_all(
+            lambda: ServerUnavailable(
+                f"no server answers at {self.address}", hint="start one: pipeswitch serve"
+            )
+        )
+
+    def _begin(self, call: _Call) -> None:
+        if call.future.cancelled():
+            return
+        self._calls[call.header["id"]] = call
+        if self._link is None:
+            self._open()
+        elif self._link.session:
+            self._send(self._link, call)
+
+    def _send(self, link: _Link, call: _Call) -> None:
+        call.is_sent = True
+        self._transmit(link, call.header, call.frames)
+
+    @staticmethod
+    def _transmit(link: _Link, fields: dict[str, Any], frames: Sequence[Any]) -> None:
+        header = RequestHeader(**fields, session=link.session)
+        parts = [MAGIC, encode_header(header), *frames]
+        is_large = any(len(frame) >= ZERO_COPY_BYTES for frame in frames)
+        link.sock.send_multipart(parts, copy=not is_large)
+
+    def _cancel(self, call: _Call) -> None:
+        """The caller took it back: tell the server; its answer will find nobody."""
+        if self._calls.pop(call.header["id"], None) is None or not call.is_sent:
+            return
+        if self._link is not None and self._link.session:
+            header = self._header("cancel", "", {"id": call.header["id"]})
+            self._transmit(self._link, header, ())
+
+    def _receive(self, link: _Link) -> None:
+        while self._link is link:
+            try:
+                frames = link.sock.recv_multipart(zmq.DONTWAIT, copy=False)
+            except zmq.Again:
+                return
+            parts = [frame.buffer for frame in frames]
+            try:
+                header = decode_reply(parts)
+            except RemoteProtocolError as error:
+                self._fail_all(lambda error=error: error)  # type: ignore[misc]
+                self._shut()
+                return
+            if header.id == link.hello_id:
+                self._greeted(link, header)
+            else:
+                self._answered(header, parts[2:])
+
+    def _greeted(self, link: _Link, header: ReplyHeader) -> None:
+        if header.error is not None:
+            refusal = _error(header)
+            self._shut()
+            self._fail_all(lambda: refusal)
+            return
+        link.session, link.facts = header.session, header.body
+        for call in list(self._calls.values()):
+            if not call.is_sent:
+                self._send(link, call)
+
+    def _answered(self, header: ReplyHeader, frames: Sequence[Any]) -> None:
+        call = self._calls.get(header.id)
+        if call is None:
+            return
+        if header.more:
+            if call.on_progress is not None:
+                call.on_progress(header.body)
+            return
+        if header.error is not None:
+            error = _error(header)
+            if error.data.get("reason") == "unknown_session":
+                self._greet_again()  # the server was restarted; nothing was carried out
+            else:
+                self._fail(call, error)
+            return
+        del self._calls[header.id]
+        if not call.future.set_running_or_notify_cancel():
+            return
+        try:
+            call.future.set_result(call.convert(_reply(header, frames)))
+        except Exception as error:  # a bad reply, or the caller's own convert
+            call.future.set_exception(error)
+
+    def _greet_again(self) -> None:
+        for call in self._calls.values():
+            call.tries += 1
+            call.is_sent = False
+        for call in [c for c in self._calls.values() if c.tries > MAX_TRIES]:
+            self._fail(call, ServerUnavailable(f"the server at {self.address} keeps forgetting us"))
+        self._shut()
+        self._open()
+
+    def _fail(self, call: _Call, error: PipeSwitchError) -> None:
+        self._calls.pop(call.header["id"], None)
+        error.request_id = call.header["id"]
+        with contextlib.suppress(InvalidStateError):
+            if call.future.set_running_or_notify_cancel():
+                call.future.set_exception(error)
+
+    def _fail_all(self, make: Callable[[], PipeSwitchError]) -> None:
+        for call in list(self._calls.values()):
+            self._fail(call, make())
+
+
+def _error(header: ReplyHeader) -> PipeSwitchError:
+    error = header.error
+    assert error is not None
+    return from_wire(error.type, error.message, error.hint, error.data, header.id)
+
+
+def _reply(header: ReplyHeader, frames: Sequence[Any]) -> Reply:
+    body = header.body
+    outputs = header.outputs
+    if len(outputs) == 1 and not body and outputs[0].name == BODY_TENSOR and not header.timing:
+        body, outputs = _large_body(frames[outputs[0].frame]), ()
+    return Reply(
+        request_id=header.id,
+        body=body,
+        timing=header.timing or {},
+        outputs=outputs,
+        frames=frames,
+    )
+
+
+def _large_body(data: Any) -> dict[str, Any]:
+    """A body that did not fit into a header."""
+    try:
+        return msgspec.msgpack.decode(data, type=dict[str, Any])
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise RemoteProtocolError(f"malformed body: {error}") from None

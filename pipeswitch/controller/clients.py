@@ -1,0 +1,291 @@
+"""Who is connected, what is owed to them, and the bytes on their way out.
+
+Owned by the TCP thread. A client is a session (128 random bits) on one connection; an answer goes
+only to the (routing id, session) pair last seen, because a routing id alone proves nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import zmq
+
+from ..messages import ModelName
+from .doors import Door
+from .events import Token
+
+ZERO_COPY_BYTES: Final = 64 << 10  # below, a copy is cheaper than tracking the message
+SLOW_CLIENT_MS: Final = 30_000.0  # a reply nobody reads for this long: the client is dropped
+FD_SETTLE_MS: Final = 1_000.0  # libzmq reports a disconnect shortly before it closes the socket
+
+Outcome = Literal["ok", "error", "undeliverable"]
+
+
+@dataclass(kw_only=True)
+class Counters:
+    """``accepted = ok + error + undeliverable + in_flight``, at every moment (invariant I1)."""
+
+    accepted: int = 0
+    ok: int = 0
+    error: int = 0
+    undeliverable: int = 0
+    rejected: int = 0  # refused before acceptance; not part of the sum
+
+    @property
+    def in_flight(self) -> int:
+        return self.accepted - self.ok - self.error - self.undeliverable
+
+    def settle(self, outcome: Outcome) -> None:
+        """One accepted request got its final answer."""
+        setattr(self, outcome, getattr(self, outcome) + 1)
+
+    def as_dict(self) -> dict[str, int]:
+        """As ``stats`` shows them."""
+        return {
+            "accepted": self.accepted,
+            "ok": self.ok,
+            "error": self.error,
+            "undeliverable": self.undeliverable,
+            "in_flight": self.in_flight,
+            "rejected": self.rejected,
+        }
+
+
+@dataclass(kw_only=True, eq=False)
+class Pending:
+    """An accepted request whose final answer is owed."""
+
+    token: Token
+    request_id: str
+    op: str
+    model: ModelName
+    client: Client
+    request_offset: int | None = None  # of its slabs in the pool
+    reply_offset: int | None = None
+    reply_bytes: int = 0
+    held_bytes: int = 0
+
+
+@dataclass(kw_only=True, eq=False)
+class Outgoing:
+    """A message for one client, until libzmq has taken all of it."""
+
+    frames: list[Any]
+    size_bytes: int
+    since_ms: float
+    on_sent: Callable[[], None]
+    on_lost: Callable[[], None]
+    on_released: Callable[[], None]  # nothing points at its pool bytes any more
+    is_zero_copy: bool = False
+
+
+@dataclass(kw_only=True, eq=False)
+class Client:
+    """One session on one connection."""
+
+    door: Door
+    routing_id: bytes
+    session: str
+    fd: int
+    inode: int  # of the connection's socket: tells a reused descriptor number from this one
+    requests: dict[str, Pending] = field(default_factory=dict)
+    backlog: deque[Outgoing] = field(default_factory=deque)
+    unsent_bytes: int = 0
+    held_bytes: int = 0  # slabs of the pool
+    upload_chunks: int = 0
+    is_gone: bool = False
+
+
+def socket_inode(fd: int) -> int:
+    """The identity of the socket behind a descriptor number; 0 when there is none."""
+    try:
+        return os.fstat(fd).st_ino
+    except OSError:
+        return 0
+
+
+class ClientTable:
+    """Clients by session and by connection."""
+
+    def __init__(self) -> None:
+        self._by_session: dict[str, Client] = {}
+        self._by_route: dict[tuple[str, bytes], Client] = {}
+        self._suspects: dict[Client, float] = {}  # its descriptor was reported; decided by then
+
+    def __len__(self) -> int:
+        return len(self._by_session)
+
+    @property
+    def has_suspects(self) -> bool:
+        return bool(self._suspects)
+
+    def all(self) -> list[Client]:
+        return list(self._by_session.values())
+
+    def greet(self, door: Door, routing_id: bytes, fd: int) -> tuple[Client, Client | None]:
+        """A new session for this connection, and the one it replaces, if any."""
+        replaced = self._by_route.get((door.address, routing_id))
+        client = Client(
+            door=door,
+            routing_id=routing_id,
+            session=secrets.token_hex(16),
+            fd=fd,
+            inode=socket_inode(fd),
+        )
+        if replaced is not None:
+            self.remove(replaced)
+        self._by_session[client.session] = client
+        self._by_route[door.address, routing_id] = client
+        return client, replaced
+
+    def find(self, door: Door, routing_id: bytes, session: str) -> Client | None:
+        """The client, only when session and connection are the pair last seen."""
+        client = self._by_session.get(session)
+        if client is None or client.routing_id != routing_id or client.door is not door:
+            return None
+        return client
+
+    def remove(self, client: Client) -> None:
+        """Forget it; late answers to it are undeliverable from now on."""
+        client.is_gone = True
+        self._by_session.pop(client.session, None)
+        self._suspects.pop(client, None)
+        route = (client.door.address, client.routing_id)
+        if self._by_route.get(route) is client:
+            del self._by_route[route]
+
+    def disconnected(self, door: Door, fd: int, now_ms: float) -> list[Client]:
+        """A connection ended: its clients that are certainly gone.
+
+        Descriptor numbers are reused, so the number alone does not decide:
+        1. the number means another socket now, or none: the client is gone;
+        2. it still means the client's socket: either libzmq has not closed it yet, or the report
+           is about an earlier connection. ``settle_suspects`` looks again.
+        """
+        gone = []
+        for client in self._by_session.values():
+            if client.door is door and client.fd == fd:
+                if socket_inode(fd) != client.inode:
+                    gone.append(client)
+                else:
+                    self._suspects[client] = now_ms + FD_SETTLE_MS
+        return gone
+
+    def settle_suspects(self, now_ms: float) -> list[Client]:
+        """Suspected clients whose socket is closed by now; cleared ones are forgotten."""
+        gone = [c for c in self._suspects if socket_inode(c.fd) != c.inode]
+        for client, until_ms in list(self._suspects.items()):
+            if client in gone or now_ms > until_ms:
+                del self._suspects[client]
+        return gone
+
+
+def hang_up(client: Client) -> None:
+    """End a client's connection. libzmq has no call for one peer, so its socket is shut down.
+
+    The descriptor is duplicated first, then compared: it cannot become another socket between.
+    """
+    with contextlib.suppress(OSError):
+        duplicate = os.dup(client.fd)
+        if os.fstat(duplicate).st_ino != client.inode:
+            os.close(duplicate)
+            return
+        with socket.socket(fileno=duplicate) as sock:
+            sock.shutdown(socket.SHUT_RDWR)
+
+
+class Outbox:
+    """Sends without ever blocking; what a client does not read waits under its byte budget."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget_bytes = budget_bytes
+        self._tracked: deque[tuple[zmq.MessageTracker, Client, Outgoing]] = deque()
+        self._backlogged: set[Client] = set()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._tracked and not self._backlogged
+
+    def send(self, client: Client, outgoing: Outgoing, now_ms: float) -> bool:
+        """Hand a message to libzmq, or keep it. False: over budget or gone, drop the client."""
+        client.backlog.append(outgoing)
+        client.unsent_bytes += outgoing.size_bytes
+        return self._flush(client) and self._is_fast_enough(client, now_ms)
+
+    def _is_fast_enough(self, client: Client, now_ms: float) -> bool:
+        is_stuck = client.backlog and now_ms - client.backlog[0].since_ms > SLOW_CLIENT_MS
+        return client.unsent_bytes <= self._budget_bytes and not is_stuck
+
+    def _flush(self, client: Client) -> bool:
+        """Send in order until the client's queue is full; False: its connection is gone."""
+        while client.backlog:
+            outgoing = client.backlog[0]
+            try:
+                tracker = self._transmit(client, outgoing)
+            except zmq.Again:
+                self._backlogged.add(client)
+                return True
+            except zmq.ZMQError:  # EHOSTUNREACH: ROUTER_MANDATORY tells us
+                return False
+            client.backlog.popleft()
+            outgoing.on_sent()
+            if tracker is not None:
+                self._tracked.append((tracker, client, outgoing))
+            else:
+                client.unsent_bytes -= outgoing.size_bytes
+                outgoing.on_released()
+        self._backlogged.discard(client)
+        return True
+
+    @staticmethod
+    def _transmit(client: Client, outgoing: Outgoing) -> zmq.MessageTracker | None:
+        """All frames of a message; only the first part can be refused (libzmq router.cpp)."""
+        router = client.door.router
+        router.send(client.routing_id, zmq.SNDMORE | zmq.DONTWAIT)
+        if not outgoing.is_zero_copy:
+            router.send_multipart(outgoing.frames, zmq.DONTWAIT)
+            return None
+        return router.send_multipart(outgoing.frames, zmq.DONTWAIT, copy=False, track=True)
+
+    def drop(self, client: Client) -> None:
+        """The client is gone: what it did not take is lost."""
+        self._backlogged.discard(client)
+        while client.backlog:
+            outgoing = client.backlog.popleft()
+            client.unsent_bytes -= outgoing.size_bytes
+            outgoing.on_lost()
+            outgoing.on_released()
+
+    def release(self, wait_ms: float = 0.0) -> None:
+        """Give back what libzmq has sent; ``wait_ms`` grants the oldest message that much time.
+
+        libzmq reports a sent message a little after its reader has it, so a client that asks
+        again at once may find its own last reply still in the pool.
+        """
+        if wait_ms and self._tracked:
+            with contextlib.suppress(zmq.NotDone):
+                self._tracked[0][0].wait(wait_ms / 1000)
+        for _ in range(len(self._tracked)):
+            tracker, client, outgoing = self._tracked.popleft()
+            if not tracker.done:
+                self._tracked.append((tracker, client, outgoing))
+                continue
+            client.unsent_bytes -= outgoing.size_bytes
+            outgoing.on_released()
+
+    def sweep(self, now_ms: float) -> list[Client]:
+        """Release what was sent, retry what was refused; the clients that are to be dropped."""
+        self.release()
+        slow = {c for _, c, out in self._tracked if now_ms - out.since_ms > SLOW_CLIENT_MS}
+        return [
+            client
+            for client in [*self._backlogged, *slow]
+            if client in slow or not (self._flush(client) and self._is_fast_enough(client, now_ms))
+        ]

@@ -1,0 +1,390 @@
+"""Performs the scheduler's commands: messages, forks, kills, memfds, journal, answers.
+
+Runs in the scheduler's thread. It decides nothing; what it learns goes back as an event.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from ..board import Board, new_bell, ring, sealed_memfd
+from ..commit_area import CommitArea, create_area
+from ..commit_files import load_commit
+from ..errors import RegistrationRefused
+from ..messages import (
+    BuildDone,
+    BuildFailed,
+    BuildSettings,
+    DaemonReady,
+    DaemonSettings,
+    JobName,
+    Message,
+    ModelName,
+    PersistCommit,
+    PrepareModel,
+    RunInference,
+    RunJob,
+    Slot,
+    StoreModel,
+    WorkerSettings,
+)
+from ..programs.spec import load_manifest
+from ..timeline import Timeline
+from .events import (
+    Announce,
+    Answer,
+    BuilderExited,
+    Command,
+    CreateCommits,
+    DaemonExited,
+    DropCommits,
+    Event,
+    FromBuilder,
+    FromDaemon,
+    FromWorker,
+    Journal,
+    KillBuild,
+    KillWorker,
+    Leave,
+    Publish,
+    RaiseTurn,
+    Retract,
+    Span,
+    SpawnDaemon,
+    SpawnWorker,
+    StartBuild,
+    ToDaemon,
+    ToWorker,
+    WorkerExited,
+)
+from .journal import JournalFile
+from .processes import Child, Processes
+from .tcp import TcpThread
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Folders under the state directory."""
+
+    root: Path
+
+    @property
+    def models(self) -> Path:
+        return self.root / "models"
+
+    @property
+    def commits(self) -> Path:
+        return self.root / "commits"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    def create(self) -> None:
+        for path in (self.root, self.models, self.commits, self.logs):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for leftover in self.models.glob(".build-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What is taken of the machine, in bytes; ``threads`` compute on the cpu device."""
+
+    arena_bytes: int
+    store_bytes: int
+    pool_bytes: int
+    words: int
+    bell_count: int
+    threads: int
+    build_threads: int
+    link_bytes_per_s: float
+
+
+class Memory:
+    """Descriptors of everything that is shared; the controller keeps them all alive."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.store = sealed_memfd("pipeswitch-store", sizes.store_bytes)
+        self.pool = sealed_memfd("pipeswitch-pool", sizes.pool_bytes)
+        self.board_descriptor = sealed_memfd("pipeswitch-board", 4096)
+        self.board = Board(self.board_descriptor)
+        self.bells = [new_bell() for _ in range(sizes.bell_count)]
+        self.arena: list[int] = []  # models, work: the daemon's, anew after its death
+        self.commits: dict[JobName, int] = {}
+
+    def take_arena(self, descriptors: list[int]) -> None:
+        for old in self.arena:
+            os.close(old)
+        self.arena = descriptors
+
+    def close(self) -> None:
+        self.board.close()
+        for descriptor in (
+            self.store, self.pool, self.board_descriptor,
+            *self.bells, *self.arena, *self.commits.values(),
+        ):  # fmt: skip
+            os.close(descriptor)
+
+
+class Effects:
+    """One method per command."""
+
+    def __init__(
+        self,
+        *,
+        device: str,
+        sizes: Sizes,
+        places: Places,
+        memory: Memory,
+        processes: Processes,
+        tcp: TcpThread,
+        journal: JournalFile,
+        take: Callable[[Event], None],
+    ) -> None:
+        self._device = device
+        self._sizes = sizes
+        self._places = places
+        self._memory = memory
+        self._processes = processes
+        self._tcp = tcp
+        self._journal = journal
+        self._take = take  # an event, to be handled after the running one
+        self._daemon: Child | None = None
+        self._workers: dict[Slot, tuple[int, Child]] = {}
+        self._builders: dict[ModelName, Child] = {}
+        self._slot_bytes: dict[JobName, int] = {}  # of each job's commit area
+        self.built_before: dict[bytes, str] = {}  # spec -> digest, from the journal
+        self.timeline = Timeline()
+        self.left: Leave | None = None
+
+    def perform(self, command: Command) -> None:
+        match command:
+            case ToWorker():
+                self._to_worker(command)
+            case RaiseTurn(turn=turn, slot=slot):
+                self._memory.board.write_turn(turn)
+                ring(self._memory.bells[slot])
+            case ToDaemon():
+                self._to_daemon(command)
+            case Answer(token=token):
+                if token >= 0:  # negative: asked by the server itself
+                    self._tcp.post(command)
+                elif command.error is not None:
+                    log.error("restore failed: %s", command.error)
+            case Publish() | Announce() | Retract():
+                self._tcp.post(command)
+            case Span():
+                self.timeline.add(command)
+            case SpawnWorker(slot=slot, generation=generation):
+                self._spawn_worker(slot, generation)
+            case SpawnDaemon(generation=generation):
+                self._spawn_daemon(generation)
+            case KillWorker(slot=slot, generation=generation, reason=reason):
+                self._kill_worker(slot, generation, reason)
+            case StartBuild():
+                self._start_build(command)
+            case KillBuild(model=model):
+                if model in self._builders:
+                    self._processes.kill(self._builders[model])
+            case CreateCommits():
+                self._create_commits(command)
+            case DropCommits(job=job):
+                self._drop_commits(job)
+            case Journal(entry=entry):
+                self._journal.append(entry)
+            case Leave():
+                self.left = command
+
+    # -- messages ------------------------------------------------------------------------------
+
+    def _program(self, digest: str) -> str:
+        return str(self._places.models / digest)
+
+    def _to_worker(self, command: ToWorker) -> None:
+        known = self._workers.get(command.slot)
+        if known is None:
+            return
+        message: Message = command.message
+        if isinstance(message, RunInference | PrepareModel):
+            message = msgspec.structs.replace(message, directory=self._program(message.digest))
+        elif isinstance(message, RunJob):
+            path = self._places.logs / f"job-{message.job}.log"
+            message = msgspec.structs.replace(message, log_path=str(path))
+        descriptors = []
+        if command.commits_of is not None:
+            descriptors.append(self._memory.commits[command.commits_of])
+        index = 0 if command.channel == "task" else 1
+        self._processes.send(known[1], index, message, descriptors)
+
+    def _to_daemon(self, command: ToDaemon) -> None:
+        if self._daemon is None:
+            return
+        message: Message = command.message
+        if isinstance(message, PersistCommit):
+            directory = str(self._places.commits / message.job)
+            message = msgspec.structs.replace(message, directory=directory)
+        elif isinstance(message, StoreModel):
+            message = msgspec.structs.replace(message, directory=self._program(message.directory))
+        descriptors = []
+        if command.commits_of is not None:
+            descriptors.append(self._memory.commits[command.commits_of])
+        self._processes.send(self._daemon, 0, message, descriptors)
+
+    # -- processes -----------------------------------------------------------------------------
+
+    def _spawn_daemon(self, generation: int) -> None:
+        def on_message(message: Message, descriptors: list[int]) -> None:
+            if isinstance(message, DaemonReady):
+                self._memory.take_arena(descriptors)
+            self._take(FromDaemon(generation=generation, message=message))
+
+        def on_exit(status: int) -> None:
+            self._take(DaemonExited(generation=generation, status=status))
+
+        settings = DaemonSettings(
+            device=self._device,
+            arena_bytes=self._sizes.arena_bytes,
+            store_bytes=self._sizes.store_bytes,
+            words=self._sizes.words,
+            link_bytes_per_s=self._sizes.link_bytes_per_s,
+            bell_count=len(self._memory.bells),
+            log_path=str(self._places.logs / "memory-daemon.log"),
+        )
+        descriptors = [self._memory.store, *self._memory.bells]
+        self._daemon = self._processes.fork(
+            "daemon", "pipeswitch-mem", settings, 1, descriptors, on_message, on_exit
+        )
+
+    def _spawn_worker(self, slot: Slot, generation: int) -> None:
+        def on_message(message: Message, _: list[int]) -> None:
+            self._take(FromWorker(slot=slot, generation=generation, message=message))
+
+        def on_exit(status: int) -> None:
+            self._take(WorkerExited(slot=slot, generation=generation, status=status))
+
+        settings = WorkerSettings(
+            slot=slot,
+            device=self._device,
+            arena_bytes=self._sizes.arena_bytes,
+            words=self._sizes.words,
+            pool_bytes=self._sizes.pool_bytes,
+            threads=self._sizes.threads,
+            bell_count=len(self._memory.bells),
+        )
+        descriptors = [
+            *self._memory.arena,
+            self._memory.board_descriptor,
+            self._memory.pool,
+            *self._memory.bells,
+        ]
+        child = self._processes.fork(
+            "worker", f"pipeswitch-w{slot}", settings, 2, descriptors, on_message, on_exit
+        )
+        self._workers[slot] = (generation, child)
+
+    def _kill_worker(self, slot: Slot, generation: int, reason: str) -> None:
+        known = self._workers.get(slot)
+        if known is not None and known[0] == generation:
+            log.warning("worker=%d killed: %s", slot, reason)
+            self._processes.kill(known[1])
+
+    # -- builds --------------------------------------------------------------------------------
+
+    def _start_build(self, command: StartBuild) -> None:
+        """Fork a builder; a program that the journal knows is on disk already."""
+        digest = self.built_before.pop(command.spec, None)
+        if digest is not None and (self._places.models / digest / "manifest.json").is_file():
+            self._built(BuildDone(model=command.model, epoch=command.epoch, digest=digest))
+            return
+
+        def on_message(message: Message, _: list[int]) -> None:
+            if isinstance(message, BuildDone):
+                self._built(message)
+            else:
+                self._take(FromBuilder(message=message))
+
+        def on_exit(status: int) -> None:
+            self._builders.pop(command.model, None)
+            self._take(BuilderExited(model=command.model, epoch=command.epoch, status=status))
+
+        settings = BuildSettings(
+            model=command.model,
+            epoch=command.epoch,
+            spec=command.spec,
+            directory=str(self._places.models),
+            threads=self._sizes.build_threads,
+        )
+        self._builders[command.model] = self._processes.fork(
+            "builder", "pipeswitch-bld", settings, 1, [], on_message, on_exit
+        )
+
+    def _built(self, message: BuildDone) -> None:
+        try:
+            manifest = load_manifest(self._places.models / message.digest)
+        except RegistrationRefused as error:
+            failed = BuildFailed(
+                model=message.model, epoch=message.epoch, error="RegistrationRefused",
+                message=error.message, data=error.data,
+            )  # fmt: skip
+            self._take(FromBuilder(message=failed))
+            return
+        self._take(FromBuilder(message=message, manifest=manifest))
+
+    # -- commits -------------------------------------------------------------------------------
+
+    def _create_commits(self, command: CreateCommits) -> None:
+        """A fresh area; the newest commit of a smaller one it replaces is kept."""
+        descriptor = create_area(command.slot_bytes)
+        old = self._memory.commits.get(command.job)
+        if old is not None:
+            _carry_over(old, self._slot_bytes[command.job], descriptor, command.slot_bytes)
+        self._close_commits(command.job)
+        self._memory.commits[command.job] = descriptor
+        self._slot_bytes[command.job] = command.slot_bytes
+
+    def restore_commits(self, job: JobName) -> tuple[int, int] | None:
+        """Load a job's persisted commit; (slot bytes, step), or None when there is none."""
+        loaded = load_commit(self._places.commits / job)
+        if loaded is None:
+            return None
+        descriptor, slot_bytes, record = loaded
+        self._memory.commits[job] = descriptor
+        self._slot_bytes[job] = slot_bytes
+        return slot_bytes, record.step
+
+    def _close_commits(self, job: JobName) -> None:
+        old = self._memory.commits.pop(job, None)
+        if old is not None:
+            os.close(old)
+
+    def _drop_commits(self, job: JobName) -> None:
+        self._close_commits(job)
+        shutil.rmtree(self._places.commits / job, ignore_errors=True)
+
+
+def _carry_over(old: int, old_slot_bytes: int, new: int, new_slot_bytes: int) -> None:
+    """Copy the newest commit into a larger area."""
+    source = CommitArea(old, old_slot_bytes)
+    target = CommitArea(new, new_slot_bytes, is_writer=True)
+    try:
+        commit = source.newest()
+        if commit is not None:
+            image = source.image(commit)
+
+            def fill(view: memoryview) -> None:
+                view[:] = image
+
+            target.write(commit.step, commit.size_bytes, fill)
+    finally:
+        target.close()
+        source.close()

@@ -1,0 +1,201 @@
+"""Processes: how many workers, what they prepare, what follows a death (``rest_for_one``)."""
+
+from __future__ import annotations
+
+from ..messages import ModelName, ModelPrepared, PrepareModel, Slot
+from ..states import ModelState, WorkerEvent, WorkerState
+from .core import Core
+from .events import KillWorker, Leave, SpawnDaemon, SpawnWorker, ToWorker
+from .records import Worker
+
+
+class Fleet:
+    """The memory daemon and the worker slots."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._is_daemon_alive = False
+        self._daemon_deaths = 0
+        self._daemon_respawn_at_ms: float | None = None
+
+    # -- memory daemon ------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """First the daemon; workers follow when it owns its memory."""
+        self._spawn_daemon()
+
+    def _spawn_daemon(self) -> None:
+        core = self._core
+        core.daemon_generation += 1
+        core.is_daemon_ready = False
+        self._is_daemon_alive = True
+        self._daemon_respawn_at_ms = None
+        core.emit(SpawnDaemon(generation=core.daemon_generation))
+
+    def daemon_ready(self, pid: int) -> None:
+        core = self._core
+        core.is_daemon_ready = True
+        core.daemon_pid = pid
+        core.publish("worker.daemon_ready", pid=pid)
+
+    def daemon_died(self, status: int) -> None:
+        """Kill every worker: none may outlive the owner of its memory. Then restart in order.
+
+        1. workers are killed and reaped (WorkerExited of each);
+        2. the daemon is spawned again, with back-off, and takes its memory;
+        3. workers are spawned; requests were queued again, jobs resume from their commits.
+        """
+        core = self._core
+        core.is_daemon_ready = False
+        core.daemon_pid = 0
+        self._is_daemon_alive = False
+        self._daemon_deaths += 1
+        core.counts["daemon_restarts"] += 1
+        core.publish("worker.daemon_died", status=status)
+        for worker in core.workers.values():
+            self.kill(worker, "its memory daemon exited")
+        if self._daemon_deaths > core.settings.max_daemon_restarts:
+            core.has_left = True
+            core.emit(Leave(status=70, reason="the memory daemon died too often"))
+            return
+        delay = core.settings.restart_backoff_ms * (2 ** (self._daemon_deaths - 2))
+        self._daemon_respawn_at_ms = core.now_ms + (delay if self._daemon_deaths > 1 else 0.0)
+
+    def served_well(self) -> None:
+        """A request was answered: the daemon's earlier deaths are forgiven."""
+        self._daemon_deaths = 0
+
+    # -- workers ------------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Respawn what is missing and due; let standbys prepare what they do not know yet."""
+        core = self._core
+        if core.has_left:
+            return
+        if not self._is_daemon_alive and self._daemon_respawn_at_ms is not None:
+            gone = all(w.state.state is WorkerState.DEAD for w in core.workers.values())
+            if not gone:
+                return
+            if core.now_ms >= self._daemon_respawn_at_ms:
+                self._spawn_daemon()
+            else:
+                core.look_again(self._daemon_respawn_at_ms)
+            return
+        if core.is_daemon_ready:
+            self._spawn_missing()
+            self._prepare_idle()
+
+    def _wanted_slots(self) -> int:
+        """1 active + N standby; a suspended worker does not count as a standby (DESIGN 3)."""
+        suspended = sum(
+            worker.state.state is WorkerState.SUSPENDED for worker in self._core.workers.values()
+        )
+        return 1 + self._core.settings.standby + min(1, suspended)
+
+    def _spawn_missing(self) -> None:
+        core = self._core
+        while len(core.workers) < self._wanted_slots():
+            slot = Slot(len(core.workers))
+            core.workers[slot] = Worker(slot)
+        for worker in core.workers.values():
+            if worker.state.state is not WorkerState.DEAD:
+                continue
+            if worker.respawn_at_ms is not None and core.now_ms < worker.respawn_at_ms:
+                core.look_again(worker.respawn_at_ms)
+                continue
+            worker.generation += 1
+            worker.state.apply(WorkerEvent.RESPAWNED, f"generation {worker.generation}")
+            worker.started_at_ms = core.now_ms
+            worker.respawn_at_ms = None
+            worker.kill_reason = ""
+            worker.pid = 0
+            worker.warm.clear()
+            worker.unpreparable.clear()
+            worker.preparing = None
+            core.emit(SpawnWorker(slot=worker.slot, generation=worker.generation))
+
+    def worker_ready(self, worker: Worker, pid: int) -> None:
+        worker.pid = pid
+        worker.state.apply(WorkerEvent.READY, f"pid {pid}")
+        self._core.publish("worker.ready", worker=worker.slot, pid=pid)
+
+    def worker_exited(self, worker: Worker, status: int, *, ended_well: bool) -> None:
+        """Reaped. The first death is replaced at once, a row of them with growing delay."""
+        core = self._core
+        worker.state.apply(WorkerEvent.EXITED, f"status {status} {worker.kill_reason}")
+        worker.pid = 0
+        worker.preparing = None
+        if ended_well:
+            worker.respawn_at_ms = core.now_ms
+            return
+        core.counts["worker_restarts"] += 1
+        worker.deaths += 1
+        delay = 0.0
+        if worker.deaths > core.settings.max_deaths:
+            doubling = min(worker.deaths - core.settings.max_deaths - 1, 6)
+            delay = core.settings.restart_backoff_ms * 2**doubling
+        worker.respawn_at_ms = core.now_ms + delay
+        core.publish(
+            "worker.died", worker=worker.slot, status=status, reason=worker.kill_reason or "died"
+        )
+
+    def kill(self, worker: Worker, reason: str) -> None:
+        """SIGKILL once; its memory is reused when WorkerExited says it is reaped."""
+        if worker.state.state is WorkerState.DEAD or worker.kill_reason:
+            return
+        worker.kill_reason = reason
+        self._core.emit(
+            KillWorker(slot=worker.slot, generation=worker.generation, reason=reason)
+        )
+
+    # -- warm programs ------------------------------------------------------------------------
+
+    def _prepare_idle(self) -> None:
+        """One program at a time per standby, and never all standbys at once if requests wait."""
+        core = self._core
+        if core.queue or core.upcoming is not None:
+            return
+        for worker in core.workers.values():
+            if worker.state.state is not WorkerState.STANDBY or worker.preparing is not None:
+                continue
+            name = self._next_to_prepare(worker)
+            if name is None:
+                continue
+            model = core.models[name]
+            assert model.manifest is not None
+            worker.preparing = name
+            core.emit(
+                ToWorker(
+                    slot=worker.slot,
+                    message=PrepareModel(
+                        model=name,
+                        digest=model.manifest.digest,
+                        directory="",
+                        arena_offset_bytes=model.home_bytes,
+                    ),
+                )
+            )
+
+    def _next_to_prepare(self, worker: Worker) -> ModelName | None:
+        missing = [
+            model
+            for model in self._core.models.values()
+            if model.state.state is ModelState.READY
+            and model.manifest is not None
+            and worker.warm.get(model.name) != model.manifest.digest
+            and (model.name, model.manifest.digest) not in worker.unpreparable
+        ]
+        latest = max(missing, key=lambda m: (m.last_used_at_ms, m.registered_at_ms), default=None)
+        return latest.name if latest is not None else None
+
+    def prepared(self, worker: Worker, message: ModelPrepared) -> None:
+        """The worker knows one more program, or says why it cannot."""
+        if worker.preparing == message.model:
+            worker.preparing = None
+        if message.error:
+            worker.unpreparable.add((message.model, message.digest))
+            self._core.publish(
+                "model.prepare_failed", model=message.model, worker=worker.slot, error=message.error
+            )
+        else:
+            worker.warm[message.model] = message.digest

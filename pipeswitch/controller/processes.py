@@ -1,0 +1,295 @@
+"""The controller's end of every child: channels in, exits in, orders out.
+
+Owned by the scheduler's thread, which is the only one to touch sockets of children. An exit
+reaches the scheduler as one event whether the process said goodbye or not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from ..errors import RemoteProtocolError
+from ..launch import command
+from ..messages import ChildExited, Exit, Fork, Forked, ForkServerReady, Message
+from ..wire import Channel, channel_pair, encode_message
+
+log = logging.getLogger(__name__)
+
+Kind = Literal["worker", "builder", "daemon"]
+MAX_FAILED_STARTS = 3  # of the fork server in a row: its imports are broken
+
+
+@dataclass
+class Child:
+    """One forked process and our ends of its channels."""
+
+    kind: Kind
+    name: str
+    channels: list[Channel]
+    on_message: Callable[[Message, list[int]], None]
+    on_exit: Callable[[int], None]
+    ticket: int = 0
+    pid: int = 0
+    pidfd: int = -1
+    is_doomed: bool = False  # SIGKILL was asked for before its pid was known
+    exit_status: int | None = None
+    open_channels: set[int] = field(default_factory=set)
+
+
+class Processes:
+    """Fork server and children, on one selector shared with the main loop."""
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        log_path: Path,
+        on_hopeless: Callable[[str], None],
+    ) -> None:
+        self._selector = selector
+        self._on_hopeless = on_hopeless
+        self._failed_starts = 0
+        self._is_stopping = False
+        self._log_path = log_path
+        self._server: subprocess.Popen[bytes] | None = None
+        self._server_channel: Channel | None = None
+        self._is_server_ready = False
+        self._waiting: list[tuple[Child, Message, list[int]]] = []
+        self._by_ticket: dict[int, Child] = {}
+        self._by_pid: dict[int, Child] = {}
+        self._tickets = 0
+        self.torch_version = ""
+
+    # -- fork server ---------------------------------------------------------------------------
+
+    def start_server(self) -> None:
+        """Start (or restart) the fork server; orders wait until it is ready."""
+        ours, theirs = channel_pair()
+        descriptor = theirs.fileno()
+        environment = dict(os.environ)
+        environment.setdefault("OPENBLAS_NUM_THREADS", "1")  # no threads before a fork
+        with open(self._log_path, "ab") as log_file:
+            self._server = subprocess.Popen(
+                command(descriptor),
+                pass_fds=(descriptor,),
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=log_file,
+                start_new_session=True,  # a Ctrl-C at the terminal is the controller's to handle
+                env=environment,
+            )
+        theirs.close()
+        self._server_channel = ours
+        self._is_server_ready = False
+        self._selector.register(ours, selectors.EVENT_READ, self._from_server)
+
+    def _from_server(self) -> None:
+        assert self._server_channel is not None
+        received = self._server_channel.receive()
+        if received is None:
+            self._server_lost()
+            return
+        match received[0]:
+            case ForkServerReady() as message:
+                log.info("fork_server=ready pid=%d import_ms=%.0f", message.pid, message.import_ms)
+                self.torch_version = message.torch
+                self._is_server_ready = True
+                waiting, self._waiting = self._waiting, []
+                for child, settings, descriptors in waiting:
+                    self._order(child, settings, descriptors)
+            case Forked(ticket=ticket, pid=pid):
+                self._forked(self._by_ticket.pop(ticket), pid)
+            case ChildExited(pid=pid, status=status):
+                child = self._by_pid.get(pid)
+                if child is not None:
+                    self._exited(child, status)
+
+    def _server_lost(self) -> None:
+        """Restart it. Its children live on and are watched by their pidfds from now on."""
+        assert self._server_channel is not None and self._server is not None
+        self._selector.unregister(self._server_channel)
+        self._server_channel.close()
+        status = self._server.wait()
+        if self._is_stopping:
+            self._server_channel = None
+            return
+        self._failed_starts = 0 if self._is_server_ready else self._failed_starts + 1
+        log.error("fork_server=lost status=%d failed_starts=%d", status, self._failed_starts)
+        if self._failed_starts >= MAX_FAILED_STARTS:
+            self._server_channel = None
+            self._on_hopeless(f"the fork server does not start; see {self._log_path}")
+            return
+        for child in self._by_pid.values():
+            self._selector.register(
+                child.pidfd, selectors.EVENT_READ, lambda child=child: self._orphan_exited(child)
+            )
+        never_forked = list(self._by_ticket.values())
+        self._by_ticket.clear()
+        for child in never_forked:
+            self._close(child)
+            child.on_exit(-signal.SIGKILL)
+        self.start_server()
+
+    def _orphan_exited(self, child: Child) -> None:
+        status = -signal.SIGKILL
+        with contextlib.suppress(ChildProcessError):  # ours if we are its subreaper
+            status = os.waitstatus_to_exitcode(os.waitpid(child.pid, os.WNOHANG)[1])
+        self._exited(child, status)
+
+    # -- children ------------------------------------------------------------------------------
+
+    def fork(
+        self,
+        kind: Kind,
+        name: str,
+        settings: Message,
+        channel_count: int,
+        descriptors: Sequence[int],
+        on_message: Callable[[Message, list[int]], None],
+        on_exit: Callable[[int], None],
+    ) -> Child:
+        """Ask for a child; it gets its ends of new channels, then ``descriptors``."""
+        pairs = [channel_pair() for _ in range(channel_count)]
+        child = Child(kind, name, [ours for ours, _ in pairs], on_message, on_exit)
+        for channel in child.channels:
+            channel.setblocking(False)
+            child.open_channels.add(channel.fileno())
+            self._selector.register(
+                channel, selectors.EVENT_READ, lambda c=child, ch=channel: self._read(c, ch)
+            )
+        theirs = [theirs.detach() for _, theirs in pairs]
+        passed = theirs + [os.dup(descriptor) for descriptor in descriptors]
+        if self._is_server_ready:
+            self._order(child, settings, passed)
+        else:
+            self._waiting.append((child, settings, passed))
+        return child
+
+    def _order(self, child: Child, settings: Message, descriptors: list[int]) -> None:
+        self._tickets += 1
+        child.ticket = self._tickets
+        self._by_ticket[child.ticket] = child
+        assert self._server_channel is not None
+        order = Fork(
+            ticket=child.ticket, kind=child.kind, name=child.name, settings=encode_message(settings)
+        )
+        try:
+            self._server_channel.send(order, descriptors)
+        except BrokenPipeError:
+            log.warning("fork_server=gone child=%s", child.name)  # its end of file follows
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _forked(self, child: Child, pid: int) -> None:
+        child.pid = pid
+        self._by_pid[pid] = child
+        with contextlib.suppress(ProcessLookupError):
+            child.pidfd = os.pidfd_open(pid)
+        log.info("child=%s pid=%d forked", child.name, pid)
+        if child.is_doomed:
+            self.kill(child)
+
+    def _read(self, child: Child, channel: Channel) -> None:
+        """Everything the child has sent on this channel; then its end of file."""
+        while True:
+            try:
+                received = channel.receive()
+            except BlockingIOError:
+                return
+            except RemoteProtocolError as error:
+                log.error("child=%s sent nonsense: %s", child.name, error)
+                self.kill(child)
+                return
+            if received is None:
+                self._close_channel(child, channel)
+                return
+            message, descriptors = received
+            child.on_message(message, descriptors)
+
+    def _exited(self, child: Child, status: int) -> None:
+        """Reaped: deliver what it still said, then its exit."""
+        for channel in list(child.channels):
+            if channel.fileno() in child.open_channels:
+                self._read(child, channel)
+        log.info("child=%s pid=%d exited status=%d", child.name, child.pid, status)
+        self._by_pid.pop(child.pid, None)
+        child.exit_status = status
+        self._close(child)
+        child.on_exit(status)
+
+    def _close(self, child: Child) -> None:
+        for channel in child.channels:
+            if channel.fileno() in child.open_channels:
+                self._close_channel(child, channel)
+        if child.pidfd >= 0:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(child.pidfd)
+            os.close(child.pidfd)
+            child.pidfd = -1
+
+    def _close_channel(self, child: Child, channel: Channel) -> None:
+        child.open_channels.discard(channel.fileno())
+        self._selector.unregister(channel)
+        channel.close()
+
+    def send(
+        self, child: Child, index: int, message: Message, descriptors: Sequence[int] = ()
+    ) -> None:
+        """Send without ever blocking; a child that does not read is killed, a dead one ignored."""
+        channel = child.channels[index]
+        if channel.fileno() not in child.open_channels:
+            return  # it has exited; the event is on its way
+        try:
+            channel.send(message, descriptors)
+        except BrokenPipeError:
+            return
+        except BlockingIOError:
+            log.error("child=%s does not read its channel, killing it", child.name)
+            self.kill(child)
+
+    def kill(self, child: Child) -> None:
+        """SIGKILL; its exit event follows when it is reaped."""
+        if child.exit_status is not None:
+            return
+        if child.pidfd < 0:
+            child.is_doomed = True
+            return
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
+
+    def stop(self, timeout_s: float) -> None:
+        """Leave nobody behind: ask all, kill the rest, then the fork server."""
+        self._is_stopping = True
+        for child in list(self._by_pid.values()):
+            if child.kind == "daemon":
+                self.send(child, 0, Exit())
+            else:
+                self.kill(child)
+        deadline = time.monotonic() + timeout_s
+        while self._by_pid and self._server_channel is not None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            for key, _ in self._selector.select(left):
+                if callable(key.data):
+                    key.data()
+        for child in list(self._by_pid.values()):
+            self.kill(child)
+        if self._server_channel is not None and self._server is not None:
+            self._selector.unregister(self._server_channel)
+            self._server_channel.close()
+            try:
+                self._server.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self._server.kill()
+                self._server.wait()

@@ -1,0 +1,407 @@
+"""The scheduler: ``handle(event, now_ms) -> [command]``. No thread, clock, socket or torch.
+
+The live server, the simulator and the model checker run this very object (DESIGN 3). It owns all
+records; its parts each own one concern: ``memory`` (bytes), ``registry`` (models), ``inference``
+(requests and the switch), ``jobs`` (training), ``fleet`` (processes), ``listing`` (rows).
+"""
+
+from __future__ import annotations
+
+from ..errors import InvalidInput, ModelNotFound, OutOfDeviceMemory, ServerUnavailable
+from ..messages import (
+    BuildDone,
+    BuildFailed,
+    BuildProgress,
+    Cleaned,
+    CommitPersisted,
+    CommitStep,
+    DaemonFault,
+    DaemonReady,
+    InferenceDone,
+    InferenceFailed,
+    JobEnded,
+    JobName,
+    JobReport,
+    LeaseRequest,
+    ModelName,
+    ModelPrepared,
+    ModelStored,
+    Parked,
+    Scrubbed,
+    StepCommitted,
+    StoreFailed,
+    TransmitEnded,
+    WorkerReady,
+)
+from ..policies import make_policy
+from ..states import ModelState, Residency, TaskEvent, TaskState, WorkerEvent, WorkerState
+from .core import Core, SchedulerSettings
+from .events import (
+    BuilderExited,
+    CancelAsked,
+    Command,
+    DaemonExited,
+    DrainAsked,
+    Event,
+    FromBuilder,
+    FromDaemon,
+    FromWorker,
+    InferArrived,
+    JobAsked,
+    Leave,
+    PinAsked,
+    PrefetchHint,
+    Query,
+    RegisterAsked,
+    Tick,
+    TrainAsked,
+    UnregisterAsked,
+    WorkerExited,
+)
+from .fleet import Fleet
+from .inference import Inference
+from .jobs import Jobs
+from .listing import Listing
+from .memory import SCRUB, Memory
+from .records import Worker
+from .registry import Registry
+
+
+class Scheduler:
+    """Decides everything; performs nothing."""
+
+    def __init__(self, settings: SchedulerSettings, policy: str = "priority",
+                 max_wait_ms: float = 2000.0) -> None:  # fmt: skip
+        self.core = Core(settings, make_policy(policy, max_wait_ms=max_wait_ms))
+        self.memory = Memory(self.core)
+        self.registry = Registry(self.core, self.memory)
+        self.jobs = Jobs(self.core, self.memory)
+        self.inference = Inference(self.core, self.memory, self.jobs)
+        self.fleet = Fleet(self.core)
+        self.listing = Listing(self.core, self.memory, self.jobs)
+
+    def start(self, now_ms: float) -> list[Command]:
+        """The first commands: spawn the memory daemon."""
+        self.core.now_ms = now_ms
+        self.fleet.start()
+        return self._take_out()
+
+    def handle(self, event: Event, now_ms: float) -> list[Command]:
+        """Take one event, return what must be done because of it, in order."""
+        self.core.now_ms = max(self.core.now_ms, now_ms)
+        self.core.due_ms = [due for due in self.core.due_ms if due > self.core.now_ms]
+        self._take(event)
+        self._pump()
+        return self._take_out()
+
+    def next_wakeup_ms(self) -> float | None:
+        """When a Tick is wanted at the latest; None when only events matter."""
+        return min(self.core.due_ms, default=None)
+
+    @property
+    def is_ready(self) -> bool:
+        """The daemon owns its memory and a worker can take a request."""
+        return self.core.is_daemon_ready and any(
+            worker.state.state not in (WorkerState.DEAD, WorkerState.STARTING)
+            for worker in self.core.workers.values()
+        )
+
+    def _take_out(self) -> list[Command]:
+        out, self.core.out = self.core.out, []
+        return out
+
+    # -- events -------------------------------------------------------------------------------
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case InferArrived():
+                self.inference.arrived(event)
+            case FromWorker():
+                self._from_worker(event)
+            case FromDaemon():
+                self._from_daemon(event)
+            case PrefetchHint():
+                self.inference.prefetch(event)
+            case CancelAsked():
+                if not self.inference.cancel(event):
+                    self.registry.cancel(event)
+            case RegisterAsked():
+                self.registry.register(event)
+            case UnregisterAsked():
+                self.registry.unregister(event)
+            case PinAsked():
+                self.registry.pin(event)
+            case TrainAsked():
+                self.jobs.train(event)
+            case JobAsked():
+                self.jobs.asked(event)
+            case Query():
+                self._query(event)
+            case DrainAsked():
+                self._drain(event)
+            case FromBuilder():
+                self._from_builder(event)
+            case BuilderExited():
+                self.registry.builder_exited(event)
+            case WorkerExited():
+                self._worker_exited(event)
+            case DaemonExited():
+                self._daemon_exited(event)
+            case Tick():
+                pass
+
+    def _from_worker(self, event: FromWorker) -> None:
+        worker = self.core.workers.get(event.slot)
+        if worker is None or worker.generation != event.generation:
+            self.core.counts["stale_messages"] += 1
+            return
+        if worker.state.state is WorkerState.DEAD:
+            self.core.counts["stale_messages"] += 1
+            return
+        match event.message:
+            case InferenceDone() as message:
+                self.inference.done(worker, message)
+                self.inference.turn_is_free()
+                self.fleet.served_well()
+            case InferenceFailed() as message:
+                self.inference.failed(worker, message)
+                self.inference.turn_is_free()
+            case Cleaned(epoch=epoch):
+                if worker.task_epoch == epoch and worker.state.state is WorkerState.CLEANING:
+                    worker.state.apply(WorkerEvent.CLEANED, f"epoch {epoch}")
+            case Parked() as message:
+                self.jobs.parked(worker, message)
+                self.inference.turn_passed(message.next_turn)
+                self.inference.turn_is_free()
+            case WorkerReady(pid=pid):
+                self.fleet.worker_ready(worker, pid)
+            case ModelPrepared() as message:
+                self.fleet.prepared(worker, message)
+            case LeaseRequest() as message:
+                self.jobs.lease_requested(worker, message)
+            case CommitStep() as message:
+                self.jobs.commit(worker, message)
+            case JobReport() as message:
+                self.jobs.report(worker, message)
+            case JobEnded() as message:
+                self.jobs.ended(worker, message)
+                self.inference.turn_is_free()
+            case _:
+                self.fleet.kill(worker, f"it sent a {type(event.message).__name__}")
+
+    def _from_daemon(self, event: FromDaemon) -> None:
+        if event.generation != self.core.daemon_generation:
+            self.core.counts["stale_messages"] += 1
+            return
+        match event.message:
+            case TransmitEnded() as message:
+                self.memory.transmit_ended(message)
+            case DaemonReady(pid=pid):
+                self.fleet.daemon_ready(pid)
+                self.jobs.daemon_ready()
+                for model in self.core.models.values():
+                    if model.state.state is ModelState.STORING:
+                        self.registry.store_again(model)
+            case ModelStored() as message:
+                self.registry.stored(message)
+            case StoreFailed() as message:
+                self.registry.store_failed(message)
+            case Scrubbed(epoch=epoch):
+                self.memory.scrubbed(epoch)
+            case StepCommitted() as message:
+                self.jobs.committed(message)
+            case CommitPersisted() as message:
+                self.jobs.persisted(message)
+            case DaemonFault() as message:
+                self.core.counts["daemon_faults"] += 1
+                self.core.publish("worker.daemon_fault", reason=message.reason)
+            case _:
+                self.core.counts["stale_messages"] += 1
+
+    def _from_builder(self, event: FromBuilder) -> None:
+        match event.message:
+            case BuildProgress() as message:
+                self.registry.progress(message)
+            case BuildDone() as message:
+                assert event.manifest is not None
+                self.registry.built(message, event.manifest)
+            case BuildFailed() as message:
+                self.registry.build_failed(message)
+            case _:
+                self.core.counts["stale_messages"] += 1
+
+    def _worker_exited(self, event: WorkerExited) -> None:
+        """Reaped: only now may anybody reuse what it could write (invariant I5)."""
+        worker = self.core.workers.get(event.slot)
+        if worker is None or worker.generation != event.generation:
+            return
+        ended_well = self._retired(worker, event.status)
+        self.inference.worker_died(worker, event.status)
+        self.fleet.worker_exited(worker, event.status, ended_well=ended_well)
+        self.jobs.worker_died(worker, event.status)
+        self.inference.turn_is_free()
+
+    def _retired(self, worker: Worker, status: int) -> bool:
+        """A job's process leaves after its JobEnded: that is no death."""
+        job = self.core.jobs.get(worker.job) if worker.job is not None else None
+        return status == 0 and job is not None and job.slot is None
+
+    def _daemon_exited(self, event: DaemonExited) -> None:
+        if event.generation != self.core.daemon_generation or self.core.has_left:
+            return
+        self.inference.daemon_died()
+        self.memory.device_lost()
+        self.jobs.daemon_died()
+        self.fleet.daemon_died(event.status)
+        if self.core.has_left:
+            self.inference.refuse_all(ServerUnavailable("the memory daemon died too often"))
+
+    # -- queries ------------------------------------------------------------------------------
+
+    def _query(self, event: Query) -> None:
+        core = self.core
+        if event.what == "models":
+            core.answer(event.token, models=self.listing.models())
+        elif event.what == "ps":
+            core.answer(event.token, rows=self.listing.ps())
+        elif event.what == "jobs":
+            core.answer(event.token, jobs=self.listing.jobs())
+        elif event.what == "stats":
+            core.answer(event.token, **self.listing.stats())
+        elif event.what == "show":
+            model = core.models.get(ModelName(event.name))
+            if model is None:
+                core.refuse(
+                    event.token,
+                    ModelNotFound(f'no model "{event.name}"', hint="pipeswitch models"),
+                )
+            else:
+                core.answer(event.token, model=self.listing.model(model))
+        else:
+            core.refuse(event.token, InvalidInput(f"{event.what} is not answered here"))
+
+    # -- drain --------------------------------------------------------------------------------
+
+    def _drain(self, event: DrainAsked) -> None:
+        """First call: finish what was accepted, commit jobs, leave. Second: leave now."""
+        core = self.core
+        if event.token is not None:
+            core.drain_tokens.append(event.token)
+        if core.is_draining and event.token is None:
+            self._leave("asked twice")
+            return
+        core.drain_at_ms = core.now_ms + event.grace_ms
+        core.look_again(core.drain_at_ms)
+        self.jobs.drain()
+        core.publish("worker.draining", grace_ms=event.grace_ms)
+
+    def _watch_drain(self) -> None:
+        core = self.core
+        if core.drain_at_ms is None or core.has_left:
+            return
+        if not core.requests and self.jobs.is_quiet:
+            self._leave("drained")
+        elif core.now_ms >= core.drain_at_ms:
+            self._leave("the grace period is over")
+
+    def _leave(self, reason: str) -> None:
+        core = self.core
+        core.has_left = True
+        self.inference.refuse_all(ServerUnavailable("the server has stopped"))
+        for model in core.models.values():
+            for token in (*model.register_tokens, *model.unregister_tokens):
+                core.refuse(token, ServerUnavailable("the server has stopped"))
+            model.register_tokens.clear()
+            model.unregister_tokens.clear()
+        for job in core.jobs.values():
+            for token in (*job.waiters, *job.answer_on_change):
+                core.refuse(token, ServerUnavailable("the server has stopped"))
+            job.waiters.clear()
+            job.answer_on_change.clear()
+        for token in core.drain_tokens:
+            core.answer(token, reason=reason)
+        core.drain_tokens.clear()
+        core.emit(Leave(status=0, reason=reason))
+
+    # -- after every event --------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        if self.core.has_left:
+            return
+        self.inference.expire()
+        self.registry.pump()
+        self.inference.pump()
+        self.inference.turn_is_free()
+        self.jobs.pump()
+        self._refuse_the_impossible()
+        self._kill_hung()
+        self.fleet.pump()
+        self._watch_drain()
+
+    def _refuse_the_impossible(self) -> None:
+        """Requests whose model cannot fit beside what is pinned, while nothing will change."""
+        core = self.core
+        busy = core.current or core.upcoming or core.training or not core.is_daemon_ready
+        if busy or not core.queue or any(j.state.state is not TaskState.QUEUED and j.slot is not None
+                                         for j in core.jobs.values()):  # fmt: skip
+            return
+        if any(region.owner.startswith(SCRUB) for region in self.memory.arena):
+            return
+        if any(m.residency.state is Residency.TRANSMITTING for m in core.models.values()):
+            return
+        if not any(w.state.state is WorkerState.STANDBY for w in core.workers.values()):
+            return
+        for request in list(core.queue.values()):
+            model = core.models[request.model]
+            if model.is_on_device or self.memory.find_place(model, request) is not None:
+                continue
+            assert model.manifest is not None
+            pinned = [m.name for m in core.models.values() if m.residency.state is Residency.PINNED]
+            if not pinned:
+                continue
+            error = OutOfDeviceMemory(
+                f'"{model.name}" needs {model.manifest.total_bytes} bytes, but pinned models '
+                f"({', '.join(pinned)}) leave {self.memory.arena.largest_free_bytes} in one piece",
+                hint=f"pipeswitch unload {pinned[0]}",
+                requested_bytes=model.manifest.total_bytes,
+                largest_free_bytes=self.memory.arena.largest_free_bytes,
+            )
+            self.inference._finish(request, TaskEvent.ERROR, error)
+
+    def _kill_hung(self) -> None:
+        slot = self.inference.hung_slot()
+        if slot is not None:
+            worker = self.core.workers[slot]  # type: ignore[index]
+            self.fleet.kill(worker, "its task did not end after the deadline")
+
+    # -- invariants ---------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert the invariants of DESIGN 10 that the scheduler's state can show."""
+        core = self.core
+        self.memory.check()
+        for token, request in core.queue.items():
+            assert core.requests.get(token) is request
+            assert request.state.state is TaskState.QUEUED, request.state.story
+        dispatched = [a.token for a in (core.current, core.upcoming) if a is not None]
+        assert len(set(dispatched)) == len(dispatched)
+        assert set(core.requests) == set(core.queue) | set(dispatched), "a request is lost"
+        if core.current is not None:
+            assert core.requests[core.current.token].state.state is TaskState.RUNNING
+            assert core.training is None or self._is_giving_up(core.training)
+        for name, job in core.jobs.items():
+            if job.state.state is TaskState.RUNNING:
+                assert core.training == name, f"{name} runs without the turn"
+            assert (job.slot is not None) == (
+                job.state.state not in (TaskState.QUEUED, TaskState.PAUSED)
+                and job.state.state not in _FINAL
+            ), (name, job.slot, list(job.state.story))
+
+    def _is_giving_up(self, name: JobName) -> bool:
+        """The turn was passed on by the worker itself; its own message is still on its way."""
+        return self.core.jobs[name].state.state in (TaskState.STOPPING, TaskState.EVICTING)
+
+
+_FINAL = (TaskState.DONE, TaskState.FAILED, TaskState.CANCELLED, TaskState.EXPIRED)
+
+__all__ = ["Scheduler", "SchedulerSettings"]

@@ -1,0 +1,80 @@
+"""Slabs of the request/reply pool: pure arithmetic on bytes, owned by the TCP thread.
+
+A slab is one aligned range of the pool. Best fit keeps large holes whole; a freed slab is joined
+with its free neighbours at once, so freeing everything leaves one hole.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import Final
+
+from ..programs.layout import aligned
+
+SLAB_ALIGN_BYTES: Final = 4096  # a page: a slab can be pinned or unmapped on its own
+
+
+class SlabPool:
+    """Which bytes of the pool are taken. Offsets and sizes are bytes.
+
+    Invariants (``check``): holes are sorted, apart from each other and from slabs; holes and slabs
+    together are the whole pool.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes - capacity_bytes % SLAB_ALIGN_BYTES
+        self._taken: dict[int, int] = {}  # offset -> size
+        self._holes: list[tuple[int, int]] = []  # (offset, size), by offset
+        if self.capacity_bytes:
+            self._holes.append((0, self.capacity_bytes))
+
+    @property
+    def free_bytes(self) -> int:
+        return sum(size for _, size in self._holes)
+
+    @property
+    def largest_free_bytes(self) -> int:
+        return max((size for _, size in self._holes), default=0)
+
+    @property
+    def slab_count(self) -> int:
+        return len(self._taken)
+
+    def take(self, size_bytes: int) -> int | None:
+        """Offset of a slab of at least ``size_bytes``, or None when no hole is large enough."""
+        size = aligned(max(size_bytes, 1), SLAB_ALIGN_BYTES)
+        fitting = [(hole, i) for i, (_, hole) in enumerate(self._holes) if hole >= size]
+        if not fitting:
+            return None
+        hole_bytes, index = min(fitting)
+        offset, _ = self._holes[index]
+        if hole_bytes == size:
+            del self._holes[index]
+        else:
+            self._holes[index] = (offset + size, hole_bytes - size)
+        self._taken[offset] = size
+        return offset
+
+    def free(self, offset_bytes: int) -> None:
+        """Give a slab back; KeyError when there is none at that offset."""
+        size = self._taken.pop(offset_bytes)
+        index = bisect_left(self._holes, (offset_bytes, 0))
+        start, end = offset_bytes, offset_bytes + size
+        if index < len(self._holes) and self._holes[index][0] == end:
+            end += self._holes.pop(index)[1]
+        if index and sum(self._holes[index - 1]) == start:
+            start = self._holes.pop(index - 1)[0]
+        insort(self._holes, (start, end - start))
+
+    def check(self) -> None:
+        """Assert the invariants (DESIGN I3: free + taken = capacity)."""
+        pieces = sorted([*self._holes, *self._taken.items()])
+        position = 0
+        for offset, size in pieces:
+            assert offset == position, f"gap or overlap at {position}"
+            assert size > 0
+            assert size % SLAB_ALIGN_BYTES == 0
+            position += size
+        assert position == self.capacity_bytes
+        ends = {offset + size for offset, size in self._holes}
+        assert not ends & {offset for offset, _ in self._holes}, "two holes touch"

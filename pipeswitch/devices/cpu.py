@@ -1,0 +1,472 @@
+"""The cpu device: the arena is two memfds, the copy engine a thread, a wait an eventfd.
+
+Not a mock: a worker computes on these bytes, and the whole system runs on any machine with them
+(CUDA_NOTES 8). *models* is written by the memory daemon alone, and sealed so that nobody else can
+map it for writing; it begins with the arrival words. *work* holds training slices and may be
+written by all.
+
+Why a reader that sees a word sees the data: the copy, then the word's store, are done by one
+thread in this order, and x86 keeps stores in order; the C library fences its streaming stores.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from math import prod
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from ..board import Board, ring, seal_against_writers, sealed_memfd
+from ..errors import RemoteProtocolError
+from ..messages import ByteRange, Epoch, GroupCopy, TransmitEnded, TransmitModel
+from ..programs.layout import ITEM_BYTES, TensorSpec
+from .orders import WORD_BYTES, WORD_MASK, check_order, check_range
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES: Final = 8 << 20  # between two looks at the cancel flag; larger gains nothing
+THROTTLED_CHUNK_BYTES: Final = 1 << 20
+MADV_POPULATE_READ: Final = 22  # Linux 5.14; Python 3.11's mmap does not name it
+
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+
+def now_ms() -> float:
+    """Milliseconds of the system-wide monotonic clock."""
+    return time.monotonic() * 1000.0
+
+
+class Link:
+    """One direction of a simulated link: after each piece, wait until it would have arrived."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._busy_until_s = 0.0
+        self.chunk_bytes = THROTTLED_CHUNK_BYTES if bytes_per_s > 0 else CHUNK_BYTES
+
+    def begin(self) -> None:
+        """A transfer starts: the link does not save up bandwidth while it is idle."""
+        self._busy_until_s = max(self._busy_until_s, time.monotonic())
+
+    def pace(self, size_bytes: int, cancelled: threading.Event | None = None) -> None:
+        """Account for a piece that was copied; returns when the link would have carried it."""
+        if self._bytes_per_s <= 0:
+            return
+        # An absolute schedule: what one wait oversleeps, the next is shorter.
+        self._busy_until_s += size_bytes / self._bytes_per_s
+        delay_s = self._busy_until_s - time.monotonic()
+        if delay_s <= 0:
+            return
+        if cancelled is None:
+            time.sleep(delay_s)
+        else:
+            cancelled.wait(delay_s)
+
+
+class _Transmission:
+    __slots__ = ("cancelled", "on_end", "order")
+
+    def __init__(self, order: TransmitModel, on_end: Callable[[TransmitEnded], None]) -> None:
+        self.order = order
+        self.on_end = on_end
+        self.cancelled = threading.Event()
+
+
+class CpuDeviceMemory:
+    """The memory daemon's side (see ``DeviceMemory``). ``close`` ends its copy thread."""
+
+    def __init__(
+        self,
+        *,
+        store: int,
+        bells: Sequence[int],
+        arena_bytes: int,
+        store_bytes: int,
+        words: int,
+        link_bytes_per_s: float = 0.0,
+    ) -> None:
+        """Take the memory. The descriptors stay the caller's and must outlive this object.
+
+        Raises:
+            OSError: not enough memory.
+            RemoteProtocolError: sizes that contradict each other.
+        """
+        if words * WORD_BYTES > arena_bytes:
+            raise RemoteProtocolError(f"{words} words do not fit in {arena_bytes} bytes")
+        check_range("store", 0, store_bytes, os.fstat(store).st_size)
+        self.arena_bytes = arena_bytes
+        self.store_bytes = store_bytes
+        self.word_count = words
+        self._bells = tuple(bells)
+        self._store_descriptor = store
+        self._models_descriptor = sealed_memfd("pipeswitch-models", arena_bytes, reserve=True)
+        self._work_descriptor = sealed_memfd("pipeswitch-work", arena_bytes)
+        # Populated before the seal: a page fault in the copy thread would be paid by a switch.
+        self._models_map = mmap.mmap(
+            self._models_descriptor, arena_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE
+        )
+        seal_against_writers(self._models_descriptor)
+        self._work_map = mmap.mmap(self._work_descriptor, arena_bytes)
+        self._store_map = mmap.mmap(store, store_bytes)
+        self._words = memoryview(self._models_map)[: words * WORD_BYTES].cast("I")
+        self._models: Bytes = np.frombuffer(self._models_map, dtype=np.uint8)
+        self._work: Bytes = np.frombuffer(self._work_map, dtype=np.uint8)
+        self._store: Bytes = np.frombuffer(self._store_map, dtype=np.uint8)
+        self._to_device = Link(link_bytes_per_s)
+        self._to_host = Link(link_bytes_per_s)  # a link is full duplex
+        self._orders: SimpleQueue[_Transmission | None] = SimpleQueue()
+        self._live: dict[Epoch, _Transmission] = {}
+        self._live_lock = threading.Lock()
+        self._copier = threading.Thread(target=self._run, name="copy-to-device", daemon=True)
+        self._copier.start()
+
+    def export_descriptors(self) -> list[int]:
+        """[models, work], owned by this object."""
+        return [self._models_descriptor, self._work_descriptor]
+
+    def store_view(self, offset_bytes: int, size_bytes: int) -> memoryview:
+        """A writable view of the host store, its pages reserved.
+
+        Raises:
+            RemoteProtocolError: outside of the store.
+            OSError: the machine has no memory for these pages.
+        """
+        check_range("store view", offset_bytes, size_bytes, self.store_bytes)
+        if size_bytes:
+            os.posix_fallocate(self._store_descriptor, offset_bytes, size_bytes)
+        return memoryview(self._store_map)[offset_bytes : offset_bytes + size_bytes]
+
+    def transmit(self, order: TransmitModel, on_end: Callable[[TransmitEnded], None]) -> None:
+        """Queue a transmission; ``on_end`` comes exactly once, on the copy thread.
+
+        Raises:
+            RemoteProtocolError: out of bounds, or this epoch is being transmitted already.
+        """
+        check_order(
+            order,
+            arena_bytes=self.arena_bytes,
+            store_bytes=self.store_bytes,
+            words=self.word_count,
+        )
+        job = _Transmission(order, on_end)
+        with self._live_lock:
+            if order.epoch in self._live:
+                raise RemoteProtocolError(f"epoch {order.epoch} is being transmitted already")
+            self._live[order.epoch] = job
+        self._orders.put(job)
+
+    def cancel(self, epoch: Epoch) -> None:
+        """Stop it within a chunk; unknown means that it has just ended, and is fine."""
+        with self._live_lock:
+            job = self._live.get(epoch)
+        if job is not None:
+            job.cancelled.set()
+
+    def read_slice(self, offset_bytes: int, ranges: Sequence[ByteRange], into: memoryview) -> None:
+        """Concatenate pieces of the slice at ``offset_bytes`` of *work* into ``into`` (blocks).
+
+        Raises:
+            RemoteProtocolError: a piece out of bounds, or ``into`` of another size.
+        """
+        total_bytes = sum(piece.size_bytes for piece in ranges)
+        if total_bytes != len(into):
+            raise RemoteProtocolError(f"{total_bytes} bytes to read into {len(into)}")
+        for piece in ranges:
+            check_range("piece", offset_bytes, 0, self.arena_bytes)
+            check_range(
+                "piece", offset_bytes + piece.offset_bytes, piece.size_bytes, self.arena_bytes
+            )
+        target: Bytes = np.frombuffer(into, dtype=np.uint8)
+        position = 0
+        self._to_host.begin()
+        for piece in ranges:
+            start = offset_bytes + piece.offset_bytes
+            for done in range(0, piece.size_bytes, self._to_host.chunk_bytes):
+                size = min(self._to_host.chunk_bytes, piece.size_bytes - done)
+                source = self._work[start + done : start + done + size]
+                np.copyto(target[position : position + size], source)
+                position += size
+                self._to_host.pace(size)
+
+    def scrub(self, offset_bytes: int, size_bytes: int) -> None:
+        """Make a range of *work* read as zeros, and give its whole pages back (blocks).
+
+        Raises:
+            RemoteProtocolError: outside of *work*.
+        """
+        check_range("scrub", offset_bytes, size_bytes, self.arena_bytes)
+        end = offset_bytes + size_bytes
+        first_page = -(-offset_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        last_page = end // mmap.PAGESIZE * mmap.PAGESIZE
+        if first_page >= last_page:
+            self._work[offset_bytes:end] = 0
+            return
+        self._work[offset_bytes:first_page] = 0
+        self._work[last_page:end] = 0
+        try:
+            # On shared memory this is fallocate(PUNCH_HOLE): every mapping reads zeros.
+            self._work_map.madvise(mmap.MADV_REMOVE, first_page, last_page - first_page)
+        except OSError as error:
+            log.warning("scrub=zero-fill cause=%s", error)
+            self._work[first_page:last_page] = 0
+
+    def close(self) -> None:
+        """Cancel what is under way, end the copy thread, let the memory go."""
+        with self._live_lock:
+            for job in self._live.values():
+                job.cancelled.set()
+        self._orders.put(None)
+        self._copier.join()
+        self._words.release()
+        del self._models, self._work, self._store
+        for mapping in (self._models_map, self._work_map, self._store_map):
+            _unmap(mapping)
+        os.close(self._models_descriptor)
+        os.close(self._work_descriptor)
+
+    def _run(self) -> None:
+        """The copy thread: one transmission after the other, each ends in its ``on_end``."""
+        while (job := self._orders.get()) is not None:
+            ended = self._perform(job)
+            with self._live_lock:
+                del self._live[job.order.epoch]
+            job.on_end(ended)
+
+    def _perform(self, job: _Transmission) -> TransmitEnded:
+        """Copy the groups; an error in between ends it incomplete, like a cancel."""
+        order = job.order
+        started_at_ms = now_ms()
+        ends_at_ms: list[float] = []
+        copied_bytes = 0
+        self._to_device.begin()
+        try:
+            for group in order.groups:
+                copied_bytes += self._copy(group, job.cancelled)
+                if job.cancelled.is_set():
+                    break  # perhaps in the middle of this group: its word must not rise
+                self._words[group.word] = order.epoch & WORD_MASK
+                self._ring_all()
+                ends_at_ms.append(now_ms())
+        except Exception:
+            log.exception("transmission=%d failed", order.epoch)
+        is_complete = len(ends_at_ms) == len(order.groups)
+        if not is_complete:
+            self._ring_all()  # whoever waits for a group that will not come looks up once more
+        return TransmitEnded(
+            model=order.model,
+            epoch=order.epoch,
+            is_complete=is_complete,
+            group_count=len(ends_at_ms),
+            copied_bytes=copied_bytes,
+            started_at_ms=started_at_ms,
+            ended_at_ms=now_ms(),
+            group_ends_at_ms=tuple(ends_at_ms),
+        )
+
+    def _copy(self, group: GroupCopy, cancelled: threading.Event) -> int:
+        """Store → models, chunk by chunk until cancelled; bytes copied.
+
+        ``np.copyto`` lets the interpreter lock go, which slice assignment to a memoryview
+        would hold for the whole copy (CUDA_NOTES 8).
+        """
+        source, target = group.store_offset_bytes, group.arena_offset_bytes
+        done = 0
+        while done < group.size_bytes and not cancelled.is_set():
+            size = min(self._to_device.chunk_bytes, group.size_bytes - done)
+            np.copyto(
+                self._models[target + done : target + done + size],
+                self._store[source + done : source + done + size],
+            )
+            done += size
+            self._to_device.pace(size, cancelled)
+        return done
+
+    def _ring_all(self) -> None:
+        for bell in self._bells:
+            ring(bell)
+
+
+def tensor_over(
+    storage: torch.UntypedStorage, spec: TensorSpec, region_offset_bytes: int
+) -> torch.Tensor:
+    """A tensor over bytes of ``storage``, with a version counter of its own.
+
+    Views of one base would share theirs, and one in-place update of a BatchNorm statistic would
+    make backward fail for every other parameter (CUDA_NOTES 1); ``set_`` does not share it.
+
+    Raises:
+        RemoteProtocolError: the spec's numbers contradict each other or the storage.
+    """
+    import torch
+
+    item_bytes = ITEM_BYTES.get(spec.dtype, 0)
+    start = region_offset_bytes + spec.offset_bytes
+    is_sound = (
+        item_bytes > 0
+        and min((region_offset_bytes, spec.offset_bytes, *spec.shape)) >= 0
+        and prod(spec.shape) * item_bytes == spec.size_bytes
+        and start % item_bytes == 0
+        and start + spec.size_bytes <= storage.nbytes()
+    )
+    if not is_sound:
+        raise RemoteProtocolError(
+            f"tensor {spec.name!r}: {spec.dtype}{list(spec.shape)} of {spec.size_bytes} bytes "
+            f"does not fit at {start} of {storage.nbytes()}"
+        )
+    strides = [1] * len(spec.shape)
+    for axis in range(len(spec.shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * max(spec.shape[axis + 1], 1)
+    empty = torch.empty(0, dtype=getattr(torch, spec.dtype))
+    return empty.set_(storage, start // item_bytes, spec.shape, strides)
+
+
+def _storage_over(mapping: mmap.mmap) -> torch.UntypedStorage:
+    """All of a mapping as a storage, without torch's warning that it cannot be written.
+
+    A write to such a tensor is SIGSEGV in that worker, which is what isolation asks for.
+    """
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+        return torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()
+
+
+class CpuPoolView:
+    """A worker's side (see ``PoolView``). Imports torch with the first tensor."""
+
+    def __init__(
+        self,
+        *,
+        models: int,
+        work: int,
+        board: int,
+        bell: int,
+        bells: Sequence[int],
+        arena_bytes: int,
+        words: int,
+        on_wake: Callable[[], None] | None = None,
+    ) -> None:
+        """Map everything; the descriptors stay the caller's, bells must outlive this object.
+
+        Args:
+            bell: this worker's own eventfd; ``bells`` are all of them, by slot.
+            on_wake: called each time a bell rang for something else than what is waited for.
+                It may raise to leave the wait: a wait for a cancelled transmission ends so.
+        """
+        self._bell = bell
+        self._bells = tuple(bells)
+        self._words_bytes = words * WORD_BYTES
+        self._on_wake = on_wake
+        self._models_map = mmap.mmap(
+            models, arena_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ
+        )
+        self._work_map = mmap.mmap(work, arena_bytes)
+        self._words = memoryview(self._models_map)[: self._words_bytes].cast("I")
+        self._board = Board(board)
+
+    @property
+    def board(self) -> Board:
+        return self._board
+
+    @cached_property
+    def _models(self) -> torch.UntypedStorage:
+        return _storage_over(self._models_map)
+
+    @cached_property
+    def _work(self) -> torch.UntypedStorage:
+        return _storage_over(self._work_map)
+
+    def prefault(self, offset_bytes: int, size_bytes: int) -> None:
+        """Take the page faults of a region now (standby), not in its first inference.
+
+        Raises:
+            RemoteProtocolError: outside of the arena.
+        """
+        check_range("prefault", offset_bytes, size_bytes, len(self._models_map))
+        start = offset_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+        try:
+            self._models_map.madvise(MADV_POPULATE_READ, start, offset_bytes + size_bytes - start)
+        except OSError as error:  # an older kernel: the faults come later, nothing is lost
+            log.debug("prefault=skipped cause=%s", error)
+
+    def tensor(self, spec: TensorSpec, region_offset_bytes: int) -> torch.Tensor:
+        """A tensor over a model's region. Writing to it kills this process.
+
+        Raises:
+            RemoteProtocolError: out of bounds, over the arrival words, or a wrong size.
+        """
+        if region_offset_bytes < self._words_bytes:
+            raise RemoteProtocolError(
+                f"a region at {region_offset_bytes} overlaps the arrival words"
+            )
+        return tensor_over(self._models, spec, region_offset_bytes)
+
+    def slice_bytes(self, offset_bytes: int, size_bytes: int) -> torch.Tensor:
+        """A writable uint8 tensor over a training slice; its storage is all of *work*.
+
+        Raises:
+            RemoteProtocolError: out of bounds.
+        """
+        spec = TensorSpec(
+            name="slice", dtype="uint8", shape=(size_bytes,), offset_bytes=offset_bytes,
+            size_bytes=size_bytes, file_offset_bytes=0,
+        )  # fmt: skip
+        return tensor_over(self._work, spec, 0)
+
+    def wait_group(self, word: int, epoch: int) -> float:
+        """Block until arrival word ``word`` is exactly ``epoch``; milliseconds blocked."""
+        words, wanted = self._words, epoch & WORD_MASK
+        return self._wait(lambda: words[word] == wanted)
+
+    def wait_turn(self, turn: int) -> float:
+        """Block until the board's turn is exactly ``turn``; milliseconds blocked."""
+        board = self._board
+        return self._wait(lambda: board.turn == turn)
+
+    def _wait(self, is_true: Callable[[], bool]) -> float:
+        """No wake-up is lost: the word is written before the bell, and read after it."""
+        if is_true():
+            return 0.0
+        began_at_ms = now_ms()
+        while not is_true():
+            if self._on_wake is not None:
+                self._on_wake()
+            os.eventfd_read(self._bell)
+        return now_ms() - began_at_ms
+
+    def raise_turn(self, turn: int, slot: int) -> None:
+        """Give the device away: write the turn, ring that slot's bell."""
+        self._board.write_turn(turn)
+        ring(self._bells[slot])
+
+    def quiesce(self) -> None:
+        """Nothing is ever queued here: kernels have ended when they return."""
+
+    def close(self) -> None:
+        """Unmap; tensors that still live keep their mapping until the last is gone."""
+        self._words.release()
+        self._board.close()
+        self.__dict__.pop("_models", None)
+        self.__dict__.pop("_work", None)
+        _unmap(self._models_map)
+        _unmap(self._work_map)
+
+
+def _unmap(mapping: mmap.mmap) -> None:
+    try:
+        mapping.close()
+    except BufferError:  # somebody holds a view; the mapping goes with the last of them
+        log.debug("unmap=later bytes=%d", len(mapping))

@@ -1,0 +1,60 @@
+"""What every device checks of a transmission before it touches a byte."""
+
+from __future__ import annotations
+
+from ..errors import RemoteProtocolError
+from ..messages import ByteRange, TransmitModel
+
+WORD_BYTES = 4
+WORD_MASK = 0xFFFF_FFFF
+"""Arrival words are uint32 and carry the low 32 bits of the epoch."""
+
+
+def check_order(order: TransmitModel, *, arena_bytes: int, store_bytes: int, words: int) -> None:
+    """Refuse a transmission that would read or write outside of what it may.
+
+    A copy of 0 bytes is fine: it only raises its word (a prefix that is still resident).
+
+    Raises:
+        RemoteProtocolError: says which number is wrong.
+    """
+    start, end = order.arena_offset_bytes, order.arena_offset_bytes + order.region_bytes
+    if order.epoch < 1:
+        raise RemoteProtocolError(f"epoch {order.epoch} names no transmission")
+    if order.region_bytes < 0 or start < words * WORD_BYTES or end > arena_bytes:
+        raise RemoteProtocolError(
+            f"region {start}…{end} is not within {words * WORD_BYTES}…{arena_bytes}"
+        )
+    for index, group in enumerate(order.groups):
+        size = group.size_bytes
+        if size < 0:
+            raise RemoteProtocolError(f"group {index} has a size of {size} bytes")
+        if not 0 <= group.word < words:
+            raise RemoteProtocolError(f"group {index}: word {group.word} is not below {words}")
+        if group.arena_offset_bytes < start or group.arena_offset_bytes + size > end:
+            raise RemoteProtocolError(f"group {index} lies outside of its region {start}…{end}")
+        if group.store_offset_bytes < 0 or group.store_offset_bytes + size > store_bytes:
+            raise RemoteProtocolError(f"group {index} lies outside of the store of {store_bytes}")
+
+
+def check_range(what: str, offset_bytes: int, size_bytes: int, limit_bytes: int) -> None:
+    """Refuse a range that is not within 0…limit.
+
+    Raises:
+        RemoteProtocolError: names ``what`` and the numbers.
+    """
+    if offset_bytes < 0 or size_bytes < 0 or offset_bytes + size_bytes > limit_bytes:
+        raise RemoteProtocolError(
+            f"{what} {offset_bytes}…{offset_bytes + size_bytes} is not within 0…{limit_bytes}"
+        )
+
+
+def check_pieces(offset_bytes: int, size_bytes: int, ranges: tuple[ByteRange, ...]) -> int:
+    """Bytes of all pieces of the slice at ``offset_bytes`` together; each must lie within it.
+
+    Raises:
+        RemoteProtocolError: a piece sticks out.
+    """
+    for piece in ranges:
+        check_range("slice piece", piece.offset_bytes, piece.size_bytes, size_bytes)
+    return sum(piece.size_bytes for piece in ranges)

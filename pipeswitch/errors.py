@@ -1,0 +1,193 @@
+"""Every way PipeSwitch can fail, in one tree.
+
+PipeSwitchError
+├── the caller can mend it
+│   ├── InvalidInput           the request does not fit the model's declared signature or a limit
+│   ├── ModelNotFound          no such model or job; names the nearest one
+│   ├── AlreadyExists          the name is taken by something with another digest
+│   ├── RegistrationRefused    a model cannot be accepted; says which part and why
+│   └── PermissionDenied       code from a door that does not accept code
+├── try again, or later
+│   ├── DeadlineExceeded       the answer would have come too late
+│   ├── QueueFull              too many or too large requests are waiting
+│   ├── Cancelled              the caller took the request back
+│   └── ServerUnavailable      nobody answers, or the server is draining
+├── the model or its code
+│   ├── WorkerLost             the worker died on this request more often than we retry
+│   ├── TaskFailed             the model's or script's own code raised
+│   └── ModelQuarantined       the model killed too many workers
+├── sizes
+│   ├── OutOfDeviceMemory      larger than the arena can ever hold
+│   └── HostStoreFull          the host store has no room for another model
+└── the server's own
+    ├── ConfigError            a file or flag is wrong: says which, and what would be right
+    ├── LocalProtocolError     we tried to send nonsense: a bug here
+    ├── RemoteProtocolError    the peer sent nonsense
+    └── InvalidTransition      a state table has no row for this event: a bug here
+
+``TaskPreempted`` stands outside the tree on purpose: it is a ``BaseException``, so that
+``except Exception`` in a training script cannot swallow a preemption.
+
+Values are attributes (``error.data``) and survive the wire; ``.hint`` says what to type next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+
+class PipeSwitchError(Exception):
+    """Base of everything a caller may catch.
+
+    Attributes:
+        hint: what to type or change next; empty when there is nothing to add.
+        request_id: the request this answers, when there is one.
+        data: the error's values, JSON-able, by name.
+        exit_code: what the CLI exits with (INTERFACE: 1 failed, 3 no server, 4 not found, 5 busy).
+    """
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, *, hint: str = "", request_id: str = "", **data: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.request_id = request_id
+        self.data: dict[str, Any] = data
+
+    def __getattr__(self, name: str) -> Any:
+        """Values by name: ``error.requested_bytes``; AttributeError when there is none."""
+        data = self.__dict__.get("data", {})
+        if name in data:
+            return data[name]
+        raise AttributeError(f"{type(self).__name__} has no value {name!r}")
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})" if self.hint else self.message
+
+
+class InvalidInput(PipeSwitchError):
+    """The request does not fit: wrong name, dtype, shape, size or value. Nothing was run."""
+
+
+class ModelNotFound(PipeSwitchError):
+    """No model or job of that name. ``data["nearest"]`` is the closest name, when one is close."""
+
+    exit_code = 4
+
+
+class AlreadyExists(PipeSwitchError):
+    """The name is taken by something else; the same digest again would have been a no-op."""
+
+
+class RegistrationRefused(PipeSwitchError):
+    """The model cannot be served. ``part`` names what was refused, ``reason`` why."""
+
+    def __init__(self, part: str, reason: str, **kw: Any) -> None:
+        kw.pop("message", None)
+        super().__init__(f"{part}: {reason}", **{"part": part, "reason": reason, **kw})
+
+
+class PermissionDenied(PipeSwitchError):
+    """Code (a script, a factory) came through a door that does not accept code."""
+
+
+class DeadlineExceeded(PipeSwitchError):
+    """The deadline passed before an answer could be given."""
+
+    exit_code = 5
+
+
+class QueueFull(PipeSwitchError):
+    """Too many requests, or too many payload bytes, are waiting. Safe to retry later."""
+
+    exit_code = 5
+
+
+class Cancelled(PipeSwitchError):
+    """The caller cancelled; nothing is running for it any more."""
+
+
+class ServerUnavailable(PipeSwitchError):
+    """No server answers at that address, it went away, or it is draining."""
+
+    exit_code = 3
+
+
+class WorkerLost(PipeSwitchError):
+    """The worker process died while it ran this request, on every try."""
+
+
+class TaskFailed(PipeSwitchError):
+    """The model's or the script's own code raised. ``type`` and ``text`` are the original's."""
+
+
+class ModelQuarantined(PipeSwitchError):
+    """This model killed too many workers and is no longer dispatched."""
+
+
+class OutOfDeviceMemory(PipeSwitchError):
+    """Needs ``requested_bytes``; the largest the arena can give is ``largest_free_bytes``."""
+
+
+class HostStoreFull(PipeSwitchError):
+    """The host store cannot take ``requested_bytes`` more; ``largest_free_bytes`` are left."""
+
+
+class ConfigError(PipeSwitchError):
+    """A configuration file, environment variable or flag is wrong."""
+
+    exit_code = 2
+
+
+class LocalProtocolError(PipeSwitchError):
+    """We tried to send something a peer must not get: a bug in PipeSwitch."""
+
+
+class RemoteProtocolError(PipeSwitchError):
+    """The peer sent something that is not of the protocol."""
+
+
+class InvalidTransition(PipeSwitchError):
+    """A state table has no row for (state, event); nothing was changed. Prints the story."""
+
+
+class TaskPreempted(BaseException):
+    """Unwinds a training script whose memory is needed; it resumes from its last commit.
+
+    A BaseException: ``except Exception`` must not catch it. Do not catch it at all, or re-raise
+    it; a script that swallows it gets it again and is killed after a grace period.
+    """
+
+
+def _tree(root: type[PipeSwitchError]) -> dict[str, type[PipeSwitchError]]:
+    found = {root.__name__: root}
+    for child in root.__subclasses__():
+        found.update(_tree(child))
+    return found
+
+
+ERRORS_BY_NAME: Mapping[str, type[PipeSwitchError]] = _tree(PipeSwitchError)
+
+
+def to_wire(error: PipeSwitchError) -> dict[str, Any]:
+    """The error as it travels: ``{type, message, hint, data}``."""
+    return {
+        "type": type(error).__name__,
+        "message": error.message,
+        "hint": error.hint,
+        "data": error.data,
+    }
+
+
+def from_wire(
+    name: str, message: str, hint: str, data: Mapping[str, Any], request_id: str = ""
+) -> PipeSwitchError:
+    """Rebuild a typed error from the wire; an unknown type becomes the base class."""
+    cls = ERRORS_BY_NAME.get(name, PipeSwitchError)
+    error = cls.__new__(cls)
+    safe = {key: value for key, value in data.items() if isinstance(key, str)}
+    PipeSwitchError.__init__(error, message, hint=hint, request_id=request_id)
+    error.data = safe
+    return error

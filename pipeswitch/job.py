@@ -1,0 +1,164 @@
+"""What a training script sees: ``from pipeswitch import job`` (DESIGN 5).
+
+Run by the server, ``job`` places the model in the device arena, steps aside for requests, commits
+and resumes. Run by hand, the same script is a plain loop. Importing this module is light: torch
+is imported when ``job.device`` is asked for outside the server, not before.
+
+    model = Net().to(job.device)
+    for epoch in job.epochs(10):
+        for x, y in job.steps(loader, model=model, optimizer=optimizer, scheduler=scheduler):
+            criterion(model(x), y).backward(); optimizer.step(); optimizer.zero_grad()
+        scheduler.step()
+
+What resuming means for a script: it runs again from the top; finished epochs and finished loops
+are skipped, and the loop in which it stopped goes on with the next batch. So names first bound
+inside a loop body may be missing after a loop that had already finished: bind them before it;
+and count with ``job.step``, since ``enumerate`` starts anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+_logger = logging.getLogger(__name__)
+_Batch = TypeVar("_Batch")
+
+device: str  # where the model belongs: "cpu", "cuda:0"
+step: int  # steps finished so far, over all loops; survives preemption and restarts
+
+
+class InexactResumeWarning(UserWarning):
+    """Data of this kind cannot be fast-forwarded exactly; says what would make it exact."""
+
+
+class NonFiniteLossWarning(UserWarning):
+    """A logged value is NaN or infinite. Training goes on and the step counts as any other."""
+
+
+class Session(Protocol):
+    """What stands behind ``job`` inside the server (``workers/training.py``)."""
+
+    @property
+    def device(self) -> str: ...
+    @property
+    def step(self) -> int: ...
+    def epochs(self, count: int) -> Iterator[int]: ...
+    def steps(
+        self,
+        loader: Iterable[_Batch],
+        *,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any,
+        extra_state: Any,
+        name: str | None,
+    ) -> Iterator[_Batch]: ...
+    def log(self, values: Mapping[str, Any]) -> None: ...
+
+
+def epochs(count: int) -> Iterator[int]:
+    """``range(count)``, without the epochs that were finished before a preemption."""
+    return _session.epochs(count)
+
+
+def steps(
+    loader: Iterable[_Batch],
+    *,
+    model: nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module],
+    optimizer: Optimizer | Iterable[Optimizer] | Mapping[str, Optimizer],
+    scheduler: Any = None,
+    extra_state: Any = None,
+    name: str | None = None,
+) -> Iterator[_Batch]:
+    """Batches of ``loader``; between two of them the state is whole and may be committed.
+
+    Args:
+        loader: a DataLoader, or any iterable of batches.
+        model: everything that is trained; its parameters and buffers are committed.
+        optimizer: every optimizer the body steps, one or several.
+        scheduler: anything with ``state_dict`` and ``load_state_dict``, one or several.
+        extra_state: further objects with these two methods (an EMA, a GradScaler), or a
+            ``torch.Generator``, ``numpy.random.Generator``, ``random.Random``; one or a dict.
+        name: names a loop outside ``job.epochs``; by default they are counted.
+    """
+    return _session.steps(
+        loader,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        extra_state=extra_state,
+        name=name,
+    )
+
+
+def log(**values: Any) -> None:
+    """Report numbers (``job.log(loss=loss)``): plain ones or one-element tensors. Cheap."""
+    _session.log(values)
+
+
+def as_number(value: Any) -> float:
+    """A number, or a one-element tensor or array, as a float."""
+    return float(value.item() if hasattr(value, "item") else value)
+
+
+def warn_if_not_finite(name: str, value: float, at_step: int) -> bool:
+    """Warn of a NaN or infinite ``value``; true when it is one."""
+    if math.isfinite(value):
+        return False
+    warnings.warn(
+        f"job.log({name}={value}) at step {at_step}: not a finite number; training goes on",
+        NonFiniteLossWarning,
+        stacklevel=4,
+    )
+    return True
+
+
+class _PlainSession:
+    """Outside the server: plain loops, nothing stored."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    @property
+    def device(self) -> str:
+        import torch
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    def epochs(self, count: int) -> Iterator[int]:
+        yield from range(count)
+
+    def steps(self, loader: Iterable[_Batch], **_: Any) -> Iterator[_Batch]:
+        for batch in loader:
+            yield batch
+            self.step += 1
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        numbers = {name: as_number(value) for name, value in values.items()}
+        for name, number in numbers.items():
+            warn_if_not_finite(name, number, self.step)
+        text = " ".join(f"{name}={number:.6g}" for name, number in numbers.items())
+        _logger.info("step=%d %s", self.step, text)
+
+
+_session: Session = _PlainSession()
+
+
+def _install(session: Session | None) -> None:
+    """The worker puts its session behind ``job`` before the script runs; None takes it away."""
+    global _session
+    _session = _PlainSession() if session is None else session
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("device", "step"):
+        return getattr(_session, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

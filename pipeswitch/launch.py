@@ -1,0 +1,168 @@
+"""Our own single-threaded fork server, and the only place that names ``workers`` and
+``memory_daemon``.
+
+It imports torch once (seconds) and then forks children in milliseconds. It never runs a tensor
+operation: after one OpenMP region a forked child would hang for ever (DESIGN 3). It never asks
+for a CUDA device either. A child closes every descriptor but its own: an inherited socket end
+would hide the end of file by which the others notice a death.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import selectors
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from typing import Final, NoReturn
+
+from .messages import (
+    BuildSettings,
+    ChildExited,
+    DaemonSettings,
+    Exit,
+    Fork,
+    Forked,
+    ForkServerReady,
+    WorkerSettings,
+)
+from .wire import Channel, channel_from, decode_message
+
+PR_SET_NAME: Final = 15
+KEEP_BELOW: Final = 3  # stdin, stdout, stderr
+
+
+def set_process_name(name: str) -> None:
+    """Name of this process's main thread in ``ps``; 15 characters remain."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+
+
+def command(descriptor: int) -> list[str]:
+    """The command line of the fork server; ``-P`` keeps the current folder off its path."""
+    return [sys.executable, "-P", "-m", "pipeswitch.launch", str(descriptor)]
+
+
+class ForkServer:
+    """Forks on request, reaps, reports. One thread, one selector."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._children: dict[int, int] = {}  # pidfd -> pid
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(channel, selectors.EVENT_READ)
+
+    def run(self) -> None:
+        """Serve until Exit or until the controller is gone."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fd == self._channel.fileno():
+                    if not self._serve():
+                        return
+                else:
+                    self._reap(key.fd)
+
+    def _serve(self) -> bool:
+        received = self._channel.receive()
+        if received is None:
+            return False
+        message, descriptors = received
+        if isinstance(message, Exit):
+            return False
+        if isinstance(message, Fork):
+            self._fork(message, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return True
+
+    def _fork(self, order: Fork, descriptors: Sequence[int]) -> None:
+        pid = os.fork()
+        if pid == 0:
+            _child(order, descriptors)
+        pidfd = os.pidfd_open(pid)
+        self._children[pidfd] = pid
+        self._selector.register(pidfd, selectors.EVENT_READ)
+        self._channel.send(Forked(ticket=order.ticket, pid=pid))
+
+    def _reap(self, pidfd: int) -> None:
+        pid = self._children.pop(pidfd)
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        _, status = os.waitpid(pid, 0)
+        self._channel.send(ChildExited(pid=pid, status=os.waitstatus_to_exitcode(status)))
+
+
+def _child(order: Fork, descriptors: Sequence[int]) -> NoReturn:
+    """The forked side: keep our own descriptors, run, leave without unwinding the parent."""
+    status = 70
+    try:
+        _close_others(descriptors)
+        set_process_name(order.name)
+        status = _run(order, descriptors)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def _close_others(descriptors: Sequence[int]) -> None:
+    lowest = KEEP_BELOW
+    for kept in sorted(descriptors):
+        os.closerange(lowest, kept)
+        lowest = kept + 1
+    os.closerange(lowest, os.sysconf("SC_OPEN_MAX"))
+
+
+def _run(order: Fork, descriptors: Sequence[int]) -> int:
+    settings = decode_message(order.settings)
+    match settings:
+        case WorkerSettings():
+            from workers.main import run as run_worker
+
+            return run_worker(settings, descriptors)
+        case DaemonSettings():
+            from memory_daemon.main import run as run_daemon
+
+            run_daemon(settings, channel_from(descriptors[0]), descriptors[1:])
+            return 0
+        case BuildSettings():
+            from .programs.builder import run as run_builder
+
+            return run_builder(settings, channel_from(descriptors[0]))
+        case _:
+            raise ValueError(f"cannot fork for a {type(settings).__name__}")
+
+
+def main(descriptor: int) -> None:
+    """Entry: import what children need, announce, serve."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who leaves when is the controller's decision
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    set_process_name("pipeswitch-fork")
+    channel = channel_from(descriptor)
+    began = time.monotonic()
+    import torch
+    import torchvision  # noqa: F401  # imported for the children
+
+    import workers.main  # noqa: F401
+
+    from .programs import builder  # noqa: F401
+
+    channel.send(
+        ForkServerReady(
+            pid=os.getpid(),
+            torch=str(torch.__version__),
+            import_ms=(time.monotonic() - began) * 1000.0,
+        )
+    )
+    ForkServer(channel).run()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

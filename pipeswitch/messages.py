@@ -1,0 +1,487 @@
+"""Every message between PipeSwitch's own processes, one frozen struct each.
+
+Direction stands in each docstring. Bytes are wire.py's business. Sizes and offsets are bytes;
+instants are milliseconds of the system-wide monotonic clock. ``epoch`` names one dispatch, lease
+or transfer for ever: it only grows, so a late message of an older one is recognised and dropped.
+``turn`` is the permission to compute on the device (invariant I5): it has its own growing number.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal, NewType
+
+import msgspec
+
+ModelName = NewType("ModelName", str)
+JobName = NewType("JobName", str)
+Slot = NewType("Slot", int)  # a worker's place; processes in it come and go
+Epoch = NewType("Epoch", int)
+Turn = NewType("Turn", int)
+
+INTERNAL_VERSION: Final = 1
+
+
+class Message(
+    msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True, gc=False
+):
+    """Base of all internal messages."""
+
+
+# ---- controller <-> fork server -------------------------------------------------------------
+
+
+class Fork(Message, frozen=True):
+    """controller -> fork server: fork a child; the descriptors of its sockets come along."""
+
+    ticket: int
+    kind: Literal["worker", "builder", "daemon"]
+    name: str  # process name, e.g. "pipeswitch-worker-0"
+    settings: bytes  # msgpack of the kind's own settings struct, opaque here
+
+
+class ForkServerReady(Message, frozen=True):
+    """fork server -> controller: torch is imported, children can be had."""
+
+    pid: int
+    torch: str
+    import_ms: float
+
+
+class Forked(Message, frozen=True):
+    """fork server -> controller: the child's pid."""
+
+    ticket: int
+    pid: int
+
+
+class ChildExited(Message, frozen=True):
+    """fork server -> controller: reaped; its memory is gone for good."""
+
+    pid: int
+    status: int  # as os.waitstatus_to_exitcode: negative is a signal
+
+
+# ---- controller <-> memory daemon -----------------------------------------------------------
+
+
+class DaemonSettings(Message, frozen=True):
+    """What a memory daemon is started with (descriptors: control, store, bells…)."""
+
+    device: str
+    arena_bytes: int
+    store_bytes: int
+    words: int  # arrival words at the start of the models memory
+    link_bytes_per_s: float  # 0: as fast as it goes
+    bell_count: int
+    log_path: str = ""
+
+
+class DaemonReady(Message, frozen=True):
+    """memory daemon -> controller: memory is taken. Descriptors: models (sealed), work."""
+
+    pid: int
+    arena_bytes: int
+    store_bytes: int
+    device: str
+
+
+class StoreModel(Message, frozen=True):
+    """controller -> memory daemon: load a built program's tensors into the host store."""
+
+    model: ModelName
+    epoch: Epoch
+    directory: str  # holds manifest.json and the weights file
+    store_offset_bytes: int
+    size_bytes: int
+
+
+class ModelStored(Message, frozen=True):
+    """memory daemon -> controller: the bytes lie in the store and match their digest."""
+
+    model: ModelName
+    epoch: Epoch
+    load_ms: float
+
+
+class StoreFailed(Message, frozen=True):
+    """memory daemon -> controller: unreadable or corrupt; nothing of it is used."""
+
+    model: ModelName
+    epoch: Epoch
+    reason: str
+
+
+class GroupCopy(Message, frozen=True):
+    """One layer group's copy: host store -> arena, then its arrival word becomes the epoch."""
+
+    store_offset_bytes: int
+    arena_offset_bytes: int
+    size_bytes: int
+    word: int  # index of its uint32 arrival word
+
+
+class TransmitModel(Message, frozen=True):
+    """controller -> memory daemon: copy groups in order, raise each word (PipeSwitch 4.2)."""
+
+    model: ModelName
+    epoch: Epoch
+    arena_offset_bytes: int  # the leased region; every copy must lie inside
+    region_bytes: int
+    groups: tuple[GroupCopy, ...]
+
+
+class CancelTransmit(Message, frozen=True):
+    """controller -> memory daemon: stop after the group in flight; answered by TransmitEnded."""
+
+    epoch: Epoch
+
+
+class TransmitEnded(Message, frozen=True):
+    """memory daemon -> controller: no byte of this epoch will be written any more."""
+
+    model: ModelName
+    epoch: Epoch
+    is_complete: bool
+    group_count: int
+    copied_bytes: int
+    started_at_ms: float
+    ended_at_ms: float
+    group_ends_at_ms: tuple[float, ...] = ()
+
+
+class Scrub(Message, frozen=True):
+    """controller -> memory daemon: zero a released range of ``work`` before another owner."""
+
+    epoch: Epoch
+    offset_bytes: int
+    size_bytes: int
+
+
+class Scrubbed(Message, frozen=True):
+    """memory daemon -> controller: the range reads as zeros."""
+
+    epoch: Epoch
+
+
+class OpenCommits(Message, frozen=True):
+    """controller -> memory daemon: a job's double-buffered commit area (one memfd comes along).
+
+    Layout of the memfd: a 4 KiB header, then two slots of ``slot_bytes``.
+    """
+
+    job: JobName
+    slot_bytes: int
+
+
+class CloseCommits(Message, frozen=True):
+    """controller -> memory daemon: the job is over, unmap."""
+
+    job: JobName
+
+
+class ByteRange(Message, frozen=True):
+    """A piece of a training slice."""
+
+    offset_bytes: int  # from the start of the slice
+    size_bytes: int
+
+
+class CommitCopy(Message, frozen=True):
+    """controller -> memory daemon: copy slice pieces into the idle slot, then flip (DESIGN 5)."""
+
+    job: JobName
+    epoch: Epoch
+    step: int
+    slice_offset_bytes: int  # of the slice in ``work``
+    slice_bytes: int
+    ranges: tuple[ByteRange, ...]
+
+
+class PersistCommit(Message, frozen=True):
+    """controller -> memory daemon: write the job's newest commit to disk, crash-safe."""
+
+    job: JobName
+    epoch: Epoch
+    directory: str
+
+
+class CommitPersisted(Message, frozen=True):
+    """memory daemon -> controller: on disk and fsynced, or why not (the old one is intact)."""
+
+    job: JobName
+    epoch: Epoch
+    step: int
+    error: str = ""
+
+
+class DaemonFault(Message, frozen=True):
+    """memory daemon -> controller: it refused something (out of bounds, overlapping, stale)."""
+
+    epoch: Epoch
+    reason: str
+
+
+# ---- controller <-> worker ------------------------------------------------------------------
+
+
+class WorkerSettings(Message, frozen=True):
+    """What a worker is started with (descriptors: task, signal, models, work, pool, bells…)."""
+
+    slot: Slot
+    device: str
+    arena_bytes: int
+    words: int
+    pool_bytes: int
+    threads: int
+    bell_count: int
+    log_path: str = ""
+
+
+class WorkerReady(Message, frozen=True):
+    """worker -> controller: mapped and waiting."""
+
+    slot: Slot
+    pid: int
+
+
+class PrepareModel(Message, frozen=True):
+    """controller -> worker (standby): load a program's structure ahead of its first request."""
+
+    model: ModelName
+    digest: str
+    directory: str
+    arena_offset_bytes: int  # its home, to bind parameters now; -1 when it has none yet
+
+
+class ModelPrepared(Message, frozen=True):
+    """worker -> controller: structure loaded; ``error`` is empty or says why not."""
+
+    model: ModelName
+    digest: str
+    prepare_ms: float
+    error: str = ""
+
+
+class ForgetModel(Message, frozen=True):
+    """controller -> worker: drop a program's structure."""
+
+    model: ModelName
+
+
+class SlabTensor(Message, frozen=True):
+    """A tensor in the request/reply pool: contiguous, at ``offset_bytes`` of the pool."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+    size_bytes: int
+
+
+class RunInference(Message, frozen=True):
+    """controller -> worker: run one request as its groups arrive, when the turn word says so."""
+
+    epoch: Epoch  # also the turn this task computes under
+    request_id: str
+    model: ModelName
+    digest: str
+    directory: str
+    arena_offset_bytes: int
+    first_word: int  # arrival word of group 0; group i has first_word + i
+    residency_epoch: Epoch  # the words carry this when the groups have arrived
+    inputs: tuple[SlabTensor, ...]
+    reply_offset_bytes: int
+    reply_bytes: int
+
+
+class InferenceDone(Message, frozen=True):
+    """worker -> controller: outputs lie in the reply slab."""
+
+    epoch: Epoch
+    outputs: tuple[SlabTensor, ...]
+    received_at_ms: float
+    turn_at_ms: float  # when it had the device's turn
+    first_group_at_ms: float  # first group began to compute
+    ended_at_ms: float
+    stall_ms: float  # waiting for groups while holding the turn
+    group_begins_at_ms: tuple[float, ...] = ()
+    group_ends_at_ms: tuple[float, ...] = ()
+
+
+class InferenceFailed(Message, frozen=True):
+    """worker -> controller: the model's code raised, or the output does not fit; worker is fine."""
+
+    epoch: Epoch
+    error: str  # a name of errors.py
+    message: str
+    data: dict[str, Any] = {}
+
+
+class Cleaned(Message, frozen=True):
+    """worker -> controller: the task's references are dropped."""
+
+    epoch: Epoch
+
+
+class RunJob(Message, frozen=True):
+    """controller -> worker: run a training script from the top (a commit memfd may come along)."""
+
+    epoch: Epoch
+    turn: Turn  # 0: the device is not yours yet
+    job: JobName
+    entry: str  # path of a script, or package.module:function
+    args: tuple[str, ...]
+    log_path: str
+    slot_bytes: int  # of the commit area; 0 when there is no commit yet
+    commit_every_ms: float
+
+
+class LeaseRequest(Message, frozen=True):
+    """worker -> controller: a job's first job.steps asks for its slice; blocks until answered."""
+
+    epoch: Epoch
+    slice_bytes: int
+    state_bytes: int  # one commit image
+
+
+class LeaseGranted(Message, frozen=True):
+    """controller -> worker: the slice in ``work``; the commit memfd comes along."""
+
+    epoch: Epoch
+    offset_bytes: int
+    size_bytes: int
+
+
+class LeaseRefused(Message, frozen=True):
+    """controller -> worker: it can never fit."""
+
+    epoch: Epoch
+    error: str
+    message: str
+    data: dict[str, Any] = {}
+
+
+class StopTask(Message, frozen=True):
+    """controller -> worker (termination thread): park, then raise the next task's turn."""
+
+    epoch: Epoch
+    turn: Turn
+    next_turn: Turn  # 0: nobody waits; otherwise write the turn word and ring next_slot's bell
+    next_slot: Slot
+
+
+class Parked(Message, frozen=True):
+    """worker -> controller: it computes no more under ``turn``."""
+
+    epoch: Epoch
+    turn: Turn
+    next_turn: Turn
+    where: Literal["forward", "backward", "boundary", "loader"]
+    asked_at_ms: float
+    parked_at_ms: float
+
+
+class GrantTurn(Message, frozen=True):
+    """controller -> worker (termination thread): the device is yours under a new turn."""
+
+    epoch: Epoch
+    turn: Turn
+
+
+class EvictTask(Message, frozen=True):
+    """controller -> worker (termination thread): commit the last step, unwind the script."""
+
+    epoch: Epoch
+
+
+class CommitStep(Message, frozen=True):
+    """worker -> controller: these pieces of my slice are the state after ``step`` (DESIGN 5)."""
+
+    epoch: Epoch
+    step: int
+    ranges: tuple[ByteRange, ...]
+
+
+class StepCommitted(Message, frozen=True):
+    """memory daemon -> controller -> worker: flipped; ``error`` says why it was not."""
+
+    job: JobName
+    epoch: Epoch
+    step: int
+    copy_ms: float
+    error: str = ""
+
+
+class JobReport(Message, frozen=True):
+    """worker -> controller: started computing, progress, a user's log line, a warning."""
+
+    epoch: Epoch
+    kind: str
+    values: dict[str, Any]
+
+
+class JobEnded(Message, frozen=True):
+    """worker -> controller: the script is over; the process retires after this."""
+
+    epoch: Epoch
+    outcome: Literal["done", "preempted", "failed"]
+    step: int
+    error_type: str = ""
+    error_text: str = ""
+
+
+class Exit(Message, frozen=True):
+    """controller -> anyone: finish and leave with status 0."""
+
+
+# ---- controller <-> builder -----------------------------------------------------------------
+
+
+class BuildSettings(Message, frozen=True):
+    """What a builder is started with: one registration, then it exits."""
+
+    model: ModelName
+    epoch: Epoch
+    spec: bytes  # msgpack of programs.build.BuildSpec
+    directory: str
+    threads: int
+
+
+class BuildProgress(Message, frozen=True):
+    """builder -> controller: stage and fraction of the whole."""
+
+    model: ModelName
+    epoch: Epoch
+    stage: str
+    fraction: float
+
+
+class BuildDone(Message, frozen=True):
+    """builder -> controller: the directory holds a complete program."""
+
+    model: ModelName
+    epoch: Epoch
+    digest: str
+
+
+class BuildFailed(Message, frozen=True):
+    """builder -> controller: refused; a name of errors.py, the text and its values."""
+
+    model: ModelName
+    epoch: Epoch
+    error: str
+    message: str
+    hint: str = ""
+    data: dict[str, Any] = {}
+
+
+AnyMessage = (
+    Fork | ForkServerReady | Forked | ChildExited | DaemonSettings | DaemonReady | StoreModel
+    | ModelStored | StoreFailed | GroupCopy | TransmitModel | CancelTransmit | TransmitEnded | Scrub
+    | Scrubbed | OpenCommits | CloseCommits | ByteRange | CommitCopy | PersistCommit
+    | CommitPersisted | DaemonFault | WorkerSettings | WorkerReady | PrepareModel | ModelPrepared
+    | ForgetModel | SlabTensor | RunInference | InferenceDone | InferenceFailed | Cleaned | RunJob
+    | LeaseRequest | LeaseGranted | LeaseRefused | StopTask | Parked | GrantTurn | EvictTask
+    | CommitStep | StepCommitted | JobReport | JobEnded | Exit | BuildSettings | BuildProgress
+    | BuildDone | BuildFailed
+)  # fmt: skip

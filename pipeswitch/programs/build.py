@@ -1,0 +1,289 @@
+"""Registration: from a source to a verified program on disk (graph mode, or module mode).
+
+Runs in a short-lived child that has torch. Whatever goes wrong with a model ends in
+``RegistrationRefused``; a program that was written has computed the plain module's bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+from ..errors import PipeSwitchError, RegistrationRefused
+from .bundle import Bundle, Graph, read_bundle
+from .executor import BoundProgram, GraphProgram, tensor_over
+from .export import Program, export_module, flatten_outputs, tensor_bytes, write_program
+from .graph import check_no_mutation, check_on_meta
+from .layout import Manifest, ValueSpec
+from .module_mode import build_module
+from .partition import Weight, default_plan, layers_of_graph, place
+from .requests import random_inputs
+from .sources import Loaded, example_specs, load_source
+from .spec import BUNDLE_FILE, BuildSpec, load_manifest, save_manifest
+
+__all__ = ["BuildSpec", "build", "load_manifest"]
+
+Progress = Callable[[str, float], None]
+Plain = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+
+
+def build(spec: BuildSpec, out_dir: Path, progress: Progress) -> Manifest:
+    """Build a model into ``out_dir``: program.bundle (or weights.safetensors), manifest.json.
+
+    Args:
+        spec: what to build.
+        out_dir: an existing or new folder; owned by the caller, also when this raises.
+        progress: told (stage, fraction done) as stages "build", "export", "partition", "verify"
+            and "pack" begin and end.
+
+    Raises:
+        RegistrationRefused: the model cannot be served; says which part and why.
+    """
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        if spec.source.endswith(".bundle"):
+            manifest = _build_bundle(spec, out_dir, progress)
+        else:
+            manifest = _build_module(spec, out_dir, progress)
+        save_manifest(out_dir, manifest)
+        progress("pack", 1.0)
+        return manifest
+    except PipeSwitchError:
+        raise
+    except Exception as error:  # a model's own code, or torch on a model nobody has tried
+        raise RegistrationRefused(
+            f"model {spec.name!r}", f"{type(error).__name__}: {str(error)[:500]}"
+        ) from error
+
+
+def _build_bundle(spec: BuildSpec, out_dir: Path, progress: Progress) -> Manifest:
+    progress("build", 0.0)
+    path = out_dir / BUNDLE_FILE
+    try:
+        shutil.copyfile(spec.source, path)  # then only the copy is looked at: it cannot change
+    except OSError as error:
+        raise RegistrationRefused(f"source {spec.source!r}", str(error)) from error
+    bundle = read_bundle(path)
+    return _finish_graph(spec, path, bundle, None, [], progress)
+
+
+def _build_module(spec: BuildSpec, out_dir: Path, progress: Progress) -> Manifest:
+    progress("build", 0.0)
+    loaded = load_source(spec)
+    examples = to_tensors(example_specs(loaded.inputs), 1)
+    progress("export", 0.0)
+    is_factory = not spec.source.startswith(("torchvision:", "hf:"))
+    try:
+        return _export(spec, loaded, examples, out_dir, spec.max_batch, progress)
+    except _BatchMatters as error:
+        note = str(error)
+        try:
+            return _export(spec, loaded, examples, out_dir, 1, progress, [note])
+        except RegistrationRefused as refusal:
+            reason = refusal
+    except RegistrationRefused as refusal:
+        reason = refusal
+    if not (is_factory or spec.allow_module_mode):
+        raise reason
+    if not is_factory:
+        raise RegistrationRefused(
+            reason.part, f"{reason.reason}; module mode needs package.module:factory"
+        )
+    (out_dir / BUNDLE_FILE).unlink(missing_ok=True)
+    return build_module(spec, loaded, examples, out_dir, reason, progress)
+
+
+class _BatchMatters(Exception):
+    """The program's bits are right at the declared batch, and not at another."""
+
+
+def _export(
+    spec: BuildSpec,
+    loaded: Loaded,
+    examples: list[torch.Tensor],
+    out_dir: Path,
+    max_batch: int,
+    progress: Progress,
+    notes: Sequence[str] = (),
+) -> Manifest:
+    program: Program = export_module(
+        loaded.module, examples, input_names=list(loaded.inputs), max_batch=max_batch
+    )
+    path = out_dir / BUNDLE_FILE
+    write_program(path, program)
+    bundle = read_bundle(path)  # what we write, we accept
+
+    def plain(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return list(flatten_outputs(loaded.module(*inputs)).values())
+
+    return _finish_graph(spec, path, bundle, plain, [*notes, *program.notes], progress)
+
+
+def _finish_graph(
+    spec: BuildSpec,
+    path: Path,
+    bundle: Bundle,
+    plain: Plain | None,
+    notes: list[str],
+    progress: Progress,
+) -> Manifest:
+    graph = bundle.graph
+    progress("partition", 0.0)
+    check_no_mutation(graph)
+    manifest = _graph_manifest(spec, bundle, notes)
+    image = load_image(path, manifest)
+    program = GraphProgram(manifest, graph, "cpu")
+    bound = program.bind(lambda tensor: tensor_over(image.untyped_storage(), tensor, 0))
+    weights = [tensor_over(image.untyped_storage(), tensor, 0) for tensor in manifest.tensors]
+    largest_bytes = max(
+        check_on_meta(graph, weights, batch) for batch in {graph.batch_min, graph.batch_max}
+    )
+    progress("verify", 0.0)
+    digest_before = hashlib.sha256(tensor_bytes(image)).hexdigest()
+    if plain is None:
+        whole = GraphProgram(_one_group(manifest), graph, "cpu")
+        everything = whole.bind(lambda t: tensor_over(image.untyped_storage(), t, 0))
+        plain = _without_waiting(everything)
+    _verify_graph(spec, manifest, bound, plain, progress)
+    if hashlib.sha256(tensor_bytes(image)).hexdigest() != digest_before:
+        raise RegistrationRefused("weights", "running the program changes them")
+    progress("pack", 0.0)
+    return msgspec.structs.replace(
+        manifest,
+        digest=_digest(manifest, graph, digest_before),
+        weights_sha256=digest_before,
+        extra={**manifest.extra, "largest_value_bytes": largest_bytes},
+    )
+
+
+def _graph_manifest(spec: BuildSpec, bundle: Bundle, notes: list[str]) -> Manifest:
+    graph = bundle.graph
+    layers = layers_of_graph(graph)
+    weights = [Weight(t.name, t.dtype, t.shape, t.size_bytes) for t in bundle.tensors]
+    plan = default_plan(layers, weights, spec.bucket_bytes)
+    offsets = [tensor.file_offset_bytes for tensor in bundle.tensors]
+    tensors, groups, total_bytes = place(layers, weights, plan, offsets)
+    if tuple(tensor.name for tensor in tensors) != graph.weights:
+        raise RegistrationRefused("bundle weights", "they are not in order of first use")
+    return Manifest(
+        digest="",
+        mode="graph",
+        mode_reason="",
+        source="bundle" if spec.source.endswith(".bundle") else spec.source,
+        total_bytes=total_bytes,
+        tensors=tensors,
+        groups=groups,
+        inputs=graph.inputs,
+        outputs=graph.outputs,
+        batch_min=graph.batch_min,
+        batch_max=graph.batch_max,
+        extra={
+            "notes": notes,
+            "layers": [[layer.first_node, layer.end_node] for layer in layers],
+        },
+    )
+
+
+def _one_group(manifest: Manifest) -> Manifest:
+    first, last = manifest.groups[0], manifest.groups[-1]
+    group = msgspec.structs.replace(
+        first,
+        size_bytes=manifest.total_bytes,
+        tensors=tuple(range(len(manifest.tensors))),
+        end_node=last.end_node,
+    )
+    return msgspec.structs.replace(manifest, groups=(group,))
+
+
+def _without_waiting(bound: BoundProgram) -> Plain:
+    return lambda inputs: bound.run(inputs, lambda index: None)
+
+
+def _verify_graph(
+    spec: BuildSpec, manifest: Manifest, bound: BoundProgram, plain: Plain, progress: Progress
+) -> None:
+    batches = _batches_to_try(spec, manifest)
+    for done, batch in enumerate(batches):
+        inputs = to_tensors(manifest.inputs, batch)
+        difference = compare(manifest, bound, plain, inputs)
+        if difference and batch != batches[0]:
+            raise _BatchMatters(f"batch is fixed: at batch {batch} {difference}")
+        if difference:
+            raise RegistrationRefused("verification", difference)
+        progress("verify", (done + 1) / len(batches))
+
+
+def _batches_to_try(spec: BuildSpec, manifest: Manifest) -> list[int]:
+    """The declared batch first; where it is dynamic, also 1 (or 2): extents of 1 broadcast."""
+    if not any(None in value.shape for value in manifest.inputs):
+        return [1]
+    declared = next((shape[0] for shape, _ in spec.inputs.values() if shape), 1)
+    declared = min(max(declared, manifest.batch_min), manifest.batch_max)
+    other = 2 if declared == 1 else 1
+    return [declared, *([other] if manifest.batch_min <= other <= manifest.batch_max else [])]
+
+
+def compare(
+    manifest: Manifest, bound: BoundProgram, plain: Plain, inputs: Sequence[torch.Tensor]
+) -> str:
+    """What differs between group-wise and plain execution, bit for bit; empty when nothing."""
+    opened: list[int] = []
+    with torch.no_grad():
+        expected = plain([value.clone() for value in inputs])
+    found = bound.run([value.clone() for value in inputs], opened.append)
+    if opened != list(range(len(manifest.groups))):
+        return "its groups did not open once each and in order"
+    if len(found) != len(expected):
+        return f"{len(found)} outputs instead of {len(expected)}"
+    for index, (theirs, ours) in enumerate(zip(expected, found, strict=True)):
+        if not same_bits(theirs, ours):
+            with torch.no_grad():
+                again = plain([value.clone() for value in inputs])[index]
+            name = manifest.outputs[index].name
+            if not same_bits(theirs, again):
+                return f"output {name!r} of the plain module differs from run to run"
+            return f"output {name!r} differs from the plain module's"
+    return ""
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equal in dtype, shape and every bit (so a NaN equals itself, and 0.0 is not -0.0)."""
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    return bytes(tensor_bytes(left.contiguous())) == bytes(tensor_bytes(right.contiguous()))
+
+
+def to_tensors(specs: Sequence[ValueSpec], batch: int) -> list[torch.Tensor]:
+    """Made-up inputs as torch tensors."""
+    tensors = []
+    for spec, value in zip(specs, random_inputs(specs, batch), strict=True):
+        tensor = torch.from_numpy(np.array(value, order="C"))
+        is_bfloat16 = spec.dtype == "bfloat16"
+        tensors.append(tensor.view(torch.bfloat16) if is_bfloat16 else tensor)
+    return tensors
+
+
+def load_image(path: Path, manifest: Manifest) -> torch.Tensor:
+    """The packed region image, as the host store will hold it; paddings are zero."""
+    image = torch.zeros(max(manifest.total_bytes, 1), dtype=torch.uint8)
+    view = image.numpy().data
+    with path.open("rb") as file:
+        for tensor in manifest.tensors:
+            file.seek(tensor.file_offset_bytes)
+            end = tensor.offset_bytes + tensor.size_bytes
+            if file.readinto(view[tensor.offset_bytes : end]) != tensor.size_bytes:
+                raise RegistrationRefused(f"weight {tensor.name!r}", "the file is too short")
+    return image[: manifest.total_bytes]
+
+
+def _digest(manifest: Manifest, graph: Graph, weights_sha256: str) -> str:
+    digest = hashlib.sha256(msgspec.json.encode(graph, order="deterministic"))
+    digest.update(weights_sha256.encode())
+    digest.update(msgspec.json.encode([manifest.inputs, manifest.outputs]))
+    return digest.hexdigest()

@@ -1,0 +1,232 @@
+"""Executing a program group by group. The worker does it, and the build that verifies it.
+
+Weights are bound once per (program, home offset) and cached, so switching a model in costs
+nothing here: the groups' argument tuples already point at the region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..errors import LocalProtocolError, RegistrationRefused
+from .bundle import Graph
+from .export import flatten_outputs
+from .graph import CompiledGraph, Environment
+from .layout import ITEM_BYTES, Manifest, TensorSpec
+
+TensorFor = Callable[[TensorSpec], torch.Tensor]
+BeforeGroup = Callable[[int], None]
+
+
+class BoundProgram(Protocol):
+    """A program whose weights lie in place."""
+
+    manifest: Manifest
+
+    def run(self, inputs: Sequence[torch.Tensor], before_group: BeforeGroup) -> list[torch.Tensor]:
+        """Run once; ``before_group(i)`` is called right before group ``i``, once and in order.
+
+        It blocks until the group has arrived, and may raise ``TaskPreempted``, which passes
+        through. An output may be an input or a weight itself: copy it out, do not keep it.
+        """
+
+
+class Program(Protocol):
+    """A loaded program without weights: structure only."""
+
+    manifest: Manifest
+
+    def bind(self, tensor_for: TensorFor) -> BoundProgram:
+        """Bind to the tensors of one region; nothing is read from them yet."""
+
+
+def tensor_over(
+    storage: torch.UntypedStorage, spec: TensorSpec, region_offset_bytes: int
+) -> torch.Tensor:
+    """The tensor of ``spec`` inside an arena's storage, in a region at ``region_offset_bytes``.
+
+    ``set_`` gives each tensor its own version counter; views of one base would share one, and
+    one in-place update would spoil backward for all the others (CUDA_NOTES 1).
+
+    Raises:
+        LocalProtocolError: it would reach outside the storage, or is not aligned to its items.
+    """
+    item_bytes = ITEM_BYTES[spec.dtype]
+    start = region_offset_bytes + spec.offset_bytes
+    elements = 1
+    for extent in spec.shape:
+        elements *= extent
+    if region_offset_bytes < 0 or spec.offset_bytes < 0 or min(spec.shape, default=0) < 0:
+        raise LocalProtocolError(f"tensor {spec.name!r} has a negative offset or extent")
+    if elements * item_bytes != spec.size_bytes or start + spec.size_bytes > storage.nbytes():
+        raise LocalProtocolError(
+            f"tensor {spec.name!r} at {start} of {spec.size_bytes} bytes does not fit an arena "
+            f"of {storage.nbytes()} bytes"
+        )
+    if start % item_bytes:
+        raise LocalProtocolError(f"tensor {spec.name!r} at {start} is not aligned to its items")
+    strides: list[int] = []
+    step = 1
+    for extent in reversed(spec.shape):
+        strides.insert(0, step)
+        step *= max(extent, 1)
+    tensor = torch.empty(0, dtype=getattr(torch, spec.dtype), device=storage.device)
+    return tensor.set_(storage, start // item_bytes, spec.shape, strides)
+
+
+# --- graph mode ----------------------------------------------------------------------------------
+
+
+class GraphProgram:
+    """A bundle's graph, compiled for one device: one callable per layer group."""
+
+    def __init__(self, manifest: Manifest, graph: Graph, device: torch.device | str) -> None:
+        """Compile; refused when the manifest and the graph do not belong together."""
+        if graph.weights != tuple(spec.name for spec in manifest.tensors):
+            raise RegistrationRefused("manifest", "its tensors are not the graph's weights")
+        self.manifest = manifest
+        self.graph = graph
+        spans = [(group.first_node, group.end_node) for group in manifest.groups]
+        self.compiled = CompiledGraph(graph, spans, device)
+        arrived = 0
+        for index, group in enumerate(manifest.groups):
+            arrived += len(group.tensors)
+            if any(weight >= arrived for weight in self.compiled.group_weights[index]):
+                raise RegistrationRefused("manifest", f"group {index} uses weights of a later one")
+
+    def bind(self, tensor_for: TensorFor) -> BoundGraph:
+        """Bind to the tensors of one region."""
+        return BoundGraph(self, [tensor_for(spec) for spec in self.manifest.tensors])
+
+
+class BoundGraph:
+    """A graph program over one region. ``run`` is the whole; the steps are public for capture."""
+
+    def __init__(self, program: GraphProgram, weights: Sequence[torch.Tensor]) -> None:
+        self.manifest = program.manifest
+        self._compiled = program.compiled
+        self._weights = weights
+        self._arguments = [
+            tuple(weights[index] for index in indices) for indices in program.compiled.group_weights
+        ]
+
+    def start(self, inputs: Sequence[torch.Tensor]) -> Environment:
+        """A fresh environment: the values that are alive between groups."""
+        if len(inputs) != len(self.manifest.inputs):
+            raise LocalProtocolError(
+                f"{len(inputs)} inputs given, the program takes {len(self.manifest.inputs)}"
+            )
+        return self._compiled.start(inputs)
+
+    def run_group(self, index: int, environment: Environment) -> None:
+        """Run one group; its weights must have arrived. Call it without gradients enabled."""
+        self._compiled.calls[index](environment, self._arguments[index])
+
+    def finish(self, environment: Environment) -> list[torch.Tensor]:
+        """The outputs, in the manifest's order."""
+        return self._compiled.finish(environment, self._weights)
+
+    def run(self, inputs: Sequence[torch.Tensor], before_group: BeforeGroup) -> list[torch.Tensor]:
+        """As ``BoundProgram.run``."""
+        with torch.inference_mode():
+            environment = self.start(inputs)
+            for index, call in enumerate(self._compiled.calls):
+                before_group(index)
+                call(environment, self._arguments[index])
+            return self.finish(environment)
+
+
+# --- module mode ---------------------------------------------------------------------------------
+
+
+class ModuleProgram:
+    """The operator's own module, built on meta, with pre-hooks where its groups begin.
+
+    ``manifest.extra["needs"]`` says which group must have arrived when a submodule is entered;
+    ``manifest.extra["aliases"]`` which names stand for one tensor.
+    """
+
+    def __init__(
+        self, manifest: Manifest, module: nn.Module, device: torch.device | str = "cpu"
+    ) -> None:
+        """Hook ``module``, which this program owns from now on."""
+        self.manifest = manifest
+        self.device = torch.device(device)
+        self.module = module
+        self._bound: BoundModule | None = None
+        self._before_group: BeforeGroup | None = None
+        self._opened = 0
+        needs: Mapping[str, int] = manifest.extra["needs"]
+        found = dict(module.named_modules())
+        for name, group in needs.items():
+            if name not in found:
+                raise RegistrationRefused(f"module {name!r}", "the factory does not make it now")
+            found[name].register_forward_pre_hook(self._hook(group))
+        for child in module.modules():
+            child.training = False
+
+    def bind(self, tensor_for: TensorFor) -> BoundModule:
+        """Make parameters over one region; they are put into the module when it runs."""
+        tensors = {spec.name: tensor_for(spec) for spec in self.manifest.tensors}
+        return BoundModule(self, tensors)
+
+    def _hook(self, group: int) -> Callable[[nn.Module, Any], None]:
+        def enter(module: nn.Module, inputs: Any) -> None:
+            self._open(group)
+
+        return enter
+
+    def _open(self, group: int) -> None:
+        while self._opened <= group:
+            assert self._before_group is not None
+            self._before_group(self._opened)
+            self._opened += 1
+
+    def run_bound(
+        self, bound: BoundModule, inputs: Sequence[torch.Tensor], before_group: BeforeGroup
+    ) -> list[torch.Tensor]:
+        """Run with the weights of ``bound``."""
+        if self._bound is not bound:
+            for owner, key, tensor in bound.slots:
+                setattr(owner, key, tensor)  # not a dictionary entry: nn.LSTM watches its names
+            self._bound = bound
+        self._before_group, self._opened = before_group, 0
+        try:
+            with torch.inference_mode():
+                outputs = list(flatten_outputs(self.module(*inputs)).values())
+            self._open(len(self.manifest.groups) - 1)  # a path not taken: same calls every time
+        finally:
+            self._before_group = None
+        return outputs
+
+
+class BoundModule:
+    """A module program over one region."""
+
+    def __init__(self, program: ModuleProgram, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.manifest = program.manifest
+        self._program = program
+        self.slots: list[tuple[nn.Module, str, torch.Tensor]] = []
+        aliases: Mapping[str, str] = program.manifest.extra["aliases"]
+        parameters = {
+            name: nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()
+        }
+        for path, owner in program.module.named_modules():
+            for key, is_parameter in [
+                *((key, True) for key, value in owner._parameters.items() if value is not None),
+                *((key, False) for key, value in owner._buffers.items() if value is not None),
+            ]:
+                name = f"{path}.{key}" if path else key
+                name = aliases.get(name, name)
+                if name not in tensors:
+                    raise RegistrationRefused(f"weight {name!r}", "the manifest does not have it")
+                held = parameters[name] if is_parameter else tensors[name]
+                self.slots.append((owner, key, held))
+
+    def run(self, inputs: Sequence[torch.Tensor], before_group: BeforeGroup) -> list[torch.Tensor]:
+        """As ``BoundProgram.run``."""
+        return self._program.run_bound(self, inputs, before_group)

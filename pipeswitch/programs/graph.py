@@ -1,0 +1,336 @@
+"""From a bundle's graph to callables: one per layer group.
+
+Nothing is looked up that ``operators.split_target`` has not let through, and the source compiled
+here is made of value numbers alone: every operator and constant is passed in, never spelt out.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from ..errors import RegistrationRefused
+from .bundle import Graph, Node, node_references, references
+from .layout import ITEM_BYTES
+from .operators import FRESH, split_target
+
+Environment = dict[int, Any]
+"""Values that are alive between groups, by number; weights are not in it."""
+
+GroupCall = Callable[[Environment, Sequence[torch.Tensor]], None]
+"""Takes what it needs out of the environment, drops what nobody needs later, adds its results."""
+
+MAX_VALUE_BYTES: Final = 64 << 30  # of one intermediate at the largest batch
+
+
+def _bounded(compute: Callable[..., Any]) -> Callable[..., int]:
+    """Integer arithmetic that cannot grow: squaring in a loop would fill the memory."""
+
+    def checked(*operands: Any) -> int:
+        if any(type(operand) is not int for operand in operands):
+            raise RegistrationRefused("bundle graph", "integer arithmetic on something else")
+        result = compute(*operands)
+        if not -(1 << 63) <= result < 1 << 63:
+            raise RegistrationRefused("bundle graph", "an integer does not fit 64 bits")
+        return int(result)
+
+    return checked
+
+
+def _getitem(values: Any, index: Any) -> Any:
+    if type(index) is not int or not isinstance(values, list | tuple):
+        raise RegistrationRefused("bundle graph", "getitem takes a list and an integer")
+    return values[index]
+
+
+_OPERATORS: Final[Mapping[str, Callable[..., Any]]] = {
+    "getitem": _getitem,
+    "add": _bounded(operator.add),
+    "sub": _bounded(operator.sub),
+    "mul": _bounded(operator.mul),
+    "floordiv": _bounded(operator.floordiv),
+    "mod": _bounded(operator.mod),
+    "neg": _bounded(operator.neg),
+}
+
+
+def resolve(target: str) -> Callable[..., Any]:
+    """The callable a node names.
+
+    Raises:
+        RegistrationRefused: not on the closed list, or this torch has no such overload.
+    """
+    namespace, name, overload = split_target(target)
+    if namespace == "_operator":
+        return _OPERATORS[name]
+    try:
+        found = getattr(getattr(torch.ops.aten, name), overload)
+    except (AttributeError, RuntimeError):
+        found = None
+    if not isinstance(found, torch._ops.OpOverload):
+        raise RegistrationRefused(f"operator {target!r}", f"torch {torch.__version__} has none")
+    return found
+
+
+def _signature(target: str, call: Any, node: Node) -> dict[str, tuple[Any, Any]]:
+    """Each given argument by name, with its schema entry; refused when they do not fit."""
+    entries = call._schema.arguments
+    positional = [entry for entry in entries if not entry.kwarg_only]
+    if len(node.args) > len(positional):
+        raise RegistrationRefused(f"operator {target!r}", "more arguments than it takes")
+    given = {
+        entry.name: (entry, value) for entry, value in zip(positional, node.args, strict=False)
+    }
+    by_name = {entry.name: entry for entry in entries}
+    for key, value in node.kwargs.items():
+        if key not in by_name or key in given:
+            raise RegistrationRefused(f"operator {target!r}", f"no argument {key!r}, or twice")
+        given[key] = (by_name[key], value)
+    missing = [e.name for e in entries if e.name not in given and not e.has_default_value()]
+    if missing:
+        raise RegistrationRefused(f"operator {target!r}", f"missing {', '.join(missing)}")
+    return given
+
+
+def mutations(graph: Graph) -> list[tuple[int, frozenset[int]]]:
+    """(node position, placeholders its in-place write may reach), for those that reach any.
+
+    A value may alias what its arguments may alias, unless its operator is known to return new
+    memory. That is more than the operators' schemas say, on purpose: several composite operators
+    (``dropout``, ``meshgrid``, ``pad``) return their argument without saying so.
+
+    Raises:
+        RegistrationRefused: an operator this torch does not have, or arguments that do not fit it.
+    """
+    aliases: list[frozenset[int]] = [frozenset([value]) for value in range(graph.first_node_value)]
+    found: list[tuple[int, frozenset[int]]] = []
+    for position, node in enumerate(graph.nodes):
+        namespace, name, _ = split_target(node.target)
+        reached = frozenset[int]().union(*(aliases[value] for value in node_references(node)))
+        if namespace == "aten":
+            written = _written(node, name)
+            touched = frozenset[int]().union(*(aliases[value] for value in written))
+            if touched:
+                found.append((position, touched))
+            if name in FRESH:
+                reached = frozenset()
+        elif name != "getitem":
+            reached = frozenset()  # integers alias nothing
+        aliases.append(reached)
+    return found
+
+
+def _written(node: Node, name: str) -> list[int]:
+    given = _signature(node.target, resolve(node.target), node)
+    written = [
+        value
+        for entry, argument in given.values()
+        if entry.alias_info is not None and entry.alias_info.is_write
+        for value in references(argument)
+    ]
+    # Batch statistics update the running ones without a word of it in the schema.
+    training = {"batch_norm": "training", "instance_norm": "use_input_stats"}.get(name)
+    if training is not None and given.get(training, (None, False))[1] is not False:
+        for key in ("running_mean", "running_var"):
+            written += references(given[key][1]) if key in given else []
+    return written
+
+
+def check_no_mutation(graph: Graph) -> None:
+    """Refuse a graph that may write to its weights or to the request's inputs.
+
+    Raises:
+        RegistrationRefused: names the first weight or input that would change.
+    """
+    names = [*(f"input {spec.name!r}" for spec in graph.inputs), *graph.weights]
+    for position, touched in mutations(graph):
+        target = graph.nodes[position].target
+        raise RegistrationRefused(
+            names[min(touched, key=lambda value: (value < len(graph.inputs), value))],
+            f"node {position} ({target}) changes it in place; an eviction would lose the change",
+        )
+
+
+# --- compiling -----------------------------------------------------------------------------------
+
+
+class CompiledGraph:
+    """A graph as one callable per group, for one device.
+
+    Attributes:
+        group_weights: for each group, the indices of the weights it takes, in argument order.
+    """
+
+    def __init__(
+        self, graph: Graph, spans: Sequence[tuple[int, int]], device: torch.device | str
+    ) -> None:
+        """Compile ``graph`` cut at ``spans``: (first node, one past the last) of each group."""
+        positions = [position for span in spans for position in range(*span)]
+        if positions != list(range(len(graph.nodes))):
+            raise RegistrationRefused("groups", "they do not cover the graph's nodes in order")
+        self._graph = graph
+        self._device = torch.device(device)
+        self._last_use = _last_uses(graph)
+        self._calls: dict[str, Callable[..., Any]] = {}
+        self.group_weights: list[tuple[int, ...]] = []
+        self.calls: list[GroupCall] = [self._compile(*span) for span in spans]
+
+    def start(self, inputs: Sequence[torch.Tensor]) -> Environment:
+        """A fresh environment over the inputs."""
+        return dict(enumerate(inputs))
+
+    def finish(
+        self, environment: Environment, weights: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The outputs. A result may be an input or a weight itself: no copy is made here."""
+        first_weight = len(self._graph.inputs)
+        return [
+            weights[value - first_weight]
+            if first_weight <= value < self._graph.first_node_value
+            else environment[value]
+            for value in self._graph.results
+        ]
+
+    def _compile(self, first_node: int, end_node: int) -> GroupCall:
+        graph = self._graph
+        scope: dict[str, Any] = {}
+        used_weights: dict[int, int] = {}
+        local: set[int] = set()
+        lines: list[str] = []
+
+        def name(value: int) -> str:
+            if len(graph.inputs) <= value < graph.first_node_value:
+                weight = value - len(graph.inputs)
+                return f"w[{used_weights.setdefault(weight, len(used_weights))}]"
+            if value not in local:
+                keeps = self._last_use[value] >= end_node
+                lines.append(f" v{value} = e[{value}]" if keeps else f" v{value} = e.pop({value})")
+                local.add(value)
+            return f"v{value}"
+
+        def spell(argument: Any) -> str:
+            if isinstance(argument, dict) and "v" in argument:
+                return name(argument["v"])
+            if isinstance(argument, list | tuple) and references(argument):
+                return "[" + ", ".join(spell(item) for item in argument) + "]"
+            constant = f"k{len(scope)}"
+            scope[constant] = self._constant(argument)
+            return constant
+
+        for position in range(first_node, end_node):
+            node, own = graph.nodes[position], graph.first_node_value + position
+            call = self._calls.get(node.target) or resolve(node.target)
+            self._calls[node.target] = call
+            spelt = [spell(argument) for argument in node.args]
+            spelt += [f"{key}={spell(value)}" for key, value in node.kwargs.items()]
+            function = f"o{len(scope)}"
+            scope[function] = call
+            lines.append(f" v{own} = {function}({', '.join(spelt)})")
+            local.add(own)
+            dead = {v for v in node_references(node) if self._last_use.get(v) == position} & local
+            if own not in self._last_use:
+                dead.add(own)  # nobody reads it: an in-place call, or the rest of a tuple
+            if dead:
+                lines.append(" del " + ", ".join(f"v{value}" for value in sorted(dead)))
+                local -= dead
+        for value in sorted(local):
+            if value >= graph.first_node_value + first_node:
+                lines.append(f" e[{value}] = v{value}")
+        source = "def group(e, w):\n" + "\n".join(lines or [" pass"]) + "\n"
+        exec(compile(source, f"<layer group at node {first_node}>", "exec"), scope)
+        self.group_weights.append(tuple(used_weights))
+        group: GroupCall = scope["group"]
+        return group
+
+    def _constant(self, argument: Any) -> Any:
+        match argument:
+            case {"dtype": name} | {"layout": name} | {"memory_format": name}:
+                return getattr(torch, name)  # a name of bundle.TAGS, checked when it was read
+            case {"device": _}:
+                return self._device
+            case {"float": name}:
+                return float(name)
+            case list() | tuple():
+                return [self._constant(item) for item in argument]
+            case _:
+                return argument
+
+
+def _last_uses(graph: Graph) -> dict[int, int]:
+    """For each value that is read, the position of its last reader; results are read at the end."""
+    last: dict[int, int] = {}
+    for position, node in enumerate(graph.nodes):
+        for value in node_references(node):
+            last[value] = position
+    for value in graph.results:
+        last[value] = len(graph.nodes)
+    return last
+
+
+# --- what a graph would do, found without doing it ----------------------------------------------
+
+
+def check_on_meta(graph: Graph, weights: Sequence[torch.Tensor], batch: int) -> int:
+    """Run the graph without data and compare the outputs with the declared signature.
+
+    Returns:
+        The bytes of its largest intermediate value at ``batch``.
+
+    Raises:
+        RegistrationRefused: a call fails, a shape depends on data, or the outputs differ.
+    """
+    values: list[Any] = [
+        torch.empty(
+            [batch if extent is None else extent for extent in spec.shape],
+            dtype=getattr(torch, spec.dtype),
+            device="meta",
+        )
+        for spec in graph.inputs
+    ]
+    values += [torch.empty_like(weight, device="meta") for weight in weights]
+    largest_bytes = 0
+    compiled = CompiledGraph(graph, [(i, i + 1) for i in range(len(graph.nodes))], "meta")
+    environment = compiled.start(values[: len(graph.inputs)])
+    for position, call in enumerate(compiled.calls):
+        own = graph.first_node_value + position
+        try:
+            with torch.no_grad():
+                call(
+                    environment,
+                    [values[len(graph.inputs) + i] for i in compiled.group_weights[position]],
+                )
+        except RegistrationRefused:
+            raise
+        except Exception as error:  # torch raises whatever it likes on nonsense
+            raise RegistrationRefused(
+                f"node {position} ({graph.nodes[position].target})",
+                f"fails without data: {type(error).__name__}: {str(error)[:300]}",
+            ) from None
+        largest_bytes = max(largest_bytes, _bytes(environment.get(own)))
+        if largest_bytes > MAX_VALUE_BYTES:
+            raise RegistrationRefused(
+                f"node {position} ({graph.nodes[position].target})",
+                f"its result has {largest_bytes} bytes at batch {batch}, limit {MAX_VALUE_BYTES}",
+            )
+    outputs = compiled.finish(environment, values[len(graph.inputs) :])
+    for spec, output in zip(graph.outputs, outputs, strict=True):
+        declared = [batch if extent is None else extent for extent in spec.shape]
+        if not isinstance(output, torch.Tensor):
+            raise RegistrationRefused(f"output {spec.name!r}", "it is not a tensor")
+        if list(output.shape) != declared or output.dtype != getattr(torch, spec.dtype):
+            raise RegistrationRefused(
+                f"output {spec.name!r}",
+                f"declared {spec.dtype}{declared}, computed {output.dtype}{list(output.shape)}",
+            )
+    return largest_bytes
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * ITEM_BYTES.get(str(value.dtype).removeprefix("torch."), 16)
+    if isinstance(value, list | tuple):
+        return sum(_bytes(item) for item in value)
+    return 0

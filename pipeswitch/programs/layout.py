@@ -1,0 +1,82 @@
+"""What the rest of the system knows of a program: groups, tensors, signature. Pure, no torch.
+
+A program is a model cut into layer groups in execution order (PipeSwitch 4.2; DESIGN 2). The
+manifest says where every tensor of every group lies, both in its file and in a region of the
+arena or of the host store: the two are laid out alike, so a group is one contiguous copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+import msgspec
+
+TENSOR_ALIGN_BYTES: Final = 512  # the caching allocator's unit: every torch kernel is happy with it
+REGION_ALIGN_BYTES: Final = 2 << 20  # models start on a 2 MiB boundary (DESIGN 6)
+
+ITEM_BYTES: Final[dict[str, int]] = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+"""The dtypes that may cross the wire or lie in a bundle, with their item size in bytes."""
+
+
+class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tensor of a program: contiguous, in row-major order."""
+
+    name: str  # the placeholder's target: a parameter's, buffer's or constant's qualified name
+    dtype: str  # a key of ITEM_BYTES
+    shape: tuple[int, ...]
+    offset_bytes: int  # from the start of the model's region; a multiple of TENSOR_ALIGN_BYTES
+    size_bytes: int
+    file_offset_bytes: int  # absolute position in the weights file
+
+
+class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One layer group: one contiguous copy, one subgraph, one wait, one preemption point."""
+
+    offset_bytes: int  # from the start of the model's region; 0 size is allowed (no tensors)
+    size_bytes: int
+    tensors: tuple[int, ...]  # indices into Manifest.tensors, in order of first use
+    first_node: int  # graph mode: index of its first call node; module mode: index of its trigger
+    end_node: int  # one past its last
+    label: str  # for traces and errors, e.g. "layer3.0.conv1 … layer3.4.bn2"
+
+
+class ValueSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An input or an output. ``None`` in the shape is the dynamic batch dimension."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | None, ...]
+
+    def size_bytes(self, batch: int | None) -> int:
+        """Bytes of one value at ``batch`` (ignored when no dimension is dynamic)."""
+        total = ITEM_BYTES[self.dtype]
+        for extent in self.shape:
+            total *= (batch or 1) if extent is None else extent
+        return total
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A registered program, as everybody but the executing worker sees it."""
+
+    digest: str  # sha256 hex over graph, weights and signature: equal means the same program
+    mode: Literal["graph", "module"]
+    mode_reason: str  # why module mode, or empty
+    source: str  # as registered: "torchvision:resnet152", "pkg.mod:factory", "bundle"
+    total_bytes: int  # of the region, before rounding to REGION_ALIGN_BYTES
+    tensors: tuple[TensorSpec, ...]
+    groups: tuple[GroupSpec, ...]
+    inputs: tuple[ValueSpec, ...]  # in call order
+    outputs: tuple[ValueSpec, ...]
+    batch_min: int = 1  # range of the dynamic batch; equal numbers when it is fixed
+    batch_max: int = 1
+    triggers: tuple[str, ...] = ()  # module mode: the submodule whose pre-hook opens group i
+    weights_sha256: str = ""  # of the packed region image, checked when loaded into the store
+    extra: dict[str, Any] = {}
+
+
+def aligned(value_bytes: int, unit_bytes: int) -> int:
+    """``value_bytes`` rounded up to a multiple of ``unit_bytes``."""
+    return -(-value_bytes // unit_bytes) * unit_bytes

@@ -1,0 +1,61 @@
+"""What a registration asks for. Pure, no torch: the controller fills it, a child builds it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from ..errors import RegistrationRefused
+from .layout import Manifest
+
+DEFAULT_MAX_BATCH: Final = 64
+MANIFEST_FILE: Final = "manifest.json"
+BUNDLE_FILE: Final = "program.bundle"
+WEIGHTS_FILE: Final = "weights.safetensors"  # module mode: there is no graph to travel with
+MAX_MANIFEST_BYTES: Final = 64 << 20
+
+
+class BuildSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One model to build.
+
+    ``source`` is ``torchvision:NAME``, ``hf:NAME``, a path that ends in ``.bundle``, or
+    ``package.module:factory``; the last one *runs code*, so the caller has checked that it may.
+    """
+
+    name: str
+    source: str
+    weights: str = ""  # "random:SEED", "pretrained", a .safetensors file; empty: the source's own
+    inputs: dict[str, tuple[tuple[int, ...], str]] = {}  # name -> (shape, dtype), in call order
+    max_batch: int = DEFAULT_MAX_BATCH
+    allow_module_mode: bool = False
+    bucket_bytes: int = 0  # 0: grouping's default
+
+
+def weights_file(manifest: Manifest) -> str:
+    """The name, inside the program's folder, of the file that holds its tensors."""
+    return BUNDLE_FILE if manifest.mode == "graph" else WEIGHTS_FILE
+
+
+def load_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """Read ``manifest.json`` (or the one in the folder ``path``).
+
+    Raises:
+        RegistrationRefused: it is missing or not a manifest.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / MANIFEST_FILE
+    try:
+        if file.stat().st_size > MAX_MANIFEST_BYTES:
+            raise RegistrationRefused("manifest", f"larger than {MAX_MANIFEST_BYTES} bytes")
+        return msgspec.json.decode(file.read_bytes(), type=Manifest)
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
+        raise RegistrationRefused("manifest", f"{file}: {error}") from error
+
+
+def save_manifest(path: str | os.PathLike[str], manifest: Manifest) -> None:
+    """Write ``manifest.json`` into the folder ``path``."""
+    (Path(path) / MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))

@@ -1,0 +1,576 @@
+"""What every device must do, with real memory and real processes. cuda joins DEVICES later."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from queue import Queue
+from typing import Final
+
+import numpy as np
+import pytest
+
+from pipeswitch.board import BOARD_BYTES, new_bell, ring, sealed_memfd
+from pipeswitch.devices import DeviceMemory, PoolView
+from pipeswitch.devices.cpu import CpuDeviceMemory, CpuPoolView
+from pipeswitch.errors import RemoteProtocolError
+from pipeswitch.messages import ByteRange, Epoch, GroupCopy, ModelName, TransmitEnded, TransmitModel
+from pipeswitch.programs.layout import TensorSpec
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+MIB: Final = 1 << 20
+ARENA_BYTES: Final = 48 * MIB
+STORE_BYTES: Final = 48 * MIB
+WORDS: Final = 256
+BELL_COUNT: Final = 3
+DEADLINE_S: Final = 60.0
+POISON: Final = 0xA5
+
+
+class CpuRig:
+    """A cpu device with its store, bells and board; ``view`` is what a worker would make."""
+
+    def __init__(self, link_bytes_per_s: float = 0.0) -> None:
+        self.store_fd = sealed_memfd("test-store", STORE_BYTES)
+        self.board_fd = sealed_memfd("test-board", BOARD_BYTES)
+        self.bells = [new_bell() for _ in range(BELL_COUNT)]
+        self.memory: DeviceMemory = CpuDeviceMemory(
+            store=self.store_fd,
+            bells=self.bells,
+            arena_bytes=ARENA_BYTES,
+            store_bytes=STORE_BYTES,
+            words=WORDS,
+            link_bytes_per_s=link_bytes_per_s,
+        )
+        self.models_fd, self.work_fd = self.memory.export_descriptors()
+        self.ended: Queue[TransmitEnded] = Queue()
+        self._views: list[PoolView] = []
+        self._deadlines: list[threading.Timer] = []
+
+    def view(self, slot: int = 0, on_wake: Callable[[], None] | None = None) -> PoolView:
+        view = CpuPoolView(
+            models=self.models_fd,
+            work=self.work_fd,
+            board=self.board_fd,
+            bell=self.bells[slot],
+            bells=self.bells,
+            arena_bytes=ARENA_BYTES,
+            words=WORDS,
+            on_wake=on_wake,
+        )
+        self._views.append(view)
+        return view
+
+    def arena(self, start: int, size: int) -> bytes:
+        """Device bytes as any other process would see them."""
+        return os.pread(self.models_fd, size, start)
+
+    def word(self, index: int) -> int:
+        return int.from_bytes(self.arena(4 * index, 4), "little")
+
+    def fill_store(self, offset: int, data: bytes) -> None:
+        self.memory.store_view(offset, len(data))[:] = data
+
+    def transmit(self, order: TransmitModel) -> None:
+        self.memory.transmit(order, self.ended.put)
+
+    def run(self, order: TransmitModel) -> TransmitEnded:
+        self.transmit(order)
+        return self.ended.get(timeout=DEADLINE_S)
+
+    def child(self, code: str, *arguments: object) -> subprocess.Popen[str]:
+        """A clean process that has the view of slot 0 as ``view`` and the mapping as ``arena``."""
+        descriptors = [self.models_fd, self.work_fd, self.board_fd, *self.bells]
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD + code, *map(str, (*descriptors, *arguments))],
+            pass_fds=descriptors, cwd=ROOT, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        deadline = threading.Timer(DEADLINE_S, child.kill)
+        deadline.start()
+        self._deadlines.append(deadline)
+        return child
+
+    def close(self) -> None:
+        for deadline in self._deadlines:
+            deadline.cancel()
+            deadline.join()
+        for view in self._views:
+            view.close()
+        self.memory.close()
+        for descriptor in (self.store_fd, self.board_fd, *self.bells):
+            os.close(descriptor)
+
+
+CHILD: Final = f"""
+import mmap, os, random, signal, sys
+from pipeswitch.devices.cpu import CpuPoolView
+models, work, board, *bells = map(int, sys.argv[1:{4 + BELL_COUNT}])
+arguments = sys.argv[{4 + BELL_COUNT}:]
+view = CpuPoolView(models=models, work=work, board=board, bell=bells[0], bells=bells,
+                   arena_bytes={ARENA_BYTES}, words={WORDS})
+arena = mmap.mmap(models, {ARENA_BYTES}, prot=mmap.PROT_READ)
+def say(text):
+    print(text, flush=True)
+"""
+
+DEVICES: Final = {"cpu": CpuRig}
+MakeRig = Callable[..., CpuRig]
+
+
+@pytest.fixture(params=sorted(DEVICES))
+def make_rig(request: pytest.FixtureRequest) -> Iterator[MakeRig]:
+    rigs: list[CpuRig] = []
+
+    def make(link_bytes_per_s: float = 0.0) -> CpuRig:
+        rigs.append(DEVICES[request.param](link_bytes_per_s))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
+
+
+@pytest.fixture
+def rig(make_rig: MakeRig) -> CpuRig:
+    return make_rig()
+
+
+def order(
+    epoch: int, start: int, sizes: Sequence[int], *, store: int = 0, first_word: int = 0
+) -> TransmitModel:
+    """Groups of ``sizes`` bytes, one behind the other in the store and in the arena."""
+    groups, position = [], 0
+    for index, size in enumerate(sizes):
+        groups.append(
+            GroupCopy(
+                store_offset_bytes=store + position,
+                arena_offset_bytes=start + position,
+                size_bytes=size,
+                word=first_word + index,
+            )
+        )
+        position += size
+    return TransmitModel(
+        model=ModelName("m"), epoch=Epoch(epoch), arena_offset_bytes=start,
+        region_bytes=position, groups=tuple(groups),
+    )  # fmt: skip
+
+
+def finish(child: subprocess.Popen[str], expected: int = 0) -> str:
+    """Wait for a child; its output, or a failure that shows what it said."""
+    out, err = child.communicate()  # ends: the deadline kills
+    assert child.returncode == expected, err
+    return out
+
+
+def expect(child: subprocess.Popen[str], text: str) -> None:
+    assert child.stdout is not None
+    assert child.stdout.readline().strip() == text
+
+
+# ---- transmissions --------------------------------------------------------------------------
+
+
+def test_copies_land_at_their_offsets_and_nothing_else_changes(rig: CpuRig) -> None:
+    rig.fill_store(0, bytes([POISON]) * (32 * MIB))
+    rig.run(order(1, MIB, [32 * MIB]))  # poison, the region and both sides of it
+    data = random.Random(1).randbytes(20 * MIB)
+    rig.fill_store(0, data)
+    sizes = [1, 511, 512, 4097, 9 * MIB + 3, 0, 8 * MIB]
+    start = 2 * MIB + 512
+    before = rig.arena(WORDS * 4, ARENA_BYTES - WORDS * 4)
+    ended = rig.run(order(2, start, sizes, first_word=10))
+    total = sum(sizes)
+    assert (ended.is_complete, ended.group_count, ended.copied_bytes) == (True, len(sizes), total)
+    after = rig.arena(WORDS * 4, ARENA_BYTES - WORDS * 4)
+    at = start - WORDS * 4
+    assert after[at : at + total] == data[:total]
+    assert after[:at] == before[:at]
+    assert after[at + total :] == before[at + total :]
+    words = [rig.word(index) for index in range(WORDS)]
+    assert words == [1] + [0] * 9 + [2] * len(sizes) + [0] * (WORDS - 10 - len(sizes))
+
+
+def test_the_bill_names_every_group_in_order(rig: CpuRig) -> None:
+    ended = rig.run(order(1, MIB, [MIB] * 5))
+    instants = [ended.started_at_ms, *ended.group_ends_at_ms, ended.ended_at_ms]
+    assert len(instants) == 7
+    assert instants == sorted(instants)
+
+
+def test_a_reader_in_another_process_sees_the_data_when_it_sees_the_word(rig: CpuRig) -> None:
+    rounds, sizes = 30, [4096, 700_001, 64, 2 * MIB, 123]
+    child = rig.child(
+        f"""
+sizes, start = {sizes}, {2 * MIB}
+say("ready")
+for epoch in range(1, {rounds} + 1):
+    position = start
+    for word, size in enumerate(sizes):
+        view.wait_group(word, epoch)
+        # Later groups of this epoch may be there already, this and earlier ones must be.
+        if arena[position:position + size] != bytes([epoch]) * size:
+            sys.exit(f"epoch {{epoch}} group {{word}}: word before data")
+        position += size
+    say(epoch)
+"""
+    )
+    expect(child, "ready")
+    for epoch in range(1, rounds + 1):
+        rig.fill_store(0, bytes([epoch]) * sum(sizes))
+        rig.transmit(order(epoch, 2 * MIB, sizes))
+        assert rig.ended.get(timeout=DEADLINE_S).is_complete
+        expect(child, str(epoch))
+    finish(child)
+
+
+def test_words_rise_in_the_order_of_the_groups(make_rig: MakeRig) -> None:
+    rig = make_rig(400 * MIB)
+    seen: list[int] = []
+    view = rig.view()
+
+    def watch() -> None:
+        for group in range(16):
+            view.wait_group(group, Epoch(1))
+            seen.append(sum(rig.word(index) == 1 for index in range(16)))
+            assert all(rig.word(index) == 1 for index in range(group + 1))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    rig.run(order(1, MIB, [MIB] * 16))
+    watcher.join(DEADLINE_S)
+    assert len(seen) == 16
+    assert seen == sorted(seen)
+
+
+@pytest.mark.parametrize("stale", [4, 6, 2**32 + 4])
+def test_only_exactly_the_epoch_satisfies_a_wait(rig: CpuRig, stale: int) -> None:
+    class StillWaiting(Exception):
+        pass
+
+    def give_up() -> None:
+        raise StillWaiting
+
+    view = rig.view(on_wake=give_up)
+    rig.run(order(stale, MIB, [100]))
+    with pytest.raises(StillWaiting):
+        view.wait_group(0, Epoch(5))
+    rig.run(order(5, MIB, [100]))
+    assert view.wait_group(0, Epoch(5)) == 0.0
+
+
+def test_a_copy_of_no_bytes_raises_its_word(rig: CpuRig) -> None:
+    assert rig.run(order(9, MIB, [0, 0])).is_complete
+    assert (rig.word(0), rig.word(1), rig.word(2)) == (9, 9, 0)
+
+
+def test_a_cancelled_transmission_stops_and_strands_no_waiter(make_rig: MakeRig) -> None:
+    rig = make_rig(20 * MIB)  # the whole would take two seconds
+    rig.fill_store(0, bytes([7]) * (40 * MIB))
+
+    class GaveUp(Exception):
+        pass
+
+    is_cancelled = threading.Event()
+
+    def look() -> None:
+        if is_cancelled.is_set():
+            raise GaveUp
+
+    view = rig.view(on_wake=look)
+    outcome: Queue[str] = Queue()
+
+    def wait_for_the_last() -> None:
+        try:
+            view.wait_group(9, Epoch(3))
+            outcome.put("arrived")
+        except GaveUp:
+            outcome.put("gave up")
+
+    waiter = threading.Thread(target=wait_for_the_last)
+    waiter.start()
+    rig.transmit(order(3, MIB, [4 * MIB] * 10))
+    rig.view(slot=1).wait_group(0, Epoch(3))
+    is_cancelled.set()
+    rig.memory.cancel(Epoch(3))
+    ended = rig.ended.get(timeout=DEADLINE_S)
+    assert not ended.is_complete
+    assert 1 <= ended.group_count < 10
+    assert outcome.get(timeout=DEADLINE_S) == "gave up"
+    waiter.join()
+    words = [rig.word(index) for index in range(10)]
+    assert words == [3] * ended.group_count + [0] * (10 - ended.group_count)
+    untouched = rig.arena(MIB + ended.copied_bytes, 40 * MIB - ended.copied_bytes)
+    assert not any(untouched), "bytes were written beyond what was reported"
+    rig.memory.cancel(Epoch(3))  # once more, late: means nothing
+    assert rig.run(order(4, MIB, [100])).is_complete
+
+
+def test_a_transmission_cancelled_in_the_queue_writes_nothing(make_rig: MakeRig) -> None:
+    rig = make_rig(20 * MIB)
+    rig.fill_store(0, bytes([7]) * (8 * MIB))
+    rig.transmit(order(1, MIB, [8 * MIB]))
+    rig.transmit(order(2, 20 * MIB, [MIB], first_word=20))
+    rig.memory.cancel(Epoch(2))
+    rig.memory.cancel(Epoch(1))
+    ended = [rig.ended.get(timeout=DEADLINE_S) for _ in range(2)]
+    assert [(e.epoch, e.is_complete) for e in ended] == [(1, False), (2, False)]
+    assert ended[1].copied_bytes == 0
+    assert not any(rig.arena(20 * MIB, MIB))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        order(1, 0, [100]),
+        order(1, ARENA_BYTES - 99, [100]),
+        order(1, MIB, [100], store=STORE_BYTES - 99),
+        order(1, MIB, [100], first_word=WORDS),
+        order(0, MIB, [100]),
+    ],
+)
+def test_a_device_refuses_what_is_out_of_bounds(rig: CpuRig, bad: TransmitModel) -> None:
+    with pytest.raises(RemoteProtocolError):
+        rig.transmit(bad)
+    assert not any(rig.arena(0, ARENA_BYTES))
+
+
+# ---- waiting --------------------------------------------------------------------------------
+
+
+def test_no_wake_up_is_lost_in_ten_thousand_random_interleavings(rig: CpuRig) -> None:
+    """Waits for groups and for the turn, mixed; a lost wake-up leaves the child asleep for ever."""
+    rounds = 10_000
+    child = rig.child(
+        f"""
+rng = random.Random(2)
+say("ready")
+for epoch in range(1, {rounds} + 1):
+    for _ in range(rng.randrange(2000) if rng.random() < 0.5 else 0):
+        pass
+    view.wait_group(epoch % 7, epoch)
+    if epoch % 3 == 0:
+        view.wait_turn(epoch)
+    os.write(1, b".")
+"""
+    )
+    expect(child, "ready")
+    assert child.stdout is not None
+    rng = random.Random(1)
+    giver = rig.view(slot=1)
+    seen = 0
+    for epoch in range(1, rounds + 1):
+        for _ in range(rng.randrange(2000) if rng.random() < 0.5 else 0):
+            pass
+        if rng.random() < 0.2:
+            ring(rig.bells[0])  # a bell that rings for nothing
+        has_turn = epoch % 3 == 0
+        is_turn_first = rng.random() < 0.5
+        if has_turn and is_turn_first:
+            giver.raise_turn(epoch, 0)
+        rig.transmit(order(epoch, MIB, [rng.randrange(200)], first_word=epoch % 7))
+        if has_turn and not is_turn_first:
+            giver.raise_turn(epoch, 0)
+        # The child may lag, but not so far that a word it waits for is written over.
+        allowed_lag = rng.randrange(3)
+        while seen < epoch - allowed_lag:
+            assert child.stdout.read(1) == ".", "the child hangs: a wake-up was lost"
+            seen += 1
+    finish(child)
+
+
+def test_the_turn_is_taken_by_the_slot_it_is_given_to(rig: CpuRig) -> None:
+    child = rig.child("""
+say("ready")
+view.wait_turn(5)
+view.raise_turn(6, 1)
+""")
+    expect(child, "ready")
+    mine = rig.view(slot=1)
+    mine.raise_turn(5, 0)
+    mine.wait_turn(6)
+    finish(child)
+
+
+# ---- isolation and death --------------------------------------------------------------------
+
+
+def test_a_worker_cannot_map_models_for_writing(rig: CpuRig) -> None:
+    child = rig.child(
+        """
+again = os.open(f"/proc/self/fd/{models}", os.O_RDWR)  # the file mode is no guard, the seal is
+for descriptor in (models, again):
+    attempts = [
+        lambda: mmap.mmap(descriptor, 4096),
+        lambda: os.pwrite(descriptor, b"x", 0),
+        lambda: os.ftruncate(descriptor, 0),
+    ]
+    for attempt in attempts:
+        try:
+            attempt()
+        except PermissionError:
+            continue
+        sys.exit("it was allowed")
+"""
+    )
+    finish(child)
+
+
+def test_a_write_to_a_parameter_kills_the_writer_and_changes_nothing(rig: CpuRig) -> None:
+    rig.fill_store(0, bytes([7]) * 4096)
+    rig.run(order(1, MIB, [4096]))
+    child = rig.child(
+        f"""
+from pipeswitch.programs.layout import TensorSpec
+spec = TensorSpec(name="w", dtype="float32", shape=(1024,), offset_bytes=0, size_bytes=4096,
+                  file_offset_bytes=0)
+tensor = view.tensor(spec, {MIB})
+say("writing")
+tensor.fill_(1.0)
+"""
+    )
+    finish(child, -signal.SIGSEGV)
+    assert rig.arena(MIB, 4096) == bytes([7]) * 4096
+
+
+def test_a_reader_killed_in_mid_transfer_disturbs_nothing(make_rig: MakeRig) -> None:
+    rig = make_rig(100 * MIB)
+    before = set(os.listdir("/dev/shm"))
+    data = random.Random(5).randbytes(16 * MIB)
+    rig.fill_store(0, data)
+    child = rig.child(
+        """
+say("ready")
+view.wait_group(1, 1)
+say("in the middle")
+view.wait_group(200, 1)
+"""
+    )
+    expect(child, "ready")
+    rig.transmit(order(1, MIB, [2 * MIB] * 8))
+    expect(child, "in the middle")
+    child.kill()
+    assert rig.ended.get(timeout=DEADLINE_S).is_complete
+    assert rig.arena(MIB, 16 * MIB) == data
+    finish(child, -signal.SIGKILL)
+    assert set(os.listdir("/dev/shm")) == before
+    assert rig.run(order(2, MIB, [100])).is_complete
+
+
+def test_closing_gives_back_threads_and_descriptors() -> None:
+    for kind in DEVICES.values():
+        threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+        rig = kind(50 * MIB)
+        rig.view()
+        rig.transmit(order(1, MIB, [40 * MIB]))  # closing cuts it short
+        rig.close()
+        assert not rig.ended.get(timeout=DEADLINE_S).is_complete
+        assert threading.active_count() == threads
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+# ---- tensors, slices ------------------------------------------------------------------------
+
+
+def spec(dtype: str, shape: tuple[int, ...], offset: int, size: int) -> TensorSpec:
+    return TensorSpec(
+        name="t", dtype=dtype, shape=shape, offset_bytes=offset, size_bytes=size,
+        file_offset_bytes=0,
+    )  # fmt: skip
+
+
+def test_tensors_have_the_transmitted_values(rig: CpuRig) -> None:
+    import torch
+
+    values = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)
+    halves = torch.linspace(-1, 1, 10, dtype=torch.bfloat16)
+    rig.fill_store(512, values.numpy().tobytes())
+    rig.fill_store(1024, halves.view(torch.int16).numpy().tobytes())
+    rig.run(order(1, 2 * MIB, [2048]))
+    view = rig.view()
+    assert torch.equal(view.tensor(spec("float32", (2, 3, 4), 512, 96), 2 * MIB), values)
+    assert torch.equal(view.tensor(spec("bfloat16", (10,), 1024, 20), 2 * MIB), halves)
+    assert view.tensor(spec("float32", (0, 7), 0, 0), 2 * MIB).shape == (0, 7)
+    assert view.tensor(spec("int64", (), 512, 8), 2 * MIB).shape == ()
+
+
+def test_each_tensor_has_a_version_counter_of_its_own(rig: CpuRig) -> None:
+    view = rig.view()
+    one, other = view.slice_bytes(0, 64), view.slice_bytes(0, 64)
+    before = other._version
+    one.fill_(3)
+    assert bytes(other.numpy()) == bytes([3]) * 64
+    assert other._version == before
+
+
+@pytest.mark.parametrize(
+    ("bad", "region"),
+    [
+        (spec("float32", (4,), 0, 16), 0),  # over the arrival words
+        (spec("float32", (4,), 0, 16), -512),
+        (spec("float32", (4,), -MIB, 16), MIB),
+        (spec("float32", (4,), 0, 16), ARENA_BYTES - 12),
+        (spec("float32", (4,), 0, 20), MIB),
+        (spec("float32", (4,), 2, 16), MIB),
+        (spec("float32", (-4,), 0, -16), MIB),
+        (spec("complex64", (4,), 0, 32), MIB),
+    ],
+)
+def test_a_tensor_out_of_bounds_is_refused(rig: CpuRig, bad: TensorSpec, region: int) -> None:
+    with pytest.raises(RemoteProtocolError):
+        rig.view().tensor(bad, region)
+
+
+def test_a_slice_out_of_bounds_is_refused(rig: CpuRig) -> None:
+    view = rig.view()
+    for offset, size in ((-1, 10), (0, -1), (ARENA_BYTES - 5, 6)):
+        with pytest.raises(RemoteProtocolError):
+            view.slice_bytes(offset, size)
+
+
+def test_pieces_of_a_slice_are_read_in_order(rig: CpuRig) -> None:
+    slice_ = rig.view().slice_bytes(3 * MIB, 20 * MIB)
+    data = np.frombuffer(random.Random(6).randbytes(20 * MIB), dtype=np.uint8)
+    np.copyto(slice_.numpy(), data)
+    pieces = [(19 * MIB, MIB), (5, 17), (0, 0), (100, 10 * MIB)]
+    into = bytearray(sum(size for _, size in pieces))
+    ranges = [ByteRange(offset_bytes=offset, size_bytes=size) for offset, size in pieces]
+    rig.memory.read_slice(3 * MIB, ranges, memoryview(into))
+    expected = b"".join(data[offset : offset + size].tobytes() for offset, size in pieces)
+    assert bytes(into) == expected
+    with pytest.raises(RemoteProtocolError):
+        rig.memory.read_slice(3 * MIB, ranges, memoryview(into)[1:])
+    with pytest.raises(RemoteProtocolError):
+        rig.memory.read_slice(ARENA_BYTES - 8, ranges[1:2], memoryview(bytearray(17)))
+
+
+@pytest.mark.parametrize("can_punch", [True, False])
+@pytest.mark.parametrize(
+    ("offset", "size"),
+    [(4096, 8192), (5000, 10), (4000, 200), (5000, 3 * MIB + 17), (0, ARENA_BYTES), (7, 0)],
+)
+def test_a_scrubbed_range_reads_as_zeros_and_its_neighbours_do_not(
+    rig: CpuRig, monkeypatch: pytest.MonkeyPatch, offset: int, size: int, can_punch: bool
+) -> None:
+    if not can_punch:
+        monkeypatch.setattr(mmap, "MADV_REMOVE", 9999)
+    everything = rig.view().slice_bytes(0, ARENA_BYTES).numpy()
+    everything.fill(POISON)
+    rig.memory.scrub(offset, size)
+    assert not everything[offset : offset + size].any()
+    assert (everything[:offset] == POISON).all()
+    assert (everything[offset + size :] == POISON).all()
+
+
+def test_a_scrub_out_of_bounds_is_refused(rig: CpuRig) -> None:
+    for offset, size in ((-1, 10), (0, -1), (ARENA_BYTES - 5, 6)):
+        with pytest.raises(RemoteProtocolError):
+            rig.memory.scrub(offset, size)

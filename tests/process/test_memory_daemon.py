@@ -1,0 +1,562 @@
+"""The memory daemon as a real process: what it answers, refuses, and what survives its death."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import random
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+import pytest
+
+from memory_daemon.store import MANIFEST_NAME
+from pipeswitch.programs.spec import BUNDLE_FILE as WEIGHTS_NAME
+from pipeswitch.board import new_bell, sealed_memfd
+from pipeswitch.commit_area import CommitArea, create_area
+from pipeswitch.commit_files import load_commit
+from pipeswitch.messages import (
+    ByteRange,
+    CancelTransmit,
+    CloseCommits,
+    CommitCopy,
+    CommitPersisted,
+    DaemonFault,
+    DaemonReady,
+    DaemonSettings,
+    Epoch,
+    Exit,
+    ForgetModel,
+    GroupCopy,
+    JobName,
+    Message,
+    ModelName,
+    ModelStored,
+    OpenCommits,
+    PersistCommit,
+    Scrub,
+    Scrubbed,
+    StepCommitted,
+    StoreFailed,
+    StoreModel,
+    TransmitEnded,
+    TransmitModel,
+)
+from pipeswitch.programs.layout import Manifest, TensorSpec
+from pipeswitch.wire import channel_pair, encode_message
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+MIB: Final = 1 << 20
+ARENA_BYTES: Final = 24 * MIB
+STORE_BYTES: Final = 24 * MIB
+WORDS: Final = 64
+SLOT_BYTES: Final = 2 * MIB
+DEADLINE_S: Final = 60.0
+MODEL: Final = ModelName("m")
+JOB: Final = JobName("j")
+COMMIT_POINTS: Final = ["commit:struck", "commit:copied", "commit:recorded", "commit:flipped"]
+PERSIST_POINTS: Final = [
+    "persist:image-written",
+    "persist:image-renamed",
+    "persist:record-written",
+    "persist:record-renamed",
+]
+
+DAEMON: Final = """
+import os, sys
+import msgspec
+from memory_daemon.main import run
+from pipeswitch.messages import DaemonSettings
+from pipeswitch.wire import channel_from
+settings, point, visit, control, *descriptors = sys.argv[1:]
+left = int(visit)
+def failpoint(name):
+    global left
+    left -= name == point
+    if name == point and left == 0:
+        os.kill(os.getpid(), 9)
+run(msgspec.json.decode(settings, type=DaemonSettings), channel_from(int(control)),
+    [int(d) for d in descriptors], failpoint)
+"""
+
+M = TypeVar("M", bound=Message)
+
+
+class DaemonRig:
+    """A running daemon; its store and commit areas belong to the test and outlive it."""
+
+    def __init__(self, store: int, *, rate: float = 0.0, point: str = "", visit: int = 1) -> None:
+        self.bells = [new_bell(), new_bell()]
+        settings = DaemonSettings(
+            device="cpu", arena_bytes=ARENA_BYTES, store_bytes=STORE_BYTES, words=WORDS,
+            link_bytes_per_s=rate, bell_count=len(self.bells),
+        )  # fmt: skip
+        self.control, theirs = channel_pair()
+        passed = [theirs.fileno(), store, *self.bells]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", DAEMON, msgspec.json.encode(settings).decode(), point,
+             str(visit), *map(str, passed)],
+            pass_fds=passed, cwd=ROOT,
+        )  # fmt: skip
+        theirs.close()
+        self._deadline = threading.Timer(DEADLINE_S, self.process.kill)
+        self._deadline.start()
+        packet = self.control.receive()
+        assert packet is not None, "the daemon did not start"
+        ready, (self.models, self.work) = packet
+        assert isinstance(ready, DaemonReady)
+        assert ready.pid == self.process.pid
+
+    def ask(self, message: Message, kind: type[M], *descriptors: int) -> M:
+        self.control.send(message, descriptors)
+        return self.answer(kind)
+
+    def answer(self, kind: type[M]) -> M:
+        packet = self.control.receive()
+        assert packet is not None, "the daemon is gone"
+        assert isinstance(packet[0], kind), packet[0]
+        return packet[0]
+
+    def open_commits(self, area: int) -> None:
+        self.control.send(OpenCommits(job=JOB, slot_bytes=SLOT_BYTES), [area])
+
+    def end(self) -> int:
+        """Hang up; its exit status."""
+        self.control.close()
+        status = self.process.wait()
+        self.close()
+        return status
+
+    def close(self) -> None:
+        self.control.close()
+        self.process.kill()
+        self.process.wait()
+        self._deadline.cancel()
+        self._deadline.join()
+        for descriptor in (self.models, self.work, *self.bells):
+            os.close(descriptor)
+        self.models = self.work = -1
+        self.bells = []
+
+
+Start = Callable[..., DaemonRig]
+
+
+@pytest.fixture
+def store() -> Iterator[int]:
+    descriptor = sealed_memfd("test-store", STORE_BYTES)
+    yield descriptor
+    os.close(descriptor)
+
+
+@pytest.fixture
+def area() -> Iterator[int]:
+    descriptor = create_area(SLOT_BYTES)
+    yield descriptor
+    os.close(descriptor)
+
+
+@pytest.fixture
+def start(store: int) -> Iterator[Start]:
+    rigs: list[DaemonRig] = []
+
+    def make(*, rate: float = 0.0, point: str = "", visit: int = 1) -> DaemonRig:
+        rigs.append(DaemonRig(store, rate=rate, point=point, visit=visit))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        if rig.models >= 0:
+            rig.close()
+
+
+@pytest.fixture
+def daemon(start: Start) -> DaemonRig:
+    return start()
+
+
+def transmit(epoch: int, start: int, size: int, *, groups: int = 1, word: int = 0) -> TransmitModel:
+    piece = size // groups
+    return TransmitModel(
+        model=MODEL, epoch=Epoch(epoch), arena_offset_bytes=start, region_bytes=size,
+        groups=tuple(
+            GroupCopy(
+                store_offset_bytes=piece * index, arena_offset_bytes=start + piece * index,
+                size_bytes=piece, word=word + index,
+            )
+            for index in range(groups)
+        ),
+    )  # fmt: skip
+
+
+def commit_copy(epoch: int, step: int, *ranges: tuple[int, int]) -> CommitCopy:
+    pieces = tuple(ByteRange(offset_bytes=o, size_bytes=s) for o, s in ranges or ((0, MIB),))
+    return CommitCopy(
+        job=JOB, epoch=Epoch(epoch), step=step, slice_offset_bytes=4096,
+        slice_bytes=2 * MIB, ranges=pieces,
+    )  # fmt: skip
+
+
+def image_of(step: int) -> bytes:
+    return random.Random(step).randbytes(MIB)
+
+
+def put_slice(daemon: DaemonRig, step: int) -> None:
+    """What a training job's memory holds after ``step``."""
+    os.pwrite(daemon.work, image_of(step), 4096)
+
+
+def committed(area: int) -> tuple[int, bytes] | None:
+    """(step, image) as a resuming worker finds it."""
+    reader = CommitArea(area, SLOT_BYTES)
+    newest = reader.newest()
+    found = None if newest is None else (newest.step, bytes(reader.image(newest)))
+    reader.close()
+    return found
+
+
+def persisted(directory: Path) -> tuple[int, bytes] | None:
+    """(step, image) as a restarted server finds it."""
+    loaded = load_commit(directory, SLOT_BYTES)
+    if loaded is None:
+        return None
+    found = committed(loaded[0])
+    os.close(loaded[0])
+    return found
+
+
+def write_model(directory: Path, data: bytes) -> Path:
+    """A program of one tensor, with 100 bytes of padding behind it."""
+    tensor = TensorSpec(
+        name="w", dtype="uint8", shape=(len(data),), offset_bytes=0, size_bytes=len(data),
+        file_offset_bytes=0,
+    )  # fmt: skip
+    manifest = Manifest(
+        digest="d", mode="graph", mode_reason="", source="test", total_bytes=len(data) + 100,
+        tensors=(tensor,), groups=(), inputs=(), outputs=(),
+        weights_sha256=hashlib.sha256(data + bytes(100)).hexdigest(),
+    )  # fmt: skip
+    (directory / MANIFEST_NAME).write_bytes(msgspec.json.encode(manifest))
+    (directory / WEIGHTS_NAME).write_bytes(data)
+    return directory
+
+
+def store_model(directory: Path, size: int, *, epoch: int = 1, offset: int = 0) -> StoreModel:
+    return StoreModel(
+        model=MODEL, epoch=Epoch(epoch), directory=str(directory),
+        store_offset_bytes=offset, size_bytes=size,
+    )  # fmt: skip
+
+
+# ---- what it does ---------------------------------------------------------------------------
+
+
+def test_a_model_goes_from_its_files_to_the_arena(daemon: DaemonRig, tmp_path: Path) -> None:
+    data = random.Random(1).randbytes(5 * MIB)
+    write_model(tmp_path, data)
+    assert daemon.ask(store_model(tmp_path, 6 * MIB), ModelStored).load_ms > 0
+    ended = daemon.ask(transmit(2, 8 * MIB, 6 * MIB, groups=6), TransmitEnded)
+    assert (ended.epoch, ended.is_complete, ended.group_count) == (2, True, 6)
+    assert os.pread(daemon.models, 6 * MIB, 8 * MIB) == data + bytes(MIB)
+    assert os.pread(daemon.models, 28, 0) == (2).to_bytes(4, "little") * 6 + bytes(4)
+    for bell in daemon.bells:
+        assert os.eventfd_read(bell) == 6
+
+
+def test_the_memory_it_hands_out_is_sealed(daemon: DaemonRig) -> None:
+    with pytest.raises(PermissionError):
+        mmap.mmap(daemon.models, 4096)
+    for descriptor in (daemon.models, daemon.work):
+        for size in (0, 2 * ARENA_BYTES):
+            with pytest.raises(PermissionError):
+                os.ftruncate(descriptor, size)
+
+
+def test_a_cancelled_transmission_is_answered_and_its_range_is_free_again(start: Start) -> None:
+    daemon = start(rate=4 * MIB)
+    daemon.control.send(transmit(1, MIB, 16 * MIB, groups=16))
+    assert os.eventfd_read(daemon.bells[0]) >= 1
+    ended = daemon.ask(CancelTransmit(epoch=Epoch(1)), TransmitEnded)
+    assert not ended.is_complete
+    assert ended.group_count < 16
+    daemon.control.send(CancelTransmit(epoch=Epoch(1)))  # late: no answer, no harm
+    assert daemon.ask(transmit(2, MIB, 1024), TransmitEnded).is_complete
+
+
+def test_loading_a_model_does_not_hold_up_a_transmission(daemon: DaemonRig, tmp_path: Path) -> None:
+    weights = write_model(tmp_path, b"x" * 1000) / WEIGHTS_NAME
+    weights.unlink()
+    os.mkfifo(weights)  # opening it blocks until somebody writes
+    daemon.control.send(store_model(tmp_path, MIB, offset=8 * MIB))
+    assert daemon.ask(transmit(2, MIB, MIB), TransmitEnded).is_complete
+    with weights.open("wb"):
+        assert WEIGHTS_NAME in daemon.answer(StoreFailed).reason
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest", "too large"])
+def test_an_unusable_model_is_refused_with_a_reason_and_others_are_not(
+    daemon: DaemonRig, tmp_path: Path, damage: str
+) -> None:
+    bad, good = tmp_path / "bad", tmp_path / "good"
+    for directory in (bad, good):
+        directory.mkdir()
+        write_model(directory, random.Random(2).randbytes(10_000))
+    weights = bad / WEIGHTS_NAME
+    size = MIB
+    if damage == "flip":
+        weights.write_bytes(b"\0\0\0" + weights.read_bytes()[3:])
+    elif damage == "truncate":
+        weights.write_bytes(weights.read_bytes()[:-1])
+    elif damage == "remove":
+        weights.unlink()
+    elif damage == "manifest":
+        (bad / MANIFEST_NAME).write_text("{")
+    else:
+        size = 9_000
+    reason = daemon.ask(store_model(bad, size), StoreFailed).reason
+    expected = {"flip": "sha256", "truncate": "truncated", "remove": "No such file",
+                "manifest": "malformed", "too large": "do not fit"}  # fmt: skip
+    assert expected[damage] in reason
+    daemon.ask(store_model(good, MIB, epoch=2), ModelStored)
+
+
+def test_a_scrubbed_slice_reads_as_zeros(daemon: DaemonRig) -> None:
+    os.pwrite(daemon.work, b"\xa5" * MIB, 0)
+    scrub = Scrub(epoch=Epoch(4), offset_bytes=5000, size_bytes=100_000)
+    assert daemon.ask(scrub, Scrubbed).epoch == 4
+    expected = b"\xa5" * 5000 + bytes(100_000) + b"\xa5" * (MIB - 105_000)
+    assert os.pread(daemon.work, MIB, 0) == expected
+
+
+def test_it_ignores_the_terminals_signals_and_has_a_name(daemon: DaemonRig) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        daemon.process.send_signal(number)
+    assert daemon.ask(transmit(1, MIB, MIB), TransmitEnded).is_complete
+    comm = Path(f"/proc/{daemon.process.pid}/comm").read_text()
+    assert comm.startswith("pipeswitch-mem")
+
+
+# ---- what it refuses ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        transmit(5, 0, 100),
+        transmit(5, ARENA_BYTES - 99, 100),
+        transmit(5, MIB, ARENA_BYTES),
+        transmit(5, MIB, 100, word=WORDS),
+        Scrub(epoch=Epoch(5), offset_bytes=-1, size_bytes=10),
+        Scrub(epoch=Epoch(5), offset_bytes=ARENA_BYTES, size_bytes=1),
+        commit_copy(5, 1),  # no such job
+        PersistCommit(job=JOB, epoch=Epoch(5), directory="/nowhere"),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_nonsense_is_refused_by_name_and_the_daemon_goes_on(
+    daemon: DaemonRig, bad: Message
+) -> None:
+    fault = daemon.ask(bad, DaemonFault)
+    assert fault.epoch == 5
+    assert fault.reason
+    assert daemon.ask(transmit(6, MIB, MIB), TransmitEnded).is_complete
+
+
+def test_overlapping_and_stale_transmissions_are_refused(start: Start) -> None:
+    daemon = start(rate=8 * MIB)
+    daemon.control.send(transmit(10, 4 * MIB, 4 * MIB, groups=4))
+    assert "overlaps" in daemon.ask(transmit(11, 7 * MIB, 2 * MIB, word=9), DaemonFault).reason
+    assert daemon.answer(TransmitEnded).is_complete
+    assert "stale" in daemon.ask(transmit(9, 7 * MIB, 2 * MIB), DaemonFault).reason
+    assert daemon.ask(transmit(11, 7 * MIB, MIB), TransmitEnded).is_complete
+
+
+def test_garbage_and_foreign_messages_are_refused(daemon: DaemonRig) -> None:
+    raw = socket.socket(fileno=os.dup(daemon.control.fileno()))
+    for packet in (b"\xc1", b"\x80", encode_message(ForgetModel(model=MODEL))[:-1]):
+        raw.send(packet)
+        assert daemon.answer(DaemonFault).epoch == 0
+    raw.close()
+    assert "ForgetModel" in daemon.ask(ForgetModel(model=MODEL), DaemonFault).reason
+    assert daemon.ask(transmit(1, MIB, MIB), TransmitEnded).is_complete
+
+
+def test_commit_copies_out_of_bounds_or_stale_are_refused(daemon: DaemonRig, area: int) -> None:
+    daemon.open_commits(area)
+    assert daemon.ask(commit_copy(7, 1), StepCommitted).error == ""
+    before = committed(area)
+    for bad in (
+        commit_copy(8, 2, (0, 2 * MIB + 1)),
+        commit_copy(8, 2, (-1, 10)),
+        commit_copy(8, 2, (0, 2 * MIB), (0, 1)),  # larger than a slot
+        commit_copy(6, 2),  # stale
+        msgspec.structs.replace(commit_copy(8, 2), slice_offset_bytes=ARENA_BYTES - MIB),
+        msgspec.structs.replace(commit_copy(8, 2), slice_offset_bytes=-4096),
+    ):
+        assert daemon.ask(bad, DaemonFault).epoch == bad.epoch
+    assert committed(area) == before
+    daemon.control.send(CloseCommits(job=JOB))
+    assert "no open commit area" in daemon.ask(commit_copy(9, 2), DaemonFault).reason
+
+
+def test_refused_descriptors_are_not_kept(daemon: DaemonRig, area: int, store: int) -> None:
+    folder = Path(f"/proc/{daemon.process.pid}/fd")
+    before = len(list(folder.iterdir()))
+    for _ in range(20):
+        daemon.control.send(OpenCommits(job=JOB, slot_bytes=SLOT_BYTES + 1), [area])
+        daemon.control.send(OpenCommits(job=JOB, slot_bytes=SLOT_BYTES), [store])
+        daemon.control.send(OpenCommits(job=JOB, slot_bytes=SLOT_BYTES), [area, area])
+        daemon.control.send(CancelTransmit(epoch=Epoch(1)), [area])
+        for _ in range(3):
+            daemon.answer(DaemonFault)
+    # Answered by another thread, after the control thread is through with what came before.
+    daemon.ask(transmit(1, MIB, MIB), TransmitEnded)
+    assert len(list(folder.iterdir())) == before
+
+
+# ---- commits --------------------------------------------------------------------------------
+
+
+def test_a_commit_gathers_the_pieces_and_flips(daemon: DaemonRig, area: int) -> None:
+    daemon.open_commits(area)
+    for step in range(1, 5):
+        put_slice(daemon, step)
+        pieces = ((MIB // 2, 1000), (0, 4096), (17, 3))
+        done = daemon.ask(commit_copy(3, step, *pieces), StepCommitted)
+        assert (done.job, done.epoch, done.step, done.error) == (JOB, 3, step, "")
+        data = image_of(step)
+        expected = b"".join(data[offset : offset + size] for offset, size in pieces)
+        assert committed(area) == (step, expected)
+
+
+@pytest.mark.parametrize("visit", [1, 2, 3])
+@pytest.mark.parametrize("point", COMMIT_POINTS)
+def test_kill_9_anywhere_in_a_commit_keeps_the_last_complete_one(
+    start: Start, area: int, point: str, visit: int
+) -> None:
+    daemon = start(point=point, visit=visit)
+    daemon.open_commits(area)
+    for step in range(1, visit):
+        put_slice(daemon, step)
+        assert daemon.ask(commit_copy(1, step), StepCommitted).error == ""
+    put_slice(daemon, visit)
+    daemon.control.send(commit_copy(1, visit))
+    assert daemon.process.wait() == -signal.SIGKILL
+    survivor = visit if point == "commit:flipped" else visit - 1
+    assert committed(area) == ((survivor, image_of(survivor)) if survivor else None)
+
+    successor = start()
+    successor.open_commits(area)
+    put_slice(successor, 50)
+    assert successor.ask(commit_copy(2, 50), StepCommitted).error == ""
+    assert committed(area) == (50, image_of(50))
+
+
+@pytest.mark.parametrize("point", PERSIST_POINTS)
+def test_kill_9_anywhere_in_a_persist_keeps_a_whole_commit_on_disk(
+    start: Start, area: int, point: str, tmp_path: Path
+) -> None:
+    daemon = start(point=point, visit=2)
+    daemon.open_commits(area)
+    order = PersistCommit(job=JOB, epoch=Epoch(1), directory=str(tmp_path / "jobs" / "j"))
+    put_slice(daemon, 1)
+    daemon.ask(commit_copy(1, 1), StepCommitted)
+    done = daemon.ask(order, CommitPersisted)
+    assert (done.step, done.error) == (1, "")
+    put_slice(daemon, 2)
+    daemon.ask(commit_copy(1, 2), StepCommitted)
+    daemon.control.send(order)
+    assert daemon.process.wait() == -signal.SIGKILL
+    step = 2 if point == "persist:record-renamed" else 1
+    assert persisted(tmp_path / "jobs" / "j") == (step, image_of(step))
+
+
+def test_a_disk_that_takes_no_more_keeps_the_old_commit_and_says_so(
+    daemon: DaemonRig, area: int, tmp_path: Path
+) -> None:
+    daemon.open_commits(area)
+    order = PersistCommit(job=JOB, epoch=Epoch(1), directory=str(tmp_path))
+    assert "nothing" in daemon.ask(order, CommitPersisted).error
+    put_slice(daemon, 1)
+    daemon.ask(commit_copy(1, 1), StepCommitted)
+    assert daemon.ask(order, CommitPersisted).error == ""
+    put_slice(daemon, 2)
+    daemon.ask(commit_copy(1, 2), StepCommitted)
+    unlimited = resource.RLIM_INFINITY
+    limit = (MIB // 2, unlimited)
+    resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE, limit)
+    assert "File too large" in daemon.ask(order, CommitPersisted).error
+    assert persisted(tmp_path) == (1, image_of(1))
+    assert len(list(tmp_path.iterdir())) == 2
+    resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE, (unlimited, unlimited))
+    assert daemon.ask(order, CommitPersisted).error == ""
+    assert persisted(tmp_path) == (2, image_of(2))
+
+
+# ---- endings --------------------------------------------------------------------------------
+
+
+def test_exit_finishes_accepted_commits_and_leaves_with_status_0(
+    start: Start, area: int, tmp_path: Path
+) -> None:
+    daemon = start(rate=4 * MIB)
+    daemon.open_commits(area)
+    put_slice(daemon, 1)
+    daemon.control.send(transmit(1, 4 * MIB, 16 * MIB, groups=4))
+    daemon.control.send(commit_copy(1, 1))
+    daemon.control.send(Exit())
+    assert daemon.process.wait() == 0
+    assert committed(area) == (1, image_of(1))
+    answers: list[Message] = []
+    while (packet := daemon.control.receive()) is not None:
+        answers.append(packet[0])
+    assert {type(answer) for answer in answers} == {StepCommitted, TransmitEnded}
+    assert not any(a.is_complete for a in answers if isinstance(a, TransmitEnded))
+
+
+def test_when_the_controller_is_gone_it_leaves_at_once(start: Start) -> None:
+    idle = start()
+    assert idle.end() == 1
+    busy = start(rate=1 * MIB)  # 16 s of work ahead
+    busy.control.send(transmit(1, MIB, 16 * MIB))
+    assert busy.end() == 1
+
+
+def test_kill_9_leaves_nothing_behind_but_the_store(start: Start, tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    daemon = start(rate=4 * MIB)
+    data = random.Random(1).randbytes(MIB)
+    write_model(tmp_path, data)
+    daemon.ask(store_model(tmp_path, 2 * MIB), ModelStored)
+    inode = os.fstat(daemon.models).st_ino
+    daemon.control.send(transmit(2, MIB, 16 * MIB, groups=16))
+    os.eventfd_read(daemon.bells[0])
+    daemon.process.kill()
+    assert daemon.process.wait() == -signal.SIGKILL
+    while (packet := daemon.control.receive()) is not None:
+        assert not isinstance(packet[0], TransmitEnded)
+    daemon.close()
+    assert set(os.listdir("/dev/shm")) == before
+    assert not any(f" {inode} " in line and "pipeswitch-models" in line for line in all_maps())
+
+    successor = start()
+    assert successor.ask(transmit(3, MIB, MIB), TransmitEnded).is_complete
+    assert os.pread(successor.models, MIB, MIB) == data, "the store outlived the daemon"
+    assert os.pread(successor.models, 8, 0) == (3).to_bytes(4, "little") + bytes(4)
+
+
+def all_maps() -> Iterator[str]:
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            yield from maps.read_text().splitlines()
+        except OSError:  # it exited meanwhile, or is not ours
+            continue

@@ -1,0 +1,675 @@
+"""From a module to a program over a shared mapping: the bits are the plain module's.
+
+Each model goes the whole way: build, bundle, load, bind over a read-only memfd, run. The mapping
+starts as poison and a group's bytes appear only when the program waits for that group, so a
+weight that is read too early, or packed into the wrong group, shows in the result.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeswitch.errors import RegistrationRefused, TaskPreempted
+from pipeswitch.programs import build as build_module
+from pipeswitch.programs.build import build, load_image, same_bits, to_tensors
+from pipeswitch.programs.export import convert_pt2, export_module_to_bundle, flatten_outputs
+from pipeswitch.programs.layout import TENSOR_ALIGN_BYTES, Manifest
+from pipeswitch.programs.requests import random_inputs
+from pipeswitch.programs.sources import Loaded, load_source
+from pipeswitch.programs.spec import BuildSpec, load_manifest, weights_file
+from workers.binding import PoolTensors
+from workers.execute import BoundProgram, load_program
+
+REGION_OFFSET_BYTES = 2 << 20
+
+
+class Arena:
+    """A memfd that a program reads through a read-only mapping, filled group by group."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._image = load_image(folder / weights_file(manifest), manifest).numpy().tobytes()
+        size = REGION_OFFSET_BYTES + max(manifest.total_bytes, mmap.PAGESIZE)
+        self._fd = os.memfd_create("arena")
+        os.ftruncate(self._fd, size)
+        self._writable = mmap.mmap(self._fd, size)
+        self._writable[:] = b"\xff" * size
+        self.pool = PoolTensors.over_buffer(mmap.mmap(self._fd, size, prot=mmap.PROT_READ))
+        self.opened: list[int] = []
+
+    def arrive(self, index: int) -> None:
+        group = self._manifest.groups[index]
+        start, end = group.offset_bytes, group.offset_bytes + group.size_bytes
+        offset = REGION_OFFSET_BYTES
+        self._writable[offset + start : offset + end] = self._image[start:end]
+        self.opened.append(index)
+
+    def reset(self) -> None:
+        self._writable[:] = b"\xff" * len(self._writable)
+        self.opened.clear()
+
+    def close(self) -> None:
+        self._writable.close()
+        os.close(self._fd)
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Iterator[Callable[..., tuple[Manifest, BoundProgram, Arena]]]:
+    arenas: list[Arena] = []
+
+    def make(spec: BuildSpec) -> tuple[Manifest, BoundProgram, Arena]:
+        folder = tmp_path / f"program-{len(arenas)}"
+        stages: list[str] = []
+        manifest = build(spec, folder, lambda stage, done: stages.append(stage))
+        assert list(dict.fromkeys(stages))[-2:] == ["verify", "pack"]
+        assert load_manifest(folder) == manifest
+        arena = Arena(folder, manifest)
+        arenas.append(arena)
+        loaded = load_program(folder, manifest)
+        return manifest, loaded.bind(arena.pool.region(REGION_OFFSET_BYTES)), arena
+
+    yield make
+    for arena in arenas:
+        arena.close()
+
+
+def check_layout(manifest: Manifest) -> None:
+    """Groups tile the region and tensors lie in their group, aligned."""
+    position = 0
+    for group in manifest.groups:
+        assert group.offset_bytes == position
+        position += group.size_bytes
+        for index in group.tensors:
+            tensor = manifest.tensors[index]
+            assert tensor.offset_bytes % TENSOR_ALIGN_BYTES == 0
+            assert group.offset_bytes <= tensor.offset_bytes
+            assert tensor.offset_bytes + tensor.size_bytes <= position
+    assert position == manifest.total_bytes
+
+
+def check_bits(
+    plain: nn.Module, manifest: Manifest, bound: BoundProgram, arena: Arena, batches: list[int]
+) -> None:
+    check_layout(manifest)
+    for batch in batches:
+        inputs = to_tensors(manifest.inputs, batch)
+        with torch.no_grad():
+            expected = list(flatten_outputs(plain(*[x.clone() for x in inputs])).values())
+        arena.reset()
+        kept = [value.clone() for value in inputs]
+        found = bound.run(inputs, arena.arrive)
+        assert arena.opened == list(range(len(manifest.groups)))
+        assert len(found) == len(expected)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert same_bits(ours, theirs), f"differs at batch {batch}"
+        assert all(same_bits(a, b) for a, b in zip(inputs, kept, strict=True))
+
+
+FAMILIES = [
+    ("resnet18", 64), ("inception_v3", 75), ("densenet121", 64), ("vit_b_16", 224),
+    ("swin_t", 64), ("convnext_tiny", 64), ("mobilenet_v3_small", 64), ("efficientnet_b0", 64),
+    ("regnet_y_400mf", 64), ("shufflenet_v2_x0_5", 64), ("googlenet", 64), ("squeezenet1_1", 64),
+    ("mnasnet0_5", 64), ("resnext50_32x4d", 64),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "side"), FAMILIES, ids=[name for name, _ in FAMILIES])
+def test_a_torchvision_family_computes_the_plain_models_bits(
+    name: str, side: int, programs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Loaded] = []  # initialising a large model twice would be half of the test's time
+
+    def load_once(spec: BuildSpec) -> Loaded:
+        made.append(load_source(spec))
+        return made[0]
+
+    monkeypatch.setattr(build_module, "load_source", load_once)
+    spec = BuildSpec(
+        name=name,
+        source=f"torchvision:{name}",
+        weights="random:3",
+        inputs={"x": ((2, 3, side, side), "float32")},
+        bucket_bytes=4 << 20,
+    )
+    manifest, bound, arena = programs(spec)
+    assert manifest.mode == "graph"
+    assert manifest.outputs[0].shape == (None, 1000)
+    assert (manifest.batch_min, manifest.batch_max) == (1, 64)
+    check_bits(made[0].module, manifest, bound, arena, [1, 2, 3])
+
+
+# --- transformers, with small configurations in a local folder ------------------------------------
+
+SMALL = {
+    "bert": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+             "intermediate_size": 64, "vocab_size": 128},
+    "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64, "vocab_size": 128},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 128},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", SMALL)
+def test_a_transformer_computes_the_plain_models_bits(
+    model_type: str, programs: Any, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(model_type, **SMALL[model_type])
+    config.save_pretrained(tmp_path / "config")
+    spec = BuildSpec(
+        name=model_type,
+        source=f"hf:{tmp_path / 'config'}",
+        weights="random:1",
+        inputs={"input_ids": ((2, 16), "int64"), "attention_mask": ((2, 16), "int64")},
+        bucket_bytes=16 << 10,
+    )
+    manifest, bound, arena = programs(spec)
+    assert manifest.mode == "graph"
+    assert len(manifest.groups) > 2
+    assert [value.name for value in manifest.inputs] == ["input_ids", "attention_mask"]
+    check_bits(load_source(spec).module, manifest, bound, arena, [1, 2, 3])
+
+
+# --- odd models -----------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.embed = nn.Linear(16, 16, bias=False)
+        self.head = nn.Linear(16, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(self.embed(x)))
+
+
+class Hidden(nn.Module):
+    """A non-persistent buffer and a plain tensor attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.randn(8), persistent=False)
+        self.shift = torch.randn(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale + self.shift
+
+
+class Lstm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 12, num_layers=2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(24, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+class Nothing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.relu() + x.sum(dim=1, keepdim=True)
+
+
+class Same(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        y = self.linear(x)
+        return {"scores": y, "best": y.argmax(1), "nothing": None, "pair": (y, x)}
+
+
+class Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).sum()
+
+
+class Several(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(101, 8)
+        self.unused = nn.Linear(99, 99)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.linear(x) + self.embed(ids)
+        return y, self.linear(y)
+
+
+class InPlace(nn.Module):
+    """Writes into its input, which lies in the request's own memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x[:, 0].add_(1.0)
+        return self.linear(x.relu_())
+
+
+class Reversed(nn.Module):
+    """Registered in one order, used in another, and one buffer only returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(8, 8)
+        self.first = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.randn(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.last(self.first(x)), self.mean
+
+
+class Folded(nn.Module):
+    """Its output's size is a multiple of the batch, which a signature cannot say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.reshape(-1, 4))
+
+
+class Fixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.view(2, 8))
+
+
+class Infinite(nn.Module):
+    """Constants JSON cannot say, an integer weight, a strided copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("order", torch.arange(8).flip(0))
+        self.register_buffer("every", torch.randn(8, 2)[:, 0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)[:, self.order] + self.every
+        return y.masked_fill(y < 0, float("-inf")).clamp(max=float("inf")).softmax(-1)
+
+
+def conv(dtype: torch.dtype = torch.float32) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(True), nn.Conv2d(8, 4, 3)
+    ).to(dtype)
+
+
+def channels_last() -> nn.Module:
+    return conv().to(memory_format=torch.channels_last)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[int]]] = {
+    "tied": (Tied, {"x": ((2, 16), "float32")}, [1, 2, 3]),
+    "hidden": (Hidden, {"x": ((2, 8), "float32")}, [1, 2, 3]),
+    "lstm": (Lstm, {"x": ((2, 5, 8), "float32")}, [1, 2, 3]),
+    "nothing": (Nothing, {"x": ((2, 8), "float32")}, [1, 2, 3]),
+    "same": (Same, {"x": ((2, 8), "float32")}, [1, 2, 3]),
+    "named": (Named, {"x": ((2, 8), "float32")}, [1, 2, 3]),
+    "scalar": (Scalar, {"x": ((2, 8), "float32")}, [1, 2, 3]),
+    "several": (Several, {"x": ((2, 8), "float32"), "ids": ((2,), "int64")}, [1, 2, 3]),
+    "in_place": (InPlace, {"x": ((2, 8), "float32")}, [1, 2, 3]),
+    "reversed": (Reversed, {"x": ((2, 8), "float32")}, [1, 2, 3]),
+    "folded": (Folded, {"x": ((2, 8), "float32")}, [2]),
+    "fixed": (Fixed, {"x": ((2, 8), "float32")}, [2]),
+    "infinite": (Infinite, {"x": ((2, 8), "float32")}, [1, 2, 3]),
+    "declared_at_one": (Hidden, {"x": ((1, 8), "float32")}, [1, 2, 3]),
+    "bfloat16": (lambda: conv(torch.bfloat16), {"x": ((2, 3, 9, 9), "bfloat16")}, [1, 2, 3]),
+    "float16": (lambda: conv(torch.float16), {"x": ((2, 3, 9, 9), "float16")}, [1, 2, 3]),
+    "float64": (lambda: conv(torch.float64), {"x": ((2, 3, 9, 9), "float64")}, [1, 2, 3]),
+    "channels_last": (channels_last, {"x": ((2, 3, 9, 9), "float32")}, [1, 2, 3]),
+}
+
+
+class _Factories:
+    """Stands in ``sys.modules`` for an operator's package: one factory per model above."""
+
+    def __getattr__(self, name: str) -> Callable[[], nn.Module]:
+        for table in (MODELS, MODULE_MODE, REFUSED):
+            if name in table:
+                found: Callable[[], nn.Module] = table[name][0]
+                return found
+        raise AttributeError(name)
+
+
+@pytest.fixture(autouse=True)
+def _factories(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "operators_models", _Factories())
+
+
+def factory_spec(name: str, inputs: dict[str, Any]) -> BuildSpec:
+    return BuildSpec(
+        name=name,
+        source=f"operators_models:{name}",
+        weights="random:5",
+        inputs=inputs,
+        max_batch=4,
+        bucket_bytes=300,
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_odd_model_computes_the_plain_models_bits(name: str, programs: Any) -> None:
+    _, inputs, batches = MODELS[name]
+    spec = factory_spec(name, inputs)
+    manifest, bound, arena = programs(spec)
+    assert manifest.mode == "graph", manifest.mode_reason
+    is_dynamic = any(None in value.shape for value in manifest.inputs)
+    assert is_dynamic == (batches == [1, 2, 3]), manifest.extra["notes"]
+    check_bits(load_source(spec).module, manifest, bound, arena, batches)
+
+
+def test_a_tied_weight_lies_in_the_bundle_once(programs: Any) -> None:
+    manifest, _, _ = programs(factory_spec("tied", MODELS["tied"][1]))
+    assert [tensor.name for tensor in manifest.tensors] == [
+        "embed.weight", "inner.weight", "inner.bias",
+    ]  # fmt: skip
+
+
+def test_weights_are_ordered_by_first_use_and_unused_ones_stay_behind(programs: Any) -> None:
+    manifest, _, _ = programs(factory_spec("reversed", MODELS["reversed"][1]))
+    assert [tensor.name for tensor in manifest.tensors] == [
+        "first.weight", "first.bias", "last.weight", "last.bias", "mean",
+    ]  # fmt: skip
+    manifest, _, _ = programs(factory_spec("several", MODELS["several"][1]))
+    assert not any("unused" in tensor.name for tensor in manifest.tensors)
+
+
+def test_outputs_of_a_mapping_keep_their_names_and_none_is_left_out(programs: Any) -> None:
+    manifest, _, _ = programs(factory_spec("named", MODELS["named"][1]))
+    assert [value.name for value in manifest.outputs] == ["scores", "best", "pair.0", "pair.1"]
+    assert manifest.outputs[1].dtype == "int64"
+
+
+def test_the_same_model_has_the_same_digest_and_another_seed_another(programs: Any) -> None:
+    spec = factory_spec("tied", MODELS["tied"][1])
+    first, again = programs(spec)[0], programs(spec)[0]
+    other = programs(
+        BuildSpec(name="o", source=spec.source, weights="random:6", inputs=spec.inputs, max_batch=4)
+    )[0]
+    assert first.digest == again.digest
+    assert first.digest != other.digest
+
+
+def test_two_homes_of_one_program_compute_the_same_bits(programs: Any, tmp_path: Path) -> None:
+    spec = factory_spec("tied", MODELS["tied"][1])
+    manifest, bound, arena = programs(spec)
+    folder = tmp_path / "program-0"
+    image = load_image(folder / "program.bundle", manifest)
+    moved = torch.cat([torch.zeros(4096, dtype=torch.uint8), image])
+    elsewhere = load_program(folder, manifest).bind(PoolTensors(moved).region(4096))
+    inputs = to_tensors(manifest.inputs, 2)
+    [here], [there] = bound.run(inputs, arena.arrive), elsewhere.run(inputs, lambda index: None)
+    assert same_bits(here, there)
+
+
+def test_a_preemption_between_groups_passes_through_and_the_next_run_is_whole(
+    programs: Any,
+) -> None:
+    spec = factory_spec("lstm", MODELS["lstm"][1])
+    manifest, bound, arena = programs(spec)
+
+    def preempt(index: int) -> None:
+        if index == 1:
+            raise TaskPreempted
+        arena.arrive(index)
+
+    with pytest.raises(TaskPreempted):
+        bound.run(to_tensors(manifest.inputs, 2), preempt)
+    check_bits(load_source(spec).module, manifest, bound, arena, [2])
+
+
+# --- module mode ----------------------------------------------------------------------------------
+
+
+class Branching(nn.Module):
+    """Data-dependent control flow: does not export."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(8, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.first = nn.Linear(8, 8)
+        self.token = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if float(x.sum()) > 1e9:
+            x = self.other(x)
+        x = self.lstm(x)[0]
+        return self.attention(x, x, x)[0] + self.token
+
+
+class Stray(Branching):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = torch.randn(8)
+
+
+class Counting(Branching):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Flat(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight if float(x.sum()) > 0 else x
+
+
+class Early(nn.Module):
+    """Reads a submodule's weight before the submodule is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x) + self.second.weight.sum()
+        return self.second(x) if float(x.sum()) < 1e9 else x
+
+
+MODULE_MODE: dict[str, Any] = {"branching": (Branching, {"x": ((2, 3, 8), "float32")})}
+
+
+def test_a_model_that_does_not_export_runs_in_module_mode_and_says_why(programs: Any) -> None:
+    spec = factory_spec("branching", MODULE_MODE["branching"][1])
+    manifest, bound, arena = programs(spec)
+    assert manifest.mode == "module"
+    assert "export" in manifest.mode_reason
+    assert len(manifest.triggers) == len(manifest.groups) > 1
+    check_bits(load_source(spec).module, manifest, bound, arena, [2])
+    check_bits(load_source(spec).module, manifest, bound, arena, [2])
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.linear(x)
+
+
+class StillTraining(nn.Module):
+    """Batch statistics although in eval: running ones change without a word in the schema."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n = self.norm
+        return nn.functional.batch_norm(x, n.running_mean, n.running_var, training=True)
+
+
+class Shapeless(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.nonzero()
+
+
+class Random(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand_like(x)
+
+
+class Complex(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.fft(x)
+
+
+class Text(nn.Module):
+    def forward(self, x: torch.Tensor) -> str:
+        return "cat"
+
+
+class Raising(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no such luck")
+
+
+X = {"x": ((2, 8), "float32")}
+REFUSED: dict[str, Any] = {
+    "counter": (Counter, X, "calls"),
+    "still_training": (StillTraining, X, "running_"),
+    "shapeless": (Shapeless, X, ""),
+    "random": (Random, X, ""),
+    "complex": (Complex, X, ""),
+    "text": (Text, X, "str"),
+    "raising": (Raising, X, "no such luck"),
+    "stray": (Stray, {"x": ((2, 3, 8), "float32")}, "shift"),
+    "counting": (Counting, {"x": ((2, 3, 8), "float32")}, "calls"),
+    "flat": (Flat, X, "none with weights to hook"),
+    "early": (Early, X, "differs"),
+    "no_module": (lambda: 7, X, "int"),
+    "no_inputs": (Nothing, {}, "--input"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_served_is_refused_in_words(name: str, tmp_path: Path) -> None:
+    _, inputs, words = REFUSED[name]
+    with pytest.raises(RegistrationRefused) as caught:
+        build(factory_spec(name, inputs), tmp_path, lambda stage, done: None)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "weights", "words"),
+    [
+        ("torchvision:resnet125", "random:0", "resnet"),
+        ("torchvision:resnet18", "", "--weights"),
+        ("torchvision:resnet18", "random:x", "random:SEED"),
+        ("torchvision:resnet18", "none.safetensors", "cannot be read"),
+        ("torchvision:resnet18", "weights.pth", "expected"),
+        ("hf:nobody/nothing", "random:0", "bert-base-uncased"),
+        ("no.such.package:factory", "", "cannot be imported"),
+        ("rm -rf /", "", "expected torchvision:NAME"),
+        ("none.bundle", "", "none.bundle"),
+    ],
+)
+def test_a_source_that_cannot_be_had_is_refused_in_words(
+    source: str, weights: str, words: str, tmp_path: Path
+) -> None:
+    spec = BuildSpec(name="m", source=source, weights=weights)
+    with pytest.raises(RegistrationRefused, match=words):
+        build(spec, tmp_path, lambda stage, done: None)
+
+
+def test_weights_come_from_a_safetensors_file(programs: Any, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    inputs = MODELS["hidden"][1]
+    module = Hidden()
+    path = tmp_path / "w.safetensors"
+    save_file(module.state_dict(), path)
+    spec = BuildSpec(name="m", source="operators_models:hidden", weights=str(path), inputs=inputs)
+    manifest, _, _ = programs(spec)
+    image = load_image(tmp_path / "program-0" / "program.bundle", manifest)
+    held = {t.name: PoolTensors(image).tensor(t, 0) for t in manifest.tensors}
+    assert torch.equal(held["linear.weight"], module.linear.weight)
+
+
+# --- bundles from a client ------------------------------------------------------------------------
+
+
+def test_a_client_exports_a_bundle_that_the_server_builds(programs: Any, tmp_path: Path) -> None:
+    module = Several()
+    module.train()
+    path = tmp_path / "mine.bundle"
+    example = (torch.randn(2, 8), torch.tensor([1, 2]))
+    summary = export_module_to_bundle(module, example, path, ["x", "ids"])
+    assert module.training
+    assert module.linear.training
+    assert [value["name"] for value in summary["outputs"]] == ["y0", "y1"]
+    manifest, bound, arena = programs(BuildSpec(name="mine", source=str(path)))
+    assert manifest.source == "bundle"
+    check_bits(module.eval(), manifest, bound, arena, [1, 2, 3])
+
+
+def test_keyword_inputs_keep_their_names(tmp_path: Path) -> None:
+    summary = export_module_to_bundle(
+        Several(), {"ids": torch.tensor([1, 2]), "x": torch.randn(2, 8)}, tmp_path / "k.bundle"
+    )
+    assert [value["name"] for value in summary["inputs"]] == ["ids", "x"]
+
+
+def test_a_pt2_file_is_converted_on_the_client(programs: Any, tmp_path: Path) -> None:
+    module = Hidden().eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.export.save(torch.export.export(module, (torch.randn(2, 8),)), tmp_path / "m.pt2")
+    convert_pt2(tmp_path / "m.pt2", tmp_path / "m.bundle")
+    manifest, bound, arena = programs(BuildSpec(name="m", source=str(tmp_path / "m.bundle")))
+    check_bits(module, manifest, bound, arena, [2])
+
+
+def test_made_up_integers_are_small_and_the_same_for_the_same_seed(programs: Any) -> None:
+    manifest, _, _ = programs(factory_spec("several", MODELS["several"][1]))
+    first, again = random_inputs(manifest.inputs, 3, 1), random_inputs(manifest.inputs, 3, 1)
+    assert all((a == b).all() for a, b in zip(first, again, strict=True))
+    assert 0 <= first[1].min() <= first[1].max() <= 100
+    assert (first[0] != random_inputs(manifest.inputs, 3, 2)[0]).any()

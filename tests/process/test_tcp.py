@@ -1,0 +1,636 @@
+"""The TCP thread with real sockets and the SDK, against a scheduler that only answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+import pipeswitch as ps
+from pipeswitch.board import sealed_memfd
+from pipeswitch.config import Config, ServerConfig
+from pipeswitch.controller.events import (
+    Announce,
+    Answer,
+    CancelAsked,
+    DrainAsked,
+    Event,
+    InferArrived,
+    JobAsked,
+    Publish,
+    Query,
+    RegisterAsked,
+    TrainAsked,
+)
+from pipeswitch.controller.tcp import TcpThread
+from pipeswitch.messages import ModelName, SlabTensor
+from pipeswitch.programs.layout import Manifest, ValueSpec
+from pipeswitch.programs.spec import BuildSpec
+from pipeswitch.wire import MAGIC, RequestHeader, WireTensor, decode_reply, encode_header
+
+POOL_BYTES = 8 << 20
+DEADLINE_S = 10.0
+
+
+def manifest(width: int = 4, batch_max: int = 8) -> Manifest:
+    """A model that takes ``x`` and returns ``y`` of the same shape."""
+    value = {"dtype": "float32", "shape": (None, width)}
+    return Manifest(
+        digest="d" * 64,
+        mode="graph",
+        mode_reason="",
+        source="bundle",
+        total_bytes=0,
+        tensors=(),
+        groups=(),
+        inputs=(ValueSpec(name="x", **value),),
+        outputs=(ValueSpec(name="y", **value),),
+        batch_min=1,
+        batch_max=batch_max,
+    )
+
+
+class FakeScheduler:
+    """Stands where the scheduler stands: events in, answers out, on its own thread.
+
+    ``double`` is what its only model computes, in the pool, as a worker would.
+    """
+
+    def __init__(self, directory: Path, **server: Any) -> None:
+        self.pool_descriptor = sealed_memfd("pool", POOL_BYTES)
+        self.seen: list[Event] = []
+        self.held: list[InferArrived] = []
+        self.is_holding = False
+        self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self.config = Config(
+            server=ServerConfig(
+                listen="tcp://127.0.0.1:0",
+                name="t",
+                state_dir=str(directory / "state"),
+                runtime_dir=str(directory / "run"),
+                **server,
+            )
+        )
+        self.tcp = TcpThread(
+            self.config, self.pool_descriptor, self._inbox.put, facts={"device": "cpu"}
+        )
+        self.doors = self.tcp.start()
+        self.pool = np.frombuffer(self._mapped(), dtype=np.uint8)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _mapped(self) -> Any:
+        import mmap
+
+        return mmap.mmap(self.pool_descriptor, 0)
+
+    def announce(self, name: str, **options: Any) -> None:
+        model = ModelName(name)
+        self.tcp.post(Announce(model=model, manifest=manifest(**options), priority=1))
+
+    def _run(self) -> None:
+        while (event := self._inbox.get()) is not None:
+            self.seen.append(event)
+            self.answer(event)
+
+    def answer(self, event: Event) -> None:
+        post = self.tcp.post
+        match event:
+            case InferArrived():
+                self.held.append(event) if self.is_holding else self.finish(event)
+            case CancelAsked(token=token):
+                for held in [held for held in self.held if held.token == token]:
+                    self.held.remove(held)
+                    post(Answer(token=token, error=ps.Cancelled("cancelled")))
+            case RegisterAsked(token=token, model=model):
+                post(Answer(token=token, body={"stage": "export", "fraction": 0.5}, more=True))
+                self.announce(model)
+                post(Answer(token=token, body={"model": model}))
+            case TrainAsked(token=token, job=job):
+                post(Answer(token=token, body={"job": {"name": job, "state": "queued"}}))
+            case JobAsked(token=token, job=job):
+                post(Answer(token=token, body={"job": {"name": job, "state": "done"}}))
+            case Query(what="stats", token=token):
+                post(Answer(token=token, body={"queued": 0}))
+            case Query(what="trace", token=token):
+                events = [{"name": "x" * 100, "ts": n} for n in range(20_000)]
+                post(Answer(token=token, body={"trace": {"traceEvents": events}}))
+            case Query(what=what, token=token):
+                post(Answer(token=token, body={"models": [], "rows": [], "jobs": [], what: []}))
+            case DrainAsked(token=token) if token is not None:
+                post(Answer(token=token, body={}))
+
+    def finish(self, event: InferArrived) -> None:
+        """y = 2 x, from the request's slab into the reply's."""
+        (x,) = event.inputs
+        at, size = x.offset_bytes, x.size_bytes
+        y = event.reply_offset_bytes
+        values = self.pool[at : at + size].view(np.float32) * 2
+        self.pool[y : y + size] = values.view(np.uint8)
+        output = SlabTensor(
+            name="y", dtype="float32", shape=x.shape, offset_bytes=y, size_bytes=size
+        )
+        timing = {"queue_ms": 0.5, "switch_ms": 1.5, "resident": True, "worker": 0}
+        self.tcp.post(Answer(token=event.token, outputs=(output,), timing=timing))
+
+    def wait_for(self, kind: type, count: int = 1) -> list[Any]:
+        return until(lambda: [e for e in self.seen if isinstance(e, kind)], at_least=count)
+
+    def close(self) -> None:
+        self.tcp.stop()
+        self._inbox.put(None)
+        self._thread.join(DEADLINE_S)
+        os.close(self.pool_descriptor)
+
+
+def until(look: Callable[[], Any], at_least: int = 1) -> Any:
+    """The first value of ``look`` that is long (or true) enough, within the deadline."""
+    give_up_at_s = time.monotonic() + DEADLINE_S
+    while True:
+        value = look()
+        if (len(value) if hasattr(value, "__len__") else int(bool(value))) >= at_least:
+            return value
+        assert time.monotonic() < give_up_at_s, f"still {value!r}"
+        threading.Event().wait(0.005)
+
+
+@pytest.fixture
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeScheduler]:
+    scheduler = FakeScheduler(tmp_path_factory.mktemp("s"))
+    yield scheduler
+    scheduler.close()
+    assert_balanced(scheduler.tcp)
+    scheduler.tcp._slabs.check()
+
+
+def assert_balanced(tcp: TcpThread) -> None:
+    counters = tcp.requests
+    assert counters.accepted == counters.ok + counters.error + counters.undeliverable
+    assert tcp._slabs.slab_count == 0
+
+
+@pytest.fixture(params=["tcp", "ipc"])
+def client(request: pytest.FixtureRequest, server: FakeScheduler) -> Iterator[ps.Client]:
+    with ps.Client(getattr(server.doors, request.param).address) as c:
+        yield c
+
+
+@contextlib.contextmanager
+def raw_dealer(
+    address: str, routing_id: bytes | None = None, receive_queue: int = 100
+) -> Iterator[zmq.Socket[bytes]]:
+    context: zmq.Context[Any] = zmq.Context()
+    sock = context.socket(zmq.DEALER)
+    sock.setsockopt(zmq.LINGER, 0)
+    sock.setsockopt(zmq.RCVHWM, receive_queue)
+    sock.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
+    if routing_id is not None:
+        sock.setsockopt(zmq.ROUTING_ID, routing_id)
+    sock.connect(address)
+    try:
+        yield sock
+    finally:
+        sock.close()
+        context.term()
+
+
+def ask(sock: zmq.Socket[bytes], *frames: bytes, **fields: Any) -> Any:
+    header = RequestHeader(**{"v": 1, "id": "1", **fields})
+    sock.send_multipart([MAGIC, encode_header(header), *frames])
+    return decode_reply(sock.recv_multipart())
+
+
+# ---- inference ---------------------------------------------------------------------------------
+
+
+def test_an_answer_comes_back_with_its_bill(server: FakeScheduler, client: ps.Client) -> None:
+    server.announce("m")
+    x = np.arange(8, dtype=np.float32).reshape(2, 4)
+    result = client.infer("m", x)
+    assert np.array_equal(result["y"], x * 2)
+    assert result.timing.switch_ms == 1.5
+    assert result.timing.resident is True
+
+
+def test_large_payloads_leave_the_pool_empty(server: FakeScheduler, client: ps.Client) -> None:
+    server.announce("wide", width=1 << 16)
+    x = np.random.default_rng(0).random((4, 1 << 16), dtype=np.float32)  # 1 MiB
+    for _ in range(20):
+        assert np.array_equal(client.infer("wide", x=x)["y"], x * 2)
+    until(lambda: server.tcp._slabs.slab_count == 0)
+
+
+def test_concurrent_requests_get_their_own_answers(
+    server: FakeScheduler, client: ps.Client
+) -> None:
+    server.announce("m")
+    inputs = [np.full((1, 4), n, dtype=np.float32) for n in range(300)]
+    futures = [client.submit("m", x) for x in inputs]
+    for x, future in zip(inputs, futures, strict=True):
+        assert np.array_equal(future.result(DEADLINE_S)["y"], x * 2)
+
+
+def test_torch_in_means_torch_out(server: FakeScheduler, client: ps.Client) -> None:
+    torch = pytest.importorskip("torch")
+    server.announce("m")
+    y = client.infer("m", torch.ones(1, 4))["y"]
+    assert torch.equal(y, torch.full((1, 4), 2.0))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "text"),
+    [
+        (np.zeros((1, 5), np.float32), 'm input "x" expects float32[1..8,4], got float32[1,5]'),
+        (np.zeros((9, 4), np.float32), 'm input "x" expects float32[1..8,4], got float32[9,4]'),
+        (np.zeros((1, 4), np.float64), 'm input "x" expects float32[1..8,4], got float64[1,4]'),
+        ({"z": np.zeros((1, 4), np.float32)}, 'm has no input "z"'),
+        ([np.zeros((1, 4), np.float32)] * 2, 'm takes 1 inputs ("x"), got 2'),
+    ],
+)
+def test_a_misfit_is_refused_with_the_signature(
+    server: FakeScheduler, client: ps.Client, inputs: Any, text: str
+) -> None:
+    server.announce("m")
+    with pytest.raises(ps.InvalidInput) as caught:
+        client.infer("m", inputs)
+    assert caught.value.message == text
+    assert server.tcp.requests.rejected == 1
+
+
+def test_an_unknown_model_is_answered_with_the_nearest(
+    server: FakeScheduler, client: ps.Client
+) -> None:
+    server.announce("resnet152")
+    with pytest.raises(ps.ModelNotFound) as caught:
+        client.infer("resnet125", np.zeros((1, 4), np.float32))
+    assert caught.value.message == 'no model "resnet125"; did you mean "resnet152"?'
+    assert caught.value.data["nearest"] == "resnet152"
+
+
+def test_a_full_pool_is_queue_full_with_numbers(server: FakeScheduler, client: ps.Client) -> None:
+    server.announce("wide", width=1 << 18)  # 1 MiB in and out; a client's share is 4 MiB
+    server.is_holding = True
+    x = np.zeros((1, 1 << 18), np.float32)
+    kept = [client.submit("wide", x) for _ in range(2)]
+    with pytest.raises(ps.QueueFull) as caught:
+        client.infer("wide", x)
+    assert caught.value.data["requested_bytes"] == 2 << 20
+    for event in server.wait_for(InferArrived, 2):
+        server.finish(event)
+    assert all(future.result(DEADLINE_S) for future in kept)
+
+
+def test_a_cancelled_future_takes_the_request_back(
+    server: FakeScheduler, client: ps.Client
+) -> None:
+    server.announce("m")
+    server.is_holding = True
+    future = client.submit("m", np.zeros((1, 4), np.float32))
+    (arrived,) = server.wait_for(InferArrived)
+    assert future.cancel()
+    (asked,) = server.wait_for(CancelAsked)
+    assert asked.token == arrived.token
+    until(lambda: server.tcp.requests.in_flight == 0)
+
+
+def test_an_output_outside_of_its_slab_is_not_sent(
+    server: FakeScheduler, client: ps.Client
+) -> None:
+    server.announce("m")
+    server.is_holding = True
+    future = client.submit("m", np.zeros((1, 4), np.float32))
+    (event,) = server.wait_for(InferArrived)
+    outside = SlabTensor(
+        name="y",
+        dtype="float32",
+        shape=(1, 4),
+        offset_bytes=event.reply_offset_bytes + (1 << 20),
+        size_bytes=16,
+    )
+    server.tcp.post(Answer(token=event.token, outputs=(outside,)))
+    with pytest.raises(ps.TaskFailed):
+        future.result(DEADLINE_S)
+
+
+# ---- clients that leave ------------------------------------------------------------------------
+
+
+def test_a_client_that_leaves_has_its_requests_taken_back(server: FakeScheduler) -> None:
+    server.announce("m")
+    server.is_holding = True
+    with raw_dealer(server.doors.tcp.address) as sock:
+        session = ask(sock, op="hello").session
+        x = WireTensor(name="x", dtype="float32", shape=(1, 4), frame=0)
+        header = RequestHeader(v=1, id="2", op="infer", model="m", session=session, inputs=(x,))
+        sock.send_multipart([MAGIC, encode_header(header), bytes(16)])
+        server.wait_for(InferArrived)
+    server.wait_for(CancelAsked)
+    until(lambda: server.tcp.requests.undeliverable == 1)
+    assert server.tcp.requests.in_flight == 0
+
+
+def test_a_stolen_routing_id_gets_no_late_answer(server: FakeScheduler) -> None:
+    server.announce("m")
+    server.is_holding = True
+    context: zmq.Context[Any] = zmq.Context()
+    with raw_dealer(server.doors.tcp.address) as sock:
+        session = ask(sock, op="hello").session
+        routing_id = server.tcp._clients.all()[0].routing_id
+        x = WireTensor(name="x", dtype="float32", shape=(1, 4), frame=0)
+        header = RequestHeader(v=1, id="2", op="infer", model="m", session=session, inputs=(x,))
+        sock.send_multipart([MAGIC, encode_header(header), bytes(16)])
+        (event,) = server.wait_for(InferArrived)
+        server.held.clear()  # it is running: not taken back when its client leaves
+    server.wait_for(CancelAsked)
+    with raw_dealer(server.doors.tcp.address, routing_id) as impostor:
+        assert ask(impostor, op="ping", id="p").id == "p"
+        server.finish(event)
+        assert ask(impostor, op="ping", id="q").id == "q"  # nothing came in between
+    assert server.tcp.requests.undeliverable == 1
+    context.term()
+
+
+def test_a_chosen_routing_id_is_refused(server: FakeScheduler) -> None:
+    with raw_dealer(server.doors.tcp.address, b"chosen") as sock:
+        reply = ask(sock, op="hello")
+    assert reply.error.type == "RemoteProtocolError"
+
+
+def test_a_reader_that_never_reads_is_dropped(
+    server: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeswitch.controller.clients.SLOW_CLIENT_MS", 300.0)
+    server.announce("wide", width=1 << 18)
+    x = WireTensor(name="x", dtype="float32", shape=(1, 1 << 18), frame=0)
+    numbers = itertools.count()
+
+    def send_more(sock: zmq.Socket[bytes], session: str) -> bool:
+        header = RequestHeader(
+            v=1, id=str(next(numbers)), op="infer", model="wide", session=session, inputs=(x,)
+        )
+        with contextlib.suppress(zmq.Again):
+            sock.send_multipart([MAGIC, encode_header(header), bytes(1 << 20)], zmq.DONTWAIT)
+        return len(server.tcp._clients) == 0
+
+    with raw_dealer(server.doors.tcp.address, receive_queue=1) as sock:
+        session = ask(sock, op="hello", id="h").session
+        until(lambda: send_more(sock, session))
+    with ps.Client(server.doors.tcp.address) as other:
+        assert other.infer("wide", np.ones((1, 1 << 18), np.float32))["y"][0, 0] == 2.0
+    until(lambda: server.tcp.requests.in_flight == 0)
+    assert server.tcp.requests.undeliverable > 0
+
+
+# ---- what is not of the protocol ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("frames", "text"),
+    [
+        ([MAGIC, msgspec.msgpack.encode({"v": 9, "id": "1", "op": "x"})], "version 9"),
+        ([MAGIC, msgspec.msgpack.encode({"v": 1, "id": "1", "op": "x"})], "malformed"),
+        ([MAGIC, msgspec.msgpack.encode({"v": 1, "id": "1", "op": "ps"}), b"?"], "tensor frame"),
+        ([MAGIC, msgspec.msgpack.encode({"v": 1, "id": "1", "op": "ps"})], "say hello"),
+    ],
+)
+def test_nonsense_with_an_id_gets_one_typed_error(
+    server: FakeScheduler, frames: list[bytes], text: str
+) -> None:
+    with raw_dealer(server.doors.tcp.address) as sock:
+        sock.send_multipart(frames)
+        reply = decode_reply(sock.recv_multipart())
+    assert (reply.id, reply.status) == ("1", "error")
+    assert text in reply.error.message
+
+
+def test_nonsense_without_an_id_is_counted_and_the_server_goes_on(server: FakeScheduler) -> None:
+    with raw_dealer(server.doors.tcp.address) as sock:
+        for frames in ([b""], [b"GET / HTTP/1.1"], [MAGIC], [MAGIC, b"\xc1"], [b""] * 500):
+            sock.send_multipart(frames)
+        assert ask(sock, op="ping").body["device"] == "cpu"
+    assert server.tcp._malformed_count == 5
+
+
+@pytest.mark.parametrize("shape", [(-1, 4), (1 << 62, 1 << 62), (1,) * 40, (0, 4), (2, 4)], ids=str)
+def test_hostile_shapes_are_refused(server: FakeScheduler, shape: tuple[int, ...]) -> None:
+    server.announce("m")
+    with raw_dealer(server.doors.tcp.address) as sock:
+        session = ask(sock, op="hello").session
+        x = WireTensor(name="x", dtype="float32", shape=shape, frame=0)
+        reply = ask(sock, bytes(16), op="infer", model="m", session=session, inputs=(x,))
+    assert reply.error.type == "InvalidInput"
+
+
+# ---- other verbs -------------------------------------------------------------------------------
+
+
+def test_statistics_add_up_while_they_are_asked_for(
+    server: FakeScheduler, client: ps.Client
+) -> None:
+    server.announce("m")
+    for _ in range(3):
+        client.infer("m", np.zeros((1, 4), np.float32))
+    stats = client.stats()
+    assert stats["inference"]["ok"] == 3
+    settled = stats["ok"] + stats["error"] + stats["undeliverable"]
+    assert stats["accepted"] == settled + stats["in_flight"] == 4
+    assert stats["queued"] == 0
+
+
+def test_a_large_listing_arrives_whole(client: ps.Client) -> None:
+    assert len(client.trace()["traceEvents"]) == 20_000
+
+
+def test_registration_reports_progress_and_ends(server: FakeScheduler, client: ps.Client) -> None:
+    stages: list[tuple[str, float]] = []
+    client.register(
+        "net",
+        "torchvision:resnet18",
+        weights="random:0",
+        inputs={"x": ((1, 4), "float32")},
+        progress=lambda stage, fraction: stages.append((stage, fraction)),
+    )
+    assert stages == [("export", 0.5)]
+    (asked,) = server.wait_for(RegisterAsked)
+    spec = msgspec.msgpack.decode(asked.spec, type=BuildSpec)
+    assert spec.inputs == {"x": ((1, 4), "float32")}
+    assert not spec.allow_module_mode
+
+
+def test_an_upload_arrives_whole_and_is_found_by_its_digest(
+    server: FakeScheduler, client: ps.Client, tmp_path: Path
+) -> None:
+    data = os.urandom((9 << 20) + 17)
+    (tmp_path / "net.bundle").write_bytes(data)
+    client.register("net", tmp_path / "net.bundle")
+    (asked,) = server.wait_for(RegisterAsked)
+    stored = Path(msgspec.msgpack.decode(asked.spec, type=BuildSpec).source)
+    assert stored.read_bytes() == data
+    assert stored.parent == Path(server.config.server.state_dir, "uploads")
+    client.register("net", tmp_path / "net.bundle")  # there already: nothing is sent again
+
+
+def test_a_wrong_digest_leaves_nothing(server: FakeScheduler) -> None:
+    with raw_dealer(server.doors.tcp.address) as sock:
+        session = ask(sock, op="hello").session
+        body = {"digest": "0" * 64, "size_bytes": 3, "offset_bytes": 0}
+        reply = ask(sock, b"abc", op="put", session=session, body=body)
+    assert reply.error.type == "InvalidInput"
+    assert list(Path(server.config.server.state_dir, "uploads").iterdir()) == []
+
+
+def test_code_comes_through_the_owners_door_only(server: FakeScheduler, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print(1)")
+    with ps.Client(server.doors.tcp.address) as stranger:
+        with pytest.raises(ps.PermissionDenied) as caught:
+            stranger.register("m", "pkg.models:make")
+        assert "--allow-code 'pkg.models'" in caught.value.hint
+        with pytest.raises(ps.PermissionDenied):
+            stranger.train(script)
+        with pytest.raises(ps.PermissionDenied):
+            stranger._ask("register", model="m", body={"source": "/etc/passwd.bundle"})
+    with ps.Client(server.doors.ipc.address) as owner:
+        owner.register("m", "pkg.models:make")
+        assert owner.train(script, args=["--lr", "1"]).name == "train"
+    (asked,) = server.wait_for(TrainAsked)
+    assert asked.entry == str(script)
+
+
+def test_an_allowed_pattern_opens_the_tcp_door(tmp_path: Path) -> None:
+    scheduler = FakeScheduler(tmp_path, allow_code=("pkg.*",))
+    try:
+        with ps.Client(scheduler.doors.tcp.address) as c:
+            c.register("m", "pkg.models:make")
+            with pytest.raises(ps.PermissionDenied):
+                c.register("n", "other.models:make")
+    finally:
+        scheduler.close()
+
+
+def test_logs_are_paged_at_characters(server: FakeScheduler, client: ps.Client) -> None:
+    logs = Path(server.config.server.state_dir, "logs")
+    logs.mkdir(parents=True)
+    text = "schön ✔ 🚀\n" * 40_000
+    (logs / "job-j.log").write_text(text, "utf-8")
+    assert "".join(client.task("j").logs()) == text
+    assert "".join(client.task("j").logs(follow=True)) == text
+    with pytest.raises(ps.ModelNotFound):
+        list(client.task("absent").logs())
+
+
+def test_events_reach_subscribers_of_their_topic(server: FakeScheduler, client: ps.Client) -> None:
+    events = client.events("switch.", timeout_s=DEADLINE_S)
+    publishing = threading.Event()
+
+    def publish() -> None:
+        while not publishing.wait(0.01):  # a subscription takes effect when the server read it
+            server.tcp.post(Publish(topic="job.step", body={"n": 1}))
+            server.tcp.post(Publish(topic="switch.m", body={"n": 2}))
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    try:
+        assert next(events) == {"topic": "switch.m", "n": 2}
+    finally:
+        publishing.set()
+        thread.join()
+        events.close()  # type: ignore[attr-defined]
+
+
+def test_the_async_client_has_the_same_answers(server: FakeScheduler) -> None:
+    server.announce("m")
+
+    async def scenario() -> None:
+        async with ps.AsyncClient(server.doors.tcp.address) as c:
+            x = np.ones((1, 4), np.float32)
+            results = await asyncio.gather(*(c.infer("m", x) for _ in range(10)))
+            assert all(np.array_equal(r["y"], x * 2) for r in results)
+            assert (await c.stats())["inference"]["ok"] == 10
+
+    asyncio.run(scenario())
+
+
+# ---- start and stop ----------------------------------------------------------------------------
+
+
+def test_nobody_at_the_address_is_server_unavailable() -> None:
+    with (
+        ps.Client("tcp://127.0.0.1:1", timeout_s=0.2) as c,
+        pytest.raises(ps.ServerUnavailable) as caught,
+    ):
+        c.ps()
+    assert "pipeswitch serve" in caught.value.hint
+
+
+def test_a_port_in_use_is_named(server: FakeScheduler, tmp_path: Path) -> None:
+    used = dataclasses.replace(
+        server.config.server,
+        listen=server.doors.tcp.address,
+        runtime_dir=str(tmp_path / "other"),
+        state_dir=str(tmp_path),
+    )
+    thread = TcpThread(Config(server=used), server.pool_descriptor, lambda event: None)
+    with pytest.raises(ps.PipeSwitchError, match="is in use") as caught:
+        thread.start()
+    assert server.doors.tcp.address in caught.value.message
+    assert caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize("listen", ["tcp://0.0.0.0:0", "tcp://*:0", "tcp://10.0.0.1:0"])
+def test_off_loopback_is_refused(server: FakeScheduler, tmp_path: Path, listen: str) -> None:
+    config = Config(
+        server=ServerConfig(listen=listen, runtime_dir=str(tmp_path), state_dir=str(tmp_path))
+    )
+    with pytest.raises(ps.ConfigError, match="reached from other machines"):
+        TcpThread(config, server.pool_descriptor, lambda event: None).start()
+
+
+def test_a_folder_others_may_enter_is_refused(server: FakeScheduler, tmp_path: Path) -> None:
+    loose = tmp_path / "loose"
+    loose.mkdir(mode=0o755)
+    config = dataclasses.replace(server.config.server, runtime_dir=str(loose))
+    with pytest.raises(ps.ConfigError, match="0700"):
+        TcpThread(Config(server=config), server.pool_descriptor, lambda event: None).start()
+
+
+def test_waiting_requests_are_answered_when_the_server_stops(tmp_path: Path) -> None:
+    scheduler = FakeScheduler(tmp_path)
+    scheduler.announce("m")
+    scheduler.is_holding = True
+    with ps.Client(scheduler.doors.tcp.address, timeout_s=1.0) as c:
+        future = c.submit("m", np.zeros((1, 4), np.float32))
+        scheduler.wait_for(InferArrived)
+        scheduler.close()
+        with pytest.raises(ps.ServerUnavailable):
+            future.result(DEADLINE_S)
+    assert_balanced(scheduler.tcp)
+
+
+def test_a_restarted_server_answers_what_is_safe_to_send_again(tmp_path: Path) -> None:
+    first = FakeScheduler(tmp_path)
+    first.announce("m")
+    address = first.doors.ipc.address
+    with ps.Client(address) as c:
+        c.infer("m", np.zeros((1, 4), np.float32))
+        first.close()
+        second = FakeScheduler(tmp_path)
+        try:
+            assert second.doors.ipc.address == address
+            second.announce("m")
+            assert c.infer("m", np.ones((1, 4), np.float32))["y"][0, 0] == 2.0
+        finally:
+            second.close()

@@ -1,0 +1,585 @@
+"""Suspended, evicted, killed: training ends bit-equal to the undisturbed plain run (I2)."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from pipeswitch import job
+from pipeswitch.commit_image import files_to_image, image_to_files, parse_image
+from pipeswitch.errors import TaskPreempted
+from workers.gate import Gate
+from workers.training import TrainingSession
+
+Body = Callable[[], None]
+SAMPLES, BATCH = 40, 8
+
+
+# ------------------------------------------------------------------------------- a host
+
+
+class FakeHost:
+    """The worker's side with two buffers in this process; the copy runs in its own thread."""
+
+    device = "cpu"
+
+    def __init__(self) -> None:
+        self.slots: list[bytes | None] = [None, None]
+        self.newest = -1
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.leases = 0
+        self.clock_ms = 0.0
+        self._slice = torch.zeros(0, dtype=torch.uint8)
+        self._copy: threading.Thread | None = None
+
+    def lease(self, slice_bytes: int, state_bytes: int) -> torch.Tensor:
+        assert 0 < state_bytes <= slice_bytes
+        self._slice.fill_(255)  # whoever still reads the old slice reads NaN
+        self._slice = torch.zeros(slice_bytes, dtype=torch.uint8)
+        self.leases += 1
+        return self._slice
+
+    def begin_commit(self, step: int, ranges: Sequence[tuple[int, int]]) -> None:
+        assert self._copy is None, "two commits at once"
+        memory = self._slice.numpy()
+
+        def copy() -> None:
+            image = b"".join(memory[offset : offset + size].tobytes() for offset, size in ranges)
+            self.store(image)
+
+        self._copy = threading.Thread(target=copy)
+        self._copy.start()
+
+    def store(self, image: bytes) -> None:
+        target = (self.newest + 1) % 2
+        self.slots[target] = image
+        self.newest = target
+
+    def wait_commit(self) -> float:
+        assert self._copy is not None
+        self._copy.join()
+        self._copy = None
+        return 0.0
+
+    def restore(self) -> memoryview | None:
+        image = self.slots[self.newest] if self.newest >= 0 else None
+        return None if image is None else memoryview(image)
+
+    def report(self, kind: str, **values: Any) -> None:
+        self.events.append((kind, values))
+
+    def now_ms(self) -> float:
+        self.clock_ms += 1.0
+        return self.clock_ms
+
+    def crash(self) -> None:
+        """The worker is gone; what was committed stays."""
+        if self._copy is not None:
+            self._copy.join()
+            self._copy = None
+        self._slice.fill_(255)
+
+    def kinds(self) -> list[str]:
+        return [kind for kind, _ in self.events]
+
+
+# ------------------------------------------------------------------------------- the scripts
+
+
+class Noisy(Dataset[tuple[torch.Tensor, int]]):
+    """Augments with three random generators, in the loader."""
+
+    def __init__(self) -> None:
+        self.x = torch.randn(SAMPLES, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        x = self.x[index] + 0.1 * torch.randn(3, 6, 6)
+        x = x * random.uniform(0.9, 1.1) + float(np.random.normal(0, 0.01))
+        return x, index % 4
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.3), nn.Flatten(),
+            nn.Linear(64, 8),
+        )  # fmt: skip
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(torch.relu(self.body(x)))
+        return out
+
+
+Trace = dict[int, str]
+
+
+class Result:
+    """What a run left behind, hashed bit for bit."""
+
+    def __init__(self) -> None:
+        self.trace: Trace = {}
+        self.final = ""
+
+
+def digest(*parts: Any) -> str:
+    total = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            total.update(str((value.dtype, tuple(value.shape))).encode())
+            total.update(
+                value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            )
+        elif isinstance(value, dict):
+            for key in value:
+                total.update(repr(key).encode())
+                add(value[key])
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                add(item)
+        else:
+            total.update(repr(value).encode())
+
+    for part in parts:
+        add(part)
+    return total.hexdigest()
+
+
+def script(
+    result: Result,
+    *,
+    optimizer: str = "adam",
+    accumulate: int = 1,
+    zero_at_start: bool = False,
+    keep_zeros: bool = False,
+    own_generator: bool = False,
+    two: bool = False,
+    phases: bool = False,
+    epochs: int = 3,
+    stop_early: bool = False,
+    poke: Body = lambda: None,
+) -> None:
+    """An ordinary training script. ``poke`` stands for time passing in the body."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    model = Net().to(job.device)
+    generator = torch.Generator().manual_seed(7) if own_generator else None
+    loader = DataLoader(Noisy(), batch_size=BATCH, shuffle=True, generator=generator)
+    make: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+        "adam": lambda p: torch.optim.Adam(p, 0.01),
+        "adamw": lambda p: torch.optim.AdamW(p, 0.01, amsgrad=True),
+        "sgd": lambda p: torch.optim.SGD(p, 0.05),
+        "momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True),
+        "rmsprop": lambda p: torch.optim.RMSprop(p, 0.01, momentum=0.5, centered=True),
+        "adagrad": lambda p: torch.optim.Adagrad(p, 0.01),
+    }
+    if two:
+        opts = [make[optimizer](model.body.parameters()), make["momentum"](model.head.parameters())]
+    else:
+        opts = [make[optimizer](model.parameters())]
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opts[0], T_max=epochs)
+    criterion = nn.CrossEntropyLoss()
+    evaluated: list[str] = []
+
+    def clear() -> None:
+        for opt in opts:
+            opt.zero_grad(set_to_none=not keep_zeros)
+
+    def train(steps: Iterator[Any], epoch: int) -> None:
+        for x, y in steps:
+            if zero_at_start and job.step % accumulate == 0:
+                clear()
+            poke()
+            loss = criterion(model(x), y) / accumulate
+            loss.backward()
+            result.trace[job.step] = digest(loss)
+            job.log(loss=loss)
+            if (job.step + 1) % accumulate == 0:
+                for opt in opts:
+                    opt.step()
+                    poke()
+                if not zero_at_start:
+                    clear()
+            poke()
+            if stop_early and job.step == 2 * (epoch + 1):
+                break
+
+    def all_steps() -> Iterator[Any]:
+        return job.steps(loader, model=model, optimizer=opts, scheduler=schedule)
+
+    if phases:
+        train(all_steps(), 0)
+        teacher = [p.detach().clone() for p in model.parameters()]
+        evaluated.append(digest(teacher, torch.rand(1)))
+        with torch.no_grad():
+            model.head.weight.mul_(torch.rand(()) + 0.5)
+    for epoch in job.epochs(epochs):
+        model.train()
+        train(all_steps(), epoch)
+        model.eval()
+        with torch.no_grad():
+            evaluated.append(digest(model(torch.randn(2, 3, 6, 6))))
+        schedule.step()
+    if phases:
+        evaluated.append(digest(torch.rand(1), model.state_dict()))
+        train(all_steps(), 0)
+    poke()
+    result.final = digest(
+        model.state_dict(), [o.state_dict() for o in opts], schedule.state_dict(),
+        [p.grad for p in model.parameters()], torch.rand(3), random.random(), np.random.rand(),
+        evaluated[-1], evaluated[:1] if phases else 0, job.step,
+        [] if generator is None else generator.get_state(),
+    )  # fmt: skip
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "own generator": {"own_generator": True},
+    "accumulation": {"accumulate": 2, "own_generator": True},
+    "accumulation, zeroed at the start": {"accumulate": 2, "zero_at_start": True},
+    "zeroed at the start": {"zero_at_start": True},
+    "zeroed in place at the start": {"zero_at_start": True, "keep_zeros": True},
+    "two optimizers": {"two": True},
+    "two optimizers, three steps each": {"two": True, "accumulate": 3, "zero_at_start": True},
+    "momentum": {"optimizer": "momentum"},
+    "phases": {"phases": True, "epochs": 2},
+    "phases, own generator": {"phases": True, "epochs": 2, "own_generator": True},
+    "left early": {"stop_early": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    job._install(None)
+
+
+def undisturbed(**variant: Any) -> Result:
+    job._install(None)
+    job._session.step = 0  # type: ignore[misc]
+    result = Result()
+    script(result, **variant)
+    return result
+
+
+class Crashed(BaseException):
+    """Stands for kill -9: nothing of the session runs any more."""
+
+
+def attempt(
+    host: FakeHost, result: Result, disturb: Callable[[Gate], None], **variant: Any
+) -> bool:
+    """One life of a worker process; true when the script came to its end."""
+    random.seed()  # another process has other generators
+    np.random.seed(random.randrange(1 << 30))
+    torch.manual_seed(random.randrange(1 << 30))
+    gate = Gate(lambda *_: None)
+    gate.grant(1)
+    session = TrainingSession(host, gate, commit_every_ms=variant.pop("every_ms", 9.0))
+    job._install(session)
+    session.begin()
+    try:
+        script(result, poke=lambda: disturb(gate), **variant)
+    except (TaskPreempted, Crashed) as end:
+        if isinstance(end, Crashed):
+            session._over = True  # no more commits; the hooks must go, this process stays
+            host.crash()
+        session.close()
+        return False
+    session.finish()
+    return True
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
+def test_evicted_and_crashed_at_random_it_ends_bit_equal(variant: dict[str, Any]) -> None:
+    variant = {"epochs": 6, **variant}
+    expected = undisturbed(**variant)
+    host, result, dice = FakeHost(), Result(), random.Random(5)
+
+    def disturb(gate: Gate) -> None:
+        if dice.random() < 0.10:
+            gate.request_evict()
+        elif dice.random() < 0.05:
+            raise Crashed
+
+    lives = 1
+    while not attempt(host, result, disturb, **variant):
+        lives += 1
+        assert lives < 400, "no progress"
+    assert lives > 5  # some 150 interruptions over all variants
+    differ = [step for step in expected.trace if expected.trace[step] != result.trace.get(step)]
+    assert not differ
+    assert result.final == expected.final
+
+
+class HookedGate(Gate):
+    """Evicts at the n-th look of any hook: every layer, forward and backward."""
+
+    countdown = -1
+
+    def answer(self, where: Any) -> None:
+        if self.countdown >= 0 and where in ("forward", "backward"):
+            if self.countdown == 0:
+                self.request_evict()
+            self.countdown -= 1
+            self.asked = True
+        super().answer(where)
+        if self.countdown >= 0:
+            self.asked = True
+
+
+@pytest.mark.parametrize("name", ["plain", "accumulation", "zeroed at the start"])
+def test_evicted_in_the_middle_of_forward_and_backward_it_ends_bit_equal(name: str) -> None:
+    variant = VARIANTS[name]
+    expected = undisturbed(**variant)
+    host, result, dice = FakeHost(), Result(), random.Random(11)
+    lives = 0
+    ended = False
+    while not ended:
+        lives += 1
+        gate = HookedGate(lambda *_: None)
+        gate.grant(1)
+        gate.countdown = dice.randrange(1, 25)
+        session = TrainingSession(host, gate, commit_every_ms=1e9)
+        job._install(session)
+        session.begin()
+        try:
+            script(result, **variant)
+            session.finish()
+            ended = True
+        except TaskPreempted:
+            session.close()
+        assert lives < 200
+    assert lives > 5
+    assert result.trace == expected.trace
+    assert result.final == expected.final
+
+
+def test_suspended_in_place_at_random_nothing_is_lost() -> None:
+    expected = undisturbed(epochs=20)
+    host, result, dice = FakeHost(), Result(), random.Random(3)
+    parked = threading.Semaphore(0)
+    places: list[str] = []
+
+    def on_parked(turn: int, next_turn: int, where: str) -> None:
+        places.append(where)
+        parked.release()
+
+    gate = Gate(on_parked)
+    over = threading.Event()
+
+    def terminator() -> None:
+        turn = 1
+        gate.grant(turn)
+        while not over.is_set():
+            gate.request_stop(turn, turn + 1)
+            while not parked.acquire(timeout=0.05):
+                if over.is_set():
+                    return
+            turn += 2
+            gate.grant(turn)
+            over.wait(dice.uniform(0, 0.003))  # a random moment of the script
+
+    session = TrainingSession(host, gate, commit_every_ms=3.0)
+    job._install(session)
+    session.begin()
+    thread = threading.Thread(target=terminator)
+    thread.start()
+    try:
+        script(result, epochs=20)
+        session.finish()
+    finally:
+        over.set()
+        thread.join()
+    assert len(places) > 40
+    assert {"forward", "backward"} & set(places)
+    assert result.trace == expected.trace
+    assert result.final == expected.final
+    assert "committed" in host.kinds()
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "momentum", "rmsprop", "adagrad"])
+def test_every_usual_optimizer_survives_an_eviction(name: str) -> None:
+    expected = undisturbed(optimizer=name, epochs=1)
+    host, result = FakeHost(), Result()
+    count = 0
+
+    def disturb(gate: Gate) -> None:
+        nonlocal count
+        count += 1
+        if count % 7 == 0:
+            gate.request_evict()
+
+    while not attempt(host, result, disturb, optimizer=name, epochs=1):
+        assert count < 200
+    assert result.trace == expected.trace
+    assert result.final == expected.final
+
+
+def test_a_swallowed_preemption_is_raised_again() -> None:
+    host, result = FakeHost(), Result()
+    swallowed = 0
+
+    def disturb(gate: Gate) -> None:
+        nonlocal swallowed
+        gate.request_evict()
+        with contextlib.suppress(TaskPreempted):
+            gate.check()
+        swallowed += 1
+
+    assert not attempt(host, result, disturb)
+    assert swallowed == 1
+    assert host.kinds().count("evicting") == 1
+
+
+def test_the_commit_is_a_self_describing_image_that_survives_the_disk(tmp_path: Path) -> None:
+    host, result = FakeHost(), Result()
+    assert attempt(host, result, lambda gate: None)
+    image = host.restore()
+    assert image is not None
+    content, ranges = parse_image(image)
+    assert content["meta"]["step"] == 15
+    assert content["tensors"]["model.head.weight"]["shape"] == [4, 8]
+    image_to_files(image, tmp_path)
+    image_to_files(image, tmp_path)
+    again = memoryview(files_to_image(tmp_path))
+    content_again, ranges_again = parse_image(again)
+    assert content_again == content
+    for name, (offset, size) in ranges.items():
+        assert ranges_again[name] == (offset, size)
+        assert again[offset : offset + size] == image[offset : offset + size]
+    other = FakeHost()
+    other.store(bytes(again))
+    assert attempt(other, result, lambda gate: None)
+
+
+def test_a_nan_loss_is_an_event_and_training_goes_on() -> None:
+    host = FakeHost()
+    gate = Gate(lambda *_: None)
+    gate.grant(1)
+    session = TrainingSession(host, gate)
+    job._install(session)
+    session.begin()
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in job.steps([1, 2], model=model, optimizer=optimizer):
+        with pytest.warns(job.NonFiniteLossWarning):
+            job.log(loss=float("nan"))
+    session.finish()
+    assert job.step == 2
+    assert host.kinds().count("nan_loss") == 2
+
+
+def test_an_iterable_without_state_warns_once() -> None:
+    host = FakeHost()
+    gate = Gate(lambda *_: None)
+    gate.grant(1)
+    session = TrainingSession(host, gate)
+    job._install(session)
+    session.begin()
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def train() -> None:
+        for _ in job.epochs(2):
+            for _ in job.steps(iter([1, 2]), model=model, optimizer=optimizer):
+                pass
+
+    with pytest.warns(job.InexactResumeWarning) as caught:
+        train()
+    session.finish()
+    assert len(caught) == 1
+
+
+# ------------------------------------------------------------------------------- kill -9
+
+
+class DiskHost(FakeHost):
+    """Commits into two files, flipped by a third: outlives the process."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.directory = directory
+        with contextlib.suppress(FileNotFoundError):
+            self.newest = int((directory / "newest").read_text())
+            self.slots[self.newest] = (directory / f"slot{self.newest}").read_bytes()
+
+    def store(self, image: bytes) -> None:
+        target = (self.newest + 1) % 2
+        (self.directory / f"slot{target}").write_bytes(image)
+        (self.directory / "flip").write_text(str(target))
+        (self.directory / "flip").replace(self.directory / "newest")
+        super().store(image)
+
+
+def life(directory: Path) -> None:
+    """What the killed process runs."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    gate = Gate(lambda *_: None)
+    gate.grant(1)
+    session = TrainingSession(DiskHost(directory), gate, commit_every_ms=4.0)
+    job._install(session)
+    session.begin()
+    result = Result()
+    sys.stdout.write("started\n")
+    sys.stdout.flush()
+    script(result, epochs=40)
+    session.finish()
+    (directory / "final").write_text(result.final)
+
+
+def test_killed_with_kill_9_at_random_it_ends_bit_equal(tmp_path: Path) -> None:
+    expected = undisturbed(epochs=40)
+    dice = random.Random(17)
+    root = Path(__file__).resolve().parents[2]
+    kills = 0
+    deadline = time.monotonic() + 150
+    while not (tmp_path / "final").exists():
+        assert time.monotonic() < deadline
+        process = subprocess.Popen(
+            [sys.executable, __file__, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(root)},
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"started\n"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=dice.uniform(0.05, 0.4) if kills < 6 else 60)
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        process.stdout.close()
+        assert process.wait() in (0, -signal.SIGKILL)
+    assert kills >= 2
+    assert (tmp_path / "final").read_text() == expected.final
+
+
+if __name__ == "__main__":
+    life(Path(sys.argv[1]))

@@ -1,0 +1,294 @@
+"""Commit areas and commits on disk: what a reader finds after any interrupted write."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeswitch import commit_area, commit_files
+from pipeswitch.board import sealed_memfd
+from pipeswitch.commit_area import Commit, CommitArea, area_bytes, create_area
+from pipeswitch.commit_files import load_commit, read_record, write_commit
+from pipeswitch.errors import RemoteProtocolError
+
+SLOT_BYTES = 10_000
+COMMIT_POINTS = ["commit:struck", "commit:copied", "commit:recorded", "commit:flipped"]
+PERSIST_POINTS = [
+    "persist:image-written",
+    "persist:image-renamed",
+    "persist:record-written",
+    "persist:record-renamed",
+]
+
+
+class Died(BaseException):
+    """Stands for kill -9: nothing after it runs."""
+
+
+def dies_at(point: str) -> Callable[[str], None]:
+    def failpoint(name: str) -> None:
+        if name == point:
+            raise Died
+
+    return failpoint
+
+
+def image_of(step: int, size_bytes: int = 5000) -> bytes:
+    return bytes((step * 31 + index) % 251 for index in range(size_bytes))
+
+
+def filler(image: bytes) -> Callable[[memoryview], None]:
+    def fill(view: memoryview) -> None:
+        view[:] = image
+
+    return fill
+
+
+def commit(area: CommitArea, step: int, size_bytes: int = 5000) -> Commit:
+    return area.write(step, size_bytes, filler(image_of(step, size_bytes)))
+
+
+@pytest.fixture
+def descriptor() -> Iterator[int]:
+    descriptor = create_area(SLOT_BYTES)
+    yield descriptor
+    os.close(descriptor)
+
+
+@pytest.fixture
+def writer(descriptor: int) -> Iterator[CommitArea]:
+    area = CommitArea(descriptor, SLOT_BYTES, is_writer=True)
+    yield area
+    area.close()
+
+
+@pytest.fixture
+def reader(descriptor: int) -> Iterator[CommitArea]:
+    area = CommitArea(descriptor, SLOT_BYTES)
+    yield area
+    area.close()
+
+
+def test_a_new_area_holds_no_commit(reader: CommitArea) -> None:
+    assert reader.newest() is None
+
+
+def test_the_reader_finds_what_the_writer_flipped_last(
+    writer: CommitArea, reader: CommitArea
+) -> None:
+    for step in range(1, 6):
+        commit(writer, step, size_bytes=step * 1000)
+        found = reader.newest()
+        assert found is not None
+        assert (found.step, found.sequence) == (step, step)
+        assert bytes(reader.image(found)) == image_of(step, step * 1000)
+
+
+@pytest.mark.parametrize("committed_count", [0, 1, 2])
+@pytest.mark.parametrize("point", COMMIT_POINTS)
+def test_a_writer_that_dies_anywhere_leaves_the_last_complete_commit(
+    descriptor: int, reader: CommitArea, committed_count: int, point: str
+) -> None:
+    writer = CommitArea(descriptor, SLOT_BYTES, is_writer=True)
+    for step in range(1, committed_count + 1):
+        commit(writer, step)
+    next_step = committed_count + 1
+    with pytest.raises(Died):
+        writer.write(next_step, 5000, filler(image_of(next_step)), dies_at(point))
+    found = reader.newest()
+    expected = next_step if point == "commit:flipped" else committed_count
+    assert (found.step if found else 0) == expected
+    if found:
+        assert bytes(reader.image(found)) == image_of(expected)
+    # And a new writer goes on from there.
+    successor = CommitArea(descriptor, SLOT_BYTES, is_writer=True)
+    commit(successor, 77)
+    found = reader.newest()
+    assert found is not None
+    assert (found.step, bytes(reader.image(found))) == (77, image_of(77))
+
+
+def test_a_copy_that_fails_halfway_keeps_the_commit_before(
+    writer: CommitArea, reader: CommitArea
+) -> None:
+    commit(writer, 1)
+
+    def fail(view: memoryview) -> None:
+        view[:100] = bytes(100)
+        raise OSError("device gone")
+
+    with pytest.raises(OSError, match="device gone"):
+        writer.write(2, 5000, fail)
+    found = reader.newest()
+    assert found is not None
+    assert bytes(reader.image(found)) == image_of(1)
+
+
+def test_a_damaged_active_image_falls_back_to_the_commit_before(
+    descriptor: int, writer: CommitArea, reader: CommitArea
+) -> None:
+    commit(writer, 1)
+    commit(writer, 2)
+    slot_of_two = commit_area.HEADER_BYTES
+    os.pwrite(descriptor, b"\xff", slot_of_two + 1234)
+    found = reader.newest()
+    assert found is not None
+    assert found.step == 1
+
+
+def test_two_damaged_images_are_an_error_and_not_an_empty_area(
+    descriptor: int, writer: CommitArea, reader: CommitArea
+) -> None:
+    commit(writer, 1)
+    commit(writer, 2)
+    for slot in (0, 1):
+        os.pwrite(descriptor, b"\xff", commit_area.HEADER_BYTES + slot * SLOT_BYTES + 1234)
+    with pytest.raises(RemoteProtocolError, match="damaged"):
+        reader.newest()
+
+
+def test_a_view_is_no_longer_current_once_its_slot_is_being_rewritten(writer: CommitArea) -> None:
+    first = commit(writer, 1)
+    commit(writer, 2)
+    assert writer.is_current(first)
+    with pytest.raises(Died):
+        writer.write(3, 10, filler(bytes(10)), dies_at("commit:struck"))
+    assert not writer.is_current(first)
+
+
+def test_an_image_larger_than_a_slot_is_refused(writer: CommitArea) -> None:
+    with pytest.raises(RemoteProtocolError, match="does not fit"):
+        writer.write(1, SLOT_BYTES + 1, filler(b""))
+    assert writer.newest() is None
+
+
+def test_an_image_that_fills_its_slot_leaves_the_other_alone(
+    writer: CommitArea, reader: CommitArea
+) -> None:
+    first = commit(writer, 1, SLOT_BYTES)
+    commit(writer, 2, SLOT_BYTES)
+    assert bytes(reader.image(first)) == image_of(1, SLOT_BYTES)
+
+
+@pytest.mark.parametrize("slot_bytes", [SLOT_BYTES - 1, SLOT_BYTES + 1])
+def test_another_slot_size_is_refused(descriptor: int, slot_bytes: int) -> None:
+    with pytest.raises(RemoteProtocolError):
+        CommitArea(descriptor, slot_bytes, is_writer=True)
+
+
+def test_an_area_that_could_shrink_is_refused() -> None:
+    descriptor = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, area_bytes(100))
+        assert not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        with pytest.raises(RemoteProtocolError, match="sealed"):
+            CommitArea(descriptor, 100, is_writer=True)
+    finally:
+        os.close(descriptor)
+
+
+def test_a_reader_refuses_an_area_nobody_formatted() -> None:
+    descriptor = sealed_memfd("blank", area_bytes(100))
+    try:
+        with pytest.raises(RemoteProtocolError, match="not a commit area"):
+            CommitArea(descriptor, 100)
+    finally:
+        os.close(descriptor)
+
+
+# ---- on disk --------------------------------------------------------------------------------
+
+
+def loaded(directory: Path) -> tuple[int, bytes] | None:
+    """(step, image) as a restarted server would restore them."""
+    found = load_commit(directory)
+    if found is None:
+        return None
+    descriptor, slot_bytes, _ = found
+    area = CommitArea(descriptor, slot_bytes)
+    newest = area.newest()
+    assert newest is not None
+    result = (newest.step, bytes(area.image(newest)))
+    area.close()
+    os.close(descriptor)
+    return result
+
+
+def test_what_was_persisted_is_loaded_back(tmp_path: Path) -> None:
+    assert loaded(tmp_path) is None
+    for step in (3, 9, 9):
+        write_commit(tmp_path, step, memoryview(image_of(step)))
+        assert loaded(tmp_path) == (step, image_of(step))
+    assert len(list(tmp_path.iterdir())) == 2, "one image and its record, older ones are gone"
+
+
+@pytest.mark.parametrize("point", PERSIST_POINTS)
+@pytest.mark.parametrize("had_one", [False, True])
+def test_a_persist_that_is_cut_off_anywhere_leaves_a_whole_commit(
+    tmp_path: Path, point: str, had_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if had_one:
+        write_commit(tmp_path, 1, memoryview(image_of(1)))
+    with monkeypatch.context() as patch:
+        patch.setattr(commit_files, "_remove_unnamed", lambda _: None)  # the dead do not tidy up
+        with pytest.raises(Died):
+            write_commit(tmp_path, 2, memoryview(image_of(2)), failpoint=dies_at(point))
+    before = (1, image_of(1)) if had_one else None
+    expected = (2, image_of(2)) if point == "persist:record-renamed" else before
+    assert loaded(tmp_path) == expected
+    write_commit(tmp_path, 2, memoryview(image_of(2)))
+    assert loaded(tmp_path) == (2, image_of(2))
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_full_disk_keeps_the_old_commit_and_no_rubbish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_commit(tmp_path, 1, memoryview(image_of(1)))
+    before = sorted(path.name for path in tmp_path.iterdir())
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            write_commit(tmp_path, 2, memoryview(image_of(2)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert loaded(tmp_path) == (1, image_of(1))
+
+
+def test_an_image_that_changed_meanwhile_is_not_kept(tmp_path: Path) -> None:
+    write_commit(tmp_path, 1, memoryview(image_of(1)))
+    with pytest.raises(commit_files.ImageChanged):
+        write_commit(tmp_path, 2, memoryview(image_of(2)), is_still_whole=lambda: False)
+    assert loaded(tmp_path) == (1, image_of(1))
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+def test_a_damaged_image_is_refused_with_a_reason(tmp_path: Path, damage: str) -> None:
+    write_commit(tmp_path, 1, memoryview(image_of(1)))
+    record = read_record(tmp_path)
+    assert record is not None
+    image = tmp_path / record.image
+    if damage == "flip":
+        image.write_bytes(b"\xff" + image.read_bytes()[1:])
+    elif damage == "truncate":
+        image.write_bytes(image.read_bytes()[:-1])
+    else:
+        image.unlink()
+    with pytest.raises(RemoteProtocolError, match=r"digest|bytes|missing"):
+        load_commit(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"step":1,"size_bytes":1,"sha256":"","image":"../x"}'])
+def test_a_record_that_is_not_ours_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "commit.json").write_text(text)
+    with pytest.raises(RemoteProtocolError):
+        read_record(tmp_path)
+    write_commit(tmp_path, 4, memoryview(image_of(4)))
+    assert loaded(tmp_path) == (4, image_of(4))

@@ -1,0 +1,59 @@
+"""Outside the server ``job`` is a plain loop."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from pipeswitch import job
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    job._install(None)
+    yield
+    job._install(None)
+
+
+def test_importing_job_does_not_import_torch() -> None:
+    code = "import sys; from pipeswitch import job; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_epochs_and_steps_are_ordinary_loops() -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = [
+        (epoch, batch, job.step)
+        for epoch in job.epochs(2)
+        for batch in job.steps(["a", "b"], model=model, optimizer=optimizer)
+    ]
+    assert seen == [(0, "a", 0), (0, "b", 1), (1, "a", 2), (1, "b", 3)]
+    assert job.step == 4
+
+
+def test_the_device_is_a_name_that_torch_understands() -> None:
+    assert torch.device(job.device).type in ("cpu", "cuda")
+
+
+def test_logging_a_nan_warns_and_training_goes_on() -> None:
+    with pytest.warns(job.NonFiniteLossWarning, match="loss=nan"):
+        job.log(loss=torch.tensor(float("nan")))
+    job.log(loss=1.0)
+
+
+def test_an_unknown_attribute_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="nothing_here"):
+        job.nothing_here  # noqa: B018
+
+
+def test_an_installed_session_answers_instead() -> None:
+    class Elsewhere(job._PlainSession):
+        device = "cuda:7"
+
+    job._install(Elsewhere())
+    assert job.device == "cuda:7"

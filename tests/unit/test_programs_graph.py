@@ -1,0 +1,194 @@
+"""Graphs that are well-formed and must not run all the same; tensors over an arena."""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import pytest
+import torch
+
+from pipeswitch.errors import LocalProtocolError, RegistrationRefused
+from pipeswitch.programs.bundle import Graph, Node, check_graph
+from pipeswitch.programs.graph import CompiledGraph, check_no_mutation, check_on_meta
+from pipeswitch.programs.layout import TensorSpec, ValueSpec
+from pipeswitch.programs.partition import layers_of_graph
+from workers.binding import PoolTensors
+
+X = {"v": 0}
+W = {"v": 1}
+FIRST = 2  # the value of the first node
+
+
+def graph(*nodes: tuple[Any, ...], result: int | None = None, shape: Any = (None, 4)) -> Graph:
+    """A graph with one input x, one weight w [4], and the last node as its output."""
+    made = Graph(
+        version=1,
+        inputs=(ValueSpec(name="x", dtype="float32", shape=(None, 4)),),
+        weights=("w",),
+        nodes=tuple(
+            Node(target, tuple(args), kwargs[0] if kwargs else {})
+            for target, args, *kwargs in nodes
+        ),
+        results=(FIRST + len(nodes) - 1 if result is None else result,),
+        outputs=(ValueSpec(name="y", dtype="float32", shape=shape),),
+        batch_max=8,
+    )
+    check_graph(made)
+    return made
+
+
+def value(index: int) -> dict[str, int]:
+    return {"v": FIRST + index}
+
+
+ADD = ("aten.add_.Tensor", [value(0), value(0)])
+MUTATING: dict[str, list[tuple[Any, ...]]] = {
+    "straight": [("aten.add_.Tensor", [W, 1.0])],
+    "through a view": [("aten.view.default", [W, [2, 2]]), ADD],
+    "through a permutation": [("aten.permute.default", [W, [0]]), ADD],
+    "through a list": [
+        ("aten.chunk.default", [W, 2]),
+        ("_operator.getitem", [value(0), 0]),
+        ("aten.zero_.default", [value(1)]),
+    ],
+    "through dropout, whose schema does not say so": [
+        ("aten.dropout.default", [W, 0.5, False]), ADD,
+    ],
+    "through a conversion to its own type": [
+        ("aten.to.dtype", [W, {"dtype": "float32"}]), ADD,
+    ],
+    "through another write": [
+        ("aten.detach.default", [W]),
+        ("aten.mul_.Tensor", [value(0), 2.0]),
+    ],
+    "as batch statistics": [
+        ("aten.batch_norm.default", [X, None, None, W, W, True, 0.1, 1e-5, False]),
+    ],
+    "as batch statistics by keyword": [
+        ("aten.batch_norm.default", [X, None, None, W, W],
+         {"training": True, "momentum": 0.1, "eps": 1e-5, "cudnn_enabled": False}),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTATING)
+def test_a_write_that_reaches_a_weight_is_refused_by_its_name(name: str) -> None:
+    with pytest.raises(RegistrationRefused, match="in place") as caught:
+        check_no_mutation(graph(*MUTATING[name]))
+    assert caught.value.data["part"] == "w"
+
+
+def test_a_write_to_a_bundles_input_is_refused() -> None:
+    with pytest.raises(RegistrationRefused, match="input 'x'"):
+        check_no_mutation(graph(("aten.relu_.default", [X])))
+
+
+def test_a_write_to_new_memory_is_fine() -> None:
+    check_no_mutation(graph(("aten.add.Tensor", [X, W]), ("aten.relu_.default", [value(0)])))
+
+
+NONSENSE: dict[str, Graph] = {
+    "too many arguments": graph(("aten.relu.default", [X, X, X])),
+    "too few arguments": graph(("aten.add.Tensor", [X])),
+    "an unknown keyword": graph(("aten.relu.default", [X], {"beta": 1})),
+    "an argument twice": graph(("aten.add.Tensor", [X, X], {"other": X})),
+    "an overload that is not": graph(("aten.relu.nonsense", [X])),
+    "an argument of another kind": graph(("aten.relu.default", ["x"])),
+    "shapes that do not fit": graph(("aten.mm.default", [X, X])),
+    "an output of another shape": graph(("aten.relu.default", [X]), shape=(None, 5)),
+    "an output that is a number": graph(("aten.sym_size.int", [X, 0])),
+    "an output that is a list": graph(("aten.chunk.default", [X, 2])),
+    "getitem on a tensor": graph(("_operator.getitem", [X, 0])),
+    "getitem beyond the end": graph(
+        ("aten.chunk.default", [X, 2]), ("_operator.getitem", [value(0), 7])
+    ),
+    "arithmetic on tensors": graph(("_operator.mul", [X, X])),
+    "arithmetic on texts": graph(("_operator.mul", ["a", 3])),
+    "an integer that grows without end": graph(
+        ("_operator.mul", [1 << 40, 1 << 40]), ("aten.relu.default", [X])
+    ),
+    "division by nothing": graph(("_operator.floordiv", [1, 0]), ("aten.relu.default", [X])),
+    "more memory than there is": graph(("aten.zeros.default", [[1 << 36, 4]])),
+}
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_nonsense_is_refused_before_it_runs_on_data(name: str) -> None:
+    def check() -> None:
+        check_no_mutation(NONSENSE[name])
+        check_on_meta(NONSENSE[name], [torch.zeros(4)], 2)
+
+    with pytest.raises(RegistrationRefused):
+        check()
+
+
+def test_a_value_is_dropped_after_its_last_use_and_kept_for_a_later_group() -> None:
+    made = graph(
+        ("aten.relu.default", [X]),
+        ("aten.add.Tensor", [value(0), W]),
+        ("aten.mul.Tensor", [value(1), value(0)]),
+    )
+    compiled = CompiledGraph(made, [(0, 1), (1, 2), (2, 3)], "cpu")
+    environment = compiled.start([torch.ones(2, 4)])
+    alive = []
+    for call, weights in zip(compiled.calls, compiled.group_weights, strict=True):
+        call(environment, [torch.ones(4)] * len(weights))
+        alive.append(sorted(environment))
+    assert alive == [[2], [2, 3], [4]]
+    assert compiled.group_weights == [(), (0,), ()]
+    assert torch.equal(compiled.finish(environment, [])[0], torch.full((2, 4), 2.0))
+
+
+def test_groups_that_leave_out_a_node_are_refused() -> None:
+    with pytest.raises(RegistrationRefused, match="cover"):
+        CompiledGraph(graph(("aten.relu.default", [X])), [], "cpu")
+
+
+def test_a_layer_runs_from_one_first_use_to_the_next() -> None:
+    made = graph(
+        ("aten.relu.default", [X]),
+        ("aten.add.Tensor", [value(0), W]),
+        ("aten.add.Tensor", [value(1), W]),
+    )
+    [layer] = layers_of_graph(made)
+    assert (layer.first_node, layer.end_node, layer.weights) == (0, 3, (0,))
+
+
+def spec(**changes: Any) -> TensorSpec:
+    fields: dict[str, Any] = {
+        "name": "w", "dtype": "float32", "shape": (2, 4), "offset_bytes": 512,
+        "size_bytes": 32, "file_offset_bytes": 0,
+    }  # fmt: skip
+    return TensorSpec(**(fields | changes))
+
+
+def test_a_tensor_over_an_arena_sees_its_bytes_and_has_its_own_version() -> None:
+    arena = torch.zeros(4096, dtype=torch.uint8)
+    pool = PoolTensors(arena)
+    first, second = pool.tensor(spec(), 1024), pool.tensor(spec(offset_bytes=1024), 1024)
+    before = second._version
+    first.fill_(1.5)
+    assert arena[1536:1568].view(torch.float32).tolist() == [1.5] * 8
+    assert second._version == before
+    assert first._version == before + 1
+    assert pool.capacity_bytes == 4096
+
+
+@pytest.mark.parametrize(
+    ("changes", "region"),
+    [
+        ({}, 4096), ({}, 3568), ({}, -512), ({"size_bytes": 36}, 0), ({"offset_bytes": 514}, 0),
+        ({"offset_bytes": -512}, 1024), ({"shape": (1 << 40, 4)}, 0), ({"shape": (-2, -4)}, 0),
+    ],
+)  # fmt: skip
+def test_a_tensor_outside_the_arena_is_never_made(changes: dict[str, Any], region: int) -> None:
+    pool = PoolTensors(torch.zeros(4096, dtype=torch.uint8))
+    with pytest.raises(LocalProtocolError):
+        pool.tensor(spec(**changes), region)
+
+
+def test_a_read_only_mapping_makes_tensors_without_a_warning() -> None:
+    mapping = mmap.mmap(-1, 4096, prot=mmap.PROT_READ)
+    tensor = PoolTensors.over_buffer(mapping).tensor(spec(), 0)
+    assert tensor.sum().item() == 0.0

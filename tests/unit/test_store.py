@@ -1,0 +1,250 @@
+"""Loading a model into the store, and the guard in front of transmissions."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from memory_daemon.store import MANIFEST_NAME, WEIGHTS_NAME, UnusableModel, load_model
+from memory_daemon.transmit import TransmitGuard
+from pipeswitch.errors import RemoteProtocolError
+from pipeswitch.messages import Epoch, GroupCopy, ModelName, TransmitModel
+from pipeswitch.programs.layout import Manifest, TensorSpec
+
+HEADER = b"HEADER--"
+POISON = 0xA5
+
+
+def tensor(name: str, offset: int, count: int, file_offset: int) -> TensorSpec:
+    return TensorSpec(
+        name=name,
+        dtype="float32",
+        shape=(count,),
+        offset_bytes=offset,
+        size_bytes=4 * count,
+        file_offset_bytes=len(HEADER) + file_offset,
+    )
+
+
+WEIGHTS = random.Random(7).randbytes(1200)
+TENSORS = (tensor("a", 0, 100, 0), tensor("b", 512, 150, 600), tensor("c", 1536, 50, 400))
+TOTAL_BYTES = 1536 + 512
+IMAGE = (
+    (WEIGHTS[0:400]).ljust(512, b"\0")
+    + (WEIGHTS[600:1200]).ljust(1024, b"\0")
+    + (WEIGHTS[400:600]).ljust(512, b"\0")
+)
+
+
+def manifest(**changes: object) -> Manifest:
+    base = Manifest(
+        digest="d",
+        mode="graph",
+        mode_reason="",
+        source="test",
+        total_bytes=TOTAL_BYTES,
+        tensors=TENSORS,
+        groups=(),
+        inputs=(),
+        outputs=(),
+        weights_sha256=hashlib.sha256(IMAGE).hexdigest(),
+    )
+    return msgspec.structs.replace(base, **changes)
+
+
+def write_model(directory: Path, described: Manifest, weights: bytes = WEIGHTS) -> Path:
+    (directory / MANIFEST_NAME).write_bytes(msgspec.json.encode(described))
+    (directory / WEIGHTS_NAME).write_bytes(HEADER + weights)
+    return directory
+
+
+def poisoned(size_bytes: int = TOTAL_BYTES) -> bytearray:
+    return bytearray([POISON]) * size_bytes
+
+
+def test_tensors_lie_at_their_offsets_with_zeros_between_and_behind(tmp_path: Path) -> None:
+    image = poisoned(TOTAL_BYTES + 1000)
+    load_model(write_model(tmp_path, manifest()), memoryview(image))
+    assert bytes(image[:TOTAL_BYTES]) == IMAGE
+    assert bytes(image[TOTAL_BYTES:]) == bytes(1000)
+
+
+def test_every_truncation_of_the_weights_is_noticed(tmp_path: Path) -> None:
+    write_model(tmp_path, manifest(weights_sha256=""))
+    for kept in range(0, len(WEIGHTS), 37):
+        (tmp_path / WEIGHTS_NAME).write_bytes(HEADER + WEIGHTS[:kept])
+        with pytest.raises(UnusableModel, match="truncated"):
+            load_model(tmp_path, memoryview(poisoned()))
+
+
+def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
+    write_model(tmp_path, manifest())
+    for position in range(0, len(WEIGHTS), 37):
+        damaged = bytearray(WEIGHTS)
+        damaged[position] ^= 0x10
+        (tmp_path / WEIGHTS_NAME).write_bytes(HEADER + damaged)
+        with pytest.raises(UnusableModel, match="sha256"):
+            load_model(tmp_path, memoryview(poisoned()))
+
+
+@pytest.mark.parametrize("missing", [MANIFEST_NAME, WEIGHTS_NAME])
+def test_a_missing_file_is_named(tmp_path: Path, missing: str) -> None:
+    (write_model(tmp_path, manifest()) / missing).unlink()
+    with pytest.raises(UnusableModel, match=missing):
+        load_model(tmp_path, memoryview(poisoned()))
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"{}", b"\xff", b"[" * 100_000])
+def test_a_malformed_manifest_is_refused(tmp_path: Path, text: bytes) -> None:
+    (write_model(tmp_path, manifest()) / MANIFEST_NAME).write_bytes(text)
+    with pytest.raises(UnusableModel, match="malformed"):
+        load_model(tmp_path, memoryview(poisoned()))
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        (tensor("a", 0, 100, 0), tensor("b", 396, 10, 0)),
+        (tensor("a", -512, 100, 0),),
+        (tensor("a", TOTAL_BYTES - 396, 100, 0),),
+        (tensor("a", 0, 100, -1000),),
+        (msgspec.structs.replace(tensor("a", 0, 100, 0), shape=(101,)),),
+        (msgspec.structs.replace(tensor("a", 0, 100, 0), shape=(-10, -10)),),
+        (msgspec.structs.replace(tensor("a", 0, 100, 0), dtype="object"),),
+    ],
+)
+def test_tensors_that_cannot_be_are_refused(
+    tmp_path: Path, tensors: tuple[TensorSpec, ...]
+) -> None:
+    write_model(tmp_path, manifest(tensors=tensors, weights_sha256=""))
+    image = poisoned()
+    with pytest.raises(UnusableModel):
+        load_model(tmp_path, memoryview(image))
+    assert image == poisoned(), "refused before anything was written"
+
+
+def test_a_model_larger_than_its_place_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path, manifest())
+    with pytest.raises(UnusableModel, match="do not fit"):
+        load_model(tmp_path, memoryview(poisoned(TOTAL_BYTES - 1)))
+
+
+def test_empty_tensors_take_no_place(tmp_path: Path) -> None:
+    empty = tensor("nothing", 0, 0, 0)
+    write_model(tmp_path, manifest(tensors=(empty, *TENSORS)))
+    image = poisoned()
+    load_model(tmp_path, memoryview(image))
+    assert bytes(image) == IMAGE
+
+
+# ---- the guard ------------------------------------------------------------------------------
+
+ARENA_BYTES, STORE_BYTES, WORDS = 1 << 20, 1 << 20, 64
+
+
+def order(
+    epoch: int, start: int, size: int, *, word: int = 0, group: GroupCopy | None = None
+) -> TransmitModel:
+    whole = GroupCopy(store_offset_bytes=0, arena_offset_bytes=start, size_bytes=size, word=word)
+    return TransmitModel(
+        model=ModelName("m"),
+        epoch=Epoch(epoch),
+        arena_offset_bytes=start,
+        region_bytes=size,
+        groups=(group or whole,),
+    )
+
+
+@pytest.fixture
+def guard() -> TransmitGuard:
+    return TransmitGuard(arena_bytes=ARENA_BYTES, store_bytes=STORE_BYTES, words=WORDS)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        order(1, 0, 100),  # over the arrival words
+        order(1, WORDS * 4 - 1, 100),
+        order(1, ARENA_BYTES - 50, 100),
+        order(1, 4096, -1),
+        order(0, 4096, 100),
+        order(1, 4096, 100, word=WORDS),
+        order(1, 4096, 100, word=-1),
+        order(1, 4096, 100, group=GroupCopy(
+            store_offset_bytes=0, arena_offset_bytes=4095, size_bytes=10, word=0)),
+        order(1, 4096, 100, group=GroupCopy(
+            store_offset_bytes=0, arena_offset_bytes=4096, size_bytes=101, word=0)),
+        order(1, 4096, 100, group=GroupCopy(
+            store_offset_bytes=0, arena_offset_bytes=4096, size_bytes=-1, word=0)),
+        order(1, 4096, 100, group=GroupCopy(
+            store_offset_bytes=STORE_BYTES - 1, arena_offset_bytes=4096, size_bytes=2, word=0)),
+        order(1, 4096, 100, group=GroupCopy(
+            store_offset_bytes=-1, arena_offset_bytes=4096, size_bytes=2, word=0)),
+    ],
+)  # fmt: skip
+def test_anything_out_of_bounds_is_refused(guard: TransmitGuard, bad: TransmitModel) -> None:
+    with pytest.raises(RemoteProtocolError):
+        guard.accept(bad)
+    guard.accept(order(1, 4096, 100))  # and left no trace
+
+
+def test_overlapping_a_live_transmission_is_refused_until_it_ended(guard: TransmitGuard) -> None:
+    guard.accept(order(1, 4096, 4096))
+    for start in (1024, 4096, 6000):
+        with pytest.raises(RemoteProtocolError, match="overlaps"):
+            guard.accept(order(2, start, 4096, word=1))
+    guard.accept(order(3, 8192, 4096, word=1))
+    guard.end(Epoch(1))
+    guard.accept(order(2, 4096, 4096))
+
+
+def test_a_word_of_a_live_transmission_is_refused(guard: TransmitGuard) -> None:
+    guard.accept(order(1, 4096, 100, word=5))
+    with pytest.raises(RemoteProtocolError, match="word"):
+        guard.accept(order(2, 8192, 100, word=5))
+
+
+def test_an_older_epoch_is_refused_for_every_byte_a_newer_one_had(guard: TransmitGuard) -> None:
+    guard.accept(order(5, 4096, 4096))
+    guard.end(Epoch(5))
+    guard.accept(order(7, 6000, 1000))
+    guard.end(Epoch(7))
+    with pytest.raises(RemoteProtocolError, match="stale"):
+        guard.accept(order(4, 4096, 10))
+    with pytest.raises(RemoteProtocolError, match="stale"):
+        guard.accept(order(6, 6999, 10))
+    with pytest.raises(RemoteProtocolError, match="stale"):
+        guard.accept(order(4, 8191, 10))
+    guard.accept(order(6, 7000, 10))
+    guard.accept(order(4, 8192, 10, word=1))
+
+
+def test_the_store_knows_which_of_its_bytes_are_being_read(guard: TransmitGuard) -> None:
+    guard.accept(order(1, 4096, 1000))
+    assert guard.live_reads(999, 10) == 1
+    assert guard.live_reads(1000, 10) is None
+    guard.end(Epoch(1))
+    assert guard.live_reads(0, 1000) is None
+
+
+def test_accepted_spans_stay_disjoint_and_few(guard: TransmitGuard) -> None:
+    rng = random.Random(3)
+    newest = [0] * 128  # per 8 KiB page, the model of what the guard should remember
+    for epoch in range(1, 1500):
+        first = rng.randrange(1, 127)
+        count = rng.randrange(1, 128 - first + 1)
+        claimed = rng.choice((epoch, max(1, epoch - 300)))
+        is_stale = any(newest[page] > claimed for page in range(first, first + count))
+        asked = order(claimed, first * 8192, count * 8192)
+        if is_stale:
+            with pytest.raises(RemoteProtocolError, match="stale"):
+                guard.accept(asked)
+        else:
+            guard.accept(asked)
+            guard.end(Epoch(claimed))
+            newest[first : first + count] = [claimed] * count
+    assert len(guard._accepted) <= 128

@@ -1,0 +1,156 @@
+"""The pickle-free codec: exact for its closed list of types, loud for everything else."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+from collections import Counter, OrderedDict, namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeswitch import tagged
+from pipeswitch.errors import InvalidInput
+
+
+def round_trip(value: Any) -> Any:
+    data, attachments = tagged.encode(value)
+    text = json.dumps(data, allow_nan=False)
+    return tagged.decode(json.loads(text), [a.read() for a in attachments])
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal in type and bits, all the way down."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float):
+        return struct.pack(">d", a) == struct.pack(">d", b)
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and bytes_of(a) == bytes_of(b)
+    if isinstance(a, (np.ndarray, np.generic)):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return same(list(a.items()), list(b.items()))
+    return bool(a == b)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+scalars = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
+    | st.floats(width=32).map(np.float32) | st.integers(0, 255).map(np.uint8)
+)  # fmt: skip
+keys = st.integers() | st.text() | st.booleans() | st.tuples(st.integers(), st.text())
+values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(keys, inner, max_size=4)
+        | st.dictionaries(keys, inner, max_size=4).map(OrderedDict)
+        | st.sets(st.integers() | st.text(), max_size=4)
+        | st.frozensets(st.integers(), max_size=4)
+        | st.dictionaries(st.text(), st.integers(), max_size=4).map(Counter)
+    ),
+    max_leaves=12,
+)
+
+
+@given(values)
+def test_decode_is_the_inverse_of_encode(value: Any) -> None:
+    assert same(round_trip(value), value)
+
+
+@given(st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.sampled_from(sorted(tagged._DECODERS)) | st.text(), inner, max_size=2),
+    max_leaves=8,
+))  # fmt: skip
+def test_decoding_anything_raises_nothing_but_invalid_input(data: Any) -> None:
+    with contextlib.suppress(InvalidInput):
+        tagged.decode(data, [b"\0" * 8])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        10**5000,
+        -(2**53),
+        -0.0,
+        float("inf"),
+        struct.unpack(">d", bytes.fromhex("fff8dead0000beef"))[0],
+        {1: "int", "1": "str", (1, 2): "tuple", None: 0.1},
+        {"tensor": "looks like a tag"},
+        torch.Size([2, 3]),
+        torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t(),
+        torch.tensor(3.5),
+        torch.empty(0, 4),
+        torch.tensor([True, False]),
+        torch.tensor([1 + 2j]),
+        np.arange(6.0).reshape(2, 3).T,
+        np.array(["ab", "c"]),
+        np.float64("nan"),
+        np.random.RandomState(3).get_state(),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_awkward_values_come_back_bit_for_bit(value: Any) -> None:
+    assert same(round_trip(value), value)
+
+
+def test_what_comes_back_is_a_copy_that_may_be_written() -> None:
+    tensor, array = round_trip((torch.zeros(3), np.zeros(3)))
+    tensor.add_(1)
+    array += 1
+
+
+class Thing:
+    pass
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+class Flag(int):
+    pass
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Thing(), Thing, lambda: 0, Pair(1, 2), Flag(1), np.array([Thing()]), 1j, range(3),
+     torch.eye(2).to_sparse()],
+    ids=lambda v: type(v).__name__,
+)  # fmt: skip
+def test_other_types_are_refused_with_the_path_to_them(value: Any) -> None:
+    with pytest.raises(InvalidInput, match=r"\$\['outer'\]\[1\]: a "):
+        tagged.encode({"outer": [0, value]})
+
+
+def test_a_cycle_is_refused_and_not_followed_for_ever() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(InvalidInput, match="nested deeper"):
+        tagged.encode(loop)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [{"x": 1}, {}, {"tuple": [1], "set": []}, {"array": ["|O", [1], 0]},
+     {"tensor": ["load", [1], 0]},
+     {"tensor": ["float32", [3], 0]}, {"tensor": ["float32", [1], 9]}, {"dict": [[1, 2, 3]]},
+     {"dict": [[[1], 2]]}, {"bytes": "*"}, {"int": "os.system"}],
+    ids=str,
+)  # fmt: skip
+def test_malformed_data_is_refused(data: Any) -> None:
+    with pytest.raises(InvalidInput):
+        tagged.decode(data, [b"\0" * 8])

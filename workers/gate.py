@@ -1,0 +1,254 @@
+"""The preemption gate: where a training script parks when the device is asked for (DESIGN 5).
+
+Two threads meet here. The *main thread* runs the script and calls ``check``, ``enter`` and
+``leave``; the *termination thread* reads control messages and calls ``request_stop``, ``grant``
+and ``request_evict``. A turn is a number: whoever holds it may compute on the device (invariant
+I5). Turns only grow, so a late message is recognised and dropped.
+
+State      the main thread...                                        holds the turn
+=========  ========================================================  ==============
+RUNNING    computes                                                  yes
+STOPPING   computes, and has not seen the accepted stop yet          yes
+PARKED     waits in ``check`` or ``enter`` until a turn is granted   no
+AWAY       gave the device up by itself (loader, between loops, end) yes, lent
+STOPPED    as AWAY, and a stop was acknowledged meanwhile            no
+
+State    | event                      | next     | done
+=========|============================|==========|================================================
+RUNNING  | stop(current turn)         | STOPPING |
+RUNNING  | leave                      | AWAY     |
+RUNNING  | grant(larger)              | RUNNING  | the turn grows
+STOPPING | check outside optimizer    | PARKED   | main thread acknowledges
+STOPPING | check in optimizer.step()  | STOPPING | nothing: parameters are half written
+STOPPING | leave                      | STOPPED  | main thread acknowledges
+STOPPING | grant(larger)              | STOPPING | kept: taken up right after the acknowledgement
+PARKED   | grant(larger)              | RUNNING  | the waiting thread goes on
+PARKED   | evict                      | STOPPED  | the waiting thread raises
+AWAY     | stop(current turn)         | STOPPED  | termination thread acknowledges at once
+AWAY     | enter, check               | RUNNING  |
+STOPPED  | grant(larger)              | AWAY     |
+STOPPED  | enter, check               | PARKED   | blocks
+any      | grant(not larger)          | same     | dropped
+any      | stop(older turn)           | same     | dropped
+the rest | stop(current turn)         | same     | dropped: accepted or acknowledged before
+any      | stop(a turn not yet here)  | same     | kept; accepted as soon as that turn is granted
+any      | evict                      | same     | sticky: the next check or enter outside the
+         |                            |          | optimizer answers a pending stop, then raises
+
+A gate starts as STOPPED with turn 0: a script computes only after its first grant.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable
+from typing import Literal
+
+from pipeswitch.errors import TaskPreempted
+
+Where = Literal["forward", "backward", "boundary", "loader"]
+OnParked = Callable[[int, int, Where], None]
+
+
+class GateState(enum.Enum):
+    """See the module's table."""
+
+    RUNNING = "running"
+    STOPPING = "stopping"
+    PARKED = "parked"
+    AWAY = "away"
+    STOPPED = "stopped"
+
+
+class Gate:
+    """Decides whether the main thread may compute; see the table above.
+
+    Args:
+        on_parked: called ``(turn, next_turn, where)`` exactly once per accepted stop, by the
+            thread that acknowledges it, **with the gate's lock held**: no grant can overtake
+            the acknowledgement. It must be short and must not wait for the other thread.
+
+    Attributes:
+        asked: false while there is nothing to look at; the hot path tests only this.
+        in_optimizer_step: set by the main thread around ``optimizer.step()``; while set, no
+            check parks or raises.
+        before_unwind: called once, by the main thread without the lock, before the first
+            ``TaskPreempted``: the place to commit. What it raises is raised.
+        stop_met_optimizer: the stop being acknowledged found the optimizer at work and had to
+            wait for it (such waits are reported apart). Valid inside ``on_parked``.
+    """
+
+    def __init__(self, on_parked: OnParked) -> None:
+        self.asked = True  # away: the first check must take the device
+        self.in_optimizer_step = False
+        self.stop_met_optimizer = False
+        self.before_unwind: Callable[[], None] | None = None
+        self._on_parked = on_parked
+        self._changed = threading.Condition(threading.RLock())
+        self._state = GateState.STOPPED
+        self._turn = 0  # the newest turn taken up; given up already in PARKED and STOPPED
+        self._granted = 0  # the newest turn granted, >= _turn
+        self._accepted: tuple[int, int] | None = None  # (turn, next_turn), unanswered: STOPPING
+        self._future: tuple[int, int] | None = None  # a stop for a turn not granted yet
+        self._where: Where = "boundary"  # where the main thread last waited or left
+        self._evicting = False
+        self._unwinding = False
+
+    # ------------------------------------------------------------------ main thread
+
+    def check(self, where: Where = "boundary") -> None:
+        """Go on if nothing is asked (an attribute test); park or raise otherwise.
+
+        Raises:
+            TaskPreempted: the task's memory is needed; raised again at every later check.
+        """
+        if self.asked:
+            self.answer(where)
+
+    def answer(self, where: Where) -> None:
+        """The slow half of ``check``: something is asked, or the device was left."""
+        if self.in_optimizer_step:
+            return
+        with self._changed:
+            if self._state is GateState.STOPPING:
+                self._acknowledge(where, GateState.PARKED)
+            self._take_device(where)
+            if not self._evicting:
+                return
+        self._unwind()
+
+    def enter(self) -> None:
+        """Take the device; blocks until a turn is granted. Nothing happens if it is held.
+
+        Raises:
+            TaskPreempted: as ``check``.
+        """
+        if self.asked:
+            self.answer("loader")
+
+    def leave(self, where: Where = "loader") -> None:
+        """Give the device up until ``enter``; counts as stopped. Never blocks, never raises."""
+        with self._changed:
+            self._where = where
+            if self._state is GateState.STOPPING:
+                self._acknowledge(where, GateState.STOPPED)
+                self._take_up_grant()
+            elif self._state is GateState.RUNNING:
+                self._state = GateState.AWAY
+            self._refresh()
+
+    # ------------------------------------------------------------------ termination thread
+
+    def request_stop(self, turn: int, next_turn: int) -> None:
+        """Ask for the device held under ``turn``; it goes to ``next_turn``."""
+        with self._changed:
+            if turn > self._turn:  # it overtook its grant
+                if self._future is None or turn > self._future[0]:
+                    self._future = (turn, next_turn)
+            elif turn == self._turn:
+                self._accept_stop(turn, next_turn)
+                self._refresh()
+
+    def grant(self, turn: int) -> None:
+        """Give the device to this task under ``turn``; not larger than the newest: dropped."""
+        with self._changed:
+            if turn > self._granted:
+                self._granted = turn
+                self._take_up_grant()
+                self._refresh()
+
+    def request_evict(self) -> None:
+        """Make the main thread unwind at its next check, also when it is parked. Sticky."""
+        with self._changed:
+            self._evicting = True
+            self._refresh()
+            self._changed.notify_all()
+
+    # ------------------------------------------------------------------ anybody
+
+    @property
+    def is_evicting(self) -> bool:
+        """An eviction was asked for; it stays so for the life of the gate."""
+        return self._evicting
+
+    @property
+    def state(self) -> GateState:
+        """For showing and for tests; deciding on it is a race."""
+        with self._changed:
+            return self._state
+
+    @property
+    def turn(self) -> int:
+        """The newest turn taken up."""
+        with self._changed:
+            return self._turn
+
+    # ------------------------------------------------------------------ with the lock held
+
+    def _accept_stop(self, turn: int, next_turn: int) -> None:
+        """A stop for the current turn; dropped where that turn is given up or asked back."""
+        if self._state is GateState.RUNNING:
+            self._accepted = (turn, next_turn)
+            self._state = GateState.STOPPING
+            self.stop_met_optimizer = self.in_optimizer_step
+        elif self._state is GateState.AWAY:
+            self._accepted = (turn, next_turn)
+            self._acknowledge(self._where, GateState.STOPPED)
+            self._take_up_grant()
+
+    def _acknowledge(self, where: Where, then: GateState) -> None:
+        """Answer the accepted stop, once; from here on the turn is no longer ours."""
+        assert self._accepted is not None
+        (turn, next_turn), self._accepted = self._accepted, None
+        self._state = then
+        self._where = where
+        self._on_parked(turn, next_turn, where)
+        self.stop_met_optimizer = False
+
+    def _take_up_grant(self) -> None:
+        """Take up the newest granted turn; a stop still unanswered goes first."""
+        if self._granted <= self._turn or self._state is GateState.STOPPING:
+            return
+        self._turn = self._granted
+        if self._state is GateState.PARKED:
+            self._state = GateState.RUNNING
+            self._changed.notify_all()
+        elif self._state is GateState.STOPPED:
+            self._state = GateState.AWAY
+        self._take_up_future_stop()
+
+    def _take_up_future_stop(self) -> None:
+        """Answer the stop that overtook the grant of the turn which has just come."""
+        if self._future is None or self._future[0] > self._turn:
+            return
+        (turn, next_turn), self._future = self._future, None
+        if turn == self._turn:  # else it named a turn that never came
+            self._accept_stop(turn, next_turn)
+
+    def _take_device(self, where: Where) -> None:
+        """Main thread: block until running, or until an eviction is asked for."""
+        self._take_up_grant()
+        while not self._evicting and self._state in (GateState.STOPPED, GateState.PARKED):
+            self._state, self._where = GateState.PARKED, where
+            self._changed.wait()
+            if self._state is GateState.STOPPING:  # asked back before this thread woke up
+                self._acknowledge(where, GateState.PARKED)
+                self._take_up_grant()
+        if self._evicting and self._state is GateState.PARKED:
+            self._state = GateState.STOPPED  # it unwinds now: no turn may set it running
+        elif not self._evicting and self._state is GateState.AWAY:
+            self._state = GateState.RUNNING
+        self._refresh()
+
+    def _refresh(self) -> None:
+        self.asked = self._evicting or self._state is not GateState.RUNNING
+
+    # ------------------------------------------------------------------ without the lock
+
+    def _unwind(self) -> None:
+        if not self._unwinding:
+            self._unwinding = True
+            if self.before_unwind is not None:
+                self.before_unwind()
+        raise TaskPreempted("the device memory of this task is needed")

@@ -1,0 +1,78 @@
+"""The public PyTorch hooks through which training looks at the gate.
+
+Forward: ``Module.register_forward_pre_hook`` on every module that owns parameters, and on leaf
+modules. Backward: ``Tensor.register_post_accumulate_grad_hook`` on one parameter per module; what
+it raises goes straight through ``backward()``. Optimizers: ``register_step_pre_hook`` and
+``register_step_post_hook``. (``register_full_backward_pre_hook`` would rewire the graph.)
+
+The hooks are module-level functions that find the gate in a module-level variable, not closures:
+so a script may still pickle or deep-copy its model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from .gate import Gate
+
+_gate: Gate | None = None
+
+
+class Removable(Protocol):
+    """A hook's handle."""
+
+    def remove(self) -> None: ...
+
+
+def look_at_the_gate_before_forward(module: nn.Module, args: Any) -> None:
+    """Forward pre-hook: park or unwind before this module computes."""
+    gate = _gate
+    if gate is not None and gate.asked:
+        gate.answer("forward")
+
+
+def look_at_the_gate_in_backward(parameter: torch.Tensor) -> None:
+    """Post-accumulate-grad hook: park or unwind when this module's gradient is done."""
+    gate = _gate
+    if gate is not None and gate.asked:
+        gate.answer("backward")
+
+
+def use_gate(gate: Gate | None) -> None:
+    """Make ``gate`` the one that all module hooks of this process look at."""
+    global _gate
+    _gate = gate
+
+
+def hook_modules(models: Iterable[nn.Module]) -> list[Removable]:
+    """Put the gate's hooks on every layer of ``models``; returns handles to remove them."""
+    handles: list[Removable] = []
+    seen: set[int] = set()
+    for model in models:
+        for module in model.modules():
+            own = list(module.parameters(recurse=False))
+            is_leaf = next(module.children(), None) is None
+            if id(module) in seen or not (own or is_leaf):
+                continue
+            seen.add(id(module))
+            handles.append(module.register_forward_pre_hook(look_at_the_gate_before_forward))
+            trained = next((p for p in own if p.requires_grad and id(p) not in seen), None)
+            if trained is not None:
+                seen.add(id(trained))
+                register: Any = trained.register_post_accumulate_grad_hook  # untyped in torch
+                handles.append(register(look_at_the_gate_in_backward))
+    return handles
+
+
+def hook_optimizer(
+    optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[], None]
+) -> list[Removable]:
+    """Call ``before`` and ``after`` around every ``optimizer.step()``."""
+    return [
+        optimizer.register_step_pre_hook(lambda *_: before()),
+        optimizer.register_step_post_hook(lambda *_: after()),
+    ]

@@ -1,0 +1,146 @@
+"""What a training session asks of its process: leases, commits, reports."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pipeswitch.commit_area import CommitArea
+from pipeswitch.devices.cpu import CpuPoolView, now_ms
+from pipeswitch.errors import PipeSwitchError, TaskPreempted, from_wire
+from pipeswitch.messages import (
+    ByteRange,
+    CommitStep,
+    JobReport,
+    LeaseGranted,
+    LeaseRefused,
+    LeaseRequest,
+    RunJob,
+    StepCommitted,
+)
+from pipeswitch.wire import Channel
+
+
+class JobHost:
+    """``TrainingHost`` over the worker's channels. The main thread asks, the termination
+    thread delivers the answers."""
+
+    device = "cpu"
+
+    def __init__(
+        self, message: RunJob, task: Channel, view: CpuPoolView, descriptors: Sequence[int]
+    ) -> None:
+        self._message = message
+        self._task = task
+        self._view = view
+        self._changed = threading.Condition()
+        self._lease: LeaseGranted | LeaseRefused | None = None
+        self._committed: StepCommitted | None = None
+        self._evicting = False
+        self._has_leased = False
+        self._image: bytes | None = None
+        if descriptors:
+            self._image = _last_image(descriptors[0], message.slot_bytes)
+            os.close(descriptors[0])
+
+    def now_ms(self) -> float:
+        return now_ms()
+
+    # -- main thread ---------------------------------------------------------------------------
+
+    def lease(self, slice_bytes: int, state_bytes: int) -> torch.Tensor:
+        """Ask for the job's slice and wait; the caller has left the device.
+
+        Raises:
+            OutOfDeviceMemory, HostStoreFull: it can never fit.
+            TaskPreempted: the job was evicted while it waited.
+        """
+        with self._changed:
+            self._lease = None
+        self._task.send(
+            LeaseRequest(
+                epoch=self._message.epoch, slice_bytes=slice_bytes, state_bytes=state_bytes
+            )
+        )
+        with self._changed:
+            while self._lease is None and not self._evicting:
+                self._changed.wait()
+            answer = self._lease
+        if answer is None:
+            raise TaskPreempted("evicted while waiting for device memory")
+        if isinstance(answer, LeaseRefused):
+            raise from_wire(answer.error, answer.message, "", answer.data)
+        slice_tensor = self._view.slice_bytes(answer.offset_bytes, slice_bytes)
+        if self._has_leased:
+            slice_tensor.zero_()  # the first slice again, for the next phase
+        self._has_leased = True
+        return slice_tensor
+
+    def begin_commit(self, step: int, ranges: Sequence[tuple[int, int]]) -> None:
+        """Let the daemon copy these pieces of the slice; returns at once."""
+        with self._changed:
+            self._committed = None
+        self._task.send(
+            CommitStep(
+                epoch=self._message.epoch,
+                step=step,
+                ranges=tuple(ByteRange(offset_bytes=o, size_bytes=s) for o, s in ranges),
+            )
+        )
+
+    def wait_commit(self) -> float:
+        """Wait for the acknowledgement of the last ``begin_commit``; its duration in ms.
+
+        Raises:
+            PipeSwitchError: the daemon could not copy it; the older commit is intact.
+        """
+        with self._changed:
+            while self._committed is None:
+                self._changed.wait()
+            answer = self._committed
+        if answer.error:
+            raise PipeSwitchError(f"commit of step {answer.step} failed: {answer.error}")
+        return answer.copy_ms
+
+    def restore(self) -> memoryview | None:
+        """The last committed image, or None."""
+        return memoryview(self._image) if self._image is not None else None
+
+    def report(self, kind: str, **values: Any) -> None:
+        self._task.send(JobReport(epoch=self._message.epoch, kind=kind, values=values))
+
+    # -- termination thread --------------------------------------------------------------------
+
+    def lease_answered(
+        self, message: LeaseGranted | LeaseRefused, descriptors: Sequence[int]
+    ) -> None:
+        for descriptor in descriptors:
+            os.close(descriptor)  # the daemon writes commits; we only read them when we start
+        with self._changed:
+            self._lease = message
+            self._changed.notify_all()
+
+    def commit_answered(self, message: StepCommitted) -> None:
+        with self._changed:
+            self._committed = message
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """An eviction was asked for: a wait for memory ends."""
+        with self._changed:
+            self._evicting = True
+            self._changed.notify_all()
+
+
+def _last_image(descriptor: int, slot_bytes: int) -> bytes | None:
+    """A private copy of the newest complete commit (the area goes on being written)."""
+    area = CommitArea(descriptor, slot_bytes)
+    try:
+        commit = area.newest()
+        return bytes(area.image(commit)) if commit is not None else None
+    finally:
+        area.close()

@@ -1,0 +1,204 @@
+"""Entry of a worker process: run model code when told to, and be expected to die now and then.
+
+Two threads (PipeSwitch 3): the main thread executes; the termination thread reads the signal
+channel and raises the gate's flag. The two channels have no order between them: every message
+carries the epoch it speaks of.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import threading
+from collections.abc import Sequence
+
+from pipeswitch.devices.cpu import CpuPoolView, now_ms
+from pipeswitch.messages import (
+    Cleaned,
+    EvictTask,
+    Exit,
+    ForgetModel,
+    GrantTurn,
+    LeaseGranted,
+    LeaseRefused,
+    Message,
+    ModelPrepared,
+    Parked,
+    PrepareModel,
+    RunInference,
+    RunJob,
+    StepCommitted,
+    StopTask,
+    WorkerReady,
+    WorkerSettings,
+)
+from pipeswitch.wire import Channel, channel_from
+
+from .gate import Gate, Where
+from .host import JobHost
+from .inference import Programs, infer
+from .pool import RequestPool
+from .script import run_script
+
+
+def run(settings: WorkerSettings, descriptors: Sequence[int]) -> int:
+    """Set up, announce readiness, loop, leave.
+
+    ``descriptors``: task channel, signal channel, models, work, board, pool, then all bells.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who leaves when is the controller's decision
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()
+    import torch
+
+    torch.set_num_threads(settings.threads)
+    task, control = channel_from(descriptors[0]), channel_from(descriptors[1])
+    models, work, board, pool = descriptors[2:6]
+    bells = list(descriptors[6:])
+    view = CpuPoolView(
+        models=models,
+        work=work,
+        board=board,
+        bell=bells[settings.slot],
+        bells=bells,
+        arena_bytes=settings.arena_bytes,
+        words=settings.words,
+    )
+    worker = Worker(settings, task, control, view, RequestPool(pool, settings.pool_bytes))
+    worker.start()
+    return worker.serve()
+
+
+class Worker:
+    """The two threads' common ground: channels, gate, and the job's host."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        task: Channel,
+        control: Channel,
+        view: CpuPoolView,
+        pool: RequestPool,
+    ) -> None:
+        self._settings = settings
+        self._task = task
+        self._control = control
+        self._view = view
+        self._pool = pool
+        self._programs = Programs(view)
+        self._gate = Gate(self._on_parked)
+        self._host: JobHost | None = None
+        self._stop_asked_at_ms = 0.0
+        self._next_slot = 0
+        self._job_epoch = 0
+        self._job_known = threading.Event()
+
+    def start(self) -> None:
+        threading.Thread(target=self._listen, name="termination", daemon=True).start()
+        self._task.send(WorkerReady(slot=self._settings.slot, pid=os.getpid()))
+
+    # -- main thread ---------------------------------------------------------------------------
+
+    def serve(self) -> int:
+        """One blocking call, one task at a time, until told to leave."""
+        while True:
+            received = self._task.receive()
+            if received is None:
+                os._exit(0)  # the controller is gone; nobody wants a clean end
+            message, descriptors = received
+            match message:
+                case RunInference():
+                    infer(message, self._programs, self._pool, self._view, self._task)
+                    self._task.send(Cleaned(epoch=message.epoch))
+                case PrepareModel():
+                    self._prepare(message)
+                case ForgetModel(model=model):
+                    self._programs.forget(model)
+                case RunJob():
+                    return self._run_job(message, descriptors)
+                case Exit():
+                    return 0
+                case _:
+                    raise ValueError(f"a worker cannot take a {type(message).__name__}")
+
+    def _prepare(self, message: PrepareModel) -> None:
+        began, error = now_ms(), ""
+        try:
+            self._programs.prepare(message)
+        except Exception as problem:  # a model's own code: reported, and tried again on demand
+            error = f"{type(problem).__name__}: {problem}"[:2000]
+        self._task.send(
+            ModelPrepared(
+                model=message.model,
+                digest=message.digest,
+                prepare_ms=now_ms() - began,
+                error=error,
+            )
+        )
+
+    def _run_job(self, message: RunJob, descriptors: Sequence[int]) -> int:
+        """Run a training script; this process retires afterwards, whatever the script did to it.
+
+        A script leaves modules, threads and patches behind. A fresh fork costs 10 ms, so
+        "cleaning" a worker that ran user code is replacing it (ADR 0005).
+        """
+        self._programs.clear()
+        self._host = JobHost(message, self._task, self._view, descriptors)
+        self._job_epoch = message.epoch
+        self._job_known.set()
+        if message.turn:
+            self._gate.grant(message.turn)
+        ended = run_script(message, self._host, self._gate)
+        self._task.send(ended)
+        return 0
+
+    # -- termination thread --------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Translate control messages; end of file means the controller is gone."""
+        while True:
+            received = self._control.receive()
+            if received is None:
+                os._exit(0)
+            message, descriptors = received
+            self._obey(message, descriptors)
+
+    def _obey(self, message: Message, descriptors: Sequence[int]) -> None:
+        # A signal may overtake its RunJob on the other channel: wait until the job is known.
+        self._job_known.wait()
+        host = self._host
+        assert host is not None
+        if getattr(message, "epoch", self._job_epoch) != self._job_epoch:
+            return
+        match message:
+            case StopTask():
+                self._stop_asked_at_ms = now_ms()
+                self._next_slot = message.next_slot
+                self._gate.request_stop(message.turn, message.next_turn)
+            case GrantTurn():
+                self._gate.grant(message.turn)
+            case EvictTask():
+                self._gate.request_evict()
+                host.wake()
+            case LeaseGranted() | LeaseRefused():
+                host.lease_answered(message, descriptors)
+            case StepCommitted():
+                host.commit_answered(message)
+            case _:
+                raise ValueError(f"a worker cannot obey a {type(message).__name__}")
+
+    def _on_parked(self, turn: int, next_turn: int, where: Where) -> None:
+        """Called by whichever thread parks, with the gate's lock held: pass the device on."""
+        if next_turn:
+            self._view.raise_turn(next_turn, self._next_slot)
+        self._control.send(
+            Parked(
+                epoch=self._job_epoch,  # type: ignore[arg-type]
+                turn=turn,  # type: ignore[arg-type]
+                next_turn=next_turn,  # type: ignore[arg-type]
+                where=where,
+                asked_at_ms=self._stop_asked_at_ms,
+                parked_at_ms=now_ms(),
+            )
+        )

@@ -1,0 +1,85 @@
+"""Run a user's training script in this worker and say how it ended (DESIGN 5)."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from typing import Literal
+
+from pipeswitch import job as job_api
+from pipeswitch.errors import TaskPreempted
+from pipeswitch.messages import JobEnded, RunJob
+
+from .gate import Gate
+from .host import JobHost
+from .training import TrainingSession
+
+Outcome = Literal["done", "preempted", "failed"]
+
+
+def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
+    """Run ``message.entry`` from the top; ``TaskPreempted`` is caught here and nowhere else."""
+    _redirect_output(message.log_path)
+    session = TrainingSession(host, gate, commit_every_ms=message.commit_every_ms)
+    job_api._install(session)
+    outcome: Outcome = "done"
+    kind, text = "", ""
+    try:
+        session.begin()
+        _run_entry(message)
+        if gate.is_evicting:
+            outcome = "preempted"  # it was asked to go, and goes: resumes near its end
+        else:
+            session.finish()
+    except TaskPreempted:
+        outcome = "preempted"
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0):
+            outcome, kind, text = "failed", "SystemExit", f"exit status {leaving.code}"
+        else:
+            session.finish()
+    except BaseException as error:  # user code may raise anything, KeyboardInterrupt included
+        traceback.print_exc()
+        outcome, kind, text = "failed", type(error).__name__, str(error)[:2000]
+    finally:
+        session.close()
+    _flush()
+    return JobEnded(
+        epoch=message.epoch,
+        outcome=outcome,
+        step=session.step,
+        error_type=kind,
+        error_text=text,
+    )
+
+
+def _run_entry(message: RunJob) -> None:
+    if message.entry.endswith(".py"):
+        path = Path(message.entry).resolve()
+        sys.path.insert(0, str(path.parent))
+        sys.argv = [str(path), *message.args]
+        os.chdir(path.parent)
+        runpy.run_path(str(path), run_name="__main__")
+        return
+    module_name, _, attribute = message.entry.partition(":")
+    sys.argv = [message.entry, *message.args]
+    function = getattr(importlib.import_module(module_name), attribute or "main")
+    function()
+
+
+def _redirect_output(path: str) -> None:
+    """stdout and stderr of the job, of its C code too, go to its log."""
+    _flush()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()

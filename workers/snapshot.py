@@ -1,0 +1,230 @@
+"""Small state that moves within a step: random generators, options, schedulers, data position.
+
+What is captured here is taken at every commit point, so it must stay cheap: tens of microseconds.
+Parameters and optimizer tensors are not here; they do not move before ``optimizer.step()``.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from pipeswitch import tagged
+from pipeswitch.errors import InvalidInput
+from pipeswitch.job import InexactResumeWarning
+
+from .torch_private import advance_sampler, is_plain_map_loader, version
+
+SMALL_BYTES: Final = 1 << 16  # attachments up to here are copied at once; larger ones are watched
+
+
+class RandomState:
+    """The global generators of torch, python and numpy (and of the CUDA device, if any)."""
+
+    def __init__(self, device: str) -> None:
+        self._torch = torch.get_rng_state()
+        self._python = random.getstate()
+        self._numpy: Any = np.random.get_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.startswith("cuda") else None
+
+    def restore(self, device: str) -> None:
+        """Put the generators back to where they were."""
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        if self._cuda is not None and device.startswith("cuda"):
+            torch.cuda.set_rng_state(self._cuda, device)
+
+    def values(self) -> tuple[Any, ...]:
+        """For ``tagged``: arrays instead of 625 python integers."""
+        kind, words, gauss = self._python
+        return (self._torch, (kind, np.array(words, np.uint32), gauss), self._numpy, self._cuda)
+
+    @classmethod
+    def from_values(cls, values: tuple[Any, ...]) -> RandomState:
+        """Inverse of ``values``."""
+        state = cls.__new__(cls)
+        state._torch, (kind, words, gauss), state._numpy, state._cuda = values
+        state._python = (kind, tuple(int(word) for word in words), gauss)
+        return state
+
+
+class Captured:
+    """A tagged value as it was: small attachments copied, large tensors watched by version."""
+
+    def __init__(self, value: Any) -> None:
+        self.data, attachments = tagged.encode(value)
+        self._parts: list[bytes | tuple[torch.Tensor, int]] = []
+        for part in attachments:
+            watch = part.size_bytes > SMALL_BYTES and isinstance(part.source, torch.Tensor)
+            self._parts.append((part.source, version(part.source)) if watch else part.read())
+
+    def is_intact(self) -> bool:
+        """No watched tensor was written since."""
+        return all(
+            version(part[0]) == part[1] for part in self._parts if not isinstance(part, bytes)
+        )
+
+    def read(self) -> list[bytes]:
+        """The attachments' bytes."""
+        return [
+            part if isinstance(part, bytes) else tagged.Attachment(part[0], 0).read()
+            for part in self._parts
+        ]
+
+
+def named(value: Any, what: str) -> dict[str, Any]:
+    """One object, several or a dict of them, as a dict with stable names."""
+    if value is None:
+        return {}
+    if hasattr(value, "state_dict") or isinstance(value, _GENERATORS):
+        return {what: value}
+    if isinstance(value, Mapping):
+        return {str(key): item for key, item in value.items()}
+    if isinstance(value, Iterable):
+        return {str(index): item for index, item in enumerate(value)}
+    raise InvalidInput(
+        f"{what}: a {type(value).__name__} has no state_dict()",
+        hint="pass an object with state_dict and load_state_dict, or several in a list or dict",
+    )
+
+
+_GENERATORS: Final = (torch.Generator, np.random.Generator, random.Random)
+
+
+def state_of(item: Any) -> Any:
+    """The state of one scheduler, EMA, GradScaler or generator."""
+    if isinstance(item, torch.Generator):
+        return item.get_state()
+    if isinstance(item, np.random.Generator):
+        return item.bit_generator.state
+    if isinstance(item, random.Random):
+        return item.getstate()
+    return item.state_dict()
+
+
+def load_state(item: Any, state: Any) -> None:
+    """Inverse of ``state_of``."""
+    if isinstance(item, torch.Generator):
+        item.set_state(state)
+    elif isinstance(item, np.random.Generator):
+        item.bit_generator.state = state
+    elif isinstance(item, random.Random):
+        item.setstate(state)
+    else:
+        item.load_state_dict(state)
+
+
+@dataclass(frozen=True)
+class DataState:
+    """Where a loader stood: its own generators and, where it has one, its ``state_dict()``."""
+
+    generators: list[torch.Tensor]
+    own: Any  # of the loader or its dataset; None without
+
+
+class DataPosition:
+    """One loader's place in its data: captured, and taken up again without fetching the data."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._generators = _generators_of(loader)
+        self._keeper = _state_keeper(loader)
+
+    def capture(self) -> DataState:
+        """Cheap; called at every commit point, with no fetch under way."""
+        own = None if self._keeper is None else self._keeper.state_dict()
+        return DataState([generator.get_state() for generator in self._generators], own)
+
+    def restore_generators(self, state: DataState) -> None:
+        """Put the loader's own generators back."""
+        for generator, value in zip(self._generators, state.generators, strict=True):
+            generator.set_state(value)
+
+    def open_new(self) -> Iterator[Any]:
+        """An iterator from the start."""
+        return iter(self._loader)
+
+    def open_at(self, batches: int, state: DataState) -> Iterator[Any]:
+        """An iterator that continues behind ``batches``; the generators are as at loop entry.
+
+        Raises:
+            InvalidInput: the loader has fewer batches than were already used.
+        """
+        if self._keeper is self._loader:
+            self._keeper.load_state_dict(state.own)
+            return iter(self._loader)
+        if self._keeper is not None:
+            self._keeper.load_state_dict(state.own)
+        iterator: Iterator[Any] = iter(self._loader)
+        is_iterable = isinstance(getattr(self._loader, "dataset", None), IterableDataset)
+        if self._keeper is not None and is_iterable:
+            return iterator
+        try:
+            plain = is_plain_map_loader(self._loader)
+            if not (plain and advance_sampler(iterator, batches)):
+                for _ in range(batches):
+                    next(iterator)
+        except StopIteration:
+            raise InvalidInput(
+                f"{batches} batches were used before the interruption, but the loader has fewer now"
+            ) from None
+        if self._keeper is not None:
+            self._keeper.load_state_dict(state.own)
+        return iterator
+
+    def warn_if_inexact(self) -> bool:
+        """Say once what could not be resumed exactly; true when something was said."""
+        loader = self._loader
+        if self._keeper is loader:
+            return False
+        if isinstance(loader, DataLoader):
+            if loader.num_workers > 0:
+                why = "it has worker processes: a resume fetches and drops all batches used so far"
+                if loader.persistent_workers:
+                    why += ", and what persistent workers drew in earlier epochs is lost"
+            elif isinstance(loader.dataset, IterableDataset) and self._keeper is None:
+                why = "its dataset is iterable: a resume fetches and drops all batches used so far"
+            else:
+                return False
+        elif isinstance(loader, Iterator):
+            why = "it is a one-shot iterator: a resume drops as many batches as were used"
+        else:
+            return False
+        warnings.warn(
+            f"job.steps({type(loader).__name__}): {why}; exact only if data and order depend on "
+            "nothing but seeds. A loader or dataset with state_dict() resumes exactly and fast",
+            InexactResumeWarning,
+            stacklevel=5,
+        )
+        return True
+
+
+def _generators_of(loader: Any) -> list[torch.Generator]:
+    """The loader's and its samplers' own generators (public attributes), each once."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    owners = (
+        loader,
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+        getattr(loader, "dataset", None),
+    )
+    found = {id(g): g for g in (getattr(owner, "generator", None) for owner in owners)}
+    return [g for g in found.values() if isinstance(g, torch.Generator)]
+
+
+def _state_keeper(loader: Any) -> Any:
+    """The loader, or the dataset it fetches in this process, if it can store its state."""
+    in_process = getattr(loader, "num_workers", 0) == 0
+    for candidate in (loader, getattr(loader, "dataset", None) if in_process else None):
+        if hasattr(candidate, "state_dict") and hasattr(candidate, "load_state_dict"):
+            return candidate
+    return None

@@ -1,0 +1,58 @@
+"""Every private name of PyTorch that training relies on, each with its public fallback.
+
+Nothing else under ``workers/training*.py`` touches an underscore of torch. Tested on torch 2.15;
+where a name is gone, the fallback is slower or loses nothing but a warning.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+
+def advance_sampler(iterator: Any, batches: int) -> bool:
+    """Draw ``batches`` index lists from a DataLoader iterator without fetching any data.
+
+    Returns:
+        False when this iterator has no such way in (worker processes, iterable datasets, another
+        torch): the caller fetches and drops instead, which is public, exact and slow.
+
+    Raises:
+        StopIteration: the sampler has fewer batches.
+    """
+    if type(iterator).__name__ != "_SingleProcessDataLoaderIter":
+        return False
+    next_index = getattr(iterator, "_next_index", None)
+    if next_index is None:
+        return False
+    for _ in range(batches):
+        next_index()
+    if hasattr(iterator, "_num_yielded"):
+        iterator._num_yielded += batches
+    return True
+
+
+def is_plain_map_loader(loader: Any) -> bool:
+    """A DataLoader without worker processes over a map-style dataset (public attributes)."""
+    return (
+        isinstance(loader, DataLoader)
+        and loader.num_workers == 0
+        and not isinstance(loader.dataset, IterableDataset)
+    )
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Counts in-place writes (autograd's own counter); not those through ``.data``."""
+    return tensor._version
+
+
+def optimizer_was_called(optimizer: torch.optim.Optimizer) -> bool:
+    """What a scheduler looks at to warn of ``scheduler.step()`` before ``optimizer.step()``."""
+    return bool(getattr(optimizer, "_opt_called", False))
+
+
+def mark_optimizer_called(optimizer: torch.optim.Optimizer) -> None:
+    """Spare a resumed script that warning: the call was made before the preemption."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]

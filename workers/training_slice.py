@@ -1,0 +1,371 @@
+"""The memory of a training job: one slice of the arena, and which tensor lies where in it.
+
+    [state area | past phases | parameters | optimizer | buffer snapshot | gradients | buffers]
+    |<------------------------- the commit image --------------------------->|
+
+The image is one contiguous range, so committing is one copy; gradients end it only when a commit
+point has leftovers. Live buffers move in forward, so an image holds their snapshot instead.
+Rebinding keeps every Python object: identity, hooks and optimizers stay valid.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from pipeswitch.errors import InvalidInput, OutOfDeviceMemory
+from pipeswitch.programs.layout import aligned
+
+TENSOR_BYTES: Final = 64  # cache line, and what torch's own cpu allocator aligns to
+AREA_BYTES: Final = 512
+FALLBACK_STATE_FACTOR: Final = 2  # an optimizer that does not run on meta: two moments, like Adam
+
+
+@dataclass
+class Place:
+    """One tensor's place in the slice."""
+
+    name: str
+    offset_bytes: int
+    size_bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def entry(self) -> dict[str, Any]:
+        """As the image's JSON names it."""
+        return {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "shape": list(self.shape),
+            "stride": list(self.stride),
+            "offset": self.offset_bytes,
+            "size": self.size_bytes,
+        }
+
+
+class Area:
+    """A stretch of the slice, filled front to back."""
+
+    def __init__(self, name: str, offset_bytes: int, capacity_bytes: int) -> None:
+        self.name = name
+        self.offset_bytes = offset_bytes
+        self.capacity_bytes = aligned(capacity_bytes, AREA_BYTES)
+        self.used_bytes = 0
+
+    @property
+    def end_bytes(self) -> int:
+        """Offset of the next area."""
+        return self.offset_bytes + self.capacity_bytes
+
+    def place(self, name: str, tensor: torch.Tensor) -> Place:
+        """Take the next place for a tensor like ``tensor``.
+
+        Raises:
+            OutOfDeviceMemory: the area is full.
+        """
+        size = tensor.numel() * tensor.element_size()
+        start = self.used_bytes
+        if start + aligned(size, TENSOR_BYTES) > self.capacity_bytes:
+            raise OutOfDeviceMemory(
+                f"{name}: the job's {self.name} outgrew the {self.capacity_bytes} bytes measured "
+                "when its first loop began",
+                hint="pass every model and optimizer to the first job.steps, complete",
+                requested_bytes=start + size,
+                largest_free_bytes=self.capacity_bytes,
+            )
+        self.used_bytes = start + aligned(size, TENSOR_BYTES)
+        stride = tuple(tensor.stride()) if is_dense(tensor) else row_major(tensor.shape)
+        return Place(
+            name, self.offset_bytes + start, size, tensor.dtype, tuple(tensor.shape), stride
+        )
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Its elements fill one stretch of memory without holes or overlap, in any order."""
+    expected = 1
+    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if extent == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= extent
+    return tensor.numel() > 0
+
+
+def row_major(shape: Iterable[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    stride, expected = [], 1
+    for extent in reversed(tuple(shape)):
+        stride.append(expected)
+        expected *= max(extent, 1)
+    return tuple(reversed(stride))
+
+
+@dataclass
+class TrainedObjects:
+    """What one phase trains; the same objects in every loop of the phase."""
+
+    models: Mapping[str, nn.Module]
+    optimizers: Mapping[str, torch.optim.Optimizer]
+    schedulers: Mapping[str, Any]
+    extras: Mapping[str, Any]
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    owners: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)  # of each buffer
+    modules: list[nn.Module] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        seen: set[int] = set()
+        for key, model in self.models.items():
+            for path, module in model.named_modules(prefix=key):
+                self.modules.append(module)
+                for name, parameter in module.named_parameters(recurse=False):
+                    self._add(f"{path}.{name}", parameter, seen)
+                for name, buffer in module.named_buffers(recurse=False):
+                    if id(buffer) not in seen:
+                        seen.add(id(buffer))
+                        self.buffers[f"{path}.{name}"] = buffer
+                        self.owners[f"{path}.{name}"] = (module, name)
+        for key, optimizer in self.optimizers.items():
+            for g, group in enumerate(optimizer.param_groups):
+                for i, parameter in enumerate(group["params"]):
+                    self._add(f"optimizer.{key}.{g}.{i}", parameter, seen)
+
+    def _add(self, name: str, parameter: torch.Tensor, seen: set[int]) -> None:
+        if id(parameter) in seen:
+            return
+        seen.add(id(parameter))
+        if parameter.layout is not torch.strided or parameter.is_quantized:
+            raise InvalidInput(f"{name}: only dense parameters can be trained here")
+        self.parameters[name] = parameter  # type: ignore[assignment]
+
+    def is_same(self, other: TrainedObjects) -> bool:
+        """The very same objects."""
+        pairs = ((self.models, other.models), (self.optimizers, other.optimizers),
+                 (self.schedulers, other.schedulers), (self.extras, other.extras))  # fmt: skip
+        return all(a.keys() == b.keys() and all(a[key] is b[key] for key in a) for a, b in pairs)
+
+
+def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes the optimizer's state tensors will take, by one dry step on the meta device.
+
+    Works for any optimizer whose ``step`` runs on meta tensors (torch's Adam, AdamW, SGD,
+    RMSprop, Adagrad, ...). Otherwise an estimate: twice the parameters; outgrowing it is an
+    ``OutOfDeviceMemory`` that says so.
+    """
+    dry = copy.copy(optimizer)  # shares nothing that the next lines do not replace; no hooks
+    dry.state = defaultdict(dict)
+    dry.param_groups = []
+    estimate = 0
+    for group in optimizer.param_groups:
+        metas = []
+        for parameter in group["params"]:
+            meta = nn.Parameter(torch.empty_like(parameter, device="meta"))
+            meta.grad = torch.empty_like(meta)
+            metas.append(meta)
+            estimate += FALLBACK_STATE_FACTOR * aligned(_bytes_of(parameter), TENSOR_BYTES)
+            if parameter in optimizer.state:
+                dry.state[meta] = _on_meta(optimizer.state[parameter])
+        plain = {k: False for k in ("fused", "foreach", "capturable") if group.get(k)}
+        dry.param_groups.append({**copy.copy(group), **plain, "params": metas})
+    try:
+        type(optimizer).step(dry)
+    except Exception:  # whatever a foreign optimizer raises on meta: only the size is at stake
+        return estimate + 4096 * sum(len(group["params"]) for group in optimizer.param_groups)
+    return sum(aligned(_bytes_of(tensor), TENSOR_BYTES) for _, tensor in state_tensors(dry))
+
+
+def _on_meta(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: (value.to("meta") if value.dim() else value.clone())
+        if isinstance(value, torch.Tensor)
+        else copy.copy(value)
+        for key, value in state.items()
+    }
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, torch.Tensor]]:
+    """((parameter, key), tensor) for every tensor directly in the optimizer's state."""
+    for parameter, state in optimizer.state.items():
+        if isinstance(parameter, torch.Tensor):
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    yield (parameter, key), value
+
+
+class TrainingSlice:
+    """Layout first (sizes only), then ``bind`` to the leased memory."""
+
+    def __init__(self, objects: TrainedObjects, state_bytes: int, past_bytes: int) -> None:
+        self.objects = objects
+        parameters = _padded_bytes(objects.parameters.values())
+        buffers = _padded_bytes(objects.buffers.values())
+        optimizer = sum(map(optimizer_state_bytes, objects.optimizers.values()))
+        self.state = Area("state (scheduler, extra_state, ...)", 0, state_bytes)
+        self.past = Area("past phases", self.state.end_bytes, past_bytes)
+        self.parameters = Area("parameters", self.past.end_bytes, parameters)
+        self.optimizer = Area("optimizer state", self.parameters.end_bytes, optimizer)
+        self.snapshot = Area("buffers", self.optimizer.end_bytes, buffers)
+        self.gradients = Area("gradients", self.snapshot.end_bytes, parameters)
+        self.buffers = Area("buffers", self.gradients.end_bytes, buffers)
+        self.places: dict[str, Place] = {}  # of the image, without gradients
+        self.gradient_places: dict[str, Place] = {}
+        self._buffer_places: dict[str, Place] = {}
+        self._homes: dict[tuple[str, int, Any], tuple[Place, torch.Tensor]] = {}
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._bound: list[tuple[torch.Tensor, Place]] = []
+        for name, parameter in objects.parameters.items():
+            self.places[name] = self.parameters.place(name, parameter)
+            self.gradient_places[name] = self.gradients.place(f"{name}.grad", parameter)
+        for name, buffer in objects.buffers.items():
+            self.places[name] = self.snapshot.place(name, buffer)
+            self._buffer_places[name] = self.buffers.place(name, buffer)
+
+    @property
+    def slice_bytes(self) -> int:
+        """What to lease."""
+        return self.buffers.end_bytes
+
+    @property
+    def image_bytes(self) -> int:
+        """The largest commit image."""
+        return self.gradients.end_bytes
+
+    def bind(self, memory: torch.Tensor) -> None:
+        """Move parameters, buffers and present optimizer state into ``memory`` (the lease)."""
+        self._memory = memory
+        for name, parameter in self.objects.parameters.items():
+            self._move(parameter, self.places[name])
+        for name, buffer in self.objects.buffers.items():
+            self._move(buffer, self._buffer_places[name])
+        self.adopt_optimizer_state()
+
+    def unbind(self) -> None:
+        """Move everything back to memory of its own: the lease is about to be given back."""
+        with torch.no_grad():
+            for tensor, _ in self._bound:
+                rebind(tensor, tensor.detach().clone())
+        self._bound.clear()
+        self._homes.clear()
+
+    def adopt_optimizer_state(self) -> bool:
+        """Move state tensors that are new, or were replaced, into the slice.
+
+        Returns:
+            True when the layout changed (new names).
+
+        Raises:
+            OutOfDeviceMemory: more state than the dry run foresaw.
+        """
+        changed = False
+        names = {id(p): name for name, p in self.objects.parameters.items()}
+        for key, optimizer in self.objects.optimizers.items():
+            for (parameter, state_key), tensor in state_tensors(optimizer):
+                if not self.holds(tensor):
+                    continue
+                home = self._homes.get((key, id(parameter), state_key))
+                if home is not None and home[1] is tensor:
+                    continue
+                if home is not None and not _fits(home[0], tensor):
+                    raise OutOfDeviceMemory(f"optimizer {key}: state {state_key!r} changed shape")
+                if home is None:
+                    name = f"optimizer.{key}.state.{names[id(parameter)]}.{state_key}"
+                    place = self.optimizer.place(name, tensor)
+                    changed = True
+                else:
+                    place = home[0]
+                self.places[place.name] = place
+                self._move(tensor, place)
+                self._homes[key, id(parameter), state_key] = (place, tensor)
+        return changed
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """State on the slice's device, dense in memory, can lie in the slice."""
+        return tensor.device.type == self._memory.device.type and tensor.layout is torch.strided
+
+    def home_of(self, optimizer: str, parameter: torch.Tensor, key: Any) -> Place | None:
+        """Where a state tensor lies, if in the slice."""
+        home = self._homes.get((optimizer, id(parameter), key))
+        return None if home is None else home[0]
+
+    def view(self, place: Place) -> torch.Tensor:
+        """A tensor over a place, with a storage of just its bytes.
+
+        On cpu its own storage, so that ``torch.save`` of a parameter does not write the arena.
+        """
+        raw = self.bytes_at(place.offset_bytes, place.size_bytes)
+        flat = raw.view(place.dtype)
+        return flat.as_strided(place.shape, place.stride, flat.storage_offset())
+
+    def bytes_at(self, offset_bytes: int, size_bytes: int) -> torch.Tensor:
+        """Raw bytes of the slice."""
+        part = self._memory[offset_bytes : offset_bytes + size_bytes]
+        return torch.from_numpy(part.numpy()) if part.device.type == "cpu" else part
+
+    def snapshot_buffers(self) -> None:
+        """Copy the live buffers to the snapshot: one copy, plus those the model replaced.
+
+        Raises:
+            InvalidInput: a buffer changed its shape or type.
+        """
+        size = self.snapshot.used_bytes
+        if size:
+            target = self.bytes_at(self.snapshot.offset_bytes, size)
+            target.copy_(self.bytes_at(self.buffers.offset_bytes, size))
+        for name, (module, key) in self.objects.owners.items():
+            now = getattr(module, key, None)
+            if now is not self.objects.buffers[name]:
+                place = self.places[name]
+                if now is None or not _fits(place, now):
+                    raise InvalidInput(f"buffer {name} changed its shape or type; cannot commit")
+                self.view(place).copy_(now)
+
+    def write(self, offset_bytes: int, raw: memoryview | bytes) -> None:
+        """Copy bytes into the slice."""
+        target = self.bytes_at(offset_bytes, len(raw))
+        if target.device.type == "cpu":
+            np.copyto(target.numpy(), np.frombuffer(raw, np.uint8))
+        elif len(raw):
+            target.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+
+    def restore_buffer(self, name: str, raw: memoryview) -> None:
+        """Write a committed buffer back into the one that the model uses now."""
+        module, key = self.objects.owners[name]
+        place = self._buffer_places[name]
+        self.write(place.offset_bytes, raw)
+        now = getattr(module, key, None)
+        if now is not None and now is not self.objects.buffers[name]:
+            now.copy_(self.view(place))
+
+    def _move(self, tensor: torch.Tensor, place: Place) -> None:
+        with torch.no_grad():
+            view = self.view(place)
+            view.copy_(tensor)
+            if place.size_bytes:
+                rebind(tensor, view)
+                self._bound.append((tensor, place))
+
+
+def rebind(tensor: torch.Tensor, memory: torch.Tensor) -> None:
+    """Let ``tensor``, the same object, lie where ``memory`` lies."""
+    offset = int(memory.storage_offset())
+    tensor.set_(memory.untyped_storage(), offset, memory.shape, memory.stride())
+
+
+def _padded_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(aligned(_bytes_of(tensor), TENSOR_BYTES) for tensor in tensors)
+
+
+def _fits(place: Place, tensor: torch.Tensor) -> bool:
+    return place.dtype == tensor.dtype and place.shape == tuple(tensor.shape)
