@@ -13,17 +13,12 @@ from math import prod
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
+from pipeswitch.errors import RegistrationRefused
 from pipeswitch.programs.layout import ITEM_BYTES, Manifest, TensorSpec
-from pipeswitch.programs.spec import weights_file
+from pipeswitch.programs.spec import load_manifest, weights_file
 
-MANIFEST_NAME: Final = "manifest.json"
 PIECE_BYTES: Final = 16 << 20  # per system call; the interpreter lock is free meanwhile
-MAX_MANIFEST_BYTES: Final = 64 << 20
 _ZEROS: Final = bytes(1 << 20)
-
-_manifest_decoder = msgspec.json.Decoder(Manifest)
 
 
 class UnusableModel(Exception):
@@ -36,15 +31,10 @@ def read_manifest(directory: Path) -> Manifest:
     Raises:
         UnusableModel: missing, malformed, or tensors that overlap or do not fit.
     """
-    path = directory / MANIFEST_NAME
     try:
-        if path.stat().st_size > MAX_MANIFEST_BYTES:
-            raise UnusableModel(f"{MANIFEST_NAME} is larger than {MAX_MANIFEST_BYTES} bytes")
-        manifest = _manifest_decoder.decode(path.read_bytes())
-    except OSError as error:
-        raise UnusableModel(f"{MANIFEST_NAME}: {error.strerror}") from None
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise UnusableModel(f"{MANIFEST_NAME} is malformed: {error}") from None
+        manifest = load_manifest(directory)
+    except RegistrationRefused as error:
+        raise UnusableModel(error.message) from None
     position = 0
     for tensor in in_order(manifest):
         item_bytes = ITEM_BYTES.get(tensor.dtype)

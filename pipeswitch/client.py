@@ -409,22 +409,24 @@ class Task:
     def logs(self, follow: bool = False) -> Iterator[str]:
         """The log from its start, in pieces; ``follow`` goes on until the job is over."""
         subscriber = self._client.subscribe("job.")
-        offset, is_over = 0, not follow
+        offset = 0
         try:
             while True:
-                piece = self._client.job(self.name, "logs", offset_bytes=offset)
-                if piece["text"]:
-                    yield piece["text"]
-                is_at_end = piece["offset_bytes"] in (offset, piece["end_bytes"])
-                offset = piece["offset_bytes"]
-                if not is_at_end:
-                    continue
+                # Asked before reading: what is written before the end is read after it.
+                is_over = not follow or self.status()["state"] in FINAL_JOB_STATES
+                while True:
+                    piece = self._client.job(self.name, "logs", offset_bytes=offset)
+                    if piece["text"]:
+                        yield piece["text"]
+                    is_at_end = piece["offset_bytes"] in (offset, piece["end_bytes"])
+                    offset = piece["offset_bytes"]
+                    if is_at_end:
+                        break
                 if is_over:
                     return
                 subscriber.poll(LOG_POLL_MS)
                 while subscriber.poll(0):  # any news will do: the log itself is read
                     subscriber.recv_multipart()
-                is_over = self.status()["state"] in FINAL_JOB_STATES
         finally:
             subscriber.close(0)
 

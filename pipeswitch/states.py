@@ -24,8 +24,11 @@ Residency (a model on the device):
   PARTIAL       a resident prefix: its first groups stay, the rest must be sent again.
 
 Registration (a model on the server):
-  BUILDING  a builder child exports and packs it.   STORING  the daemon loads it into the host store.
-  READY     may be asked for.                       QUARANTINED  killed too many workers in a row.
+  BUILDING  a builder child exports and packs it.
+  STORING   the daemon loads it into the host store.
+  READY     may be asked for.
+  QUARANTINED  killed too many workers in a row; refused until it is pardoned.
+  FAILED    was refused; its name is free again.
 """
 
 from __future__ import annotations
@@ -96,7 +99,8 @@ TASK_TRANSITIONS: Final[Mapping[tuple[TaskState, TaskEvent], TaskState]] = {
     (_S.SUSPENDED, _E.TURN_GIVEN): _S.RUNNING,  # in place: nothing was lost
     (_S.SUSPENDED, _E.FINISHED): _S.DONE,  # its script ended while it needed no device
     (_S.SUSPENDED, _E.EVICT_REQUESTED): _S.EVICTING,
-    (_S.EVICTING, _E.PARKED): _S.EVICTING,  # the park crossed the eviction on the wire
+    (_S.EVICTING, _E.STOP_REQUESTED): _S.EVICTING,  # it parks before it unwinds
+    (_S.EVICTING, _E.PARKED): _S.EVICTING,  # also: the park crossed the eviction on the wire
     (_S.EVICTING, _E.UNWOUND): _S.QUEUED,  # resumes from its last commit
     (_S.EVICTING, _E.FINISHED): _S.DONE,
     **{(state, _E.WORKER_DIED): _S.QUEUED for state in TASK_ON_WORKER},
@@ -215,9 +219,7 @@ class Machine(Generic[State, Event]):
 
     __slots__ = ("_table", "key", "state", "story")
 
-    def __init__(
-        self, key: str, state: State, table: Mapping[tuple[State, Event], State]
-    ) -> None:
+    def __init__(self, key: str, state: State, table: Mapping[tuple[State, Event], State]) -> None:
         self.key = key
         self.state = state
         self.story: deque[str] = deque(maxlen=STORY_LENGTH)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ..messages import ModelName, ModelPrepared, PrepareModel, Slot
+from ..messages import ForgetModel, ModelName, ModelPrepared, PrepareModel, Slot
 from ..states import ModelState, WorkerEvent, WorkerState
 from .core import Core
-from .events import KillWorker, Leave, SpawnDaemon, SpawnWorker, ToWorker
-from .records import Worker
+from .events import SpawnDaemon, SpawnWorker, ToWorker
+from .records import BYSTANDER, NO_TURN, Worker
 
 
 class Fleet:
@@ -14,7 +14,7 @@ class Fleet:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._is_daemon_alive = False
+        self.is_daemon_alive = False
         self._daemon_deaths = 0
         self._daemon_respawn_at_ms: float | None = None
 
@@ -28,7 +28,7 @@ class Fleet:
         core = self._core
         core.daemon_generation += 1
         core.is_daemon_ready = False
-        self._is_daemon_alive = True
+        self.is_daemon_alive = True
         self._daemon_respawn_at_ms = None
         core.emit(SpawnDaemon(generation=core.daemon_generation))
 
@@ -38,31 +38,35 @@ class Fleet:
         core.daemon_pid = pid
         core.publish("worker.daemon_ready", pid=pid)
 
-    def daemon_died(self, status: int) -> None:
+    def daemon_died(self, status: int) -> bool:
         """Kill every worker: none may outlive the owner of its memory. Then restart in order.
 
         1. workers are killed and reaped (WorkerExited of each);
         2. the daemon is spawned again, with back-off, and takes its memory;
         3. workers are spawned; requests were queued again, jobs resume from their commits.
+
+        Returns:
+            False when it died too often: the server cannot go on.
         """
         core = self._core
         core.is_daemon_ready = False
         core.daemon_pid = 0
-        self._is_daemon_alive = False
+        self.is_daemon_alive = False
         self._daemon_deaths += 1
         core.counts["daemon_restarts"] += 1
         core.publish("worker.daemon_died", status=status)
         for worker in core.workers.values():
-            self.kill(worker, "its memory daemon exited")
+            core.kill(worker, f"{BYSTANDER}the memory daemon exited")
         if self._daemon_deaths > core.settings.max_daemon_restarts:
-            core.has_left = True
-            core.emit(Leave(status=70, reason="the memory daemon died too often"))
-            return
-        delay = core.settings.restart_backoff_ms * (2 ** (self._daemon_deaths - 2))
-        self._daemon_respawn_at_ms = core.now_ms + (delay if self._daemon_deaths > 1 else 0.0)
+            return False
+        delay_ms = 0.0
+        if self._daemon_deaths > 1:
+            delay_ms = core.settings.restart_backoff_ms * 2 ** (self._daemon_deaths - 2)
+        self._daemon_respawn_at_ms = core.now_ms + delay_ms
+        return True
 
     def served_well(self) -> None:
-        """A request was answered: the daemon's earlier deaths are forgiven."""
+        """A request was answered or a step committed: the daemon's deaths are forgiven."""
         self._daemon_deaths = 0
 
     # -- workers ------------------------------------------------------------------------------
@@ -70,11 +74,8 @@ class Fleet:
     def pump(self) -> None:
         """Respawn what is missing and due; let standbys prepare what they do not know yet."""
         core = self._core
-        if core.has_left:
-            return
-        if not self._is_daemon_alive and self._daemon_respawn_at_ms is not None:
-            gone = all(w.state.state is WorkerState.DEAD for w in core.workers.values())
-            if not gone:
+        if not self.is_daemon_alive and self._daemon_respawn_at_ms is not None:
+            if any(worker.is_alive for worker in core.workers.values()):
                 return
             if core.now_ms >= self._daemon_respawn_at_ms:
                 self._spawn_daemon()
@@ -90,7 +91,7 @@ class Fleet:
         suspended = sum(
             worker.state.state is WorkerState.SUSPENDED for worker in self._core.workers.values()
         )
-        return 1 + self._core.settings.standby + min(1, suspended)
+        return 1 + max(1, self._core.settings.standby) + min(1, suspended)
 
     def _spawn_missing(self) -> None:
         core = self._core
@@ -98,7 +99,7 @@ class Fleet:
             slot = Slot(len(core.workers))
             core.workers[slot] = Worker(slot)
         for worker in core.workers.values():
-            if worker.state.state is not WorkerState.DEAD:
+            if worker.is_alive:
                 continue
             if worker.respawn_at_ms is not None and core.now_ms < worker.respawn_at_ms:
                 core.look_again(worker.respawn_at_ms)
@@ -108,6 +109,7 @@ class Fleet:
             worker.started_at_ms = core.now_ms
             worker.respawn_at_ms = None
             worker.kill_reason = ""
+            worker.retired_at_ms = 0.0
             worker.pid = 0
             worker.warm.clear()
             worker.unpreparable.clear()
@@ -115,6 +117,9 @@ class Fleet:
             core.emit(SpawnWorker(slot=worker.slot, generation=worker.generation))
 
     def worker_ready(self, worker: Worker, pid: int) -> None:
+        if worker.state.state is not WorkerState.STARTING:
+            self._core.kill(worker, "it was ready twice")
+            return
         worker.pid = pid
         worker.state.apply(WorkerEvent.READY, f"pid {pid}")
         self._core.publish("worker.ready", worker=worker.slot, pid=pid)
@@ -125,27 +130,17 @@ class Fleet:
         worker.state.apply(WorkerEvent.EXITED, f"status {status} {worker.kill_reason}")
         worker.pid = 0
         worker.preparing = None
+        worker.may_raise = NO_TURN
+        worker.respawn_at_ms = core.now_ms
         if ended_well:
-            worker.respawn_at_ms = core.now_ms
             return
         core.counts["worker_restarts"] += 1
-        worker.deaths += 1
-        delay = 0.0
+        worker.deaths += not worker.is_bystander
         if worker.deaths > core.settings.max_deaths:
             doubling = min(worker.deaths - core.settings.max_deaths - 1, 6)
-            delay = core.settings.restart_backoff_ms * 2**doubling
-        worker.respawn_at_ms = core.now_ms + delay
+            worker.respawn_at_ms += core.settings.restart_backoff_ms * 2**doubling
         core.publish(
             "worker.died", worker=worker.slot, status=status, reason=worker.kill_reason or "died"
-        )
-
-    def kill(self, worker: Worker, reason: str) -> None:
-        """SIGKILL once; its memory is reused when WorkerExited says it is reaped."""
-        if worker.state.state is WorkerState.DEAD or worker.kill_reason:
-            return
-        worker.kill_reason = reason
-        self._core.emit(
-            KillWorker(slot=worker.slot, generation=worker.generation, reason=reason)
         )
 
     # -- warm programs ------------------------------------------------------------------------
@@ -156,7 +151,8 @@ class Fleet:
         if core.queue or core.upcoming is not None:
             return
         for worker in core.workers.values():
-            if worker.state.state is not WorkerState.STANDBY or worker.preparing is not None:
+            is_idle = worker.is_free and worker.state.state is WorkerState.STANDBY
+            if not is_idle or worker.preparing is not None:
                 continue
             name = self._next_to_prepare(worker)
             if name is None:
@@ -181,6 +177,7 @@ class Fleet:
             model
             for model in self._core.models.values()
             if model.state.state is ModelState.READY
+            and not model.unregister_tokens
             and model.manifest is not None
             and worker.warm.get(model.name) != model.manifest.digest
             and (model.name, model.manifest.digest) not in worker.unpreparable
@@ -190,12 +187,20 @@ class Fleet:
 
     def prepared(self, worker: Worker, message: ModelPrepared) -> None:
         """The worker knows one more program, or says why it cannot."""
+        core = self._core
         if worker.preparing == message.model:
             worker.preparing = None
         if message.error:
             worker.unpreparable.add((message.model, message.digest))
-            self._core.publish(
+            core.publish(
                 "model.prepare_failed", model=message.model, worker=worker.slot, error=message.error
             )
-        else:
+        elif self._is_known(message):
             worker.warm[message.model] = message.digest
+        else:  # unregistered meanwhile
+            core.emit(ToWorker(slot=worker.slot, message=ForgetModel(model=message.model)))
+
+    def _is_known(self, message: ModelPrepared) -> bool:
+        model = self._core.models.get(message.model)
+        manifest = model.manifest if model is not None else None
+        return manifest is not None and manifest.digest == message.digest

@@ -1,8 +1,8 @@
-"""Training jobs: round robin over the idle time, stop, suspend, evict, commit, resume (DESIGN 5)."""
+"""Training jobs: round robin over idle time, stop, suspend, evict, commit, resume (DESIGN 5)."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import (
     AlreadyExists,
@@ -21,6 +21,7 @@ from ..messages import (
     CommitCopy,
     CommitPersisted,
     CommitStep,
+    Epoch,
     EvictTask,
     GrantTurn,
     JobEnded,
@@ -38,6 +39,7 @@ from ..messages import (
     StopTask,
     Turn,
 )
+from ..regions import Region
 from ..states import TASK_FINAL, TASK_ON_WORKER, TaskEvent, TaskState, WorkerEvent, WorkerState
 from .core import Core
 from .events import (
@@ -45,17 +47,15 @@ from .events import (
     DropCommits,
     JobAsked,
     Journal,
-    KillWorker,
-    ToDaemon,
     Token,
     ToWorker,
     TrainAsked,
 )
 from .memory import SLICE, Memory
-from .records import Job, Worker
+from .records import NO_TURN, Job, Worker
 
 COMMITS = "commits:"  # owner prefix in the host store's ledger
-RUNNABLE = (TaskState.QUEUED, TaskState.SUSPENDED)
+COMMITS_HEADER_BYTES = 4096  # before the two slots of a commit area
 
 
 class Jobs:
@@ -83,7 +83,7 @@ class Jobs:
             )
             core.refuse(event.token, error)
             return
-        if old is not None and (old.slot is not None or self._memory.arena.get(SLICE + old.name)):
+        if old is not None and self._has_process(old):
             core.refuse(
                 event.token, AlreadyExists(f'the old job "{event.job}" is still being cleaned away')
             )
@@ -98,6 +98,7 @@ class Jobs:
         """Put a job on the books (a new one, or one the journal remembers)."""
         core = self._core
         job = Job(name, entry, args, priority, core.now_ms)
+        job.born_epoch = Epoch(core.last_epoch)
         core.jobs[name] = job
         if name in self.order:
             self.order.remove(name)
@@ -111,7 +112,9 @@ class Jobs:
     ) -> None:  # fmt: skip
         """A job the journal remembers, with its commit area loaded from disk (0: none)."""
         job = self.adopt(name, entry, args, priority)
-        if slot_bytes and self._memory.store.reserve(COMMITS + name, 4096 + 2 * slot_bytes):
+        if slot_bytes and self._memory.store.reserve(
+            COMMITS + name, COMMITS_HEADER_BYTES + 2 * slot_bytes
+        ):
             job.commit_slot_bytes = slot_bytes
             job.step = job.committed_step = job.persisted_step = step
 
@@ -195,6 +198,8 @@ class Jobs:
         elif core.is_daemon_ready and not core.is_draining and self._is_device_idle():
             self._run_next()
         self._keep_one_suspended()
+        self._kill_who_stays()
+        self._persist_due()
 
     def _is_device_idle(self) -> bool:
         core = self._core
@@ -206,14 +211,25 @@ class Jobs:
         able = [
             job
             for job in jobs
-            if job.state.state in RUNNABLE
-            and not job.lease_asked_bytes
-            and (
-                job.state.state is TaskState.SUSPENDED
-                or (job.slot is None and self._memory.arena.get(SLICE + job.name) is None)
-            )
+            if (job.state.state is TaskState.SUSPENDED and not job.lease_asked_bytes)
+            or (job.state.state is TaskState.QUEUED and not self._has_process(job))
         ]
         return sorted(able, key=lambda job: job.priority)  # stable: rotation inside a priority
+
+    def _has_process(self, job: Job) -> bool:
+        """Whether a process of this job lives, be it one that is about to leave.
+
+        A job never has two: the old one's slice is released by name when it is reaped, and it
+        may still hold the job's log and commits.
+        """
+        return any(worker.job == job.name for worker in self._core.workers.values())
+
+    def _waiting_behind(self, running: Job) -> bool:
+        """Whether another job wants the device, or memory the running one may have."""
+        waiting = self._runnable() + [
+            job for job in self._core.jobs.values() if job.lease_asked_bytes
+        ]
+        return any(job is not running and job.priority <= running.priority for job in waiting)
 
     def _run_next(self) -> None:
         for job in self._runnable():
@@ -230,9 +246,9 @@ class Jobs:
         free = [
             worker
             for worker in self._core.workers.values()
-            if worker.state.state is WorkerState.STANDBY
+            if worker.is_free
+            and worker.state.state is WorkerState.STANDBY
             and worker.preparing is None
-            and not worker.kill_reason
         ]
         return min(free, key=lambda worker: (len(worker.warm), -worker.slot), default=None)
 
@@ -289,12 +305,12 @@ class Jobs:
         core, settings = self._core, self._core.settings
         state = job.state.state
         if state in (TaskState.RUNNING, TaskState.TRANSMITTING):
-            others = [other for other in self._runnable() if other is not job]
+            is_wanted = self._waiting_behind(job)
             ends_at_ms = job.cycle_began_at_ms + self._cycle_left_ms[job.name]
-            if others and core.now_ms >= ends_at_ms and core.upcoming is None:
+            if is_wanted and core.now_ms >= ends_at_ms:
                 self.stop(job.name, Turn(0), Slot(0))
-            elif others:
-                core.look_again(max(ends_at_ms, core.now_ms + 1.0))
+            elif is_wanted:
+                core.look_again(ends_at_ms)
             elif core.now_ms >= ends_at_ms:
                 self._new_cycle(job)
         elif state is TaskState.STOPPING:
@@ -309,30 +325,44 @@ class Jobs:
         if core.now_ms < at_ms or job.slot is None:
             core.look_again(at_ms)
             return
-        worker = core.workers[job.slot]
-        if not worker.kill_reason:
-            worker.kill_reason = reason
-            core.emit(KillWorker(slot=job.slot, generation=worker.generation, reason=reason))
+        core.kill(core.workers[job.slot], reason)
 
     def _keep_one_suspended(self) -> None:
         """At most one job stays suspended in place: the one that goes next (DESIGN 3)."""
-        suspended = [job for job in self._runnable() if job.state.state is TaskState.SUSPENDED]
+        jobs = [self._core.jobs[name] for name in self.order]
+        suspended = [job for job in jobs if job.state.state is TaskState.SUSPENDED]
+        suspended.sort(key=lambda job: (job.lease_asked_bytes > 0, job.priority))
         for job in suspended[1:]:
             self.evict(job.name, "another job is suspended already")
-        for job in self._core.jobs.values():
+
+    def _kill_who_stays(self) -> None:
+        """A script that swallows the eviction, or a process that does not leave after it."""
+        core, grace_ms = self._core, self._core.settings.evict_grace_ms
+        for job in core.jobs.values():
             if job.state.state is TaskState.EVICTING:
-                at_ms = job.evict_asked_at_ms + self._core.settings.evict_grace_ms
-                self._kill_after(job, at_ms, "did not unwind")
+                self._kill_after(job, job.evict_asked_at_ms + grace_ms, "did not unwind")
+        for worker in core.workers.values():
+            if worker.retired_at_ms and worker.is_alive:
+                if core.now_ms >= worker.retired_at_ms + grace_ms:
+                    core.kill(worker, "its script is over, its process did not leave")
+                else:
+                    core.look_again(worker.retired_at_ms + grace_ms)
 
     # -- stop, park, evict --------------------------------------------------------------------
 
     def stop(self, name: JobName, next_turn: Turn, next_slot: Slot) -> None:
-        """Ask the running job to step aside and to hand the turn on by itself."""
+        """Ask the job that holds the device to step aside and to hand the turn on by itself.
+
+        Once for each of its turns: whoever comes later is served when it has parked. One that is
+        being evicted is asked too; it answers before it commits and unwinds.
+        """
         core, job = self._core, self._core.jobs[name]
-        if not job.state.allows(TaskEvent.STOP_REQUESTED) or job.slot is None:
-            return  # it stops already: whoever waits is served when it has parked
+        if job.slot is None or job.stopped_turn == job.turn:
+            return
         job.state.apply(TaskEvent.STOP_REQUESTED, f"turn {next_turn}")
+        job.stopped_turn = job.turn
         job.stop_asked_at_ms = core.now_ms
+        core.workers[job.slot].may_raise = next_turn
         core.look_again(core.now_ms + core.settings.stop_grace_ms)
         core.emit(
             ToWorker(
@@ -344,12 +374,17 @@ class Jobs:
             )
         )
 
-    def parked(self, worker: Worker, message: Parked) -> None:
-        """It computes no more. The caller passes the turn on."""
+    def parked(self, worker: Worker, message: Parked) -> bool:
+        """It computes no more; the caller passes the turn on. False for a late message.
+
+        It may be late behind its own JobEnded: the two come over different channels.
+        """
         core = self._core
+        if worker.task_epoch == message.epoch and worker.may_raise == message.next_turn:
+            worker.may_raise = NO_TURN
         job = self._job_of(worker, message.epoch)
-        if job is None or not job.state.allows(TaskEvent.PARKED):
-            return
+        if job is None or message.turn != job.turn or not job.state.allows(TaskEvent.PARKED):
+            return False
         if job.state.apply(TaskEvent.PARKED, message.where) is TaskState.SUSPENDED:
             worker.state.apply(WorkerEvent.PARKED, f"job {job.name}")
             job.suspensions += 1
@@ -368,6 +403,7 @@ class Jobs:
             stop_ms=message.parked_at_ms - message.asked_at_ms,
         )
         self._device_left(job)
+        return True
 
     def _device_left(self, job: Job) -> None:
         """Account the cycle; rotate when it is used up."""
@@ -391,6 +427,7 @@ class Jobs:
         job.state.apply(TaskEvent.EVICT_REQUESTED, cause)
         job.evictions += 1
         job.evict_asked_at_ms = core.now_ms
+        job.lease_asked_bytes = 0  # it unwinds out of the wait
         job.why = cause
         core.counts["job_evictions"] += 1
         core.look_again(core.now_ms + core.settings.evict_grace_ms)
@@ -407,8 +444,8 @@ class Jobs:
     def lease_requested(self, worker: Worker, message: LeaseRequest) -> None:
         """A job's first ``job.steps`` wants its slice; it waits outside the device's turn."""
         job = self._job_of(worker, message.epoch)
-        if job is None:
-            return
+        if job is None or job.state.state is TaskState.EVICTING:
+            return  # EvictTask is on its way to it
         old = self._memory.arena.get(SLICE + job.name)
         if old is not None and old.size_bytes < message.slice_bytes:
             self._memory.release_slice(job.name)  # the next phase of the script needs more
@@ -429,40 +466,42 @@ class Jobs:
         core = self._core
         if job.commit_slot_bytes >= state_bytes:
             return
-        if self._memory.store.get(COMMITS + job.name) is not None:
-            self._memory.store.release(COMMITS + job.name)
-        if self._memory.store.reserve(COMMITS + job.name, 4096 + 2 * state_bytes) is None:
+        store, owner = self._memory.store, COMMITS + job.name
+        old = store.release(owner) if store.get(owner) is not None else None
+        if store.reserve(owner, COMMITS_HEADER_BYTES + 2 * state_bytes) is None:
+            if old is not None:
+                store.reserve(owner, old.size_bytes, at_bytes=old.offset_bytes)
             raise HostStoreFull(
                 f'the commits of job "{job.name}" need {2 * state_bytes} bytes, the host store '
-                f"has {self._memory.store.largest_free_bytes}",
+                f"has {store.largest_free_bytes}",
                 hint="unregister a model or start with a larger --host-store",
                 requested_bytes=2 * state_bytes,
-                largest_free_bytes=self._memory.store.largest_free_bytes,
+                largest_free_bytes=store.largest_free_bytes,
             )
         job.commit_slot_bytes = state_bytes
         core.emit(CreateCommits(job=job.name, slot_bytes=state_bytes))
         self._tell_daemon_of_commits(job)
 
     def _tell_daemon_of_commits(self, job: Job) -> None:
-        self._core.emit(
-            ToDaemon(
-                message=OpenCommits(job=job.name, slot_bytes=job.commit_slot_bytes),
-                commits_of=job.name,
-            )
+        self._core.tell_daemon(
+            OpenCommits(job=job.name, slot_bytes=job.commit_slot_bytes), commits_of=job.name
         )
 
     def _grant_leases(self) -> None:
+        """Slices for those who wait; not while requests do, whose models may need the room."""
         core = self._core
+        if core.queue or not core.is_daemon_ready:
+            return
         for job in core.jobs.values():
             if not job.lease_asked_bytes or job.slot is None:
                 continue
             try:
-                region = self._memory.arena.get(SLICE + job.name) or self._memory.lease_slice(
-                    job.name, job.lease_asked_bytes
-                )
+                region = self._slice_for(job)
             except OutOfDeviceMemory as error:
                 job.lease_asked_bytes = 0
                 self._refuse_lease(job, error)
+                continue
+            if region == "soon":
                 continue
             if region is None:
                 self._make_room(job)
@@ -484,13 +523,33 @@ class Jobs:
                 )
             )
 
+    def _slice_for(self, job: Job) -> Region | Literal["soon"] | None:
+        """The slice it has already (asked again), or a new one.
+
+        Raises:
+            OutOfDeviceMemory: it can never have one of that size.
+        """
+        held = self._memory.arena.get(SLICE + job.name)
+        if held is None:
+            return self._memory.lease_slice(job.name, job.lease_asked_bytes)
+        if held.size_bytes < job.lease_asked_bytes:
+            raise OutOfDeviceMemory(
+                f'job "{job.name}" asks for {job.lease_asked_bytes} bytes, it leased '
+                f"{held.size_bytes} before",
+                hint="let the first job.steps name every model and optimizer of the script",
+                requested_bytes=job.lease_asked_bytes,
+                largest_free_bytes=held.size_bytes,
+            )
+        return held
+
     def _make_room(self, job: Job) -> None:
         """Models in use leave soon; another job's slice only when that job is evicted."""
         core = self._core
         if core.current is not None or core.upcoming is not None:
             return
         for other in core.jobs.values():
-            if other is not job and other.state.state is TaskState.SUSPENDED:
+            has_slice = self._memory.arena.get(SLICE + other.name) is not None
+            if other is not job and has_slice and other.state.state is TaskState.SUSPENDED:
                 self.evict(other.name, f"memory for job {job.name}")
                 return
 
@@ -513,16 +572,14 @@ class Jobs:
         region = self._memory.arena.get(SLICE + job.name) if job is not None else None
         if job is None or region is None:
             return
-        self._core.emit(
-            ToDaemon(
-                message=CommitCopy(
-                    job=job.name,
-                    epoch=job.epoch,
-                    step=message.step,
-                    slice_offset_bytes=region.offset_bytes,
-                    slice_bytes=region.size_bytes,
-                    ranges=message.ranges,
-                )
+        self._core.tell_daemon(
+            CommitCopy(
+                job=job.name,
+                epoch=job.epoch,
+                step=message.step,
+                slice_offset_bytes=region.offset_bytes,
+                slice_bytes=region.size_bytes,
+                ranges=message.ranges,
             )
         )
 
@@ -530,33 +587,39 @@ class Jobs:
         """Flipped: tell the worker; write it to disk now and then."""
         core = self._core
         job = core.jobs.get(message.job)
-        if job is None:
-            return
+        if job is None or message.epoch <= job.born_epoch:
+            return  # of an older job of this name
         if not message.error:
+            if job.committed_step < 0 and not job.persist_due_at_ms:
+                job.persist_due_at_ms = core.now_ms + core.settings.persist_every_ms
             job.committed_step = max(job.committed_step, message.step)
             job.deaths_without_progress = 0
             core.counts["commits"] += 1
             core.publish("job.committed", job=job.name, step=message.step, copy_ms=message.copy_ms)
         if job.slot is not None and message.epoch == job.epoch:
             core.emit(ToWorker(slot=job.slot, message=message, channel="signal"))
-        self._persist(job, at_once=job.wanted != "run")
 
-    def _persist(self, job: Job, *, at_once: bool) -> None:
+    def _persist_due(self) -> None:
+        """Write commits to disk now and then, and at once when a job was put aside."""
         core = self._core
-        if job.is_persisting or job.committed_step <= job.persisted_step:
-            return
-        due_ms = job.last_ran_at_ms + core.settings.persist_every_ms
-        if at_once or core.now_ms >= due_ms:
+        for job in core.jobs.values():
+            if not self._is_unsaved(job) or job.is_persisting or not core.is_daemon_ready:
+                continue
+            if core.now_ms < job.persist_due_at_ms:
+                core.look_again(job.persist_due_at_ms)
+                continue
             job.is_persisting = True
-            job.last_ran_at_ms = core.now_ms
-            core.emit(
-                ToDaemon(message=PersistCommit(job=job.name, epoch=job.epoch, directory=""))
-            )
+            job.persist_due_at_ms = core.now_ms + core.settings.persist_every_ms
+            core.tell_daemon(PersistCommit(job=job.name, epoch=job.epoch, directory=""))
+
+    def _is_unsaved(self, job: Job) -> bool:
+        """Its newest commit is not on disk, and somebody may want to resume from it."""
+        return job.committed_step > job.persisted_step and job.state.state not in TASK_FINAL
 
     def persisted(self, message: CommitPersisted) -> None:
         """On disk, or why not; the older file is intact either way and training goes on."""
         job = self._core.jobs.get(message.job)
-        if job is None:
+        if job is None or message.epoch <= job.born_epoch:
             return
         job.is_persisting = False
         if message.error:
@@ -564,6 +627,13 @@ class Jobs:
             job.why = f"commit not on disk: {message.error}"
         else:
             job.persisted_step = max(job.persisted_step, message.step)
+
+    def refused(self, epoch: Epoch, reason: str) -> None:
+        """The daemon refused an order: no answer to it will come."""
+        for job in self._core.jobs.values():
+            if job.epoch == epoch and job.is_persisting:
+                job.is_persisting = False
+                job.why = f"commit not on disk: {reason}"
 
     def report(self, worker: Worker, message: JobReport) -> None:
         """What the script says of itself."""
@@ -592,6 +662,7 @@ class Jobs:
             return
         worker.state.apply(WorkerEvent.TASK_ENDED, f"job {job.name} {message.outcome}")
         worker.deaths = 0
+        worker.retired_at_ms = self._core.now_ms
         self._device_left(job)
         job.slot = None
         job.lease_asked_bytes = 0
@@ -615,7 +686,8 @@ class Jobs:
                 job.state.apply(TaskEvent.PAUSE, "asked by the user")
             elif job.wanted == "cancel":
                 job.state.apply(TaskEvent.CANCEL, "asked by the user")
-            self._persist(job, at_once=job.wanted in ("pause", "drain"))
+            if job.wanted in ("pause", "drain"):
+                job.persist_due_at_ms = self._core.now_ms  # at once
         self._changed(job)
 
     def _changed(self, job: Job) -> None:
@@ -635,7 +707,7 @@ class Jobs:
         if job.commit_slot_bytes:
             self._memory.store.release(COMMITS + job.name)
             job.commit_slot_bytes = 0
-            self._core.emit(ToDaemon(message=CloseCommits(job=job.name)))
+            self._core.tell_daemon(CloseCommits(job=job.name))
             self._core.emit(DropCommits(job=job.name))
 
     def _answer_final(self, job: Job) -> None:
@@ -671,7 +743,7 @@ class Jobs:
             job.slot = None
             job.lease_bytes = job.lease_asked_bytes = 0
             job.restarts += 1
-            job.deaths_without_progress += 1
+            job.deaths_without_progress += not worker.is_bystander
             job.steps_recomputed += max(0, job.step - max(job.committed_step, 0))
             was_evicting = job.state.state is TaskState.EVICTING
             job.why = worker.kill_reason or f"worker exited with status {status}"
@@ -693,18 +765,30 @@ class Jobs:
             if job.commit_slot_bytes:
                 self._tell_daemon_of_commits(job)
 
+    def refuse_all(self, error: PipeSwitchError) -> None:
+        """The server cannot go on: nobody is left without an answer."""
+        for job in self._core.jobs.values():
+            for token in (*job.waiters, *job.answer_on_change):
+                self._core.refuse(token, error)
+            job.waiters.clear()
+            job.answer_on_change.clear()
+
     def drain(self) -> None:
         """Commit and unwind every job; the journal brings them back."""
         for job in self._core.jobs.values():
             if job.state.state in TASK_ON_WORKER:
-                job.wanted = "drain"
+                if job.wanted == "run":
+                    job.wanted = "drain"
                 self.evict(job.name, "the server is draining")
 
     @property
     def is_quiet(self) -> bool:
-        """No job on a worker and nothing on its way to disk."""
-        return all(
-            job.state.state not in TASK_ON_WORKER and not job.is_persisting
+        """No job on a worker and nothing on its way to disk, or due to be."""
+        now_ms = self._core.now_ms
+        return not any(
+            job.state.state in TASK_ON_WORKER
+            or job.is_persisting
+            or (self._is_unsaved(job) and job.persist_due_at_ms <= now_ms)
             for job in self._core.jobs.values()
         )
 

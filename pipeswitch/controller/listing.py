@@ -153,7 +153,7 @@ class Listing:
     def _ps_job(self, job: Job) -> dict[str, Any]:
         worker = self._core.workers.get(job.slot) if job.slot is not None else None
         region = self._memory.arena.get(f"slice:{job.name}")
-        words = {TaskState.RUNNING: "active", TaskState.STOPPING: "active"}
+        words: dict[TaskState, str] = {TaskState.RUNNING: "active", TaskState.STOPPING: "active"}
         return self._row(
             job.name,
             "job",

@@ -37,7 +37,6 @@ from .events import (
     RegisterAsked,
     Retract,
     StartBuild,
-    ToDaemon,
     Token,
     ToWorker,
     UnregisterAsked,
@@ -53,7 +52,7 @@ class Registry:
         self._core = core
         self._memory = memory
         self._waiting_builds: list[ModelName] = []
-        self._building: set[ModelName] = set()
+        self._builders: set[Epoch] = set()  # from StartBuild until the process is gone
 
     # -- register -----------------------------------------------------------------------------
 
@@ -75,8 +74,10 @@ class Registry:
                 old.register_tokens.append(event.token)
             return
         if old is not None:
+            is_leaving = bool(old.unregister_tokens)
             error = AlreadyExists(
-                f'"{event.model}" is registered from something else',
+                f'"{event.model}" is '
+                f"{'being unregistered' if is_leaving else 'registered from something else'}",
                 hint=f"pipeswitch unregister {event.model}, or choose another name",
             )
             core.refuse(event.token, error)
@@ -97,14 +98,26 @@ class Registry:
     def pump(self) -> None:
         """Start the next build; finish unregistrations whose model is idle now."""
         core = self._core
-        while self._waiting_builds and len(self._building) < core.settings.max_builds:
-            name = self._waiting_builds.pop(0)
-            model = core.models.get(name)
-            if model is not None:
-                self._building.add(name)
-                core.emit(StartBuild(model=name, epoch=model.build_epoch, spec=model.spec))
+        while self._waiting_builds and len(self._builders) < core.settings.max_builds:
+            model = core.models[self._waiting_builds.pop(0)]
+            self._builders.add(model.build_epoch)
+            core.emit(StartBuild(model=model.name, epoch=model.build_epoch, spec=model.spec))
         for model in [m for m in core.models.values() if m.unregister_tokens]:
             self._finish_unregister(model)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Nobody waits for a registration or for its end."""
+        models = self._core.models.values()
+        return not any(model.register_tokens or model.unregister_tokens for model in models)
+
+    def refuse_all(self, error: PipeSwitchError) -> None:
+        """The server cannot go on: nobody is left without an answer."""
+        for model in self._core.models.values():
+            for token in (*model.register_tokens, *model.unregister_tokens):
+                self._core.refuse(token, error)
+            model.register_tokens.clear()
+            model.unregister_tokens.clear()
 
     def progress(self, message: BuildProgress) -> None:
         model = self._of(message.model, message.epoch)
@@ -122,9 +135,8 @@ class Registry:
     def built(self, message: BuildDone, manifest: Manifest) -> None:
         """The directory is complete: take room and let the daemon load it."""
         model = self._of(message.model, message.epoch)
-        if model is None:
+        if model is None or model.state.state is not ModelState.BUILDING:
             return
-        self._building.discard(model.name)
         model.manifest = manifest
         model.state.apply(ModelEvent.BUILT, f"digest {manifest.digest[:12]}")
         try:
@@ -135,17 +147,15 @@ class Registry:
         self.store_again(model)
 
     def store_again(self, model: Model) -> None:
-        """(Re)send the load order; the daemon that had it may have died."""
+        """(Re)send the load order; there may be no daemon now, or the one that had it died."""
         assert model.manifest is not None
-        self._core.emit(
-            ToDaemon(
-                message=StoreModel(
-                    model=model.name,
-                    epoch=model.build_epoch,
-                    directory=model.manifest.digest,
-                    store_offset_bytes=model.store_offset_bytes,
-                    size_bytes=model.manifest.total_bytes,
-                )
+        self._core.tell_daemon(
+            StoreModel(
+                model=model.name,
+                epoch=model.build_epoch,
+                directory=model.manifest.digest,
+                store_offset_bytes=model.store_offset_bytes,
+                size_bytes=model.manifest.total_bytes,
             )
         )
 
@@ -174,15 +184,14 @@ class Registry:
 
     def build_failed(self, message: BuildFailed) -> None:
         model = self._of(message.model, message.epoch)
-        if model is not None:
-            self._building.discard(model.name)
+        if model is not None and model.state.state is ModelState.BUILDING:
             error = from_wire(message.error, message.message, message.hint, message.data)
             self._refuse(model, error)
 
     def builder_exited(self, event: BuilderExited) -> None:
         """A builder that died without a word: its model's code brought it down."""
         model = self._of(event.model, event.epoch)
-        self._building.discard(event.model)
+        self._builders.discard(event.epoch)
         if model is not None and model.state.state is ModelState.BUILDING:
             reason = f"the builder process ended with status {event.status} before it was done"
             self._refuse(model, RegistrationRefused("build", reason))
@@ -224,9 +233,8 @@ class Registry:
             error = Cancelled(f'registration of "{model.name}" cancelled')
             core.refuse(event.token, error)
             if not model.register_tokens and model.state.state is ModelState.BUILDING:
-                if model.name in self._building:
+                if model.build_epoch in self._builders:
                     core.emit(KillBuild(model=model.name, epoch=model.build_epoch))
-                    self._building.discard(model.name)
                 else:
                     self._waiting_builds.remove(model.name)
                 self._refuse(model, error)
@@ -282,10 +290,7 @@ class Registry:
                 model.deaths, model.reason = 0, ""
             if model.residency.state is Residency.RESIDENT:
                 model.residency.apply(ResidencyEvent.PIN, "asked by the user")
-            elif model.state.state is ModelState.READY and core.is_daemon_ready:
-                window = self._memory.find_place(model, None)
-                if window is not None and not model.is_on_device:
-                    self._memory.transmit(model, window, "load")
+            # One that is not on the device is brought when nothing waits (Memory.bring_pinned).
         elif model.residency.state is Residency.PINNED:
             model.residency.apply(ResidencyEvent.UNPIN, "asked by the user")
         core.answer(event.token, model=model.name, pinned=event.pin,

@@ -7,7 +7,9 @@ records; its parts each own one concern: ``memory`` (bytes), ``registry`` (model
 
 from __future__ import annotations
 
-from ..errors import InvalidInput, ModelNotFound, OutOfDeviceMemory, ServerUnavailable
+from os import EX_SOFTWARE
+
+from ..errors import InvalidInput, ModelNotFound, ServerUnavailable
 from ..messages import (
     BuildDone,
     BuildFailed,
@@ -20,7 +22,6 @@ from ..messages import (
     InferenceDone,
     InferenceFailed,
     JobEnded,
-    JobName,
     JobReport,
     LeaseRequest,
     ModelName,
@@ -34,7 +35,7 @@ from ..messages import (
     WorkerReady,
 )
 from ..policies import make_policy
-from ..states import ModelState, Residency, TaskEvent, TaskState, WorkerEvent, WorkerState
+from ..states import TASK_ON_WORKER, ModelState, TaskState, WorkerEvent, WorkerState
 from .core import Core, SchedulerSettings
 from .events import (
     BuilderExited,
@@ -62,8 +63,7 @@ from .fleet import Fleet
 from .inference import Inference
 from .jobs import Jobs
 from .listing import Listing
-from .memory import SCRUB, Memory
-from .records import Worker
+from .memory import Memory
 from .registry import Registry
 
 
@@ -89,9 +89,12 @@ class Scheduler:
     def handle(self, event: Event, now_ms: float) -> list[Command]:
         """Take one event, return what must be done because of it, in order."""
         self.core.now_ms = max(self.core.now_ms, now_ms)
-        self.core.due_ms = [due for due in self.core.due_ms if due > self.core.now_ms]
-        self._take(event)
-        self._pump()
+        self.core.due_ms = {due for due in self.core.due_ms if due > self.core.now_ms}
+        if self.core.has_left:
+            self._refuse_late(event)
+        else:
+            self._take(event)
+            self._pump()
         return self._take_out()
 
     def next_wakeup_ms(self) -> float | None:
@@ -155,7 +158,7 @@ class Scheduler:
         if worker is None or worker.generation != event.generation:
             self.core.counts["stale_messages"] += 1
             return
-        if worker.state.state is WorkerState.DEAD:
+        if not worker.is_alive:
             self.core.counts["stale_messages"] += 1
             return
         match event.message:
@@ -170,8 +173,8 @@ class Scheduler:
                 if worker.task_epoch == epoch and worker.state.state is WorkerState.CLEANING:
                     worker.state.apply(WorkerEvent.CLEANED, f"epoch {epoch}")
             case Parked() as message:
-                self.jobs.parked(worker, message)
-                self.inference.turn_passed(message.next_turn)
+                if self.jobs.parked(worker, message):
+                    self.inference.turn_passed(message.next_turn)
                 self.inference.turn_is_free()
             case WorkerReady(pid=pid):
                 self.fleet.worker_ready(worker, pid)
@@ -187,10 +190,10 @@ class Scheduler:
                 self.jobs.ended(worker, message)
                 self.inference.turn_is_free()
             case _:
-                self.fleet.kill(worker, f"it sent a {type(event.message).__name__}")
+                self.core.kill(worker, f"it sent a {type(event.message).__name__}")
 
     def _from_daemon(self, event: FromDaemon) -> None:
-        if event.generation != self.core.daemon_generation:
+        if event.generation != self.core.daemon_generation or not self.fleet.is_daemon_alive:
             self.core.counts["stale_messages"] += 1
             return
         match event.message:
@@ -210,10 +213,13 @@ class Scheduler:
                 self.memory.scrubbed(epoch)
             case StepCommitted() as message:
                 self.jobs.committed(message)
+                self.fleet.served_well()
             case CommitPersisted() as message:
                 self.jobs.persisted(message)
             case DaemonFault() as message:
                 self.core.counts["daemon_faults"] += 1
+                self.memory.refused(message.epoch, message.reason)
+                self.jobs.refused(message.epoch, message.reason)
                 self.core.publish("worker.daemon_fault", reason=message.reason)
             case _:
                 self.core.counts["stale_messages"] += 1
@@ -233,28 +239,23 @@ class Scheduler:
     def _worker_exited(self, event: WorkerExited) -> None:
         """Reaped: only now may anybody reuse what it could write (invariant I5)."""
         worker = self.core.workers.get(event.slot)
-        if worker is None or worker.generation != event.generation:
+        if worker is None or worker.generation != event.generation or not worker.is_alive:
             return
-        ended_well = self._retired(worker, event.status)
+        # A job's process leaves after its JobEnded: that is no death.
+        ended_well = event.status == 0 and worker.retired_at_ms > 0
         self.inference.worker_died(worker, event.status)
         self.fleet.worker_exited(worker, event.status, ended_well=ended_well)
         self.jobs.worker_died(worker, event.status)
         self.inference.turn_is_free()
 
-    def _retired(self, worker: Worker, status: int) -> bool:
-        """A job's process leaves after its JobEnded: that is no death."""
-        job = self.core.jobs.get(worker.job) if worker.job is not None else None
-        return status == 0 and job is not None and job.slot is None
-
     def _daemon_exited(self, event: DaemonExited) -> None:
-        if event.generation != self.core.daemon_generation or self.core.has_left:
+        if event.generation != self.core.daemon_generation or not self.fleet.is_daemon_alive:
             return
         self.inference.daemon_died()
         self.memory.device_lost()
         self.jobs.daemon_died()
-        self.fleet.daemon_died(event.status)
-        if self.core.has_left:
-            self.inference.refuse_all(ServerUnavailable("the memory daemon died too often"))
+        if not self.fleet.daemon_died(event.status):
+            self._leave("the memory daemon died too often", status=EX_SOFTWARE)
 
     # -- queries ------------------------------------------------------------------------------
 
@@ -287,7 +288,7 @@ class Scheduler:
         core = self.core
         if event.token is not None:
             core.drain_tokens.append(event.token)
-        if core.is_draining and event.token is None:
+        if core.is_draining:
             self._leave("asked twice")
             return
         core.drain_at_ms = core.now_ms + event.grace_ms
@@ -299,29 +300,42 @@ class Scheduler:
         core = self.core
         if core.drain_at_ms is None or core.has_left:
             return
-        if not core.requests and self.jobs.is_quiet:
+        if not core.requests and self.jobs.is_quiet and self.registry.is_quiet:
             self._leave("drained")
         elif core.now_ms >= core.drain_at_ms:
             self._leave("the grace period is over")
 
-    def _leave(self, reason: str) -> None:
+    def _leave(self, reason: str, status: int = 0) -> None:
+        """Answer everybody who still waits, then stop the server."""
         core = self.core
         core.has_left = True
-        self.inference.refuse_all(ServerUnavailable("the server has stopped"))
-        for model in core.models.values():
-            for token in (*model.register_tokens, *model.unregister_tokens):
-                core.refuse(token, ServerUnavailable("the server has stopped"))
-            model.register_tokens.clear()
-            model.unregister_tokens.clear()
-        for job in core.jobs.values():
-            for token in (*job.waiters, *job.answer_on_change):
-                core.refuse(token, ServerUnavailable("the server has stopped"))
-            job.waiters.clear()
-            job.answer_on_change.clear()
+        error = ServerUnavailable(f"the server has stopped: {reason}")
+        self.inference.refuse_all(error)
+        self.registry.refuse_all(error)
+        self.jobs.refuse_all(error)
         for token in core.drain_tokens:
             core.answer(token, reason=reason)
         core.drain_tokens.clear()
-        core.emit(Leave(status=0, reason=reason))
+        core.due_ms.clear()
+        core.emit(Leave(status=status, reason=reason))
+
+    def _refuse_late(self, event: Event) -> None:
+        """Whoever asks after the end is answered too; nothing is done any more."""
+        match event:
+            case (
+                InferArrived(token=token)
+                | RegisterAsked(token=token)
+                | UnregisterAsked(token=token)
+                | PinAsked(token=token)
+                | TrainAsked(token=token)
+                | JobAsked(token=token)
+                | Query(token=token)
+            ):
+                self.core.refuse(token, ServerUnavailable("the server has stopped"))
+            case DrainAsked(token=token) if token is not None:
+                self.core.answer(token, reason="the server has stopped")
+            case _:
+                pass
 
     # -- after every event --------------------------------------------------------------------
 
@@ -333,46 +347,15 @@ class Scheduler:
         self.inference.pump()
         self.inference.turn_is_free()
         self.jobs.pump()
-        self._refuse_the_impossible()
+        self.memory.bring_pinned()
         self._kill_hung()
         self.fleet.pump()
         self._watch_drain()
 
-    def _refuse_the_impossible(self) -> None:
-        """Requests whose model cannot fit beside what is pinned, while nothing will change."""
-        core = self.core
-        busy = core.current or core.upcoming or core.training or not core.is_daemon_ready
-        if busy or not core.queue or any(j.state.state is not TaskState.QUEUED and j.slot is not None
-                                         for j in core.jobs.values()):  # fmt: skip
-            return
-        if any(region.owner.startswith(SCRUB) for region in self.memory.arena):
-            return
-        if any(m.residency.state is Residency.TRANSMITTING for m in core.models.values()):
-            return
-        if not any(w.state.state is WorkerState.STANDBY for w in core.workers.values()):
-            return
-        for request in list(core.queue.values()):
-            model = core.models[request.model]
-            if model.is_on_device or self.memory.find_place(model, request) is not None:
-                continue
-            assert model.manifest is not None
-            pinned = [m.name for m in core.models.values() if m.residency.state is Residency.PINNED]
-            if not pinned:
-                continue
-            error = OutOfDeviceMemory(
-                f'"{model.name}" needs {model.manifest.total_bytes} bytes, but pinned models '
-                f"({', '.join(pinned)}) leave {self.memory.arena.largest_free_bytes} in one piece",
-                hint=f"pipeswitch unload {pinned[0]}",
-                requested_bytes=model.manifest.total_bytes,
-                largest_free_bytes=self.memory.arena.largest_free_bytes,
-            )
-            self.inference._finish(request, TaskEvent.ERROR, error)
-
     def _kill_hung(self) -> None:
         slot = self.inference.hung_slot()
         if slot is not None:
-            worker = self.core.workers[slot]  # type: ignore[index]
-            self.fleet.kill(worker, "its task did not end after the deadline")
+            self.core.kill(self.core.workers[slot], "its task did not end after the deadline")
 
     # -- invariants ---------------------------------------------------------------------------
 
@@ -380,28 +363,37 @@ class Scheduler:
         """Assert the invariants of DESIGN 10 that the scheduler's state can show."""
         core = self.core
         self.memory.check()
+        self._check_requests()
+        for model in core.models.values():
+            users = [a for a in (core.current, core.upcoming) if a and a.model == model.name]
+            assert model.users == len(users), f"{model.name}: {model.users} users"
+        for name, job in core.jobs.items():
+            if job.state.state in (TaskState.RUNNING, TaskState.TRANSMITTING, TaskState.STOPPING):
+                assert core.training == name, f"{name} runs without the turn"
+            is_on_worker = job.state.state in TASK_ON_WORKER
+            assert (job.slot is not None) == is_on_worker, (name, job.slot, list(job.state.story))
+            assert sum(w.job == name for w in core.workers.values()) <= 1, f"{name} runs twice"
+            if job.slot is not None:
+                assert core.workers[job.slot].job == name, f"{name} is not on its worker"
+        if core.training is not None:
+            assert core.jobs[core.training].slot is not None, f"{core.training} left with the turn"
+
+    def _check_requests(self) -> None:
+        core = self.core
         for token, request in core.queue.items():
             assert core.requests.get(token) is request
             assert request.state.state is TaskState.QUEUED, request.state.story
-        dispatched = [a.token for a in (core.current, core.upcoming) if a is not None]
-        assert len(set(dispatched)) == len(dispatched)
-        assert set(core.requests) == set(core.queue) | set(dispatched), "a request is lost"
+        tasks = [a for a in (core.current, core.upcoming) if a is not None]
+        assert len({a.slot for a in tasks}) == len(tasks), "two tasks on one worker"
+        dispatched = {a.token for a in tasks}
+        assert set(core.requests) == set(core.queue) | dispatched, "a request is lost"
+        for activation in tasks:
+            worker = core.workers[activation.slot]
+            assert worker.is_alive, f"a request waits for dead worker {worker.slot}"
+            assert worker.task_epoch == activation.epoch, f"worker {worker.slot} has another task"
         if core.current is not None:
             assert core.requests[core.current.token].state.state is TaskState.RUNNING
-            assert core.training is None or self._is_giving_up(core.training)
-        for name, job in core.jobs.items():
-            if job.state.state is TaskState.RUNNING:
-                assert core.training == name, f"{name} runs without the turn"
-            assert (job.slot is not None) == (
-                job.state.state not in (TaskState.QUEUED, TaskState.PAUSED)
-                and job.state.state not in _FINAL
-            ), (name, job.slot, list(job.state.story))
+            assert core.training is None, f"{core.training} computes beside {core.current.model}"
 
-    def _is_giving_up(self, name: JobName) -> bool:
-        """The turn was passed on by the worker itself; its own message is still on its way."""
-        return self.core.jobs[name].state.state in (TaskState.STOPPING, TaskState.EVICTING)
-
-
-_FINAL = (TaskState.DONE, TaskState.FAILED, TaskState.CANCELLED, TaskState.EXPIRED)
 
 __all__ = ["Scheduler", "SchedulerSettings"]

@@ -19,8 +19,6 @@ from typing import Final, TypeVar
 import msgspec
 import pytest
 
-from memory_daemon.store import MANIFEST_NAME
-from pipeswitch.programs.spec import BUNDLE_FILE as WEIGHTS_NAME
 from pipeswitch.board import new_bell, sealed_memfd
 from pipeswitch.commit_area import CommitArea, create_area
 from pipeswitch.commit_files import load_commit
@@ -52,6 +50,7 @@ from pipeswitch.messages import (
     TransmitModel,
 )
 from pipeswitch.programs.layout import Manifest, TensorSpec
+from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE
 from pipeswitch.wire import channel_pair, encode_message
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -245,8 +244,8 @@ def write_model(directory: Path, data: bytes) -> Path:
         tensors=(tensor,), groups=(), inputs=(), outputs=(),
         weights_sha256=hashlib.sha256(data + bytes(100)).hexdigest(),
     )  # fmt: skip
-    (directory / MANIFEST_NAME).write_bytes(msgspec.json.encode(manifest))
-    (directory / WEIGHTS_NAME).write_bytes(data)
+    (directory / MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
+    (directory / BUNDLE_FILE).write_bytes(data)
     return directory
 
 
@@ -293,13 +292,13 @@ def test_a_cancelled_transmission_is_answered_and_its_range_is_free_again(start:
 
 
 def test_loading_a_model_does_not_hold_up_a_transmission(daemon: DaemonRig, tmp_path: Path) -> None:
-    weights = write_model(tmp_path, b"x" * 1000) / WEIGHTS_NAME
+    weights = write_model(tmp_path, b"x" * 1000) / BUNDLE_FILE
     weights.unlink()
     os.mkfifo(weights)  # opening it blocks until somebody writes
     daemon.control.send(store_model(tmp_path, MIB, offset=8 * MIB))
     assert daemon.ask(transmit(2, MIB, MIB), TransmitEnded).is_complete
     with weights.open("wb"):
-        assert WEIGHTS_NAME in daemon.answer(StoreFailed).reason
+        assert BUNDLE_FILE in daemon.answer(StoreFailed).reason
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest", "too large"])
@@ -310,7 +309,7 @@ def test_an_unusable_model_is_refused_with_a_reason_and_others_are_not(
     for directory in (bad, good):
         directory.mkdir()
         write_model(directory, random.Random(2).randbytes(10_000))
-    weights = bad / WEIGHTS_NAME
+    weights = bad / BUNDLE_FILE
     size = MIB
     if damage == "flip":
         weights.write_bytes(b"\0\0\0" + weights.read_bytes()[3:])
@@ -319,12 +318,12 @@ def test_an_unusable_model_is_refused_with_a_reason_and_others_are_not(
     elif damage == "remove":
         weights.unlink()
     elif damage == "manifest":
-        (bad / MANIFEST_NAME).write_text("{")
+        (bad / MANIFEST_FILE).write_text("{")
     else:
         size = 9_000
     reason = daemon.ask(store_model(bad, size), StoreFailed).reason
     expected = {"flip": "sha256", "truncate": "truncated", "remove": "No such file",
-                "manifest": "malformed", "too large": "do not fit"}  # fmt: skip
+                "manifest": "manifest.json", "too large": "do not fit"}  # fmt: skip
     assert expected[damage] in reason
     daemon.ask(store_model(good, MIB, epoch=2), ModelStored)
 

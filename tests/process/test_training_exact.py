@@ -179,6 +179,7 @@ def script(
     phases: bool = False,
     epochs: int = 3,
     stop_early: bool = False,
+    shrink: bool = False,
     poke: Body = lambda: None,
 ) -> None:
     """An ordinary training script. ``poke`` stands for time passing in the body."""
@@ -212,6 +213,9 @@ def script(
         for x, y in steps:
             if zero_at_start and job.step % accumulate == 0:
                 clear()
+            if shrink:  # writes parameters before the forward, without an optimizer
+                with torch.no_grad():
+                    model.head.weight.mul_(0.9)
             poke()
             loss = criterion(model(x), y) / accumulate
             loss.backward()
@@ -268,6 +272,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "phases": {"phases": True, "epochs": 2},
     "phases, own generator": {"phases": True, "epochs": 2, "own_generator": True},
     "left early": {"stop_early": True},
+    "parameters written in the body": {"shrink": True},
 }
 
 
@@ -440,6 +445,26 @@ def test_every_usual_optimizer_survives_an_eviction(name: str) -> None:
         assert count < 200
     assert result.trace == expected.trace
     assert result.final == expected.final
+
+
+@pytest.mark.parametrize("name", ["plain", "zeroed at the start", "zeroed in place at the start"])
+def test_an_eviction_loses_no_finished_step(name: str) -> None:
+    host, result = FakeHost(), Result()
+    pokes = 0
+
+    def disturb(gate: Gate) -> None:
+        nonlocal pokes
+        pokes += 1
+        if pokes == 3 * 8 + 1:  # three a step: in the ninth body, before its forward
+            gate.request_evict()
+
+    assert not attempt(host, result, disturb, every_ms=1e9, **VARIANTS[name])
+    assert host.events[-1] == ("evicting", {"step": 8, "committed_step": 8})
+
+
+def test_importing_job_does_not_import_torch() -> None:
+    code = "import sys; from pipeswitch import job; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_swallowed_preemption_is_raised_again() -> None:

@@ -9,11 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from memory_daemon.store import MANIFEST_NAME, WEIGHTS_NAME, UnusableModel, load_model
+from memory_daemon.store import UnusableModel, load_model
 from memory_daemon.transmit import TransmitGuard
 from pipeswitch.errors import RemoteProtocolError
 from pipeswitch.messages import Epoch, GroupCopy, ModelName, TransmitModel
 from pipeswitch.programs.layout import Manifest, TensorSpec
+from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE, WEIGHTS_FILE
 
 HEADER = b"HEADER--"
 POISON = 0xA5
@@ -57,8 +58,8 @@ def manifest(**changes: object) -> Manifest:
 
 
 def write_model(directory: Path, described: Manifest, weights: bytes = WEIGHTS) -> Path:
-    (directory / MANIFEST_NAME).write_bytes(msgspec.json.encode(described))
-    (directory / WEIGHTS_NAME).write_bytes(HEADER + weights)
+    (directory / MANIFEST_FILE).write_bytes(msgspec.json.encode(described))
+    (directory / BUNDLE_FILE).write_bytes(HEADER + weights)
     return directory
 
 
@@ -73,10 +74,18 @@ def test_tensors_lie_at_their_offsets_with_zeros_between_and_behind(tmp_path: Pa
     assert bytes(image[TOTAL_BYTES:]) == bytes(1000)
 
 
+def test_a_module_mode_model_has_its_weights_in_another_file(tmp_path: Path) -> None:
+    write_model(tmp_path, manifest(mode="module"))
+    (tmp_path / BUNDLE_FILE).rename(tmp_path / WEIGHTS_FILE)
+    image = poisoned()
+    load_model(tmp_path, memoryview(image))
+    assert bytes(image) == IMAGE
+
+
 def test_every_truncation_of_the_weights_is_noticed(tmp_path: Path) -> None:
     write_model(tmp_path, manifest(weights_sha256=""))
     for kept in range(0, len(WEIGHTS), 37):
-        (tmp_path / WEIGHTS_NAME).write_bytes(HEADER + WEIGHTS[:kept])
+        (tmp_path / BUNDLE_FILE).write_bytes(HEADER + WEIGHTS[:kept])
         with pytest.raises(UnusableModel, match="truncated"):
             load_model(tmp_path, memoryview(poisoned()))
 
@@ -86,12 +95,12 @@ def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
     for position in range(0, len(WEIGHTS), 37):
         damaged = bytearray(WEIGHTS)
         damaged[position] ^= 0x10
-        (tmp_path / WEIGHTS_NAME).write_bytes(HEADER + damaged)
+        (tmp_path / BUNDLE_FILE).write_bytes(HEADER + damaged)
         with pytest.raises(UnusableModel, match="sha256"):
             load_model(tmp_path, memoryview(poisoned()))
 
 
-@pytest.mark.parametrize("missing", [MANIFEST_NAME, WEIGHTS_NAME])
+@pytest.mark.parametrize("missing", [MANIFEST_FILE, BUNDLE_FILE])
 def test_a_missing_file_is_named(tmp_path: Path, missing: str) -> None:
     (write_model(tmp_path, manifest()) / missing).unlink()
     with pytest.raises(UnusableModel, match=missing):
@@ -100,8 +109,8 @@ def test_a_missing_file_is_named(tmp_path: Path, missing: str) -> None:
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"{}", b"\xff", b"[" * 100_000])
 def test_a_malformed_manifest_is_refused(tmp_path: Path, text: bytes) -> None:
-    (write_model(tmp_path, manifest()) / MANIFEST_NAME).write_bytes(text)
-    with pytest.raises(UnusableModel, match="malformed"):
+    (write_model(tmp_path, manifest()) / MANIFEST_FILE).write_bytes(text)
+    with pytest.raises(UnusableModel, match="manifest"):
         load_model(tmp_path, memoryview(poisoned()))
 
 
