@@ -17,6 +17,7 @@ import click
 from click.shell_completion import get_completion_class
 
 from . import cli_views as views
+from .config import format_bytes
 from .errors import InvalidInput, PipeSwitchError, RegistrationRefused
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
@@ -224,7 +225,7 @@ def register(
             source = _converted(source, stack)
         client = stack.enter_context(connected())
         row = client.register(name, source, inputs=signature, progress=report, **options)
-    size = f", {views.format_bytes(row['bytes'])}" if row.get("bytes") else ""
+    size = f", {format_bytes(row['bytes'])}" if row.get("bytes") else ""
     why = f" ({row['mode_reason']})" if row.get("mode_reason") else ""
     groups = f", {row['groups']} groups" if row.get("groups") else ""
     _done(row, f"registered {name}{size}{groups}, {row.get('mode', 'graph')} mode{why}", as_json)

@@ -61,7 +61,8 @@ def _image(file: Path, signature: Signature) -> Any:
     left, top = (image.width - width) // 2, (image.height - height) // 2
     image = image.crop((left, top, left + width, top + height))
     pixels = np.asarray(image, dtype=np.float32) / 255
-    pixels = (pixels - np.float32(IMAGENET_MEAN)) / np.float32(IMAGENET_STD)
+    mean, std = (np.asarray(v, dtype=np.float32) for v in (IMAGENET_MEAN, IMAGENET_STD))
+    pixels = (pixels - mean) / std
     batch = spec.shape[0] or signature.batch_min
     return np.repeat(pixels.transpose(2, 0, 1)[None], batch, axis=0).astype(spec.dtype)
 

@@ -130,10 +130,11 @@ def _kernel() -> list[Finding]:
         found.append(Finding("memfd and seals", "ok", "work"))
     except (OSError, AttributeError) as error:
         found.append(Finding("memfd and seals", "fail", str(error), "Linux 5.1 or newer is needed"))
-    for name, make in (
-        ("eventfd", lambda: os.eventfd(0)),
-        ("pidfd", lambda: os.pidfd_open(os.getpid())),
-    ):
+    makers: dict[str, Callable[[], int]] = {
+        "eventfd": lambda: os.eventfd(0),
+        "pidfd": lambda: os.pidfd_open(os.getpid()),
+    }
+    for name, make in makers.items():
         try:
             descriptors.append(make())
             found.append(Finding(name, "ok", "works"))
@@ -154,8 +155,8 @@ def _doors(config: Config) -> list[Finding]:
             try:
                 probe.bind((host, number))
             except OSError as error:
-                found.append(Finding(f"port {number}", "warn", f"{error.strerror}",
-                                     "a server runs there already, or choose --listen"))  # fmt: skip
+                advice = "a server runs there already, or choose --listen"
+                found.append(Finding(f"port {number}", "warn", f"{error.strerror}", advice))
             else:
                 found.append(Finding(f"port {number}", "ok", "free"))
     found.append(Finding("client address", "ok", default_address(os.environ)))

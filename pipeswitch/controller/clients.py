@@ -23,6 +23,7 @@ from .events import Token
 
 ZERO_COPY_BYTES: Final = 64 << 10  # below, a copy is cheaper than tracking the message
 SLOW_CLIENT_MS: Final = 30_000.0  # a reply nobody reads for this long: the client is dropped
+RELEASE_WAIT_MS: Final = 20.0  # for a reply on its way out, before its bytes are missed
 FD_SETTLE_MS: Final = 1_000.0  # libzmq reports a disconnect shortly before it closes the socket
 
 Outcome = Literal["ok", "error", "undeliverable"]
@@ -84,6 +85,7 @@ class Outgoing:
     on_lost: Callable[[], None]
     on_released: Callable[[], None]  # nothing points at its pool bytes any more
     is_zero_copy: bool = False
+    is_lost: bool = False  # its client went while libzmq still had it
 
 
 @dataclass(kw_only=True, eq=False)
@@ -235,11 +237,11 @@ class Outbox:
             except zmq.ZMQError:  # EHOSTUNREACH: ROUTER_MANDATORY tells us
                 return False
             client.backlog.popleft()
-            outgoing.on_sent()
             if tracker is not None:
                 self._tracked.append((tracker, client, outgoing))
             else:
                 client.unsent_bytes -= outgoing.size_bytes
+                outgoing.on_sent()
                 outgoing.on_released()
         self._backlogged.discard(client)
         return True
@@ -257,6 +259,12 @@ class Outbox:
     def drop(self, client: Client) -> None:
         """The client is gone: what it did not take is lost."""
         self._backlogged.discard(client)
+        if any(owner is client for _, owner, _ in self._tracked):
+            self.release(RELEASE_WAIT_MS)  # it may have read its reply and left at once
+        for _, owner, outgoing in self._tracked:
+            if owner is client and not outgoing.is_lost:
+                outgoing.is_lost = True
+                outgoing.on_lost()
         while client.backlog:
             outgoing = client.backlog.popleft()
             client.unsent_bytes -= outgoing.size_bytes
@@ -278,6 +286,8 @@ class Outbox:
                 self._tracked.append((tracker, client, outgoing))
                 continue
             client.unsent_bytes -= outgoing.size_bytes
+            if not outgoing.is_lost:
+                outgoing.on_sent()
             outgoing.on_released()
 
     def sweep(self, now_ms: float) -> list[Client]:

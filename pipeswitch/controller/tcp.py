@@ -53,6 +53,7 @@ from ..wire import (
 from . import admission
 from .admission import Body
 from .clients import (
+    RELEASE_WAIT_MS,
     ZERO_COPY_BYTES,
     Client,
     ClientTable,
@@ -94,7 +95,6 @@ LOG_CHUNK_BYTES: Final = 256 << 10
 IDLE_POLL_MS: Final = 1000
 BUSY_POLL_MS: Final = 2  # while a socket is full or libzmq still reads from the pool
 STOP_FLUSH_MS: Final = 1000
-RELEASE_WAIT_MS: Final = 20.0  # for a reply that is on its way out, before QueueFull is said
 COMPLAINTS_PER_MINUTE: Final = 10
 _ROUTING_ID: Final = re.compile(rb"\0[\s\S]{4}")  # as libzmq makes them itself
 
@@ -254,8 +254,7 @@ class TcpThread:
         self._watch_connections()
         if self._wake in ready:
             os.eventfd_read(self._wake)
-        for _ in range(len(self._posts)):
-            self._perform(self._posts.popleft())
+        self._perform_posts()
         for door in self._doors.all:
             if door.router in ready:
                 self._receive(door)
@@ -282,6 +281,10 @@ class TcpThread:
         with contextlib.suppress(zmq.Again):
             for _ in range(BURST_MESSAGES):
                 self._doors.publisher.recv(zmq.DONTWAIT)
+
+    def _perform_posts(self) -> None:
+        for _ in range(len(self._posts)):
+            self._perform(self._posts.popleft())
 
     def _perform(self, posted: Posted | Callable[[], None]) -> None:
         match posted:
@@ -330,6 +333,7 @@ class TcpThread:
                     frames.append(frame)
                 else:
                     frames[-1] = frame  # too many: only the last one's `more` matters now
+            self._perform_posts()  # what was posted before this was sent comes before it
             self._take(door, frames)
 
     def _take(self, door: Door, frames: Sequence[zmq.Frame]) -> None:
@@ -734,6 +738,7 @@ class TcpThread:
         """``stats`` gets what only this thread knows: counters, clients, pool."""
         if pending.op != "stats":
             return body
+        self._outbox.release(RELEASE_WAIT_MS)  # who asks after an answer sees it counted
         return {
             **body,
             **self.requests.as_dict(),

@@ -1,0 +1,125 @@
+"""A real server on the cpu device for tests: ``with pipeswitch.testing.server() as s: …``.
+
+As a pytest fixture::
+
+    @pytest.fixture
+    def server():
+        with pipeswitch.testing.server(arena="256MiB") as running:
+            yield running
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .client import Client
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 40.0
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A server process and how to reach it."""
+
+    process: subprocess.Popen[str]
+    ready_line: str
+    tcp_address: str
+    ipc_address: str
+    state_dir: Path
+
+    def client(self, *, tcp: bool = False) -> Client:
+        """A client through the owner's door, or through TCP as a stranger's would."""
+        return Client(self.tcp_address if tcp else self.ipc_address)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def log(self) -> str:
+        """Everything the server's processes have logged."""
+        return "\n".join(
+            f"--- {path.name}\n{path.read_text(errors='replace')}"
+            for path in sorted((self.state_dir / "logs").glob("*.log"))
+        )
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Signal the server and wait for its end; its exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            return self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise
+
+
+@contextlib.contextmanager
+def server(
+    *,
+    arena: str = "256MiB",
+    host_store: str = "1GiB",
+    state_dir: str | Path | None = None,
+    args: tuple[str, ...] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[RunningServer]:
+    """Start ``pipeswitch serve`` on a free port in a folder of its own; stop it at the end.
+
+    Raises:
+        RuntimeError: it did not become ready; carries its output and log.
+    """
+    with tempfile.TemporaryDirectory(prefix="pipeswitch-") as folder:
+        root = Path(state_dir) if state_dir is not None else Path(folder) / "state"
+        command = [
+            sys.executable, "-P", "-c", "from pipeswitch.cli import main; main()", "serve",
+            "--device", "cpu", "--listen", "tcp://127.0.0.1:0", "--arena", arena,
+            "--host-store", host_store, "--state-dir", str(root), *args,
+        ]  # fmt: skip
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=folder,
+            env={**os.environ, "XDG_RUNTIME_DIR": folder, **(environment or {})},
+        )
+        running = None
+        try:
+            running = _wait_until_ready(process, root)
+            yield running
+        finally:
+            if running is not None:
+                running.stop()
+            else:
+                process.kill()
+                process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+def _wait_until_ready(process: subprocess.Popen[str], root: Path) -> RunningServer:
+    """Read the server's lines until it says that it is ready."""
+    assert process.stdout is not None
+    heard = []
+    for line in process.stdout:
+        heard.append(line)
+        if "is ready" in line:
+            words = line.split()
+            return RunningServer(
+                process,
+                line.strip(),
+                next(word for word in words if word.startswith("tcp://")),
+                next(word for word in words if word.startswith("ipc://")),
+                root,
+            )
+    status = process.wait(START_TIMEOUT_S)
+    raise RuntimeError(f"the server ended with status {status} before it was ready:\n{''.join(heard)}")
