@@ -17,6 +17,8 @@ from rich.text import Text
 
 from .config import format_bytes
 
+PIPE_COLUMNS: Final = 240
+ELASTIC: Final = ("why", "source")  # columns that give way on a narrow screen
 REFRESH_S: Final = 0.5  # of --watch and top
 STATE_STYLES: Final = {
     "active": "bold green", "running": "bold green", "ready": "green", "resident": "green",
@@ -45,8 +47,8 @@ BILL_COLUMNS: Final = ("queue_ms", "switch_ms", "copy_ms", "stall_ms", "compute_
 
 
 def console() -> Console:
-    """Where tables go; NO_COLOR is rich's own business."""
-    return Console(highlight=False)
+    """Where tables go; NO_COLOR is rich's own business. A pipe has no width: nothing is cut."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
 
 
 def print_json(value: Any) -> None:
@@ -63,9 +65,16 @@ def table(
     view = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         title = (titles or {}).get(column, column.replace("_", " ").upper())
+        cells = [cell(column, row.get(column)) for row in rows]
         number = column.endswith(("_ms", "bytes", "_s", "step")) or column in ("groups", "requests")
-        # Words such as a name or a reason wrap; numbers never do.
-        view.add_column(title, justify="right" if number else "left", no_wrap=column != "why")
+        widest = max([len(title), *(len(one.plain) for one in cells)])
+        is_elastic = column in ELASTIC
+        view.add_column(
+            title,
+            justify="right" if number else "left",
+            no_wrap=not is_elastic,
+            min_width=None if is_elastic else widest,
+        )
     for row in rows:
         view.add_row(*(cell(column, row.get(column)) for column in columns))
     return view

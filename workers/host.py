@@ -66,10 +66,7 @@ class JobHost:
                 epoch=self._message.epoch, slice_bytes=slice_bytes, state_bytes=state_bytes
             )
         )
-        with self._changed:
-            while self._lease is None and not self._evicting:
-                self._changed.wait()
-            answer = self._lease
+        answer = self._await_lease()
         if answer is None:
             raise TaskPreempted("evicted while waiting for device memory")
         if isinstance(answer, LeaseRefused):
@@ -79,6 +76,12 @@ class JobHost:
             slice_tensor.zero_()  # the first slice again, for the next phase
         self._has_leased = True
         return slice_tensor
+
+    def _await_lease(self) -> LeaseGranted | LeaseRefused | None:
+        """The answer; None when an eviction came first."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._lease is not None or self._evicting)
+            return self._lease
 
     def begin_commit(self, step: int, ranges: Sequence[tuple[int, int]]) -> None:
         """Let the daemon copy these pieces of the slice; returns at once."""

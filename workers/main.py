@@ -41,6 +41,8 @@ from .inference import Programs, infer
 from .pool import RequestPool
 from .script import run_script
 
+PREFAULT_BYTES = 8 << 20  # a piece holds the interpreter for less than a millisecond
+
 
 def run(settings: WorkerSettings, descriptors: Sequence[int]) -> int:
     """Set up, announce readiness, loop, leave.
@@ -97,6 +99,13 @@ class Worker:
     def start(self) -> None:
         threading.Thread(target=self._listen, name="termination", daemon=True).start()
         self._task.send(WorkerReady(slot=self._settings.slot, pid=os.getpid()))
+        threading.Thread(target=self._prefault, name="prefault", daemon=True).start()
+
+    def _prefault(self) -> None:
+        """Map the arena's pages before the first switch: 95 ms a GiB, off the request's path."""
+        for offset in range(0, self._settings.arena_bytes, PREFAULT_BYTES):
+            size = min(PREFAULT_BYTES, self._settings.arena_bytes - offset)
+            self._view.prefault(offset, size)
 
     # -- main thread ---------------------------------------------------------------------------
 

@@ -33,6 +33,8 @@ def fold(entries: list[Entry]) -> tuple[dict[str, Entry], dict[str, Entry]]:
                 jobs[name] = entry
             case "job-over":
                 jobs.pop(name, None)
+            case other:
+                log.warning("journal entry of unknown kind %r ignored", other)
     return models, jobs
 
 

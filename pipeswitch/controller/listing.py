@@ -131,7 +131,7 @@ class Listing:
         if model.state.state in (ModelState.QUARANTINED, ModelState.FAILED):
             return "failed"
         if model.state.state is not ModelState.READY:
-            return model.state.state.value
+            return str(model.state.state.value)
         if is_active and self._core.current and self._core.current.model == model.name:
             return "active"
         if model.residency.state is Residency.TRANSMITTING:

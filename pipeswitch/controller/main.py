@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 WORDS = 16384  # arrival words: 64 KiB of a 2 MiB region
 DRAIN_GRACE_MS = 30_000.0
 STOP_TIMEOUT_S = 5.0
+SWITCH_INTERVAL_S = 0.0005  # two threads, and neither may keep the other waiting for 5 ms
 
 
 def serve(config: Config, *, announce: Callable[[str], None] | None = None) -> int:
@@ -137,6 +138,7 @@ class Server:
         self._device = device
         self._announce = announce
         self._inbox: deque[Event] = deque()
+        self._log_path = places.logs / "server.log"
         self._signals = 0
         self._signals_seen = 0
         self._is_announced = False
@@ -191,13 +193,26 @@ class Server:
 
     def run(self) -> int:
         """Serve until Leave. This thread alone owns the scheduler's state."""
-        self._catch_signals()
-        sys.setswitchinterval(0.0005)  # two threads, and neither may keep the other waiting
-        self._doors = self._tcp.start()
-        self._processes.start_server()
-        for command in self._scheduler.start(_now_ms()):
-            self._effects.perform(command)
-        self._restore()
+        self._doors = self._tcp.start()  # a port in use is known before anything is forked
+        with contextlib.ExitStack() as cleanup:
+            cleanup.callback(self._processes.stop, STOP_TIMEOUT_S)
+            cleanup.callback(self._tcp.stop)  # the first to run: answers go out
+            cleanup.callback(signal.set_wakeup_fd, -1)
+            self._catch_signals()
+            sys.setswitchinterval(SWITCH_INTERVAL_S)
+            self._processes.start_server()
+            for command in self._scheduler.start(_now_ms()):
+                self._effects.perform(command)
+            self._restore()
+            try:
+                return self._loop()
+            except Exception:  # a bug of ours: no silent half-life (invariant I6)
+                log.critical("scheduler=dead", exc_info=True)
+                sys.stderr.write(f"Error: internal error, leaving; see {self._log_path}\n")
+                return 70
+
+    def _loop(self) -> int:
+        """One blocking call: children, clients' events and signals all wake it."""
         while self._effects.left is None:
             for key, _ in self._selector.select(self._timeout_s()):
                 key.data()
@@ -209,13 +224,9 @@ class Server:
         return self._effects.left.status
 
     def close(self) -> None:
-        """Answers first, then processes, then memory."""
-        with contextlib.suppress(RuntimeError, AttributeError):  # it never started
-            self._tcp.stop()
-        self._processes.stop(STOP_TIMEOUT_S)
+        """Give back what was taken when this was made."""
         self._journal.close()
         self._memory.close()
-        signal.set_wakeup_fd(-1)
         self._wake_read.close()
         self._wake_write.close()
         self._selector.close()

@@ -109,9 +109,10 @@ class Processes:
             case Forked(ticket=ticket, pid=pid):
                 self._forked(self._by_ticket.pop(ticket), pid)
             case ChildExited(pid=pid, status=status):
-                child = self._by_pid.get(pid)
-                if child is not None:
-                    self._exited(child, status)
+                if pid in self._by_pid:
+                    self._exited(self._by_pid[pid], status)
+            case other:
+                log.error("fork_server sent a %s", type(other).__name__)
 
     def _server_lost(self) -> None:
         """Restart it. Its children live on and are watched by their pidfds from now on."""

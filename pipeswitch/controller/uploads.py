@@ -171,6 +171,7 @@ class Uploads:
             at = partial.written_bytes if partial else 0
             raise InvalidInput(f"put: chunk at {chunk.offset_bytes}, the file stands at {at}")
         partial.file.write(chunk.data)
+        partial.file.flush()  # a full disk is this chunk's error
         partial.hash.update(chunk.data)
         partial.written_bytes += len(chunk.data)
         if partial.written_bytes < partial.size_bytes:
@@ -190,7 +191,7 @@ class Uploads:
         session, name = chunk.key
         path = self.directory / f".part-{session[:8]}-{name}"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        file = os.fdopen(descriptor, "wb", buffering=0)
+        file = os.fdopen(descriptor, "wb")
         self._partials[chunk.key] = _Partial(path, chunk.size_bytes, file)
 
     def _publish(self, key: tuple[str, str], final: Path) -> None:
@@ -208,6 +209,6 @@ class Uploads:
     def _drop(self, key: tuple[str, str]) -> None:
         partial = self._partials.pop(key, None)
         if partial is not None:
-            partial.file.close()
-            with contextlib.suppress(FileNotFoundError):
-                partial.path.unlink()
+            with contextlib.suppress(OSError):  # on a full disk close fails as well
+                partial.file.close()
+            partial.path.unlink(missing_ok=True)
