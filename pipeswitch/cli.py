@@ -217,7 +217,7 @@ def register(
     SOURCE is torchvision:resnet152, hf:bert-base-uncased, FILE.bundle, FILE.pt2 or
     package.module:factory.
     """
-    signature = dict(parse_input(text, number) for number, text in enumerate(inputs))
+    signature = _signature(inputs)
     is_shown = not as_json and sys.stderr.isatty()
     with contextlib.ExitStack() as stack:
         report = stack.enter_context(views.progress_bar(is_shown, name))
@@ -231,17 +231,18 @@ def register(
     _done(row, f"registered {name}{size}{groups}, {row.get('mode', 'graph')} mode{why}", as_json)
 
 
-def parse_input(text: str, number: int) -> tuple[str, tuple[tuple[int, ...], str]]:
-    """``x=8x3x224x224:float32``; without a name the inputs are x, x1, x2…"""
-    name, _, spec = text.rpartition("=")
-    shape, _, dtype = spec.partition(":")
-    parts = shape.split("x") if shape else []
-    if not all(part.isdigit() for part in parts):
-        raise click.BadParameter(
-            f"{text!r} is not of the form [NAME=]8x3x224x224:float32", param_hint="--input"
-        )
-    default = f"x{number}" if number else "x"
-    return name or default, (tuple(map(int, parts)), dtype or "float32")
+def _signature(texts: tuple[str, ...]) -> dict[str, tuple[list[int], str]]:
+    """What ``--input`` says, in the SDK's form."""
+    from .controller.admission import parse_input
+
+    found = {}
+    for number, text in enumerate(texts):
+        try:
+            name, (shape, dtype) = parse_input(text, number)
+        except InvalidInput as error:
+            raise click.BadParameter(error.message, param_hint="--input") from None
+        found[name] = (shape, dtype)
+    return found
 
 
 def _converted(source: str, stack: contextlib.ExitStack) -> str:

@@ -37,6 +37,7 @@ from .hooks import Removable, hook_modules, hook_optimizer, use_gate
 from .snapshot import Captured, DataPosition, RandomState, named
 from .training_slice import TrainedObjects, TrainingSlice
 
+FIRST_COMMIT_GAP_MS: Final = 50.0  # of each start of the script
 REPORT_EVERY_MS: Final = 100.0  # a fast loop must not flood the controller
 SPARE_STATE_BYTES: Final = 256 << 10  # random generators, the JSON, and room to grow
 MAX_PAST_PHASES: Final = 4  # each costs its image once more, in every commit
@@ -89,7 +90,7 @@ class TrainingSession:
     """``job`` inside the server; made by the worker before the script, used by its main thread.
 
     Args:
-        commit_every_ms: shortest time between two commits.
+        commit_every_ms: time between two commits, reached by doubling from a short one.
         overlap_commits: let the copy overlap the next forward and backward. Used only once a
             body was seen to leave its parameters alone before ``optimizer.step()``.
     """
@@ -104,7 +105,8 @@ class TrainingSession:
     ) -> None:
         self._host, self._gate = host, gate
         self._commit_every_ms, self._overlap = commit_every_ms, overlap_commits
-        self._next_commit_at_ms = host.now_ms() + commit_every_ms
+        self._commit_gap_ms = min(FIRST_COMMIT_GAP_MS, commit_every_ms)
+        self._next_commit_at_ms = host.now_ms() + self._commit_gap_ms
         image = host.restore()
         self._saved = None if image is None else SavedImage(image)  # until it was resumed
         self._past: dict[int, bytes] = {} if self._saved is None else self._saved.past()
@@ -480,7 +482,10 @@ class TrainingSession:
                 self._host.report("commit_failed", step=self._step, text=str(error))
                 return
             took_ms = self._committer.last_duration_ms
-            wait_ms = max(self._commit_every_ms, COMMIT_SHARE * took_ms)
+            # The gap doubles up to the configured one: a worker that keeps dying early makes
+            # progress all the same, and no commit takes more than its share.
+            self._commit_gap_ms = min(2 * self._commit_gap_ms, self._commit_every_ms)
+            wait_ms = max(self._commit_gap_ms, COMMIT_SHARE * took_ms)
             self._next_commit_at_ms = self._host.now_ms() + wait_ms
             assert self._committer.committed is not None
             step = self._committer.committed.position.step

@@ -272,6 +272,28 @@ class Body:
             raise InvalidInput(f"{self._op}: unknown fields {keys}")
 
 
+def parse_input(text: str, number: int = 0) -> tuple[str, list[Any]]:
+    """``x=8x3x224x224:float32`` as ``(name, [shape, dtype])``; how flags and files write it.
+
+    Args:
+        text: the name may be missing, the dtype too (float32).
+        number: position among the inputs; a nameless one is called x, x1, x2…
+
+    Raises:
+        InvalidInput: it is not of that form.
+    """
+    name, _, spec = text.rpartition("=")
+    shape, _, dtype = spec.partition(":")
+    parts = shape.split("x") if shape else []
+    dtype = dtype or "float32"
+    if not all(part.isdigit() for part in parts) or dtype not in ITEM_BYTES:
+        raise InvalidInput(
+            f"input {text!r} is not of the form [NAME=]8x3x224x224:float32",
+            hint=f"dtypes: {', '.join(ITEM_BYTES)}",
+        )
+    return name or (f"x{number}" if number else "x"), [[int(part) for part in parts], dtype]
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckedSource:
     """Where a model comes from, with uploads resolved to files of the server."""

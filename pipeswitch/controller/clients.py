@@ -132,7 +132,7 @@ class ClientTable:
         return list(self._by_session.values())
 
     def greet(self, door: Door, routing_id: bytes, fd: int) -> tuple[Client, Client | None]:
-        """A new session for this connection, and the one it replaces, if any."""
+        """A new session for this connection, and the one it replaces (the caller drops it)."""
         replaced = self._by_route.get((door.address, routing_id))
         client = Client(
             door=door,
@@ -141,8 +141,6 @@ class ClientTable:
             fd=fd,
             inode=socket_inode(fd),
         )
-        if replaced is not None:
-            self.remove(replaced)
         self._by_session[client.session] = client
         self._by_route[door.address, routing_id] = client
         return client, replaced

@@ -109,7 +109,7 @@ class Fleet:
             worker.started_at_ms = core.now_ms
             worker.respawn_at_ms = None
             worker.kill_reason = ""
-            worker.retired_at_ms = 0.0
+            worker.retired_at_ms = None
             worker.pid = 0
             worker.warm.clear()
             worker.unpreparable.clear()

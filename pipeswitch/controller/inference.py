@@ -67,7 +67,8 @@ class Inference:
             return ModelNotFound(f'no model "{event.model}"', hint="pipeswitch models")
         if model.state.state is ModelState.QUARANTINED:
             return quarantined(model)
-        if model.manifest is None or model.manifest.digest != event.digest:
+        manifest = model.manifest if model.state.state is ModelState.READY else None
+        if manifest is None or manifest.digest != event.digest:
             return ModelNotFound(f'model "{event.model}" changed while the request was on its way')
         if len(core.queue) >= core.settings.max_queue:
             return QueueFull(

@@ -342,7 +342,7 @@ class Jobs:
             if job.state.state is TaskState.EVICTING:
                 self._kill_after(job, job.evict_asked_at_ms + grace_ms, "did not unwind")
         for worker in core.workers.values():
-            if worker.retired_at_ms and worker.is_alive:
+            if worker.retired_at_ms is not None and worker.is_alive:
                 if core.now_ms >= worker.retired_at_ms + grace_ms:
                     core.kill(worker, "its script is over, its process did not leave")
                 else:
@@ -590,7 +590,7 @@ class Jobs:
         if job is None or message.epoch <= job.born_epoch:
             return  # of an older job of this name
         if not message.error:
-            if job.committed_step < 0 and not job.persist_due_at_ms:
+            if job.committed_step == job.persisted_step == -1:  # the first commit
                 job.persist_due_at_ms = core.now_ms + core.settings.persist_every_ms
             job.committed_step = max(job.committed_step, message.step)
             job.deaths_without_progress = 0

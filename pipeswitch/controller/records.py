@@ -156,7 +156,7 @@ class Worker:
     task_epoch: Epoch = NO_EPOCH
     job: JobName | None = None  # from its dispatch until the process is reaped
     may_raise: Turn = NO_TURN  # the turn it was told to raise and may still write to the board
-    retired_at_ms: float = 0.0  # its script is over and the process about to leave
+    retired_at_ms: float | None = None  # its script is over and the process about to leave
     deaths: int = 0  # in a row, without a task ended well
     respawn_at_ms: float | None = None
     kill_reason: str = ""

@@ -242,7 +242,7 @@ class Scheduler:
         if worker is None or worker.generation != event.generation or not worker.is_alive:
             return
         # A job's process leaves after its JobEnded: that is no death.
-        ended_well = event.status == 0 and worker.retired_at_ms > 0
+        ended_well = event.status == 0 and worker.retired_at_ms is not None
         self.inference.worker_died(worker, event.status)
         self.fleet.worker_exited(worker, event.status, ended_well=ended_well)
         self.jobs.worker_died(worker, event.status)

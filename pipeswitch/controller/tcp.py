@@ -82,6 +82,7 @@ from .events import (
     TrainAsked,
     UnregisterAsked,
 )
+from .job_logs import read_piece
 from .slabs import SlabPool
 from .uploads import CREDIT_CHUNKS, Uploads
 
@@ -91,13 +92,14 @@ BURST_MESSAGES: Final = 64  # from one door before the other and the answers get
 MAX_CLIENT_REQUESTS: Final = 4096  # unanswered ones of one client
 INLINE_BODY_BYTES: Final = 256 << 10  # a larger body travels as a tensor named BODY_TENSOR
 BODY_TENSOR: Final = "body"
-LOG_CHUNK_BYTES: Final = 256 << 10
 IDLE_POLL_MS: Final = 1000
 BUSY_POLL_MS: Final = 2  # while a socket is full or libzmq still reads from the pool
 STOP_FLUSH_MS: Final = 1000
+SLOW: Final = "slow or gone"  # why a client is dropped that the monitor has not reported
 COMPLAINTS_PER_MINUTE: Final = 10
 _ROUTING_ID: Final = re.compile(rb"\0[\s\S]{4}")  # as libzmq makes them itself
 
+MODEL_VERBS: Final = ("show", "load", "unload", "unregister")
 Posted = Answer | Publish | Announce | Retract
 
 
@@ -261,7 +263,7 @@ class TcpThread:
         if self._doors.publisher in ready:
             self._read_subscriptions()
         for client in self._outbox.sweep(self._now_ms()):
-            self._drop(client, "slow or gone")
+            self._drop(client, SLOW)
 
     def _watch_connections(self) -> None:
         now_ms = self._now_ms()
@@ -311,9 +313,8 @@ class TcpThread:
         until_ms = self._now_ms() + STOP_FLUSH_MS
         while not self._outbox.is_idle and self._now_ms() < until_ms:
             for client in self._outbox.sweep(self._now_ms()):
-                self._drop(client, "slow or gone")
-            select_ms = BUSY_POLL_MS
-            self._doors.tcp.monitor.poll(select_ms)
+                self._drop(client, SLOW)
+            self._doors.tcp.monitor.poll(BUSY_POLL_MS)  # a client that leaves ends the wait
         for client in self._clients.all():
             self._outbox.drop(client)
         for door in self._doors.all:
@@ -618,10 +619,10 @@ class TcpThread:
         action = body.text("action")
         match action:
             case "logs":
-                offset, limit = body.count("offset_bytes", 0), LOG_CHUNK_BYTES
+                offset = body.count("offset_bytes", 0)
                 body.done()
-                reply = self._reply(header.id, client, body=self._read_log(name, offset, limit))
-                self._send(client, self._outgoing(reply))
+                piece = read_piece(self._log_directory, name, offset)
+                self._send(client, self._outgoing(self._reply(header.id, client, body=piece)))
             case "show" | "pause" | "resume" | "cancel" | "wait":
                 body.done()
                 token = self._accept(client, header).token
@@ -631,29 +632,6 @@ class TcpThread:
                     f"job: action {action[:40]!r} is none of "
                     "show, pause, resume, cancel, wait, logs"
                 )
-
-    def _read_log(self, name: JobName, offset_bytes: int, limit_bytes: int) -> dict[str, Any]:
-        """A piece of a job's log; cut at a character so that no reader sees half of one."""
-        try:
-            with open(self._log_directory / f"job-{name}.log", "rb") as file:
-                end_bytes = os.fstat(file.fileno()).st_size
-                file.seek(min(offset_bytes, end_bytes))
-                data = file.read(limit_bytes)
-        except FileNotFoundError:
-            raise ModelNotFound(f'no log of a job "{name}"', hint="pipeswitch jobs") from None
-        cut = len(data)
-        while cut and len(data) - cut < 4 and data[cut - 1] & 0xC0 == 0x80:
-            cut -= 1
-        if cut and data[cut - 1] >= 0xC0:  # a lead byte: is its character complete?
-            width = 4 if data[cut - 1] >= 0xF0 else 3 if data[cut - 1] >= 0xE0 else 2
-            cut = len(data) if len(data) - cut + 1 >= width else cut - 1
-        else:
-            cut = len(data)
-        return {
-            "text": data[:cut].decode("utf-8", "replace"),
-            "offset_bytes": min(offset_bytes, end_bytes) + cut,
-            "end_bytes": end_bytes,
-        }
 
     def _query(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
         body = Body(header.op, header.body)
@@ -692,6 +670,10 @@ class TcpThread:
             self._settle(pending, "undeliverable")
             self._release(pending)
             return
+        if isinstance(answer.error, ModelNotFound) and pending.op in MODEL_VERBS:
+            answer = Answer(
+                token=answer.token, error=admission.model_not_found(pending.model, self._models)
+            )
         bad_output = _output_outside(answer.outputs, pending)
         if bad_output:
             _logger.error("request=%s output refused cause=%s", pending.request_id, bad_output)
@@ -807,7 +789,7 @@ class TcpThread:
             outgoing.on_lost()
             outgoing.on_released()
         elif not self._outbox.send(client, outgoing, self._now_ms()):
-            self._drop(client, "slow or gone")
+            self._drop(client, SLOW)
 
     @staticmethod
     def _send_now(door: Door, routing_id: bytes, frames: list[bytes]) -> None:
@@ -817,21 +799,18 @@ class TcpThread:
             door.router.send_multipart(frames, zmq.DONTWAIT)
 
     def _drop(self, client: Client, cause: str) -> None:
-        """The client is gone, or is to be: its queued requests are taken back."""
-        if client.is_gone and not client.requests and not client.backlog:
+        """The client is gone, or is to be: its waiting requests are taken back. Idempotent."""
+        if client.is_gone:
             return
-        is_new = not client.is_gone
         self._clients.remove(client)
         self._outbox.drop(client)
-        if cause.startswith("slow"):
+        if cause == SLOW:
             hang_up(client)
-        if not is_new and not client.requests:
-            return
         _logger.info(
             "client=%s gone cause=%s waiting=%d", client.session[:8], cause, len(client.requests)
         )
         self._uploads.forget(client.session)
-        for pending in list(client.requests.values()):
+        for pending in client.requests.values():
             if pending.op in ("infer", "register"):
                 self._inbox(CancelAsked(token=pending.token))
         client.requests.clear()

@@ -214,7 +214,7 @@ class World:
         self.job_names: list[str] = []
         self.last_token = 0
         self.left: int | None = None
-        self.trace: deque[str] = deque(maxlen=80)
+        self.trace: deque[str] = deque(maxlen=200)
         self.counts: dict[str, int] = {}
         self._perform(self.scheduler.start(0.0))
 
@@ -318,8 +318,6 @@ class World:
     def settle(self, limit: int = 6000) -> None:
         """No more faults: everything must come to its end in bounded steps."""
         self.faults = Faults(build_error=0, infer_error=0, early_error=0, persist_error=0)
-        for worker in self.workers.values():
-            worker.hangs = False
         for name in self.job_names:
             self.job_asked(name, "resume")
         for _ in range(limit):
@@ -361,8 +359,9 @@ class World:
         self.expect(all(m.users == 0 for m in core.models.values()), "a lease at rest")
         self.expect(core.training is None and core.current is None, "a task at rest")
 
-    def drain(self, limit: int = 6000) -> None:
-        self.handle(ev.DrainAsked(token=self.token(), grace_ms=1e9))
+    def leave(self, limit: int = 6000) -> None:
+        """A drain that was asked for comes to its end, and nobody is left without an answer."""
+        self.faults = Faults()
         for _ in range(limit):
             if self.left is not None:
                 break
@@ -422,6 +421,8 @@ class World:
         deadline = rng.choice((None, None, 5.0, 500.0, 20000.0))
         choice = rng.randrange(24)
         if choice < 10:
+            if self.announced and rng.random() < 0.95:
+                name = rng.choice(sorted(self.announced))
             self.infer(name, priority=rng.choice(PRIORITIES), deadline_ms=deadline)
         elif choice < 13:
             self.register(name, rng.choice((1, 7, 15, 30, 40)) * MIB, pin=rng.random() < 0.1)
@@ -431,7 +432,7 @@ class World:
             self.job_asked(job, rng.choice(("pause", "resume", "show", "wait", "cancel")))
         elif choice == 16:
             self.job_asked(job, rng.choice(("pause", "resume")))
-        elif choice == 17:
+        elif choice == 17 and rng.random() < 0.3:
             self.handle(ev.UnregisterAsked(token=self.token(), model=name))  # type: ignore[arg-type]
         elif choice == 18:
             pin = rng.random() < 0.5
@@ -527,8 +528,6 @@ class World:
         daemon = self.daemon
         self.expect(daemon is not None and daemon.is_ready, f"{message} to a daemon not ready")
         assert daemon is not None
-        if not daemon.runs:
-            return
         if isinstance(message, OpenCommits):
             self.expect(message.job in self.commits, "opened commits that do not exist")
         if isinstance(message, TransmitModel):
@@ -540,8 +539,9 @@ class World:
             for copy in daemon.copies:
                 used = {group.word for group in copy.order.groups}
                 self.expect(not used & {g.word for g in message.groups}, "two copies, one word")
-            daemon.copies.append(Transmission(message))
-        else:
+            if daemon.runs:
+                daemon.copies.append(Transmission(message))
+        elif daemon.runs:
             daemon.inbox.setdefault("control", deque()).append(message)
 
     def _to_worker(self, command: ev.ToWorker) -> None:
@@ -976,13 +976,22 @@ FINAL = ("done", "failed", "cancelled", "expired")
 
 def live(world: World, steps: int) -> None:
     """Random clients, random order, faults; then peace, an orderly end, and an empty arena."""
-    for _ in range(steps):
-        if world.random.random() < 0.12:
+    for name, mib in (("m0", 7), ("m1", 15), ("m2", 30)):
+        world.register(name, mib * MIB)
+    leaves_at = world.random.choice((None, None, None, world.random.randrange(steps)))
+    for step in range(steps):
+        if step == leaves_at:
+            world.handle(ev.DrainAsked(token=None, grace_ms=world.random.choice((10.0, 1e6))))
+        if world.left is None and world.random.random() < 0.12:
             world.random_client()
         else:
             world.inject_faults()
             if not world.act() and world.random.random() < 0.5:
                 world.to_next_wakeup()
+    if world.left is not None or world.scheduler.core.is_draining:
+        world.leave()
+        return
     world.settle()
     world.check_rest()
-    world.drain()
+    world.handle(ev.DrainAsked(token=world.token(), grace_ms=1e9))
+    world.leave()

@@ -12,9 +12,10 @@ from click.testing import CliRunner
 
 from pipeswitch import cli_infer
 from pipeswitch import cli_views as views
-from pipeswitch.cli import main, parse_input
+from pipeswitch.cli import main
 from pipeswitch.client import job_name
 from pipeswitch.config import Config
+from pipeswitch.controller.admission import parse_input
 from pipeswitch.errors import InvalidInput
 
 NOBODY = {"PIPESWITCH_HOST": "ipc:///nonexistent/pipeswitch.sock"}
@@ -102,8 +103,16 @@ def test_the_command_line_never_imports_torch() -> None:
 
 
 def test_inputs_are_read_with_and_without_a_name() -> None:
-    assert parse_input("8x3x224x224:float32", 0) == ("x", ((8, 3, 224, 224), "float32"))
-    assert parse_input("ids=1x128:int64", 1) == ("ids", ((1, 128), "int64"))
+    assert parse_input("8x3x224x224:float32", 0) == ("x", [[8, 3, 224, 224], "float32"])
+    assert parse_input("ids=1x128:int64", 1) == ("ids", [[1, 128], "int64"])
+    assert parse_input("4", 2) == ("x2", [[4], "float32"])
+    for wrong in ("8xx3", "a:float31", "x=-1:int8"):
+        with pytest.raises(InvalidInput):
+            parse_input(wrong)
+
+
+def test_a_wrong_input_is_a_usage_error() -> None:
+    assert run("register", "m", "torchvision:resnet18", "--input", "8xx3", env=NOBODY)[0] == 2
 
 
 def test_rates_are_read() -> None:

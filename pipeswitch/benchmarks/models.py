@@ -1,0 +1,41 @@
+"""The models that are measured. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+Inputs = Mapping[str, tuple[tuple[int, ...], str]]
+
+
+@dataclass(frozen=True)
+class BenchModel:
+    """A model as it is registered, and how much room it takes on the device at most."""
+
+    name: str
+    source: str
+    room_bytes: int  # its region, rounded up
+    inputs: Inputs = field(default_factory=dict)
+
+
+MLP_SOURCE: Final = "pipeswitch.benchmarks.factories:mlp"
+MLP_WIDTH: Final = 2048
+MIB: Final = 1 << 20
+
+
+def mlp(batch: int) -> BenchModel:
+    """12 layers of 2048×2048: 201 MB in equal pieces, compute proportional to the batch."""
+    return BenchModel("mlp", MLP_SOURCE, 194 * MIB, {"x": ((batch, MLP_WIDTH), "float32")})
+
+
+MODELS: Final[Mapping[str, BenchModel]] = {
+    model.name: model
+    for model in (
+        BenchModel("resnet152", "torchvision:resnet152", 234 * MIB),
+        BenchModel("inception_v3", "torchvision:inception_v3", 106 * MIB),
+        BenchModel("bert-base", "hf:bert-base-uncased", 422 * MIB),
+        mlp(64),
+    )
+}
+QUICK_MODELS: Final = ("resnet152", "mlp")

@@ -1,0 +1,258 @@
+"""The common trial loop: interleaved arms, warm-up, one record per trial, p50/p99 at the end.
+
+Machines drift: other programs, clocks, caches. So arms that are compared take turns inside one
+run (A B A B), never one after the other, and are compared by median and minimum of one run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+from ..controller.machine import cpu_count
+
+Numbers = dict[str, Any]
+Emit = Callable[[str], None]
+PERCENTILES: Final = (0.5, 0.99)
+
+
+def _nothing() -> None:
+    """An arm that needs no preparation."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One of the things compared. ``prepare`` is not timed; ``measure`` is one trial.
+
+    ``every``: it takes part in every so many rounds only (a stop-and-start takes seconds).
+    """
+
+    name: str
+    measure: Callable[[], Numbers]
+    prepare: Callable[[], None] = _nothing
+    every: int = 1
+    warms_up: bool = True
+
+
+def interleave(
+    arms: Sequence[Arm], rounds: int, *, warmup: int = 1
+) -> Iterator[tuple[Arm, int, Numbers]]:
+    """Rounds of one trial of each arm; those of the warm-up are run and not told."""
+    for number in range(-warmup, rounds):
+        for arm in arms:
+            if number % arm.every if number >= 0 else not arm.warms_up:
+                continue
+            arm.prepare()
+            numbers = arm.measure()
+            if number >= 0:
+                yield arm, number, numbers
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value below which ``share`` of the others lie, interpolated."""
+    ordered = sorted(values)
+    position = share * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A number that follows from the trials, beside its target of DESIGN 11 if it has one."""
+
+    name: str
+    value: float
+    unit: str = ""
+    target: str = ""
+    is_met: bool | None = None  # None: there is no target
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "value": self.value,
+            "unit": self.unit,
+            "target": self.target,
+            "is_met": self.is_met,
+        }
+
+
+@dataclass
+class Run:
+    """One benchmark under way: facts, trials, findings. ``emit`` takes each finished line."""
+
+    what: str
+    command: str
+    is_quick: bool
+    seed: int
+    as_json: bool
+    emit: Emit
+    threads: int = field(default_factory=lambda: max(1, cpu_count() - 1))
+    trials: list[dict[str, Any]] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    began_at_s: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.facts = machine_facts() | {"threads": self.threads, "seed": self.seed}
+
+    def say(self, text: str) -> None:
+        """Progress for people; programs that read JSON are spared it."""
+        if not self.as_json:
+            self.emit(f"[{time.monotonic() - self.began_at_s:5.1f} s] {text}")
+
+    def record(self, case: str, arm: str, number: int, numbers: Numbers) -> None:
+        """Keep a trial, and tell it as one JSON line."""
+        trial = {"bench": self.what, "case": case, "arm": arm, "trial": number} | numbers
+        self.trials.append(trial)
+        if self.as_json:
+            self.emit(json.dumps(trial | self.facts))
+
+    def trial_loop(self, case: str, arms: Sequence[Arm], rounds: int, *, warmup: int = 1) -> None:
+        """Interleave the arms and record every trial of theirs."""
+        for arm, number, numbers in interleave(arms, rounds, warmup=warmup):
+            self.record(case, arm.name, number, numbers)
+
+    def values(self, case: str, arm: str, key: str) -> list[float]:
+        """One number of all trials of an arm, in order."""
+        return [
+            float(trial[key])
+            for trial in self.trials
+            if (trial["case"], trial["arm"]) == (case, arm) and trial.get(key) is not None
+        ]
+
+    def find(
+        self,
+        name: str,
+        value: float,
+        unit: str = "",
+        *,
+        at_most: float | None = None,
+        at_least: float | None = None,
+    ) -> None:
+        """Add a finding, judged when it has a target."""
+        target, is_met = "", None
+        if at_most is not None:
+            target, is_met = f"≤ {at_most:g}", value <= at_most
+        elif at_least is not None:
+            target, is_met = f"≥ {at_least:g}", value >= at_least
+        self.findings.append(Finding(name, value, unit, target, is_met))
+
+    # ---- reports -------------------------------------------------------------------------------
+
+    def summary(self) -> list[dict[str, Any]]:
+        """p50, p99 and minimum of every timed number, by case and arm."""
+        keys: dict[tuple[str, str, str], list[float]] = {}
+        for trial in self.trials:
+            for key, value in trial.items():
+                if key.endswith("_ms") and isinstance(value, int | float):
+                    keys.setdefault((trial["case"], trial["arm"], key), []).append(float(value))
+        return [
+            {
+                "case": case,
+                "arm": arm,
+                "number": key,
+                "p50": quantile(values, 0.5),
+                "p99": quantile(values, 0.99),
+                "min": min(values),
+                "n": len(values),
+            }
+            for (case, arm, key), values in keys.items()
+        ]
+
+    def document(self) -> dict[str, Any]:
+        """Everything, as it is written beside the Markdown."""
+        return {
+            "bench": self.what,
+            "command": self.command,
+            "is_quick": self.is_quick,
+            "duration_s": time.monotonic() - self.began_at_s,
+            "facts": self.facts,
+            "findings": [finding.row() for finding in self.findings],
+            "summary": self.summary(),
+            "notes": self.notes,
+            "trials": self.trials,
+        }
+
+    def markdown(self) -> str:
+        """The report for people."""
+        facts = ", ".join(f"{key} {value}" for key, value in self.facts.items())
+        lines = [f"# {self.what} on {self.facts['device']}", "", f"`{self.command}`", "", facts, ""]
+        lines += ["| finding | value | target | met |", "|---|---|---|---|"]
+        for finding in self.findings:
+            met = {True: "yes", False: "**no**", None: ""}[finding.is_met]
+            value = f"{finding.value:.4g} {finding.unit}".strip()
+            lines.append(f"| {finding.name} | {value} | {finding.target} | {met} |")
+        lines += ["", "| case | arm | number | p50 | p99 | min | n |", "|---|---|---|---|---|---|---|"]
+        for row in self.summary():
+            numbers = f"{row['p50']:.3f} | {row['p99']:.3f} | {row['min']:.3f} | {row['n']}"
+            lines.append(f"| {row['case']} | {row['arm']} | {row['number']} | {numbers} |")
+        lines += ["", *(f"- {note}" for note in self.notes)]
+        return "\n".join(lines).rstrip() + "\n"
+
+    def write(self, folder: Path) -> list[Path]:
+        """``<what>_<device>_<date>.md`` and ``.json`` into ``folder``."""
+        folder.mkdir(parents=True, exist_ok=True)
+        stem = f"{self.what}_{self.facts['device']}_{time.strftime('%Y-%m-%d')}"
+        report, data = folder / f"{stem}.md", folder / f"{stem}.json"
+        report.write_text(self.markdown(), "utf-8")
+        data.write_text(json.dumps(self.document(), indent=1) + "\n", "utf-8")
+        return [report, data]
+
+
+def machine_facts() -> dict[str, Any]:
+    """What a reader needs to place the numbers: device, cores, versions, commit."""
+    return {
+        "device": "cpu",
+        "cpu": _cpu_name(),
+        "cores": cpu_count(),
+        "load_1m": round(os.getloadavg()[0], 2),  # what else ran when this began
+        "python": platform.python_version(),
+        "torch": metadata.version("torch"),
+        "commit": _commit(),
+    }
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _commit() -> str:
+    """The checkout's commit, ``+`` when files differ from it; the version when installed."""
+    here = Path(__file__).resolve().parent
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(here), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return f"v{metadata.version('pipeswitch')}"
+
+
+def ratio(over: float, under: float) -> float:
+    """``over / under`` where a difference that drowned in noise may be nothing."""
+    return over / max(under, 1e-3)
+
+
+def paired_differences(over: Sequence[float], under: Sequence[float]) -> list[float]:
+    """Round by round: drift that both arms of a round saw cancels out."""
+    return [a - b for a, b in zip(over, under, strict=True)]
+
+
+def worst(values: Mapping[str, float]) -> tuple[str, float]:
+    """The entry with the largest value."""
+    return max(values.items(), key=lambda item: item[1])

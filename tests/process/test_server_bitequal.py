@@ -1,0 +1,136 @@
+"""Through switches, evictions and preempted training, outputs stay those of the plain model."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from process_tools import Checked, checked_server, eager, is_bit_equal, mlp, start_endless_job
+from torch import nn
+
+SEED = 20261121
+
+# name, side of the square input; ViT's position table fixes its side
+FAMILIES = [
+    ("resnet18", 64),
+    ("inception_v3", 96),
+    ("densenet121", 64),
+    ("vit_b_32", 224),
+    ("swin_t", 64),
+    ("convnext_tiny", 64),
+    ("mobilenet_v3_small", 64),
+    ("efficientnet_b0", 64),
+    ("regnet_y_400mf", 64),
+    ("shufflenet_v2_x0_5", 64),
+]
+ARENA = "400MiB"  # ViT's 337 MiB and one middling model; all together they need twice that
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checked]:
+    with checked_server(arena=ARENA, host_store="2GiB") as checked:
+        start_endless_job(checked, tmp_path_factory.mktemp("bitequal"))
+        yield checked
+
+
+def plain(name: str, seed: int) -> nn.Module:
+    """The eager model with the weights that ``random:SEED`` stands for."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Inception announces a slow initialisation
+        torch.manual_seed(seed)
+        return torchvision.models.get_model(name, weights=None).eval()
+
+
+@pytest.mark.timeout(240)
+def test_ten_families_answer_bit_equal_while_they_evict_each_other_and_training_runs(
+    running: Checked,
+) -> None:
+    client = running.client
+    requests: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+    for number, (name, side) in enumerate(FAMILIES):
+        row = client.register(
+            name,
+            f"torchvision:{name}",
+            weights=f"random:{number}",
+            inputs={"x": ((1, 3, side, side), "float32")},
+        )
+        assert row["mode"] == "graph"
+        module = plain(name, number)
+        for batch in (1, 1, 2):
+            generator = torch.Generator().manual_seed(len(requests))
+            x = torch.randn(batch, 3, side, side, generator=generator)
+            requests.append((name, x, eager(module, x)))
+    random.Random(SEED).shuffle(requests)
+    before = running.stats()
+
+    futures = [(name, client.submit(name, x), y) for name, x, y in requests]
+    wrong = [name for name, future, y in futures if not is_bit_equal(future.result(60)["y"], y)]
+    assert wrong == []
+    # and one at a time, so that the training comes between any two
+    wrong = [name for name, x, y in requests if not is_bit_equal(client.infer(name, x)["y"], y)]
+    assert wrong == []
+
+    after = running.stats()
+    assert after["evictions"] > before["evictions"]  # they did not just all fit
+    assert after["preemptions"] > before["preemptions"]
+    assert client.task("endless").status()["suspensions"] > 0
+
+
+def test_a_dynamic_batch_is_bit_equal_at_one_two_and_three(running: Checked) -> None:
+    module = mlp(48, 5, seed=3)
+    running.client.register("dynamic", module, example_inputs=(torch.zeros(2, 48),))
+    for batch in (1, 2, 3, 1):
+        x = torch.randn(batch, 48, generator=torch.Generator().manual_seed(batch))
+        y = running.client.infer("dynamic", x)["y"]
+        assert is_bit_equal(y, eager(module, x)), f"batch {batch}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_travels_both_ways_bit_equal(running: Checked, dtype: torch.dtype) -> None:
+    module = mlp(32, 3, seed=4).to(dtype)
+    name = str(dtype).removeprefix("torch.")
+    running.client.register(name, module, example_inputs=(torch.zeros(2, 32, dtype=dtype),))
+    x = torch.randn(2, 32, generator=torch.Generator().manual_seed(5)).to(dtype)
+    y = running.client.infer(name, x)["y"]
+    assert y.dtype == dtype
+    assert is_bit_equal(y, eager(module, x))
+
+
+class PlainBert(nn.Module):
+    """Tensors in, one tensor out."""
+
+    def __init__(self, bert: nn.Module) -> None:
+        super().__init__()
+        self.bert = bert
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.bert(input_ids=ids, attention_mask=mask).last_hidden_state
+        return out
+
+
+def test_a_small_bert_sent_as_a_module_answers_bit_equal(running: Checked) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    torch.manual_seed(6)
+    config = transformers.BertConfig(
+        vocab_size=500,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=128,
+    )
+    module = PlainBert(transformers.BertModel(config)).eval()
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(0, 500, (2, 12), generator=generator)
+    mask = torch.ones(2, 12, dtype=torch.int64)
+    mask[1, 7:] = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        running.client.register("bert-small", module, example_inputs=(ids, mask))
+    y = running.client.infer("bert-small", {"ids": ids, "mask": mask})["y"]
+    assert is_bit_equal(y, eager(module, ids, mask))
+    assert is_bit_equal(running.client.infer("bert-small", [ids, mask])["y"], y)

@@ -1,0 +1,301 @@
+"""What the tests of a running server share; conftest.py loads it as ``process_tools``.
+
+Conditions are waited for with a deadline, never slept for. Processes are found by a mark in
+their environment: every child of a server inherits it, whoever its parent is by now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pipeswitch.client import FINAL_JOB_STATES, Client
+from pipeswitch.testing import RunningServer, server
+
+DEADLINE_S = 30.0
+POLL_S = 0.002  # between two looks at a condition
+MARK = "PIPESWITCH_TESTS_MARK"
+
+T = TypeVar("T")
+
+
+def until(look: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
+    """The first true value of ``look()``; fails with its last value after the deadline."""
+    ends_at = time.monotonic() + deadline_s
+    while True:
+        value = look()
+        if value:
+            return value
+        assert time.monotonic() < ends_at, f"not within {deadline_s} s: {what} (last: {value!r})"
+        threading.Event().wait(POLL_S)
+
+
+# ------------------------------------------------------------------------------- processes
+
+
+def marked_pids(mark: str) -> set[int]:
+    """Living processes (no zombies) with this mark in their environment."""
+    wanted, found = f"{MARK}={mark}".encode(), set()
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            environment = Path("/proc", entry, "environ").read_bytes()
+            if wanted in environment.split(b"\0"):
+                found.add(int(entry))
+    return found
+
+
+def children_of(pid: int) -> set[int]:
+    """Direct children of a process, of all its threads."""
+    found: set[int] = set()
+    for task in Path("/proc", str(pid), "task").iterdir():
+        found.update(int(child) for child in (task / "children").read_text().split())
+    return found
+
+
+def command_of(pid: int) -> str:
+    """A process's command line; empty when it is gone."""
+    with contextlib.suppress(OSError):
+        return Path("/proc", str(pid), "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return ""
+
+
+def shm_names() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def kill(pid: int, number: int = signal.SIGKILL) -> bool:
+    """Signal a process; false when it is gone already."""
+    assert pid > 1
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+# ------------------------------------------------------------------------------- the server
+
+
+class Checked:
+    """A running server, a client of its owner's door, and the questions tests ask."""
+
+    def __init__(self, running: RunningServer, mark: str) -> None:
+        self.running = running
+        self.mark = mark
+        self.client = running.client()
+
+    @property
+    def pid(self) -> int:
+        return self.running.pid
+
+    def rows(self, kind: str) -> list[dict[str, Any]]:
+        return [row for row in self.client.ps() if row["kind"] == kind]
+
+    def row(self, name: str) -> dict[str, Any]:
+        return next(row for row in self.client.ps() if row["name"] == name)
+
+    def stats(self) -> dict[str, Any]:
+        stats = self.client.stats()
+        check_identity(stats)
+        return stats
+
+    def count(self, key: str) -> int:
+        return int(self.stats()[key])
+
+    def fork_server_pid(self) -> int:
+        """The controller's own child (others may be orphans it adopted)."""
+        for pid in children_of(self.pid):
+            if Path("/proc", str(pid), "comm").read_text().strip() == "pipeswitch-fork":
+                return pid
+        raise AssertionError("no fork server")
+
+    def daemon_pid(self) -> int:
+        return int(self.row("memory-daemon")["pid"])
+
+    def worker_pids(self) -> dict[int, int]:
+        """Slot -> pid of every living worker."""
+        rows = self.rows("worker")
+        return {row["worker"]: row["pid"] for row in rows if row["state"] != "dead" and row["pid"]}
+
+    def wait_until_whole(self, workers: int = 3) -> None:
+        """The daemon and all workers are up and nobody starts."""
+
+        def is_whole() -> bool:
+            rows = self.client.ps()
+            free = [r for r in rows if r["kind"] == "worker" and r["state"] not in ("dead", "starting")]
+            return len(free) == workers and any(
+                r["kind"] == "daemon" and r["state"] == "active" for r in rows
+            )
+
+        until(is_whole, "all processes are up")
+
+    def settle(self) -> dict[str, Any]:
+        """End what is left, then every lease and every slab must come back; the last stats."""
+        for row in self.client.jobs():
+            if row["state"] not in FINAL_JOB_STATES:
+                self.client.job(row["name"], "cancel")
+        last: dict[str, Any] = {}
+
+        def is_settled() -> bool:
+            last.update(self.stats())
+            return (
+                last["arena_leases"] == 0
+                and last["pool_slabs"] == 0
+                and last["queued"] == 0
+                and last["in_flight"] == 1  # this very question
+            )
+
+        try:
+            until(is_settled, "leases, slabs and requests are back to zero")
+        except AssertionError:
+            raise AssertionError(f"did not settle: {last}\n{self.client.ps()}") from None
+        return last
+
+
+def check_identity(stats: dict[str, Any]) -> None:
+    """I1: every accepted request is answered, in flight, or counted undeliverable."""
+    for counts in (stats, stats["inference"]):
+        answered = counts["ok"] + counts["error"] + counts["undeliverable"]
+        assert counts["accepted"] == answered + counts["in_flight"], stats
+
+
+def gone(mark: str, deadline_s: float = DEADLINE_S) -> None:
+    """No process of this server is left."""
+    try:
+        until(lambda: not marked_pids(mark), "every process left", deadline_s)
+    except AssertionError:
+        left = {pid: command_of(pid) for pid in marked_pids(mark)}
+        for pid in left:
+            kill(pid)
+        raise AssertionError(f"orphans: {left}") from None
+
+
+@contextlib.contextmanager
+def checked_server(*, settles: bool = True, status: int = 0, **options: Any) -> Iterator[Checked]:
+    """A server with one compute thread; at the end nothing of it may be left.
+
+    Args:
+        settles: ask for cancelled jobs and returned leases before the stop; False where the test
+            ends the server itself.
+        status: what it must exit with.
+        **options: of ``pipeswitch.testing.server``.
+    """
+    mark, names = uuid.uuid4().hex, shm_names()
+    args = ("--threads", "1", *options.pop("args", ()))
+    environment = {**options.pop("environment", {}), MARK: mark}
+    try:
+        with server(args=args, environment=environment, **options) as running:
+            checked = Checked(running, mark)
+            try:
+                yield checked
+                if settles:
+                    checked.settle()
+            except BaseException:
+                sys.stderr.write(running.log()[-8000:])
+                raise
+            finally:
+                checked.client.close()
+            assert running.stop() == status
+    finally:
+        gone(mark)
+    assert shm_names() <= names, f"left in /dev/shm: {shm_names() - names}"
+
+
+# ------------------------------------------------------------------------------- training
+
+
+def write_script(folder: Path, name: str, source: str) -> Path:
+    path = folder / name
+    path.write_text(textwrap.dedent(source))
+    return path
+
+
+LOOP = """
+    import torch
+    from pipeswitch import job
+
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64)
+    ).to(job.device)
+    optimizer = torch.optim.SGD(net.parameters(), 0.001)
+    data = [torch.randn(256, 64) for _ in range(1_000_000 // 1000)]
+    for epoch in job.epochs(100_000):
+        for x in job.steps(data, model=net, optimizer=optimizer):
+            net(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+"""A job that trains until it is cancelled."""
+
+
+def start_endless_job(checked: Checked, folder: Path, name: str = "endless") -> Any:
+    """Submit it and wait until it makes steps."""
+    task = checked.client.train(write_script(folder, f"{name}.py", LOOP), name=name)
+    until(lambda: task.status()["step"] > 0, f"{name} trains")
+    return task
+
+
+def run_plain(script: Path, *args: str) -> str:
+    """The same script without a server, one compute thread; what it printed."""
+    done = subprocess.run(
+        [sys.executable, script, *args],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# ------------------------------------------------------------------------------- models
+
+
+def mlp(width: int, depth: int, seed: int) -> Any:
+    """``[B, width] -> [B, width]`` float32, ``4 * depth * width ** 2`` bytes of weights."""
+    import torch
+
+    torch.manual_seed(seed)
+    layers: list[torch.nn.Module] = []
+    for _ in range(depth):
+        layers += [torch.nn.Linear(width, width), torch.nn.Tanh()]
+    return torch.nn.Sequential(*layers).eval()
+
+
+def eager(module: Any, *inputs: Any) -> Any:
+    """What the plain module answers with one compute thread."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return module(*inputs)
+    finally:
+        torch.set_num_threads(before)
+
+
+def is_bit_equal(one: Any, other: Any) -> bool:
+    """Same dtype, shape and bytes."""
+    import torch
+
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    views = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
+    return torch.equal(*views)
