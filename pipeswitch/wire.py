@@ -50,7 +50,7 @@ class RequestHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     id: str
     session: str = ""
     model: str = ""
-    priority: str = "normal"
+    priority: str = ""  # empty: the model's own
     deadline_ms: float | None = None
     inputs: tuple[WireTensor, ...] = ()
     body: dict[str, Any] = {}  # the op's own fields, checked by the op

@@ -35,9 +35,7 @@ class Programs:
         """Load the structure; bind when the model has a home already."""
         self._program(message.model, message.digest, message.directory)
         if message.arena_offset_bytes >= 0:
-            self.bound(
-                message.model, message.digest, message.directory, message.arena_offset_bytes
-            )
+            self.bound(message.model, message.digest, message.directory, message.arena_offset_bytes)
 
     def _program(self, model: ModelName, digest: str, directory: str) -> Program:
         known = self._programs.get(model)

@@ -42,7 +42,11 @@ class RequestPool:
         return tensor.set_(self._storage, offset_bytes // item, tuple(shape), strides[::-1])
 
     def write(
-        self, names: Sequence[str], outputs: Sequence[torch.Tensor], offset_bytes: int, room_bytes: int
+        self,
+        names: Sequence[str],
+        outputs: Sequence[torch.Tensor],
+        offset_bytes: int,
+        room_bytes: int,
     ) -> tuple[SlabTensor, ...]:
         """Copy outputs into a reply slab.
 

@@ -363,6 +363,9 @@ class Scheduler:
         """Assert the invariants of DESIGN 10 that the scheduler's state can show."""
         core = self.core
         self.memory.check()
+        if core.has_left:
+            assert not core.requests, "left without an answer"
+            return  # processes are killed next; nothing is decided any more
         self._check_requests()
         for model in core.models.values():
             users = [a for a in (core.current, core.upcoming) if a and a.model == model.name]

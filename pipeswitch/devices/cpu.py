@@ -16,10 +16,8 @@ import mmap
 import os
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from math import prod
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final
 
@@ -28,7 +26,7 @@ import numpy as np
 from ..board import Board, ring, seal_against_writers, sealed_memfd
 from ..errors import RemoteProtocolError
 from ..messages import ByteRange, Epoch, GroupCopy, TransmitEnded, TransmitModel
-from ..programs.layout import ITEM_BYTES, TensorSpec
+from ..programs.layout import TensorSpec
 from .orders import WORD_BYTES, WORD_MASK, check_order, check_range
 
 if TYPE_CHECKING:
@@ -298,52 +296,6 @@ class CpuDeviceMemory:
             ring(bell)
 
 
-def tensor_over(
-    storage: torch.UntypedStorage, spec: TensorSpec, region_offset_bytes: int
-) -> torch.Tensor:
-    """A tensor over bytes of ``storage``, with a version counter of its own.
-
-    Views of one base would share theirs, and one in-place update of a BatchNorm statistic would
-    make backward fail for every other parameter (CUDA_NOTES 1); ``set_`` does not share it.
-
-    Raises:
-        RemoteProtocolError: the spec's numbers contradict each other or the storage.
-    """
-    import torch
-
-    item_bytes = ITEM_BYTES.get(spec.dtype, 0)
-    start = region_offset_bytes + spec.offset_bytes
-    is_sound = (
-        item_bytes > 0
-        and min((region_offset_bytes, spec.offset_bytes, *spec.shape)) >= 0
-        and prod(spec.shape) * item_bytes == spec.size_bytes
-        and start % item_bytes == 0
-        and start + spec.size_bytes <= storage.nbytes()
-    )
-    if not is_sound:
-        raise RemoteProtocolError(
-            f"tensor {spec.name!r}: {spec.dtype}{list(spec.shape)} of {spec.size_bytes} bytes "
-            f"does not fit at {start} of {storage.nbytes()}"
-        )
-    strides = [1] * len(spec.shape)
-    for axis in range(len(spec.shape) - 2, -1, -1):
-        strides[axis] = strides[axis + 1] * max(spec.shape[axis + 1], 1)
-    empty = torch.empty(0, dtype=getattr(torch, spec.dtype))
-    return empty.set_(storage, start // item_bytes, spec.shape, strides)
-
-
-def _storage_over(mapping: mmap.mmap) -> torch.UntypedStorage:
-    """All of a mapping as a storage, without torch's warning that it cannot be written.
-
-    A write to such a tensor is SIGSEGV in that worker, which is what isolation asks for.
-    """
-    import torch
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
-        return torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()
-
-
 class CpuPoolView:
     """A worker's side (see ``PoolView``). Imports torch with the first tensor."""
 
@@ -383,11 +335,15 @@ class CpuPoolView:
 
     @cached_property
     def _models(self) -> torch.UntypedStorage:
-        return _storage_over(self._models_map)
+        from .views import bytes_over
+
+        return bytes_over(self._models_map)
 
     @cached_property
     def _work(self) -> torch.UntypedStorage:
-        return _storage_over(self._work_map)
+        from .views import bytes_over
+
+        return bytes_over(self._work_map)
 
     def prefault(self, offset_bytes: int, size_bytes: int) -> None:
         """Take the page faults of a region now (standby), not in its first inference.
@@ -412,6 +368,8 @@ class CpuPoolView:
             raise RemoteProtocolError(
                 f"a region at {region_offset_bytes} overlaps the arrival words"
             )
+        from .views import tensor_over
+
         return tensor_over(self._models, spec, region_offset_bytes)
 
     def slice_bytes(self, offset_bytes: int, size_bytes: int) -> torch.Tensor:
@@ -424,6 +382,8 @@ class CpuPoolView:
             name="slice", dtype="uint8", shape=(size_bytes,), offset_bytes=offset_bytes,
             size_bytes=size_bytes, file_offset_bytes=0,
         )  # fmt: skip
+        from .views import tensor_over
+
         return tensor_over(self._work, spec, 0)
 
     def wait_group(self, word: int, epoch: int) -> float:

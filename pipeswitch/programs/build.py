@@ -12,25 +12,24 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import torch
 
+from ..devices.views import tensor_over
 from ..errors import PipeSwitchError, RegistrationRefused
 from .bundle import Bundle, Graph, read_bundle
-from .executor import BoundProgram, GraphProgram, tensor_over
+from .executor import BoundProgram, GraphProgram
 from .export import Program, export_module, flatten_outputs, tensor_bytes, write_program
 from .graph import check_no_mutation, check_on_meta
-from .layout import Manifest, ValueSpec
+from .layout import Manifest
 from .module_mode import build_module
 from .partition import Weight, default_plan, layers_of_graph, place
-from .requests import random_inputs
 from .sources import Loaded, example_specs, load_source
 from .spec import BUNDLE_FILE, BuildSpec, load_manifest, save_manifest
+from .verify import Plain, compare, load_image, to_tensors
 
 __all__ = ["BuildSpec", "build", "load_manifest"]
 
 Progress = Callable[[str, float], None]
-Plain = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
 def build(spec: BuildSpec, out_dir: Path, progress: Progress) -> Manifest:
@@ -227,59 +226,6 @@ def _batches_to_try(spec: BuildSpec, manifest: Manifest) -> list[int]:
     declared = min(max(declared, manifest.batch_min), manifest.batch_max)
     other = 2 if declared == 1 else 1
     return [declared, *([other] if manifest.batch_min <= other <= manifest.batch_max else [])]
-
-
-def compare(
-    manifest: Manifest, bound: BoundProgram, plain: Plain, inputs: Sequence[torch.Tensor]
-) -> str:
-    """What differs between group-wise and plain execution, bit for bit; empty when nothing."""
-    opened: list[int] = []
-    with torch.no_grad():
-        expected = plain([value.clone() for value in inputs])
-    found = bound.run([value.clone() for value in inputs], opened.append)
-    if opened != list(range(len(manifest.groups))):
-        return "its groups did not open once each and in order"
-    if len(found) != len(expected):
-        return f"{len(found)} outputs instead of {len(expected)}"
-    for index, (theirs, ours) in enumerate(zip(expected, found, strict=True)):
-        if not same_bits(theirs, ours):
-            with torch.no_grad():
-                again = plain([value.clone() for value in inputs])[index]
-            name = manifest.outputs[index].name
-            if not same_bits(theirs, again):
-                return f"output {name!r} of the plain module differs from run to run"
-            return f"output {name!r} differs from the plain module's"
-    return ""
-
-
-def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Equal in dtype, shape and every bit (so a NaN equals itself, and 0.0 is not -0.0)."""
-    if left.dtype != right.dtype or left.shape != right.shape:
-        return False
-    return bytes(tensor_bytes(left.contiguous())) == bytes(tensor_bytes(right.contiguous()))
-
-
-def to_tensors(specs: Sequence[ValueSpec], batch: int) -> list[torch.Tensor]:
-    """Made-up inputs as torch tensors."""
-    tensors = []
-    for spec, value in zip(specs, random_inputs(specs, batch), strict=True):
-        tensor = torch.from_numpy(np.array(value, order="C"))
-        is_bfloat16 = spec.dtype == "bfloat16"
-        tensors.append(tensor.view(torch.bfloat16) if is_bfloat16 else tensor)
-    return tensors
-
-
-def load_image(path: Path, manifest: Manifest) -> torch.Tensor:
-    """The packed region image, as the host store will hold it; paddings are zero."""
-    image = torch.zeros(max(manifest.total_bytes, 1), dtype=torch.uint8)
-    view = image.numpy().data
-    with path.open("rb") as file:
-        for tensor in manifest.tensors:
-            file.seek(tensor.file_offset_bytes)
-            end = tensor.offset_bytes + tensor.size_bytes
-            if file.readinto(view[tensor.offset_bytes : end]) != tensor.size_bytes:
-                raise RegistrationRefused(f"weight {tensor.name!r}", "the file is too short")
-    return image[: manifest.total_bytes]
 
 
 def _digest(manifest: Manifest, graph: Graph, weights_sha256: str) -> str:

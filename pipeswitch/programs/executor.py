@@ -16,7 +16,7 @@ from ..errors import LocalProtocolError, RegistrationRefused
 from .bundle import Graph
 from .export import flatten_outputs
 from .graph import CompiledGraph, Environment
-from .layout import ITEM_BYTES, Manifest, TensorSpec
+from .layout import Manifest, TensorSpec
 
 TensorFor = Callable[[TensorSpec], torch.Tensor]
 BeforeGroup = Callable[[int], None]
@@ -42,40 +42,6 @@ class Program(Protocol):
 
     def bind(self, tensor_for: TensorFor) -> BoundProgram:
         """Bind to the tensors of one region; nothing is read from them yet."""
-
-
-def tensor_over(
-    storage: torch.UntypedStorage, spec: TensorSpec, region_offset_bytes: int
-) -> torch.Tensor:
-    """The tensor of ``spec`` inside an arena's storage, in a region at ``region_offset_bytes``.
-
-    ``set_`` gives each tensor its own version counter; views of one base would share one, and
-    one in-place update would spoil backward for all the others (CUDA_NOTES 1).
-
-    Raises:
-        LocalProtocolError: it would reach outside the storage, or is not aligned to its items.
-    """
-    item_bytes = ITEM_BYTES[spec.dtype]
-    start = region_offset_bytes + spec.offset_bytes
-    elements = 1
-    for extent in spec.shape:
-        elements *= extent
-    if region_offset_bytes < 0 or spec.offset_bytes < 0 or min(spec.shape, default=0) < 0:
-        raise LocalProtocolError(f"tensor {spec.name!r} has a negative offset or extent")
-    if elements * item_bytes != spec.size_bytes or start + spec.size_bytes > storage.nbytes():
-        raise LocalProtocolError(
-            f"tensor {spec.name!r} at {start} of {spec.size_bytes} bytes does not fit an arena "
-            f"of {storage.nbytes()} bytes"
-        )
-    if start % item_bytes:
-        raise LocalProtocolError(f"tensor {spec.name!r} at {start} is not aligned to its items")
-    strides: list[int] = []
-    step = 1
-    for extent in reversed(spec.shape):
-        strides.insert(0, step)
-        step *= max(extent, 1)
-    tensor = torch.empty(0, dtype=getattr(torch, spec.dtype), device=storage.device)
-    return tensor.set_(storage, start // item_bytes, spec.shape, strides)
 
 
 # --- graph mode ----------------------------------------------------------------------------------

@@ -16,14 +16,16 @@ import msgspec
 import torch
 from torch import nn
 
+from ..devices.views import tensor_over
 from ..errors import RegistrationRefused
 from .bundle import read_safetensors_header, write_safetensors
-from .executor import ModuleProgram, tensor_over
+from .executor import ModuleProgram
 from .export import dtype_name, flatten_outputs, tensor_bytes
 from .layout import Manifest, ValueSpec
 from .partition import Layer, Weight, default_plan, place
 from .sources import Loaded
 from .spec import WEIGHTS_FILE, BuildSpec
+from .verify import compare, load_image
 
 
 def build_module(
@@ -182,8 +184,6 @@ def _verify(
     What has not arrived is poison (0xFF: NaN, or an index that does not exist), so a weight that
     is read before its group opens shows.
     """
-    from .build import compare, load_image  # build imports this module
-
     image = load_image(path, manifest)
     sha256 = hashlib.sha256(tensor_bytes(image)).hexdigest()
     arena = torch.full_like(image, 0xFF)

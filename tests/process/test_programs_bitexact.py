@@ -19,15 +19,16 @@ import pytest
 import torch
 from torch import nn
 
+from pipeswitch.devices.views import bytes_over, tensor_over
 from pipeswitch.errors import RegistrationRefused, TaskPreempted
 from pipeswitch.programs import build as build_module
-from pipeswitch.programs.build import build, load_image, same_bits, to_tensors
+from pipeswitch.programs.build import build
 from pipeswitch.programs.export import convert_pt2, export_module_to_bundle, flatten_outputs
 from pipeswitch.programs.layout import TENSOR_ALIGN_BYTES, Manifest
 from pipeswitch.programs.requests import random_inputs
 from pipeswitch.programs.sources import Loaded, load_source
 from pipeswitch.programs.spec import BuildSpec, load_manifest, weights_file
-from workers.binding import PoolTensors
+from pipeswitch.programs.verify import load_image, same_bits, to_tensors
 from workers.execute import BoundProgram, load_program
 
 REGION_OFFSET_BYTES = 2 << 20
@@ -44,7 +45,7 @@ class Arena:
         os.ftruncate(self._fd, size)
         self._writable = mmap.mmap(self._fd, size)
         self._writable[:] = b"\xff" * size
-        self.pool = PoolTensors.over_buffer(mmap.mmap(self._fd, size, prot=mmap.PROT_READ))
+        self.pool = bytes_over(mmap.mmap(self._fd, size, prot=mmap.PROT_READ))
         self.opened: list[int] = []
 
     def arrive(self, index: int) -> None:
@@ -76,7 +77,7 @@ def programs(tmp_path: Path) -> Iterator[Callable[..., tuple[Manifest, BoundProg
         arena = Arena(folder, manifest)
         arenas.append(arena)
         loaded = load_program(folder, manifest)
-        return manifest, loaded.bind(arena.pool.region(REGION_OFFSET_BYTES)), arena
+        return manifest, loaded.bind(lambda tensor: tensor_over(arena.pool, tensor, REGION_OFFSET_BYTES)), arena
 
     yield make
     for arena in arenas:
@@ -425,7 +426,7 @@ def test_two_homes_of_one_program_compute_the_same_bits(programs: Any, tmp_path:
     folder = tmp_path / "program-0"
     image = load_image(folder / "program.bundle", manifest)
     moved = torch.cat([torch.zeros(4096, dtype=torch.uint8), image])
-    elsewhere = load_program(folder, manifest).bind(PoolTensors(moved).region(4096))
+    elsewhere = load_program(folder, manifest).bind(lambda tensor: tensor_over(moved.untyped_storage(), tensor, 4096))
     inputs = to_tensors(manifest.inputs, 2)
     [here], [there] = bound.run(inputs, arena.arrive), elsewhere.run(inputs, lambda index: None)
     assert same_bits(here, there)
@@ -629,7 +630,7 @@ def test_weights_come_from_a_safetensors_file(programs: Any, tmp_path: Path) -> 
     spec = BuildSpec(name="m", source="operators_models:hidden", weights=str(path), inputs=inputs)
     manifest, _, _ = programs(spec)
     image = load_image(tmp_path / "program-0" / "program.bundle", manifest)
-    held = {t.name: PoolTensors(image).tensor(t, 0) for t in manifest.tensors}
+    held = {t.name: tensor_over(image.untyped_storage(), t, 0) for t in manifest.tensors}
     assert torch.equal(held["linear.weight"], module.linear.weight)
 
 

@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeswitch.client import FINAL_JOB_STATES, Client
+from pipeswitch.client import FINAL_JOB_STATES, Task
+from pipeswitch.errors import TaskFailed
 from pipeswitch.testing import RunningServer, server
 
 DEADLINE_S = 30.0
@@ -247,6 +248,17 @@ def start_endless_job(checked: Checked, folder: Path, name: str = "endless") -> 
     task = checked.client.train(write_script(folder, f"{name}.py", LOOP), name=name)
     until(lambda: task.status()["step"] > 0, f"{name} trains")
     return task
+
+
+def finish(task: Task, deadline_s: float = 60.0) -> dict[str, Any]:
+    """Wait for a job that must end well; its last row. Shows the log when it does not."""
+    try:
+        row = task.wait(deadline_s)
+    except (TaskFailed, TimeoutError) as error:
+        log = "".join(task.logs())[-4000:]
+        raise AssertionError(f"{error!r}\n{task.status()}\n{log}") from None
+    assert row["state"] == "done", row
+    return row
 
 
 def run_plain(script: Path, *args: str) -> str:

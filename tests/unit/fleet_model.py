@@ -241,6 +241,10 @@ class World:
         self.expect(
             sum(worker.computes for worker in self.workers.values()) <= 1, "two tasks compute"
         )
+        for known in self.scheduler.core.workers.values():
+            if known.state.state.value not in ("starting", "dead"):
+                process = self.workers[known.slot]
+                self.expect(process.is_ready, f"{process.name} is used before it is ready")
 
     def act(self) -> bool:
         """Do one random thing that is possible now; False when nothing is."""
@@ -318,6 +322,8 @@ class World:
     def settle(self, limit: int = 6000) -> None:
         """No more faults: everything must come to its end in bounded steps."""
         self.faults = Faults(build_error=0, infer_error=0, early_error=0, persist_error=0)
+        for worker in self.workers.values():
+            worker.hangs = False
         for name in self.job_names:
             self.job_asked(name, "resume")
         for _ in range(limit):
@@ -437,8 +443,11 @@ class World:
         elif choice == 18:
             pin = rng.random() < 0.5
             self.handle(ev.PinAsked(token=self.token(), model=name, pin=pin))  # type: ignore[arg-type]
-        elif choice == 19:
+        elif choice == 19 or (choice == 22 and self.announced):
             self.handle(ev.PrefetchHint(model=name))  # type: ignore[arg-type]
+            if rng.random() < 0.5 and self.announced:
+                self.infer(rng.choice(sorted(self.announced)))
+                self.infer(name)
         elif choice == 20 and self.open:
             self.handle(ev.CancelAsked(token=ev.Token(rng.choice(sorted(self.open)))))
         elif choice == 21:
@@ -995,3 +1004,20 @@ def live(world: World, steps: int) -> None:
     world.check_rest()
     world.handle(ev.DrainAsked(token=world.token(), grace_ms=1e9))
     world.leave()
+
+
+def random_world(seed: int) -> World:
+    """A world with settings and faults drawn from the seed."""
+    rng = random.Random(f"world {seed}")
+    faults = Faults(
+        kill_worker=rng.choice((0.0, 0.01, 0.05)), kill_daemon=rng.choice((0.0, 0.0, 0.004)),
+        copy_error=rng.choice((0.0, 0.02)), store_error=0.03, hang=rng.choice((0.0, 0.03)),
+        swallow=rng.choice((0.0, 0.15)), linger=rng.choice((0.0, 0.15)),
+    )  # fmt: skip
+    world = World(
+        seed, policy=rng.choice(("priority", "priority", "fifo")), faults=faults,
+        standby=rng.choice((0, 1, 2, 2)), arena_mib=rng.choice((48, 64, 96)),
+    )  # fmt: skip
+    if rng.random() < 0.2:
+        world.poison.add("m1")
+    return world

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from pipeswitch.devices.views import bytes_over, tensor_over
 from pipeswitch.errors import LocalProtocolError, RegistrationRefused
 from pipeswitch.programs.bundle import Graph, Node, check_graph
 from pipeswitch.programs.graph import CompiledGraph, check_no_mutation, check_on_meta
 from pipeswitch.programs.layout import TensorSpec, ValueSpec
 from pipeswitch.programs.partition import layers_of_graph
-from workers.binding import PoolTensors
 
 X = {"v": 0}
 W = {"v": 1}
@@ -165,14 +165,14 @@ def spec(**changes: Any) -> TensorSpec:
 
 def test_a_tensor_over_an_arena_sees_its_bytes_and_has_its_own_version() -> None:
     arena = torch.zeros(4096, dtype=torch.uint8)
-    pool = PoolTensors(arena)
-    first, second = pool.tensor(spec(), 1024), pool.tensor(spec(offset_bytes=1024), 1024)
+    storage = arena.untyped_storage()
+    first = tensor_over(storage, spec(), 1024)
+    second = tensor_over(storage, spec(offset_bytes=1024), 1024)
     before = second._version
     first.fill_(1.5)
     assert arena[1536:1568].view(torch.float32).tolist() == [1.5] * 8
     assert second._version == before
     assert first._version == before + 1
-    assert pool.capacity_bytes == 4096
 
 
 @pytest.mark.parametrize(
@@ -183,12 +183,12 @@ def test_a_tensor_over_an_arena_sees_its_bytes_and_has_its_own_version() -> None
     ],
 )  # fmt: skip
 def test_a_tensor_outside_the_arena_is_never_made(changes: dict[str, Any], region: int) -> None:
-    pool = PoolTensors(torch.zeros(4096, dtype=torch.uint8))
+    storage = torch.zeros(4096, dtype=torch.uint8).untyped_storage()
     with pytest.raises(LocalProtocolError):
-        pool.tensor(spec(**changes), region)
+        tensor_over(storage, spec(**changes), region)
 
 
 def test_a_read_only_mapping_makes_tensors_without_a_warning() -> None:
     mapping = mmap.mmap(-1, 4096, prot=mmap.PROT_READ)
-    tensor = PoolTensors.over_buffer(mapping).tensor(spec(), 0)
+    tensor = tensor_over(bytes_over(mapping), spec(), 0)
     assert tensor.sum().item() == 0.0

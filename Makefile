@@ -1,0 +1,39 @@
+# Everything a fresh clone needs: Python 3.11+, git, make. Nothing else by hand.
+PYTHON ?= python3
+VENV   ?= .venv
+OUT    ?= demo-out
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+CODE   := pipeswitch workers memory_daemon
+LINTED := $(CODE) tests $(wildcard benchmarks)
+
+.PHONY: help demo test lint bench-quick clean
+.DEFAULT_GOAL := help
+
+help:  ## Show the targets.
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed: make PYTHON=python3.12 ..." >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,demo]'
+	@touch $@
+
+demo: $(STAMP)  ## Serve three models beside a training job and measure it; needs no GPU.
+	$(BIN)/pipeswitch demo --out $(OUT)
+
+test: $(STAMP)  ## The whole test suite, on the cpu device.
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)  ## ruff, its formatter, mypy.
+	$(BIN)/ruff check $(LINTED)
+	$(BIN)/ruff format --check $(LINTED)
+	$(BIN)/mypy
+
+bench-quick: $(STAMP)  ## Short runs of all benchmarks, results in out/.
+	$(BIN)/pipeswitch bench --quick --out out
+
+clean:  ## Remove everything that was made here, the environment included.
+	rm -rf $(VENV) $(OUT) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,125 @@
+"""``bench request-path``: what a request costs beside its computation, by size of its payload.
+
+The model is resident and reads one number of its input. Against: a bare ZeroMQ server in a
+process of its own that copies the payload into shared memory and sends a reply of our size.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import numpy as np
+import zmq
+
+from ..client import Client
+from ..testing import server
+from ..wire import ReplyHeader, WireTensor, encode_header
+from .trials import Arm, Numbers, Run, quantile
+
+SOURCE: Final = "pipeswitch.benchmarks.factories:first_column"
+SIZES: Final = {
+    "1KB": 1 << 10, "16KB": 16 << 10, "64KB": 64 << 10, "256KB": 256 << 10, "1MB": 1 << 20,
+    "4.8MB": 8 * 3 * 224 * 224 * 4, "16MB": 16 << 20, "64MB": 64 << 20,
+}  # fmt: skip
+QUICK_SIZES: Final = ("1KB", "64KB", "1MB", "4.8MB", "64MB")
+ROUNDS: Final = 200
+QUICK_ROUNDS: Final = 40
+LARGE_BYTES: Final = 1 << 20
+MAX_RATIO: Final = 1.25  # from LARGE_BYTES up
+MAX_MORE_MS: Final = 0.3  # below
+
+
+def run(bench: Run, _: Any = ()) -> None:
+    """Measure all sizes on one server, in turns with the bare one."""
+    sizes = {name: SIZES[name] for name in (QUICK_SIZES if bench.is_quick else SIZES)}
+    bench.say("starting both servers")
+    args = ("--threads", str(bench.threads))
+    with server(arena="64MiB", host_store="64MiB", args=args) as running, running.client() as owner:
+        for name, size in sizes.items():
+            inputs = {"x": ((1, size // 4), "float32")}
+            owner.register(_model(name), SOURCE, weights="random:0", inputs=inputs)
+        with running.client(tcp=True) as client, bare_server(max(sizes.values())) as bare:
+            for name, size in sizes.items():
+                bench.say(f"{name}: measuring")
+                _one_size(bench, name, size, client, bare)
+    bench.notes.append(
+        "path_ms of pipeswitch: the client's clock minus compute_ms of the bill; both over TCP"
+    )
+
+
+def _model(size: str) -> str:
+    return f"path-{size.lower()}"
+
+
+def _one_size(bench: Run, name: str, size: int, client: Client, bare: zmq.Socket[bytes]) -> None:
+    payload = np.ones((1, size // 4), dtype=np.float32)
+    raw = memoryview(payload.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+
+    def through_us() -> Numbers:
+        began_ms = time.monotonic() * 1000
+        timing = client.infer(_model(name), payload).timing
+        total_ms = time.monotonic() * 1000 - began_ms
+        return {
+            "path_ms": total_ms - timing.compute_ms,
+            "total_ms": total_ms,
+            "compute_ms": timing.compute_ms,
+            "switch_ms": timing.switch_ms,
+            "server_ms": timing.total_ms,
+        }
+
+    def through_bare() -> Numbers:
+        began_ms = time.monotonic() * 1000
+        bare.send_multipart([b"\0" * 200, raw], copy=size < 65536)
+        bare.recv_multipart(copy=False)
+        return {"path_ms": time.monotonic() * 1000 - began_ms}
+
+    rounds = QUICK_ROUNDS if bench.is_quick else ROUNDS
+    arms = [Arm("pipeswitch", through_us), Arm("bare-zeromq", through_bare)]
+    bench.trial_loop(name, arms, rounds, warmup=10)
+    ours = bench.values(name, "pipeswitch", "path_ms")
+    theirs = bench.values(name, "bare-zeromq", "path_ms")
+    p50 = quantile(ours, 0.5), quantile(theirs, 0.5)
+    if size >= LARGE_BYTES:
+        bench.find(f"{name}: path / bare, p50", p50[0] / p50[1], at_most=MAX_RATIO)
+        bench.find(f"{name}: path / bare, minimums", min(ours) / min(theirs), at_most=MAX_RATIO)
+    else:
+        bench.find(f"{name}: path - bare, p50", p50[0] - p50[1], "ms", at_most=MAX_MORE_MS)
+        least = min(ours) - min(theirs)
+        bench.find(f"{name}: path - bare, minimums", least, "ms", at_most=MAX_MORE_MS)
+
+
+@contextmanager
+def bare_server(largest_bytes: int) -> Iterator[zmq.Socket[bytes]]:
+    """A connection to the bare server in a process of its own."""
+    command = [
+        sys.executable, "-P", "-m", "pipeswitch.benchmarks.bare_server",
+        str(_reply_bytes()), str(largest_bytes),
+    ]  # fmt: skip
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    context: zmq.Context[Any] = zmq.Context()
+    try:
+        assert child.stdout is not None
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(child.stdout.readline().strip())
+        yield dealer
+    finally:
+        context.destroy(0)
+        child.communicate("")
+
+
+def _reply_bytes() -> int:
+    """The size of a reply header of ours, a full bill in it."""
+    bill: dict[str, Any] = dict.fromkeys(
+        ("queue_ms", "switch_ms", "copy_ms", "stall_ms", "compute_ms", "total_ms"), 1.5
+    )
+    bill |= {"resident": True, "preempted": "", "worker": 0, "epoch": 1000}
+    output = WireTensor(name="y", dtype="float32", shape=(1,), frame=0)
+    header = ReplyHeader(
+        v=1, id="00000000-1", status="ok", session="0" * 32, timing=bill, outputs=(output,)
+    )
+    return len(encode_header(header))

@@ -1,0 +1,117 @@
+"""The demo's numbers and how they are shown. Pure: lists of milliseconds in, rows out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+BILL: Final = ("queue_ms", "switch_ms", "copy_ms", "stall_ms", "compute_ms")
+SECOND_MS: Final = 1000.0
+
+
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """The smallest value with at least ``fraction`` of all values at or below it (nearest rank)."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
+
+
+def mean(values: Iterable[float]) -> float:
+    """Arithmetic mean; 0 of nothing."""
+    held = list(values)
+    return sum(held) / len(held) if held else 0.0
+
+
+def latency(values_ms: Sequence[float]) -> dict[str, Any]:
+    """How long answers took."""
+    return {
+        "count": len(values_ms),
+        "p50_ms": round(percentile(values_ms, 0.50), 3),
+        "p99_ms": round(percentile(values_ms, 0.99), 3),
+        "mean_ms": round(mean(values_ms), 3),
+    }
+
+
+def bill(timings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Averages of the replies' bills, and how many answers needed a copy or a preemption."""
+    return {
+        **{name: round(mean(float(t[name]) for t in timings), 3) for name in BILL},
+        "resident_count": sum(bool(t["resident"]) for t in timings),
+        "preempted_count": sum(bool(t["preempted"]) for t in timings),
+    }
+
+
+def kept_speed(
+    before: tuple[float, int], under: tuple[float, int], after: tuple[float, int], busy_ms: float
+) -> dict[str, Any]:
+    """What was left of the training's speed while requests came.
+
+    Args:
+        before, under, after: (seconds, finished steps) of three windows; requests came in the
+            middle one. The machine's own drift shows as a difference between the outer two.
+        busy_ms: how long requests had the device in the middle window.
+    """
+    alone = (before[1] + after[1]) / (before[0] + after[0])
+    rate = under[1] / under[0]
+    share = min(1.0, busy_ms / SECOND_MS / under[0])
+    return {
+        "steps_per_s_before": round(before[1] / before[0], 3),
+        "steps_per_s_after": round(after[1] / after[0], 3),
+        "steps_per_s_alone": round(alone, 3),
+        "steps_per_s_under_requests": round(rate, 3),
+        "kept_percent": round(100.0 * rate / alone, 1) if alone else 0.0,
+        "device_time_of_requests_percent": round(100.0 * share, 1),
+    }
+
+
+def show(result: Mapping[str, Any], console: Console) -> None:
+    """The table of the README, filled from the run's own result."""
+    view = Table(box=None, pad_edge=False, header_style="bold")
+    view.add_column("")
+    for title in ("p50", "p99", "queue", "switch", "copy", "stall", "compute"):
+        view.add_column(title, justify="right")
+    ours, ready, cold = (result[n] for n in ("pipeswitch", "ready_model", "stop_and_start"))
+    no_bill = ["–"] * len(BILL)
+    view.add_row("pipeswitch", *_ends(ours), *(_span(ours[name]) for name in BILL))
+    view.add_row("ready model", *_ends(ready), *no_bill)
+    view.add_row("stop-and-start", *_ends(cold), *no_bill)
+    console.print(view)
+    console.print(
+        f"ready model: all {len(ready['by_model'])} stay loaded in a plain process, the same "
+        "requests, no training (lower bound)\n"
+        f"stop-and-start: a new process for each of {cold['count']} requests, file cache warm"
+    )
+    _show_requests(ours, result["largest_difference"], console)
+    _show_training(result["training"], console)
+
+
+def _show_requests(ours: Mapping[str, Any], difference: float, console: Console) -> None:
+    equal = "bit-equal to" if difference == 0.0 else f"within {difference:.1e} of"
+    console.print(
+        f"requests: {ours['count']} answered, {equal} the plain models; "
+        f"{ours['count'] - ours['resident_count']} switched a model in, "
+        f"{ours['resident_count']} found it resident, {ours['preempted_count']} preempted the job"
+    )
+
+
+def _show_training(training: Mapping[str, Any], console: Console) -> None:
+    console.print(
+        f"training: {training['steps_lost']} steps lost, {training['suspensions']} suspensions, "
+        f"kept {training['kept_percent']:.0f} % of its speed while requests held the device for "
+        f"{training['device_time_of_requests_percent']:.0f} % of the time, "
+        f"accuracy {training['accuracy_percent']:.1f} %"
+    )
+
+
+def _ends(row: Mapping[str, Any]) -> tuple[str, str]:
+    return _span(row["p50_ms"]), _span(row["p99_ms"])
+
+
+def _span(value_ms: float) -> str:
+    """A duration in the unit people would choose."""
+    if value_ms >= SECOND_MS:
+        return f"{value_ms / SECOND_MS:.2f} s"
+    return f"{value_ms:.0f} ms" if value_ms >= 10.0 else f"{value_ms:.1f} ms"

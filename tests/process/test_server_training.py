@@ -1,0 +1,383 @@
+"""Training on a real server: suspended, evicted and killed, it ends as if nobody had asked."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from process_tools import (
+    Checked,
+    checked_server,
+    finish,
+    kill,
+    mlp,
+    run_plain,
+    start_endless_job,
+    until,
+    write_script,
+)
+
+from pipeswitch.errors import AlreadyExists, InvalidInput, ModelNotFound, TaskFailed
+
+SEED = 1121
+ENVIRONMENT = {
+    "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "50ms",  # kills must not stop all progress
+    "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
+}
+
+EXACT = """
+    import hashlib, sys
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+    from pipeswitch import job
+
+    accumulate, epochs, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 16, 3), torch.nn.BatchNorm2d(16), torch.nn.ReLU(),
+        torch.nn.Dropout(0.3), torch.nn.Flatten(), torch.nn.Linear(16 * 14 * 14, 32),
+        torch.nn.ReLU(), torch.nn.Linear(32, 4),
+    ).to(job.device)
+    optimizer = torch.optim.Adam(net.parameters(), 0.001)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
+    images = torch.randn(160, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(images, torch.arange(160) % 4)
+    loader = DataLoader(data, batch_size=16, shuffle=True)
+    criterion = torch.nn.CrossEntropyLoss()
+    for epoch in job.epochs(epochs):
+        for x, y in job.steps(loader, model=net, optimizer=optimizer, scheduler=schedule):
+            x = x + 0.1 * torch.randn_like(x)
+            (criterion(net(x), y) / accumulate).backward()
+            if (job.step + 1) % accumulate == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        schedule.step()
+
+    total = hashlib.sha256()
+
+    def add(value):
+        if isinstance(value, torch.Tensor):
+            total.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                total.update(repr(key).encode())
+                add(item)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                add(item)
+        else:
+            total.update(repr(value).encode())
+
+    add([dict(net.state_dict()), optimizer.state_dict(), schedule.state_dict(), job.step])
+    add(torch.get_rng_state())
+    with open(out, "w") as file:
+        file.write(total.hexdigest())
+"""
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Checked]:
+    with checked_server(arena="96MiB", environment=ENVIRONMENT) as checked:
+        client = checked.client
+        client.register("small", mlp(64, 3, 1), example_inputs=(torch.zeros(1, 64),))
+        # 90 MB beside the words' region: the job's slice must leave the arena for it
+        client.register("huge", mlp(2320, 4, 2), example_inputs=(torch.zeros(1, 2320),))
+        yield checked
+
+
+@pytest.fixture(autouse=True)
+def _settled(running: Checked) -> Iterator[None]:
+    yield
+    running.settle()
+    running.wait_until_whole()
+
+
+class Disturber:
+    """Does one of the bad things to a job, at steps drawn beforehand."""
+
+    def __init__(self, running: Checked, name: str) -> None:
+        self.running = running
+        self.task = running.client.task(name)
+        self.killed = 0
+
+    def infer(self) -> None:
+        self.running.client.infer("small", torch.ones(1, 64))
+
+    def press(self) -> None:
+        self.running.client.infer("huge", torch.ones(1, 2320))
+
+    def pause(self) -> None:
+        self.task.pause()
+        self.task.resume()
+
+    def kill(self) -> None:
+        pid = until(lambda: self.running.row(self.task.name)["pid"], "the job is on a worker")
+        self.killed += kill(pid)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("accumulate", [1, 3], ids=["every-step", "accumulation"])
+def test_training_that_was_suspended_evicted_and_killed_ends_bit_equal(
+    running: Checked, tmp_path: Path, accumulate: int
+) -> None:
+    epochs = 60
+    script = write_script(tmp_path, "exact.py", EXACT)
+    run_plain(script, str(accumulate), str(epochs), str(tmp_path / "plain"))
+
+    generator = random.Random(SEED + accumulate)
+    name = f"exact-{accumulate}"
+    arguments = [str(accumulate), str(epochs), str(tmp_path / "served")]
+    task = running.client.train(script, name=name, args=arguments)
+    disturber = Disturber(running, name)
+    deeds = [disturber.infer] * 10 + [disturber.press] * 5 + [disturber.pause] * 4
+    deeds += [disturber.kill] * 8
+    generator.shuffle(deeds)
+    total = epochs * 10
+    steps = sorted(generator.sample(range(2, int(total * 0.85)), len(deeds)))
+    history = []
+    for deed, step in zip(deeds, steps, strict=True):
+        until(lambda step=step: task.status()["step"] >= step, f"step {step} is reached")
+        threading.Event().wait(generator.random() * 0.01)  # anywhere in a step
+        deed()
+        history.append((deed.__name__, task.status()["step"]))
+    row = finish(task)
+
+    served, plain = ((tmp_path / n).read_text() for n in ("served", "plain"))
+    assert served == plain, f"seed {SEED + accumulate}: {history}"
+    assert row["step"] == total
+    assert disturber.killed == row["restarts"] == 8, (history, row)
+    assert row["evictions"] >= 9
+    assert row["suspensions"] > 0
+    assert row["committed_step"] <= total
+
+
+def test_two_jobs_share_the_device_and_both_finish_exactly(
+    running: Checked, tmp_path: Path
+) -> None:
+    script = write_script(tmp_path, "exact.py", EXACT)
+    run_plain(script, "1", "20", str(tmp_path / "plain"))
+    tasks = [
+        running.client.train(script, name=n, args=["1", "20", str(tmp_path / n)])
+        for n in ("left", "right")
+    ]
+    until(lambda: all(t.status()["step"] > 5 for t in tasks), "both make progress")
+    for task in tasks:
+        finish(task)
+    answers = {(tmp_path / n).read_text() for n in ("left", "right", "plain")}
+    assert len(answers) == 1
+
+
+def test_a_paused_job_makes_no_step_and_a_resumed_one_goes_on(
+    running: Checked, tmp_path: Path
+) -> None:
+    task = start_endless_job(running, tmp_path, "held")
+    paused = task.pause()
+    assert paused["state"] == "paused"
+    assert paused["worker"] is None
+    until(lambda: running.count("arena_leases") == 0, "its memory is free")
+    for _ in range(5):
+        running.client.infer("small", torch.ones(1, 64))
+    assert task.status()["step"] == paused["step"]
+    task.resume()
+    until(lambda: task.status()["step"] > paused["step"], "it goes on")
+    assert task.cancel()["state"] == "cancelled"
+    with pytest.raises(InvalidInput, match="is over"):
+        task.pause()
+    assert task.wait(10)["state"] == "cancelled"
+
+
+def test_a_job_that_waits_is_cancelled_and_its_name_is_free_again(
+    running: Checked, tmp_path: Path
+) -> None:
+    task = start_endless_job(running, tmp_path, "again")
+    with pytest.raises(AlreadyExists, match="again"):
+        running.client.train(tmp_path / "again.py", name="again")
+    task.cancel()
+
+    def submit() -> Any:
+        try:
+            return running.client.train(tmp_path / "again.py", name="again")
+        except AlreadyExists as error:  # its process leaves a moment after the answer
+            assert "cleaned away" in str(error)
+            return None
+
+    second = until(submit, "the name is free")
+    until(lambda: second.status()["step"] > 0, "it trains")
+    assert second.cancel()["state"] == "cancelled"
+
+
+def test_what_a_script_prints_is_in_its_log_even_when_followed(
+    running: Checked, tmp_path: Path
+) -> None:
+    script = write_script(
+        tmp_path,
+        "talks.py",
+        """
+        import sys
+        from pipeswitch import job
+        for epoch in job.epochs(3):
+            print("epoch", epoch, flush=True)
+        print("to stderr", file=sys.stderr)
+        """,
+    )
+    task = running.client.train(script)
+    text = "".join(task.logs(follow=True))
+    assert task.wait(10)["state"] == "done"
+    assert [line for line in text.splitlines() if line.startswith("epoch")] == [
+        "epoch 0",
+        "epoch 1",
+        "epoch 2",
+    ]
+    assert "to stderr" in text
+
+
+def test_a_script_that_raises_fails_with_its_own_type_and_text(
+    running: Checked, tmp_path: Path
+) -> None:
+    script = write_script(
+        tmp_path,
+        "raises.py",
+        """
+        class OutOfCoffee(Exception):
+            pass
+        raise OutOfCoffee("the pot is empty")
+        """,
+    )
+    task = running.client.train(script)
+    with pytest.raises(TaskFailed, match="the pot is empty") as caught:
+        task.wait(20)
+    assert caught.value.data["type"].endswith("OutOfCoffee")
+    assert caught.value.data["text"] == "the pot is empty"
+    assert task.status()["state"] == "failed"
+    assert "Traceback" in "".join(task.logs())  # where it belongs
+    assert "Traceback" not in str(caught.value)
+
+
+def test_a_script_that_leaves_with_a_status_says_so(running: Checked, tmp_path: Path) -> None:
+    fine = running.client.train(write_script(tmp_path, "fine.py", "raise SystemExit(0)"))
+    assert fine.wait(20)["state"] == "done"
+    bad = running.client.train(write_script(tmp_path, "bad.py", "raise SystemExit(3)"))
+    with pytest.raises(TaskFailed, match="SystemExit"):
+        bad.wait(20)
+
+
+def test_a_script_that_swallows_its_preemption_is_killed_and_others_go_on(
+    running: Checked, tmp_path: Path
+) -> None:
+    script = write_script(
+        tmp_path,
+        "stubborn.py",
+        """
+        import torch
+        from pipeswitch import job
+        net = torch.nn.Linear(8, 8).to(job.device)
+        optimizer = torch.optim.SGD(net.parameters(), 0.01)
+        while True:
+            try:
+                for x in job.steps([torch.ones(4, 8)] * 10_000, model=net, optimizer=optimizer):
+                    net(x).sum().backward(); optimizer.step(); optimizer.zero_grad()
+            except BaseException:
+                pass
+        """,
+    )
+    task = running.client.train(script)
+    until(lambda: task.status()["step"] > 0, "it trains")
+    running.client.infer("small", torch.ones(1, 64))  # a stop is obeyed all the same
+    row = task.cancel()
+    assert row["state"] == "cancelled"
+    assert running.client.infer("small", torch.ones(1, 64))["y"].shape == (1, 64)
+
+
+def test_a_loss_that_is_not_a_number_warns_and_training_goes_on(
+    running: Checked, tmp_path: Path
+) -> None:
+    script = write_script(
+        tmp_path,
+        "nan.py",
+        """
+        import torch
+        from pipeswitch import job
+        net = torch.nn.Linear(4, 1).to(job.device)
+        optimizer = torch.optim.SGD(net.parameters(), 0.01)
+        for x in job.steps([torch.ones(2, 4)] * 20, model=net, optimizer=optimizer):
+            loss = net(x).sum() * float("nan")
+            loss.backward(); optimizer.step(); optimizer.zero_grad()
+            job.log(loss=loss)
+        """,
+    )
+    task = running.client.train(script)
+    row = task.wait(20)
+    assert (row["state"], row["step"]) == ("done", 20)
+    assert "not a finite number" in "".join(task.logs())
+
+
+def test_a_script_without_job_steps_runs_to_its_end(running: Checked, tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        "plain.py",
+        """
+        import sys
+        from pathlib import Path
+        Path(sys.argv[1]).write_text("done by hand")
+        """,
+    )
+    task = running.client.train(script, args=[str(tmp_path / "made")])
+    assert task.wait(20)["state"] == "done"
+    assert (tmp_path / "made").read_text() == "done by hand"
+
+
+TWICE = """
+    import hashlib, sys
+    import torch
+    from pipeswitch import job
+    torch.manual_seed(0)
+    net = torch.nn.Linear(32, 32).to(job.device)
+    optimizer = torch.optim.Adam(net.parameters(), 0.01)
+    def loop(count):
+        for x in job.steps([torch.full((64, 32), float(i)) for i in range(count)],
+                           model=net, optimizer=optimizer):
+            net(x + torch.randn_like(x)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    loop(150)
+    loop(100)
+    state = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
+    with open(sys.argv[1], "w") as file:
+        file.write(f"{job.step} {hashlib.sha256(state).hexdigest()}")
+"""
+
+
+def test_two_loops_of_one_script_are_two_phases_and_both_resume(
+    running: Checked, tmp_path: Path
+) -> None:
+    script = write_script(tmp_path, "twice.py", TWICE)
+    run_plain(script, str(tmp_path / "plain"))
+    task = running.client.train(script, args=[str(tmp_path / "served")])
+    for _ in range(6):
+        if task.status()["state"] in ("done", "failed"):
+            break
+        try:
+            task.pause()
+            task.resume()
+        except InvalidInput:  # it was over first
+            break
+    finish(task)
+    assert (tmp_path / "served").read_text() == (tmp_path / "plain").read_text()
+    assert (tmp_path / "served").read_text().startswith("250 ")
+
+
+def test_an_unknown_job_is_named(running: Checked) -> None:
+    actions: list[Callable[[], Any]] = [
+        lambda: running.client.task("nobody").wait(5),
+        lambda: running.client.task("nobody").pause(),
+        lambda: running.client.task("nobody").status(),
+        lambda: list(running.client.task("nobody").logs()),
+    ]
+    for action in actions:
+        with pytest.raises(ModelNotFound, match="nobody"):
+            action()

@@ -1,0 +1,33 @@
+"""Fixtures of the unit tests. Helper modules are loaded here, since tests are no package."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "quick", max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("deep", parent=settings.get_profile("quick"), max_examples=5000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+@pytest.fixture(scope="session")
+def fleet_model() -> ModuleType:
+    """The simulated fleet: daemon, workers and builders around a real scheduler."""
+    name = "pipeswitch_test_fleet_model"
+    spec = importlib.util.spec_from_file_location(
+        name, Path(__file__).with_name("fleet_model.py")
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,42 @@
+"""Any order of clients, messages, deaths and time keeps the invariants, and all of it ends."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+SEEDS = st.integers(0, 2**32)
+
+
+@given(seed=SEEDS)
+def test_any_life_keeps_the_invariants_and_ends(fleet_model: ModuleType, seed: int) -> None:
+    fleet_model.live(fleet_model.random_world(seed), 500)
+
+
+@given(seed=SEEDS)
+def test_without_faults_nothing_is_lost_or_restarted(fleet_model: ModuleType, seed: int) -> None:
+    world = fleet_model.World(seed, faults=fleet_model.Faults(infer_error=0.0, early_error=0.0))
+    fleet_model.live(world, 500)
+    assert world.scheduler.core.counts["worker_restarts"] == 0
+    assert world.scheduler.core.counts["daemon_restarts"] == 0
+    assert "WorkerLost" not in world.counts
+
+
+@given(seed=SEEDS, requests=st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 2)),
+                                     min_size=1, max_size=16))  # fmt: skip
+def test_models_that_do_not_fit_together_do_not_block_each_other(
+    fleet_model: ModuleType, seed: int, requests: list[tuple[str, int]]
+) -> None:
+    quiet = fleet_model.Faults(build_error=0.0, infer_error=0.0, early_error=0.0)
+    world = fleet_model.World(seed, faults=quiet, arena_mib=48)
+    for name in "abc":
+        world.register(name, 30 * fleet_model.MIB)
+    while world.act():
+        pass
+    for name, priority in requests:
+        world.infer(name, priority=priority)
+        world.act()
+    world.settle()
+    assert world.counts["ok"] >= len(requests)

@@ -1,0 +1,155 @@
+"""The model checker catches what it is there for: each seeded bug breaks some random life."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from pipeswitch.controller import events as ev
+from pipeswitch.controller.core import Core
+from pipeswitch.controller.fleet import Fleet
+from pipeswitch.controller.inference import Inference
+from pipeswitch.controller.jobs import Jobs
+from pipeswitch.controller.memory import SLICE, Memory
+from pipeswitch.controller.records import Model
+from pipeswitch.controller.scheduler import Scheduler
+from pipeswitch.states import Residency
+
+Patch = pytest.MonkeyPatch
+MOST_LIVES = 400
+
+_original_price = Memory._price
+_original_from_worker = Scheduler._from_worker
+_original_ended = Jobs.ended
+_original_died = Inference.worker_died
+_original_free = Inference.turn_is_free
+_original_on_device = Model.is_on_device
+
+
+def turn_given_before_parked(patch: Patch) -> None:
+    def turn_is_free(self: Inference) -> None:
+        training, self._core.training = self._core.training, None
+        _original_free(self)
+        self._core.training = training
+
+    patch.setattr(Inference, "turn_is_free", turn_is_free)
+
+
+def slice_released_before_the_reap(patch: Patch) -> None:
+    def ended(self: Jobs, worker: Any, message: Any) -> None:
+        _original_ended(self, worker, message)
+        if worker.job is not None:
+            self._memory.release_slice(worker.job)
+
+    patch.setattr(Jobs, "ended", ended)
+
+
+def slice_not_zeroed(patch: Patch) -> None:
+    def release_slice(self: Memory, job: Any) -> None:
+        if self.arena.get(SLICE + job) is not None:
+            self.arena.release(SLICE + job)
+
+    patch.setattr(Memory, "release_slice", release_slice)
+
+
+def request_forgotten_when_its_worker_dies(patch: Patch) -> None:
+    def worker_died(self: Inference, worker: Any, status: int) -> None:
+        before = set(self._core.queue)
+        _original_died(self, worker, status)
+        for token in set(self._core.queue) - before:
+            del self._core.queue[token]
+            del self._core.requests[token]
+
+    patch.setattr(Inference, "worker_died", worker_died)
+
+
+def upcoming_kept_when_its_worker_dies(patch: Patch) -> None:
+    def worker_died(self: Inference, worker: Any, status: int) -> None:
+        upcoming = self._core.upcoming
+        if upcoming is None or upcoming.slot != worker.slot:
+            _original_died(self, worker, status)
+
+    patch.setattr(Inference, "worker_died", worker_died)
+
+
+def generation_not_checked(patch: Patch) -> None:
+    def from_worker(self: Scheduler, event: ev.FromWorker) -> None:
+        worker = self.core.workers[event.slot]
+        _original_from_worker(self, replace(event, generation=worker.generation))
+
+    patch.setattr(Scheduler, "_from_worker", from_worker)
+
+
+def model_in_use_evicted(patch: Patch) -> None:
+    def price(self: Memory, region: Any, waiting: Any, *, for_request: bool) -> float | None:
+        model = self._core.models.get(region.owner)
+        if model is not None and model.residency.state is Residency.RESIDENT:
+            return 1.0
+        return _original_price(self, region, waiting, for_request=for_request)
+
+    patch.setattr(Memory, "_price", price)
+
+
+def job_started_beside_its_old_process(patch: Patch) -> None:
+    patch.setattr(Jobs, "_has_process", lambda self, job: False)
+
+
+def cancelled_copy_used(patch: Patch) -> None:
+    on_its_way = (Residency.TRANSMITTING, Residency.RESIDENT, Residency.PINNED)
+    patch.setattr(
+        Model, "is_on_device", property(lambda model: model.residency.state in on_its_way)
+    )
+
+
+def daemon_told_before_it_is_ready(patch: Patch) -> None:
+    def tell_daemon(self: Core, message: Any, commits_of: Any = None) -> None:
+        self.emit(ev.ToDaemon(message=message, commits_of=commits_of))
+
+    patch.setattr(Core, "tell_daemon", tell_daemon)
+
+
+def stubborn_script_never_killed(patch: Patch) -> None:
+    patch.setattr(Jobs, "_kill_after", lambda *args: None)
+
+
+def workers_kept_when_the_daemon_dies(patch: Patch) -> None:
+    def daemon_died(self: Fleet, status: int) -> bool:
+        self._core.is_daemon_ready = self.is_daemon_alive = False
+        self._spawn_daemon()
+        return True
+
+    patch.setattr(Fleet, "daemon_died", daemon_died)
+
+
+MUTANTS: list[Callable[[Patch], None]] = [
+    turn_given_before_parked,
+    slice_released_before_the_reap,
+    slice_not_zeroed,
+    request_forgotten_when_its_worker_dies,
+    upcoming_kept_when_its_worker_dies,
+    generation_not_checked,
+    model_in_use_evicted,
+    job_started_beside_its_old_process,
+    cancelled_copy_used,
+    daemon_told_before_it_is_ready,
+    stubborn_script_never_killed,
+    workers_kept_when_the_daemon_dies,
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_the_model_checker_catches(
+    mutant: Callable[[Patch], None], fleet_model: ModuleType, monkeypatch: Patch
+) -> None:
+    mutant(monkeypatch)
+    for seed in range(MOST_LIVES):
+        world = fleet_model.random_world(seed)
+        try:
+            fleet_model.live(world, 400)
+        except fleet_model.Violation:
+            return
+    pytest.fail(f"{MOST_LIVES} random lives passed with {mutant.__name__}")
