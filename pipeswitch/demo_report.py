@@ -74,7 +74,7 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     for title in ("p50", "p99", "queue", "switch", "copy", "stall", "compute"):
         view.add_column(title, justify="right")
     ours, ready, cold = (result[n] for n in ("pipeswitch", "ready_model", "stop_and_start"))
-    no_bill = ["–"] * len(BILL)
+    no_bill = ["-"] * len(BILL)
     view.add_row("pipeswitch", *_ends(ours), *(_span(ours[name]) for name in BILL))
     view.add_row("ready model", *_ends(ready), *no_bill)
     view.add_row("stop-and-start", *_ends(cold), *no_bill)

@@ -42,10 +42,7 @@ class JobHost:
         self._committed: StepCommitted | None = None
         self._evicting = False
         self._has_leased = False
-        self._image: bytes | None = None
-        if descriptors:
-            self._image = _last_image(descriptors[0], message.slot_bytes)
-            os.close(descriptors[0])
+        self._commits = descriptors[0] if descriptors else -1  # the job's commit area, to read
 
     def now_ms(self) -> float:
         return now_ms()
@@ -110,10 +107,11 @@ class JobHost:
         return answer.copy_ms
 
     def restore(self) -> memoryview | None:
-        """The last committed image, or None."""
-        return memoryview(self._image) if self._image is not None else None
+        """The last committed image as it is now (a private copy), or None."""
+        image = _last_image(self._commits) if self._commits >= 0 else None
+        return memoryview(image) if image is not None else None
 
-    def report(self, kind: str, **values: Any) -> None:
+    def report(self, kind: str, /, **values: Any) -> None:
         self._task.send(JobReport(epoch=self._message.epoch, kind=kind, values=values))
 
     # -- termination thread --------------------------------------------------------------------
@@ -121,9 +119,12 @@ class JobHost:
     def lease_answered(
         self, message: LeaseGranted | LeaseRefused, descriptors: Sequence[int]
     ) -> None:
-        for descriptor in descriptors:
-            os.close(descriptor)  # the daemon writes commits; we only read them when we start
+        """An answer to ``lease``; a granted one brings the commit area, which may be a new one."""
         with self._changed:
+            for descriptor in descriptors:  # nobody reads the old one: the main thread waits here
+                if self._commits >= 0:
+                    os.close(self._commits)
+                self._commits = descriptor
             self._lease = message
             self._changed.notify_all()
 
@@ -139,9 +140,9 @@ class JobHost:
             self._changed.notify_all()
 
 
-def _last_image(descriptor: int, slot_bytes: int) -> bytes | None:
+def _last_image(descriptor: int) -> bytes | None:
     """A private copy of the newest complete commit (the area goes on being written)."""
-    area = CommitArea(descriptor, slot_bytes)
+    area = CommitArea(descriptor, slot_bytes_of(descriptor))
     try:
         commit = area.newest()
         return bytes(area.image(commit)) if commit is not None else None
