@@ -5,7 +5,7 @@ OUT    ?= demo-out
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 CODE   := pipeswitch workers memory_daemon
-LINTED := $(CODE) tests $(wildcard benchmarks)
+LINTED := $(CODE) tests docs
 
 .PHONY: help demo test lint bench-quick clean
 .DEFAULT_GOAL := help

@@ -407,7 +407,7 @@ def _training(
     outcomes: list[tuple[str, Outcome]],
 ) -> dict[str, Any]:
     timings = [o.result.timing for _, o in outcomes if o.result is not None]
-    busy_ms = sum(timing.switch_ms + timing.compute_ms for timing in timings)
+    busy_ms = sum(timing.compute_ms + timing.stall_ms for timing in timings)  # with the turn
     return {
         **demo_report.kept_speed(before, under, after, busy_ms),
         "state": ended["state"],

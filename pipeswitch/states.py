@@ -247,7 +247,7 @@ class Machine(Generic[State, Event]):
         return target
 
 
-def diagram(name: str, table: Mapping[tuple[enum.Enum, enum.Enum], enum.Enum]) -> str:
+def diagram(name: str, table: Mapping[tuple[State, Event], State]) -> str:
     """A Mermaid state diagram generated from a table (docs/architecture.md shows these)."""
     lines = [f"%% {name}: generated from pipeswitch/states.py", "stateDiagram-v2"]
     merged: dict[tuple[str, str], list[str]] = {}

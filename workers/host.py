@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pipeswitch.commit_area import CommitArea
+from pipeswitch.commit_area import HEADER_BYTES, SLOT_COUNT, CommitArea
 from pipeswitch.devices.cpu import CpuPoolView, now_ms
 from pipeswitch.errors import PipeSwitchError, TaskPreempted, from_wire
 from pipeswitch.messages import (
@@ -142,7 +142,8 @@ class JobHost:
 
 def _last_image(descriptor: int) -> bytes | None:
     """A private copy of the newest complete commit (the area goes on being written)."""
-    area = CommitArea(descriptor, slot_bytes_of(descriptor))
+    slot_bytes = (os.fstat(descriptor).st_size - HEADER_BYTES) // SLOT_COUNT
+    area = CommitArea(descriptor, slot_bytes)
     try:
         commit = area.newest()
         return bytes(area.image(commit)) if commit is not None else None

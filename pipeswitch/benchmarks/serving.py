@@ -18,6 +18,7 @@ TRAIN_ENTRY: Final = "pipeswitch.benchmarks.train_script:main"
 SLICE_ROOM_BYTES: Final = 40 * MIB  # arrival words and the training job's slice
 WAIT_S: Final = 60.0
 POLL_S: Final = 0.01
+SETTLE_S: Final = 1.0  # a held job's worker is replaced, and the new one prepares its models
 STEPS_BETWEEN: Final = 2  # training is under way again before the next request
 TWINS: Final = ("twin-a", "twin-b")
 BILL: Final = ("queue_ms", "switch_ms", "copy_ms", "stall_ms", "compute_ms")
@@ -85,12 +86,14 @@ class Training:
 
     def hold(self) -> None:
         """Returns when it has left the device."""
-        if not self.is_held:
-            self.task.pause()
-            self.is_held = True
+        if self.is_held:
+            return
+        self.task.pause()
+        self.is_held = True
         until_s = time.monotonic() + WAIT_S
         while (row := self.task.status())["state"] != "paused":
             self._check(row, until_s)
+        time.sleep(SETTLE_S)
 
     @staticmethod
     def _check(row: dict[str, Any], until_s: float) -> None:

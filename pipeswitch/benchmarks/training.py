@@ -52,7 +52,7 @@ class Shape:
 
 
 SHAPES: Final = (
-    Shape("long-steps", ("--width", "768", "--layers", "6", "--batch", "256")),
+    Shape("long-steps", ("--width", "512", "--layers", "4", "--batch", "256")),
     Shape("small-steps", ("--width", "128", "--layers", "4", "--batch", "64")),
 )
 
@@ -62,7 +62,7 @@ def run(bench: Run, _: Any = ()) -> None:
     args = ("--threads", str(bench.threads), "--commit-every", COMMIT_EVERY)
     with (
         tempfile.TemporaryDirectory(prefix="pipeswitch-bench-") as folder,
-        server(arena="512MiB", host_store="64MiB", args=args) as running,
+        server(arena="512MiB", host_store="1GiB", args=args) as running,
         running.client() as client,
     ):
         client.register("tiny", SOURCE, weights="random:0", inputs={"x": ((1, 16), "float32")})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from ..errors import (
     AlreadyExists,
@@ -39,7 +39,6 @@ from ..messages import (
     StopTask,
     Turn,
 )
-from ..regions import Region
 from ..states import TASK_FINAL, TASK_ON_WORKER, TaskEvent, TaskState, WorkerEvent, WorkerState
 from .core import Core
 from .events import (
@@ -448,7 +447,8 @@ class Jobs:
             return  # EvictTask is on its way to it
         old = self._memory.arena.get(SLICE + job.name)
         if old is not None and old.size_bytes < message.slice_bytes:
-            self._memory.release_slice(job.name)  # the next phase of the script needs more
+            # The next phase of the script needs more. It asks only when it has moved out.
+            self._memory.release_slice(job.name)
         try:
             self._open_commits(job, message.state_bytes)
         except PipeSwitchError as error:
@@ -496,7 +496,8 @@ class Jobs:
             if not job.lease_asked_bytes or job.slot is None:
                 continue
             try:
-                region = self._slice_for(job)
+                held = self._memory.arena.get(SLICE + job.name)  # asked again: the same one
+                region = held or self._memory.lease_slice(job.name, job.lease_asked_bytes)
             except OutOfDeviceMemory as error:
                 job.lease_asked_bytes = 0
                 self._refuse_lease(job, error)
@@ -522,25 +523,6 @@ class Jobs:
                     commits_of=job.name,
                 )
             )
-
-    def _slice_for(self, job: Job) -> Region | Literal["soon"] | None:
-        """The slice it has already (asked again), or a new one.
-
-        Raises:
-            OutOfDeviceMemory: it can never have one of that size.
-        """
-        held = self._memory.arena.get(SLICE + job.name)
-        if held is None:
-            return self._memory.lease_slice(job.name, job.lease_asked_bytes)
-        if held.size_bytes < job.lease_asked_bytes:
-            raise OutOfDeviceMemory(
-                f'job "{job.name}" asks for {job.lease_asked_bytes} bytes, it leased '
-                f"{held.size_bytes} before",
-                hint="let the first job.steps name every model and optimizer of the script",
-                requested_bytes=job.lease_asked_bytes,
-                largest_free_bytes=held.size_bytes,
-            )
-        return held
 
     def _make_room(self, job: Job) -> None:
         """Models in use leave soon; another job's slice only when that job is evicted."""

@@ -31,7 +31,7 @@ ENVIRONMENT = {
 }
 
 EXACT = """
-    import hashlib, sys
+    import hashlib, os, sys
     import torch
     from torch.utils.data import DataLoader, TensorDataset
     from pipeswitch import job
@@ -49,8 +49,10 @@ EXACT = """
     data = TensorDataset(images, torch.arange(160) % 4)
     loader = DataLoader(data, batch_size=16, shuffle=True)
     criterion = torch.nn.CrossEntropyLoss()
+    progress = os.open(out + ".step", os.O_RDWR | os.O_CREAT)
     for epoch in job.epochs(epochs):
         for x, y in job.steps(loader, model=net, optimizer=optimizer, scheduler=schedule):
+            os.pwrite(progress, b"%6d" % job.step, 0)  # finer than the job's own reports
             x = x + 0.1 * torch.randn_like(x)
             (criterion(net(x), y) / accumulate).backward()
             if (job.step + 1) % accumulate == 0:
@@ -85,8 +87,8 @@ def running() -> Iterator[Checked]:
     with checked_server(arena="96MiB", environment=ENVIRONMENT) as checked:
         client = checked.client
         client.register("small", mlp(64, 3, 1), example_inputs=(torch.zeros(1, 64),))
-        # 90 MB beside the words' region: the job's slice must leave the arena for it
-        client.register("huge", mlp(2320, 4, 2), example_inputs=(torch.zeros(1, 2320),))
+        # all of the 94 MiB there are: a job's slice must leave the arena for it
+        client.register("huge", mlp(2470, 4, 2), example_inputs=(torch.zeros(1, 2470),))
         yield checked
 
 
@@ -103,21 +105,26 @@ class Disturber:
     def __init__(self, running: Checked, name: str) -> None:
         self.running = running
         self.task = running.client.task(name)
-        self.killed = 0
+        self.killed: set[int] = set()
 
     def infer(self) -> None:
         self.running.client.infer("small", torch.ones(1, 64))
 
     def press(self) -> None:
-        self.running.client.infer("huge", torch.ones(1, 2320))
+        self.running.client.infer("huge", torch.ones(1, 2470))
 
     def pause(self) -> None:
         self.task.pause()
         self.task.resume()
 
     def kill(self) -> None:
-        pid = until(lambda: self.running.row(self.task.name)["pid"], "the job is on a worker")
-        self.killed += kill(pid)
+        def new_pid() -> int:
+            pid = int(self.running.row(self.task.name)["pid"])
+            return 0 if pid in self.killed else pid
+
+        pid = until(new_pid, "the job is on a worker that lives")
+        assert kill(pid)
+        self.killed.add(pid)
 
 
 @pytest.mark.timeout(200)
@@ -140,17 +147,22 @@ def test_training_that_was_suspended_evicted_and_killed_ends_bit_equal(
     total = epochs * 10
     steps = sorted(generator.sample(range(2, int(total * 0.85)), len(deeds)))
     history = []
+
+    def reached() -> int:
+        place = tmp_path / "served.step"
+        return int(place.read_bytes() or 0) if place.exists() else 0
+
     for deed, step in zip(deeds, steps, strict=True):
-        until(lambda step=step: task.status()["step"] >= step, f"step {step} is reached")
+        until(lambda step=step: reached() >= step, f"step {step} is reached")
         threading.Event().wait(generator.random() * 0.01)  # anywhere in a step
         deed()
-        history.append((deed.__name__, task.status()["step"]))
+        history.append((deed.__name__, step))
     row = finish(task)
 
     served, plain = ((tmp_path / n).read_text() for n in ("served", "plain"))
     assert served == plain, f"seed {SEED + accumulate}: {history}"
     assert row["step"] == total
-    assert disturber.killed == row["restarts"] == 8, (history, row)
+    assert len(disturber.killed) == row["restarts"] == 8, (history, row)
     assert row["evictions"] >= 9
     assert row["suspensions"] > 0
     assert row["committed_step"] <= total
@@ -202,8 +214,7 @@ def test_a_job_that_waits_is_cancelled_and_its_name_is_free_again(
     def submit() -> Any:
         try:
             return running.client.train(tmp_path / "again.py", name="again")
-        except AlreadyExists as error:  # its process leaves a moment after the answer
-            assert "cleaned away" in str(error)
+        except AlreadyExists:  # its process leaves a moment after the answer
             return None
 
     second = until(submit, "the name is free")
@@ -266,6 +277,7 @@ def test_a_script_that_leaves_with_a_status_says_so(running: Checked, tmp_path: 
         bad.wait(20)
 
 
+@pytest.mark.slow  # the grace period of an eviction is 30 s
 def test_a_script_that_swallows_its_preemption_is_killed_and_others_go_on(
     running: Checked, tmp_path: Path
 ) -> None:

@@ -136,7 +136,9 @@ class Checked:
 
         def is_whole() -> bool:
             rows = self.client.ps()
-            free = [r for r in rows if r["kind"] == "worker" and r["state"] not in ("dead", "starting")]
+            free = [
+                r for r in rows if r["kind"] == "worker" and r["state"] not in ("dead", "starting")
+            ]
             return len(free) == workers and any(
                 r["kind"] == "daemon" and r["state"] == "active" for r in rows
             )

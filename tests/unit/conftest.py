@@ -22,9 +22,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 def fleet_model() -> ModuleType:
     """The simulated fleet: daemon, workers and builders around a real scheduler."""
     name = "pipeswitch_test_fleet_model"
-    spec = importlib.util.spec_from_file_location(
-        name, Path(__file__).with_name("fleet_model.py")
-    )
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("fleet_model.py"))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -10,6 +10,9 @@ I5  at most one task computes; a process is replaced only after it was reaped.
     Orders name the region, words and epoch that the model's bytes really have.
 """
 
+# mypy: disable-error-code="arg-type, misc, exhaustive-match, no-any-return"
+# Names are plain strings and numbers here: their NewTypes would hide what the model says.
+
 from __future__ import annotations
 
 import random
@@ -22,12 +25,44 @@ from pipeswitch.controller import events as ev
 from pipeswitch.controller.core import SchedulerSettings
 from pipeswitch.controller.scheduler import Scheduler
 from pipeswitch.messages import (
-    BuildDone, BuildFailed, BuildProgress, CancelTransmit, Cleaned, CloseCommits, CommitCopy,
-    CommitPersisted, CommitStep, DaemonReady, EvictTask, ForgetModel, GrantTurn, InferenceDone,
-    InferenceFailed, JobEnded, JobReport, LeaseGranted, LeaseRefused, LeaseRequest, Message,
-    ModelPrepared, ModelStored, OpenCommits, Parked, PersistCommit, PrepareModel, RunInference,
-    RunJob, Scrub, Scrubbed, StepCommitted, StopTask, StoreFailed, StoreModel, TransmitEnded,
-    TransmitModel, WorkerReady,
+    BuildDone,
+    BuildFailed,
+    BuildProgress,
+    CancelTransmit,
+    Cleaned,
+    CloseCommits,
+    CommitCopy,
+    CommitPersisted,
+    CommitStep,
+    DaemonReady,
+    EvictTask,
+    ForgetModel,
+    GrantTurn,
+    InferenceDone,
+    InferenceFailed,
+    JobEnded,
+    JobReport,
+    LeaseGranted,
+    LeaseRefused,
+    LeaseRequest,
+    Message,
+    ModelPrepared,
+    ModelStored,
+    OpenCommits,
+    Parked,
+    PersistCommit,
+    PrepareModel,
+    RunInference,
+    RunJob,
+    Scrub,
+    Scrubbed,
+    StepCommitted,
+    StopTask,
+    StoreFailed,
+    StoreModel,
+    TransmitEnded,
+    TransmitModel,
+    WorkerReady,
 )  # fmt: skip
 from pipeswitch.programs.layout import GroupSpec, Manifest
 
@@ -310,10 +345,10 @@ class World:
         alive = [worker for worker in self.workers.values() if worker.runs]
         if alive and self.random.random() < self.faults.kill_worker:
             self.kill_worker(self.random.choice(alive))
-        if self.daemon is not None and self.daemon.runs:
-            if self.random.random() < self.faults.kill_daemon:
-                self.trace.append("daemon is killed")
-                self.daemon.end(-9)
+        daemon = self.daemon
+        if daemon is not None and daemon.runs and self.random.random() < self.faults.kill_daemon:
+            self.trace.append("daemon is killed")
+            daemon.end(-9)
 
     def kill_worker(self, worker: WorkerProcess) -> None:
         self.trace.append(f"worker {worker.slot} is killed")
@@ -346,11 +381,11 @@ class World:
 
     def describe(self) -> str:
         core = self.scheduler.core
+        jobs = [(j.name, j.state.state.value, j.lease_asked_bytes) for j in core.jobs.values()]
+        workers = [(w.slot, w.state.state.value, w.job, w.may_raise) for w in core.workers.values()]
         return (
             f"current={core.current} upcoming={core.upcoming} training={core.training} "
-            f"queue={[r.model for r in core.queue.values()]} "
-            f"jobs={[(j.name, j.state.state.value, j.lease_asked_bytes) for j in core.jobs.values()]} "
-            f"workers={[(w.slot, w.state.state.value, w.job, w.may_raise) for w in core.workers.values()]} "
+            f"queue={[r.model for r in core.queue.values()]} jobs={jobs} workers={workers} "
             f"arena={list(self.scheduler.memory.arena)} turn={self.turn}"
         )
 
@@ -390,7 +425,7 @@ class World:
         spec = f"{name}:{self.sizes[name]}:{groups}"
         self.handle(
             ev.RegisterAsked(
-                token=token, model=name, spec=spec.encode(), spec_digest=spec, priority=1,  # type: ignore[arg-type]
+                token=token, model=name, spec=spec.encode(), spec_digest=spec, priority=1,
                 is_pinned=pin,
             )
         )  # fmt: skip
@@ -401,7 +436,7 @@ class World:
         manifest = self.manifests.get(name)
         self.handle(
             ev.InferArrived(
-                token=token, request_id=f"r{token}", model=name,  # type: ignore[arg-type]
+                token=token, request_id=f"r{token}", model=name,
                 digest=manifest.digest if manifest else "", priority=priority,
                 deadline_at_ms=None if deadline_ms is None else self.now_ms + deadline_ms,
                 inputs=(), reply_offset_bytes=0, reply_bytes=0,
@@ -411,13 +446,13 @@ class World:
 
     def train(self, name: str, *, priority: int = 1) -> None:
         self.handle(
-            ev.TrainAsked(token=self.token(), job=name, entry="t.py", args=(), priority=priority)  # type: ignore[arg-type]
+            ev.TrainAsked(token=self.token(), job=name, entry="t.py", args=(), priority=priority)
         )
         if name not in self.job_names:
             self.job_names.append(name)
 
     def job_asked(self, name: str, action: Any) -> None:
-        self.handle(ev.JobAsked(token=self.token(), job=name, action=action))  # type: ignore[arg-type]
+        self.handle(ev.JobAsked(token=self.token(), job=name, action=action))
 
     def random_client(self) -> None:
         """One random thing a client may do."""
@@ -439,12 +474,12 @@ class World:
         elif choice == 16:
             self.job_asked(job, rng.choice(("pause", "resume")))
         elif choice == 17 and rng.random() < 0.3:
-            self.handle(ev.UnregisterAsked(token=self.token(), model=name))  # type: ignore[arg-type]
+            self.handle(ev.UnregisterAsked(token=self.token(), model=name))
         elif choice == 18:
             pin = rng.random() < 0.5
-            self.handle(ev.PinAsked(token=self.token(), model=name, pin=pin))  # type: ignore[arg-type]
+            self.handle(ev.PinAsked(token=self.token(), model=name, pin=pin))
         elif choice == 19 or (choice == 22 and self.announced):
-            self.handle(ev.PrefetchHint(model=name))  # type: ignore[arg-type]
+            self.handle(ev.PrefetchHint(model=name))
             if rng.random() < 0.5 and self.announced:
                 self.infer(rng.choice(sorted(self.announced)))
                 self.infer(name)
@@ -561,9 +596,8 @@ class World:
         if isinstance(message, RunInference):
             self._check_order(worker, message)
         elif isinstance(message, RunJob):
-            others = [w.sent_job for w in self.workers.values() if w.lease or w.script or w.sent_job]
             names = [w.script.order.job for w in self.workers.values() if w.script]
-            self.expect(message.job not in names, f"two processes of {message.job}: {others}")
+            self.expect(message.job not in names, f"two processes of {message.job}")
             self.expect(worker.inference is None and not worker.sent_job, "the worker is taken")
             worker.sent_job = message.epoch
         elif isinstance(message, StopTask | GrantTurn | EvictTask | LeaseGranted | LeaseRefused):
@@ -675,9 +709,7 @@ class World:
             case CommitCopy(job=job, epoch=epoch, step=step):
                 if job in self.commits:
                     self.commits[job] = max(self.commits[job], step)
-                daemon.say(
-                    lane, StepCommitted(job=job, epoch=epoch, step=step, copy_ms=0.1)
-                )
+                daemon.say(lane, StepCommitted(job=job, epoch=epoch, step=step, copy_ms=0.1))
             case PersistCommit(job=job, epoch=epoch):
                 error = "disk full" if self.random.random() < self.faults.persist_error else ""
                 step = self.commits.get(job, -1)
@@ -701,9 +733,7 @@ class World:
     # -- workers -------------------------------------------------------------------------------
 
     def _from_worker(self, worker: WorkerProcess, message: Message) -> None:
-        self.handle(
-            ev.FromWorker(slot=worker.slot, generation=worker.generation, message=message)  # type: ignore[arg-type]
-        )
+        self.handle(ev.FromWorker(slot=worker.slot, generation=worker.generation, message=message))
 
     def _reap_worker(self, worker: WorkerProcess) -> None:
         worker.is_reaped = True
@@ -714,7 +744,7 @@ class World:
             self.dirty.append(worker.lease)
         self.handle(
             ev.WorkerExited(
-                slot=worker.slot,  # type: ignore[arg-type]
+                slot=worker.slot,
                 generation=worker.generation,
                 status=worker.status or 0,
             )
@@ -739,10 +769,10 @@ class World:
 
     def _worker_becomes_ready(self, worker: WorkerProcess) -> None:
         worker.is_ready = True
-        worker.say("task", WorkerReady(slot=worker.slot, pid=100 + worker.slot))  # type: ignore[arg-type]
+        worker.say("task", WorkerReady(slot=worker.slot, pid=100 + worker.slot))
 
     def _cleaned(self, worker: WorkerProcess) -> None:
-        worker.say("task", Cleaned(epoch=worker.cleaning))  # type: ignore[arg-type]
+        worker.say("task", Cleaned(epoch=worker.cleaning))
         worker.cleaning = 0
 
     def _task(self, worker: WorkerProcess, message: Message) -> None:
@@ -758,8 +788,9 @@ class World:
                 worker.inference, worker.next_group, worker.has_begun = message, 0, False
                 worker.hangs = self.random.random() < self.faults.hang
                 if self.random.random() < self.faults.early_error:
-                    self._inference_ends(worker, InferenceFailed(
-                        epoch=message.epoch, error="TaskFailed", message="it does not load"))  # fmt: skip
+                    text = "it does not load"
+                    failed = InferenceFailed(epoch=message.epoch, error="TaskFailed", message=text)
+                    self._inference_ends(worker, failed)
             case RunJob():
                 worker.script = self._start_script(worker, message)
                 for signal in worker.early:
@@ -938,9 +969,7 @@ class World:
     def _script_ends(self, worker: WorkerProcess, script: Script, outcome: Any) -> None:
         script.phase = "over"
         script.is_stubborn = self.random.random() < self.faults.linger
-        worker.say(
-            "task", JobEnded(epoch=script.order.epoch, outcome=outcome, step=script.step)
-        )
+        worker.say("task", JobEnded(epoch=script.order.epoch, outcome=outcome, step=script.step))
 
     # -- builders ------------------------------------------------------------------------------
 
@@ -965,9 +994,7 @@ class World:
             self.manifests[name] = manifest_of(f"d-{name}", int(size), int(groups))
             builder.say("out", BuildProgress(
                 model=order.model, epoch=order.epoch, stage="export", fraction=0.5))  # fmt: skip
-            builder.say(
-                "out", BuildDone(model=order.model, epoch=order.epoch, digest=f"d-{name}")
-            )
+            builder.say("out", BuildDone(model=order.model, epoch=order.epoch, digest=f"d-{name}"))
         builder.end(0)
 
     def _reap_builder(self, builder: BuilderProcess) -> None:

@@ -1,0 +1,34 @@
+"""Write the state diagrams of ``architecture.md`` again: ``python docs/diagrams.py``.
+
+They are generated from ``pipeswitch/states.py``; ``tests/unit/test_docs.py`` compares them.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from pipeswitch import states
+
+DOCUMENT = Path(__file__).parent / "architecture.md"
+TABLES = {
+    "task": states.TASK_TRANSITIONS,
+    "worker": states.WORKER_TRANSITIONS,
+    "residency": states.RESIDENCY_TRANSITIONS,
+    "model": states.MODEL_TRANSITIONS,
+}
+
+
+def with_diagrams(text: str) -> str:
+    """``text`` with each table's diagram as the table stands now."""
+    for name, table in TABLES.items():
+        block = f"```mermaid\n{states.diagram(name, table)}\n```"
+        found = re.compile(rf"```mermaid\n%% {name}: .*?\n```", re.DOTALL)
+        text, count = found.subn(lambda _, block=block: block, text)  # type: ignore[misc]
+        if count != 1:
+            raise ValueError(f"{DOCUMENT.name} has {count} diagrams of {name}")
+    return text
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(with_diagrams(DOCUMENT.read_text()))

@@ -1,0 +1,96 @@
+"""The demo, whole: a real server, real training, both baselines; small models to stay short."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeswitch.demo import DemoModel, Plan, run
+
+pytestmark = pytest.mark.slow
+
+IMAGE = {"x": ((1, 3, 64, 64), "float32")}
+SMALL = Plan(
+    models={
+        "resnet18": DemoModel("torchvision:resnet18", IMAGE),
+        "resnet34": DemoModel("torchvision:resnet34", IMAGE),
+    },
+    arena="112MiB",  # both do not fit beside the job: resnet18 45 MiB, resnet34 84 MiB
+    host_store="256MiB",
+    requests=8,
+    alone_s=0.5,
+)
+
+
+def test_the_demo_fills_its_table_and_loses_no_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path, as_json=True, plan=SMALL) == 0
+    result = json.loads((tmp_path / "demo.json").read_text())
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == result
+    assert "stop-and-start" in printed.err
+    assert result["problems"] == []
+    assert result["pipeswitch"]["count"] == result["ready_model"]["count"] == SMALL.requests
+    assert result["stop_and_start"]["count"] == len(SMALL.models)
+    assert result["pipeswitch"]["resident_count"] < SMALL.requests, "no model was switched in"
+    assert result["pipeswitch"]["preempted_count"] > 0
+    training = result["training"]
+    assert (training["state"], training["steps_lost"]) == ("done", 0)
+    assert training["suspensions"] > 0
+    assert training["accuracy_percent"] > 50.0, "it learned: guessing would be 10"
+    trace = json.loads((tmp_path / "demo-timeline.json").read_text())
+    names = {event["name"] for event in trace["traceEvents"]}
+    assert any("resnet34 group" in name for name in names)
+
+
+def test_control_c_in_the_middle_leaves_no_process_and_no_file_behind(tmp_path: Path) -> None:
+    demo = subprocess.Popen(
+        [sys.executable, "-P", "-c", "from pipeswitch.cli import main; main()",
+         "demo", "--out", str(tmp_path / "out")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert demo.stdout is not None
+        for line in demo.stdout:
+            if "compute thread" in line or "✔ device" in line:
+                break
+        family = psutil.Process(demo.pid).children(recursive=True)
+        assert len(family) >= 4, "server, fork server, daemon, workers"
+        os.killpg(demo.pid, signal.SIGINT)  # as a terminal does: all of the group
+        rest, _ = demo.communicate(timeout=60)
+        assert demo.returncode == 130, rest
+        _, alive = psutil.wait_procs(family, timeout=10)
+        assert alive == []
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    finally:
+        demo.kill()
+        demo.wait()
+        if demo.stdout is not None:
+            demo.stdout.close()
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_anything_starts(tmp_path: Path) -> None:
+    file = tmp_path / "taken"
+    file.write_text("")
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", "from pipeswitch.cli import main; main()",
+         "demo", "--out", str(file / "below")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert "cannot write to" in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -1,0 +1,249 @@
+"""What stays on the device is not sent again, and nobody gets another's answer."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+from process_tools import (
+    Checked,
+    checked_server,
+    eager,
+    is_bit_equal,
+    mlp,
+    start_endless_job,
+    until,
+)
+
+from pipeswitch.sockets import Caps, make_dealer
+from pipeswitch.wire import MAGIC, RequestHeader, WireTensor, decode_reply, encode_header
+
+WIDTH = 512
+DEPTH = 6  # 6 MiB of weights
+
+
+@pytest.fixture(scope="module")
+def modules() -> dict[str, torch.nn.Module]:
+    return {name: mlp(WIDTH, DEPTH, seed) for seed, name in enumerate("abcd")}
+
+
+@pytest.fixture(scope="module")
+def running(modules: dict[str, torch.nn.Module]) -> Iterator[Checked]:
+    """Room for three of the four models, or two and a training slice."""
+    with checked_server(arena="22MiB") as checked:
+        for name, module in modules.items():
+            checked.client.register(name, module, example_inputs=(torch.zeros(1, WIDTH),))
+        yield checked
+
+
+@pytest.fixture(autouse=True)
+def _settled(running: Checked) -> Iterator[None]:
+    yield
+    running.settle()
+
+
+def value(number: float) -> torch.Tensor:
+    return torch.full((1, WIDTH), number)
+
+
+def test_a_resident_model_is_not_transmitted_again(running: Checked) -> None:
+    running.client.infer("a", value(0.0))
+    before = running.stats()
+    for number in range(10):
+        result = running.client.infer("a", value(number))
+        assert result.timing.resident
+        assert result.timing.copy_ms == 0
+    after = running.stats()
+    for key in ("transmitted_bytes", "transmissions", "evictions"):
+        assert after[key] == before[key], key
+
+
+def test_models_that_fit_together_stay_together(running: Checked) -> None:
+    for name in "ab":
+        running.client.infer(name, value(0.0))
+    before = running.count("transmitted_bytes")
+    for name in "abbaab":
+        assert running.client.infer(name, value(1.0)).timing.resident
+    assert running.count("transmitted_bytes") == before
+
+
+def test_a_cold_request_transmits_the_model_once_and_the_bill_says_so(running: Checked) -> None:
+    for name in "abc":
+        running.client.infer(name, value(0.0))
+    before = running.stats()
+    result = running.client.infer("d", value(0.0))
+    after = running.stats()
+    assert not result.timing.resident
+    assert result.timing.total_ms > 0
+    size = running.client.show("d")["bytes"]
+    assert after["transmitted_bytes"] - before["transmitted_bytes"] == size
+    assert after["transmissions"] - before["transmissions"] == 1
+    assert after["evictions"] - before["evictions"] == 1  # one of the three had to go
+    assert sum(m["residency"] == "resident" for m in running.client.models()) == 3
+
+
+def test_a_pinned_model_is_never_evicted_and_an_unpinned_one_may_be(running: Checked) -> None:
+    client = running.client
+    client.load("a")
+    until(lambda: client.show("a")["residency"] == "pinned", "it is there without a request")
+    for name in "bcdbcd":
+        client.infer(name, value(0.0))
+    assert client.show("a")["pinned"]
+    before = running.count("transmitted_bytes")
+    assert client.infer("a", value(0.0)).timing.resident
+    assert running.count("transmitted_bytes") == before
+    client.unload("a")
+    assert not client.show("a")["pinned"]
+    for name in "bcdbcd":
+        client.infer(name, value(0.0))
+    assert client.show("a")["residency"] == "host"
+
+
+def test_training_that_is_suspended_in_place_loses_no_step(
+    running: Checked, tmp_path: Path
+) -> None:
+    running.client.infer("a", value(0.0))
+    task = start_endless_job(running, tmp_path)
+    worker = task.status()["worker"]
+    before = running.stats()
+    for number in range(25):
+        step = task.status()["step"]
+        result = running.client.infer("a", value(number))
+        assert result.timing.worker != worker
+        assert task.status()["step"] >= step
+    row = until(
+        lambda: (lambda r: r if r["suspensions"] >= 10 else None)(task.status()),
+        "it was suspended",
+    )
+    assert (row["restarts"], row["evictions"], row["steps_recomputed"]) == (0, 0, 0)
+    assert row["worker"] == worker  # the same process all the time
+    assert row["lease_bytes"] > 0
+    after = running.stats()
+    assert after["preemptions"] - before["preemptions"] >= row["suspensions"]
+    assert after["transmitted_bytes"] == before["transmitted_bytes"]
+
+
+def test_two_clients_at_once_get_their_own_answers(
+    running: Checked, modules: dict[str, torch.nn.Module]
+) -> None:
+    expected = {
+        (name, number): eager(module, value(number / 100))
+        for name, module in modules.items()
+        for number in range(30)
+    }
+    wrong: list[tuple[str, int]] = []
+
+    def ask(start: int) -> None:
+        with running.running.client(tcp=bool(start)) as client:
+            sent = [
+                ("abcd"[(number + start) % 4], (number * 7 + start * 15) % 30)
+                for number in range(60)
+            ]
+            futures = [(key, client.submit(key[0], value(key[1] / 100))) for key in sent]
+            for key, future in futures:
+                if not is_bit_equal(future.result(30)["y"], expected[key]):
+                    wrong.append(key)
+
+    threads = [threading.Thread(target=ask, args=(start,)) for start in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert wrong == []
+
+
+def test_a_client_that_never_reads_holds_nobody_up(
+    running: Checked, modules: dict[str, torch.nn.Module]
+) -> None:
+    """It sends requests with large answers and receives nothing but the first hello."""
+    expected = eager(modules["a"], value(0.5))
+    batch = 64  # 128 KiB in and out
+    before = running.stats()["inference"]["accepted"]
+    with raw_client(running, receive_queue=1) as (deaf, session):
+        x = WireTensor(name="x", dtype="float32", shape=(batch, WIDTH), frame=0)
+        for number in range(100):
+            header = RequestHeader(
+                v=1, id=str(number), op="infer", model="a", session=session, inputs=(x,)
+            )
+            deaf.send_multipart([MAGIC, encode_header(header), bytes(4 * batch * WIDTH)])
+        until(lambda: running.stats()["inference"]["accepted"] >= before + 100, "all were accepted")
+        for _ in range(20):
+            assert is_bit_equal(running.client.infer("a", value(0.5))["y"], expected)
+    until(lambda: running.stats()["inference"]["in_flight"] == 0, "all were ended")
+
+
+@contextlib.contextmanager
+def raw_client(running: Checked, receive_queue: int) -> Iterator[tuple[zmq.Socket[bytes], str]]:
+    """A bare socket that has said hello, and its session."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    sock = make_dealer(context, Caps(max_message_bytes=1 << 20))
+    sock.setsockopt(zmq.RCVHWM, receive_queue)
+    try:
+        sock.connect(running.running.tcp_address)
+        sock.send_multipart([MAGIC, encode_header(RequestHeader(v=1, id="h", op="hello"))])
+        assert sock.poll(10_000)
+        yield sock, decode_reply(sock.recv_multipart()).session
+    finally:
+        sock.close(0)
+        context.term()
+
+
+def test_a_client_in_the_middle_of_a_large_upload_holds_nobody_up(
+    running: Checked, modules: dict[str, torch.nn.Module]
+) -> None:
+    expected = {n: eager(modules[n], value(0.25)) for n in "ab"}
+    is_over = threading.Event()
+    problems: list[Exception] = []
+
+    def upload() -> None:
+        try:
+            with running.running.client(tcp=True) as slow:
+                x = torch.zeros(1, 1024)
+                slow.register("large", mlp(1024, 24, 9), example_inputs=(x,))  # 96 MiB
+        except Exception as error:
+            problems.append(error)
+        finally:
+            is_over.set()
+
+    thread = threading.Thread(target=upload)
+    thread.start()
+    answered = 0
+    while not is_over.is_set():
+        name = "ab"[answered % 2]
+        assert is_bit_equal(running.client.infer(name, value(0.25))["y"], expected[name])
+        answered += 1
+    thread.join(30)
+    assert answered > 20
+    # larger than the arena: refused when it has arrived, and the reason says both sizes
+    assert [type(p).__name__ for p in problems] == ["OutOfDeviceMemory"]
+
+
+def test_events_tell_of_every_switch(running: Checked) -> None:
+    records: list[str] = []
+    is_listening = threading.Event()
+
+    def listen() -> None:
+        events = running.client.events("switch.", timeout_s=5)
+        is_listening.set()
+        for event in events:
+            records.append(event["topic"])
+            if len(records) >= 2:
+                return
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    assert is_listening.wait(10)
+
+    def look() -> bool:
+        for name in "cdab":
+            running.client.infer(name, value(0.0))
+        return not thread.is_alive()
+
+    until(look, "two switches were told")
+    assert len(records) >= 2

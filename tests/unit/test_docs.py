@@ -1,0 +1,95 @@
+"""The documents say what the code says: state diagrams, modules, links, messages."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pipeswitch import messages, states
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "profiles/README.md"])
+TABLES = {
+    "task": states.TASK_TRANSITIONS,
+    "worker": states.WORKER_TRANSITIONS,
+    "residency": states.RESIDENCY_TRANSITIONS,
+    "model": states.MODEL_TRANSITIONS,
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_architecture_shows_the_current_state_diagram(name: str) -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    block = f"```mermaid\n{states.diagram(name, TABLES[name])}\n```"
+    assert block in text, "python docs/diagrams.py writes them again"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_relative_link_leads_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)", document.read_text()):
+        if "://" not in target:
+            assert (document.parent / target).exists(), target
+
+
+def test_every_module_the_architecture_names_exists() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    named = set(re.findall(r"`([\w/]+(?:\.py|/))`", text))
+    assert named, "it names modules"
+    for name in named:
+        places = [ROOT / name, ROOT / "pipeswitch" / name]
+        assert any(place.exists() for place in places), name
+
+
+def test_the_protocol_lists_every_message_between_processes() -> None:
+    text = (ROOT / "docs/protocol.md").read_text()
+    section = text.partition("## Between processes")[2]
+    assert set(re.findall(r"\*\*(\w+)\*\*", section)) == {
+        name
+        for name, found in vars(messages).items()
+        if isinstance(found, type)
+        and issubclass(found, messages.Message)
+        and found is not messages.Message
+    }
+
+
+def test_decisions_are_numbered_without_a_gap_and_say_what_was_decided() -> None:
+    records = sorted((ROOT / "docs/adr").glob("*.md"))
+    assert [int(path.name[:4]) for path in records] == list(range(1, len(records) + 1))
+    for path in records:
+        text = path.read_text()
+        assert text.startswith(f"# {int(path.name[:4])}. "), path.name
+        for heading in ("Status:", "## Context", "## Decision", "## Consequences"):
+            assert heading in text, f"{path.name}: {heading}"
+
+
+def test_every_dependency_has_its_reason() -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    reasons = (ROOT / "docs/adr/0002-dependencies.md").read_text()
+    extras = [name for names in project["optional-dependencies"].values() for name in names]
+    for requirement in [*project["dependencies"], *extras]:
+        name = re.split(r"[<>=\[]", requirement)[0]
+        assert re.search(rf"\b{re.escape(name)}\b", reasons), name
+
+
+def test_the_readme_shows_only_flags_and_verbs_that_exist() -> None:
+    from pipeswitch.cli import main
+
+    text = (ROOT / "README.md").read_text()
+    lines = [line for line in text.splitlines() if line.startswith("pipeswitch ")]
+    assert lines, "the first screen shows commands"
+    for line in lines:
+        words = line.partition("#")[0].split()
+        command = main.commands[words[1]]
+        known = {flag for parameter in command.params for flag in parameter.opts}
+        for word in words[2:]:
+            assert not word.startswith("-") or word in known, line
+
+
+def test_the_readme_starts_with_the_command_that_needs_no_gpu() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert "make demo" in text.partition("```bash")[2].partition("```")[0]
+    assert re.search(r"^demo:", (ROOT / "Makefile").read_text(), re.MULTILINE)

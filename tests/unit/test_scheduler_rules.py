@@ -1,0 +1,1184 @@
+"""What the scheduler does, one rule of DESIGN 4 and 5 at a time."""
+
+# mypy: disable-error-code="arg-type, index, union-attr"
+# Names are plain strings and numbers here: their NewTypes would hide what a test says.
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from pipeswitch.controller import events as ev
+from pipeswitch.errors import (
+    AlreadyExists,
+    Cancelled,
+    DeadlineExceeded,
+    HostStoreFull,
+    InvalidInput,
+    ModelNotFound,
+    ModelQuarantined,
+    OutOfDeviceMemory,
+    QueueFull,
+    RegistrationRefused,
+    ServerUnavailable,
+    TaskFailed,
+    WorkerLost,
+)
+from pipeswitch.messages import (
+    BuildDone,
+    CancelTransmit,
+    Cleaned,
+    CommitCopy,
+    CommitPersisted,
+    CommitStep,
+    DaemonFault,
+    DaemonReady,
+    EvictTask,
+    GrantTurn,
+    InferenceDone,
+    InferenceFailed,
+    JobEnded,
+    LeaseGranted,
+    LeaseRefused,
+    LeaseRequest,
+    ModelPrepared,
+    ModelStored,
+    OpenCommits,
+    Parked,
+    PersistCommit,
+    PrepareModel,
+    RunInference,
+    RunJob,
+    Scrub,
+    Scrubbed,
+    StepCommitted,
+    StopTask,
+    StoreModel,
+    TransmitEnded,
+    TransmitModel,
+    WorkerReady,
+)
+from pipeswitch.states import Residency, TaskState, WorkerState
+
+MIB = 1 << 20
+
+
+class Rig:
+    """A scheduler driven by hand: events in, the commands of the last one at hand."""
+
+    def __init__(self, fleet_model: ModuleType, **settings: Any) -> None:
+        self.model_of = fleet_model.manifest_of
+        values = {
+            "arena_bytes": 64 * MIB, "store_bytes": 256 * MIB, "words": 64, "standby": 2,
+            "restart_backoff_ms": 100.0, **settings,
+        }  # fmt: skip
+        policy = values.pop("policy", "priority")
+        self.scheduler = fleet_model.Scheduler(
+            fleet_model.SchedulerSettings(**values), policy, 2000.0
+        )
+        self.core = self.scheduler.core
+        self.now_ms = 0.0
+        self.last_token = 0
+        self.answers: dict[int, ev.Answer] = {}
+        self.out: list[ev.Command] = []
+        self._take(self.scheduler.start(0.0))
+        self.daemon(DaemonReady(pid=1, arena_bytes=0, store_bytes=0, device="cpu"))
+        for slot in list(self.core.workers):
+            self.worker(slot, WorkerReady(slot=slot, pid=10 + slot))
+
+    def _take(self, commands: list[ev.Command]) -> None:
+        self.out = commands
+        for command in commands:
+            if isinstance(command, ev.Answer) and not command.more:
+                assert command.token not in self.answers, "answered twice"
+                self.answers[command.token] = command
+
+    def handle(self, event: ev.Event, at_ms: float | None = None) -> None:
+        self.now_ms = self.now_ms if at_ms is None else at_ms
+        self._take(self.scheduler.handle(event, self.now_ms))
+        self.scheduler.check()
+
+    def daemon(self, message: Any) -> None:
+        self.handle(ev.FromDaemon(generation=self.core.daemon_generation, message=message))
+
+    def worker(self, slot: int, message: Any) -> None:
+        generation = self.core.workers[slot].generation
+        self.handle(ev.FromWorker(slot=slot, generation=generation, message=message))
+
+    def worker_exits(self, slot: int, status: int = -9) -> None:
+        generation = self.core.workers[slot].generation
+        self.handle(ev.WorkerExited(slot=slot, generation=generation, status=status))
+
+    def worker_restarts(self, slot: int, status: int = -9) -> None:
+        """Dies, and the next process in its slot is ready."""
+        self.worker_exits(slot, status)
+        while self.core.workers[slot].state.state is WorkerState.DEAD:
+            due = self.scheduler.next_wakeup_ms()
+            assert due is not None
+            self.tick(due)
+        self.worker(slot, WorkerReady(slot=slot, pid=99))
+
+    def tick(self, at_ms: float) -> None:
+        self.handle(ev.Tick(), at_ms)
+
+    def token(self) -> ev.Token:
+        self.last_token += 1
+        return ev.Token(self.last_token)
+
+    def sent(self, kind: type) -> list[Any]:
+        """Messages of one kind among the last commands, to whomever."""
+        return [
+            command.message
+            for command in self.out
+            if isinstance(command, ev.ToDaemon | ev.ToWorker) and isinstance(command.message, kind)
+        ]
+
+    def commands(self, kind: type) -> list[Any]:
+        return [command for command in self.out if isinstance(command, kind)]
+
+    def error(self, token: int) -> Any:
+        return self.answers[token].error
+
+    # -- longer steps --------------------------------------------------------------------------
+
+    def ask_register(self, name: str, *, spec: str = "", pin: bool = False) -> ev.Token:
+        token = self.token()
+        spec = spec or f"spec of {name}"
+        self.handle(ev.RegisterAsked(token=token, model=name, spec=spec.encode(),
+                                     spec_digest=spec, priority=1, is_pinned=pin))  # fmt: skip
+        return token
+
+    def register(self, name: str, mib: int = 10, *, pin: bool = False) -> None:
+        token = self.ask_register(name, pin=pin)
+        epoch = self.commands(ev.StartBuild)[0].epoch
+        self.built(name, mib, epoch)
+        self.handle(ev.BuilderExited(model=name, epoch=epoch, status=0))
+        self.daemon(ModelStored(model=name, epoch=epoch, load_ms=1.0))
+        assert self.error(token) is None
+        for command in self.commands(ev.ToWorker):
+            prepared = ModelPrepared(model=name, digest=f"digest {name}", prepare_ms=1.0)
+            self.worker(command.slot, prepared)
+
+    def built(self, name: str, mib: int, epoch: Any) -> None:
+        manifest = self.model_of(f"digest {name}", mib * MIB, 2)
+        done = BuildDone(model=name, epoch=epoch, digest=manifest.digest)
+        self.handle(ev.FromBuilder(message=done, manifest=manifest))
+
+    def infer(self, name: str, *, priority: int = 1, deadline_ms: float | None = None) -> ev.Token:
+        token = self.token()
+        at_ms = None if deadline_ms is None else self.now_ms + deadline_ms
+        self.handle(ev.InferArrived(
+            token=token, request_id=f"r{token}", model=name, digest=f"digest {name}",
+            priority=priority, deadline_at_ms=at_ms, inputs=(), reply_offset_bytes=0,
+            reply_bytes=0))  # fmt: skip
+        return token
+
+    def arrived(self, name: str, *, is_complete: bool = True) -> None:
+        epoch = self.core.models[name].residency_epoch
+        self.daemon(TransmitEnded(
+            model=name, epoch=epoch, is_complete=is_complete, group_count=2,
+            copied_bytes=1, started_at_ms=0.0, ended_at_ms=0.0))  # fmt: skip
+
+    def done(self) -> None:
+        """The computing task ends well and its worker cleans up."""
+        task = self.core.current
+        assert task is not None
+        self.worker(task.slot, InferenceDone(
+            epoch=task.epoch, outputs=(), received_at_ms=0.0, turn_at_ms=0.0,
+            first_group_at_ms=0.0, ended_at_ms=0.0, stall_ms=0.0))  # fmt: skip
+        out = self.out
+        self.worker(task.slot, Cleaned(epoch=task.epoch))
+        self.out = out + self.out
+
+    def make_resident(self, *names: str) -> None:
+        for name in names:
+            self.infer(name)
+            self.arrived(name)
+            self.done()
+
+    def train(self, name: str, *, priority: int = 1) -> Any:
+        """Submit a job; returns its record."""
+        self.handle(ev.TrainAsked(token=self.token(), job=name, entry="t.py", args=(),
+                                  priority=priority))  # fmt: skip
+        return self.core.jobs[name]
+
+    def lease(self, job: Any, mib: int = 10) -> None:
+        request = LeaseRequest(epoch=job.epoch, slice_bytes=mib * MIB, state_bytes=MIB)
+        self.worker(job.slot, request)
+
+    def start_training(self, name: str = "cifar", mib: int = 10) -> Any:
+        job = self.train(name)
+        self.lease(job, mib)
+        assert self.sent(LeaseGranted)
+        assert job.state.state is TaskState.RUNNING
+        return job
+
+    def park(self, job: Any, next_turn: int = 0) -> None:
+        message = Parked(
+            epoch=job.epoch, turn=job.turn, next_turn=next_turn, where="forward",
+            asked_at_ms=0.0, parked_at_ms=1.0,
+        )  # fmt: skip
+        self.worker(job.slot, message)
+
+    def job_ends(self, job: Any, outcome: Any, step: int = 3) -> int:
+        slot = int(job.slot)
+        self.worker(slot, JobEnded(epoch=job.epoch, outcome=outcome, step=step,
+                                   error_type="ValueError", error_text="nan"))  # fmt: skip
+        return slot
+
+    def job_asked(self, name: str, action: Any) -> ev.Token:
+        token = self.token()
+        self.handle(ev.JobAsked(token=token, job=name, action=action))
+        return token
+
+    def residency(self, name: str) -> Any:
+        return self.core.models[name].residency.state
+
+
+@pytest.fixture
+def rig(fleet_model: ModuleType) -> Rig:
+    return Rig(fleet_model)
+
+
+# -- a request (DESIGN 4) ----------------------------------------------------------------------
+
+
+def test_a_cold_request_transmits_and_activates_in_the_same_breath(rig: Rig) -> None:
+    rig.register("a")
+    rig.infer("a")
+    (order,), (run,) = rig.sent(TransmitModel), rig.sent(RunInference)
+    assert (run.residency_epoch, run.arena_offset_bytes) == (order.epoch, order.arena_offset_bytes)
+    assert run.first_word == order.groups[0].word
+    assert [command.turn for command in rig.commands(ev.RaiseTurn)] == [run.epoch]
+
+
+def test_a_resident_model_is_not_sent_again(rig: Rig) -> None:
+    rig.register("a")
+    rig.make_resident("a")
+    token = rig.infer("a")
+    assert rig.sent(RunInference)
+    assert not rig.sent(TransmitModel)
+    rig.done()
+    timing = rig.answers[token].timing
+    assert timing is not None
+    assert timing["resident"] is True
+
+
+def test_a_request_during_training_transmits_activates_and_stops_in_one_call(rig: Rig) -> None:
+    rig.register("a")
+    job = rig.start_training()
+    rig.infer("a")
+    assert rig.sent(TransmitModel)
+    (run,), (stop,) = rig.sent(RunInference), rig.sent(StopTask)
+    assert (stop.turn, stop.next_turn) == (job.turn, run.epoch)
+    assert not rig.commands(ev.RaiseTurn), "the parking worker raises it, not the controller"
+
+
+def test_the_parked_worker_has_raised_the_turn_itself(rig: Rig) -> None:
+    rig.register("a")
+    job = rig.start_training()
+    token = rig.infer("a")
+    assert rig.core.upcoming is not None
+    rig.park(job, rig.core.upcoming.turn)
+    assert rig.core.current is not None
+    assert not rig.commands(ev.RaiseTurn)
+    rig.done()
+    timing = rig.answers[token].timing
+    assert timing is not None
+    assert timing["preempted"] == "cifar"
+
+
+def test_a_suspended_job_resumes_in_place_when_the_queue_is_empty(rig: Rig) -> None:
+    rig.register("a")
+    job = rig.start_training()
+    slot, epoch, turn = job.slot, job.epoch, job.turn
+    rig.infer("a")
+    rig.park(job, rig.core.upcoming.turn)
+    assert job.state.state is TaskState.SUSPENDED
+    rig.done()
+    (grant,) = rig.sent(GrantTurn)
+    assert (grant.epoch, job.slot, job.epoch) == (epoch, slot, epoch)
+    assert grant.turn > turn
+    assert not rig.sent(RunJob)
+
+
+def test_the_answer_may_arrive_before_the_parked_of_the_job_it_preempted(rig: Rig) -> None:
+    rig.register("a")
+    job = rig.start_training()
+    token = rig.infer("a")
+    task = rig.core.upcoming
+    assert task is not None
+    rig.worker(task.slot, InferenceDone(
+        epoch=task.epoch, outputs=(), received_at_ms=0.0, turn_at_ms=0.0, first_group_at_ms=0.0,
+        ended_at_ms=0.0, stall_ms=0.0))  # fmt: skip
+    assert rig.error(token) is None
+    rig.park(job, task.turn)
+    assert rig.sent(GrantTurn), "nobody waits: training goes on"
+
+
+def test_a_stop_that_names_a_dead_worker_s_turn_does_not_lose_the_next_request(rig: Rig) -> None:
+    rig.register("a")
+    job = rig.start_training()
+    token = rig.infer("a")
+    first = rig.core.upcoming
+    assert first is not None
+    rig.worker_exits(first.slot)
+    second = rig.core.upcoming
+    assert second is not None
+    assert second.epoch > first.epoch
+    rig.park(job, first.turn)  # raised for nobody
+    assert [command.turn for command in rig.commands(ev.RaiseTurn)] == [second.turn]
+    rig.done()
+    assert rig.error(token) is None
+
+
+def test_a_turn_waits_while_a_retiring_worker_may_still_write_an_older_one(rig: Rig) -> None:
+    rig.register("a")
+    job = rig.start_training()
+    rig.infer("a")
+    first = rig.core.upcoming
+    assert first is not None
+    slot = rig.job_ends(job, "done")  # it crossed the stop, which names the first request's turn
+    assert [command.turn for command in rig.commands(ev.RaiseTurn)] == [first.turn]
+    rig.infer("a")
+    rig.done()
+    assert rig.core.current is None
+    assert not rig.commands(ev.RaiseTurn)
+    rig.worker_exits(slot, 0)
+    assert len(rig.commands(ev.RaiseTurn)) == 1
+
+
+def test_a_parked_that_is_late_behind_its_own_end_frees_the_board(rig: Rig) -> None:
+    rig.register("a")
+    job = rig.start_training()
+    rig.infer("a")
+    first = rig.core.upcoming
+    assert first is not None
+    epoch, turn, slot = job.epoch, job.turn, rig.job_ends(job, "done")
+    rig.infer("a")
+    rig.done()
+    rig.worker(slot, Parked(epoch=epoch, turn=turn, next_turn=first.turn, where="loader",
+                            asked_at_ms=0.0, parked_at_ms=0.0))  # fmt: skip
+    assert len(rig.commands(ev.RaiseTurn)) == 1
+
+
+def test_the_next_request_is_sent_while_the_first_computes(rig: Rig) -> None:
+    rig.register("a")
+    rig.register("b")
+    rig.infer("a")
+    rig.infer("b")
+    assert rig.sent(TransmitModel)
+    assert rig.sent(RunInference)
+    assert not rig.commands(ev.RaiseTurn)
+    rig.done()
+    assert rig.core.current is not None
+    assert rig.core.current.model == "b"
+
+
+def test_requests_for_the_computing_model_run_back_to_back(rig: Rig) -> None:
+    rig.register("a")
+    rig.register("b")
+    rig.infer("a")
+    rig.infer("b")
+    rig.infer("b")
+    rig.infer("a")
+    rig.done()  # b computes now: the second b goes before the older a
+    assert rig.core.upcoming is not None
+    assert rig.core.upcoming.model == "b"
+
+
+def test_a_higher_priority_runs_first(rig: Rig) -> None:
+    for name in "abcd":
+        rig.register(name)
+    rig.infer("a")
+    rig.infer("b")
+    rig.infer("c", priority=2)
+    rig.infer("d", priority=0)
+    rig.done()
+    assert rig.core.upcoming is not None
+    assert rig.core.upcoming.model == "d"
+
+
+def test_low_priority_requests_do_not_protect_their_model_from_a_high_one(
+    fleet_model: ModuleType,
+) -> None:
+    rig = Rig(fleet_model, arena_bytes=96 * MIB)
+    for name in "abc":
+        rig.register(name, 30)
+    rig.make_resident("a", "b", "c")
+    rig.infer("a")
+    rig.infer("b")
+    rig.infer("c", priority=2)
+    rig.register("big", 30)
+    rig.infer("big", priority=0)
+    rig.done()
+    assert [order.model for order in rig.sent(TransmitModel)] == ["big"]
+
+
+def test_a_lower_priority_does_not_slip_in_front_of_one_that_waits_for_memory(rig: Rig) -> None:
+    rig.register("small", 5)
+    rig.register("other", 5)
+    rig.register("big", 60)
+    rig.infer("small")
+    rig.infer("big", priority=0)
+    rig.infer("other", priority=2)
+    assert rig.core.upcoming is None, "'other' would keep the place of 'big' in use"
+    rig.arrived("small")
+    rig.done()
+    assert rig.core.current is not None
+    assert rig.core.current.model == "big"
+
+
+def test_small_models_overtake_a_large_one_only_until_it_has_waited_too_long(rig: Rig) -> None:
+    rig.register("small", 5)
+    rig.register("other", 5)
+    rig.register("big", 60)
+    rig.infer("small")
+    rig.infer("big")
+    rig.infer("other")
+    assert rig.core.upcoming is not None
+    assert rig.core.upcoming.model == "other"
+    rig.now_ms = 2000.0
+    rig.arrived("small")
+    rig.done()
+    rig.infer("small")
+    assert rig.core.upcoming is None
+    rig.arrived("other")
+    rig.done()
+    assert rig.core.current is not None
+    assert rig.core.current.model == "big"
+
+
+def test_a_model_moves_rather_than_evict_another_while_there_is_room(rig: Rig) -> None:
+    rig.register("a", 20)
+    rig.register("b", 40)
+    rig.register("c", 20)
+    rig.make_resident("a", "b")  # a at the bottom
+    rig.make_resident("c")  # evicts a (older)
+    assert rig.residency("a") is Residency.HOST
+    rig.handle(ev.UnregisterAsked(token=rig.token(), model="b"))
+    rig.make_resident("a")
+    assert rig.residency("c") is Residency.RESIDENT, "a's home is taken, but there is room"
+
+
+def test_a_queued_request_can_be_taken_back_and_a_dispatched_one_is_answered(rig: Rig) -> None:
+    rig.register("a")
+    running, waiting, queued = rig.infer("a"), rig.infer("a"), rig.infer("a")
+    for token in (running, waiting, queued):
+        rig.handle(ev.CancelAsked(token=token))
+    assert isinstance(rig.error(queued), Cancelled)
+    assert running not in rig.answers
+    rig.done()
+    rig.done()
+    assert rig.error(running) is None
+    assert rig.error(waiting) is None
+
+
+def test_a_deadline_that_passes_in_the_queue_is_answered(rig: Rig) -> None:
+    rig.register("a")
+    rig.infer("a")
+    rig.infer("a")
+    token = rig.infer("a", deadline_ms=50.0)
+    assert rig.scheduler.next_wakeup_ms() == 50.0
+    rig.tick(50.0)
+    assert isinstance(rig.error(token), DeadlineExceeded)
+
+
+def test_a_task_that_hangs_after_its_deadline_is_killed_and_answered_when_reaped(rig: Rig) -> None:
+    rig.register("a")
+    token = rig.infer("a", deadline_ms=50.0)
+    task = rig.core.current
+    assert task is not None
+    rig.tick(60.0)
+    assert not rig.commands(ev.KillWorker)
+    rig.tick(50.0 + rig.core.settings.deadline_grace_ms)
+    assert rig.commands(ev.KillWorker)
+    assert token not in rig.answers
+    rig.worker_exits(task.slot)
+    assert isinstance(rig.error(token), DeadlineExceeded)
+
+
+def test_a_full_queue_refuses(fleet_model: ModuleType) -> None:
+    rig = Rig(fleet_model, max_queue=2)
+    rig.register("a")
+    tokens = [rig.infer("a") for _ in range(5)]
+    assert isinstance(rig.error(tokens[-1]), QueueFull)
+    assert tokens[-2] not in rig.answers
+
+
+def test_an_unknown_model_or_another_digest_is_refused(rig: Rig) -> None:
+    assert isinstance(rig.error(rig.infer("a")), ModelNotFound)
+    rig.ask_register("a")
+    epoch = rig.commands(ev.StartBuild)[0].epoch
+    rig.built("a", 10, epoch)  # known, but its bytes are not in the store yet
+    assert isinstance(rig.error(rig.infer("a")), ModelNotFound)
+
+
+def test_an_error_of_the_model_is_the_request_s_alone(rig: Rig) -> None:
+    rig.register("a")
+    token = rig.infer("a")
+    task = rig.core.current
+    assert task is not None
+    data = {"type": "ValueError"}
+    failed = InferenceFailed(epoch=task.epoch, error="TaskFailed", message="boom", data=data)
+    rig.worker(task.slot, failed)
+    assert isinstance(rig.error(token), TaskFailed)
+    assert rig.error(token).request_id == f"r{token}"
+    assert not rig.commands(ev.KillWorker)
+
+
+def test_a_request_that_fails_before_its_turn_leaves_the_turn_alone(rig: Rig) -> None:
+    rig.register("a")
+    rig.infer("a")
+    token = rig.infer("a")
+    current, upcoming = rig.core.current, rig.core.upcoming
+    assert upcoming is not None
+    rig.worker(
+        upcoming.slot, InferenceFailed(epoch=upcoming.epoch, error="TaskFailed", message="x")
+    )
+    assert isinstance(rig.error(token), TaskFailed)
+    assert rig.core.current is current
+    assert not rig.commands(ev.RaiseTurn)
+
+
+# -- faults (RELIABILITY 3) ----------------------------------------------------------------------
+
+
+def test_a_request_whose_worker_dies_is_dispatched_again_at_once(rig: Rig) -> None:
+    rig.register("a")
+    token = rig.infer("a")
+    task = rig.core.current
+    assert task is not None
+    rig.worker_exits(task.slot)
+    (run,) = rig.sent(RunInference)
+    assert run.epoch > task.epoch
+    assert not rig.sent(TransmitModel), "its groups are still on their way"
+    rig.done()
+    assert rig.error(token) is None
+
+
+def test_a_late_message_of_an_older_process_is_dropped(rig: Rig) -> None:
+    rig.register("a")
+    token = rig.infer("a")
+    task = rig.core.current
+    assert task is not None
+    generation = rig.core.workers[task.slot].generation
+    rig.worker_restarts(task.slot)
+    rig.handle(ev.FromWorker(slot=task.slot, generation=generation, message=InferenceFailed(
+        epoch=task.epoch, error="TaskFailed", message="late")))  # fmt: skip
+    assert token not in rig.answers
+    assert rig.core.counts["stale_messages"] == 1
+
+
+def test_three_deaths_in_a_row_while_computing_quarantine_the_model(rig: Rig) -> None:
+    rig.register("a")
+    first, second, third = rig.infer("a"), rig.infer("a"), rig.infer("a")
+    for _ in range(3):
+        assert rig.core.current is not None
+        rig.worker_restarts(rig.core.current.slot)
+    assert isinstance(rig.error(rig.infer("a")), ModelQuarantined)
+    refused = [token for token in (first, second, third) if token in rig.answers]
+    assert refused
+    assert all(isinstance(rig.error(one), WorkerLost | ModelQuarantined) for one in refused)
+    while rig.core.current is not None:  # what was dispatched before may still end
+        rig.done()
+    assert {first, second, third} <= set(rig.answers)
+    rig.handle(ev.PinAsked(token=rig.token(), model="a", pin=True))
+    token = rig.infer("a")
+    assert token not in rig.answers, "load pardons it"
+
+
+def test_a_death_while_waiting_for_the_turn_counts_for_nobody(rig: Rig) -> None:
+    rig.register("a")
+    job = rig.start_training()
+    token = rig.infer("a")
+    for _ in range(5):
+        assert rig.core.upcoming is not None
+        rig.worker_restarts(rig.core.upcoming.slot)
+    rig.park(job, rig.core.upcoming.turn if rig.core.upcoming else 0)
+    rig.done()
+    assert rig.error(token) is None
+
+
+def test_a_success_in_between_forgives_the_deaths_before(rig: Rig) -> None:
+    rig.register("a")
+    for _ in range(4):
+        token = rig.infer("a")
+        for _ in range(2):
+            assert rig.core.current is not None
+            rig.worker_restarts(rig.core.current.slot)
+        rig.done()
+        assert rig.error(token) is None
+
+
+def test_a_dead_daemon_restarts_only_when_all_workers_are_reaped(rig: Rig) -> None:
+    rig.register("a")
+    token = rig.infer("a")
+    rig.handle(ev.DaemonExited(generation=1, status=-9))
+    assert {command.slot for command in rig.commands(ev.KillWorker)} == {0, 1, 2}
+    assert rig.residency("a") is Residency.HOST
+    rig.worker_exits(0)
+    rig.worker_exits(1)
+    assert not rig.commands(ev.SpawnDaemon)
+    rig.worker_exits(2)
+    assert [command.generation for command in rig.commands(ev.SpawnDaemon)] == [2]
+    rig.daemon(DaemonReady(pid=2, arena_bytes=0, store_bytes=0, device="cpu"))
+    rig.worker(0, WorkerReady(slot=0, pid=1))
+    assert rig.sent(TransmitModel)
+    rig.done()
+    assert rig.error(token) is None
+    assert rig.core.counts["inferences"] == 1
+
+
+def test_what_a_dead_daemon_still_says_is_dropped(rig: Rig) -> None:
+    rig.handle(ev.DaemonExited(generation=1, status=-9))
+    rig.daemon(DaemonReady(pid=1, arena_bytes=0, store_bytes=0, device="cpu"))
+    assert not rig.core.is_daemon_ready
+
+
+def test_a_daemon_that_dies_too_often_ends_the_server_and_answers_everybody(rig: Rig) -> None:
+    rig.register("a")
+    registering = rig.ask_register("b")
+    job = rig.train("cifar")
+    waiting = rig.job_asked(job.name, "wait")
+    token = rig.infer("a")
+    for _ in range(rig.core.settings.max_daemon_restarts + 1):
+        rig.handle(ev.DaemonExited(generation=rig.core.daemon_generation, status=-9))
+        for slot, worker in rig.core.workers.items():
+            if worker.is_alive:
+                rig.worker_exits(slot)
+        if rig.commands(ev.Leave) or rig.core.has_left:
+            break
+        rig.tick(rig.now_ms + 1e5)
+    assert rig.core.has_left
+    for each in (registering, waiting, token, rig.infer("a"), rig.job_asked("cifar", "wait")):
+        assert isinstance(rig.error(each), ServerUnavailable)
+
+
+def test_a_copy_that_breaks_off_kills_who_waits_for_it_and_is_sent_again(rig: Rig) -> None:
+    rig.register("a")
+    token = rig.infer("a")
+    task = rig.core.current
+    assert task is not None
+    rig.arrived("a", is_complete=False)
+    assert [command.slot for command in rig.commands(ev.KillWorker)] == [task.slot]
+    rig.worker_exits(task.slot)
+    assert rig.sent(TransmitModel)
+    rig.done()
+    assert rig.error(token) is None
+    assert rig.core.models["a"].deaths == 0
+
+
+def test_a_transmission_the_daemon_refuses_is_not_waited_for(rig: Rig) -> None:
+    rig.register("a")
+    rig.infer("a")
+    epoch = rig.core.models["a"].residency_epoch
+    rig.daemon(DaemonFault(epoch=epoch, reason="overlaps"))
+    assert rig.commands(ev.KillWorker)
+
+
+def test_workers_that_keep_dying_are_respawned_with_growing_delay(rig: Rig) -> None:
+    for _ in range(rig.core.settings.max_deaths):
+        rig.worker_exits(0, 1)
+        assert rig.commands(ev.SpawnWorker)
+    rig.worker_exits(0, 1)
+    assert not rig.commands(ev.SpawnWorker)
+    assert rig.scheduler.next_wakeup_ms() == 100.0
+
+
+# -- prefetch ------------------------------------------------------------------------------------
+
+
+def test_a_hint_sends_the_model_ahead_and_its_request_uses_that(rig: Rig) -> None:
+    rig.register("a")
+    rig.handle(ev.PrefetchHint(model="a"))
+    assert rig.sent(TransmitModel)
+    rig.infer("a")
+    assert rig.sent(RunInference)
+    assert not rig.sent(TransmitModel)
+
+
+def test_a_cancelled_hint_is_not_used_before_its_copy_has_ended(rig: Rig) -> None:
+    rig.register("a")
+    rig.register("b")
+    rig.handle(ev.PrefetchHint(model="a"))
+    rig.infer("b")
+    assert rig.sent(CancelTransmit)
+    rig.infer("a")
+    assert not rig.sent(RunInference), "nobody knows yet whether its groups will arrive"
+    rig.arrived("a", is_complete=False)
+    assert rig.sent(TransmitModel)
+    assert rig.sent(RunInference)
+
+
+# -- training (DESIGN 5) -------------------------------------------------------------------------
+
+
+def test_a_job_gets_the_idle_device_and_its_slice(rig: Rig) -> None:
+    job = rig.train("cifar")
+    (run,) = rig.sent(RunJob)
+    assert (run.epoch, run.turn) == (job.epoch, job.turn)
+    rig.lease(job)
+    assert rig.commands(ev.CreateCommits)
+    assert rig.sent(OpenCommits)
+    assert rig.sent(LeaseGranted)[0].size_bytes == 10 * MIB
+
+
+def test_a_slice_that_fits_nowhere_is_refused(rig: Rig) -> None:
+    job = rig.train("cifar")
+    rig.lease(job, 64)
+    (refused,) = rig.sent(LeaseRefused)
+    assert refused.error == "OutOfDeviceMemory"
+    assert refused.data["requested_bytes"] == 64 * MIB
+
+
+def test_a_commit_area_that_does_not_fit_is_refused_and_leaves_the_books_right(rig: Rig) -> None:
+    job = rig.start_training()
+    rig.worker(job.slot, LeaseRequest(epoch=job.epoch, slice_bytes=1, state_bytes=1 << 40))
+    (refused,) = rig.sent(LeaseRefused)
+    assert refused.error == "HostStoreFull"
+    rig.job_ends(job, "failed")
+    assert rig.scheduler.memory.store.free_bytes == rig.core.settings.store_bytes
+
+
+def test_asking_for_the_slice_again_gives_the_same_one_or_a_larger_one(rig: Rig) -> None:
+    job = rig.start_training()
+    first = rig.scheduler.memory.arena.get("slice:cifar")
+    rig.lease(job)
+    assert first is not None
+    assert rig.sent(LeaseGranted)[0].offset_bytes == first.offset_bytes
+    rig.lease(job, 40)
+    (scrub,) = rig.sent(Scrub)
+    assert scrub.size_bytes == first.size_bytes
+    rig.daemon(Scrubbed(epoch=scrub.epoch))
+    rig.lease(job, 40)
+    assert rig.sent(LeaseGranted)[0].size_bytes == 40 * MIB
+
+
+def test_jobs_share_the_device_in_turns_of_training_cycle_ms(rig: Rig) -> None:
+    one = rig.start_training("one")
+    two = rig.train("two")
+    rig.tick(999.0)
+    assert not rig.sent(StopTask)
+    rig.tick(1000.0)
+    (stop,) = rig.sent(StopTask)
+    assert (stop.epoch, stop.next_turn) == (one.epoch, 0)
+    rig.park(one)
+    (run,) = rig.sent(RunJob)
+    assert run.job == "two"
+    rig.lease(two)
+    rig.tick(2000.0)
+    rig.park(two)
+    assert one.state.state is TaskState.RUNNING
+
+
+def test_a_lower_priority_job_does_not_interrupt_a_higher_one(rig: Rig) -> None:
+    rig.train("high", priority=0)
+    rig.train("low", priority=2)
+    rig.tick(5000.0)
+    assert not rig.sent(StopTask)
+
+
+def test_at_most_one_job_stays_suspended(rig: Rig) -> None:
+    rig.register("a")
+    one = rig.start_training("one")
+    two = rig.train("two")
+    rig.tick(1000.0)
+    rig.park(one)
+    rig.lease(two)
+    rig.infer("a")
+    rig.park(two, rig.core.upcoming.turn)
+    (evict,) = rig.sent(EvictTask)
+    states = {one.state.state, two.state.state}
+    assert states == {TaskState.SUSPENDED, TaskState.EVICTING}
+    assert evict.epoch in (one.epoch, two.epoch)
+
+
+def test_a_job_that_waits_for_another_s_memory_gets_it_when_its_time_comes(rig: Rig) -> None:
+    one = rig.start_training("one", 40)
+    two = rig.train("two")
+    rig.tick(1000.0)
+    rig.park(one)
+    rig.lease(two, 40)  # one is suspended and holds the room
+    (evict,) = rig.sent(EvictTask)
+    assert evict.epoch == one.epoch
+    slot = rig.job_ends(one, "preempted")
+    assert not rig.sent(LeaseGranted), "its process may still write"
+    rig.worker_exits(slot, 0)
+    (scrub,) = rig.sent(Scrub)
+    assert not rig.sent(LeaseGranted), "another tenant's bytes are not zeroed yet"
+    rig.daemon(Scrubbed(epoch=scrub.epoch))
+    assert rig.sent(LeaseGranted)
+
+
+def test_a_running_job_does_not_keep_one_that_waits_for_its_memory_out_for_ever(rig: Rig) -> None:
+    """The import of a script may take longer than its share: it asks for memory when stopped."""
+    one = rig.start_training("one", 40)
+    two = rig.train("two")
+    rig.tick(1000.0)
+    rig.park(one)
+    rig.tick(2000.0)
+    rig.park(two)
+    assert one.state.state is TaskState.RUNNING
+    rig.lease(two, 40)
+    rig.tick(3000.0)
+    assert rig.sent(StopTask)
+    rig.park(one)
+    assert [order.epoch for order in rig.sent(EvictTask)] == [one.epoch]
+
+
+def test_a_request_whose_place_is_a_slice_evicts_the_job_and_waits_for_the_scrub(rig: Rig) -> None:
+    rig.register("big", 40)
+    job = rig.start_training(mib=40)
+    rig.infer("big")
+    assert [order.epoch for order in rig.sent(EvictTask)] == [job.epoch]
+    assert not rig.sent(TransmitModel)
+    slot = rig.job_ends(job, "preempted")
+    rig.worker_exits(slot, 0)
+    (scrub,) = rig.sent(Scrub)
+    assert not rig.sent(TransmitModel)
+    rig.daemon(Scrubbed(epoch=scrub.epoch))
+    assert rig.sent(TransmitModel)
+    assert job.state.state is TaskState.QUEUED
+
+
+def test_no_second_job_is_evicted_while_the_first_one_s_place_is_being_freed(rig: Rig) -> None:
+    rig.register("big", 30)
+    one = rig.start_training("one", 20)
+    two = rig.train("two")
+    rig.tick(1000.0)
+    rig.park(one)
+    rig.lease(two, 20)
+    rig.infer("big")
+    evicted = rig.sent(EvictTask)
+    rig.tick(1001.0)
+    assert len(evicted) + len(rig.sent(EvictTask)) <= 2
+    assert {one.state.state, two.state.state} != {TaskState.QUEUED}
+
+
+def test_an_evicted_job_is_dispatched_again_only_when_its_old_process_is_reaped(rig: Rig) -> None:
+    job = rig.start_training()
+    rig.job_asked("cifar", "pause")
+    slot = rig.job_ends(job, "preempted")
+    rig.job_asked("cifar", "resume")
+    assert not rig.sent(RunJob)
+    rig.worker_exits(slot, 0)
+    assert rig.sent(RunJob)
+
+
+def test_a_request_is_served_before_a_job_that_is_being_evicted_has_unwound(rig: Rig) -> None:
+    rig.register("a")
+    job = rig.start_training()
+    rig.job_asked("cifar", "pause")
+    rig.infer("a")
+    assert rig.sent(StopTask)
+    rig.park(job, rig.core.upcoming.turn)
+    assert rig.core.current is not None
+
+
+def test_a_job_that_ended_before_it_saw_the_stop_hands_the_device_on(rig: Rig) -> None:
+    rig.register("a")
+    job = rig.start_training()
+    rig.infer("a")
+    rig.job_ends(job, "done")
+    assert rig.commands(ev.RaiseTurn)
+    assert job.state.state is TaskState.DONE
+
+
+def test_a_script_that_does_not_stop_or_unwind_is_killed_after_its_grace(rig: Rig) -> None:
+    rig.register("a")
+    job = rig.start_training()
+    rig.infer("a")
+    rig.tick(rig.core.settings.stop_grace_ms)
+    assert [command.slot for command in rig.commands(ev.KillWorker)] == [job.slot]
+
+
+def test_a_process_that_does_not_leave_after_its_script_is_killed(rig: Rig) -> None:
+    job = rig.start_training()
+    slot = rig.job_ends(job, "done")
+    rig.tick(rig.core.settings.evict_grace_ms)
+    assert [command.slot for command in rig.commands(ev.KillWorker)] == [slot]
+
+
+def test_after_a_crash_the_job_starts_again_and_without_progress_it_fails(rig: Rig) -> None:
+    job = rig.start_training()
+    token = rig.job_asked("cifar", "wait")
+    for _ in range(rig.core.settings.max_deaths - 1):
+        rig.worker_exits(job.slot)
+        for scrub in rig.sent(Scrub):
+            rig.daemon(Scrubbed(epoch=scrub.epoch))
+        assert rig.core.training == "cifar"
+    rig.worker_exits(job.slot)
+    assert isinstance(rig.error(token), TaskFailed)
+
+
+def test_a_commit_counts_when_the_daemon_flipped_it_and_forgives_deaths(rig: Rig) -> None:
+    job = rig.start_training()
+    rig.worker(job.slot, CommitStep(epoch=job.epoch, step=7, ranges=()))
+    (copy,) = rig.sent(CommitCopy)
+    assert (copy.step, copy.epoch) == (7, job.epoch)
+    assert job.committed_step == -1
+    job.deaths_without_progress = 2
+    rig.daemon(StepCommitted(job=job.name, epoch=job.epoch, step=7, copy_ms=1.0))
+    assert (job.committed_step, job.deaths_without_progress) == (7, 0)
+    assert rig.sent(StepCommitted), "the worker is told"
+
+
+def test_commits_reach_the_disk_now_and_then_however_often_the_job_is_preempted(rig: Rig) -> None:
+    rig.register("a")
+    job = rig.start_training()
+    rig.daemon(StepCommitted(job=job.name, epoch=job.epoch, step=1, copy_ms=1.0))
+    persisted: list[Any] = []
+    for round_index in range(1, 40):
+        rig.now_ms = 1000.0 * round_index
+        rig.infer("a")
+        if round_index == 1:
+            rig.arrived("a")
+        rig.park(job, rig.core.upcoming.turn)
+        rig.done()
+        rig.tick(rig.now_ms)
+        persisted += rig.sent(PersistCommit)
+    assert persisted or job.is_persisting
+
+
+def test_a_commit_of_an_older_job_of_the_same_name_does_not_count(rig: Rig) -> None:
+    old = rig.start_training()
+    slot = rig.job_ends(old, "done")
+    rig.worker_exits(slot, 0)
+    new = rig.train("cifar")
+    assert new is not old
+    rig.daemon(StepCommitted(job=old.name, epoch=old.epoch, step=500, copy_ms=1.0))
+    assert new.committed_step == -1
+
+
+def test_pause_is_answered_when_the_job_holds_no_worker_and_is_on_its_way_to_disk(
+    rig: Rig,
+) -> None:
+    job = rig.start_training()
+    rig.daemon(StepCommitted(job=job.name, epoch=job.epoch, step=2, copy_ms=1.0))
+    token = rig.job_asked("cifar", "pause")
+    assert token not in rig.answers
+    rig.job_ends(job, "preempted")
+    assert rig.answers[token].body["job"]["state"] == "paused"
+    assert rig.sent(PersistCommit)
+    rig.daemon(CommitPersisted(job=job.name, epoch=job.epoch, step=2))
+    assert job.persisted_step == 2
+
+
+def test_cancel_ends_a_job_in_any_state(rig: Rig) -> None:
+    rig.train("one")
+    two = rig.train("two")
+    token = rig.job_asked("two", "cancel")
+    assert rig.answers[token].body["job"]["state"] == "cancelled"
+    token = rig.job_asked("one", "cancel")
+    assert rig.sent(EvictTask)
+    rig.job_ends(rig.core.jobs["one"], "preempted")
+    assert rig.answers[token].body["job"]["state"] == "cancelled"
+    assert isinstance(rig.error(rig.job_asked("two", "resume")), InvalidInput)
+    assert two.state.state is TaskState.CANCELLED
+
+
+def test_a_job_killed_with_the_daemon_has_done_nothing_wrong(rig: Rig) -> None:
+    job = rig.start_training()
+    rig.handle(ev.DaemonExited(generation=1, status=-9))
+    rig.worker_exits(job.slot)
+    assert job.deaths_without_progress == 0
+    assert job.state.state is TaskState.QUEUED
+    assert not rig.scheduler.memory.arena.get("slice:cifar")
+
+
+def test_a_slice_asked_for_while_the_daemon_is_dead_is_not_granted(rig: Rig) -> None:
+    job = rig.train("cifar")
+    rig.handle(ev.DaemonExited(generation=1, status=-9))
+    rig.lease(job)
+    assert not rig.sent(LeaseGranted)
+    for slot in (0, 1, 2):
+        rig.worker_exits(slot)
+    assert len(rig.scheduler.memory.arena) == 1  # the arrival words
+
+
+# -- registration --------------------------------------------------------------------------------
+
+
+def test_the_same_name_and_spec_again_is_a_no_op_and_another_spec_an_error(rig: Rig) -> None:
+    rig.register("a")
+    again = rig.ask_register("a")
+    assert rig.error(again) is None
+    assert not rig.commands(ev.StartBuild)
+    assert isinstance(rig.error(rig.ask_register("a", spec="other")), AlreadyExists)
+
+
+def test_builds_run_one_after_the_other_until_the_process_is_gone(rig: Rig) -> None:
+    first = rig.ask_register("a")
+    epoch = rig.commands(ev.StartBuild)[0].epoch
+    rig.ask_register("b")
+    assert not rig.commands(ev.StartBuild)
+    rig.handle(ev.CancelAsked(token=first))
+    assert rig.commands(ev.KillBuild)
+    assert not rig.commands(ev.StartBuild)
+    rig.handle(ev.BuilderExited(model="a", epoch=epoch, status=-9))
+    assert [command.model for command in rig.commands(ev.StartBuild)] == ["b"]
+    assert isinstance(rig.error(first), Cancelled)
+
+
+def test_a_builder_that_dies_without_a_word_refuses_its_model(rig: Rig) -> None:
+    token = rig.ask_register("a")
+    epoch = rig.commands(ev.StartBuild)[0].epoch
+    rig.handle(ev.BuilderExited(model="a", epoch=epoch, status=-11))
+    assert isinstance(rig.error(token), RegistrationRefused)
+    assert "a" not in rig.core.models
+
+
+@pytest.mark.parametrize(
+    ("mib", "store_mib", "error"), [(64, 256, OutOfDeviceMemory), (40, 30, HostStoreFull)]
+)
+def test_a_model_too_large_for_the_arena_or_the_store_is_refused(
+    fleet_model: ModuleType, mib: int, store_mib: int, error: type[Exception]
+) -> None:
+    rig = Rig(fleet_model, store_bytes=store_mib * MIB)
+    token = rig.ask_register("a")
+    rig.built("a", mib, rig.commands(ev.StartBuild)[0].epoch)
+    assert isinstance(rig.error(token), error)
+    assert rig.error(token).requested_bytes == mib * MIB
+    assert len(rig.scheduler.memory.store) == 0
+
+
+def test_a_model_that_was_being_stored_when_the_daemon_died_is_stored_again(rig: Rig) -> None:
+    token = rig.ask_register("a")
+    epoch = rig.commands(ev.StartBuild)[0].epoch
+    rig.handle(ev.DaemonExited(generation=1, status=-9))
+    rig.built("a", 10, epoch)
+    assert not rig.sent(StoreModel), "nobody is there to take it"
+    for slot in (0, 1, 2):
+        rig.worker_exits(slot)
+    rig.daemon(DaemonReady(pid=2, arena_bytes=0, store_bytes=0, device="cpu"))
+    assert len(rig.sent(StoreModel)) == 1
+    rig.daemon(ModelStored(model="a", epoch=epoch, load_ms=1.0))
+    assert rig.error(token) is None
+
+
+def test_unregister_waits_for_its_requests_and_refuses_new_ones(rig: Rig) -> None:
+    rig.register("a")
+    first, queued, last = rig.infer("a"), rig.infer("a"), rig.infer("a")
+    token = rig.token()
+    rig.handle(ev.UnregisterAsked(token=token, model="a"))
+    assert rig.commands(ev.Retract)
+    assert isinstance(rig.error(rig.infer("a")), ModelNotFound)
+    rig.arrived("a")
+    for _ in range(3):
+        assert token not in rig.answers
+        rig.done()
+    assert rig.error(token) is None
+    assert all(rig.error(one) is None for one in (first, queued, last))
+    assert len(rig.scheduler.memory.arena) == 1
+    assert rig.scheduler.memory.store.free_bytes == rig.core.settings.store_bytes
+
+
+def test_a_pinned_model_comes_to_the_device_and_is_never_a_victim(rig: Rig) -> None:
+    rig.register("a", 40, pin=True)
+    assert rig.residency("a") is Residency.TRANSMITTING
+    rig.arrived("a")
+    assert rig.residency("a") is Residency.PINNED
+    rig.register("b", 40)
+    error = rig.error(rig.infer("b"))
+    assert isinstance(error, OutOfDeviceMemory)
+    assert error.hint == "pipeswitch unload a"
+    rig.handle(ev.PinAsked(token=rig.token(), model="a", pin=False))
+    rig.infer("b")
+    assert rig.sent(TransmitModel)
+
+
+def test_a_request_that_can_never_fit_is_refused_though_a_job_trains(rig: Rig) -> None:
+    rig.register("a", 40, pin=True)
+    rig.arrived("a")
+    rig.register("b", 40)
+    rig.start_training(mib=5)
+    assert isinstance(rig.error(rig.infer("b")), OutOfDeviceMemory)
+
+
+def test_standbys_prepare_models_they_do_not_know(rig: Rig) -> None:
+    token = rig.ask_register("a")
+    epoch = rig.commands(ev.StartBuild)[0].epoch
+    rig.built("a", 10, epoch)
+    rig.daemon(ModelStored(model="a", epoch=epoch, load_ms=1.0))
+    assert rig.error(token) is None
+    assert len(rig.sent(PrepareModel)) == 3
+
+
+def test_a_worker_that_knows_the_model_is_preferred(rig: Rig) -> None:
+    rig.register("a")
+    for slot in (0, 1):
+        rig.core.workers[slot].warm.clear()
+    rig.infer("a")
+    assert rig.core.current is not None
+    assert rig.core.current.slot == 2
+
+
+# -- drain ---------------------------------------------------------------------------------------
+
+
+def test_drain_finishes_what_was_accepted_evicts_jobs_and_leaves(rig: Rig) -> None:
+    rig.register("a")
+    job = rig.start_training()
+    rig.daemon(StepCommitted(job=job.name, epoch=job.epoch, step=4, copy_ms=1.0))
+    request, waiting = rig.infer("a"), rig.job_asked("cifar", "wait")
+    token = rig.token()
+    rig.handle(ev.DrainAsked(token=token, grace_ms=60000.0))
+    assert rig.sent(EvictTask)
+    assert isinstance(rig.error(rig.infer("a")), ServerUnavailable)
+    rig.park(job, rig.core.upcoming.turn)
+    rig.done()
+    assert rig.error(request) is None
+    rig.job_ends(job, "preempted")
+    assert rig.sent(PersistCommit)
+    assert not rig.commands(ev.Leave), "its last commit is not on disk yet"
+    rig.daemon(CommitPersisted(job=job.name, epoch=job.epoch, step=4))
+    assert [command.status for command in rig.commands(ev.Leave)] == [0]
+    assert rig.error(token) is None
+    assert isinstance(rig.error(waiting), ServerUnavailable)
+
+
+def test_a_second_drain_or_the_end_of_the_grace_leaves_at_once(fleet_model: ModuleType) -> None:
+    for second in (ev.DrainAsked(token=None, grace_ms=0.0), ev.Tick()):
+        rig = Rig(fleet_model)
+        rig.register("a")
+        token = rig.infer("a")
+        rig.handle(ev.DrainAsked(token=None, grace_ms=100.0))
+        assert not rig.commands(ev.Leave)
+        rig.handle(second, 100.0)
+        assert rig.commands(ev.Leave)
+        assert isinstance(rig.error(token), ServerUnavailable)
+
+
+def test_a_user_s_cancel_survives_the_drain(rig: Rig) -> None:
+    job = rig.start_training()
+    token = rig.job_asked("cifar", "cancel")
+    rig.handle(ev.DrainAsked(token=None, grace_ms=60000.0))
+    rig.job_ends(job, "preempted")
+    assert rig.answers[token].body["job"]["state"] == "cancelled"
+
+
+def test_an_idle_server_leaves_at_once(rig: Rig) -> None:
+    rig.handle(ev.DrainAsked(token=None, grace_ms=60000.0))
+    assert rig.commands(ev.Leave)
+
+
+# -- listings ------------------------------------------------------------------------------------
+
+
+def test_every_listing_is_answered_and_names_what_there_is(rig: Rig) -> None:
+    rig.register("a")
+    rig.start_training()
+    rig.infer("a")
+    for what, key in (("models", "models"), ("ps", "rows"), ("jobs", "jobs"), ("stats", "queued")):
+        token = rig.token()
+        rig.handle(ev.Query(token=token, what=what))
+        assert key in rig.answers[token].body
+    token = rig.token()
+    rig.handle(ev.Query(token=token, what="show", name="a"))
+    assert rig.answers[token].body["model"]["name"] == "a"
+    token = rig.token()
+    rig.handle(ev.Query(token=token, what="show", name="b"))
+    assert isinstance(rig.error(token), ModelNotFound)
