@@ -5,13 +5,16 @@ They are generated from ``pipeswitch/states.py``; ``tests/unit/test_docs.py`` co
 
 from __future__ import annotations
 
+import enum
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pipeswitch import states
 
 DOCUMENT = Path(__file__).parent / "architecture.md"
-TABLES = {
+TABLES: dict[str, Mapping[tuple[Any, Any], enum.Enum]] = {
     "task": states.TASK_TRANSITIONS,
     "worker": states.WORKER_TRANSITIONS,
     "residency": states.RESIDENCY_TRANSITIONS,

@@ -41,9 +41,7 @@ def run(
         emit: takes each line; default: standard output.
     """
     for unknown in [name for name in names if name not in BENCHMARKS]:
-        raise InvalidInput(
-            f"no benchmark {unknown!r}", hint=f"one of {', '.join(BENCHMARKS)}"
-        )
+        raise InvalidInput(f"no benchmark {unknown!r}", hint=f"one of {', '.join(BENCHMARKS)}")
     for unknown in [name for name in models if name not in MODELS]:
         raise InvalidInput(f"no model {unknown!r} here", hint=f"one of {', '.join(MODELS)}")
     tell = emit or _write_line

@@ -555,6 +555,23 @@ def demo(out: str) -> None:
 
 
 @main.command()
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.option("--models", default="", help="Of switch: resnet152,inception_v3,bert-base,mlp.")
+@click.option("--quick", is_flag=True, help="About a minute each, few trials.")
+@click.option("--out", type=click.Path(file_okay=False), help="A folder for the reports.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@json_option
+def bench(
+    names: tuple[str, ...], models: str, quick: bool, out: str | None, seed: int, as_json: bool
+) -> None:
+    """Measure this machine: switch, pipeline, request-path, training (none named: all)."""
+    run = _part("pipeswitch.bench", "run")
+    chosen = [model for model in models.split(",") if model]
+    folder = Path(out) if out else None
+    sys.exit(run(names, models=chosen, is_quick=quick, out=folder, as_json=as_json, seed=seed))
+
+
+@main.command()
 @click.option("--config", "path", type=click.Path(), help="The server's configuration file.")
 @json_option
 def doctor(path: str | None, as_json: bool) -> None:

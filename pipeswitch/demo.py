@@ -37,6 +37,7 @@ ENTRY: Final = "pipeswitch.demo_digits:main"
 START_WAIT_S: Final = 60.0  # for the job's first step
 END_WAIT_S: Final = 120.0  # for its last epoch, once it was told to end
 BASELINE_TIMEOUT_S: Final = 300.0
+INTERRUPTED: Final = 130  # as a shell reports SIGINT
 LOG_LINES: Final = 15  # of the server, shown when something fails
 TOLERANCE: Final = 1e-3  # between a grouped answer and the plain model's; normally both are equal
 
@@ -90,7 +91,8 @@ def run(out: Path, *, as_json: bool = False, plan: Plan | None = None) -> int:
         plan: sizes and models; the default is the README's.
 
     Returns:
-        0; 1 when a request failed, a step was lost, or an answer differs from the plain model's.
+        0; 1 when a request failed, a step was lost, or an answer differs from the plain model's;
+        130 after Ctrl-C.
     """
     plan = plan or Plan()
     if importlib.util.find_spec("sklearn") is None:
@@ -103,8 +105,12 @@ def run(out: Path, *, as_json: bool = False, plan: Plan | None = None) -> int:
     except OSError as error:
         raise PipeSwitchError(f"cannot write to {str(out)!r}: {error.strerror}") from None
     console = Console(stderr=as_json, highlight=False)
-    with tempfile.TemporaryDirectory(prefix="pipeswitch-demo-") as folder:
-        result = Demo(plan, console, Path(folder), out).run()
+    try:
+        with tempfile.TemporaryDirectory(prefix="pipeswitch-demo-") as folder:
+            result = Demo(plan, console, Path(folder), out).run()
+    except KeyboardInterrupt:
+        console.print("interrupted: the server and its files are gone")
+        return INTERRUPTED
     (out / "demo.json").write_text(json.dumps(result, indent=2) + "\n")
     demo_report.show(result, console)
     console.print(f"written: {out / 'demo.json'}, {out / 'demo-timeline.json'} (opens in Perfetto)")
@@ -131,12 +137,13 @@ class Demo:
         if "bert-base" not in plan.models and "vit_b_16" in plan.models:
             self._say("transformers is not installed: vit_b_16 stands in for bert-base")
         self._console.print("starting a server on the cpu device …")
-        with (
-            server(arena=plan.arena, host_store=plan.host_store) as running,
-            self._log_on_failure(running),
-            running.client() as client,
-        ):
-            served = self._serve(running, client)
+        with contextlib.ExitStack() as stack:
+            try:
+                running = stack.enter_context(server(arena=plan.arena, host_store=plan.host_store))
+            except RuntimeError as error:  # carries what the server said
+                raise PipeSwitchError(str(error).strip()) from None
+            stack.enter_context(self._log_on_failure(running))
+            served = self._serve(running, stack.enter_context(running.client()))
         baselines = self._baselines(served.pop("schedule"))
         result = {**served, **baselines, "took_s": round(time.monotonic() - began_s, 1)}
         return {**result, "problems": _problems(result)}

@@ -103,8 +103,8 @@ TASK_TRANSITIONS: Final[Mapping[tuple[TaskState, TaskEvent], TaskState]] = {
     (_S.EVICTING, _E.PARKED): _S.EVICTING,  # also: the park crossed the eviction on the wire
     (_S.EVICTING, _E.UNWOUND): _S.QUEUED,  # resumes from its last commit
     (_S.EVICTING, _E.FINISHED): _S.DONE,
-    **{(state, _E.WORKER_DIED): _S.QUEUED for state in TASK_ON_WORKER},
-    **{(state, _E.ERROR): _S.FAILED for state in TASK_LIVE},
+    **{(state, _E.WORKER_DIED): _S.QUEUED for state in TaskState if state in TASK_ON_WORKER},
+    **{(state, _E.ERROR): _S.FAILED for state in TaskState if state in TASK_LIVE},
 }
 
 

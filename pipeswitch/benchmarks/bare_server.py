@@ -34,7 +34,7 @@ def main() -> None:
         ready = dict(poller.poll())
         if sys.stdin.fileno() in ready:
             break
-        identity, header, payload = router.recv_multipart(copy=False)
+        identity, _header, payload = router.recv_multipart(copy=False)
         source = np.frombuffer(payload.buffer, dtype=np.uint8)
         np.copyto(pool[: len(source)], source)
         router.send_multipart([bytes(identity.buffer), b"PSW1", reply, b"\0\0\0\0"])

@@ -128,7 +128,16 @@ class StopAndStart:
     def prepare(self) -> None:
         """A training process that computes, on as many threads as the server's."""
         threads = str(self._setting.threads)
-        command = [sys.executable, "-P", "-m", TRAIN_MODULE, "--threads", threads, "--announce", "3"]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            TRAIN_MODULE,
+            "--threads",
+            threads,
+            "--announce",
+            "3",
+        ]
         self._training = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._training.stdout is not None
         if not self._training.stdout.readline():

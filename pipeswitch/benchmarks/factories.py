@@ -9,7 +9,7 @@ from .models import MLP_WIDTH
 
 
 def mlp() -> nn.Module:
-    """12 × (2048×2048 and ReLU), without biases: 201,326,592 bytes."""
+    """Twelve times (2048 by 2048, ReLU), without biases: 201,326,592 bytes."""
     layers: list[nn.Module] = []
     for _ in range(12):
         layers += [nn.Linear(MLP_WIDTH, MLP_WIDTH, bias=False), nn.ReLU()]

@@ -12,7 +12,7 @@ import mmap
 import os
 import time
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -85,7 +85,7 @@ class PlainCopy:
             end = start + CHUNK_BYTES
             np.copyto(self._target[start:end], self._source[start:end])
             marks_ms.append(time.monotonic() * 1000)
-        pieces = [b - a for a, b in zip(marks_ms, marks_ms[1:], strict=False)]
+        pieces = [b - a for a, b in pairwise(marks_ms)]
         return {"transfer_ms": sum(pieces), "typical_transfer_ms": typical(pieces)}
 
 

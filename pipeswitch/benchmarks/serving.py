@@ -38,12 +38,14 @@ def serving(
     args = ["--threads", str(threads)]
     if link_gbps:
         args += ["--link-gbps", f"{link_gbps:.6f}"]
-    with server(arena=str(arena), host_store=str(store), args=tuple(args)) as running:
-        with running.client() as client:
-            for number, name in enumerate(TWINS):
-                weights = f"random:{seed + number}"
-                client.register(name, model.source, weights=weights, inputs=model.inputs)
-            yield running, client
+    with (
+        server(arena=str(arena), host_store=str(store), args=tuple(args)) as running,
+        running.client() as client,
+    ):
+        for number, name in enumerate(TWINS):
+            weights = f"random:{seed + number}"
+            client.register(name, model.source, weights=weights, inputs=model.inputs)
+        yield running, client
 
 
 def ask(client: Client, name: str, inputs: Any, *, is_resident: bool) -> tuple[Result, Numbers]:

@@ -21,7 +21,7 @@ from .serving import TWINS, Training, ask, serving
 from .trials import Arm, Numbers, Run, paired_differences, quantile, ratio
 
 ROUNDS: Final = 20
-QUICK_ROUNDS: Final = 4
+QUICK_ROUNDS: Final = 7
 MIN_RATIO: Final = 100.0  # DESIGN 11, cpu device
 CHECKSUM_TOLERANCE: Final = 1e-3  # of a sum over all outputs, relative to its size
 
@@ -50,7 +50,7 @@ def _one_model(bench: Run, model: BenchModel, folder: Path) -> None:
             ]
             bench.say(f"{model.name}: measuring")
             rounds = QUICK_ROUNDS if bench.is_quick else ROUNDS
-            bench.trial_loop(model.name, arms, rounds, warmup=2)
+            bench.trial_loop(model.name, arms, rounds, warmup=3)
     finally:
         for baseline in baselines:
             baseline.close()

@@ -11,7 +11,9 @@ import json
 import os
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,7 +43,8 @@ def main() -> None:
                 instants_ms.append(time.monotonic() * 1000)
             if gaps is not None:
                 gaps.begin()
-            nn.functional.mse_loss(model(inputs), targets).backward()
+            loss: Any = nn.functional.mse_loss(model(inputs), targets)  # untyped in torch
+            loss.backward()
             if gaps is not None:
                 gaps.end()
             optimizer.step()
@@ -70,7 +73,8 @@ class Gaps:
             if own or next(module.children(), None) is None:
                 module.register_forward_pre_hook(lambda *_: self.mark())
                 if own:
-                    own[0].register_post_accumulate_grad_hook(lambda _: self.mark())
+                    first: Any = own[0]  # untyped in torch
+                    first.register_post_accumulate_grad_hook(lambda _: self.mark())
 
     def mark(self) -> None:
         self._marks.append(time.monotonic() * 1000)
@@ -81,7 +85,7 @@ class Gaps:
 
     def end(self) -> None:
         self.mark()
-        pairs = zip(self._marks, self._marks[1:], strict=False)
+        pairs = pairwise(self._marks)
         self.rows.append([after - before for before, after in pairs])
 
 

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,11 +35,11 @@ MAX_MORE_MS: Final = 0.3  # a step below
 LONG_STEP_MS: Final = 20.0
 MAX_OVER_LAYER_MS: Final = 1.0
 RUN_S: Final = 12.0
-QUICK_RUN_S: Final = 2.5
+QUICK_RUN_S: Final = 1.5
 ROUNDS: Final = 5
 QUICK_ROUNDS: Final = 3
 STOPS: Final = 200
-QUICK_STOPS: Final = 40
+QUICK_STOPS: Final = 25
 GAP_STEPS: Final = 40
 EVENTS_WAIT_S: Final = 0.3  # after the last request, for the last event
 
@@ -71,7 +72,7 @@ def run(bench: Run, _: Any = ()) -> None:
             runs = _Runs(bench, client, shape, Path(folder))
             _slowdown(bench, shape, runs)
             _latency(bench, shape, runs, client)
-    bench.notes.append(f"the job commits every {COMMIT_EVERY} (or 50 × a commit's time)")
+    bench.notes.append(f"the job commits every {COMMIT_EVERY} (or 50 times what one takes)")
     bench.notes.append("stop_ms: the worker has read the stop, until the device is free")
 
 
@@ -114,7 +115,7 @@ def _read(path: Path) -> tuple[list[float], list[list[float]]]:
     """Durations of the steps after the warm-up, and the gaps between gate points."""
     found = json.loads(path.read_text())
     instants = found["instants_ms"][WARM_STEPS:]
-    steps = [after - before for before, after in zip(instants, instants[1:], strict=False)]
+    steps = [after - before for before, after in pairwise(instants)]
     return steps, found["gaps_ms"][WARM_STEPS:]
 
 
@@ -173,7 +174,9 @@ def _latency(bench: Run, shape: Shape, runs: _Runs, client: Client) -> None:
             continue
         limit = limit_ms if where in ("forward", "backward") else None  # the optimizer is apart
         bench.find(f"{shape.name}: stop in {where}, p50", quantile(found, 0.5), "ms", at_most=limit)
-        bench.find(f"{shape.name}: stop in {where}, p99", quantile(found, 0.99), "ms", at_most=limit)
+        bench.find(
+            f"{shape.name}: stop in {where}, p99", quantile(found, 0.99), "ms", at_most=limit
+        )
 
 
 def _longest_layer_ms(gaps: Sequence[Sequence[float]]) -> float:

@@ -191,7 +191,11 @@ class Run:
             met = {True: "yes", False: "**no**", None: ""}[finding.is_met]
             value = f"{finding.value:.4g} {finding.unit}".strip()
             lines.append(f"| {finding.name} | {value} | {finding.target} | {met} |")
-        lines += ["", "| case | arm | number | p50 | p99 | min | n |", "|---|---|---|---|---|---|---|"]
+        lines += [
+            "",
+            "| case | arm | number | p50 | p99 | min | n |",
+            "|---|---|---|---|---|---|---|",
+        ]
         for row in self.summary():
             numbers = f"{row['p50']:.3f} | {row['p99']:.3f} | {row['min']:.3f} | {row['n']}"
             lines.append(f"| {row['case']} | {row['arm']} | {row['number']} | {numbers} |")

@@ -591,6 +591,7 @@ class Jobs:
                 core.look_again(job.persist_due_at_ms)
                 continue
             job.is_persisting = True
+            job.persist_epoch = job.epoch
             job.persist_due_at_ms = core.now_ms + core.settings.persist_every_ms
             core.tell_daemon(PersistCommit(job=job.name, epoch=job.epoch, directory=""))
 
@@ -613,7 +614,7 @@ class Jobs:
     def refused(self, epoch: Epoch, reason: str) -> None:
         """The daemon refused an order: no answer to it will come."""
         for job in self._core.jobs.values():
-            if job.epoch == epoch and job.is_persisting:
+            if job.persist_epoch == epoch and job.is_persisting:
                 job.is_persisting = False
                 job.why = f"commit not on disk: {reason}"
 

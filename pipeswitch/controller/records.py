@@ -119,6 +119,7 @@ class Job:
     committed_step: int = -1
     persisted_step: int = -1
     is_persisting: bool = False
+    persist_epoch: Epoch = NO_EPOCH  # names the write under way
     persist_due_at_ms: float = 0.0  # the next write to disk may begin
     step: int = 0
     epoch_index: int = 0

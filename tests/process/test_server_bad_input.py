@@ -225,7 +225,7 @@ def test_weights_of_another_model_are_refused(running: Checked, tmp_path: Path) 
     from safetensors.torch import save_file
 
     save_file({"conv1.weight": torch.zeros(3, 3)}, tmp_path / "w.safetensors")
-    with pytest.raises(RegistrationRefused, match="weights|conv1"):
+    with pytest.raises(RegistrationRefused, match=r"weights|conv1"):
         running.client.register(
             "bad", "torchvision:shufflenet_v2_x0_5", weights=tmp_path / "w.safetensors"
         )
@@ -263,7 +263,7 @@ def test_code_through_tcp_is_refused_and_through_the_owners_door_is_not(
 
 
 def test_a_script_that_does_not_exist_is_refused_at_once(running: Checked, tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="nowhere.py"):
+    with pytest.raises(InvalidInput, match=r"nowhere\.py"):
         running.client.train(tmp_path / "nowhere.py")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from process_tools import (
 from pipeswitch.client import Client
 from pipeswitch.errors import ModelQuarantined, PipeSwitchError, ServerUnavailable, WorkerLost
 
+SEED = 1121
 ENVIRONMENT = {
     "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "50ms",
     "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
@@ -147,14 +149,32 @@ def test_a_killed_standby_is_replaced_and_nobody_notices(running: Checked) -> No
     running.wait_until_whole()
 
 
-def test_all_workers_killed_at_once_come_back_and_requests_are_answered(
+def test_all_workers_killed_at_once_come_back_and_every_request_is_answered(
     running: Checked, wide: torch.nn.Module
 ) -> None:
     futures = [running.client.submit("wide", X) for _ in range(4)]
     for pid in running.worker_pids().values():
         kill(pid)
-    for future in futures:
-        assert is_bit_equal(future.result(30)["y"], eager(wide, X))
+    # Three deaths may all have hit one request, and then its model is set aside.
+    assert {outcome(future) for future in futures} <= {None, WorkerLost, ModelQuarantined}
+    running.wait_until_whole()
+    forgive(running, "wide")
+    assert is_bit_equal(running.client.infer("wide", X)["y"], eager(wide, X))
+
+
+def forgive(checked: Checked, name: str) -> None:
+    """Give a model that may be quarantined another chance."""
+    checked.client.load(name)
+    checked.client.unload(name)
+
+
+def outcome(future: Future[Any]) -> type[PipeSwitchError] | None:
+    """None for a result, else the error's type."""
+    try:
+        future.result(40)
+    except PipeSwitchError as error:
+        return type(error)
+    return None
 
 
 @pytest.mark.parametrize("moment", ["idle", "transmitting"])
@@ -175,8 +195,8 @@ def test_a_killed_memory_daemon_is_restarted_with_its_workers_and_requests_survi
     for future in futures:
         future.result(30)
     assert is_bit_equal(futures[-1].result()["y"], eager(wide, X))
+    until(lambda: running.daemon_pid() not in (0, old), "another daemon")
     running.wait_until_whole()
-    assert running.daemon_pid() != old
     assert not workers & set(running.worker_pids().values())  # nobody outlives the arena's owner
     assert not workers & marked_pids(running.mark)
 
@@ -205,7 +225,7 @@ def test_killing_the_worker_that_trains_costs_the_job_a_restart_and_requests_not
 ) -> None:
     task = start_endless_job(running, tmp_path)
     committed = until(lambda: task.status()["committed_step"], "a first commit")
-    assert kill(running.row("endless")["pid"])
+    assert kill(running.row(task.name)["pid"])
     assert running.client.infer("tiny", torch.zeros(1, 16))["y"].shape == (1, 16)
     row = until(
         lambda: (lambda r: r if r["restarts"] == 1 and r["step"] > committed else None)(
@@ -229,27 +249,32 @@ def test_killing_the_daemon_under_a_training_job_loses_no_committed_step(
 def test_random_kills_under_load_lose_and_duplicate_nothing(
     running: Checked, wide: torch.nn.Module
 ) -> None:
-    expected = {"wide": eager(wide, X), "tiny": eager(mlp(16, 2, 3), torch.ones(1, 16))}
-    inputs = {"wide": X, "tiny": torch.ones(1, 16)}
+    inputs = {"wide": X, "other": X, "tiny": torch.ones(1, 16)}
+    expected = {
+        "wide": eager(wide, X),
+        "other": eager(mlp(WIDE, WIDE_DEPTH, 2), X),
+        "tiny": eager(mlp(16, 2, 3), inputs["tiny"]),
+    }
     before = running.stats()["inference"]
-    futures = [(n, running.client.submit(n, inputs[n])) for n in ("wide", "tiny", "tiny") * 8]
-    for _ in range(4):
-        for pid in list(running.worker_pids().values())[:1]:
-            kill(pid)
-        pids = set(running.worker_pids().values())
-        until(lambda pids=pids: set(running.worker_pids().values()) != pids, "a new worker")
-    lost = 0
+    futures = [(n, running.client.submit(n, inputs[n])) for n in ("wide", "tiny", "other") * 8]
+    generator, killed = random.Random(SEED), 0
+    while killed < 8:
+        done = sum(future.done() for _, future in futures)
+        if done == len(futures):
+            break
+        active = [r["pid"] for r in running.rows("model") if r["pid"]]
+        killed += kill(generator.choice(active or list(running.worker_pids().values())))
+        # fewer than three deaths in a row for any model: some request ends well in between
+        until(
+            lambda done=done: sum(f.done() for _, f in futures) > min(done + 3, len(futures) - 1),
+            "requests go on",
+        )
+    assert killed >= 4
     for name, future in futures:
-        try:
-            assert is_bit_equal(future.result(60)["y"], expected[name])
-        except (WorkerLost, ModelQuarantined):  # one request may have been hit three times
-            lost += 1
-    assert lost <= 1
+        assert is_bit_equal(future.result(60)["y"], expected[name])
     after = running.stats()["inference"]
     assert after["accepted"] - before["accepted"] == len(futures)
-    assert after["ok"] - before["ok"] == len(futures) - lost
-    running.client.load("wide")
-    running.client.unload("wide")
+    assert after["ok"] - before["ok"] == len(futures)  # each once
 
 
 # ------------------------------------------------------------------------------- clients
@@ -374,14 +399,6 @@ def is_draining(checked: Checked) -> bool:
     return bool(stats["draining"])
 
 
-def outcome(future: Future[Any]) -> type[PipeSwitchError] | None:
-    try:
-        future.result(40)
-    except PipeSwitchError as error:
-        return type(error)
-    return None
-
-
 def test_a_draining_server_refuses_what_is_new() -> None:
     with busy_server() as checked:
         register_both(checked)
@@ -448,8 +465,12 @@ def test_a_restarted_server_has_its_models_and_resumes_its_jobs(end: str, tmp_pa
         first.client.register("dropped", mlp(16, 1, 8), example_inputs=(torch.ones(1, 16),))
         first.client.unregister("dropped")
         task = first.client.train(script, name="resumes", args=[str(tmp_path / "served")])
-        until(lambda: task.status()["persisted_step"] > 0, "a commit is on disk")
-        persisted = task.status()["persisted_step"]
+        until(lambda: task.status()["step"] > 20, "it trains")
+        paused = task.pause()  # what is put aside is written to disk at once
+        persisted = paused["committed_step"]
+        until(lambda: task.status()["persisted_step"] == persisted > 0, "it is on disk")
+        task.resume()
+        until(lambda: task.status()["step"] > persisted, "it goes on")
         kill(first.pid, number)
         first.running.process.wait(30)
 

@@ -7,6 +7,7 @@ their environment: every child of a server inherits it, whoever its parent is by
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -245,8 +246,12 @@ LOOP = """
 """A job that trains until it is cancelled."""
 
 
-def start_endless_job(checked: Checked, folder: Path, name: str = "endless") -> Any:
-    """Submit it and wait until it makes steps."""
+_numbers = itertools.count()
+
+
+def start_endless_job(checked: Checked, folder: Path, name: str = "") -> Task:
+    """Submit it, by default under a new name, and wait until it makes steps."""
+    name = name or f"endless-{next(_numbers)}"
     task = checked.client.train(write_script(folder, f"{name}.py", LOOP), name=name)
     until(lambda: task.status()["step"] > 0, f"{name} trains")
     return task
