@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .benchmarks.models import MODELS
-from .benchmarks.trials import Run
+from .benchmarks.trials import Run, machine_facts
 from .errors import InvalidInput
 
 BENCHMARKS: Final = {
@@ -48,7 +48,7 @@ def run(
     for name in names or BENCHMARKS:
         module: Any = importlib.import_module(f".benchmarks.{BENCHMARKS[name]}", __package__)
         command = _command(name, models, is_quick)
-        bench = Run(name, command, is_quick, seed, as_json, tell)
+        bench = Run(name, command, is_quick, seed, as_json, tell, machine_facts())
         module.run(bench, tuple(models))
         if not as_json:
             tell(bench.markdown())

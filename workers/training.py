@@ -77,7 +77,7 @@ class TrainingHost(Protocol):
         """The last commit, read-only; valid until the next ``begin_commit``."""
         ...
 
-    def report(self, kind: str, **values: Any) -> None:
+    def report(self, kind: str, /, **values: Any) -> None:
         """Tell the controller: progress, log, warnings, events. Does not block."""
         ...
 

@@ -11,17 +11,16 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from ..controller.machine import cpu_count
 
 Numbers = dict[str, Any]
 Emit = Callable[[str], None]
-PERCENTILES: Final = (0.5, 0.99)
 
 
 def _nothing() -> None:
@@ -95,6 +94,7 @@ class Run:
     seed: int
     as_json: bool
     emit: Emit
+    facts: Numbers  # of ``machine_facts``
     threads: int = field(default_factory=lambda: max(1, cpu_count() - 1))
     trials: list[dict[str, Any]] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
@@ -102,7 +102,7 @@ class Run:
     began_at_s: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self.facts = machine_facts() | {"threads": self.threads, "seed": self.seed}
+        self.facts = self.facts | {"threads": self.threads, "seed": self.seed}
 
     def say(self, text: str) -> None:
         """Progress for people; programs that read JSON are spared it."""
@@ -255,8 +255,3 @@ def ratio(over: float, under: float) -> float:
 def paired_differences(over: Sequence[float], under: Sequence[float]) -> list[float]:
     """Round by round: drift that both arms of a round saw cancels out."""
     return [a - b for a, b in zip(over, under, strict=True)]
-
-
-def worst(values: Mapping[str, float]) -> tuple[str, float]:
-    """The entry with the largest value."""
-    return max(values.items(), key=lambda item: item[1])

@@ -31,7 +31,8 @@ class SchedulerSettings:
     evict_grace_ms: float = 30000.0  # commit and unwind, else the worker is killed
     deadline_grace_ms: float = 5000.0  # a task still running this long after its deadline hangs
     restart_backoff_ms: float = 1000.0
-    max_deaths: int = 3  # of workers: per request, per model, per job without progress
+    max_deaths: int = 3  # of workers in a row: per request, per model
+    max_job_deaths: int = 10  # of a job's workers in a row without a commit in between
     max_daemon_restarts: int = 5  # in a row, without a model served in between
 
 

@@ -125,8 +125,13 @@ class Fleet:
         self._core.publish("worker.ready", worker=worker.slot, pid=pid)
 
     def worker_exited(self, worker: Worker, status: int, *, ended_well: bool) -> None:
-        """Reaped. The first death is replaced at once, a row of them with growing delay."""
+        """Reaped. The first death is replaced at once, a row of them with growing delay.
+
+        Only deaths without a task count for the delay: the machine is at fault then. A death
+        under a task is the model's or the job's, which have limits of their own.
+        """
         core = self._core
+        had_task = worker.state.state in (WorkerState.ACTIVE, WorkerState.SUSPENDED)
         worker.state.apply(WorkerEvent.EXITED, f"status {status} {worker.kill_reason}")
         worker.pid = 0
         worker.preparing = None
@@ -135,7 +140,7 @@ class Fleet:
         if ended_well:
             return
         core.counts["worker_restarts"] += 1
-        worker.deaths += not worker.is_bystander
+        worker.deaths += not worker.is_bystander and not had_task
         if worker.deaths > core.settings.max_deaths:
             doubling = min(worker.deaths - core.settings.max_deaths - 1, 6)
             worker.respawn_at_ms += core.settings.restart_backoff_ms * 2**doubling

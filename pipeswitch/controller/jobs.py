@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from ..errors import (
     AlreadyExists,
@@ -53,6 +53,7 @@ from .events import (
 from .memory import SLICE, Memory
 from .records import NO_TURN, Job, Worker
 
+RATE_WEIGHT: Final = 0.2  # of the newest report in a job's steps per second
 COMMITS = "commits:"  # owner prefix in the host store's ledger
 COMMITS_HEADER_BYTES = 4096  # before the two slots of a commit area
 
@@ -623,18 +624,27 @@ class Jobs:
         job = self._job_of(worker, message.epoch)
         if job is None:
             return
-        values = message.values
+        values = {str(key): value for key, value in message.values.items()}
         if message.kind == "progress":
-            job.step = _number(values.get("step"), job.step)
-            job.epoch_index = _number(values.get("epoch"), job.epoch_index)
-            rate = values.get("steps_per_s")
-            if isinstance(rate, int | float):
-                job.steps_per_s = float(rate)
-        elif message.kind == "log":
-            job.last_log = {str(key): value for key, value in values.items()}
-        elif message.kind == "warning":
-            job.why = str(values.get("text", ""))
-        self._core.publish(f"job.{message.kind}", job=job.name, **values)
+            self._progress(job, values)
+        elif message.kind == "nan_loss":
+            job.why = f"{values.get('name')} was {values.get('value')} at step {values.get('step')}"
+        elif message.kind in ("warning", "commit_failed"):
+            job.why = str(values.get("text") or values.get("what", message.kind))
+        self._core.publish(f"job.{message.kind}", **{**values, "job": job.name})
+
+    def _progress(self, job: Job, values: dict[str, Any]) -> None:
+        """Steps done, and how fast since the last report that was not interrupted."""
+        core, before = self._core, job.step
+        job.step = _number(values.pop("step", None), job.step)
+        job.epoch_index = _number(values.pop("epoch", None), job.epoch_index)
+        elapsed_ms = core.now_ms - job.reported_at_ms
+        if job.step > before and job.reported_at_ms and elapsed_ms > 0:
+            rate = (job.step - before) * 1000.0 / elapsed_ms
+            job.steps_per_s += RATE_WEIGHT * (rate - job.steps_per_s) if job.steps_per_s else rate
+        job.reported_at_ms = core.now_ms
+        job.last_log = values
+        values |= {"step": job.step, "epoch": job.epoch_index}
 
     # -- ends ---------------------------------------------------------------------------------
 
@@ -731,7 +741,7 @@ class Jobs:
             was_evicting = job.state.state is TaskState.EVICTING
             job.why = worker.kill_reason or f"worker exited with status {status}"
             job.state.apply(TaskEvent.WORKER_DIED, f"status {status}")
-            if job.deaths_without_progress >= core.settings.max_deaths and not was_evicting:
+            if job.deaths_without_progress >= core.settings.max_job_deaths and not was_evicting:
                 job.error = f"{WorkerLost.__name__}: its worker died {job.deaths_without_progress} "
                 job.error += f"times without a commit in between (last status {status})"
                 job.state.apply(TaskEvent.ERROR, "no progress")

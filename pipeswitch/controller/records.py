@@ -133,6 +133,7 @@ class Job:
     evictions: int = 0
     restarts: int = 0  # after a crash of its worker
     deaths_without_progress: int = 0
+    reported_at_ms: float = 0.0
     steps_recomputed: int = 0
     last_log: dict[str, object] = field(default_factory=dict)
     steps_per_s: float = 0.0

@@ -155,7 +155,7 @@ def test_a_name_that_is_no_name_is_refused(running: Checked, name: str) -> None:
         ("torchvision:resnet1888", "random:0", "resnet18"),
         ("torchvision:resnet18", "", "weights"),
         ("torchvision:resnet18", "random:many", "random"),
-        ("hub:resnet18", "random:0", "torchvision:"),
+        ("hub:resnet-18", "random:0", "torchvision:"),
         ("put:" + "0" * 64, "", "upload|put|bundle"),
     ],
     ids=["unknown", "no-weights", "bad-seed", "bad-scheme", "never-uploaded"],

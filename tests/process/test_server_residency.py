@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,18 +48,27 @@ def _settled(running: Checked) -> Iterator[None]:
     running.settle()
 
 
+def still(checked: Checked) -> dict[str, Any]:
+    """Counters when no copy is on its way: its end is told after the answer that it carried."""
+    until(
+        lambda: all(m["residency"] != "transmitting" for m in checked.client.models()),
+        "no model is on its way",
+    )
+    return checked.stats()
+
+
 def value(number: float) -> torch.Tensor:
     return torch.full((1, WIDTH), number)
 
 
 def test_a_resident_model_is_not_transmitted_again(running: Checked) -> None:
     running.client.infer("a", value(0.0))
-    before = running.stats()
+    before = still(running)
     for number in range(10):
         result = running.client.infer("a", value(float(number)))
         assert result.timing.resident
         assert result.timing.copy_ms == 0
-    after = running.stats()
+    after = still(running)
     for key in ("transmitted_bytes", "transmissions", "evictions"):
         assert after[key] == before[key], key
 
@@ -66,18 +76,18 @@ def test_a_resident_model_is_not_transmitted_again(running: Checked) -> None:
 def test_models_that_fit_together_stay_together(running: Checked) -> None:
     for name in "ab":
         running.client.infer(name, value(0.0))
-    before = running.count("transmitted_bytes")
+    before = still(running)["transmitted_bytes"]
     for name in "abbaab":
         assert running.client.infer(name, value(1.0)).timing.resident
-    assert running.count("transmitted_bytes") == before
+    assert still(running)["transmitted_bytes"] == before
 
 
 def test_a_cold_request_transmits_the_model_once_and_the_bill_says_so(running: Checked) -> None:
     for name in "abc":
         running.client.infer(name, value(0.0))
-    before = running.stats()
+    before = still(running)
     result = running.client.infer("d", value(0.0))
-    after = running.stats()
+    after = still(running)
     assert not result.timing.resident
     assert result.timing.total_ms > 0
     size = running.client.show("d")["bytes"]
@@ -94,9 +104,9 @@ def test_a_pinned_model_is_never_evicted_and_an_unpinned_one_may_be(running: Che
     for name in "bcdbcd":
         client.infer(name, value(0.0))
     assert client.show("a")["pinned"]
-    before = running.count("transmitted_bytes")
+    before = still(running)["transmitted_bytes"]
     assert client.infer("a", value(0.0)).timing.resident
-    assert running.count("transmitted_bytes") == before
+    assert still(running)["transmitted_bytes"] == before
     client.unload("a")
     assert not client.show("a")["pinned"]
     for name in "bcdbcd":
@@ -110,7 +120,7 @@ def test_training_that_is_suspended_in_place_loses_no_step(
     running.client.infer("a", value(0.0))
     task = start_endless_job(running, tmp_path)
     worker = task.status()["worker"]
-    before = running.stats()
+    before = still(running)
     for number in range(25):
         step = task.status()["step"]
         result = running.client.infer("a", value(float(number)))
@@ -123,7 +133,7 @@ def test_training_that_is_suspended_in_place_loses_no_step(
     assert (row["restarts"], row["evictions"], row["steps_recomputed"]) == (0, 0, 0)
     assert row["worker"] == worker  # the same process all the time
     assert row["lease_bytes"] > 0
-    after = running.stats()
+    after = still(running)
     assert after["preemptions"] - before["preemptions"] >= row["suspensions"]
     assert after["transmitted_bytes"] == before["transmitted_bytes"]
 

@@ -905,11 +905,14 @@ def test_a_process_that_does_not_leave_after_its_script_is_killed(rig: Rig) -> N
 def test_after_a_crash_the_job_starts_again_and_without_progress_it_fails(rig: Rig) -> None:
     job = rig.start_training()
     token = rig.job_asked("cifar", "wait")
-    for _ in range(rig.core.settings.max_deaths - 1):
-        rig.worker_exits(job.slot)
+    for _ in range(rig.core.settings.max_job_deaths - 1):
+        slot = job.slot
+        rig.worker_exits(slot)
         for scrub in rig.sent(Scrub):
             rig.daemon(Scrubbed(epoch=scrub.epoch))
         assert rig.core.training == "cifar"
+        assert rig.core.workers[slot].state.state is WorkerState.STARTING, "no delay: it had a task"
+        rig.worker(slot, WorkerReady(slot=slot, pid=99))
     rig.worker_exits(job.slot)
     assert isinstance(rig.error(token), TaskFailed)
 

@@ -1,0 +1,117 @@
+"""The arithmetic behind ``pipeswitch bench``."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pipeswitch.bench import run
+from pipeswitch.benchmarks.pipeline import makespan, optimal_makespan, typical
+from pipeswitch.benchmarks.trials import Arm, Run, interleave, quantile
+from pipeswitch.errors import InvalidInput
+
+FACTS = {"device": "cpu", "torch": "2.15.0", "commit": "0123456789ab"}
+
+
+def test_arms_take_turns_and_the_warm_up_is_not_told():
+    calls: list[str] = []
+
+    def arm(name: str, **options: int) -> Arm:
+        return Arm(name, lambda: calls.append(name) or {}, **options)
+
+    arms = [arm("a"), arm("b"), arm("slow", every=2, warms_up=False)]
+    told = [(each.name, number) for each, number, _ in interleave(arms, 3, warmup=1)]
+    assert calls == ["a", "b", "a", "b", "slow", "a", "b", "a", "b", "slow"]
+    assert told == [(name, n) for n in range(3) for name in ("a", "b", "slow")[: 3 - n % 2]]
+
+
+def test_quantiles_are_interpolated():
+    assert quantile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.5
+    assert quantile([7.0], 0.99) == 7.0
+
+
+def test_the_optimum_is_the_first_transfer_and_all_compute_when_computing_takes_longer():
+    assert optimal_makespan([1.0, 1.0, 1.0], [5.0, 5.0, 5.0]) == 16.0
+
+
+def test_the_optimum_is_all_transfers_and_the_last_compute_when_sending_takes_longer():
+    assert optimal_makespan([5.0, 5.0, 5.0], [1.0, 1.0, 1.0]) == 16.0
+
+
+def test_the_optimum_finds_a_bottleneck_in_the_middle():
+    assert optimal_makespan([1.0, 9.0, 1.0], [1.0, 1.0, 9.0]) == 20.0
+
+
+def test_one_disturbed_piece_does_not_change_the_typical_whole():
+    assert typical([2.0, 2.0, 50.0]) == 6.0
+
+
+def trace(*spans: tuple[int, str, float, float]) -> dict:
+    return {
+        "traceEvents": [
+            {"ph": "X", "tid": tid, "name": name, "ts": begin * 1000, "dur": (end - begin) * 1000}
+            for tid, name, begin, end in spans
+        ]
+    }
+
+
+def test_the_makespan_runs_from_dispatch_to_the_last_group():
+    numbers = makespan(
+        trace(
+            (1, "m group 0", -9.0, -8.0),  # of an earlier switch
+            (0, "switch r-1 m", 0.0, 3.5),
+            (1, "m group 0", 1.0, 3.0),
+            (1, "m group 1", 3.0, 6.0),
+            (2, "r-1 m", 0.5, 11.0),
+            (2, "group 0", 3.5, 5.5),
+            (2, "group 1", 6.0, 11.0),
+        ),
+        "r-1",
+        "m",
+    )
+    assert numbers["makespan_ms"] == 11.0
+    assert numbers["optimum_ms"] == pytest.approx(10.0)  # 2 + 3 sent, then 5 computed
+    assert numbers["until_copy_ms"] == 1.0
+
+
+def test_a_group_that_computes_has_arrived_whatever_the_copy_thread_noted():
+    numbers = makespan(
+        trace(
+            (0, "switch r-1 m", 0.0, 3.0),
+            (1, "m group 0", 1.0, 9.0),  # it lost its core before it read the clock
+            (2, "r-1 m", 0.5, 5.0),
+            (2, "group 0", 3.0, 5.0),
+        ),
+        "r-1",
+        "m",
+    )
+    assert numbers["optimum_ms"] == pytest.approx(4.0)
+
+
+def test_each_trial_is_one_json_line_with_the_machine_in_it():
+    lines: list[str] = []
+    bench = Run("switch", "pipeswitch bench switch", True, 3, True, lines.append, FACTS)
+    bench.record("m", "cold", 0, {"total_ms": 2.0})
+    bench.say("progress is for people")
+    (line,) = lines
+    trial = json.loads(line)
+    assert trial["arm"] == "cold"
+    assert {"device", "torch", "commit", "seed", "threads"} <= trial.keys()
+
+
+def test_a_missed_target_is_printed_as_missed():
+    bench = Run("switch", "pipeswitch bench switch", True, 0, True, lambda line: None, FACTS)
+    bench.record("m", "cold", 0, {"total_ms": 2.0})
+    bench.find("ratio", 99.0, at_least=100.0)
+    bench.find("other", 0.2, "ms", at_most=0.3)
+    assert [finding.is_met for finding in bench.findings] == [False, True]
+    assert "| ratio | 99 | ≥ 100 | **no** |" in bench.markdown()
+    assert "| m | cold | total_ms | 2.000 | 2.000 | 2.000 | 1 |" in bench.markdown()
+
+
+def test_an_unknown_benchmark_or_model_is_named():
+    with pytest.raises(InvalidInput, match="nonsense"):
+        run(["nonsense"])
+    with pytest.raises(InvalidInput, match="vgg"):
+        run(["switch"], models=["vgg"])
