@@ -91,10 +91,9 @@ def show(result: Mapping[str, Any], console: Console) -> None:
 def _show_requests(ours: Mapping[str, Any], difference: float, console: Console) -> None:
     equal = "bit-equal to" if difference == 0.0 else f"within {difference:.1e} of"
     console.print(
-        f"requests: {ours['count']} answered, "
+        f"requests: {ours['count']} answered, {equal} the plain models' answers; "
         f"{ours['count'] - ours['resident_count']} switched a model in, "
-        f"{ours['resident_count']} found it resident, {ours['preempted_count']} preempted the job; "
-        f"one answer per model compared: {equal} the plain model's"
+        f"{ours['resident_count']} found it resident, {ours['preempted_count']} preempted the job"
     )
 
 

@@ -168,14 +168,25 @@ class Registry:
         assert model.manifest is not None
         model.state.apply(ModelEvent.STORED, f"{message.load_ms:.0f} ms")
         core.emit(Announce(model=model.name, manifest=model.manifest, priority=model.priority))
-        core.emit(Journal(entry={"kind": "model", "name": model.name, "spec": model.spec,
-                                 "digest": model.manifest.digest, "priority": model.priority,
-                                 "spec_digest": model.spec_digest,
-                                 "pin": model.want_pinned}))  # fmt: skip
+        self._remember(model)
         core.publish("model.registered", model=model.name, bytes=model.manifest.total_bytes)
         for token in model.register_tokens:
             self._answer_registered(model, token)
         model.register_tokens.clear()
+
+    def _remember(self, model: Model) -> None:
+        """In the journal: the next server has it again, pinned or not, without a build."""
+        assert model.manifest is not None
+        entry = {
+            "kind": "model",
+            "name": model.name,
+            "spec": model.spec,
+            "spec_digest": model.spec_digest,
+            "digest": model.manifest.digest,
+            "priority": model.priority,
+            "pin": model.want_pinned,
+        }
+        self._core.emit(Journal(entry=entry))
 
     def store_failed(self, message: StoreFailed) -> None:
         model = self._of(message.model, message.epoch)
@@ -293,6 +304,8 @@ class Registry:
             # One that is not on the device is brought when nothing waits (Memory.bring_pinned).
         elif model.residency.state is Residency.PINNED:
             model.residency.apply(ResidencyEvent.UNPIN, "asked by the user")
+        if model.manifest is not None and model.state.state is not ModelState.STORING:
+            self._remember(model)
         core.answer(event.token, model=model.name, pinned=event.pin,
                     state=model.residency.state.value)  # fmt: skip
 
