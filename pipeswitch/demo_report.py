@@ -84,6 +84,11 @@ def show(result: Mapping[str, Any], console: Console) -> None:
         "requests, no training (lower bound)\n"
         f"stop-and-start: a new process for each of {cold['count']} requests, file cache warm"
     )
+    if ready["p50_ms"] > ours["p50_ms"]:
+        console.print(
+            "note: the lower bound came out above pipeswitch, so other work ran on this machine "
+            "meanwhile; run it again when it is quiet"
+        )
     _show_requests(ours, result["largest_difference"], console)
     _show_training(result["training"], console)
 

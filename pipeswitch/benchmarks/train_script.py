@@ -34,6 +34,7 @@ def main() -> None:
     x, y = torch.randn(options.batch, width), torch.randn(options.batch, width)
     gaps = Gaps(model) if options.gaps else None
     instants_ms: list[float] = []
+    cpu_ms: list[float] = []  # of this thread alone: a busy machine does not change it much
     per_epoch = options.steps or 1000
     for _ in job.epochs(1 if options.steps else 1_000_000):
         for number, (inputs, targets) in enumerate(
@@ -41,6 +42,7 @@ def main() -> None:
         ):
             if options.record:
                 instants_ms.append(time.monotonic() * 1000)
+                cpu_ms.append(time.thread_time() * 1000)
             if gaps is not None:
                 gaps.begin()
             loss: Any = nn.functional.mse_loss(model(inputs), targets)  # untyped in torch
@@ -53,7 +55,8 @@ def main() -> None:
                 sys.stdout.write("training\n")
                 sys.stdout.flush()
     if options.record:
-        found = {"instants_ms": instants_ms, "gaps_ms": gaps.rows if gaps is not None else []}
+        rows = gaps.rows if gaps is not None else []
+        found = {"instants_ms": instants_ms, "cpu_ms": cpu_ms, "gaps_ms": rows}
         part = Path(f"{options.record}.part")
         part.write_text(json.dumps(found))
         os.replace(part, options.record)

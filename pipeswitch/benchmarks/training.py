@@ -53,7 +53,7 @@ class Shape:
 
 
 SHAPES: Final = (
-    Shape("long-steps", ("--width", "512", "--layers", "4", "--batch", "256")),
+    Shape("long-steps", ("--width", "512", "--layers", "4", "--batch", "448")),
     Shape("small-steps", ("--width", "128", "--layers", "4", "--batch", "64")),
 )
 
@@ -83,15 +83,16 @@ class _Runs:
         self._bench, self._client, self._shape, self._folder = bench, client, shape, folder
         self._count = 0
         self.options = ("--threads", str(bench.threads), *shape.args)
-        probe, self.gaps = self._plain(GAP_STEPS, "--gaps")
+        probe = self._plain(GAP_STEPS, "--gaps")
+        self.gaps = probe.gaps_ms
         seconds = QUICK_RUN_S if bench.is_quick else RUN_S
-        self.steps = max(30, round(seconds * 1000 / quantile(probe, 0.5)))
+        self.steps = max(30, round(seconds * 1000 / quantile(probe.wall_ms, 0.5)))
 
     def _record(self) -> Path:
         self._count += 1
         return self._folder / f"{self._shape.name}-{self._count}.json"
 
-    def _plain(self, steps: int, *more: str) -> tuple[list[float], list[list[float]]]:
+    def _plain(self, steps: int, *more: str) -> _Steps:
         path = self._record()
         words = [*self.options, "--steps", str(steps), "--record", str(path), *more]
         command = [sys.executable, "-P", "-m", TRAIN_MODULE, *words]
@@ -99,7 +100,7 @@ class _Runs:
         return _read(path)
 
     def plain(self) -> Numbers:
-        return _numbers(self._plain(self.steps)[0])
+        return _numbers(self._plain(self.steps))
 
     def job(self) -> Numbers:
         path = self._record()
@@ -108,23 +109,35 @@ class _Runs:
         task = self._client.train(TRAIN_ENTRY, name=f"run-{path.stem}", args=words)
         task.wait()
         commits = self._client.stats()["commits"] - before
-        return _numbers(_read(path)[0]) | {"commits": commits}
+        return _numbers(_read(path)) | {"commits": commits}
 
 
-def _read(path: Path) -> tuple[list[float], list[list[float]]]:
-    """Durations of the steps after the warm-up, and the gaps between gate points."""
+@dataclass(frozen=True)
+class _Steps:
+    """Of each step after the warm-up; ``gaps_ms``: between neighbouring gate points."""
+
+    wall_ms: list[float]
+    cpu_ms: list[float]  # of the script's thread
+    gaps_ms: list[list[float]]
+
+
+def _read(path: Path) -> _Steps:
     found = json.loads(path.read_text())
-    instants = found["instants_ms"][WARM_STEPS:]
-    steps = [after - before for before, after in pairwise(instants)]
-    return steps, found["gaps_ms"][WARM_STEPS:]
+    wall, cpu = (
+        [after - before for before, after in pairwise(found[key][WARM_STEPS:])]
+        for key in ("instants_ms", "cpu_ms")
+    )
+    return _Steps(wall, cpu, found["gaps_ms"][WARM_STEPS:])
 
 
-def _numbers(steps_ms: Sequence[float]) -> Numbers:
+def _numbers(steps: _Steps) -> Numbers:
     return {
-        "step_ms": sum(steps_ms) / len(steps_ms),  # commits included
-        "median_step_ms": quantile(steps_ms, 0.5),
-        "fastest_tenth_step_ms": quantile(steps_ms, 0.1),
-        "steps": len(steps_ms),
+        "step_ms": sum(steps.wall_ms) / len(steps.wall_ms),  # commits included
+        "median_step_ms": quantile(steps.wall_ms, 0.5),
+        "fastest_tenth_step_ms": quantile(steps.wall_ms, 0.1),
+        "cpu_step_ms": sum(steps.cpu_ms) / len(steps.cpu_ms),
+        "fastest_tenth_cpu_step_ms": quantile(steps.cpu_ms, 0.1),
+        "steps": len(steps.wall_ms),
     }
 
 
@@ -139,6 +152,8 @@ def _slowdown(bench: Run, shape: Shape, runs: _Runs) -> None:
         ("step_ms", "mean step"),
         ("median_step_ms", "median step"),
         ("fastest_tenth_step_ms", "10th percentile step"),
+        ("cpu_step_ms", "mean CPU time of a step"),
+        ("fastest_tenth_cpu_step_ms", "10th percentile CPU time of a step"),
     ):
         plain = min(bench.values(shape.name, "plain", key))
         job = min(bench.values(shape.name, "job", key))

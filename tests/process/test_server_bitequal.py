@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,9 +33,8 @@ ARENA = "400MiB"  # ViT's 337 MiB and one middling model; all together they need
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checked]:
+def running() -> Iterator[Checked]:
     with checked_server(arena=ARENA, host_store="2GiB") as checked:
-        start_endless_job(checked, tmp_path_factory.mktemp("bitequal"))
         yield checked
 
 
@@ -48,7 +48,7 @@ def plain(name: str, seed: int) -> nn.Module:
 
 @pytest.mark.timeout(240)
 def test_ten_families_answer_bit_equal_while_they_evict_each_other_and_training_runs(
-    running: Checked,
+    running: Checked, tmp_path: Path
 ) -> None:
     client = running.client
     requests: list[tuple[str, torch.Tensor, torch.Tensor]] = []
@@ -66,6 +66,7 @@ def test_ten_families_answer_bit_equal_while_they_evict_each_other_and_training_
             x = torch.randn(batch, 3, side, side, generator=generator)
             requests.append((name, x, eager(module, x)))
     random.Random(SEED).shuffle(requests)
+    start_endless_job(running, tmp_path)
     before = running.stats()
 
     futures = [(name, client.submit(name, x), y) for name, x, y in requests]

@@ -213,6 +213,8 @@ def checked_server(*, settles: bool = True, status: int = 0, **options: Any) -> 
             finally:
                 checked.client.close()
             assert running.stop() == status
+            if settles:
+                assert "the grace period is over" not in running.log(), "it waited for nothing"
     finally:
         gone(mark)
     assert shm_names() <= names, f"left in /dev/shm: {shm_names() - names}"

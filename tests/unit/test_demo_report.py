@@ -55,6 +55,16 @@ def test_the_table_shows_the_run_and_nothing_else() -> None:
         assert part in shown
 
 
+def test_a_lower_bound_that_is_none_is_said_to_be_noise() -> None:
+    text = io.StringIO()
+    quiet = _result()
+    demo_report.show(quiet, Console(file=text, width=200))
+    assert "run it again" not in text.getvalue()
+    slow = {"count": 2, "p50_ms": 13.0, "p99_ms": 4200.0, "by_model": {"m": {}}}
+    demo_report.show(_result(ready_model=slow), Console(file=text, width=200))
+    assert "run it again" in text.getvalue()
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
