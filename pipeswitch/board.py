@@ -58,7 +58,7 @@ def ring(bell: int) -> None:
 
 
 class Board:
-    """A mapping of the board. Plain aligned 64-bit loads and stores; x86 and Arm keep them whole."""
+    """A mapping of the board. Aligned 64-bit loads and stores: x86 and Arm keep them whole."""
 
     def __init__(self, descriptor: int) -> None:
         self._map = mmap.mmap(descriptor, BOARD_BYTES)

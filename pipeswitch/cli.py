@@ -21,6 +21,7 @@ from .config import format_bytes
 from .errors import InvalidInput, PipeSwitchError, RegistrationRefused
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
 CONVERT: Final = (
     "import sys; from pipeswitch.programs.export import convert_pt2; convert_pt2(*sys.argv[1:])"
 )
@@ -31,11 +32,15 @@ class Cli(click.Group):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return super().main(*args, **kwargs)
+            status = super().main(*args, **{**kwargs, "standalone_mode": False})
         except PipeSwitchError as error:
             _die(error)
-        except KeyboardInterrupt:
-            sys.exit(130)
+        except click.ClickException as error:
+            error.show()
+            sys.exit(error.exit_code)
+        except (KeyboardInterrupt, click.Abort):
+            sys.exit(EXIT_INTERRUPTED)
+        sys.exit(status if isinstance(status, int) else EXIT_OK)
 
 
 def _die(error: PipeSwitchError) -> NoReturn:
@@ -549,9 +554,10 @@ def trace(out: str, seconds: float) -> None:
 @click.option(
     "--out", type=click.Path(file_okay=False), default=".", help="Where the timeline goes."
 )
-def demo(out: str) -> None:
+@json_option
+def demo(out: str, as_json: bool) -> None:
     """Serve three models and train a fourth, then print what it cost (about a minute)."""
-    sys.exit(_part("pipeswitch.demo", "run")(Path(out)))
+    sys.exit(_part("pipeswitch.demo", "run")(Path(out), as_json=as_json))
 
 
 @main.command()

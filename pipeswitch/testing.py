@@ -77,7 +77,9 @@ def server(
     Raises:
         RuntimeError: it did not become ready; carries its output and log.
     """
-    with tempfile.TemporaryDirectory(prefix="pipeswitch-") as folder:
+    # A socket's path has at most 107 bytes, and a test runner's temporary folder may be deep.
+    short = "/tmp" if os.path.isdir("/tmp") else None
+    with tempfile.TemporaryDirectory(prefix="pipeswitch-", dir=short) as folder:
         root = Path(state_dir) if state_dir is not None else Path(folder) / "state"
         command = [
             sys.executable, "-P", "-c", "from pipeswitch.cli import main; main()", "serve",
@@ -122,4 +124,6 @@ def _wait_until_ready(process: subprocess.Popen[str], root: Path) -> RunningServ
                 root,
             )
     status = process.wait(START_TIMEOUT_S)
-    raise RuntimeError(f"the server ended with status {status} before it was ready:\n{''.join(heard)}")
+    raise RuntimeError(
+        f"the server ended with status {status} before it was ready:\n{''.join(heard)}"
+    )

@@ -536,5 +536,7 @@ class TrainingSession:
         if now_ms < self._report_at_ms and not final:
             return
         self._report_at_ms = now_ms + REPORT_EVERY_MS
-        self._host.report("progress", step=self._step, epoch=self._position.epoch, **self._log)
+        self._host.report(
+            "progress", step=self._step, epoch=self._position.epoch, log=dict(self._log)
+        )
         self._log.clear()

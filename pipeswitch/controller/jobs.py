@@ -636,15 +636,15 @@ class Jobs:
     def _progress(self, job: Job, values: dict[str, Any]) -> None:
         """Steps done, and how fast since the last report that was not interrupted."""
         core, before = self._core, job.step
-        job.step = _number(values.pop("step", None), job.step)
-        job.epoch_index = _number(values.pop("epoch", None), job.epoch_index)
+        job.step = _number(values.get("step"), job.step)
+        job.epoch_index = _number(values.get("epoch"), job.epoch_index)
         elapsed_ms = core.now_ms - job.reported_at_ms
         if job.step > before and job.reported_at_ms and elapsed_ms > 0:
             rate = (job.step - before) * 1000.0 / elapsed_ms
             job.steps_per_s += RATE_WEIGHT * (rate - job.steps_per_s) if job.steps_per_s else rate
         job.reported_at_ms = core.now_ms
-        job.last_log = values
-        values |= {"step": job.step, "epoch": job.epoch_index}
+        if values.get("log"):
+            job.last_log = dict(values["log"])
 
     # -- ends ---------------------------------------------------------------------------------
 

@@ -161,9 +161,7 @@ class Server:
         }
         self._tcp = TcpThread(config, self._memory.pool, self._post, facts=facts)
         self._journal = JournalFile(places.root / "journal.jsonl")
-        self._processes = Processes(
-            self._selector, places.logs / "processes.log", self._give_up
-        )
+        self._processes = Processes(self._selector, places.logs / "processes.log", self._give_up)
         self._scheduler = Scheduler(
             SchedulerSettings(
                 device=device,

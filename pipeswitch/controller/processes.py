@@ -116,7 +116,8 @@ class Processes:
 
     def _server_lost(self) -> None:
         """Restart it. Its children live on and are watched by their pidfds from now on."""
-        assert self._server_channel is not None and self._server is not None
+        assert self._server_channel is not None
+        assert self._server is not None
         self._selector.unregister(self._server_channel)
         self._server_channel.close()
         status = self._server.wait()

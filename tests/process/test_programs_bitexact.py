@@ -77,7 +77,11 @@ def programs(tmp_path: Path) -> Iterator[Callable[..., tuple[Manifest, BoundProg
         arena = Arena(folder, manifest)
         arenas.append(arena)
         loaded = load_program(folder, manifest)
-        return manifest, loaded.bind(lambda tensor: tensor_over(arena.pool, tensor, REGION_OFFSET_BYTES)), arena
+        return (
+            manifest,
+            loaded.bind(lambda tensor: tensor_over(arena.pool, tensor, REGION_OFFSET_BYTES)),
+            arena,
+        )
 
     yield make
     for arena in arenas:
@@ -426,7 +430,9 @@ def test_two_homes_of_one_program_compute_the_same_bits(programs: Any, tmp_path:
     folder = tmp_path / "program-0"
     image = load_image(folder / "program.bundle", manifest)
     moved = torch.cat([torch.zeros(4096, dtype=torch.uint8), image])
-    elsewhere = load_program(folder, manifest).bind(lambda tensor: tensor_over(moved.untyped_storage(), tensor, 4096))
+    elsewhere = load_program(folder, manifest).bind(
+        lambda tensor: tensor_over(moved.untyped_storage(), tensor, 4096)
+    )
     inputs = to_tensors(manifest.inputs, 2)
     [here], [there] = bound.run(inputs, arena.arrive), elsewhere.run(inputs, lambda index: None)
     assert same_bits(here, there)
