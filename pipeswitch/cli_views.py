@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,7 +54,16 @@ def console() -> Console:
 
 def print_json(value: Any) -> None:
     """One JSON document."""
-    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
+    sys.stdout.write(json.dumps(_finite(value), indent=2, default=str) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: a lost loss is null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def table(

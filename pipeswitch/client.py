@@ -464,5 +464,7 @@ def _records(subscriber: zmq.Socket[bytes], timeout_s: float | None) -> Iterator
                 return
             topic, body = subscriber.recv_multipart()
             yield {"topic": topic.decode("utf-8", "replace"), **unpack_dict(body)}
+    except zmq.ContextTerminated:
+        return  # the client was closed by another thread
     finally:
         subscriber.close(0)

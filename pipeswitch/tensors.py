@@ -153,6 +153,10 @@ def _as_bytes(name: str, value: Any) -> tuple[str, tuple[int, ...], memoryview]:
 
 def _torch_as_numpy(tensor: Any) -> Any:
     torch: Any = sys.modules["torch"]
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise InvalidInput(
+            f"a {tensor.layout} tensor cannot be sent", hint="send a dense one: x.to_dense()"
+        )
     tensor = tensor.detach().cpu().contiguous()
     if tensor.dtype is torch.bfloat16:
         return Bits(tensor.view(torch.int16).numpy(), "bfloat16")

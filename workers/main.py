@@ -199,6 +199,7 @@ class Worker:
 
     def _on_parked(self, turn: int, next_turn: int, where: Where) -> None:
         """Called by whichever thread parks, with the gate's lock held: pass the device on."""
+        parked_at_ms = now_ms()  # before the bell: its worker may take this thread's core
         if next_turn:
             self._view.raise_turn(next_turn, self._next_slot)
         self._control.send(
@@ -208,6 +209,6 @@ class Worker:
                 next_turn=next_turn,  # type: ignore[arg-type]
                 where=where,
                 asked_at_ms=self._stop_asked_at_ms,
-                parked_at_ms=now_ms(),
+                parked_at_ms=parked_at_ms,
             )
         )

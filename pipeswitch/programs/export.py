@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -18,6 +21,7 @@ from .graph import mutations
 from .layout import ITEM_BYTES, ValueSpec
 from .operators import DROPPED_AT_EXPORT, split_target
 
+SYMBOLIC_SHAPES_LOG: Final = "torch.fx.experimental.symbolic_shapes"
 _PREFIX: Final = "module."
 _ADVICE: Final = (
     "data-dependent control flow does not export: replace it with torch.where and fixed shapes, "
@@ -38,6 +42,19 @@ class Program:
     graph: Graph
     weights: list[torch.Tensor]
     notes: list[str] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def _quiet(logger_name: str) -> Iterator[None]:
+    """Pages of graph dumps beside the one error we raise help nobody."""
+    logger = logging.getLogger(logger_name)
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.disabled = before
 
 
 def dtype_name(dtype: torch.dtype, part: str) -> str:
@@ -215,7 +232,7 @@ def _export_once(
         shapes = (tuple({0: dimension} for _ in inputs),)  # one entry: forward's *inputs
         if arguments[0].shape[0] == 1:  # an extent of 1 would be taken for a constant
             arguments = tuple(torch.cat([value, value]) for value in arguments)
-    with torch.no_grad(), warnings.catch_warnings():
+    with torch.no_grad(), warnings.catch_warnings(), _quiet(SYMBOLIC_SHAPES_LOG):
         warnings.simplefilter("ignore")  # export's own chatter about attributes and pytrees
         try:
             exported = torch.export.export(flat, arguments, dynamic_shapes=shapes)

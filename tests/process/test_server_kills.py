@@ -212,7 +212,7 @@ def test_a_killed_fork_server_is_restarted_and_workers_can_be_replaced_again(
     assert kill(standby["pid"])  # an orphan by now: its death must be seen all the same
     until(
         lambda: (
-            standby["pid"] not in running.worker_pids().values() and len(running.worker_pids()) == 3
+            standby["pid"] not in running.worker_pids().values() and len(running.worker_pids()) >= 3
         ),
         "the orphan was replaced",
     )

@@ -395,7 +395,6 @@ def test_an_unknown_job_is_named(running: Checked) -> None:
             action()
 
 
-@pytest.mark.xfail(reason="Session._report and Core.publish pass the names on as their own")
 def test_a_script_may_log_under_any_name(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,

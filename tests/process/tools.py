@@ -133,18 +133,21 @@ class Checked:
         return {row["worker"]: row["pid"] for row in rows if row["state"] != "dead" and row["pid"]}
 
     def wait_until_whole(self, workers: int = 3) -> None:
-        """The daemon and all workers are up and nobody starts."""
+        """The daemon and so many workers are up (a suspended job has one more started)."""
 
         def is_whole() -> bool:
             rows = self.client.ps()
             free = [
                 r for r in rows if r["kind"] == "worker" and r["state"] not in ("dead", "starting")
             ]
-            return len(free) == workers and any(
+            return len(free) >= workers and any(
                 r["kind"] == "daemon" and r["state"] == "active" for r in rows
             )
 
-        until(is_whole, "all processes are up")
+        try:
+            until(is_whole, "all processes are up")
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.client.ps()}") from None
 
     def settle(self) -> dict[str, Any]:
         """End what is left, then every lease and every slab must come back; the last stats."""
