@@ -154,6 +154,7 @@ class Effects:
         self._device = device
         self._sizes = sizes
         self._places = places
+        self._models_path = str(places.models)  # pathlib is slow on a request's path
         self._memory = memory
         self._processes = processes
         self._tcp = tcp
@@ -208,7 +209,7 @@ class Effects:
     # -- messages ------------------------------------------------------------------------------
 
     def _program(self, digest: str) -> str:
-        return str(self._places.models / digest)
+        return f"{self._models_path}/{digest}"
 
     def _to_worker(self, command: ToWorker) -> None:
         known = self._workers.get(command.slot)

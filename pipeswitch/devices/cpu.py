@@ -254,9 +254,9 @@ class CpuDeviceMemory:
                 copied_bytes += self._copy(group, job.cancelled)
                 if job.cancelled.is_set():
                     break  # perhaps in the middle of this group: its word must not rise
+                ends_at_ms.append(now_ms())  # before the bell: a woken worker takes the core
                 self._words[group.word] = order.epoch & WORD_MASK
                 self._ring_all()
-                ends_at_ms.append(now_ms())
         except Exception:
             log.exception("transmission=%d failed", order.epoch)
         is_complete = len(ends_at_ms) == len(order.groups)

@@ -215,7 +215,8 @@ def checked_server(*, settles: bool = True, status: int = 0, **options: Any) -> 
                 raise
             finally:
                 checked.client.close()
-            assert running.stop() == status
+            ended = running.stop()
+            assert ended == status, f"status {ended}\n{running.log()[-4000:]}"
             if settles:
                 assert "the grace period is over" not in running.log(), "it waited for nothing"
     finally:
