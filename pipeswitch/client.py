@@ -83,22 +83,45 @@ class Client:
             priority: high, normal or low; empty: the model's own.
             **named: inputs by name, instead of ``inputs``.
         """
-        given = named if inputs is None else inputs
-        tensors, frames, wants_torch = to_frames(given)
         return self._connection.request(
-            "infer",
-            model=model,
-            inputs=tensors,
-            frames=frames,
-            deadline_ms=deadline_ms,
-            priority=priority,
-            is_safe=True,
-            convert=lambda reply: from_reply(model, reply, wants_torch),
+            "infer", **self._request(model, inputs, deadline_ms, priority, named)
         )
 
-    def infer(self, model: str, inputs: Any = None, /, **options: Any) -> Result:
-        """``submit`` and wait for the result."""
-        return self.submit(model, inputs, **options).result()
+    def infer(
+        self,
+        model: str,
+        inputs: Any = None,
+        /,
+        *,
+        deadline_ms: float | None = None,
+        priority: str = "",
+        **named: Any,
+    ) -> Result:
+        """``submit`` and wait for the result; alone on this client it saves two thread switches."""
+        result: Result = self._connection.call(
+            "infer", **self._request(model, inputs, deadline_ms, priority, named)
+        )
+        return result
+
+    @staticmethod
+    def _request(
+        model: str,
+        inputs: Any,
+        deadline_ms: float | None,
+        priority: str,
+        named: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """What ``Connection.request`` takes for an inference."""
+        tensors, frames, wants_torch = to_frames(named if inputs is None else inputs)
+        return {
+            "model": model,
+            "inputs": tensors,
+            "frames": frames,
+            "deadline_ms": deadline_ms,
+            "priority": priority,
+            "is_safe": True,
+            "convert": lambda reply: from_reply(model, reply, wants_torch),
+        }
 
     def prefetch(self, model: str) -> None:
         """A hint that requests for ``model`` follow; it is not answered."""
@@ -365,8 +388,8 @@ class Client:
     def _ask(
         self, op: str, *, model: str = "", body: dict[str, Any] | None = None, is_safe: bool = True
     ) -> dict[str, Any]:
-        future = self._connection.request(op, model=model, body=body, is_safe=is_safe)
-        answer: dict[str, Any] = future.result().body
+        reply = self._connection.call(op, model=model, body=body, is_safe=is_safe)
+        answer: dict[str, Any] = reply.body
         return answer
 
 

@@ -1,8 +1,10 @@
-"""One background thread, one socket, many futures: the SDK's I/O.
+"""One socket, many futures: the SDK's I/O.
 
-The thread owns the socket and the table of calls. Other threads put calls on a queue and ring.
-It says hello, sends what waits, matches answers to calls by id, and when the connection breaks
-opens another one and sends again what is safe to send again.
+Who holds the *role* owns the socket and the table of calls: says hello, sends what waits, matches
+answers to calls by id, and when the connection breaks opens another one and sends again what is
+safe to send again. The background thread holds it while calls are under way. When there are none
+it lets go, and a thread that then makes a call and waits for it (``call``) takes the role and
+does the I/O itself: two thread switches less for each request.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ class _Link:
 
 
 class Connection:
-    """The I/O thread of one client. ``request`` may be called from any thread."""
+    """One client's connection. ``request`` and ``call`` may be called from any thread."""
 
     def __init__(self, address: str, timeout_s: float) -> None:
         self.address = address
@@ -92,13 +94,15 @@ class Connection:
         self._timeout_s = timeout_s
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._posts: deque[Callable[[], None]] = deque()
-        self._calls: dict[str, _Call] = {}  # the I/O thread's, by request id, oldest first
+        self._calls: dict[str, _Call] = {}  # by request id, oldest first
         self._prefix = secrets.token_hex(4)
         self._numbers = itertools.count(1)
         self._link: _Link | None = None
         self._poller = zmq.Poller()
         self._is_closing = False
         self._lock = threading.Lock()  # of _is_closing against late posts
+        self._role = threading.Lock()  # its holder owns socket, link, poller and calls
+        self._needed = threading.Event()  # the background thread must take the role
         self._thread = threading.Thread(target=self._run, name="pipeswitch-client", daemon=True)
         self._thread.start()
 
@@ -117,28 +121,67 @@ class Connection:
         is_safe: bool = False,
         convert: Callable[[Reply], Any] = lambda reply: reply,
         on_progress: Callable[[dict[str, Any]], None] | None = None,
+        is_quiet: bool = False,
     ) -> Future[Any]:
         """Send a request; its future gets ``convert(reply)`` or an error of errors.py.
 
         Args:
             is_safe: sending it twice does the same as sending it once.
-            convert: called on the I/O thread with the final reply.
-            on_progress: called on the I/O thread with each progress reply's body.
+            convert: called with the final reply by the thread that does the I/O.
+            on_progress: likewise, with each progress reply's body.
+            is_quiet: nobody needs to be woken: the caller holds the role.
         """
+        call = self._call(
+            op, model, body, inputs, frames, deadline_ms, priority, is_safe, convert, on_progress
+        )
+        self._post(lambda: self._begin(call), is_quiet=is_quiet)
+        return call.future
+
+    def call(self, op: str, **options: Any) -> Any:
+        """``request`` and its result; the calling thread does the I/O when nobody else does.
+
+        Raises:
+            PipeSwitchError: what the future would have raised.
+        """
+        if not self._role.acquire(blocking=False):
+            return self.request(op, **options).result()
+        try:
+            future = self.request(op, is_quiet=True, **options)
+            while not future.done() and not self._is_closing:
+                self._turn()
+        finally:
+            self._role.release()
+            if not self._is_idle or self._is_closing:
+                self._needed.set()  # others' calls are under way: back to the thread
+        return future.result()
+
+    def _call(
+        self,
+        op: str,
+        model: str,
+        body: dict[str, Any] | None,
+        inputs: tuple[WireTensor, ...],
+        frames: Sequence[Any],
+        deadline_ms: float | None,
+        priority: str,
+        is_safe: bool,
+        convert: Callable[[Reply], Any],
+        on_progress: Callable[[dict[str, Any]], None] | None,
+    ) -> _Call:
         header = self._header(op, model, body)
         header |= {"inputs": inputs, "deadline_ms": deadline_ms, "priority": priority}
-        future: Future[Any] = Future()
         call = _Call(
             header=header,
             frames=frames,
             is_safe=is_safe,
-            future=future,
+            future=Future(),
             convert=convert,
             on_progress=on_progress,
         )
-        future.add_done_callback(lambda done: self._taken_back(call) if done.cancelled() else None)
-        self._post(lambda: self._begin(call))
-        return future
+        call.future.add_done_callback(
+            lambda done: self._taken_back(call) if done.cancelled() else None
+        )
+        return call
 
     def notify(self, op: str, *, model: str = "") -> None:
         """Send something that has no answer; forgotten when there is no connection."""
@@ -165,45 +208,69 @@ class Connection:
         request_id = f"{self._prefix}-{next(self._numbers)}"
         return {"v": VERSION, "op": op, "id": request_id, "model": model, "body": body or {}}
 
-    def _post(self, action: Callable[[], None]) -> None:
+    def _post(self, action: Callable[[], None], *, is_quiet: bool = False) -> None:
         with self._lock:
             if self._is_closing:
                 raise Cancelled("this client is closed")
             self._posts.append(action)
-            self._rouse()
+            if not is_quiet:
+                self._rouse()
 
     def _rouse(self) -> None:
+        """Wake whoever polls, and the thread if nobody does."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_write(self._wake, 1)
+        self._needed.set()
 
     def _taken_back(self, call: _Call) -> None:
         with contextlib.suppress(Cancelled):
             self._post(lambda: self._cancel(call))
 
-    # ---- the I/O thread ------------------------------------------------------------------------
+    # ---- who holds the role --------------------------------------------------------------------
 
     def _run(self) -> None:
-        self._poller.register(self._wake, zmq.POLLIN)
-        self._open()
+        """The background thread: hello at once, then I/O whenever calls are under way."""
+        with self._role:
+            self._poller.register(self._wake, zmq.POLLIN)
+            self._open()
         while True:
-            ready = dict(self._poller.poll(self._poll_ms()))
-            if self._wake in ready:
-                os.eventfd_read(self._wake)
-            while self._posts:
-                self._posts.popleft()()
-            if self._is_closing and not self._posts:
-                break
-            link = self._link
-            if link is not None and link.sock in ready:
-                self._receive(link)
-            if self._link is link and link is not None:
-                if link.monitor in ready and self._is_broken(link):
-                    self._broken()
-                elif not link.session and time.monotonic() > link.hello_until_s:
-                    self._unavailable()
-        for call in list(self._calls.values()):
-            self._fail(call, Cancelled("the client was closed"))
-        self._shut(CLOSE_FLUSH_MS)
+            with self._role:
+                while not self._is_idle and not (self._is_closing and not self._posts):
+                    self._turn()
+                if self._is_closing:
+                    break
+            self._needed.wait()
+            self._needed.clear()
+        with self._role:
+            for call in list(self._calls.values()):
+                self._fail(call, Cancelled("the client was closed"))
+            self._shut(CLOSE_FLUSH_MS)
+
+    @property
+    def _is_idle(self) -> bool:
+        """Nothing to send, nothing to wait for: neither an answer nor the hello's."""
+        is_settled = self._link is None or bool(self._link.session)
+        return is_settled and not self._calls and not self._posts
+
+    def _turn(self) -> None:
+        """One round of I/O by the role's holder; blocks until something happens.
+
+        What has arrived is taken before a broken connection is noticed, and that before
+        anything is sent: a call must not go out on a connection that is known to be dead.
+        """
+        ready = dict(self._poller.poll(0 if self._posts else self._poll_ms()))
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
+        link = self._link
+        if link is not None and link.sock in ready:
+            self._receive(link)
+        if self._link is link and link is not None:
+            if link.monitor in ready and self._is_broken(link):
+                self._broken()
+            elif not link.session and time.monotonic() > link.hello_until_s:
+                self._unavailable()
+        while self._posts:
+            self._posts.popleft()()
 
     def _poll_ms(self) -> int | None:
         if self._link is None or self._link.session:
