@@ -3,7 +3,8 @@
 The board is a sealed memfd made by the controller and mapped by every worker. Word 0 holds the
 *turn*: the number of the task that may compute on the device now (invariant I5). It is written
 by whoever gives the device away: the stopping worker when it has parked, or the controller
-when a task ended or its worker was reaped. Word ``HEARTBEAT + slot`` is a worker's own counter.
+when a task ended or its worker was reaped. Word ``BEGUN + slot`` holds the epoch of the last task that the
+worker in that slot began to compute: after its death it tells whether the task can be blamed.
 
 A *bell* is an eventfd, one per worker slot: it wakes the worker of that slot, which then looks
 at the words it waits for. No wake-up is lost: the eventfd's counter stays until it is read.
@@ -18,7 +19,7 @@ from typing import Final
 
 BOARD_BYTES: Final = 4096
 TURN_WORD: Final = 0
-HEARTBEAT: Final = 16
+BEGUN: Final = 16
 MAX_SLOTS: Final = 64
 
 F_SEAL_FUTURE_WRITE: Final = 0x0010  # Linux 5.1; Python 3.11's fcntl does not name it
@@ -71,11 +72,12 @@ class Board:
     def write_turn(self, turn: int) -> None:
         self._words[TURN_WORD] = turn
 
-    def beat(self, slot: int) -> None:
-        self._words[HEARTBEAT + slot] += 1
+    def write_begun(self, slot: int, epoch: int) -> None:
+        self._words[BEGUN + slot] = epoch
 
-    def heartbeat(self, slot: int) -> int:
-        return self._words[HEARTBEAT + slot]
+    def begun(self, slot: int) -> int:
+        """Epoch of the last task the slot's worker began to compute; 0: none."""
+        return self._words[BEGUN + slot]
 
     def close(self) -> None:
         self._words.release()

@@ -89,6 +89,7 @@ def infer(
     pool: RequestPool,
     view: CpuPoolView,
     task: Channel,
+    slot: int,
 ) -> None:
     """Run one request and report; the model's own failure leaves this worker in order."""
     received_at_ms = now_ms()
@@ -99,6 +100,7 @@ def infer(
         inputs = [pool.tensor(slab) for slab in message.inputs]
         view.wait_turn(message.epoch)
         turn_at_ms = now_ms()
+        view.board.write_begun(slot, message.epoch)  # from here on a death may be the model's
         groups = _Groups(view, message)
         outputs = bound.run(inputs, groups)
         view.quiesce()

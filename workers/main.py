@@ -118,7 +118,8 @@ class Worker:
             message, descriptors = received
             match message:
                 case RunInference():
-                    infer(message, self._programs, self._pool, self._view, self._task)
+                    slot = self._settings.slot
+                    infer(message, self._programs, self._pool, self._view, self._task, slot)
                     self._task.send(Cleaned(epoch=message.epoch))
                 case PrepareModel():
                     self._prepare(message)

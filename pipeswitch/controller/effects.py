@@ -203,6 +203,8 @@ class Effects:
                 self._drop_commits(job)
             case Journal(entry=entry):
                 self._journal.append(entry)
+                if entry["kind"] == "job":  # accepted: its log exists, and is its own
+                    (self._places.logs / f"job-{entry['name']}.log").write_bytes(b"")
             case Leave():
                 self.left = command
 
@@ -271,7 +273,12 @@ class Effects:
             self._take(FromWorker(slot=slot, generation=generation, message=message))
 
         def on_exit(status: int) -> None:
-            self._take(WorkerExited(slot=slot, generation=generation, status=status))
+            begun = self._memory.board.begun(slot)
+            self._take(
+                WorkerExited(slot=slot, generation=generation, status=status, begun_epoch=begun)
+            )
+
+        self._memory.board.write_begun(slot, 0)
 
         settings = WorkerSettings(
             slot=slot,

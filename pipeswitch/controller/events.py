@@ -129,6 +129,7 @@ class WorkerExited:
     slot: Slot
     generation: int
     status: int
+    begun_epoch: int | None = None  # of the last task it began to compute; None: not known
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -433,11 +433,11 @@ class Inference:
 
     # -- faults -------------------------------------------------------------------------------
 
-    def worker_died(self, worker: Worker, status: int) -> None:
+    def worker_died(self, worker: Worker, status: int, begun_epoch: int | None) -> None:
         """Its process is reaped: dispatch the request again, or give up on it (RELIABILITY 3).
 
-        A death counts against request and model only when the task had the turn: a worker that
-        waits runs no model code.
+        A death counts against request and model only when the task had begun: a worker that
+        waits, or was dead already when the task was sent to it, has run no model code.
         """
         core = self._core
         if core.current is not None and core.current.slot == worker.slot:
@@ -450,8 +450,9 @@ class Inference:
             return
         model, request = core.models[activation.model], core.requests[activation.token]
         self._memory.unused(model)
-        request.deaths += had_turn
-        model.deaths += had_turn
+        is_blamed = had_turn and begun_epoch in (None, activation.epoch)
+        request.deaths += is_blamed
+        model.deaths += is_blamed
         request.state.apply(TaskEvent.WORKER_DIED, f"status {status}")
         core.queue[request.token] = request
         self._judge(request, model, status)

@@ -83,11 +83,8 @@ class Jobs:
             )
             core.refuse(event.token, error)
             return
-        if old is not None and self._has_process(old):
-            core.refuse(
-                event.token, AlreadyExists(f'the old job "{event.job}" is still being cleaned away')
-            )
-            return
+        # The process of an old job of that name may still be leaving: this one waits for it
+        # in the queue (see _runnable).
         job = self.adopt(event.job, event.entry, event.args, event.priority)
         core.emit(Journal(entry={"kind": "job", "name": job.name, "entry": job.entry,
                                  "args": list(job.args), "priority": job.priority}))  # fmt: skip

@@ -243,7 +243,7 @@ class Scheduler:
             return
         # A job's process leaves after its JobEnded: that is no death.
         ended_well = event.status == 0 and worker.retired_at_ms is not None
-        self.inference.worker_died(worker, event.status)
+        self.inference.worker_died(worker, event.status, event.begun_epoch)
         self.fleet.worker_exited(worker, event.status, ended_well=ended_well)
         self.jobs.worker_died(worker, event.status)
         self.inference.turn_is_free()
