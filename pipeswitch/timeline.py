@@ -6,28 +6,65 @@ switch to the copy of its groups and to its computation.
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any, Final
+
+import msgspec
 
 from .controller.events import Span
 
-CAPACITY: Final = 100_000  # spans; some 30 a switch: the last 3,000 switches
+SLOT_BYTES: Final = 192  # a packed span; one that is longer loses its arguments, then its tail
+SLOT_COUNT: Final = 32_768  # some 30 a switch: the last 1,000 switches
+LENGTH_BYTES: Final = 1
+NAME_CHARACTERS: Final = 100
 PROCESS_ID: Final = 1
 FIXED_TRACKS: Final = {"scheduler": 0, "copy": 1}
 
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(tuple[str, str, float, float, dict[str, Any], int])
+
 
 class Timeline:
-    """A ring of spans. Owned by the scheduler's thread."""
+    """A ring of packed spans in memory taken at the start, so that it never grows.
+
+    Owned by the scheduler's thread. (A deque of objects grew the controller by 18 MiB over its
+    first 10,000 switches, which looks like a leak and hides one.)
+    """
 
     def __init__(self) -> None:
-        self._spans: deque[Span] = deque(maxlen=CAPACITY)
+        self._ring = bytearray(b"\xff") * (SLOT_BYTES * SLOT_COUNT)  # touched: resident now
+        self._count = 0  # spans ever added
 
     def add(self, span: Span) -> None:
-        self._spans.append(span)
+        packed = _pack(span)
+        start = self._count % SLOT_COUNT * SLOT_BYTES
+        end = start + LENGTH_BYTES + len(packed)
+        self._ring[start] = len(packed)
+        self._ring[start + LENGTH_BYTES : end] = packed
+        self._count += 1
+
+    def _spans(self) -> list[Span]:
+        spans = []
+        for index in range(max(0, self._count - SLOT_COUNT), self._count):
+            start = index % SLOT_COUNT * SLOT_BYTES
+            begin, size = start + LENGTH_BYTES, self._ring[start]
+            track, name, begin_ms, end_ms, args, flow = _decoder.decode(
+                self._ring[begin : begin + size]
+            )
+            spans.append(
+                Span(
+                    track=track,
+                    name=name,
+                    begin_ms=begin_ms,
+                    end_ms=end_ms,
+                    args=args,
+                    flow=flow,
+                )
+            )
+        return spans
 
     def chrome_trace(self, since_ms: float) -> dict[str, Any]:
         """All spans that end after ``since_ms`` (monotonic clock), as trace events."""
-        spans = [span for span in self._spans if span.end_ms >= since_ms]
+        spans = [span for span in self._spans() if span.end_ms >= since_ms]
         tracks = _tracks(spans)
         events: list[dict[str, Any]] = [
             {"ph": "M", "pid": PROCESS_ID, "name": "process_name", "args": {"name": "pipeswitch"}}
@@ -44,6 +81,19 @@ class Timeline:
                 events.append(_flow(span, tracks[span.track], is_first=span.flow not in began))
                 began.add(span.flow)
         return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _pack(span: Span) -> bytes:
+    """At most SLOT_BYTES - LENGTH_BYTES, whatever the name and the arguments are."""
+    name = span.name[:NAME_CHARACTERS]
+    fields = (span.track, name, span.begin_ms, span.end_ms, span.args, span.flow)
+    packed = _encoder.encode(fields)
+    if len(packed) > SLOT_BYTES - LENGTH_BYTES:
+        short = name.encode("ascii", "replace").decode()
+        packed = _encoder.encode(
+            (span.track[:20], short, span.begin_ms, span.end_ms, {}, span.flow)
+        )
+    return packed
 
 
 def _tracks(spans: list[Span]) -> dict[str, int]:

@@ -136,7 +136,7 @@ def test_a_request_that_kills_every_worker_it_gets_is_answered_and_its_model_set
     until(hit, "the request is answered", 60)
     with pytest.raises((WorkerLost, ModelQuarantined)):
         future.result()
-    assert len(killed) == 3
+    assert len(killed) >= 3  # a worker killed before the task began is not blamed on it
     assert running.client.infer("tiny", torch.zeros(1, 16))["y"].shape == (1, 16)
     running.client.unregister("poison")
 

@@ -1,0 +1,65 @@
+"""The timeline: a ring of fixed size, and the trace it becomes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeswitch.controller.events import Span
+from pipeswitch.timeline import SLOT_BYTES, SLOT_COUNT, Timeline
+
+
+def span(name: str = "a", begin_ms: float = 1.0, flow: int = 0, **args: Any) -> Span:
+    return Span(
+        track="copy", name=name, begin_ms=begin_ms, end_ms=begin_ms + 1, args=args, flow=flow
+    )
+
+
+def complete(trace: dict[str, Any]) -> list[dict[str, Any]]:
+    return [event for event in trace["traceEvents"] if event["ph"] == "X"]
+
+
+def test_a_span_comes_back_in_microseconds_on_its_track() -> None:
+    timeline = Timeline()
+    timeline.add(span("copy m group 0", 2.5, model="m"))
+    (event,) = complete(timeline.chrome_trace(0.0))
+    assert (event["name"], event["ts"], event["dur"], event["tid"]) == (
+        "copy m group 0", 2500.0, 1000.0, 1,
+    )  # fmt: skip
+    assert event["args"] == {"model": "m"}
+
+
+def test_older_spans_than_asked_for_are_left_out() -> None:
+    timeline = Timeline()
+    for begin_ms in (0.0, 10.0, 20.0):
+        timeline.add(span(begin_ms=begin_ms))
+    assert len(complete(timeline.chrome_trace(11.0))) == 2
+
+
+def test_the_ring_forgets_the_oldest_and_never_grows() -> None:
+    timeline = Timeline()
+    for number in range(SLOT_COUNT + 5):
+        timeline.add(span(str(number), float(number)))
+    assert len(timeline._ring) == SLOT_BYTES * SLOT_COUNT
+    names = [event["name"] for event in complete(timeline.chrome_trace(0.0))]
+    assert (len(names), names[0], names[-1]) == (SLOT_COUNT, "5", str(SLOT_COUNT + 4))
+
+
+def test_a_flow_starts_once_and_goes_on() -> None:
+    timeline = Timeline()
+    for begin_ms in (1.0, 2.0, 3.0):
+        timeline.add(span(begin_ms=begin_ms, flow=7))
+    phases = [e["ph"] for e in timeline.chrome_trace(0.0)["traceEvents"] if e.get("id") == 7]
+    assert phases == ["s", "t", "t"]
+
+
+@given(st.text(max_size=400), st.text(max_size=400))
+def test_a_span_of_any_length_fits_its_slot(name: str, value: str) -> None:
+    timeline = Timeline()
+    timeline.add(span(name, value=value))
+    timeline.add(span("next"))
+    first, second = complete(timeline.chrome_trace(0.0))
+    assert second["name"] == "next"
+    assert len(first["name"]) <= len(name)
