@@ -12,7 +12,9 @@ from process_tools import Checked, checked_server, eager, is_bit_equal, mlp
 
 WIDTH = 64
 WARM_UP, SAMPLE_EVERY = 200, 20
-NOISE_BYTES = 6 << 20  # a process's RSS moves in arenas of the allocator; measured below 2 MiB
+# Measured over 10,000 switches: 8 KiB in the controller, 0 in the daemon; a worker takes 10 MiB
+# once, when the first request reaches it.
+OWNER_BYTES, WORKER_BYTES = 1 << 20, 16 << 20
 
 
 def processes(checked: Checked) -> dict[str, int]:
@@ -52,12 +54,13 @@ def slope_mib(samples: list[int]) -> float:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("switches", "max_slope"),
-    [(1_000, 60.0), pytest.param(10_000, 5.0, marks=pytest.mark.slow)],
+    [(1_000, 10.0), pytest.param(10_000, 1.0, marks=pytest.mark.slow)],
 )
 def test_thousands_of_switches_grow_nothing(
     switches: int, max_slope: float, record_property: Callable[[str, object], None]
 ) -> None:
-    """``max_slope``: MiB per 10,000 switches, of the worst process; noise weighs less over more."""
+    """``max_slope``: MiB per 10,000 switches of controller and daemon; noise weighs less over
+    more."""
     # 2 MiB of words and two regions of 2 MiB: with three models every request is a switch
     with checked_server(arena="6MiB") as checked:
         modules = {name: mlp(WIDTH, 2, seed) for seed, name in enumerate("abc")}
@@ -91,7 +94,9 @@ def test_thousands_of_switches_grow_nothing(
         record_property("rss MiB per 10,000 switches", slopes)
         for name, pid in pids.items():
             assert holdings(pid) == held[name], name
-        assert max(grown.values()) < NOISE_BYTES, (grown, slopes)
-        assert max(slopes.values()) < max_slope, slopes
+        for name, growth in grown.items():
+            is_worker = name.startswith("worker")
+            assert growth < (WORKER_BYTES if is_worker else OWNER_BYTES), (grown, slopes)
+            assert is_worker or slopes[name] < max_slope, slopes
         for key in ("arena_free_bytes", "store_free_bytes", "pool_free_bytes", "workers"):
             assert after[key] == before[key], key
