@@ -8,6 +8,8 @@ from .core import Core
 from .events import SpawnDaemon, SpawnWorker, ToWorker
 from .records import BYSTANDER, NO_TURN, Worker
 
+MAX_DOUBLINGS = 3  # of the restart delay: 8 s at the default of 1 s
+
 
 class Fleet:
     """The memory daemon and the worker slots."""
@@ -127,11 +129,12 @@ class Fleet:
     def worker_exited(self, worker: Worker, status: int, *, ended_well: bool) -> None:
         """Reaped. The first death is replaced at once, a row of them with growing delay.
 
-        Only deaths without a task count for the delay: the machine is at fault then. A death
-        under a task is the model's or the job's, which have limits of their own.
+        Only processes that die before they are ready count for the delay: then the machine is at
+        fault, and trying again at once would only load it. A death under a task is the model's
+        or the job's, which have limits of their own; one that was ready and idle was killed.
         """
         core = self._core
-        had_task = worker.state.state in (WorkerState.ACTIVE, WorkerState.SUSPENDED)
+        was_starting = worker.state.state is WorkerState.STARTING
         worker.state.apply(WorkerEvent.EXITED, f"status {status} {worker.kill_reason}")
         worker.pid = 0
         worker.preparing = None
@@ -140,9 +143,9 @@ class Fleet:
         if ended_well:
             return
         core.counts["worker_restarts"] += 1
-        worker.deaths += not worker.is_bystander and not had_task
+        worker.deaths = worker.deaths + 1 if was_starting and not worker.is_bystander else 0
         if worker.deaths > core.settings.max_deaths:
-            doubling = min(worker.deaths - core.settings.max_deaths - 1, 6)
+            doubling = min(worker.deaths - core.settings.max_deaths - 1, MAX_DOUBLINGS)
             worker.respawn_at_ms += core.settings.restart_backoff_ms * 2**doubling
         core.publish(
             "worker.died", worker=worker.slot, status=status, reason=worker.kill_reason or "died"

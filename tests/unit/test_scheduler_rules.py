@@ -679,13 +679,21 @@ def test_a_transmission_the_daemon_refuses_is_not_waited_for(rig: Rig) -> None:
     assert rig.commands(ev.KillWorker)
 
 
-def test_workers_that_keep_dying_are_respawned_with_growing_delay(rig: Rig) -> None:
+def test_workers_that_die_before_they_are_ready_are_respawned_with_growing_delay(rig: Rig) -> None:
+    rig.worker_exits(0, 1)  # it was ready: replaced at once, and not counted
     for _ in range(rig.core.settings.max_deaths):
         rig.worker_exits(0, 1)
         assert rig.commands(ev.SpawnWorker)
     rig.worker_exits(0, 1)
     assert not rig.commands(ev.SpawnWorker)
     assert rig.scheduler.next_wakeup_ms() == 100.0
+
+
+def test_a_standby_that_is_killed_again_and_again_is_replaced_at_once(rig: Rig) -> None:
+    for _ in range(10):
+        rig.worker_exits(0)
+        assert rig.commands(ev.SpawnWorker)
+        rig.worker(0, WorkerReady(slot=0, pid=99))
 
 
 # -- prefetch ------------------------------------------------------------------------------------
