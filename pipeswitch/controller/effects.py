@@ -17,7 +17,7 @@ import msgspec
 from ..board import Board, new_bell, ring, sealed_memfd
 from ..commit_area import CommitArea, create_area
 from ..commit_files import load_commit
-from ..errors import RegistrationRefused
+from ..errors import PipeSwitchError, RegistrationRefused, ServerUnavailable
 from ..messages import (
     BuildDone,
     BuildFailed,
@@ -35,6 +35,7 @@ from ..messages import (
     StoreModel,
     WorkerSettings,
 )
+from ..programs.builder import work_prefix
 from ..programs.spec import load_manifest
 from ..timeline import Timeline
 from .events import (
@@ -49,6 +50,7 @@ from .events import (
     FromBuilder,
     FromDaemon,
     FromWorker,
+    JobAsked,
     Journal,
     KillBuild,
     KillWorker,
@@ -61,7 +63,9 @@ from .events import (
     SpawnWorker,
     StartBuild,
     ToDaemon,
+    Token,
     ToWorker,
+    UnregisterAsked,
     WorkerExited,
 )
 from .journal import JournalFile
@@ -69,6 +73,8 @@ from .processes import Child, Processes
 from .tcp import TcpThread
 
 log = logging.getLogger(__name__)
+
+_NOBODY = Token(-(1 << 62))  # asks on behalf of the server; below all of main's own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +170,7 @@ class Effects:
         self._workers: dict[Slot, tuple[int, Child]] = {}
         self._builders: dict[ModelName, Child] = {}
         self._slot_bytes: dict[JobName, int] = {}  # of each job's commit area
+        self._refused: dict[Token, PipeSwitchError] = {}  # their good answer is on its way here
         self.built_before: dict[bytes, str] = {}  # spec -> digest, from the journal
         self.timeline = Timeline()
         self.left: Leave | None = None
@@ -177,11 +184,8 @@ class Effects:
                 ring(self._memory.bells[slot])
             case ToDaemon():
                 self._to_daemon(command)
-            case Answer(token=token):
-                if token >= 0:  # negative: asked by the server itself
-                    self._tcp.post(command)
-                elif command.error is not None:
-                    log.error("restore failed: %s", command.error)
+            case Answer():
+                self._answer(command)
             case Publish() | Announce() | Retract():
                 self._tcp.post(command)
             case Span():
@@ -201,12 +205,46 @@ class Effects:
                 self._create_commits(command)
             case DropCommits(job=job):
                 self._drop_commits(job)
-            case Journal(entry=entry):
-                self._journal.append(entry)
-                if entry["kind"] == "job":  # accepted: its log exists, and is its own
-                    (self._places.logs / f"job-{entry['name']}.log").write_bytes(b"")
+            case Journal():
+                self._write_journal(command)
             case Leave():
                 self.left = command
+
+    # -- answers and what they promise ---------------------------------------------------------
+
+    def _answer(self, command: Answer) -> None:
+        if not command.more:
+            refusal = self._refused.pop(command.token, None)
+            if refusal is not None:
+                command = Answer(token=command.token, error=refusal)
+        if command.token >= 0:  # negative: asked by the server itself
+            self._tcp.post(command)
+        elif command.error is not None:
+            log.error("asked by the server itself and refused: %s", command.error)
+
+    def _write_journal(self, command: Journal) -> None:
+        """What cannot be written is not accepted: its askers are refused, and it is taken back as
+        if its owner had asked for that. What was there before (pinned now, gone, restored) goes
+        on: the journal is behind then, which a warning tells."""
+        entry = command.entry
+        try:
+            if entry["kind"] == "job":  # accepted: its log exists, and is its own
+                (self._places.logs / f"job-{entry['name']}.log").write_bytes(b"")
+            self._journal.append(entry)
+        except OSError as problem:
+            reason = os.strerror(problem.errno or 0)
+            log.error("journal %s=%s not written: %s", entry["kind"], entry["name"], reason)
+            if not command.accepts or min(command.accepts) < 0:
+                return
+            error = ServerUnavailable(
+                f'the server cannot keep "{entry["name"]}": {self._places.root}: {reason}',
+                hint="free or mend the disk of its state directory, then try again",
+            )
+            self._refused.update(dict.fromkeys(command.accepts, error))
+            if entry["kind"] == "job":
+                self._take(JobAsked(token=_NOBODY, job=JobName(entry["name"]), action="cancel"))
+            else:
+                self._take(UnregisterAsked(token=_NOBODY, model=ModelName(entry["name"])))
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -313,6 +351,8 @@ class Effects:
         digest = self.built_before.pop(command.spec, None)
         if digest is not None and (self._places.models / digest / "manifest.json").is_file():
             self._built(BuildDone(model=command.model, epoch=command.epoch, digest=digest))
+            # No process, no exit; but the next build waits for it.
+            self._take(BuilderExited(model=command.model, epoch=command.epoch, status=0))
             return
 
         def on_message(message: Message, _: list[int]) -> None:
@@ -323,6 +363,8 @@ class Effects:
 
         def on_exit(status: int) -> None:
             self._builders.pop(command.model, None)
+            for left in self._places.models.glob(work_prefix(command.epoch) + "*"):
+                shutil.rmtree(left, ignore_errors=True)  # it was killed
             self._take(BuilderExited(model=command.model, epoch=command.epoch, status=status))
 
         settings = BuildSettings(

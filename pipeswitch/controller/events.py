@@ -287,9 +287,14 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Journal:
-    """A fact that must survive the server: models and jobs (state_dir/journal)."""
+    """A fact that must survive the server: models and jobs (state_dir/journal).
+
+    ``accepts``: whose acceptance it is, to be answered after it. When it cannot be written they
+    are refused instead, and what they asked for is taken back.
+    """
 
     entry: dict[str, Any]
+    accepts: tuple[Token, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

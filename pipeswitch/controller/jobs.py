@@ -87,7 +87,8 @@ class Jobs:
         # in the queue (see _runnable).
         job = self.adopt(event.job, event.entry, event.args, event.priority)
         core.emit(Journal(entry={"kind": "job", "name": job.name, "entry": job.entry,
-                                 "args": list(job.args), "priority": job.priority}))  # fmt: skip
+                                 "args": list(job.args), "priority": job.priority},
+                          accepts=(event.token,)))  # fmt: skip
         core.publish("job.submitted", job=job.name, entry=job.entry)
         core.answer(event.token, job=self.row(job))
 

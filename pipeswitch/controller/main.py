@@ -11,6 +11,7 @@ import fcntl
 import logging
 import logging.handlers
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 WORDS = 16384  # arrival words: 64 KiB of a 2 MiB region
 DRAIN_GRACE_MS = 30_000.0
 STOP_TIMEOUT_S = 5.0
+MAX_OPEN_FILES = 65536  # what the soft limit is raised to
 SWITCH_INTERVAL_S = 0.0005  # two threads, and neither may keep the other waiting for 5 ms
 
 
@@ -57,6 +59,7 @@ def serve(config: Config, *, announce: Callable[[str], None] | None = None) -> i
         places.create()
     except OSError as error:
         raise ConfigError(f"state directory {places.root}: {error.strerror}") from None
+    _raise_open_files_limit()
     with _locked(places.root):
         _log_to(places.logs / "server.log")
         server = Server(config, device, places, announce or _print_line)
@@ -83,7 +86,10 @@ def _print_line(line: str) -> None:
 @contextlib.contextmanager
 def _locked(root: Path) -> Iterator[None]:
     """Two servers must not share a state directory; the lock dies with the process."""
-    descriptor = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        descriptor = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"state directory {root}: {error.strerror}") from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -108,6 +114,21 @@ def _log_to(path: Path) -> None:
     root.addHandler(handler)
     root.setLevel(logging.INFO)
     root.propagate = False
+
+
+def _raise_open_files_limit() -> None:
+    """Every connection is a descriptor; the usual soft limit of 1024 is a flood of idle ones."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _open_journal(path: Path) -> JournalFile:
+    try:
+        return JournalFile(path)
+    except OSError as error:
+        raise ConfigError(f"journal {path}: {error.strerror}") from None
 
 
 def _sizes(config: Config) -> Sizes:
@@ -160,7 +181,7 @@ class Server:
             "pid": os.getpid(),
         }
         self._tcp = TcpThread(config, self._memory.pool, self._post, facts=facts)
-        self._journal = JournalFile(places.root / "journal.jsonl")
+        self._journal = _open_journal(places.root / "journal.jsonl")
         self._processes = Processes(self._selector, places.logs / "processes.log", self._give_up)
         self._scheduler = Scheduler(
             SchedulerSettings(
@@ -215,6 +236,7 @@ class Server:
             for key, _ in self._selector.select(self._timeout_s()):
                 key.data()
             self._handle_inbox()
+            self._processes.kill_stopped()
             if not self._tcp.is_alive:
                 log.critical("tcp=dead, leaving")
                 return 70
@@ -229,11 +251,16 @@ class Server:
         self._wake_write.close()
         self._selector.close()
 
-    def _timeout_s(self) -> float | None:
+    def _timeout_s(self) -> float:
         wakeup_ms = self._scheduler.next_wakeup_ms()
         if self._inbox:
             return 0.0
-        return None if wakeup_ms is None else max(0.0, (wakeup_ms - _now_ms()) / 1000.0)
+        look_s = self._processes.seconds_to_look()
+        return look_s if wakeup_ms is None else min(look_s, self._until_s(wakeup_ms))
+
+    @staticmethod
+    def _until_s(at_ms: float) -> float:
+        return max(0.0, (at_ms - _now_ms()) / 1000.0)
 
     def _handle_inbox(self) -> None:
         """All events that wait, in order, then a Tick when one is due."""

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 Kind = Literal["worker", "builder", "daemon"]
 MAX_FAILED_STARTS = 3  # of the fork server in a row: its imports are broken
+LOOK_EVERY_S = 0.5  # for processes that somebody has stopped
+STOPPED_LOOKS = 5  # in a row, then it is as good as dead: about two seconds
 
 
 @dataclass
@@ -67,6 +69,8 @@ class Processes:
         self._by_ticket: dict[int, Child] = {}
         self._by_pid: dict[int, Child] = {}
         self._tickets = 0
+        self._looked_at_s = 0.0
+        self._stopped_looks: dict[int, int] = {}  # pid -> how often in a row
         self.torch_version = ""
 
     # -- fork server ---------------------------------------------------------------------------
@@ -160,16 +164,29 @@ class Processes:
         on_exit: Callable[[int], None],
     ) -> Child:
         """Ask for a child; it gets its ends of new channels, then ``descriptors``."""
-        pairs = [channel_pair() for _ in range(channel_count)]
-        child = Child(kind, name, [ours for ours, _ in pairs], on_message, on_exit)
+        child = Child(kind, name, [], on_message, on_exit)
+        passed: list[int] = []
+        try:
+            for _ in range(channel_count):
+                ours, theirs = channel_pair()
+                child.channels.append(ours)
+                passed.append(theirs.detach())
+            passed += [os.dup(descriptor) for descriptor in descriptors]
+        except OSError as error:  # too many open files: as if it had died, which is tried again
+            log.error("child=%s not forked: %s", name, error)
+            for channel in child.channels:
+                channel.close()
+            for descriptor in passed:
+                os.close(descriptor)
+            child.exit_status = -signal.SIGKILL
+            on_exit(child.exit_status)
+            return child
         for channel in child.channels:
             channel.setblocking(False)
             child.open_channels.add(channel.fileno())
             self._selector.register(
                 channel, selectors.EVENT_READ, lambda c=child, ch=channel: self._read(c, ch)
             )
-        theirs = [theirs.detach() for _, theirs in pairs]
-        passed = theirs + [os.dup(descriptor) for descriptor in descriptors]
         if self._is_server_ready:
             self._order(child, settings, passed)
         else:
@@ -202,8 +219,12 @@ class Processes:
             self.kill(child)
 
     def _read(self, child: Child, channel: Channel) -> None:
-        """Everything the child has sent on this channel; then its end of file."""
-        while True:
+        """Everything the child has sent on this channel; then its end of file.
+
+        One look of the selector may find the channel and the exit of the same child: whichever is
+        handled first, the other finds it closed.
+        """
+        while channel.fileno() in child.open_channels:
             try:
                 received = channel.receive()
             except BlockingIOError:
@@ -219,7 +240,9 @@ class Processes:
             child.on_message(message, descriptors)
 
     def _exited(self, child: Child, status: int) -> None:
-        """Reaped: deliver what it still said, then its exit."""
+        """Reaped: deliver what it still said, then its exit. Once, whoever tells of it."""
+        if child.exit_status is not None:
+            return
         for channel in list(child.channels):
             if channel.fileno() in child.open_channels:
                 self._read(child, channel)
@@ -269,6 +292,34 @@ class Processes:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
 
+    # -- processes that stand still ------------------------------------------------------------
+
+    def seconds_to_look(self) -> float:
+        """Until ``kill_stopped`` wants to be called again."""
+        return max(0.0, self._looked_at_s + LOOK_EVERY_S - time.monotonic())
+
+    def kill_stopped(self) -> None:
+        """Kill whom a SIGSTOP has held for two seconds: no pidfd tells of it, and it may hold the
+        device's turn. Looks are counted, not time, because this process may have been stopped
+        along with the others; a debugger's stop ("t") is left alone.
+        """
+        now_s = time.monotonic()
+        if now_s < self._looked_at_s + LOOK_EVERY_S:
+            return
+        self._looked_at_s = now_s
+        watched = {pid: child.name for pid, child in self._by_pid.items()}
+        if self._server is not None and self._server_channel is not None:
+            watched[self._server.pid] = "fork server"
+        looks = {pid: self._stopped_looks.get(pid, 0) + 1 for pid in watched if _is_stopped(pid)}
+        for pid in [pid for pid, count in looks.items() if count >= STOPPED_LOOKS]:
+            log.warning("child=%s pid=%d has been stopped, killing it", watched[pid], pid)
+            del looks[pid]
+            if pid in self._by_pid:
+                self.kill(self._by_pid[pid])
+            elif self._server is not None:
+                self._server.kill()
+        self._stopped_looks = looks
+
     def stop(self, timeout_s: float) -> None:
         """Leave nobody behind: ask all, kill the rest, then the fork server."""
         self._is_stopping = True
@@ -295,3 +346,12 @@ class Processes:
             except subprocess.TimeoutExpired:
                 self._server.kill()
                 self._server.wait()
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a SIGSTOP holds the process; false when it is gone."""
+    try:
+        stat = Path("/proc", str(pid), "stat").read_bytes()
+    except OSError:
+        return False
+    return stat.rpartition(b")")[2].split()[0] == b"T"

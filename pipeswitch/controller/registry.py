@@ -168,13 +168,13 @@ class Registry:
         assert model.manifest is not None
         model.state.apply(ModelEvent.STORED, f"{message.load_ms:.0f} ms")
         core.emit(Announce(model=model.name, manifest=model.manifest, priority=model.priority))
-        self._remember(model)
+        self._remember(model, accepts=tuple(model.register_tokens))
         core.publish("model.registered", model=model.name, bytes=model.manifest.total_bytes)
         for token in model.register_tokens:
             self._answer_registered(model, token)
         model.register_tokens.clear()
 
-    def _remember(self, model: Model) -> None:
+    def _remember(self, model: Model, accepts: tuple[Token, ...] = ()) -> None:
         """In the journal: the next server has it again, pinned or not, without a build."""
         assert model.manifest is not None
         entry = {
@@ -186,7 +186,7 @@ class Registry:
             "priority": model.priority,
             "pin": model.want_pinned,
         }
-        self._core.emit(Journal(entry=entry))
+        self._core.emit(Journal(entry=entry, accepts=accepts))
 
     def store_failed(self, message: StoreFailed) -> None:
         model = self._of(message.model, message.epoch)

@@ -29,6 +29,7 @@ _logger = logging.getLogger(__name__)
 CHUNK_BYTES: Final = 4 << 20
 CREDIT_CHUNKS: Final = 4  # unanswered chunks a client may have: 16 MiB of our memory
 MAX_QUEUED_CHUNKS: Final = 64  # of all clients together: 256 MiB
+MAX_PARTIALS: Final = 64  # unfinished files of all clients: each holds a descriptor
 KEEP_S: Final = 24 * 3600.0  # an upload nobody touched for a day is removed at the next start
 KINDS: Final = ("bundle", "safetensors")  # the file's suffix: how the builder reads it
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
@@ -165,6 +166,8 @@ class Uploads:
             return self._progress(chunk.size_bytes, is_complete=True)
         if chunk.offset_bytes == 0:
             self._drop(chunk.key)
+            if len(self._partials) >= MAX_PARTIALS:
+                raise QueueFull(f"{len(self._partials)} uploads are unfinished already")
             self._open(chunk)
         partial = self._partials.get(chunk.key)
         if partial is None or partial.written_bytes != chunk.offset_bytes:
@@ -211,4 +214,5 @@ class Uploads:
         if partial is not None:
             with contextlib.suppress(OSError):  # on a full disk close fails as well
                 partial.file.close()
-            partial.path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # read-only by now; the next start removes it
+                partial.path.unlink()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from torch import nn
 
 from ..devices.views import tensor_over
 from ..errors import PipeSwitchError, RegistrationRefused
@@ -25,7 +26,7 @@ from .module_mode import build_module
 from .partition import Weight, default_plan, layers_of_graph, place
 from .sources import Loaded, example_specs, load_source
 from .spec import BUNDLE_FILE, BuildSpec, load_manifest, save_manifest
-from .verify import Plain, compare, load_image, to_tensors
+from .verify import Plain, acceptable_inputs, compare, load_image
 
 __all__ = ["BuildSpec", "build", "load_manifest"]
 
@@ -75,7 +76,8 @@ def _build_bundle(spec: BuildSpec, out_dir: Path, progress: Progress) -> Manifes
 def _build_module(spec: BuildSpec, out_dir: Path, progress: Progress) -> Manifest:
     progress("build", 0.0)
     loaded = load_source(spec)
-    examples = to_tensors(example_specs(loaded.inputs), 1)
+    specs = example_specs(loaded.inputs)
+    examples = acceptable_inputs(specs, 1, lambda inputs: _plain_outputs(loaded.module, inputs))
     progress("export", 0.0)
     is_factory = not spec.source.startswith(("torchvision:", "hf:"))
     try:
@@ -119,9 +121,13 @@ def _export(
     bundle = read_bundle(path)  # what we write, we accept
 
     def plain(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return list(flatten_outputs(loaded.module(*inputs)).values())
+        return _plain_outputs(loaded.module, inputs)
 
     return _finish_graph(spec, path, bundle, plain, [*notes, *program.notes], progress)
+
+
+def _plain_outputs(module: nn.Module, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return list(flatten_outputs(module(*inputs)).values())
 
 
 def _finish_graph(
@@ -209,7 +215,7 @@ def _verify_graph(
 ) -> None:
     batches = _batches_to_try(spec, manifest)
     for done, batch in enumerate(batches):
-        inputs = to_tensors(manifest.inputs, batch)
+        inputs = acceptable_inputs(manifest.inputs, batch, plain)
         difference = compare(manifest, bound, plain, inputs)
         if difference and batch != batches[0]:
             raise _BatchMatters(f"batch is fixed: at batch {batch} {difference}")

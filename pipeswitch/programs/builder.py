@@ -34,7 +34,12 @@ def run(settings: BuildSettings, channel: Channel) -> int:
         )
 
     root = Path(settings.directory)
-    work = Path(tempfile.mkdtemp(prefix=".build-", dir=root))
+    try:
+        work = Path(tempfile.mkdtemp(prefix=work_prefix(settings.epoch), dir=root))
+    except OSError as error:
+        reason = f"{os.strerror(error.errno or 0)}: {root}"
+        _fail(channel, settings, RegistrationRefused("build", reason))
+        return 0
     try:
         spec = msgspec.msgpack.decode(settings.spec, type=BuildSpec)
         manifest = build(spec, work, progress)
@@ -50,6 +55,11 @@ def run(settings: BuildSettings, channel: Channel) -> int:
         shutil.rmtree(work, ignore_errors=True)
     channel.send(BuildDone(model=settings.model, epoch=settings.epoch, digest=manifest.digest))
     return 0
+
+
+def work_prefix(epoch: int) -> str:
+    """How the folder of an unfinished build is called; a killed builder leaves it behind."""
+    return f".build-{epoch}-"
 
 
 def _publish(work: Path, target: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import logging
 import os
@@ -15,7 +16,7 @@ import msgspec
 import torch
 from torch import nn
 
-from ..errors import RegistrationRefused
+from ..errors import PipeSwitchError, RegistrationRefused
 from .bundle import Graph, Node, check_graph, write_bundle
 from .graph import mutations
 from .layout import ITEM_BYTES, ValueSpec
@@ -24,8 +25,9 @@ from .operators import DROPPED_AT_EXPORT, split_target
 SYMBOLIC_SHAPES_LOG: Final = "torch.fx.experimental.symbolic_shapes"
 _PREFIX: Final = "module."
 _ADVICE: Final = (
-    "data-dependent control flow does not export: replace it with torch.where and fixed shapes, "
-    "or register the code as package.module:factory at the owner's door"
+    "a module must be traceable: no branch or shape that depends on data (torch.where instead), "
+    "no autocast or quantized engine inside its forward; or register the code as "
+    "package.module:factory at the owner's door"
 )
 
 
@@ -125,13 +127,15 @@ def export_module(
     Args:
         module: on the host, with data.
         example_inputs: tensors for ``forward``: one, a sequence, or a mapping passed by keyword.
-        input_names: what requests call them; default ``x``, or ``x0``, ``x1``…, or the keywords.
+        input_names: what requests call them; default: the keywords, ``x`` for a single input,
+            else the names of ``forward``'s own parameters.
         max_batch: dimension 0 may be 1 … this, when all inputs share it and the model allows.
 
     Raises:
         RegistrationRefused: the module cannot be a program; says which part and why.
     """
-    names, inputs, keywords = _named_inputs(example_inputs, input_names)
+    _check_kind(module)
+    names, inputs, keywords = _named_inputs(module, example_inputs, input_names)
     modes = [(child, child.training) for child in module.modules()]
     _set_mode(module)
     try:
@@ -143,30 +147,69 @@ def export_module(
             child.training = training
 
 
+def _check_kind(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise RegistrationRefused("source", f"a {type(module).__name__} is not an nn.Module")
+    # A traced module exports too, and is of a subclass.
+    if type(module) is torch.jit.RecursiveScriptModule:
+        raise RegistrationRefused(
+            "source", "a scripted module does not export", hint="give the module it was made from"
+        )
+
+
 def _set_mode(module: nn.Module) -> None:
     for child in module.modules():  # not .eval(): a module made by export refuses it
         child.training = False
 
 
+def _parameter_names(module: nn.Module, count: int) -> list[str]:
+    """What ``forward`` calls its first inputs; ``x`` for a single one, ``x0``… where it is silent.
+
+    ``*args`` and modules that were compiled or traced have no names of their own.
+    """
+    if count == 1:
+        return ["x"]
+    try:
+        parameters = list(inspect.signature(module.forward).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [parameter.name for parameter in parameters if parameter.kind in kinds][:count]
+    return names if len(names) == count else [f"x{index}" for index in range(count)]
+
+
+def _as_tensor(value: Any) -> Any:
+    """A numpy array as the tensor it is; everything else unchanged."""
+    return torch.from_numpy(value.copy()) if type(value).__module__ == "numpy" else value
+
+
 def _named_inputs(
+    module: nn.Module,
     example_inputs: Mapping[str, torch.Tensor] | Sequence[torch.Tensor] | torch.Tensor,
     input_names: Sequence[str] | None,
 ) -> tuple[list[str], list[torch.Tensor], list[str] | None]:
     keywords: list[str] | None = None
-    if isinstance(example_inputs, torch.Tensor):
-        inputs = [example_inputs]
-    elif isinstance(example_inputs, Mapping):
-        keywords, inputs = list(example_inputs), list(example_inputs.values())
+    example: Any = _as_tensor(example_inputs)
+    if isinstance(example, torch.Tensor):
+        inputs = [example]
+    elif isinstance(example, Mapping):
+        keywords, inputs = list(example), [_as_tensor(value) for value in example.values()]
+    elif isinstance(example, Sequence) and not isinstance(example, str | bytes):
+        inputs = [_as_tensor(value) for value in example]
     else:
-        inputs = list(example_inputs)
-    default = ["x"] if len(inputs) == 1 else [f"x{index}" for index in range(len(inputs))]
-    names = list(input_names or keywords or default)
+        raise RegistrationRefused(
+            "example inputs",
+            f"a {type(example).__name__} is neither a tensor, nor a sequence nor a mapping of them",
+        )
+    names = list(input_names or keywords or _parameter_names(module, len(inputs)))
     if len(names) != len(inputs):
         raise RegistrationRefused("inputs", f"{len(names)} names for {len(inputs)} inputs")
     for name, value in zip(names, inputs, strict=True):
         if not isinstance(value, torch.Tensor):
             raise RegistrationRefused(
-                f"input {name!r}", f"it is a {type(value).__name__}; only tensors can travel"
+                f"input {name!r}",
+                f"it is a {type(value).__name__}; only tensors can travel",
+                hint="wrap the module in one whose forward takes tensors and sets the rest",
             )
         dtype_name(value.dtype, f"input {name!r}")
     return names, inputs, keywords
@@ -536,6 +579,36 @@ def write_program(path: str | os.PathLike[str], program: Program) -> None:
     )
 
 
+def _check_that_it_repeats(module: nn.Module, example_inputs: Any) -> None:
+    """A request must have one answer: what counts its calls or draws numbers has many.
+
+    An exported graph holds Python state as the constant it was, so such a module would be served
+    with another answer than its own.
+
+    Raises:
+        RegistrationRefused: two runs on the example inputs differ.
+    """
+    _, inputs, keywords = _named_inputs(module, example_inputs, None)
+    flat = _Flat(module, keywords)
+    modes = [(child, child.training) for child in module.modules()]
+    _set_mode(module)
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            first, second = (flat(*(value.clone() for value in inputs)) for _ in range(2))
+    finally:
+        for child, training in modes:
+            child.training = training
+    for one, other in zip(first, second, strict=True):
+        if one.shape != other.shape or not torch.equal(one.nan_to_num(), other.nan_to_num()):
+            raise RegistrationRefused(
+                "module",
+                "two runs on the example inputs differ: it keeps state between calls or draws "
+                "random numbers",
+                hint="make forward depend on its inputs and weights alone",
+            )
+
+
 def export_module_to_bundle(
     module: nn.Module,
     example_inputs: Mapping[str, torch.Tensor] | Sequence[torch.Tensor] | torch.Tensor,
@@ -552,7 +625,17 @@ def export_module_to_bundle(
     Raises:
         RegistrationRefused: it cannot be a program; says which part, why and what to do.
     """
-    program = export_module(module, example_inputs, input_names=input_names, max_batch=max_batch)
+    try:
+        program = export_module(
+            module, example_inputs, input_names=input_names, max_batch=max_batch
+        )
+        _check_that_it_repeats(module, example_inputs)
+    except PipeSwitchError:
+        raise
+    except Exception as error:  # torch on a module nobody has tried
+        raise RegistrationRefused(
+            "export", f"{type(error).__name__}: {_first(error)}; {_ADVICE}"
+        ) from error
     write_program(path, program)
     graph = program.graph
     return {

@@ -53,7 +53,13 @@ upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsam
 var var_mean zeros zeros_like _to_copy constant_pad_nd reflection_pad1d reflection_pad2d
 reflection_pad3d replication_pad1d replication_pad2d replication_pad3d searchsorted bucketize
 cdist cosine_similarity im2col col2im lift_fresh_copy embedding_bag _embedding_bag bilinear
-channel_shuffle local_response_norm
+channel_shuffle local_response_norm lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _weight_norm
+affine_grid_generator max_unpool2d max_unpool3d _upsample_bicubic2d_aa _upsample_bilinear2d_aa
+_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d diff logcumsumexp
+hann_window hamming_window kthvalue quantile nanmedian nanmean nansum vdot inner kron trapezoid
+linalg_inv linalg_det linalg_solve linalg_cholesky linalg_matrix_norm linalg_norm linalg_cross
+fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn
+fft_fftshift fft_ifftshift
 """
 
 _MAY_ALIAS: Final = """
@@ -62,12 +68,12 @@ diagonal dropout alpha_dropout feature_dropout einsum expand expand_as flatten i
 meshgrid movedim mT narrow numpy_T pad permute reshape reshape_as select slice split
 split_with_sizes squeeze swapaxes swapdims t tensor_split tensordot to transpose type_as unbind
 unflatten unfold unsafe_chunk unsafe_split unsqueeze view view_as _unsafe_view moveaxis ravel
-hsplit vsplit dsplit float_power
+hsplit vsplit dsplit float_power mH adjoint real imag view_as_real view_as_complex
 """
 
 _ALSO_IN_PLACE: Final = """
 fill zero dropout copy masked_fill index_put index_copy index_add index_fill scatter scatter_add
-tril triu alpha_dropout feature_dropout masked_scatter
+tril triu alpha_dropout feature_dropout masked_scatter detach
 """
 
 INTEGER_OPERATORS: Final = frozenset({"add", "sub", "mul", "floordiv", "mod", "neg"})

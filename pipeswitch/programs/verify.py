@@ -47,6 +47,23 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return bytes(tensor_bytes(left.contiguous())) == bytes(tensor_bytes(right.contiguous()))
 
 
+def acceptable_inputs(specs: Sequence[ValueSpec], batch: int, plain: Plain) -> list[torch.Tensor]:
+    """Made-up inputs that ``plain`` can run on.
+
+    Nobody says what an integer input means: where random ones are no valid indices (a table of
+    ten rows, the offsets of bags), zeros usually are.
+    """
+    inputs = to_tensors(specs, batch)
+    if all(value.is_floating_point() or value.dtype is torch.bool for value in inputs):
+        return inputs
+    try:
+        with torch.no_grad():
+            plain([value.clone() for value in inputs])
+    except Exception:  # whatever a model's code raises; raised again if zeros do not help
+        return [v if v.is_floating_point() else torch.zeros_like(v) for v in inputs]
+    return inputs
+
+
 def to_tensors(specs: Sequence[ValueSpec], batch: int) -> list[torch.Tensor]:
     """Made-up inputs as torch tensors."""
     tensors = []
