@@ -150,8 +150,8 @@ def export_module(
 def _check_kind(module: Any) -> None:
     if not isinstance(module, nn.Module):
         raise RegistrationRefused("source", f"a {type(module).__name__} is not an nn.Module")
-    # A traced module exports too, and is of a subclass.
-    if type(module) is torch.jit.RecursiveScriptModule:
+    # Named, not imported: torch.jit does not export it. A traced module, its subclass, exports.
+    if type(module).__name__ == "RecursiveScriptModule":
         raise RegistrationRefused(
             "source", "a scripted module does not export", hint="give the module it was made from"
         )

@@ -59,7 +59,7 @@ _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d di
 hann_window hamming_window kthvalue quantile nanmedian nanmean nansum vdot inner kron trapezoid
 linalg_inv linalg_det linalg_solve linalg_cholesky linalg_matrix_norm linalg_norm linalg_cross
 fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn
-fft_fftshift fft_ifftshift
+fft_fftshift fft_ifftshift matrix_exp stft linalg_svd linalg_qr linalg_eigh
 """
 
 _MAY_ALIAS: Final = """
