@@ -161,11 +161,13 @@ class Client:
             RegistrationRefused, AlreadyExists, HostStoreFull, OutOfDeviceMemory, PermissionDenied.
         """
         with contextlib.ExitStack() as stack:
+            weights = os.fspath(weights or "")
+            if weights and not isinstance(source, str | os.PathLike):
+                raise InvalidInput("a module brings its own weights", hint="leave weights out")
+            signature = _signature(inputs)
             source = self._as_source(source, example_inputs, max_batch, progress, stack)
-            weights = os.fspath(weights)
             if weights.endswith(".safetensors"):
                 weights = self.upload(weights, "safetensors", progress)
-        signature = {key: [list(shape), dtype] for key, (shape, dtype) in (inputs or {}).items()}
         future = self._connection.request(
             "register",
             model=name,
@@ -197,6 +199,8 @@ class Client:
             return self._export(source, example_inputs, max_batch, Path(folder), progress)
         text = os.fspath(source)
         if text.endswith(".pt2"):
+            if not os.path.isfile(text):
+                raise InvalidInput(f"no file {text!r}")
             from .programs.export import convert_pt2
 
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeswitch-export-"))
@@ -466,6 +470,21 @@ def job_name(entry: str) -> str:
     stem = entry.split(":")[0].rsplit(".", 1)[-1] if ":" in entry else Path(entry).stem
     letters = [c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in stem.lower()]
     return "".join(letters).strip("._-")[:64] or "job"
+
+
+def _signature(inputs: Inputs | None) -> dict[str, list[Any]]:
+    """Declared inputs as they travel.
+
+    Raises:
+        InvalidInput: they are not ``{name: (shape, dtype)}``.
+    """
+    try:
+        return {key: [list(shape), dtype] for key, (shape, dtype) in (inputs or {}).items()}
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InvalidInput(
+            f"inputs are not {{name: (shape, dtype)}}: {error}",
+            hint='inputs={"x": ((8, 3, 224, 224), "float32")}',
+        ) from error
 
 
 def _progress_caller(progress: Progress | None) -> Callable[[dict[str, Any]], None] | None:

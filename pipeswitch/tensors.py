@@ -134,17 +134,22 @@ def _is_torch(value: Any) -> bool:
 def _as_bytes(name: str, value: Any) -> tuple[str, tuple[int, ...], memoryview]:
     import numpy as np
 
+    part = f'input "{name}"' if name else "an input"
     if _is_torch(value):
         value = _torch_as_numpy(value)
     if isinstance(value, Bits):
         array, dtype = np.ascontiguousarray(value.array), value.dtype
     else:
-        plain = np.asarray(value)
+        try:
+            plain = np.asarray(value)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise InvalidInput(f"{part} is no array: {error}") from error
+        plain = plain.astype(plain.dtype.newbyteorder("="), copy=False)
         # ascontiguousarray makes a scalar an array of one: its shape is asked before.
         array, dtype = np.ascontiguousarray(plain).reshape(plain.shape), plain.dtype.name
-    if dtype not in ITEM_BYTES or array.dtype.byteorder == ">":
+    if dtype not in ITEM_BYTES:
         raise InvalidInput(
-            f'input "{name}" has dtype {dtype}, which does not travel',
+            f"{part} has dtype {dtype}, which does not travel",
             hint=f"one of {', '.join(ITEM_BYTES)}",
         )
     raw: Any = array.reshape(-1).view(np.uint8)
@@ -157,7 +162,11 @@ def _torch_as_numpy(tensor: Any) -> Any:
         raise InvalidInput(
             f"a {tensor.layout} tensor cannot be sent", hint="send a dense one: x.to_dense()"
         )
-    tensor = tensor.detach().cpu().contiguous()
+    name = str(tensor.dtype).removeprefix("torch.")
+    if tensor.is_meta or name not in ITEM_BYTES:
+        reason = "has no data" if tensor.is_meta else f"has dtype {name}, which does not travel"
+        raise InvalidInput(f"an input {reason}", hint=f"one of {', '.join(ITEM_BYTES)}")
+    tensor = tensor.detach().resolve_neg().cpu().contiguous()
     if tensor.dtype is torch.bfloat16:
         return Bits(tensor.view(torch.int16).numpy(), "bfloat16")
     return tensor.numpy()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import runpy
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -23,14 +25,15 @@ Outcome = Literal["done", "preempted", "failed"]
 
 def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
     """Run ``message.entry`` from the top; ``TaskPreempted`` is caught here and nowhere else."""
-    _redirect_output(message.log_path)
     session = TrainingSession(host, gate, commit_every_ms=message.commit_every_ms)
     job_api._install(session)
     outcome: Outcome = "done"
     kind, text = "", ""
     try:
+        _redirect_output(message.log_path)
         session.begin()
-        _run_entry(message)
+        with _clean_exit():
+            _run_entry(message)
         if gate.is_evicting:
             outcome = "preempted"  # it was asked to go, and goes: resumes near its end
         else:
@@ -38,10 +41,7 @@ def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
     except TaskPreempted:
         outcome = "preempted"
     except SystemExit as leaving:
-        if leaving.code not in (None, 0):
-            outcome, kind, text = "failed", "SystemExit", f"exit status {leaving.code}"
-        else:
-            session.finish()
+        outcome, kind, text = "failed", "SystemExit", f"exit status {leaving.code}"
     except BaseException as error:  # user code may raise anything, KeyboardInterrupt included
         traceback.print_exc()
         outcome, kind, text = "failed", type(error).__name__, str(error)[:2000]
@@ -55,6 +55,16 @@ def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
         error_type=kind,
         error_text=text,
     )
+
+
+@contextlib.contextmanager
+def _clean_exit() -> Iterator[None]:
+    """``sys.exit(0)`` ends a script as its last line does."""
+    try:
+        yield
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0):
+            raise
 
 
 def _run_entry(message: RunJob) -> None:
@@ -81,5 +91,7 @@ def _redirect_output(path: str) -> None:
 
 
 def _flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    """What a full disk does not take is lost; the job's outcome is not."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
