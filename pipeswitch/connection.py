@@ -92,6 +92,7 @@ class Connection:
         self.address = address
         self.context: zmq.Context[Any] = zmq.Context()
         self._timeout_s = timeout_s
+        self._pid = os.getpid()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._posts: deque[Callable[[], None]] = deque()
         self._calls: dict[str, _Call] = {}  # by request id, oldest first
@@ -143,6 +144,7 @@ class Connection:
         Raises:
             PipeSwitchError: what the future would have raised.
         """
+        self._check_process()
         if not self._role.acquire(blocking=False):
             return self.request(op, **options).result()
         try:
@@ -168,6 +170,7 @@ class Connection:
         convert: Callable[[Reply], Any],
         on_progress: Callable[[dict[str, Any]], None] | None,
     ) -> _Call:
+        self._check_process()
         header = self._header(op, model, body)
         header |= {"inputs": inputs, "deadline_ms": deadline_ms, "priority": priority}
         call = _Call(
@@ -183,8 +186,17 @@ class Connection:
         )
         return call
 
+    def _check_process(self) -> None:
+        """Threads do not survive a fork: nobody would ever read the answer."""
+        if os.getpid() != self._pid:
+            raise ServerUnavailable(
+                "this client belongs to the process that made it",
+                hint="make a new pipeswitch.Client() after the fork",
+            )
+
     def notify(self, op: str, *, model: str = "") -> None:
         """Send something that has no answer; forgotten when there is no connection."""
+        self._check_process()
         header = self._header(op, model, None)
 
         def send() -> None:
@@ -195,6 +207,8 @@ class Connection:
 
     def close(self) -> None:
         """Stop the thread; calls without an answer end in Cancelled. Idempotent."""
+        if os.getpid() != self._pid:
+            return  # the socket and its thread are the parent's
         with self._lock:
             if self._is_closing:
                 return

@@ -242,9 +242,10 @@ class Committer:
     def _refuse_growth(self, needed_bytes: int) -> None:
         if needed_bytes > self._layout.state.capacity_bytes:
             raise OutOfDeviceMemory(
-                f"the state of schedulers and extra_state grew to {needed_bytes} bytes; "
-                f"{self._layout.state.capacity_bytes} were set aside when the loop began",
-                hint="keep logs and histories out of extra_state",
+                "what optimizers, schedulers and extra_state keep beside tensors grew to "
+                f"{needed_bytes} bytes; {self._layout.state.capacity_bytes} were set aside when "
+                "the loop began",
+                hint="keep logs and histories out of extra_state; for LBFGS lower history_size",
                 requested_bytes=needed_bytes,
             )
 

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import os
 import runpy
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
     kind, text = "", ""
     try:
         _redirect_output(message.log_path)
+        _let_children_be_ended()
         session.begin()
         with _clean_exit():
             _run_entry(message)
@@ -41,7 +43,7 @@ def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
     except TaskPreempted:
         outcome = "preempted"
     except SystemExit as leaving:
-        outcome, kind, text = "failed", "SystemExit", f"exit status {leaving.code}"
+        outcome, kind, text = "failed", "SystemExit", f"exit status {leaving.code}"[:2000]
     except BaseException as error:  # user code may raise anything, KeyboardInterrupt included
         traceback.print_exc()
         outcome, kind, text = "failed", type(error).__name__, str(error)[:2000]
@@ -79,6 +81,27 @@ def _run_entry(message: RunJob) -> None:
     sys.argv = [message.entry, *message.args]
     function = getattr(importlib.import_module(module_name), attribute or "main")
     function()
+
+
+def _let_children_be_ended() -> None:
+    """The script's own processes obey SIGTERM and SIGINT, which this one does not.
+
+    An ignored signal stays ignored across exec, and a pool that ends its children with SIGTERM
+    would wait for them for ever; a handler does not, and after a fork it is taken out.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stay)
+        signal.siginterrupt(number, False)
+    os.register_at_fork(after_in_child=_obey_signals)
+
+
+def _stay(number: int, frame: object) -> None:
+    """Who leaves when is the controller's decision."""
+
+
+def _obey_signals() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _redirect_output(path: str) -> None:

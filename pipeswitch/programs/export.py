@@ -404,6 +404,8 @@ class _Encoder:
             raise RegistrationRefused(f"operator {target}", _ADVICE)
         if not node.users and (name.startswith("_operator.") or not _writes(target)):
             return  # computed for a check that was dropped, or for nothing
+        if name == "aten.detach_.default":
+            name = "aten.detach.default"  # of a constant made in forward; without gradients alike
         split_target(name)
         args = [self._argument(argument, name) for argument in node.args]
         kwargs = {key: self._argument(value, name) for key, value in node.kwargs.items()}

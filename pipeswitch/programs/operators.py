@@ -73,7 +73,7 @@ hsplit vsplit dsplit float_power mH adjoint real imag view_as_real view_as_compl
 
 _ALSO_IN_PLACE: Final = """
 fill zero dropout copy masked_fill index_put index_copy index_add index_fill scatter scatter_add
-tril triu alpha_dropout feature_dropout masked_scatter detach
+tril triu alpha_dropout feature_dropout masked_scatter
 """
 
 INTEGER_OPERATORS: Final = frozenset({"add", "sub", "mul", "floordiv", "mod", "neg"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -128,7 +129,11 @@ def _torchvision(name: str, is_pretrained: bool) -> tuple[Callable[[], nn.Module
 
     def construct() -> nn.Module:
         weights = "DEFAULT" if is_pretrained else None
-        module: nn.Module = torchvision.models.get_model(name, weights=weights)
+        builder = inspect.signature(torchvision.models.get_model_builder(name))
+        has_backbone = "weights_backbone" in builder.parameters
+        # A segmenter's or detector's backbone would be downloaded, whatever its own weights are.
+        more = {"weights_backbone": None} if has_backbone else {}
+        module: nn.Module = torchvision.models.get_model(name, weights=weights, **more)
         return module
 
     return construct, {"x": ((1, 3, side, side), "float32")}
