@@ -13,7 +13,7 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -70,7 +70,7 @@ class Processes:
         self._by_pid: dict[int, Child] = {}
         self._tickets = 0
         self._looked_at_s = 0.0
-        self._stopped_looks: dict[int, int] = {}  # pid -> how often in a row
+        self._stopped = StoppedLooks()
         self.torch_version = ""
 
     # -- fork server ---------------------------------------------------------------------------
@@ -310,15 +310,12 @@ class Processes:
         watched = {pid: child.name for pid, child in self._by_pid.items()}
         if self._server is not None and self._server_channel is not None:
             watched[self._server.pid] = "fork server"
-        looks = {pid: self._stopped_looks.get(pid, 0) + 1 for pid in watched if _is_stopped(pid)}
-        for pid in [pid for pid, count in looks.items() if count >= STOPPED_LOOKS]:
+        for pid in self._stopped.look(pid for pid in watched if _is_stopped(pid)):
             log.warning("child=%s pid=%d has been stopped, killing it", watched[pid], pid)
-            del looks[pid]
             if pid in self._by_pid:
                 self.kill(self._by_pid[pid])
             elif self._server is not None:
                 self._server.kill()
-        self._stopped_looks = looks
 
     def stop(self, timeout_s: float) -> None:
         """Leave nobody behind: ask all, kill the rest, then the fork server."""
@@ -346,6 +343,20 @@ class Processes:
             except subprocess.TimeoutExpired:
                 self._server.kill()
                 self._server.wait()
+
+
+class StoppedLooks:
+    """Counts in how many looks in a row a process was found stopped."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}  # pid -> looks in a row
+
+    def look(self, stopped: Iterable[int]) -> list[int]:
+        """The pids that have been stopped for ``STOPPED_LOOKS`` looks; each is told once."""
+        counts = {pid: self._counts.get(pid, 0) + 1 for pid in stopped}
+        given_up = [pid for pid, count in counts.items() if count >= STOPPED_LOOKS]
+        self._counts = {pid: count for pid, count in counts.items() if pid not in given_up}
+        return given_up
 
 
 def _is_stopped(pid: int) -> bool:
