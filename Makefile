@@ -2,12 +2,15 @@
 PYTHON ?= python3
 VENV   ?= .venv
 OUT    ?= demo-out
+MINUTES ?= 2
+GPU_PYTHON ?= $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,python3)
+SEED   ?= 1
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 CODE   := pipeswitch workers memory_daemon
-LINTED := $(CODE) tests docs
+LINTED := $(CODE) tests docs benchmarks
 
-.PHONY: help demo test lint bench-quick clean
+.PHONY: help demo test lint bench-quick chaos model gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets.
@@ -17,7 +20,7 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed: make PYTHON=python3.12 ..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,demo]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,demo,bench]'
 	@touch $@
 
 demo: $(STAMP)  ## Serve three models beside a training job and measure it; needs no GPU.
@@ -26,13 +29,25 @@ demo: $(STAMP)  ## Serve three models beside a training job and measure it; need
 test: $(STAMP)  ## The whole test suite, on the cpu device.
 	$(BIN)/python -m pytest
 
-lint: $(STAMP)  ## ruff, its formatter, mypy.
+lint: $(STAMP)  ## ruff, its formatter, the bans, bandit, mypy.
 	$(BIN)/ruff check $(LINTED)
 	$(BIN)/ruff format --check $(LINTED)
+	$(BIN)/ruff check --config lint/bans.toml $(CODE)
+	$(BIN)/bandit -q -c lint/bandit.yaml -r $(CODE)
 	$(BIN)/mypy
 
 bench-quick: $(STAMP)  ## Short runs of all benchmarks, results in out/.
 	$(BIN)/pipeswitch bench --quick --out out
+
+chaos: $(STAMP)  ## Random faults under load: make chaos MINUTES=10 SEED=7; report in out/chaos.json.
+	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED) --out out/chaos.json
+
+model: $(STAMP)  ## Every state of the protocol model's scopes, and the seeded bugs; minutes.
+	$(BIN)/python -m tests.model --processes 2
+	$(BIN)/python -m tests.model --mutants
+
+gpu:  ## Prove the cuda device on this machine's GPU (9 minutes at most).
+	$(GPU_PYTHON) benchmarks/gpu.py $(GPU_ARGS)
 
 clean:  ## Remove everything that was made here, the environment included.
 	rm -rf $(VENV) $(OUT) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pipeswitch.commit_area import CommitArea, Failpoint, no_failpoint
+from pipeswitch.commit_area import CommitArea
 from pipeswitch.commit_files import ImageChanged, write_commit
 from pipeswitch.devices import DeviceMemory
-from pipeswitch.devices.cpu import now_ms
 from pipeswitch.devices.orders import check_pieces, check_range
+from pipeswitch.devices.waiting import now_ms
 from pipeswitch.errors import RemoteProtocolError
+from pipeswitch.failpoints import reach
 from pipeswitch.messages import (
     CommitCopy,
     CommitPersisted,
@@ -33,9 +34,8 @@ class Commits:
     goes with its last user.
     """
 
-    def __init__(self, device: DeviceMemory, failpoint: Failpoint = no_failpoint) -> None:
+    def __init__(self, device: DeviceMemory) -> None:
         self._device = device
-        self._failpoint = failpoint
         self._areas: dict[JobName, CommitArea] = {}
         self._newest_epochs: dict[JobName, Epoch] = {}
 
@@ -84,10 +84,10 @@ class Commits:
                 lambda image: self._device.read_slice(
                     order.slice_offset_bytes, order.ranges, image
                 ),
-                self._failpoint,
             )
         except (RemoteProtocolError, OSError) as problem:
             error = str(problem)
+        reach("commit.acknowledge")
         return StepCommitted(
             job=order.job,
             epoch=order.epoch,
@@ -117,7 +117,6 @@ class Commits:
                         commit.step,
                         area.image(commit),
                         is_still_whole=lambda commit=commit: area.is_current(commit),  # type: ignore[misc]
-                        failpoint=self._failpoint,
                     )
                     break
                 except ImageChanged:

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 
-from pipeswitch.commit_area import Failpoint, no_failpoint
 from pipeswitch.devices import DeviceMemory
-from pipeswitch.devices.cpu import now_ms
 from pipeswitch.devices.orders import check_range
+from pipeswitch.devices.waiting import now_ms
 from pipeswitch.errors import RemoteProtocolError
+from pipeswitch.failpoints import reach
 from pipeswitch.messages import (
     CancelTransmit,
     CloseCommits,
@@ -31,6 +31,8 @@ from pipeswitch.messages import (
     ModelStored,
     OpenCommits,
     PersistCommit,
+    Ping,
+    Pong,
     Scrub,
     Scrubbed,
     StoreFailed,
@@ -88,26 +90,28 @@ class Daemon:
         *,
         words: int,
         device_name: str,
-        failpoint: Failpoint = no_failpoint,
     ) -> None:
         self._device = device
         self._control = control
+        control.point = "daemon.send"
         self._device_name = device_name
         self._guard = TransmitGuard(
             arena_bytes=device.arena_bytes, store_bytes=device.store_bytes, words=words
         )
-        self._commits = Commits(device, failpoint)
+        self._commits = Commits(device)
         self._store_lane = Lane("store", self._send)
         self._to_host_lane = Lane("to-host", self._send)
         self._disk_lane = Lane("disk", self._send)
 
     def run(self) -> bool:
         """Announce readiness, serve. True after Exit (work finished), False at end of file."""
+        reach("daemon.start")
         ready = DaemonReady(
             pid=os.getpid(),
             arena_bytes=self._device.arena_bytes,
             store_bytes=self._device.store_bytes,
             device=self._device_name,
+            handle=self._device.export_handle(),
         )
         self._send(ready, self._device.export_descriptors())
         while True:
@@ -132,6 +136,7 @@ class Daemon:
 
     def _handle(self, message: Message, descriptors: list[int]) -> None:
         """Begin what is asked for, or raise RemoteProtocolError to refuse it."""
+        reach("daemon.message")
         match message:
             case TransmitModel():
                 self._transmit(message)
@@ -152,6 +157,8 @@ class Daemon:
             case CommitCopy():
                 area = self._commits.area_for(message)
                 self._to_host_lane.put(message.epoch, lambda: self._commits.copy(message, area))
+            case Ping(epoch=epoch):
+                self._send(Pong(epoch=epoch))
             case PersistCommit():
                 area = self._commits.area_for(message)
                 self._disk_lane.put(message.epoch, lambda: self._commits.persist(message, area))
@@ -177,7 +184,9 @@ class Daemon:
             if reader is not None:
                 raise UnusableModel(f"epoch {reader} is being transmitted from that place")
             image = self._device.store_view(order.store_offset_bytes, order.size_bytes)
+            reach("daemon.store.read")
             load_model(Path(order.directory), image)
+            reach("daemon.store.done")
         except (UnusableModel, RemoteProtocolError, OSError) as error:
             log.warning("model=%s store=failed cause=%s", order.model, error)
             return StoreFailed(model=order.model, epoch=order.epoch, reason=str(error))
@@ -186,6 +195,7 @@ class Daemon:
         return ModelStored(model=order.model, epoch=order.epoch, load_ms=load_ms)
 
     def _scrub(self, order: Scrub) -> Message:
+        reach("daemon.scrub")
         self._device.scrub(order.offset_bytes, order.size_bytes)
         return Scrubbed(epoch=order.epoch)
 

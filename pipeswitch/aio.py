@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -20,8 +21,15 @@ class AsyncClient:
     Cancelling a task that awaits ``infer`` takes the request back from the server.
     """
 
-    def __init__(self, address: str | None = None, *, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
-        self._client = Client(address, timeout_s=timeout_s)
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        timeout_s: float = CONNECT_TIMEOUT_S,
+        key: str | os.PathLike[str] | None = None,
+        server_key: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._client = Client(address, timeout_s=timeout_s, key=key, server_key=server_key)
         self.address = self._client.address
 
     async def __aenter__(self) -> AsyncClient:
@@ -50,16 +58,8 @@ class AsyncClient:
         self, name: str, source: Any, *, progress: Progress | None = None, **options: Any
     ) -> dict[str, Any]:
         """Make a model servable; ``progress`` is called on the event loop."""
-        loop = asyncio.get_running_loop()
-        report: Progress | None = None
-        if progress is not None:
-            wanted = progress
-
-            def report(stage: str, fraction: float) -> None:
-                loop.call_soon_threadsafe(wanted, stage, fraction)
-
         return await asyncio.to_thread(
-            self._client.register, name, source, progress=report, **options
+            self._client.register, name, source, progress=_on_this_loop(progress), **options
         )
 
     async def unregister(self, name: str) -> dict[str, Any]:
@@ -77,6 +77,17 @@ class AsyncClient:
     async def show(self, name: str) -> dict[str, Any]:
         return await asyncio.to_thread(self._client.show, name)
 
+    async def profile(
+        self, name: str, batches: Sequence[int] = (), *, progress: Progress | None = None
+    ) -> dict[str, Any]:
+        """Measure a model layer by layer; ``progress`` is called on the event loop."""
+        return await asyncio.to_thread(
+            self._client.profile, name, batches, progress=_on_this_loop(progress)
+        )
+
+    async def plan(self) -> dict[str, Any]:
+        return await asyncio.to_thread(self._client.plan)
+
     async def train(self, entry: str, *, name: str = "", args: Sequence[str] = ()) -> AsyncTask:
         """Start a training script as a background job."""
         task = await asyncio.to_thread(self._client.train, entry, name=name, args=args)
@@ -90,6 +101,9 @@ class AsyncClient:
 
     async def stats(self) -> dict[str, Any]:
         return await asyncio.to_thread(self._client.stats)
+
+    async def ping(self, *, deep: bool = False) -> dict[str, Any]:
+        return await asyncio.to_thread(self._client.ping, deep=deep)
 
     async def trace(self, seconds: float = 10.0) -> dict[str, Any]:
         return await asyncio.to_thread(self._client.trace, seconds)
@@ -128,3 +142,15 @@ class AsyncTask:
 
     async def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
         return await asyncio.to_thread(self._task.wait, timeout_s)
+
+
+def _on_this_loop(progress: Progress | None) -> Progress | None:
+    """Called from any thread, it calls ``progress`` on the loop that runs now."""
+    if progress is None:
+        return None
+    loop = asyncio.get_running_loop()
+
+    def report(stage: str, fraction: float) -> None:
+        loop.call_soon_threadsafe(progress, stage, fraction)
+
+    return report

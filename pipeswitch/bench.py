@@ -8,13 +8,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from .benchmarks.machine import machine_facts
 from .benchmarks.models import MODELS
-from .benchmarks.trials import Run, machine_facts
+from .benchmarks.trials import Run
 from .errors import InvalidInput
 
 BENCHMARKS: Final = {
     "switch": "switch",
+    "throughput": "throughput",
     "pipeline": "pipeline",
+    "memory": "memory",
+    "workers": "workers",
+    "state": "state",
+    "interference": "interference",
     "request-path": "request_path",
     "training": "training",
 }
@@ -29,13 +35,15 @@ def run(
     out: Path | None = None,
     as_json: bool = False,
     seed: int = 0,
+    trials: int = 0,
     emit: Callable[[str], None] | None = None,
 ) -> int:
     """Run benchmarks by name (none: all of them); the exit status, 0 whatever was measured.
 
     Args:
-        models: of ``switch``; empty: its own choice.
-        is_quick: under a minute each, few trials.
+        models: for the benchmarks of models; empty: each one's own choice.
+        is_quick: under two minutes each, few trials.
+        trials: rounds of each case instead of the benchmark's own choice; 0: that choice.
         out: a folder for one Markdown and one JSON file each.
         as_json: one JSON line per trial instead of progress and tables.
         emit: takes each line; default: standard output.
@@ -45,11 +53,13 @@ def run(
     for unknown in [name for name in models if name not in MODELS]:
         raise InvalidInput(f"no model {unknown!r} here", hint=f"one of {', '.join(MODELS)}")
     tell = emit or _write_line
+    facts = machine_facts()  # once: afterwards the load is also ours
     for name in names or BENCHMARKS:
         module: Any = importlib.import_module(f".benchmarks.{BENCHMARKS[name]}", __package__)
-        command = _command(name, models, is_quick)
-        bench = Run(name, command, is_quick, seed, as_json, tell, machine_facts())
+        command = _command(name, models, is_quick, trials)
+        bench = Run(name, command, is_quick, seed, as_json, tell, facts, trials_asked=trials)
         module.run(bench, tuple(models))
+        bench.finish()
         if not as_json:
             tell(bench.markdown())
         if out is not None:
@@ -58,11 +68,12 @@ def run(
     return 0
 
 
-def _command(name: str, models: Sequence[str], is_quick: bool) -> str:
+def _command(name: str, models: Sequence[str], is_quick: bool, trials: int) -> str:
     """As it can be typed again."""
     words = ["pipeswitch", "bench", name]
     if models:
         words += ["--models", ",".join(models)]
+    words += ["--trials", str(trials)] if trials else []
     return " ".join(words + ["--quick"] * is_quick)
 
 

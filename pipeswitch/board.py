@@ -5,7 +5,8 @@ The board is a sealed memfd made by the controller and mapped by every worker. W
 by whoever gives the device away: the stopping worker when it has parked, or the controller
 when a task ended or its worker was reaped. Word ``BEGUN + slot`` holds the epoch of the last task
 that the worker in that slot began to compute: after its death it tells whether that task can be
-blamed.
+blamed. Word ``STOP + slot`` holds the epoch of the trial that the worker in that slot shall leave:
+a run that is only measured stops between two groups when a request waits.
 
 A *bell* is an eventfd, one per worker slot: it wakes the worker of that slot, which then looks
 at the words it waits for. No wake-up is lost: the eventfd's counter stays until it is read.
@@ -22,6 +23,7 @@ BOARD_BYTES: Final = 4096
 TURN_WORD: Final = 0
 BEGUN: Final = 16
 MAX_SLOTS: Final = 64
+STOP: Final = BEGUN + MAX_SLOTS
 
 F_SEAL_FUTURE_WRITE: Final = 0x0010  # Linux 5.1; Python 3.11's fcntl does not name it
 
@@ -79,6 +81,13 @@ class Board:
     def begun(self, slot: int) -> int:
         """Epoch of the last task the slot's worker began to compute; 0: none."""
         return self._words[BEGUN + slot]
+
+    def write_stop(self, slot: int, epoch: int) -> None:
+        self._words[STOP + slot] = epoch
+
+    def stop(self, slot: int) -> int:
+        """Epoch of the trial that the slot's worker shall leave; 0: none yet."""
+        return self._words[STOP + slot]
 
     def close(self) -> None:
         self._words.release()

@@ -17,6 +17,7 @@ import click
 from click.shell_completion import get_completion_class
 
 from . import cli_views as views
+from .cli_keys import keys
 from .config import format_bytes
 from .errors import InvalidInput, PipeSwitchError, RegistrationRefused
 
@@ -64,10 +65,14 @@ def _print_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False,
               callback=_print_version, help="Show the version.")  # fmt: skip
 @click.option("--host", metavar="ADDRESS", help="Server to talk to (default: $PIPESWITCH_HOST).")
+@click.option(
+    "--key", type=click.Path(), help="This client's .key_secret (default: $PIPESWITCH_KEY)."
+)
+@click.option("--server-key", help="The server's public key (default: $PIPESWITCH_SERVER_KEY).")
 @click.pass_context
-def main(ctx: click.Context, host: str | None) -> None:
+def main(ctx: click.Context, host: str | None, key: str | None, server_key: str | None) -> None:
     """One GPU, many models, and a training job that keeps it whenever nobody asks."""
-    ctx.obj = host
+    ctx.obj = {"address": host, "key": key, "server_key": server_key}
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -79,26 +84,30 @@ def connected() -> Iterator[Any]:
     """A client of the server that was named, or of the default one."""
     from .client import Client
 
-    with Client(click.get_current_context().obj) as client:
+    with Client(**click.get_current_context().obj) as client:
         yield client
+
+
+def _completing(ctx: click.Context) -> Any:
+    from .client import Client
+
+    given = ctx.find_root().params
+    keys = {name: given.get(name) for name in ("key", "server_key")}
+    return Client(given.get("host"), timeout_s=0.5, **keys)
 
 
 def _model_names(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
     """Shell completion; silent when there is no server."""
-    from .client import Client
-
     try:
-        with Client(ctx.find_root().params.get("host"), timeout_s=0.5) as client:
+        with _completing(ctx) as client:
             return [r["name"] for r in client.models() if r["name"].startswith(incomplete)]
     except PipeSwitchError:
         return []
 
 
 def _job_names(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
-    from .client import Client
-
     try:
-        with Client(ctx.find_root().params.get("host"), timeout_s=0.5) as client:
+        with _completing(ctx) as client:
             return [r["name"] for r in client.jobs() if r["name"].startswith(incomplete)]
     except PipeSwitchError:
         return []
@@ -137,6 +146,8 @@ def _done(row: Any, text: str, as_json: bool) -> None:
 @click.option("--host-store", help="Host memory for models: auto, 32GiB or a fraction.")
 @click.option("--pool", help="Shared memory for waiting requests: 512MiB.")
 @click.option("--state-dir", type=click.Path(), help="Bundles, commits, journal, logs.")
+@click.option("--auth", help="keys: TCP clients need a key on loopback too (default: auto).")
+@click.option("--keys-dir", type=click.Path(), help="Made by pipeswitch keys.")
 @click.option("--standby", type=int, help="Warm workers beside the active one.")
 @click.option("--threads", type=int, help="Compute threads of a worker on the cpu device.")
 @click.option("--policy", help="fifo or priority.")
@@ -162,6 +173,8 @@ def _flag_tree(flags: dict[str, Any]) -> dict[str, Any]:
             "name": flags["name"],
             "pool": flags["pool"],
             "state_dir": flags["state_dir"],
+            "auth": flags["auth"],
+            "keys_dir": flags["keys_dir"],
             "allow_code": list(flags["allow_code"]) or None,
         },
         "device": {
@@ -306,6 +319,39 @@ def models(as_json: bool, watch: bool) -> None:
 def show(name: str, as_json: bool, watch: bool) -> None:
     """Show one model in full, its signature included."""
     _listing(lambda c: c.show(name), views.details, as_json, watch)
+
+
+@main.command()
+@name_argument
+@click.option("--batch", "batches", type=click.IntRange(1), multiple=True,
+              help="Sizes to time (repeatable); groups are made for the first.")  # fmt: skip
+@json_option
+def profile(name: str, batches: tuple[int, ...], as_json: bool) -> None:
+    """Measure a model layer by layer, when no request waits, and group its layers by that."""
+    from . import cli_profile
+
+    is_shown = not as_json and sys.stderr.isatty()
+    with views.progress_bar(is_shown, name) as report, connected() as client:
+        row = client.profile(name, batches, progress=report)
+    if as_json:
+        views.print_json(row)
+    else:
+        views.console().print(cli_profile.profile_view(row))
+
+
+@main.command()
+@click.option("--deadline", "deadlines", multiple=True, metavar="[NAME=]50ms",
+              help="Say whether it holds, for one model or for all (repeatable).")  # fmt: skip
+@json_option
+@watch_option
+def plan(deadlines: tuple[str, ...], as_json: bool, watch: bool) -> None:
+    """Predict switch times, groups and prefixes, and say what the arena holds."""
+    from . import cli_profile
+
+    wanted = cli_profile.parse_deadlines(deadlines)
+    _listing(
+        lambda c: cli_profile.report(c.plan(), wanted), cli_profile.report_view, as_json, watch
+    )
 
 
 # ---- inference ---------------------------------------------------------------------------------
@@ -535,6 +581,17 @@ def top(as_json: bool) -> None:
 
 
 @main.command()
+@click.option("--deep", is_flag=True, help="Through scheduler, memory daemon and workers.")
+@json_option
+def ping(deep: bool, as_json: bool) -> None:
+    """Whether the server would serve a request now: exit 0, else 1; 3 when nobody answers."""
+    with connected() as client:
+        answer = client.ping(deep=deep)
+    _done(answer, views.ping_line(answer), as_json)
+    sys.exit(EXIT_OK if answer["ready"] else EXIT_FAILED)
+
+
+@main.command()
 @click.argument("out", type=click.Path(dir_okay=False))
 @click.option("--seconds", type=float, default=10.0, show_default=True)
 def trace(out: str, seconds: float) -> None:
@@ -562,19 +619,30 @@ def demo(out: str, as_json: bool) -> None:
 
 @main.command()
 @click.argument("names", nargs=-1, metavar="[NAME]...")
-@click.option("--models", default="", help="Of switch: resnet152,inception_v3,bert-base,mlp.")
-@click.option("--quick", is_flag=True, help="About a minute each, few trials.")
+@click.option("--models", default="", help="Such as resnet152,inception_v3,bert-base,mlp.")
+@click.option("--quick", is_flag=True, help="Under two minutes each, few trials.")
+@click.option("--trials", type=click.IntRange(min=0), default=0, help="Rounds of each case.")
 @click.option("--out", type=click.Path(file_okay=False), help="A folder for the reports.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @json_option
 def bench(
-    names: tuple[str, ...], models: str, quick: bool, out: str | None, seed: int, as_json: bool
+    names: tuple[str, ...],
+    models: str,
+    quick: bool,
+    trials: int,
+    out: str | None,
+    seed: int,
+    as_json: bool,
 ) -> None:
-    """Measure this machine: switch, pipeline, request-path, training (none named: all)."""
+    """Measure this machine (none named: all).
+
+    switch, throughput, pipeline, memory, workers, state, interference, request-path, training
+    """
     run = _part("pipeswitch.bench", "run")
     chosen = [model for model in models.split(",") if model]
     folder = Path(out) if out else None
-    sys.exit(run(names, models=chosen, is_quick=quick, out=folder, as_json=as_json, seed=seed))
+    options = {"is_quick": quick, "trials": trials, "as_json": as_json, "seed": seed}
+    sys.exit(run(names, models=chosen, out=folder, **options))
 
 
 @main.command()
@@ -637,6 +705,9 @@ def config_schema() -> None:
     from .config import schema
 
     views.print_json(schema())
+
+
+main.add_command(keys)
 
 
 @main.command()

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -18,15 +19,17 @@ from typing import Any, Final
 
 import zmq
 
-from .addresses import default_address
+from .addresses import as_seen_from, default_address
 from .connection import Connection, Reply
 from .errors import InvalidInput, ServerUnavailable
+from .keys import keys_from
 from .sockets import make_subscriber
 from .tensors import Result, Signature, from_reply, to_frames
 from .wire import unpack_dict
 
 CONNECT_TIMEOUT_S: Final = 2.5
 CHUNK_BYTES: Final = 4 << 20
+PING_TIMEOUT_S: Final = 5.0  # a whole server answers in milliseconds, a silent part costs 1 s
 LOG_POLL_MS: Final = 500  # between looks at a log that is followed when no event came
 
 Progress = Callable[[str, float], None]
@@ -43,13 +46,26 @@ class Client:
         address: ``tcp://host:port`` or ``ipc://path``; default: ``PIPESWITCH_HOST``, else the
             owner's ipc socket if a server listens there, else ``tcp://127.0.0.1:5555``.
         timeout_s: how long a server may take to answer the first hello.
+        key: this client's ``.key_secret`` file; default: ``PIPESWITCH_KEY``. TCP only.
+        server_key: the server's public key, or its file; default: ``PIPESWITCH_SERVER_KEY``.
 
-    Every verb raises an error of ``pipeswitch.errors``; ``ServerUnavailable`` when nobody answers.
+    Every verb raises an error of ``pipeswitch.errors``: ``ServerUnavailable`` when nobody answers,
+    ``PermissionDenied`` when the server does not know the key.
     """
 
-    def __init__(self, address: str | None = None, *, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        timeout_s: float = CONNECT_TIMEOUT_S,
+        key: str | os.PathLike[str] | None = None,
+        server_key: str | os.PathLike[str] | None = None,
+    ) -> None:
         self.address = address or default_address(os.environ)
-        self._connection = Connection(self.address, timeout_s)
+        keys = None
+        if not self.address.startswith("ipc://"):  # the owner's door asks for none
+            keys = keys_from(key, server_key, os.environ)
+        self._connection = Connection(self.address, timeout_s, keys)
 
     def __enter__(self) -> Client:
         return self
@@ -295,6 +311,31 @@ class Client:
         row: dict[str, Any] = self._ask("show", model=name)["model"]
         return row
 
+    def profile(
+        self, name: str, batches: Sequence[int] = (), *, progress: Progress | None = None
+    ) -> dict[str, Any]:
+        """Measure a model layer by layer, when no request waits; its profile.
+
+        Args:
+            name: of a model that is ready.
+            batches: sizes to time, the groups are made for the first; default: the one its
+                requests come with.
+            progress: called as the work proceeds.
+        """
+        future = self._connection.request(
+            "profile",
+            model=name,
+            body={"batches": list(batches)},
+            is_safe=True,  # measured twice at worst
+            on_progress=_progress_caller(progress),
+        )
+        row: dict[str, Any] = future.result().body["profile"]
+        return row
+
+    def plan(self) -> dict[str, Any]:
+        """Each model's profile and the arena: what ``pipeswitch plan`` reckons with."""
+        return self._ask("plan")
+
     def signature(self, name: str) -> Signature:
         """A model's inputs and batch range, to make requests from."""
         return Signature.from_row(self.show(name))
@@ -363,6 +404,34 @@ class Client:
         """What the server says of itself: pid, device, addresses."""
         return self._ask("ping")
 
+    def ping(self, *, deep: bool = False, timeout_s: float = PING_TIMEOUT_S) -> dict[str, Any]:
+        """Whether the server would serve a request now: ``{"ready": …, "why": …, "total_ms": …}``.
+
+        Deep asks scheduler, memory daemon and every worker, and disturbs no task: also
+        ``controller_ms`` (there and back), ``daemon_ms`` and ``workers``, each with its ``ms``
+        (None: silent).
+
+        Raises:
+            ServerUnavailable: nobody answers within ``timeout_s``.
+        """
+        began_s = time.monotonic()
+        future = self._connection.request(
+            "ping", body={"deep": True} if deep else None, is_safe=True
+        )
+        try:
+            answer: dict[str, Any] = future.result(timeout_s).body
+        except TimeoutError:
+            future.cancel()
+            raise ServerUnavailable(
+                f"no answer from {self.address} within {timeout_s:g} s", hint="see the server's log"
+            ) from None
+        total_ms = (time.monotonic() - began_s) * 1000.0
+        if not deep:
+            why = "" if answer["ready"] else "its engine is not up"
+            return {"ready": answer["ready"], "why": why, "total_ms": total_ms}
+        controller_ms = total_ms - answer.pop("engine_ms")
+        return {**answer, "controller_ms": controller_ms, "total_ms": total_ms}
+
     def stop_server(self, drain_s: float = 30.0) -> None:
         """Ask the server to finish what it accepted and leave; returns when it agrees or left."""
         with contextlib.suppress(ServerUnavailable):
@@ -382,8 +451,8 @@ class Client:
 
     def subscribe(self, *topics: str) -> zmq.Socket[bytes]:
         """The bare subscription behind ``events``: ``[topic, msgpack]``; the caller closes it."""
-        address = str(self.about()["events"])
-        subscriber = make_subscriber(self._connection.context)
+        address = as_seen_from(self.address, str(self.about()["events"]))
+        subscriber = make_subscriber(self._connection.context, self._connection.keys)
         for topic in topics or ("",):
             subscriber.subscribe(topic)
         subscriber.connect(address)

@@ -28,6 +28,7 @@ import msgspec
 
 from .board import sealed_memfd
 from .errors import RemoteProtocolError
+from .failpoints import reach
 
 HEADER_BYTES: Final = 4096
 SLOT_COUNT: Final = 2
@@ -40,13 +41,6 @@ _RECORD_WORDS: Final = (8, 16)
 _SEQUENCE, _STEP, _SIZE, _CHECKSUM = range(4)
 
 CHECKSUM_PIECE_BYTES: Final = 4 << 20  # the interpreter lock is let go and taken once a piece
-
-Failpoint = Callable[[str], None]
-"""Called at every named point of a write, so that a test can end the process exactly there."""
-
-
-def no_failpoint(_: str) -> None:
-    """The failpoint of a process that is not under test."""
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,7 +135,6 @@ class CommitArea:
         step: int,
         size_bytes: int,
         fill: Callable[[memoryview], None],
-        failpoint: Failpoint = no_failpoint,
     ) -> Commit:
         """Write a commit as told above; ``fill`` puts the image into the view it is given.
 
@@ -156,10 +149,10 @@ class CommitArea:
         sequence = self._words[_SEQUENCE_WORD] + 1
         record = _RECORD_WORDS[sequence % SLOT_COUNT]
         self._words[record + _SEQUENCE] = 0
-        failpoint("commit:struck")
+        reach("commit.struck")
         image = self._slot(sequence)[:size_bytes]
         fill(image)
-        failpoint("commit:copied")
+        reach("commit.copied")
         commit = Commit(
             sequence=sequence, step=step, size_bytes=size_bytes, checksum=checksum_of(image)
         )
@@ -167,9 +160,9 @@ class CommitArea:
         self._words[record + _SIZE] = size_bytes
         self._words[record + _CHECKSUM] = commit.checksum
         self._words[record + _SEQUENCE] = sequence
-        failpoint("commit:recorded")
+        reach("commit.recorded")
         self._words[_SEQUENCE_WORD] = sequence
-        failpoint("commit:flipped")
+        reach("commit.flipped")
         return commit
 
     def close(self) -> None:

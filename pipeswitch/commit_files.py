@@ -1,4 +1,7 @@
-"""A job's newest commit on disk: an image file and a small JSON file that names it.
+"""A job's newest commit on disk: a safetensors file and a small JSON file that names it.
+
+The data of the safetensors file is the commit's image, byte for byte: any reader of safetensors
+finds the parameters in it, and resuming needs no conversion (ADR 0008).
 
 Crash-safe by order (RELIABILITY 3, rows 22 and 25): the image is written to a temporary name,
 fsynced and renamed; only then is ``commit.json`` replaced the same way, which is the flip. The
@@ -18,21 +21,23 @@ from typing import Final
 
 import msgspec
 
-from .commit_area import CommitArea, Failpoint, create_area, no_failpoint
+from .commit_area import CommitArea, create_area
+from .commit_image import LENGTH, safetensors_head
 from .errors import RemoteProtocolError
+from .failpoints import reach
 
 RECORD_NAME: Final = "commit.json"
 PIECE_BYTES: Final = 4 << 20
-_IMAGE: Final = re.compile(r"commit-\d+-\d+\.img(\.tmp)?")
-_OURS: Final = re.compile(r"commit-\d+-\d+\.img(\.tmp)?|commit\.json\.tmp")
+_IMAGE: Final = re.compile(r"commit-\d+-\d+\.safetensors(\.tmp)?")
+_OURS: Final = re.compile(r"commit-\d+-\d+\.safetensors(\.tmp)?|commit\.json\.tmp")
 
 
 class CommitRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The content of ``commit.json``."""
 
     step: int
-    size_bytes: int
-    sha256: str  # hex, of the image
+    size_bytes: int  # of the image: the file without its head
+    sha256: str  # hex, of the whole file
     image: str  # file name beside this one
 
 
@@ -46,7 +51,6 @@ def write_commit(
     image: memoryview,
     *,
     is_still_whole: Callable[[], bool] = lambda: True,
-    failpoint: Failpoint = no_failpoint,
 ) -> CommitRecord:
     """Make ``image`` the commit on disk; returns when it would survive a power loss. Blocks.
 
@@ -57,21 +61,22 @@ def write_commit(
         ImageChanged: see there; the commit before stays.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    name = f"commit-{step}-{_next_generation(directory)}.img"
+    name = f"commit-{step}-{_next_generation(directory)}.safetensors"
     temporary = directory / f"{name}.tmp"
     try:
-        digest = _write_synced(temporary, image)
+        reach("persist.image.write")
+        digest = _write_synced(temporary, memoryview(safetensors_head(image)), image)
         if not is_still_whole():
             raise ImageChanged(f"step {step}")
-        failpoint("persist:image-written")
+        reach("persist.image.written")
         temporary.rename(directory / name)
-        failpoint("persist:image-renamed")
+        reach("persist.image.renamed")
         record = CommitRecord(step=step, size_bytes=len(image), sha256=digest, image=name)
         _write_synced(directory / f"{RECORD_NAME}.tmp", memoryview(msgspec.json.encode(record)))
         _sync_directory(directory)  # the image's name must be on disk before anything names it
-        failpoint("persist:record-written")
+        reach("persist.record.written")
         (directory / f"{RECORD_NAME}.tmp").rename(directory / RECORD_NAME)
-        failpoint("persist:record-renamed")
+        reach("persist.record.renamed")
         _sync_directory(directory)
     finally:
         _remove_unnamed(directory)
@@ -112,17 +117,16 @@ def load_commit(directory: Path, slot_bytes: int = 0) -> tuple[int, int, CommitR
         return None
     slot_bytes = slot_bytes or record.size_bytes
     path = directory / record.image
-    try:
-        actual_bytes = path.stat().st_size
-    except FileNotFoundError:
-        raise RemoteProtocolError(f"{path} is missing") from None
-    if actual_bytes != record.size_bytes:
-        raise RemoteProtocolError(f"{path} has {actual_bytes} bytes, not {record.size_bytes}")
+    head_bytes = _head_bytes(path, record)
     descriptor = create_area(slot_bytes)
     try:
         area = CommitArea(descriptor, slot_bytes, is_writer=True)
         try:
-            area.write(record.step, record.size_bytes, lambda view: _read_into(path, view, record))
+            area.write(
+                record.step,
+                record.size_bytes,
+                lambda view: _read_into(path, head_bytes, view, record),
+            )
         finally:
             area.close()
     except BaseException:
@@ -131,30 +135,48 @@ def load_commit(directory: Path, slot_bytes: int = 0) -> tuple[int, int, CommitR
     return descriptor, slot_bytes, record
 
 
-def _read_into(path: Path, image: memoryview, record: CommitRecord) -> None:
+def _head_bytes(path: Path, record: CommitRecord) -> int:
+    """What stands in front of the image; the file must end with the image."""
+    try:
+        actual_bytes = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(LENGTH.size)
+    except FileNotFoundError:
+        raise RemoteProtocolError(f"{path} is missing") from None
+    head_bytes = LENGTH.size + (LENGTH.unpack(start)[0] if len(start) == LENGTH.size else 0)
+    if actual_bytes != head_bytes + record.size_bytes:
+        raise RemoteProtocolError(
+            f"{path} has {actual_bytes} bytes, not {head_bytes} + {record.size_bytes}"
+        )
+    return head_bytes
+
+
+def _read_into(path: Path, head_bytes: int, image: memoryview, record: CommitRecord) -> None:
     digest = hashlib.sha256()
     position = 0
     with path.open("rb", buffering=0) as file:
+        digest.update(file.read(head_bytes))
         while position < len(image):
             count = file.readinto(image[position : position + PIECE_BYTES])
             if not count:
-                raise RemoteProtocolError(f"{path} ended at byte {position}")
+                raise RemoteProtocolError(f"{path} ended at byte {position} of the image")
             digest.update(image[position : position + count])
             position += count
     if digest.hexdigest() != record.sha256:
         raise RemoteProtocolError(f"{path} does not match its digest")
 
 
-def _write_synced(path: Path, data: memoryview) -> str:
+def _write_synced(path: Path, *parts: memoryview) -> str:
     """Write a whole file and fsync it; returns the sha256 of the bytes that were written."""
     digest = hashlib.sha256()
     with path.open("wb", buffering=0) as file:
-        for start in range(0, len(data), PIECE_BYTES):
-            piece = bytes(data[start : start + PIECE_BYTES])  # digest and file see the same bytes
-            digest.update(piece)
-            written = 0
-            while written < len(piece):
-                written += file.write(piece[written:])
+        for part in parts:
+            for start in range(0, len(part), PIECE_BYTES):
+                piece = bytes(part[start : start + PIECE_BYTES])  # digest and file see the same
+                digest.update(piece)
+                written = 0
+                while written < len(piece):
+                    written += file.write(piece[written:])
         os.fsync(file.fileno())
     return digest.hexdigest()
 

@@ -1,27 +1,23 @@
-"""A training job's commit image: self-describing bytes, and its form on disk. No torch.
+"""A training job's commit image: self-describing bytes. No torch.
 
 An image is what a worker commits and what a resumed job starts from (DESIGN 5). To the memory
-daemon it is opaque; whoever must look inside (the CLI, the writer to disk) does it here.
+daemon it is opaque; whoever must look inside (the writer to disk) does it here.
 
     [header, 64 bytes][blobs: attachments of the tagged JSON][JSON] … [bulk: tensors] [past images]
 
 The JSON holds ``tensors`` (name -> dtype, shape, stride, offset and size in the image), ``blobs``
-(name -> offset and size) and ``meta`` (the session's tagged state). On disk: ``commit.json``, and
-beside it one safetensors file, which it names. Renaming ``commit.json`` is the flip: a crash at
-any moment leaves the old pair or the new one.
+(name -> offset and size) and ``meta`` (the session's tagged state). On disk the same bytes are
+the data of a safetensors file (``commit_files.py``).
 """
 
 from __future__ import annotations
 
 import json
-import os
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from math import prod
 from typing import Any, Final
-
-import numpy as np
 
 from .errors import InvalidInput
 
@@ -29,7 +25,8 @@ MAGIC: Final = b"PSCOMMIT"
 VERSION: Final = 1
 HEADER: Final = struct.Struct("<8sIIQQQ")  # magic, version, crc32, json offset, json size, image
 HEADER_BYTES: Final = 64
-COMMIT_FILE: Final = "commit.json"
+LENGTH: Final = struct.Struct("<Q")  # of a safetensors header, in front of it
+BYTES_AT: Final = "__bytes_at__"  # what lies between two tensors: this and its offset
 
 SAFETENSORS_DTYPES: Final[Mapping[str, tuple[str, int]]] = {
     "float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2),
@@ -77,69 +74,62 @@ def parse_image(image: memoryview) -> tuple[dict[str, Any], dict[str, tuple[int,
     return content, ranges
 
 
-def image_to_files(image: memoryview, directory: Path) -> Path:
-    """Write an image as ``commit.json`` and one safetensors file; durable when this returns.
+def safetensors_head(image: memoryview) -> bytes:
+    """What makes a safetensors file of an image's bytes when it stands in front of them.
 
-    Returns:
-        the path of ``commit.json``. The pair that was there before stays whole until the flip.
-
-    Raises:
-        InvalidInput: not an image.
-        OSError: disk full or failing; the old pair is untouched.
+    The bytes stay as they lie: nobody reorders a tensor to write it or to read it. Tensors appear
+    with dtype and shape; one that is not row-major as a flat row (its shape and strides are in
+    the image's JSON); all between them as bytes, since the format allows no holes. What is no
+    image is bytes altogether. Never raises: it may be called on an image that changes.
     """
     image = image.cast("B")
-    content, ranges = parse_image(image)
-    directory.mkdir(parents=True, exist_ok=True)
-    _, _, checksum, *_ = HEADER.unpack(image[: HEADER.size])
-    data_name = f"commit-{content['meta'].get('step', 0)}-{checksum:08x}.safetensors"
-    data_crc = _write_durably(directory / data_name, _safetensors(image, content, ranges))
-    document = {
-        "format": "pipeswitch-commit",
-        "version": VERSION,
-        "data": data_name,
-        "data_crc32": data_crc,
-        "image_bytes": HEADER.unpack(image[: HEADER.size])[5],
-        "json_offset": HEADER.unpack(image[: HEADER.size])[3],
-        "content": content,
-    }
-    _write_durably(directory / COMMIT_FILE, iter([json.dumps(document).encode()]))
-    for other in directory.glob("commit-*.safetensors*"):
-        if other.name != data_name:
-            other.unlink(missing_ok=True)
-    return directory / COMMIT_FILE
+    header: dict[str, Any] = {"__metadata__": {"format": "pipeswitch-commit"}}
+    position = 0
+    for start, size, name, dtype, shape in sorted(_tensors_of(image)):
+        if start < position or name.startswith("__"):
+            continue  # not an image of ours: there no two tensors overlap
+        if start > position:
+            header[f"{BYTES_AT}{position}"] = _span("U8", [start - position], position, start)
+        position = start + size
+        header[name] = _span(dtype, shape, start, position)
+    if position < len(image):
+        header[f"{BYTES_AT}{position}"] = _span("U8", [len(image) - position], position, len(image))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(LENGTH.size + len(text)) % HEADER_BYTES)  # tensors stay aligned in the file
+    return LENGTH.pack(len(text)) + text
 
 
-def files_to_image(directory: Path) -> bytes:
-    """Rebuild an image from ``image_to_files``'s pair; equal to the original but for padding.
-
-    Raises:
-        InvalidInput: damaged or of another version.
-        FileNotFoundError: nothing was written there.
-    """
+def _tensors_of(image: memoryview) -> Iterator[tuple[int, int, str, str, list[int]]]:
+    """(offset, size, name, safetensors' dtype, shape) of each tensor; nothing when it is torn."""
     try:
-        document = json.loads((directory / COMMIT_FILE).read_bytes())
-        content, data_name = document["content"], document["data"]
-        image_bytes, json_offset = int(document["image_bytes"]), int(document["json_offset"])
-        if document["version"] != VERSION or Path(data_name).name != data_name:
-            raise InvalidInput(f"{directory}: version {document['version']}, file {data_name!r}")
-        raw = (directory / data_name).read_bytes()
-        if zlib.crc32(raw) != document["data_crc32"]:
-            raise InvalidInput(f"{directory / data_name} is damaged: its checksum differs")
-        image = np.zeros(image_bytes, np.uint8)
-        encoded = dump_json(content)
-        image[:HEADER_BYTES] = np.frombuffer(
-            pack_header(encoded, json_offset, image_bytes), np.uint8
-        )
-        image[json_offset : json_offset + len(encoded)] = np.frombuffer(encoded, np.uint8)
-        (header_bytes,) = struct.unpack("<Q", raw[:8])
-        for name, entry in json.loads(raw[8 : 8 + header_bytes]).items():
-            begin, end = entry["data_offsets"]
-            _place(image, content, name, raw[8 + header_bytes + begin : 8 + header_bytes + end])
-    except (ValueError, KeyError, TypeError, struct.error) as error:
-        raise InvalidInput(f"{directory}: not a commit: {error}") from error
-    result = image.tobytes()
-    parse_image(memoryview(result))
-    return result
+        content, ranges = parse_image(image)
+    except InvalidInput:
+        return
+    for name, entry in content["tensors"].items():
+        start, size = ranges[name]
+        dtype, shape = _as_it_lies(entry, size)
+        yield start, size, name, dtype, shape
+
+
+def _as_it_lies(entry: Mapping[str, Any], size_bytes: int) -> tuple[str, list[int]]:
+    """A tensor's dtype and shape for readers of safetensors, who take row-major order."""
+    dtype, item_bytes = SAFETENSORS_DTYPES.get(str(entry.get("dtype")), ("U8", 1))
+    shape, expected = entry.get("shape"), 1
+    if size_bytes % item_bytes:
+        return "U8", [size_bytes]
+    if dtype != "U8" and isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape):
+        row_major = []
+        for extent in reversed(shape):
+            row_major.append(expected)
+            expected *= max(extent, 1)
+        is_whole = prod(shape) * item_bytes == size_bytes
+        if is_whole and entry.get("stride") == row_major[::-1]:
+            return dtype, shape
+    return dtype, [size_bytes // item_bytes]
+
+
+def _span(dtype: str, shape: list[int], start: int, end: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
 
 
 def compact_image(image: memoryview, without: str) -> bytes:
@@ -164,87 +154,3 @@ def compact_image(image: memoryview, without: str) -> bytes:
 def dump_json(content: Mapping[str, Any]) -> bytes:
     """The JSON of an image as bytes, in the one form that is used everywhere."""
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
-
-
-# ----------------------------------------------------------------------------------- files
-
-
-def _safetensors(
-    image: memoryview, content: Mapping[str, Any], ranges: Mapping[str, tuple[int, int]]
-) -> Iterator[bytes | memoryview]:
-    """The chunks of a safetensors file (8-byte length, JSON, data), without a second copy."""
-    header: dict[str, Any] = {}
-    position = 0
-    for name, (_, size) in ranges.items():
-        entry = content["tensors"].get(name)
-        dtype, shape = "U8", [size]
-        if entry is not None and entry["dtype"] in SAFETENSORS_DTYPES:
-            dtype, shape = SAFETENSORS_DTYPES[entry["dtype"]][0], entry["shape"]
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, position + size]}
-        position += size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the format asks for alignment, and allows spaces
-    yield struct.pack("<Q", len(text)) + text
-    for name, (start, size) in ranges.items():
-        chunk = image[start : start + size]
-        entry = content["tensors"].get(name)
-        yield chunk if entry is None else _row_major(chunk, entry)
-
-
-def _is_strided(entry: Mapping[str, Any]) -> bool:
-    """Stored in another order than row-major (channels last), and of a dtype we can reorder."""
-    expected, stride = 1, []
-    for extent in reversed(entry["shape"]):
-        stride.append(expected)
-        expected *= max(extent, 1)
-    return entry["dtype"] in SAFETENSORS_DTYPES and entry["stride"] != stride[::-1]
-
-
-def _strided_view(flat: np.ndarray[Any, Any], entry: Mapping[str, Any]) -> np.ndarray[Any, Any]:
-    reach = sum((n - 1) * s for n, s in zip(entry["shape"], entry["stride"], strict=True)) + 1
-    if min(entry["stride"], default=0) < 0 or min(entry["shape"], default=1) < 1:
-        raise InvalidInput("impossible strides")
-    if reach > flat.size:
-        raise InvalidInput("strides reach outside the tensor")
-    return np.lib.stride_tricks.as_strided(
-        flat, entry["shape"], [s * flat.itemsize for s in entry["stride"]]
-    )
-
-
-def _row_major(chunk: memoryview, entry: Mapping[str, Any]) -> bytes | memoryview:
-    if not _is_strided(entry) or not len(chunk):
-        return chunk
-    width = SAFETENSORS_DTYPES[entry["dtype"]][1]
-    return _strided_view(np.frombuffer(chunk, f"u{width}"), entry).tobytes()
-
-
-def _place(image: np.ndarray[Any, Any], content: Mapping[str, Any], name: str, raw: bytes) -> None:
-    entry = content["tensors"].get(name)
-    place = entry if entry is not None else content["blobs"][name]
-    target = image[place["offset"] : place["offset"] + place["size"]]
-    if entry is not None and raw and _is_strided(entry):
-        width = SAFETENSORS_DTYPES[entry["dtype"]][1]
-        flat = np.empty(len(raw) // width, f"u{width}")
-        _strided_view(flat, entry)[...] = np.frombuffer(raw, flat.dtype).reshape(entry["shape"])
-        target[:] = flat.view(np.uint8)
-    else:
-        target[:] = np.frombuffer(raw, np.uint8)
-
-
-def _write_durably(path: Path, chunks: Iterator[bytes | memoryview]) -> int:
-    """Write temp, fsync, rename, fsync the directory; returns the content's crc32."""
-    temporary = path.with_name(path.name + ".tmp")
-    checksum = 0
-    with temporary.open("wb") as file:
-        for chunk in chunks:
-            checksum = zlib.crc32(chunk, checksum)
-            file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return checksum

@@ -171,6 +171,24 @@ class ServerConfig(_Checked):
     allow_code: tuple[str, ...] = _setting(
         (), "list", "module names and script paths TCP clients may name (shell wildcards)"
     )
+    auth: str = _setting(
+        "auto", "choice", "keys: TCP clients need an admitted key (pipeswitch keys); "
+        "auto: only when other machines can reach the address", choices=("auto", "keys"),
+    )  # fmt: skip
+    keys_dir: str = _setting(
+        "", "text", "the server's CURVE key and its clients'; empty: STATE_DIR/keys"
+    )
+    max_connections: int = _setting(
+        1024, "count", "TCP connections at once, to each of the two ports", low=1
+    )
+    watchdog_ms: float = _setting(
+        30000.0, "ms", "a scheduler that stands still this long ends the server; 0: never",
+        key="watchdog", shown="30s", low=0,
+    )  # fmt: skip
+    drain_grace_ms: float = _setting(
+        30000.0, "ms", "to finish what was accepted after SIGTERM or SIGINT",
+        key="drain_grace", shown="30s", low=0,
+    )  # fmt: skip
     state_dir: str = _setting(
         "", "text", "bundles, commits, journal, logs; empty: $XDG_STATE_HOME/pipeswitch"
     )
@@ -187,9 +205,41 @@ class DeviceConfig(_Checked):
     arena: Amount = _setting(  # noqa: RUF009 - Amount is frozen, sharing it is safe
         _AUTO, "amount", "device memory to take: auto, 20GiB or a fraction", shown="auto"
     )
+    prefix: Amount = _setting(  # noqa: RUF009 - as above
+        _AUTO, "amount",
+        "of the arena, to keep the first groups of models that had to leave: auto (none), 1GiB…",
+        shown="auto",
+    )  # fmt: skip
     link_gbps: float = _setting(
         0.0, "number", "cpu device: model a host link of this many GB/s; 0: as fast as it goes",
         low=0,
+    )  # fmt: skip
+    waits: str = _setting(
+        "auto", "choice", "cuda: who waits for a layer group to arrive: auto, cpu or gpu",
+        choices=("auto", "cpu", "gpu"),
+    )  # fmt: skip
+    words: str = _setting(
+        "auto", "choice", "cuda: how arrival is signalled: auto, copy or write",
+        choices=("auto", "copy", "write"),
+    )  # fmt: skip
+    activations: str = _setting(
+        "auto", "choice", "cuda: where models compute: auto, private or slice (of the arena)",
+        choices=("auto", "private", "slice"),
+    )  # fmt: skip
+    slice: Amount = _setting(  # noqa: RUF009 - as above
+        _AUTO, "amount", "cuda: size of that slice: auto, 4GiB or a fraction", shown="auto"
+    )
+    graphs: str = _setting(
+        "auto", "choice", "cuda: replay layer groups as CUDA graphs: auto, off or on",
+        choices=("auto", "off", "on"),
+    )  # fmt: skip
+    graph_budget_bytes: int = _setting(
+        1 << 30, "size", "cuda: driver memory that one worker's graphs may take",
+        key="graph_budget", shown="1GiB", low=0,
+    )  # fmt: skip
+    bindings: str = _setting(
+        "cuda.bindings", "text", "cuda: the package with the bindings",
+        pattern=r"[A-Za-z_][A-Za-z0-9_.]*",
     )  # fmt: skip
 
 
@@ -222,6 +272,9 @@ class SchedulerConfig(_Checked):
 
     policy: str = _setting("priority", "choice", "fifo or priority", choices=("fifo", "priority"))
     max_queue: int = _setting(512, "count", "requests that may wait", low=1)
+    max_queue_per_model: int = _setting(
+        256, "count", "of them for one model: a flood for one leaves room for the others", low=1
+    )
     max_wait_ms: float = _setting(
         2000.0, "ms", "after this a waiting request goes first",
         key="max_wait", shown="2s", low=0,
@@ -233,6 +286,26 @@ class SchedulerConfig(_Checked):
     commit_every_ms: float = _setting(
         5000.0, "ms", "how often a training job's state is kept",
         key="commit_every", shown="5s", low=0,
+    )  # fmt: skip
+    persist_every_ms: float = _setting(
+        30000.0, "ms", "how often a job's newest commit is written to disk",
+        key="persist_every", shown="30s", low=0,
+    )  # fmt: skip
+    max_compute_ms: float = _setting(
+        60000.0, "ms", "a request that computes so much longer than its model ever did is taken "
+        "for an endless loop and killed; 0: never", key="max_compute", shown="60s", low=0,
+    )  # fmt: skip
+    deadline_grace_ms: float = _setting(
+        5000.0, "ms", "a request that computes so long after its deadline is killed",
+        key="deadline_grace", shown="5s", low=0,
+    )  # fmt: skip
+    stop_grace_ms: float = _setting(
+        30000.0, "ms", "a job that does not step aside for so long is killed",
+        key="stop_grace", shown="30s", low=0,
+    )  # fmt: skip
+    evict_grace_ms: float = _setting(
+        30000.0, "ms", "a job that does not leave the device for so long is killed",
+        key="evict_grace", shown="30s", low=0,
     )  # fmt: skip
 
 
@@ -486,6 +559,7 @@ def _with_directories(config: Config, environ: Mapping[str, str]) -> Config:
         config.server,
         state_dir=str(Path(state).expanduser().absolute()),
         runtime_dir=str(Path(runtime).expanduser().absolute()),
+        keys_dir=str(Path(config.server.keys_dir or Path(state, "keys")).expanduser().absolute()),
     )
     return dataclasses.replace(config, server=server)
 

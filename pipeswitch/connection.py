@@ -23,16 +23,25 @@ from typing import Any, Final
 
 import msgspec
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from .errors import (
     Cancelled,
+    PermissionDenied,
     PipeSwitchError,
     RemoteProtocolError,
     ServerUnavailable,
     from_wire,
 )
-from .sockets import Caps, make_dealer, watch_connections
+from .keys import ClientKeys
+from .sockets import (
+    DONTWAIT,
+    Caps,
+    is_readable,
+    make_dealer,
+    next_events,
+    send_frames,
+    watch_connections,
+)
 from .wire import (
     MAGIC,
     VERSION,
@@ -48,6 +57,14 @@ MAX_REPLY_BYTES: Final = 1 << 32  # of one frame; the server we chose is trusted
 ZERO_COPY_BYTES: Final = 64 << 10
 BODY_TENSOR: Final = "body"
 CLOSE_FLUSH_MS: Final = 200
+MAX_BROKEN_HANDSHAKES: Final = 3  # in a row with keys: it is not a server that just restarts
+MAX_EVENTS: Final = 16  # of a connection, at one look
+_BROKEN: Final = int(zmq.EVENT_DISCONNECTED)
+_SHAKEN: Final = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+_UNKNOWN_KEY: Final = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+_OTHER_MECHANISM: Final = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+_HANDSHAKE_CUT: Final = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+_WATCHED: Final = _BROKEN | _SHAKEN | _UNKNOWN_KEY | _OTHER_MECHANISM | _HANDSHAKE_CUT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,13 +100,24 @@ class _Link:
     hello_until_s: float
     session: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
+    is_shaken: bool = False  # the peer speaks ZeroMQ and let us in
+    cut_count: int = 0  # handshakes that the peer broke off
+
+
+_ADMIT: Final = "on the server: pipeswitch keys admit NAME KEY"
+_BRING: Final = (
+    "key= and server_key=, or PIPESWITCH_KEY and PIPESWITCH_SERVER_KEY; "
+    "the server's owner makes them: pipeswitch keys client NAME"
+)
+_EXPECT: Final = "on the server: pipeswitch keys server --show"
 
 
 class Connection:
     """One client's connection. ``request`` and ``call`` may be called from any thread."""
 
-    def __init__(self, address: str, timeout_s: float) -> None:
+    def __init__(self, address: str, timeout_s: float, keys: ClientKeys | None = None) -> None:
         self.address = address
+        self.keys = keys
         self.context: zmq.Context[Any] = zmq.Context()
         self._timeout_s = timeout_s
         self._pid = os.getpid()
@@ -272,17 +300,18 @@ class Connection:
         What has arrived is taken before a broken connection is noticed, and that before
         anything is sent: a call must not go out on a connection that is known to be dead.
         """
-        ready = dict(self._poller.poll(0 if self._posts else self._poll_ms()))
-        if self._wake in ready:
-            os.eventfd_read(self._wake)
         link = self._link
-        if link is not None and link.sock in ready:
+        if not self._posts:
+            ready = dict(self._poller.poll(self._poll_ms()))
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+        if link is not None and is_readable(link.sock):
             self._receive(link)
         if self._link is link and link is not None:
-            if link.monitor in ready and self._is_broken(link):
-                self._broken()
-            elif not link.session and time.monotonic() > link.hello_until_s:
-                self._unavailable()
+            self._watch(link)
+        link = self._link
+        if link is not None and not link.session and time.monotonic() > link.hello_until_s:
+            self._unavailable()
         while self._posts:
             self._posts.popleft()()
 
@@ -291,12 +320,15 @@ class Connection:
             return None
         return max(0, round((self._link.hello_until_s - time.monotonic()) * 1000)) + 1
 
-    def _open(self) -> None:
-        """A new socket and its hello. The time to answer starts now."""
-        sock = make_dealer(self.context, Caps(max_message_bytes=MAX_REPLY_BYTES))
+    def _open(self, hello_until_s: float | None = None) -> None:
+        """A new socket and its hello. The time to answer starts now, unless it has before."""
+        sock = make_dealer(self.context, Caps(max_message_bytes=MAX_REPLY_BYTES), self.keys)
+        monitor = watch_connections(sock, _WATCHED)  # before there is anything to miss
         try:
             sock.connect(self.address)
         except zmq.ZMQError as error:
+            sock.disable_monitor()
+            monitor.close(0)
             sock.close(0)
             reason = error.strerror
             self._fail_all(
@@ -308,9 +340,9 @@ class Connection:
             return
         self._link = _Link(
             sock=sock,
-            monitor=watch_connections(sock, zmq.EVENT_DISCONNECTED),
+            monitor=monitor,
             hello_id=f"{self._prefix}-hello-{next(self._numbers)}",
-            hello_until_s=time.monotonic() + self._timeout_s,
+            hello_until_s=hello_until_s or time.monotonic() + self._timeout_s,
         )
         self._poller.register(sock, zmq.POLLIN)
         self._poller.register(self._link.monitor, zmq.POLLIN)
@@ -327,16 +359,41 @@ class Connection:
         link.monitor.close(0)
         link.sock.close(linger_ms)
 
-    @staticmethod
-    def _is_broken(link: _Link) -> bool:
-        try:
-            recv_monitor_message(link.monitor, zmq.DONTWAIT)
-        except zmq.Again:
-            return False
-        return True  # the only event that is watched
+    def _watch(self, link: _Link) -> None:
+        """What became of the connection:
+
+        1. the peer let us in;
+        2. it asks for a key that we do not have, or knows ours not, or is not who we expect:
+           waiting would not change that;
+        3. it is gone: with a session, or before its hello was answered, a new one is opened.
+           One that never came to be is tried again by libzmq itself.
+        """
+        for event, _ in next_events(link.monitor, MAX_EVENTS):
+            if event == _SHAKEN:
+                link.is_shaken = True
+            elif event == _UNKNOWN_KEY:
+                self._refused("the server does not admit this client's key", _ADMIT)
+            elif event == _OTHER_MECHANISM and self.keys is None:
+                self._refused("the server asks for a key", _BRING)
+            elif event == _OTHER_MECHANISM:
+                self._refused("the server asks for no key", "leave key and server_key out")
+            elif event == _HANDSHAKE_CUT and self.keys is not None:
+                link.cut_count += 1
+                if link.cut_count >= MAX_BROKEN_HANDSHAKES:
+                    self._refused("its key is not the one given, or it is full", _EXPECT)
+            elif event == _BROKEN and link.is_shaken:
+                self._broken()
+            if self._link is not link:
+                return  # thrown away, its monitor too
+
+    def _refused(self, text: str, hint: str) -> None:
+        self._shut()
+        self._fail_all(lambda: PermissionDenied(f"{self.address}: {text}", hint=hint))
 
     def _broken(self) -> None:
         """The connection is gone: what may not be sent twice fails, the rest goes out again."""
+        link = self._link
+        hello_until_s = link.hello_until_s if link is not None and not link.session else None
         self._shut()
         for call in list(self._calls.values()):
             call.tries += call.is_sent
@@ -349,7 +406,7 @@ class Connection:
                     ),
                 )
             call.is_sent = False
-        self._open()
+        self._open(hello_until_s)
 
     def _unavailable(self) -> None:
         self._shut()
@@ -377,7 +434,7 @@ class Connection:
         header = RequestHeader(**fields, session=link.session)
         parts = [MAGIC, encode_header(header), *frames]
         is_large = any(len(frame) >= ZERO_COPY_BYTES for frame in frames)
-        link.sock.send_multipart(parts, copy=not is_large)
+        send_frames(link.sock, parts, copy=not is_large)
 
     def _cancel(self, call: _Call) -> None:
         """The caller took it back: tell the server; its answer will find nobody."""
@@ -388,11 +445,8 @@ class Connection:
             self._transmit(self._link, header, ())
 
     def _receive(self, link: _Link) -> None:
-        while self._link is link:
-            try:
-                frames = link.sock.recv_multipart(zmq.DONTWAIT, copy=False)
-            except zmq.Again:
-                return
+        while self._link is link and is_readable(link.sock):
+            frames = link.sock.recv_multipart(DONTWAIT, copy=False)
             parts = [frame.buffer for frame in frames]
             try:
                 header = decode_reply(parts)

@@ -17,6 +17,7 @@ from . import board
 from .addresses import default_address
 from .config import Config, format_bytes
 from .controller.doors import parse_listen
+from .devices import choosing, cuda_ladder
 from .errors import PipeSwitchError
 
 COPY_BYTES: Final = 128 << 20  # larger than any cache
@@ -44,6 +45,7 @@ def examine(config: Config) -> list[Finding]:
     checks: list[Callable[[], list[Finding]]] = [
         _software,
         _gpu,
+        lambda: _cuda(config),
         _memory,
         _kernel,
         lambda: _doors(config),
@@ -87,6 +89,47 @@ def _gpu() -> list[Finding]:
         facts = dict(line.split(":", 1) for line in card.read_text().splitlines() if ":" in line)
         found.append(Finding("gpu", "ok", facts.get("Model", "unknown").strip()))
     return found
+
+
+def _cuda(config: Config) -> list[Finding]:
+    """What the self-test says, rung by rung; takes seconds, and only where there is a driver."""
+    name, bindings = config.device.name, config.device.bindings
+    is_real = bindings == choosing.REAL_PACKAGE
+    if name == "cpu":
+        return []
+    if is_real and not choosing.has_driver_library():
+        return [Finding("cuda", "ok", "no driver library (libcuda.so.1): the cpu device is used")]
+    index = int(name.partition(":")[2] or 0)
+    try:
+        found = choosing.examine(bindings, index, with_tests=True)
+    except PipeSwitchError as error:
+        return [Finding("cuda", "fail" if name.startswith("cuda") else "warn", error.message,
+                        error.hint)]  # fmt: skip
+    device = found.pop("device")
+    versions = f"driver for CUDA {device['driver'] // 1000}, runtime {device['runtime'] // 1000}"
+    size = f"{format_bytes(device['free_bytes'])} of {format_bytes(device['device_bytes'])} free"
+    findings = [Finding("cuda", "ok", f"{device['name']}, {size}, {versions}")]
+    if device["free_bytes"] < 0.8 * device["device_bytes"]:
+        advice = "nvidia-smi says who; a smaller --arena leaves them room"
+        findings.append(Finding("cuda neighbours", "warn", "others use this GPU too", advice))
+    for test in cuda_ladder.TESTS:
+        outcome = found.get(test, {"is_ok": False, "text": "it did not run"})
+        is_needed = test in cuda_ladder.REQUIRED
+        bad: Literal["warn", "fail"] = "fail" if is_needed else "warn"
+        advice = "" if outcome["is_ok"] else _cuda_advice(test)
+        findings.append(
+            Finding(f"cuda {test}", "ok" if outcome["is_ok"] else bad, outcome["text"], advice)
+        )
+    return findings
+
+
+def _cuda_advice(test: str) -> str:
+    """What to do about a test that fails; the rung below serves meanwhile, where there is one."""
+    if test == "ipc":
+        return "daemon and workers need one IPC and PID namespace: in a container --ipc=host"
+    if test == "memory":
+        return "nvidia-smi: is the GPU in exclusive mode, in MIG mode, or full?"
+    return "the server uses what works instead; [device] in the config can name it"
 
 
 def _meminfo(key: str) -> int:

@@ -6,7 +6,7 @@ PipeSwitchError
 │   ├── ModelNotFound          no such model or job; names the nearest one
 │   ├── AlreadyExists          the name is taken by something with another digest
 │   ├── RegistrationRefused    a model cannot be accepted; says which part and why
-│   └── PermissionDenied       code from a door that does not accept code
+│   └── PermissionDenied       a key the server does not admit, or code at a door that takes none
 ├── try again, or later
 │   ├── DeadlineExceeded       the answer would have come too late
 │   ├── QueueFull              too many or too large requests are waiting
@@ -90,7 +90,7 @@ class RegistrationRefused(PipeSwitchError):
 
 
 class PermissionDenied(PipeSwitchError):
-    """Code (a script, a factory) came through a door that does not accept code."""
+    """The client's key is missing or not admitted; or code came through a door that takes none."""
 
 
 class DeadlineExceeded(PipeSwitchError):

@@ -2,8 +2,8 @@
 
 A *layer* is a run of execution from one first use of weights to just before the next: nothing
 between two first uses can start earlier or later, so no cut there could help. A *plan* is the
-list of layers at which a group starts, whoever made it: ``bucket`` needs no profile; a planner
-with measured times returns the same kind of value.
+list of layers at which a group starts, whoever made it: ``bucket`` needs no profile; the
+planner (``planning/``), which has measured times, returns the same kind of value.
 """
 
 from __future__ import annotations
@@ -45,6 +45,16 @@ def bucket(
             filled_bytes = 0
         filled_bytes += size_bytes
     return tuple(starts)
+
+
+def one_shot(layer_count: int) -> Plan:
+    """Everything in one group: copy, then run."""
+    return (0,) if layer_count else ()
+
+
+def per_layer(layer_count: int) -> Plan:
+    """Each layer a group of its own."""
+    return tuple(range(layer_count))
 
 
 def check_plan(plan: Plan, layer_count: int) -> None:

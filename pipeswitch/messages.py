@@ -64,6 +64,22 @@ class ChildExited(Message, frozen=True):
 # ---- controller <-> memory daemon -----------------------------------------------------------
 
 
+class CudaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How daemon and workers use a cuda device: the rungs that were chosen when the server began.
+
+    Part of DaemonSettings and WorkerSettings, no message of its own.
+    """
+
+    package: str = "cuda.bindings"
+    visible: str = ""  # UUID: what CUDA_VISIBLE_DEVICES becomes in children; empty: as it is
+    waits: Literal["cpu", "gpu"] = "cpu"
+    words: Literal["copy", "write"] = "copy"
+    slice_bytes: int = 0  # of the activation slice behind the arena; 0: ordinary memory
+    use_graphs: bool = False
+    graph_bytes: int = 0  # driver memory that one worker's graphs may take
+    private_bytes: int = 0  # what one worker may allocate outside of the slice; 0: no cap
+
+
 class DaemonSettings(Message, frozen=True):
     """What a memory daemon is started with (descriptors: control, store, bells…)."""
 
@@ -74,15 +90,21 @@ class DaemonSettings(Message, frozen=True):
     link_bytes_per_s: float  # 0: as fast as it goes
     bell_count: int
     log_path: str = ""
+    cuda: CudaOptions | None = None  # of a cuda device
 
 
 class DaemonReady(Message, frozen=True):
-    """memory daemon -> controller: memory is taken. Descriptors: models (sealed), work."""
+    """memory daemon -> controller: memory is taken.
+
+    Descriptors, for the workers: on cpu models (sealed) and work; on cuda the host's copy of the
+    arrival words.
+    """
 
     pid: int
     arena_bytes: int
     store_bytes: int
     device: str
+    handle: bytes = b""  # cuda: the allocation's IPC handle
 
 
 class StoreModel(Message, frozen=True):
@@ -225,7 +247,10 @@ class DaemonFault(Message, frozen=True):
 
 
 class WorkerSettings(Message, frozen=True):
-    """What a worker is started with (descriptors: task, signal, models, work, pool, bells…)."""
+    """What a worker is started with.
+
+    Descriptors: task and signal channel, board, pool, ``bell_count`` bells, then DaemonReady's.
+    """
 
     slot: Slot
     device: str
@@ -235,6 +260,8 @@ class WorkerSettings(Message, frozen=True):
     threads: int
     bell_count: int
     log_path: str = ""
+    handle: bytes = b""  # DaemonReady's
+    cuda: CudaOptions | None = None  # of a cuda device
 
 
 class WorkerReady(Message, frozen=True):
@@ -251,6 +278,7 @@ class PrepareModel(Message, frozen=True):
     digest: str
     directory: str
     arena_offset_bytes: int  # its home, to bind parameters now; -1 when it has none yet
+    plan: tuple[int, ...] = ()  # layers that open a group; empty: the groups it was built with
 
 
 class ModelPrepared(Message, frozen=True):
@@ -259,6 +287,7 @@ class ModelPrepared(Message, frozen=True):
     model: ModelName
     digest: str
     prepare_ms: float
+    plan: tuple[int, ...] = ()
     error: str = ""
 
 
@@ -279,7 +308,12 @@ class SlabTensor(Message, frozen=True):
 
 
 class RunInference(Message, frozen=True):
-    """controller -> worker: run one request as its groups arrive, when the turn word says so."""
+    """controller -> worker: run one request as its groups arrive, when the turn word says so.
+
+    A *trial* (``trial_batch``) is a run that is measured and answered to nobody: the worker makes
+    up its inputs, writes no outputs, and leaves between two groups when the board's stop word
+    says so (InferenceFailed, Cancelled).
+    """
 
     epoch: Epoch  # also the turn this task computes under
     request_id: str
@@ -292,6 +326,8 @@ class RunInference(Message, frozen=True):
     inputs: tuple[SlabTensor, ...]
     reply_offset_bytes: int
     reply_bytes: int
+    plan: tuple[int, ...] = ()  # as PrepareModel's
+    trial_batch: int = 0  # 0: a request
 
 
 class InferenceDone(Message, frozen=True):
@@ -304,6 +340,7 @@ class InferenceDone(Message, frozen=True):
     first_group_at_ms: float  # first group began to compute
     ended_at_ms: float
     stall_ms: float  # waiting for groups while holding the turn
+    is_clean: bool = False  # no ``Cleaned`` follows: it holds nothing of the task any more
     group_begins_at_ms: tuple[float, ...] = ()
     group_ends_at_ms: tuple[float, ...] = ()
 
@@ -430,6 +467,18 @@ class JobEnded(Message, frozen=True):
     error_text: str = ""
 
 
+class Ping(Message, frozen=True):
+    """controller -> memory daemon, worker (termination thread): are you there? No task notices."""
+
+    epoch: Epoch
+
+
+class Pong(Message, frozen=True):
+    """memory daemon, worker -> controller: yes."""
+
+    epoch: Epoch
+
+
 class Exit(Message, frozen=True):
     """controller -> anyone: finish and leave with status 0."""
 
@@ -482,6 +531,6 @@ AnyMessage = (
     | CommitPersisted | DaemonFault | WorkerSettings | WorkerReady | PrepareModel | ModelPrepared
     | ForgetModel | SlabTensor | RunInference | InferenceDone | InferenceFailed | Cleaned | RunJob
     | LeaseRequest | LeaseGranted | LeaseRefused | StopTask | Parked | GrantTurn | EvictTask
-    | CommitStep | StepCommitted | JobReport | JobEnded | Exit | BuildSettings | BuildProgress
-    | BuildDone | BuildFailed
+    | CommitStep | StepCommitted | JobReport | JobEnded | Ping | Pong | Exit | BuildSettings
+    | BuildProgress | BuildDone | BuildFailed
 )  # fmt: skip

@@ -217,13 +217,21 @@ class Machine(Generic[State, Event]):
     changes nothing; the error prints the story.
     """
 
-    __slots__ = ("_table", "key", "state", "story")
+    __slots__ = ("_steps", "_table", "key", "state")
 
     def __init__(self, key: str, state: State, table: Mapping[tuple[State, Event], State]) -> None:
         self.key = key
         self.state = state
-        self.story: deque[str] = deque(maxlen=STORY_LENGTH)
+        self._steps: deque[tuple[State, State, Event, str]] = deque(maxlen=STORY_LENGTH)
         self._table = table
+
+    @property
+    def story(self) -> list[str]:
+        """The last transitions as text, made when somebody reads it: a request has six."""
+        return [
+            f"{source.value}->{target.value} {event.value} {cause}".rstrip()
+            for source, target, event, cause in self._steps
+        ]
 
     def allows(self, event: Event) -> bool:
         """Whether the table has a row for ``event`` now."""
@@ -240,9 +248,9 @@ class Machine(Generic[State, Event]):
                 key=self.key,
                 state=self.state.value,
                 event=event.value,
-                story=list(self.story),
+                story=self.story,
             ) from None
-        self.story.append(f"{self.state.value}->{target.value} {event.value} {cause}".rstrip())
+        self._steps.append((self.state, target, event, cause))
         self.state = target
         return target
 

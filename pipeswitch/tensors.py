@@ -48,14 +48,18 @@ class Timing:
 
     @classmethod
     def from_wire(cls, values: Mapping[str, Any]) -> Timing:
-        known = set(cls.__dataclass_fields__) - {"extra"}
-        own = {key: value for key, value in values.items() if key in known}
-        return cls(**own, extra={k: v for k, v in values.items() if k not in known})
+        if values.keys() <= _BILL_FIELDS:
+            return cls(**values)
+        own = {key: value for key, value in values.items() if key in _BILL_FIELDS}
+        return cls(**own, extra={k: v for k, v in values.items() if k not in _BILL_FIELDS})
 
     def as_dict(self) -> dict[str, Any]:
         """As ``--json`` prints it."""
         own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "extra"}
         return {**own, **self.extra}
+
+
+_BILL_FIELDS: Final = frozenset(Timing.__dataclass_fields__) - {"extra"}
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,8 @@ def _as_bytes(name: str, value: Any) -> tuple[str, tuple[int, ...], memoryview]:
             plain = np.asarray(value)
         except (ValueError, TypeError, OverflowError) as error:
             raise InvalidInput(f"{part} is no array: {error}") from error
-        plain = plain.astype(plain.dtype.newbyteorder("="), copy=False)
+        if not plain.dtype.isnative:
+            plain = plain.astype(plain.dtype.newbyteorder("="))
         # ascontiguousarray makes a scalar an array of one: its shape is asked before.
         array, dtype = np.ascontiguousarray(plain).reshape(plain.shape), plain.dtype.name
     if dtype not in ITEM_BYTES:

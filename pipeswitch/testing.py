@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .client import Client
 
@@ -36,9 +37,9 @@ class RunningServer:
     ipc_address: str
     state_dir: Path
 
-    def client(self, *, tcp: bool = False) -> Client:
+    def client(self, *, tcp: bool = False, **options: Any) -> Client:
         """A client through the owner's door, or through TCP as a stranger's would."""
-        return Client(self.tcp_address if tcp else self.ipc_address)
+        return Client(self.tcp_address if tcp else self.ipc_address, **options)
 
     @property
     def pid(self) -> int:

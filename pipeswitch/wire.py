@@ -17,6 +17,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from .errors import LocalProtocolError, RemoteProtocolError
+from .failpoints import garbled
 from .messages import AnyMessage, Message
 
 MAGIC: Final = b"PSW1"
@@ -28,7 +29,8 @@ MAX_DESCRIPTORS: Final = 64
 
 Op = Literal[
     "hello", "infer", "prefetch", "cancel", "put", "register", "unregister", "load", "unload",
-    "models", "show", "ps", "train", "job", "jobs", "stats", "trace", "profile", "ping", "stop",
+    "models", "show", "ps", "train", "job", "jobs", "stats", "trace", "profile", "plan",
+    "ping", "stop",
 ]  # fmt: skip
 Status = Literal["ok", "error", "progress"]
 
@@ -175,6 +177,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
+        self.point = ""  # the failpoint that each message passes
         self._packet = bytearray(PACKET_BYTES)  # pages are taken as packets touch them
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, 4 << 20)  # the kernel caps it
@@ -191,6 +194,8 @@ class Channel:
             LocalProtocolError: larger than a packet can be.
         """
         data = encode_message(message)
+        if self.point:
+            data = garbled(self.point, data)
         control = []
         if descriptors:
             packed = array.array("i", descriptors).tobytes()

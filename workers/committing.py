@@ -19,7 +19,7 @@ from pipeswitch.commit_image import HEADER_BYTES, dump_json, pack_header, parse_
 from pipeswitch.errors import InvalidInput, OutOfDeviceMemory
 from pipeswitch.programs.layout import aligned
 
-from .snapshot import Captured, DataState, RandomState, load_state, state_of
+from .snapshot import Captured, DataState, RandomState, captured, load_state, state_of
 from .torch_private import mark_optimizer_called, optimizer_was_called, version
 from .training_slice import TrainedObjects, TrainingSlice
 
@@ -143,7 +143,7 @@ class Committer:
             RandomState(self._device),
             data,
             entry,
-            Captured(options_of(self._objects)),
+            captured(options_of(self._objects), None if last is None else last.options),
             [(version(p), p.requires_grad) for p in parameters.values()],
             bytes([module.training for module in self._objects.modules]),
             gradients,

@@ -20,6 +20,7 @@ from torch import nn
 from .gate import Gate
 
 _gate: Gate | None = None
+_pace: Callable[[], None] | None = None
 
 
 class Removable(Protocol):
@@ -30,6 +31,8 @@ class Removable(Protocol):
 
 def look_at_the_gate_before_forward(module: nn.Module, args: Any) -> None:
     """Forward pre-hook: park or unwind before this module computes."""
+    if _pace is not None:
+        _pace()
     gate = _gate
     if gate is not None and gate.asked:
         gate.answer("forward")
@@ -37,6 +40,8 @@ def look_at_the_gate_before_forward(module: nn.Module, args: Any) -> None:
 
 def look_at_the_gate_in_backward(parameter: torch.Tensor) -> None:
     """Post-accumulate-grad hook: park or unwind when this module's gradient is done."""
+    if _pace is not None:
+        _pace()
     gate = _gate
     if gate is not None and gate.asked:
         gate.answer("backward")
@@ -46,6 +51,12 @@ def use_gate(gate: Gate | None) -> None:
     """Make ``gate`` the one that all module hooks of this process look at."""
     global _gate
     _gate = gate
+
+
+def use_pace(pace: Callable[[], None] | None) -> None:
+    """Call ``pace`` at every gate point: it keeps the script from running far ahead of a device."""
+    global _pace
+    _pace = pace
 
 
 def hook_modules(models: Iterable[nn.Module]) -> list[Removable]:

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from pipeswitch.commit_area import HEADER_BYTES, SLOT_COUNT, CommitArea
-from pipeswitch.devices.cpu import CpuPoolView, now_ms
+from pipeswitch.devices import PoolView
+from pipeswitch.devices.waiting import now_ms
 from pipeswitch.errors import PipeSwitchError, TaskPreempted, from_wire
+from pipeswitch.failpoints import reach
 from pipeswitch.messages import (
     ByteRange,
     CommitStep,
@@ -29,14 +31,13 @@ class JobHost:
     """``TrainingHost`` over the worker's channels. The main thread asks, the termination
     thread delivers the answers."""
 
-    device = "cpu"
-
     def __init__(
-        self, message: RunJob, task: Channel, view: CpuPoolView, descriptors: Sequence[int]
+        self, message: RunJob, task: Channel, view: PoolView, descriptors: Sequence[int]
     ) -> None:
         self._message = message
         self._task = task
         self._view = view
+        self.device = view.device
         self._changed = threading.Condition()
         self._lease: LeaseGranted | LeaseRefused | None = None
         self._committed: StepCommitted | None = None
@@ -56,8 +57,10 @@ class JobHost:
             OutOfDeviceMemory, HostStoreFull: it can never fit.
             TaskPreempted: the job was evicted while it waited.
         """
+        reach("job.lease")
         with self._changed:
             self._lease = None
+        self._view.settle()  # what still reads the former slice: it may be given to another
         self._task.send(
             LeaseRequest(
                 epoch=self._message.epoch, slice_bytes=slice_bytes, state_bytes=state_bytes
@@ -72,6 +75,7 @@ class JobHost:
         if self._has_leased:
             slice_tensor.zero_()  # the first slice again, for the next phase
         self._has_leased = True
+        reach("job.leased")
         return slice_tensor
 
     def _await_lease(self) -> LeaseGranted | LeaseRefused | None:
@@ -82,8 +86,10 @@ class JobHost:
 
     def begin_commit(self, step: int, ranges: Sequence[tuple[int, int]]) -> None:
         """Let the daemon copy these pieces of the slice; returns at once."""
+        reach("job.commit")
         with self._changed:
             self._committed = None
+        self._view.settle()  # the daemon reads the slice: every kernel before has run
         self._task.send(
             CommitStep(
                 epoch=self._message.epoch,
@@ -104,14 +110,17 @@ class JobHost:
             answer = self._committed
         if answer.error:
             raise PipeSwitchError(f"commit of step {answer.step} failed: {answer.error}")
+        reach("job.committed")
         return answer.copy_ms
 
     def restore(self) -> memoryview | None:
         """The last committed image as it is now (a private copy), or None."""
+        reach("job.restore")
         image = _last_image(self._commits) if self._commits >= 0 else None
         return memoryview(image) if image is not None else None
 
     def report(self, kind: str, /, **values: Any) -> None:
+        reach("job.report")
         self._task.send(JobReport(epoch=self._message.epoch, kind=kind, values=values))
 
     # -- termination thread --------------------------------------------------------------------

@@ -8,12 +8,16 @@ carries the epoch it speaks of.
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import signal
 import threading
 from collections.abc import Sequence
 
-from pipeswitch.devices.cpu import CpuPoolView, now_ms
+from pipeswitch.devices import PoolView
+from pipeswitch.devices.opening import open_view
+from pipeswitch.devices.waiting import now_ms
+from pipeswitch.failpoints import reach
 from pipeswitch.messages import (
     Cleaned,
     EvictTask,
@@ -25,6 +29,8 @@ from pipeswitch.messages import (
     Message,
     ModelPrepared,
     Parked,
+    Ping,
+    Pong,
     PrepareModel,
     RunInference,
     RunJob,
@@ -36,6 +42,7 @@ from pipeswitch.messages import (
 from pipeswitch.wire import Channel, channel_from
 
 from .gate import Gate, Where
+from .hooks import use_pace
 from .host import JobHost
 from .inference import Programs, infer
 from .pool import RequestPool
@@ -47,7 +54,7 @@ PREFAULT_BYTES = 8 << 20  # a piece holds the interpreter for less than a millis
 def run(settings: WorkerSettings, descriptors: Sequence[int]) -> int:
     """Set up, announce readiness, loop, leave.
 
-    ``descriptors``: task channel, signal channel, models, work, board, pool, then all bells.
+    ``descriptors``: task channel, signal channel, board, pool, all bells, then the arena's.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who leaves when is the controller's decision
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -56,20 +63,31 @@ def run(settings: WorkerSettings, descriptors: Sequence[int]) -> int:
 
     torch.set_num_threads(settings.threads)
     task, control = channel_from(descriptors[0]), channel_from(descriptors[1])
-    models, work, board, pool = descriptors[2:6]
-    bells = list(descriptors[6:])
-    view = CpuPoolView(
-        models=models,
-        work=work,
+    task.point = control.point = "worker.send"
+    _log_to_stderr(settings.slot)
+    board, pool_descriptor = descriptors[2:4]
+    first_of_arena = 4 + settings.bell_count
+    view = open_view(
+        settings,
         board=board,
-        bell=bells[settings.slot],
-        bells=bells,
-        arena_bytes=settings.arena_bytes,
-        words=settings.words,
+        bells=descriptors[4:first_of_arena],
+        arena=descriptors[first_of_arena:],
     )
-    worker = Worker(settings, task, control, view, RequestPool(pool, settings.pool_bytes))
+    pool = RequestPool(pool_descriptor, settings.pool_bytes)
+    view.pin(pool.address, pool.size_bytes)
+    worker = Worker(settings, task, control, view, pool)
     worker.start()
     return worker.serve()
+
+
+def _log_to_stderr(slot: int) -> None:
+    """Into the server's ``processes.log``; a script's own logging is left as it is."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"worker={slot} %(levelname)s %(name)s %(message)s"))
+    ours = logging.getLogger("pipeswitch")
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO)
+    ours.propagate = False
 
 
 class Worker:
@@ -80,7 +98,7 @@ class Worker:
         settings: WorkerSettings,
         task: Channel,
         control: Channel,
-        view: CpuPoolView,
+        view: PoolView,
         pool: RequestPool,
     ) -> None:
         self._settings = settings
@@ -98,6 +116,7 @@ class Worker:
 
     def start(self) -> None:
         threading.Thread(target=self._listen, name="termination", daemon=True).start()
+        reach("worker.start")
         self._task.send(WorkerReady(slot=self._settings.slot, pid=os.getpid()))
         threading.Thread(target=self._prefault, name="prefault", daemon=True).start()
 
@@ -119,8 +138,8 @@ class Worker:
             match message:
                 case RunInference():
                     slot = self._settings.slot
-                    infer(message, self._programs, self._pool, self._view, self._task, slot)
-                    self._task.send(Cleaned(epoch=message.epoch))
+                    if not infer(message, self._programs, self._pool, self._view, self._task, slot):
+                        self._task.send(Cleaned(epoch=message.epoch))
                 case PrepareModel():
                     self._prepare(message)
                 case ForgetModel(model=model):
@@ -135,6 +154,7 @@ class Worker:
     def _prepare(self, message: PrepareModel) -> None:
         began, error = now_ms(), ""
         try:
+            reach("worker.prepare")
             self._programs.prepare(message)
         except Exception as problem:  # a model's own code: reported, and tried again on demand
             error = f"{type(problem).__name__}: {problem}"[:2000]
@@ -142,6 +162,7 @@ class Worker:
             ModelPrepared(
                 model=message.model,
                 digest=message.digest,
+                plan=message.plan,
                 prepare_ms=now_ms() - began,
                 error=error,
             )
@@ -159,9 +180,21 @@ class Worker:
         self._job_known.set()
         if message.turn:
             self._gate.grant(message.turn)
+        self._keep_in_step()
         ended = run_script(message, self._host, self._gate)
+        reach("job.ended")
         self._task.send(ended)
         return 0
+
+    def _keep_in_step(self) -> None:
+        """On a device that computes by itself: little run-ahead, and backward in this thread, where
+        the gate can park it."""
+        pace = self._view.pacer()
+        use_pace(pace)
+        if pace is not None:
+            import torch
+
+            torch.autograd.set_multithreading_enabled(False)
 
     # -- termination thread --------------------------------------------------------------------
 
@@ -172,7 +205,10 @@ class Worker:
             if received is None:
                 os._exit(0)
             message, descriptors = received
-            self._obey(message, descriptors)
+            if isinstance(message, Ping):
+                self._control.send(Pong(epoch=message.epoch))
+            else:
+                self._obey(message, descriptors)
 
     def _obey(self, message: Message, descriptors: Sequence[int]) -> None:
         # A signal may overtake its RunJob on the other channel: wait until the job is known.
@@ -181,6 +217,7 @@ class Worker:
         assert host is not None
         if getattr(message, "epoch", self._job_epoch) != self._job_epoch:
             return
+        reach("job.obey")
         match message:
             case StopTask():
                 self._stop_asked_at_ms = now_ms()
@@ -200,9 +237,12 @@ class Worker:
 
     def _on_parked(self, turn: int, next_turn: int, where: Where) -> None:
         """Called by whichever thread parks, with the gate's lock held: pass the device on."""
+        self._view.settle()  # what is queued on the device runs on: two groups at most
+        reach("job.park")
         parked_at_ms = now_ms()  # before the bell: its worker may take this thread's core
         if next_turn:
             self._view.raise_turn(next_turn, self._next_slot)
+        reach("job.parked")
         self._control.send(
             Parked(
                 epoch=self._job_epoch,  # type: ignore[arg-type]

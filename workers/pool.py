@@ -23,6 +23,15 @@ class RequestPool:
             mmap.mmap(descriptor, size_bytes), dtype=torch.uint8
         ).untyped_storage()
 
+    @property
+    def address(self) -> int:
+        """Where it is mapped in this process."""
+        return self._storage.data_ptr()
+
+    @property
+    def size_bytes(self) -> int:
+        return self._size_bytes
+
     def tensor(self, slab: SlabTensor) -> torch.Tensor:
         """A tensor over a request's slab; it stays valid until the reply is sent."""
         return self._view(slab.dtype, slab.shape, slab.offset_bytes, slab.size_bytes)
@@ -48,7 +57,7 @@ class RequestPool:
         offset_bytes: int,
         room_bytes: int,
     ) -> tuple[SlabTensor, ...]:
-        """Copy outputs into a reply slab.
+        """Copy outputs into a reply slab; from a device this is enqueued, not done, on return.
 
         Raises:
             InvalidInput: they need more room than their declared shapes said.
@@ -69,7 +78,9 @@ class RequestPool:
                 offset_bytes=offset_bytes + cursor,
                 size_bytes=size,
             )
-            self._view(dtype_name, slab.shape, slab.offset_bytes, size).copy_(output)
+            self._view(dtype_name, slab.shape, slab.offset_bytes, size).copy_(
+                output, non_blocking=True
+            )
             slabs.append(slab)
             cursor += -(-size // REPLY_ALIGN_BYTES) * REPLY_ALIGN_BYTES
         return tuple(slabs)

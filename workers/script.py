@@ -15,9 +15,11 @@ from typing import Literal
 
 from pipeswitch import job as job_api
 from pipeswitch.errors import TaskPreempted
+from pipeswitch.failpoints import reach
 from pipeswitch.messages import JobEnded, RunJob
 
 from .gate import Gate
+from .heap import keep_freed_memory
 from .host import JobHost
 from .training import TrainingSession
 
@@ -33,6 +35,8 @@ def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
     try:
         _redirect_output(message.log_path)
         _let_children_be_ended()
+        keep_freed_memory()
+        reach("job.start")
         session.begin()
         with _clean_exit():
             _run_entry(message)
@@ -41,6 +45,7 @@ def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
         else:
             session.finish()
     except TaskPreempted:
+        reach("job.evicted")
         outcome = "preempted"
     except SystemExit as leaving:
         outcome, kind, text = "failed", "SystemExit", f"exit status {leaving.code}"[:2000]

@@ -28,14 +28,14 @@ from typing import Any, Final, Protocol, TypeVar
 import torch
 
 from pipeswitch.commit_image import compact_image
-from pipeswitch.errors import InvalidInput
+from pipeswitch.errors import HostStoreFull, InvalidInput, OutOfDeviceMemory
 from pipeswitch.job import as_number, warn_if_not_finite
 
 from .committing import COMMIT_SHARE, PAST, Committer, Point, Position, SavedImage, options_of
 from .gate import Gate
 from .hooks import Removable, hook_modules, hook_optimizer, use_gate
 from .snapshot import Captured, DataPosition, RandomState, named
-from .training_slice import TrainedObjects, TrainingSlice
+from .training_slice import TrainedObjects, TrainingSlice, history_bytes
 
 FIRST_COMMIT_GAP_MS: Final = 50.0  # of each start of the script
 REPORT_EVERY_MS: Final = 100.0  # a fast loop must not flood the controller
@@ -258,7 +258,7 @@ class TrainingSession:
         self._release()
         past = sum(len(image) + 64 for image in self._past.values())
         self._layout = TrainingSlice(objects, self._state_bytes(objects), past)
-        memory = self._host.lease(self._layout.slice_bytes, self._layout.image_bytes)
+        memory = self._lease(self._layout, objects)
         self._layout.bind(memory)
         self._committer = Committer(self._host, self._layout, self._past, self.device)
         self._objects, self._bound_phase, self._point = objects, self._phase, None
@@ -268,6 +268,16 @@ class TrainingSession:
             self._hooks += hook_optimizer(
                 optimizer, self._before_optimizer, partial(self._after_optimizer, key)
             )
+
+    def _lease(self, layout: TrainingSlice, objects: TrainedObjects) -> torch.Tensor:
+        """Lease what ``layout`` needs; a refusal says when it is an optimizer's history."""
+        try:
+            return self._host.lease(layout.slice_bytes, layout.image_bytes)
+        except (OutOfDeviceMemory, HostStoreFull) as error:
+            history = sum(map(history_bytes, objects.optimizers.values()))
+            if 2 * history > layout.slice_bytes:
+                error.hint = f"LBFGS may keep {history} bytes of it: lower its history_size"
+            raise
 
     def _release(self) -> None:
         """Leave the previous phase's slice; keep its end among the past ones."""
@@ -297,12 +307,13 @@ class TrainingSession:
             )
 
     def _state_bytes(self, objects: TrainedObjects) -> int:
-        """Room for the state area: what it needs now, a quarter more, and some."""
+        """Room for the state area: what it needs now, a quarter more, LBFGS's history, and some."""
         options = Captured(options_of(objects))
         tensors = 4 * len(objects.parameters) + len(objects.buffers)
         now = len(str(options.data)) + sum(len(part) for part in options.read()) + 400 * tensors
         before = 0 if self._saved is None else int(self._saved.values["state_capacity"])
-        return max(before, now + now // 4 + SPARE_STATE_BYTES)
+        history = sum(map(history_bytes, objects.optimizers.values()))
+        return max(before, now + now // 4 + history + SPARE_STATE_BYTES)
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:

@@ -25,6 +25,7 @@ from pipeswitch.programs.layout import aligned
 
 TENSOR_BYTES: Final = 64  # cache line, and what torch's own cpu allocator aligns to
 AREA_BYTES: Final = 512
+HISTORY_ENTRY_BYTES: Final = 2048  # the scalars of one LBFGS update, and the JSON that names them
 FALLBACK_STATE_FACTOR: Final = 2  # an optimizer that does not run on meta: two moments, like Adam
 
 
@@ -158,7 +159,7 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
     Works for any optimizer whose ``step`` runs on meta tensors (torch's Adam, AdamW, SGD,
     RMSprop, Adagrad, ...). Otherwise an estimate: twice the parameters; outgrowing it is an
-    ``OutOfDeviceMemory`` that says so.
+    ``OutOfDeviceMemory`` that says so. Tensors in lists: ``history_bytes``.
     """
     dry = copy.copy(optimizer)  # shares nothing that the next lines do not replace; no hooks
     dry.state = defaultdict(dict)
@@ -180,6 +181,20 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     except Exception:  # whatever a foreign optimizer raises on meta: only the size is at stake
         return estimate + 4096 * sum(len(group["params"]) for group in optimizer.param_groups)
     return sum(aligned(_bytes_of(tensor), TENSOR_BYTES) for _, tensor in state_tensors(dry))
+
+
+def history_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of what an optimizer will keep in lists, which belongs into the state area.
+
+    LBFGS fills two lists of up to ``history_size`` vectors, each as large as all its parameters.
+    """
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        return 0
+    total = 0
+    for group in optimizer.param_groups:
+        vector = aligned(sum(map(_bytes_of, group["params"])), TENSOR_BYTES)
+        total += int(group["history_size"]) * (2 * vector + HISTORY_ENTRY_BYTES)
+    return total
 
 
 def _on_meta(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,7 +239,7 @@ class TrainingSlice:
         self._buffer_places: dict[str, Place] = {}
         self._homes: dict[tuple[str, int, Any], tuple[Place, torch.Tensor]] = {}
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._bound: list[tuple[torch.Tensor, Place]] = []
+        self._bound: dict[int, torch.Tensor] = {}  # by offset: a replaced one is let go
         for name, parameter in objects.parameters.items():
             self.places[name] = self.parameters.place(name, parameter)
             self.gradient_places[name] = self.gradients.place(f"{name}.grad", parameter)
@@ -254,7 +269,7 @@ class TrainingSlice:
     def unbind(self) -> None:
         """Move everything back to memory of its own: the lease is about to be given back."""
         with torch.no_grad():
-            for tensor, _ in self._bound:
+            for tensor in self._bound.values():
                 rebind(tensor, tensor.detach().clone())
         self._bound.clear()
         self._homes.clear()
@@ -354,7 +369,7 @@ class TrainingSlice:
             view.copy_(tensor)
             if place.size_bytes:
                 rebind(tensor, view)
-                self._bound.append((tensor, place))
+                self._bound[place.offset_bytes] = tensor
 
 
 def rebind(tensor: torch.Tensor, memory: torch.Tensor) -> None:

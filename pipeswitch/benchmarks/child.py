@@ -1,7 +1,8 @@
 """The torch side of the baselines: plain PyTorch, no part of the server.
 
 Verbs: ``weights`` writes a model's tensors to safetensors, ``ready`` keeps the eager model in a
-process, ``once`` is what stop-and-start starts: imports, builds, loads, runs, leaves.
+process, ``once`` is what stop-and-start starts: imports, builds, loads, runs, ``tensors`` copies a
+model's tensors one by one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .trials import now_ms
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -20,36 +23,29 @@ if TYPE_CHECKING:
 STARTED_AT_MS = time.monotonic() * 1000
 
 
-def _now_ms() -> float:
-    return time.monotonic() * 1000
-
-
 def _tell(**values: Any) -> None:
     sys.stdout.write(json.dumps(values) + "\n")
     sys.stdout.flush()
 
 
-def _load(order: dict[str, Any]) -> Any:
-    """The module with seeded random weights, as a registration would make it."""
-    from pipeswitch.programs.sources import load_source
-    from pipeswitch.programs.spec import BuildSpec
-
-    inputs = {name: (tuple(shape), dtype) for name, (shape, dtype) in order["inputs"].items()}
-    spec = BuildSpec(
-        name="bench", source=order["source"], weights=f"random:{order['seed']}", inputs=inputs
-    )
-    return load_source(spec)
-
-
 def write_weights(order: dict[str, Any]) -> None:
-    """All tensors (buffers that are not persistent included), and one request's inputs."""
+    """All tensors (buffers that are not persistent included), and one request's inputs.
+
+    The same model once more, packed group by group for the baselines that stream it.
+    """
     import numpy as np
+    import torch
     from safetensors.torch import save_file
 
+    from pipeswitch.errors import RegistrationRefused
+    from pipeswitch.programs.module_mode import build_module
     from pipeswitch.programs.requests import random_inputs
     from pipeswitch.programs.sources import example_specs
+    from pipeswitch.programs.spec import save_manifest
 
-    loaded = _load(order)
+    from . import plain
+
+    loaded = plain.load(order)
     tensors, seen = {}, set()
     for name, tensor in _named_tensors(loaded.module):
         if id(tensor) not in seen:
@@ -58,6 +54,14 @@ def write_weights(order: dict[str, Any]) -> None:
     save_file(tensors, order["weights_path"])
     values = random_inputs(example_specs(loaded.inputs), seed=order["seed"])
     np.savez(order["inputs_path"], *values)
+    packed = Path(order["packed_path"])
+    packed.mkdir()
+    why = RegistrationRefused("baseline", "eager, with hooks")
+    examples = [torch.from_numpy(value) for value in values]
+    spec = plain.build_spec(order)
+    save_manifest(
+        packed, build_module(spec, loaded, examples, packed, why, lambda stage, share: None)
+    )
     _tell(bytes=Path(order["weights_path"]).stat().st_size)
 
 
@@ -66,63 +70,60 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def _inputs(order: dict[str, Any]) -> list[torch.Tensor]:
-    import numpy as np
-    import torch
-
-    with np.load(order["inputs_path"]) as arrays:
-        return [torch.from_numpy(arrays[name]) for name in arrays.files]
-
-
-def _checksum(output: Any) -> float:
-    value = output[0] if isinstance(output, tuple | list) else output
-    return float(value.double().sum())
-
-
 def ready(order: dict[str, Any]) -> None:
     """Ready model: build once, then one timed eager run for each line that comes in."""
     import torch
 
+    from . import plain
+
     torch.set_num_threads(order["threads"])
-    module, inputs = _load(order).module, _inputs(order)
+    module, inputs = plain.load(order).module, plain.inputs_of(order)
+    _tell(ready=True)
+    _answer(module, inputs)
+
+
+def _answer(module: nn.Module, inputs: list[torch.Tensor]) -> None:
+    """One timed run for each line that comes in."""
+    import torch
+
+    from . import plain
+
     with torch.inference_mode():
-        _tell(ready=True)
         for _ in sys.stdin:
-            began_ms = _now_ms()
+            began_ms = now_ms()
             output = module(*inputs)
-            _tell(total_ms=_now_ms() - began_ms, checksum=_checksum(output))
+            _tell(total_ms=now_ms() - began_ms, checksum=plain.checksum(output))
 
 
 def once(order: dict[str, Any]) -> None:
-    """Stop-and-start, the quick way: no random initialisation, weights mapped from the file."""
+    """Stop-and-start, the quick way: no random initialisation, weights mapped from the file.
+
+    After the first answer, one more for each line that comes in.
+    """
     import torch
     from safetensors.torch import load_file
 
-    from pipeswitch.programs import sources
-    from pipeswitch.programs.spec import BuildSpec
+    from . import plain
 
     if order["source"].startswith("torchvision:"):
         import torchvision  # noqa: F401 - counted as import, not as build
     torch.set_num_threads(order["threads"])
-    imported_ms = _now_ms()
-    inputs = {name: (tuple(shape), dtype) for name, (shape, dtype) in order["inputs"].items()}
-    spec = BuildSpec(name="bench", source=order["source"], weights="random:0", inputs=inputs)
-    construct, _ = sources._constructor(spec)
-    with torch.device("meta"):
-        module = construct()
-    module.eval()
-    built_ms = _now_ms()
+    imported_ms = now_ms()
+    module = plain.structure(order)
+    built_ms = now_ms()
     _assign(module, load_file(order["weights_path"]))
-    loaded_ms = _now_ms()
+    loaded_ms = now_ms()
+    inputs = plain.inputs_of(order)
     with torch.inference_mode():
-        output = module(*_inputs(order))
+        output = module(*inputs)
     _tell(
-        checksum=_checksum(output),
+        checksum=plain.checksum(output),
         import_ms=imported_ms - STARTED_AT_MS,
         build_ms=built_ms - imported_ms,
         load_ms=loaded_ms - built_ms,
-        compute_ms=_now_ms() - loaded_ms,
+        compute_ms=now_ms() - loaded_ms,
     )
+    _answer(module, inputs)
 
 
 def _assign(module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
@@ -142,7 +143,24 @@ def _assign(module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
                 owner._buffers[key] = given[id(buffer)]
 
 
-VERBS = {"weights": write_weights, "ready": ready, "once": once}
+def tensors(order: dict[str, Any]) -> None:
+    """The sizes of a model's tensors, then for each line: allocate and copy every one."""
+    import torch
+
+    from . import plain
+
+    found = {id(tensor): tensor for _, tensor in _named_tensors(plain.structure(order))}
+    sources = [torch.zeros(meta.shape, dtype=meta.dtype) for meta in found.values()]
+    _tell(tensor_bytes=[source.nbytes for source in sources])
+    for _ in sys.stdin:
+        began_ms = now_ms()
+        made = [torch.empty_like(source).copy_(source) for source in sources]
+        ended_ms = now_ms()
+        del made
+        _tell(transfer_ms=ended_ms - began_ms)
+
+
+VERBS = {"weights": write_weights, "ready": ready, "once": once, "tensors": tensors}
 
 if __name__ == "__main__":
     VERBS[sys.argv[1]](json.loads(sys.argv[2]))

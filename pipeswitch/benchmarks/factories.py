@@ -16,6 +16,11 @@ def mlp() -> nn.Module:
     return nn.Sequential(*layers)
 
 
+def small_mlp() -> nn.Module:
+    """Three layers, to try the baselines themselves in a moment."""
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 8))
+
+
 class FirstColumn(nn.Module):
     """Reads next to nothing of its input: what remains is the request's path."""
 

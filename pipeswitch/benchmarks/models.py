@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -36,6 +37,18 @@ MODELS: Final[Mapping[str, BenchModel]] = {
         BenchModel("inception_v3", "torchvision:inception_v3", 106 * MIB),
         BenchModel("bert-base", "hf:bert-base-uncased", 422 * MIB),
         mlp(64),
+        BenchModel("resnet18", "torchvision:resnet18", 48 * MIB),
+        BenchModel("resnet50", "torchvision:resnet50", 100 * MIB),
+        BenchModel("mobilenet_v2", "torchvision:mobilenet_v2", 16 * MIB),
     )
 }
+SWITCH_MODELS: Final = ("resnet152", "inception_v3", "bert-base", "mlp")
 QUICK_MODELS: Final = ("resnet152",)
+
+
+def missing(name: str) -> str:
+    """Why a model cannot be measured here; empty when it can."""
+    is_there = importlib.util.find_spec("transformers") is not None
+    if MODELS[name].source.startswith("hf:") and not is_there:
+        return "transformers is not installed: pip install 'pipeswitch[hf]'"
+    return ""

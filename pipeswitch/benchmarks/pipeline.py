@@ -18,13 +18,15 @@ from typing import Any, Final
 import numpy as np
 
 from ..client import Client
-from .models import MLP_WIDTH, BenchModel, mlp
+from .models import MLP_WIDTH, MODELS, BenchModel, mlp
+from .plans import QUIET, compare_plans
 from .serving import TWINS, ask, serving
-from .trials import Arm, Numbers, Run, quantile, ratio
+from .trials import Arm, Numbers, Run, now_ms, quantile, ratio
 
 MLP_BYTES: Final = 12 * MLP_WIDTH * MLP_WIDTH * 4
 CHUNK_BYTES: Final = 8 << 20  # as the copy engine's
 RATIOS: Final = (0.5, 1.0, 2.0)  # transfer : compute
+QUICK_RATIOS: Final = (1.0,)
 ROUNDS: Final = 30
 QUICK_ROUNDS: Final = 6
 PROBE_ROUNDS: Final = 3
@@ -34,8 +36,8 @@ MAX_OVER_OPTIMUM: Final = 1.15
 MIN_EFFICIENCY: Final = 0.90
 
 
-def run(bench: Run, _: Any = ()) -> None:
-    """Choose the batch, measure the link, then one server per ratio."""
+def run(bench: Run, models: Sequence[str] = ()) -> None:
+    """Choose the batch, measure the link, one server per ratio; then groupings (``plans``)."""
     copier = PlainCopy(MLP_BYTES)
     memcpy_ms = min(copier.measure()["transfer_ms"] for _ in range(2 * PROBE_ROUNDS))
     bench.say(f"plain copy of {MLP_BYTES / 1e6:.0f} MB: {memcpy_ms:.1f} ms")
@@ -49,13 +51,15 @@ def run(bench: Run, _: Any = ()) -> None:
         _link(bench, client, batch, copier)
     # Computing beside a copy is slower than alone: the ratio is set by what a switch will see.
     compute_ms = quantile(bench.values("link", "switch", "group_compute_ms"), 0.5)
-    for share in RATIOS:
+    for share in QUICK_RATIOS if bench.is_quick else RATIOS:
         link_gbps = MLP_BYTES / (share * compute_ms) / 1e6
         with serving(model, bench.threads, bench.seed, link_gbps=link_gbps) as (_running, client):
             bench.say(f"transfer:compute {share:g}, link {link_gbps:.2f} GB/s")
             _one_ratio(bench, client, model, share)
     bench.notes.append(f"batch {batch}: compute {compute_ms:.1f} ms, plain copy {memcpy_ms:.1f} ms")
     bench.notes.append("makespan: dispatch to the end of the last group; no training runs")
+    for each in [MODELS[name] for name in models] or [model]:
+        compare_plans(bench, each)
 
 
 def _payload(batch: int) -> Any:
@@ -80,11 +84,11 @@ class PlainCopy:
 
     def measure(self) -> Numbers:
         """``transfer_ms``, and ``typical_transfer_ms`` as of a switch."""
-        marks_ms = [time.monotonic() * 1000]
+        marks_ms = [now_ms()]
         for start in range(0, len(self._source), CHUNK_BYTES):
             end = start + CHUNK_BYTES
             np.copyto(self._target[start:end], self._source[start:end])
-            marks_ms.append(time.monotonic() * 1000)
+            marks_ms.append(now_ms())
         pieces = [b - a for a, b in pairwise(marks_ms)]
         return {"transfer_ms": sum(pieces), "typical_transfer_ms": typical(pieces)}
 
@@ -172,28 +176,30 @@ def optimal_makespan(transfers_ms: Sequence[float], computes_ms: Sequence[float]
 
 
 def _one_ratio(bench: Run, client: Client, model: BenchModel, share: float) -> None:
+    """One twin stays as it was registered, the other is profiled: each switch is one of each."""
     case = f"{share:g}:1"
     (batch, _width), _dtype = model.inputs["x"]
+    for name in TWINS:
+        client.infer(name, _payload(batch))  # groups are made for the batch that is asked for
+    client.profile(TWINS[1])
     twins = _Twins(client, batch)
-    bench.trial_loop(case, [Arm("cold", twins.switch)], _rounds(bench), warmup=4)
-    spans = bench.values(case, "cold", "makespan_ms")
-    optima = bench.values(case, "cold", "optimum_ms")
-    over = [a / b for a, b in zip(spans, optima, strict=True)]
-    bench.find(f"{case}: makespan / M*, p50", quantile(over, 0.5), at_most=MAX_OVER_OPTIMUM)
-    bench.find(f"{case}: makespan / M*, minimum", min(over), at_most=MAX_OVER_OPTIMUM)
-    actual = [
-        a / b
-        for a, b in zip(
-            bench.values(case, "cold", "transfer_ms"),
-            bench.values(case, "cold", "group_compute_ms"),
-            strict=True,
+    arms = [Arm("cold", twins.switch), Arm("cold-profiled", twins.switch)]
+    bench.trial_loop(case, arms, bench.rounds(ROUNDS, QUICK_ROUNDS), warmup=2)
+    for arm in arms:
+        spans, optima, transfers, computes = (
+            bench.values(case, arm.name, key)
+            for key in ("makespan_ms", "optimum_ms", "transfer_ms", "group_compute_ms")
         )
-    ]
-    bench.find(f"{case}: transfer / compute as measured, p50", quantile(actual, 0.5))
-
-
-def _rounds(bench: Run) -> int:
-    return QUICK_ROUNDS if bench.is_quick else ROUNDS
+        text = f"{case}, {arm.name}" if arm is not arms[0] else case
+        over = [a / b for a, b in zip(spans, optima, strict=True)]
+        bench.find(f"{text}: makespan / M*, p50", quantile(over, 0.5), at_most=MAX_OVER_OPTIMUM)
+        bench.find(f"{text}: makespan / M*, minimum", min(over), at_most=MAX_OVER_OPTIMUM)
+        actual = [a / b for a, b in zip(transfers, computes, strict=True)]
+        bench.find(f"{text}: transfer / compute as measured, p50", quantile(actual, 0.5))
+    grouped, planned = (bench.values(case, arm.name, "makespan_ms") for arm in arms)
+    p50 = quantile(planned, 0.5) / quantile(grouped, 0.5)
+    bench.find(f"{case}: profiled / by size, p50", p50, at_most=QUIET)
+    bench.find(f"{case}: profiled / by size, minimums", min(planned) / min(grouped), at_most=QUIET)
 
 
 def _link(bench: Run, client: Client, batch: int, copier: PlainCopy) -> None:
@@ -214,7 +220,7 @@ def _link(bench: Run, client: Client, batch: int, copier: PlainCopy) -> None:
         Arm("copy-beside-compute", beside_compute),
         Arm("copy-alone", copier.measure),
     ]
-    bench.trial_loop("link", arms, _rounds(bench), warmup=4)
+    bench.trial_loop("link", arms, bench.rounds(ROUNDS, QUICK_ROUNDS), warmup=4)
     for key, what in (("transfer_ms", "all"), ("typical_transfer_ms", "typical piece")):
         ours = bench.values("link", "switch", key)
         for arm, at_least in (("copy-beside-compute", MIN_EFFICIENCY), ("copy-alone", None)):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -19,7 +18,7 @@ import zmq
 from ..client import Client
 from ..testing import server
 from ..wire import ReplyHeader, WireTensor, encode_header
-from .trials import Arm, Numbers, Run, quantile
+from .trials import Arm, Numbers, Run, now_ms, quantile
 
 SOURCE: Final = "pipeswitch.benchmarks.factories:first_column"
 SIZES: Final = {
@@ -61,9 +60,9 @@ def _one_size(bench: Run, name: str, size: int, client: Client, bare: zmq.Socket
     raw = memoryview(payload.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
     def through_us() -> Numbers:
-        began_ms = time.monotonic() * 1000
+        began_ms = now_ms()
         timing = client.infer(_model(name), payload).timing
-        total_ms = time.monotonic() * 1000 - began_ms
+        total_ms = now_ms() - began_ms
         return {
             "path_ms": total_ms - timing.compute_ms,
             "total_ms": total_ms,
@@ -73,12 +72,12 @@ def _one_size(bench: Run, name: str, size: int, client: Client, bare: zmq.Socket
         }
 
     def through_bare() -> Numbers:
-        began_ms = time.monotonic() * 1000
+        began_ms = now_ms()
         bare.send_multipart([b"\0" * 200, raw], copy=size < 65536)
         bare.recv_multipart(copy=False)
-        return {"path_ms": time.monotonic() * 1000 - began_ms}
+        return {"path_ms": now_ms() - began_ms}
 
-    rounds = QUICK_ROUNDS if bench.is_quick else ROUNDS
+    rounds = bench.rounds(ROUNDS, QUICK_ROUNDS)
     arms = [Arm("pipeswitch", through_us), Arm("bare-zeromq", through_bare)]
     bench.trial_loop(name, arms, rounds, warmup=10)
     ours = bench.values(name, "pipeswitch", "path_ms")

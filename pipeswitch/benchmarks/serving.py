@@ -12,7 +12,7 @@ from ..client import Client, Task
 from ..tensors import Result
 from ..testing import RunningServer, server
 from .models import MIB, BenchModel
-from .trials import Numbers
+from .trials import Numbers, now_ms
 
 TRAIN_ENTRY: Final = "pipeswitch.benchmarks.train_script:main"
 SLICE_ROOM_BYTES: Final = 40 * MIB  # arrival words and the training job's slice
@@ -26,14 +26,14 @@ BILL: Final = ("queue_ms", "switch_ms", "copy_ms", "stall_ms", "compute_ms")
 
 @contextlib.contextmanager
 def serving(
-    model: BenchModel, threads: int, seed: int, *, link_gbps: float = 0.0
+    model: BenchModel, threads: int, seed: int, *, link_gbps: float = 0.0, rooms: int = 1
 ) -> Iterator[tuple[RunningServer, Client]]:
-    """A server whose arena holds one of two twins of a model, never both.
+    """A server whose arena holds one of two twins of a model, never both (or both: 2 rooms).
 
     The twins differ in their weights only: asking for the one that is not there is always a cold
     switch, of the same size.
     """
-    arena = model.room_bytes + SLICE_ROOM_BYTES
+    arena = rooms * model.room_bytes + SLICE_ROOM_BYTES
     store = 2 * model.room_bytes + 64 * MIB
     args = ["--threads", str(threads)]
     if link_gbps:
@@ -50,9 +50,9 @@ def serving(
 
 def ask(client: Client, name: str, inputs: Any, *, is_resident: bool) -> tuple[Result, Numbers]:
     """One request: the client's clock around it, and its bill. Wrong residency is an error."""
-    began_ms = time.monotonic() * 1000
+    began_ms = now_ms()
     result = client.infer(name, inputs)
-    total_ms = time.monotonic() * 1000 - began_ms
+    total_ms = now_ms() - began_ms
     timing = result.timing
     if timing.resident != is_resident:
         raise RuntimeError(f"{name} was {'' if timing.resident else 'not '}resident: no such trial")

@@ -1,12 +1,15 @@
 """``bench switch``: a request that preempts training and finds its model elsewhere.
 
 Arms, in turns: *cold* (training runs, the model is not on the device), *resident* (training runs,
-it is), *ready* (plain eager in a process, nothing else runs), *stop-and-start* (kill the training
-process, start one that answers).
+it is), *ready* (plain eager in a process, nothing else runs), *pipeswitch-style* (the published
+behaviour, ``rival``), *serial* (the same, but all weights are copied before the first layer),
+*to-device* (each tensor allocated and copied), *stop-and-start* (kill the training process, start
+one that answers).
 """
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,49 +18,56 @@ from typing import Any, Final
 import numpy as np
 
 from ..client import Client
-from .baselines import BASELINES, Baseline, Setting
-from .models import MODELS, QUICK_MODELS, BenchModel
+from .baselines import BASELINES, NEEDS_CUDA, ReadyModel, StopAndStart
+from .models import MODELS, QUICK_MODELS, SWITCH_MODELS
+from .rival import PUBLISHED, SERIAL, TO_DEVICE
 from .serving import TWINS, Training, ask, serving
+from .setting import Baseline, Setting
 from .trials import Arm, Numbers, Run, paired_differences, quantile, ratio
 
-ROUNDS: Final = 20
+ROUNDS: Final = 12
 QUICK_ROUNDS: Final = 7
-MIN_RATIO: Final = 100.0  # DESIGN 11, cpu device
+MIN_RATIO: Final = 100.0  # of stop-and-start's overhead to ours; DESIGN 11, cpu device
+MIN_RIVAL_RATIO: Final = 3.0  # of the PipeSwitch-style one's
+RIVALS: Final = (PUBLISHED.name, SERIAL.name, TO_DEVICE.name)
+ARMS: Final = (ReadyModel.name, *RIVALS, StopAndStart.name)
 CHECKSUM_TOLERANCE: Final = 1e-3  # of a sum over all outputs, relative to its size
 
 
 def run(bench: Run, models: Sequence[str]) -> None:
     """Measure each model with a server of its own."""
-    for name in models or (QUICK_MODELS if bench.is_quick else tuple(MODELS)):
-        with tempfile.TemporaryDirectory(prefix="pipeswitch-bench-") as folder:
-            _one_model(bench, MODELS[name], Path(folder))
+    for name in bench.usable(models or (QUICK_MODELS if bench.is_quick else SWITCH_MODELS)):
+        compare(bench, name, ARMS, bench.rounds(ROUNDS, QUICK_ROUNDS))
+        _findings(bench, name)
+    bench.skip(NEEDS_CUDA)
     bench.notes.append("total_ms is the client's clock; of ready it is the model's run alone")
     bench.notes.append("overhead: total of cold minus resident, or stop-and-start minus ready")
 
 
-def _one_model(bench: Run, model: BenchModel, folder: Path) -> None:
-    setting = Setting(model, folder, bench.threads, bench.seed)
-    bench.say(f"{model.name}: writing weights, starting baselines and a server")
-    setting.write_files()
-    baselines = [make(setting) for make in BASELINES.values()]
-    try:
-        with serving(model, bench.threads, bench.seed) as (_, client):
-            requests = _Requests(bench, client, setting)
-            arms = [
-                Arm("cold", requests.cold, requests.training.run),
-                Arm("resident", requests.resident, requests.training.run),
-                *(requests.arm_of(baseline) for baseline in baselines),
-            ]
-            bench.say(f"{model.name}: measuring")
-            rounds = QUICK_ROUNDS if bench.is_quick else ROUNDS
-            bench.trial_loop(model.name, arms, rounds, warmup=3)
-    finally:
+def compare(bench: Run, name: str, baselines: Sequence[str], rounds: int) -> None:
+    """Ours, cold and resident, in turns with these baselines."""
+    with contextlib.ExitStack() as stack:
+        entered = tempfile.TemporaryDirectory(prefix="pipeswitch-bench-")
+        folder = Path(stack.enter_context(entered))
+        setting = Setting(MODELS[name], folder, bench.threads, bench.seed)
+        bench.say(f"{name}: writing weights, starting baselines and a server")
+        setting.write_files()
+        rivals = []
         for baseline in baselines:
-            baseline.close()
-    _findings(bench, model.name)
+            rivals.append(BASELINES[baseline](setting))
+            stack.callback(rivals[-1].close)
+        _, client = stack.enter_context(serving(setting.model, bench.threads, bench.seed))
+        requests = Requests(bench, client, setting)
+        arms = [
+            Arm("cold", requests.cold, requests.training.run),
+            Arm("resident", requests.resident, requests.training.run),
+            *(requests.arm_of(rival) for rival in rivals),
+        ]
+        bench.say(f"{name}: measuring")
+        bench.trial_loop(name, arms, rounds, warmup=3)
 
 
-class _Requests:
+class Requests:
     """What the arms share: which twin is on the device, the inputs, the training job."""
 
     def __init__(self, bench: Run, client: Client, setting: Setting) -> None:
@@ -119,9 +129,44 @@ def _findings(bench: Run, case: str) -> None:
     by_minimum = ratio(min(restart) - min(ready), max(min(cold) - min(resident), billed))
     bench.find(f"{case}: stop-and-start overhead / ours", by_pairs, at_least=MIN_RATIO)
     bench.find(f"{case}: the same from minimums", by_minimum, at_least=MIN_RATIO)
+    _against_rivals(bench, case)
     bench.find(f"{case}: cold / ready, p50", quantile(cold, 0.5) / quantile(ready, 0.5))
     bench.find(f"{case}: cold / ready, minimums", min(cold) / min(ready))
     bench.find(f"{case}: resident / ready, minimums", min(resident) / min(ready))
+
+
+def _against_rivals(bench: Run, case: str) -> None:
+    """Overheads told alike on both sides: beyond ready, and as billed.
+
+    Billed is from the request's arrival in the server to its outputs, minus computing.
+    """
+    ready = bench.values(case, "ready", "total_ms")
+    cold = bench.values(case, "cold", "total_ms")
+    billed = _wait_ms(bench, case, "cold")
+    ours = max(quantile(paired_differences(cold, ready), 0.5), billed)
+    ours_least = max(min(cold) - min(ready), billed)
+    resident = bench.values(case, "resident", "total_ms")
+    warm = max(
+        quantile(paired_differences(resident, ready), 0.5), _wait_ms(bench, case, "resident")
+    )
+    for arm in RIVALS:
+        at_least = MIN_RIVAL_RATIO if arm == RIVALS[0] else None
+        totals = bench.values(case, arm, "total_ms")
+        theirs = quantile(paired_differences(totals, ready), 0.5)
+        least = min(totals) - min(ready)
+        wait = quantile(bench.values(case, arm, "wait_ms"), 0.5)
+        bench.find(f"{case}: {arm} overhead, p50 of pairs with ready", theirs, "ms")
+        for what, value in (
+            ("p50 of pairs", ratio(theirs, ours)),
+            ("minimums", ratio(least, ours_least)),
+            ("as billed", ratio(wait, billed)),
+        ):
+            bench.find(f"{case}: {arm} overhead / ours, {what}", value, at_least=at_least)
+        bench.find(f"{case}: {arm} overhead / ours when resident, p50", ratio(theirs, warm))
+    # Who stops training at a layer waits for that layer, whatever else is done well.
+    waits, stops = (bench.values(case, RIVALS[0], key) for key in ("wait_ms", "acknowledge_ms"))
+    most = ratio(quantile(waits, 0.5), quantile(stops, 0.5))
+    bench.find(f"{case}: {RIVALS[0]} wait / its wait for training alone: the most to gain", most)
 
 
 def _wait_ms(bench: Run, case: str, arm: str) -> float:

@@ -13,25 +13,25 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from pipeswitch import job
 
+WIDTH: Final = 512
+LAYERS: Final = 4
+BATCH: Final = 256
+
 
 def main() -> None:
     """Train an MLP on made-up data; write the instants of the step boundaries to ``--record``."""
     options = _options()
     torch.set_num_threads(options.threads)
-    torch.manual_seed(0)
-    width = options.width
-    layers = [nn.Linear(width, width) for _ in range(options.layers)]
-    model = nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())))
+    model, x, y = network(options.width, options.layers, options.batch)
     model.to(job.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
-    x, y = torch.randn(options.batch, width), torch.randn(options.batch, width)
     gaps = Gaps(model) if options.gaps else None
     instants_ms: list[float] = []
     cpu_ms: list[float] = []  # of this thread alone: a busy machine does not change it much
@@ -60,6 +60,16 @@ def main() -> None:
         part = Path(f"{options.record}.part")
         part.write_text(json.dumps(found))
         os.replace(part, options.record)
+
+
+def network(
+    width: int = WIDTH, layer_count: int = LAYERS, batch: int = BATCH
+) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """The trained MLP, and a batch of inputs and targets; the same every time."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(width, width) for _ in range(layer_count)]
+    model = nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())))
+    return model, torch.randn(batch, width), torch.randn(batch, width)
 
 
 class Gaps:
@@ -95,9 +105,9 @@ class Gaps:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--width", type=int, default=WIDTH)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--batch", type=int, default=BATCH)
     parser.add_argument("--steps", type=int, default=0, help="0: for ever")
     parser.add_argument("--record", default="", help="a file for the step instants")
     parser.add_argument("--gaps", action="store_true", help="record the time between layers too")

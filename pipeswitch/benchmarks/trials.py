@@ -7,20 +7,23 @@ run (A B A B), never one after the other, and are compared by median and minimum
 from __future__ import annotations
 
 import json
-import os
-import platform
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from ..controller.machine import cpu_count
+from .machine import Others, warnings_of
+from .models import missing
 
 Numbers = dict[str, Any]
 Emit = Callable[[str], None]
+
+
+def now_ms() -> float:
+    """Milliseconds of the system-wide monotonic clock."""
+    return time.monotonic() * 1000
 
 
 def _nothing() -> None:
@@ -99,10 +102,29 @@ class Run:
     trials: list[dict[str, Any]] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)  # why to trust the numbers less
     began_at_s: float = field(default_factory=time.monotonic)
+    trials_asked: int = 0  # rounds of each case; 0: the benchmark's own choice
+    others: Others = field(default_factory=Others)
 
     def __post_init__(self) -> None:
         self.facts = self.facts | {"threads": self.threads, "seed": self.seed}
+
+    def rounds(self, full: int, quick: int) -> int:
+        """How many rounds: as asked for, else the benchmark's own choice."""
+        return self.trials_asked or (quick if self.is_quick else full)
+
+    def usable(self, names: Sequence[str]) -> list[str]:
+        """Those models that can be measured here; the others are told as skipped."""
+        reasons = {name: missing(name) for name in names}
+        self.skip({name: reason for name, reason in reasons.items() if reason})
+        return [name for name in names if not reasons[name]]
+
+    def skip(self, arms: Mapping[str, str]) -> None:
+        """Say which arms are left out, and why."""
+        for arm, reason in arms.items():
+            self.say(f"{arm}: skipped: {reason}")
+            self.notes.append(f"{arm}: skipped: {reason}")
 
     def say(self, text: str) -> None:
         """Progress for people; programs that read JSON are spared it."""
@@ -148,12 +170,21 @@ class Run:
 
     # ---- reports -------------------------------------------------------------------------------
 
+    def finish(self) -> None:
+        """Note how quiet the machine was; called once, when no process of ours is left."""
+        share = self.others.share()
+        self.facts = self.facts | {"others_share": None if share is None else round(share, 3)}
+        found = warnings_of(float(self.facts.get("load_1m", 0.0)), share)
+        self.warnings += found
+        for text in found:
+            self.say(f"warning: {text}")
+
     def summary(self) -> list[dict[str, Any]]:
         """p50, p99 and minimum of every timed number, by case and arm."""
         keys: dict[tuple[str, str, str], list[float]] = {}
         for trial in self.trials:
             for key, value in trial.items():
-                if key.endswith("_ms") and isinstance(value, int | float):
+                if key.endswith(("_ms", "_per_s")) and isinstance(value, int | float):
                     keys.setdefault((trial["case"], trial["arm"], key), []).append(float(value))
         return [
             {
@@ -179,13 +210,22 @@ class Run:
             "findings": [finding.row() for finding in self.findings],
             "summary": self.summary(),
             "notes": self.notes,
+            "warnings": self.warnings,
             "trials": self.trials,
         }
+
+    def compact_json(self) -> str:
+        """The document with one line per trial, so that a diff shows what changed."""
+        document = self.document()
+        trials = ",\n".join(f"  {json.dumps(trial)}" for trial in document.pop("trials"))
+        head = json.dumps(document, indent=1)[:-2]
+        return f'{head},\n "trials": [\n{trials}\n ]\n}}\n'
 
     def markdown(self) -> str:
         """The report for people."""
         facts = ", ".join(f"{key} {value}" for key, value in self.facts.items())
         lines = [f"# {self.what} on {self.facts['device']}", "", f"`{self.command}`", "", facts, ""]
+        lines += [*(f"**Warning:** {text}." for text in self.warnings), ""] if self.warnings else []
         lines += ["| finding | value | target | met |", "|---|---|---|---|"]
         for finding in self.findings:
             met = {True: "yes", False: "**no**", None: ""}[finding.is_met]
@@ -203,48 +243,21 @@ class Run:
         return "\n".join(lines).rstrip() + "\n"
 
     def write(self, folder: Path) -> list[Path]:
-        """``<what>_<device>_<date>.md`` and ``.json`` into ``folder``."""
+        """``<what>_<device>_<date>`` as ``.md``, ``.json`` and a plot into ``folder``."""
         folder.mkdir(parents=True, exist_ok=True)
         stem = f"{self.what}_{self.facts['device']}_{time.strftime('%Y-%m-%d')}"
         report, data = folder / f"{stem}.md", folder / f"{stem}.json"
         report.write_text(self.markdown(), "utf-8")
-        data.write_text(json.dumps(self.document(), indent=1) + "\n", "utf-8")
-        return [report, data]
+        data.write_text(self.compact_json(), "utf-8")
+        return [report, data, *self._plot(folder / f"{stem}.png")]
 
+    def _plot(self, path: Path) -> list[Path]:
+        from . import plots  # here: it takes our quantiles from this module
 
-def machine_facts() -> dict[str, Any]:
-    """What a reader needs to place the numbers: device, cores, versions, commit."""
-    return {
-        "device": "cpu",
-        "cpu": _cpu_name(),
-        "cores": cpu_count(),
-        "load_1m": round(os.getloadavg()[0], 2),  # what else ran when this began
-        "python": platform.python_version(),
-        "torch": metadata.version("torch"),
-        "commit": _commit(),
-    }
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
-
-
-def _commit() -> str:
-    """The checkout's commit, ``+`` when files differ from it; the version when installed."""
-    here = Path(__file__).resolve().parent
-
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(here), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return f"v{metadata.version('pipeswitch')}"
+        if not plots.is_available():
+            self.say("no plot: matplotlib is not installed (pip install 'pipeswitch[bench]')")
+            return []
+        return [path] if plots.draw(self.document(), path) else []
 
 
 def ratio(over: float, under: float) -> float:

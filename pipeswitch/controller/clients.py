@@ -1,15 +1,13 @@
 """Who is connected, what is owed to them, and the bytes on their way out.
 
-Owned by the TCP thread. A client is a session (128 random bits) on one connection; an answer goes
+Owned by the frontend. A client is a session (128 random bits) on one connection; an answer goes
 only to the (routing id, session) pair last seen, because a routing id alone proves nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
-import socket
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,8 +16,10 @@ from typing import Any, Final, Literal
 import zmq
 
 from ..messages import ModelName
+from ..sockets import DONTWAIT, MORE, send_frames
 from .doors import Door
 from .events import Token
+from .peers import connection_inode, socket_inode
 
 ZERO_COPY_BYTES: Final = 64 << 10  # below, a copy is cheaper than tracking the message
 SLOW_CLIENT_MS: Final = 30_000.0  # a reply nobody reads for this long: the client is dropped
@@ -72,6 +72,8 @@ class Pending:
     reply_offset: int | None = None
     reply_bytes: int = 0
     held_bytes: int = 0
+    is_copying: bool = False  # its payload is on the way into the pool
+    is_cancelled: bool = False  # meanwhile
 
 
 @dataclass(kw_only=True, eq=False)
@@ -102,15 +104,8 @@ class Client:
     unsent_bytes: int = 0
     held_bytes: int = 0  # slabs of the pool
     upload_chunks: int = 0
+    user_id: str = ""  # the key it came in with; empty where no key is asked for
     is_gone: bool = False
-
-
-def socket_inode(fd: int) -> int:
-    """The identity of the socket behind a descriptor number; 0 when there is none."""
-    try:
-        return os.fstat(fd).st_ino
-    except OSError:
-        return 0
 
 
 class ClientTable:
@@ -119,6 +114,7 @@ class ClientTable:
     def __init__(self) -> None:
         self._by_session: dict[str, Client] = {}
         self._by_route: dict[tuple[str, bytes], Client] = {}
+        self._by_fd: dict[tuple[str, int], list[Client]] = {}  # more than one: numbers are reused
         self._suspects: dict[Client, float] = {}  # its descriptor was reported; decided by then
 
     def __len__(self) -> int:
@@ -131,7 +127,9 @@ class ClientTable:
     def all(self) -> list[Client]:
         return list(self._by_session.values())
 
-    def greet(self, door: Door, routing_id: bytes, fd: int) -> tuple[Client, Client | None]:
+    def greet(
+        self, door: Door, routing_id: bytes, fd: int, user_id: str = ""
+    ) -> tuple[Client, Client | None]:
         """A new session for this connection, and the one it replaces (the caller drops it)."""
         replaced = self._by_route.get((door.address, routing_id))
         client = Client(
@@ -139,24 +137,32 @@ class ClientTable:
             routing_id=routing_id,
             session=secrets.token_hex(16),
             fd=fd,
-            inode=socket_inode(fd),
+            inode=connection_inode(fd, door.local),
+            user_id=user_id,
         )
         self._by_session[client.session] = client
+        self._by_fd.setdefault((door.address, fd), []).append(client)
         self._by_route[door.address, routing_id] = client
         return client, replaced
 
-    def find(self, door: Door, routing_id: bytes, session: str) -> Client | None:
-        """The client, only when session and connection are the pair last seen."""
+    def find(self, door: Door, routing_id: bytes, session: str, user_id: str = "") -> Client | None:
+        """The client, only when session, connection and key are the ones last seen together."""
         client = self._by_session.get(session)
         if client is None or client.routing_id != routing_id or client.door is not door:
             return None
-        return client
+        return client if client.user_id == user_id else None
 
     def remove(self, client: Client) -> None:
         """Forget it; late answers to it are undeliverable from now on."""
         client.is_gone = True
         self._by_session.pop(client.session, None)
         self._suspects.pop(client, None)
+        place = (client.door.address, client.fd)
+        here = self._by_fd.get(place, [])
+        if client in here:
+            here.remove(client)
+            if not here:
+                del self._by_fd[place]
         route = (client.door.address, client.routing_id)
         if self._by_route.get(route) is client:
             del self._by_route[route]
@@ -170,12 +176,11 @@ class ClientTable:
            is about an earlier connection. ``settle_suspects`` looks again.
         """
         gone = []
-        for client in self._by_session.values():
-            if client.door is door and client.fd == fd:
-                if socket_inode(fd) != client.inode:
-                    gone.append(client)
-                else:
-                    self._suspects[client] = now_ms + FD_SETTLE_MS
+        for client in self._by_fd.get((door.address, fd), ()):
+            if socket_inode(fd) != client.inode:
+                gone.append(client)
+            else:
+                self._suspects[client] = now_ms + FD_SETTLE_MS
         return gone
 
     def settle_suspects(self, now_ms: float) -> list[Client]:
@@ -185,20 +190,6 @@ class ClientTable:
             if client in gone or now_ms > until_ms:
                 del self._suspects[client]
         return gone
-
-
-def hang_up(client: Client) -> None:
-    """End a client's connection. libzmq has no call for one peer, so its socket is shut down.
-
-    The descriptor is duplicated first, then compared: it cannot become another socket between.
-    """
-    with contextlib.suppress(OSError):
-        duplicate = os.dup(client.fd)
-        if os.fstat(duplicate).st_ino != client.inode:
-            os.close(duplicate)
-            return
-        with socket.socket(fileno=duplicate) as sock:
-            sock.shutdown(socket.SHUT_RDWR)
 
 
 class Outbox:
@@ -248,11 +239,12 @@ class Outbox:
     def _transmit(client: Client, outgoing: Outgoing) -> zmq.MessageTracker | None:
         """All frames of a message; only the first part can be refused (libzmq router.cpp)."""
         router = client.door.router
-        router.send(client.routing_id, zmq.SNDMORE | zmq.DONTWAIT)
-        if not outgoing.is_zero_copy:
-            router.send_multipart(outgoing.frames, zmq.DONTWAIT)
-            return None
-        return router.send_multipart(outgoing.frames, zmq.DONTWAIT, copy=False, track=True)
+        router.send(client.routing_id, MORE | DONTWAIT)
+        is_tracked = outgoing.is_zero_copy
+        tracker = send_frames(
+            router, outgoing.frames, DONTWAIT, copy=not is_tracked, track=is_tracked
+        )
+        return tracker if is_tracked else None
 
     def drop(self, client: Client) -> None:
         """The client is gone: what it did not take is lost."""

@@ -9,8 +9,9 @@ from typing import Any
 from ..errors import PipeSwitchError
 from ..messages import Epoch, JobName, Message, ModelName, Slot
 from ..policies import Policy
+from ..profile import UNKNOWN_DEVICE, Identity
 from .events import Answer, Command, KillWorker, Publish, Span, ToDaemon, Token
-from .records import Activation, Job, Model, Request, Worker
+from .records import Activation, ColdSwitch, EndedTrial, Job, Model, Request, Worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,17 +24,24 @@ class SchedulerSettings:
     words: int = 16384  # arrival words; each registered model takes one per group
     standby: int = 2  # beside the active one; at least one is kept, or nobody could step in
     max_queue: int = 512
+    max_queue_per_model: int = 256
     max_builds: int = 1
     training_cycle_ms: float = 1000.0  # round robin among several jobs
     commit_every_ms: float = 5000.0
     persist_every_ms: float = 30000.0
     stop_grace_ms: float = 30000.0  # a stop inside optimizer.step() may take this long
     evict_grace_ms: float = 30000.0  # commit and unwind, else the worker is killed
+    max_compute_ms: float = 60000.0  # beyond a model's longest run it hangs; 0: it never does
     deadline_grace_ms: float = 5000.0  # a task still running this long after its deadline hangs
     restart_backoff_ms: float = 1000.0
     max_deaths: int = 3  # of workers in a row: per request, per model
     max_job_deaths: int = 10  # of a job's workers in a row without a commit in between
     max_daemon_restarts: int = 5  # in a row, without a model served in between
+    prefix_bytes: int = 0  # of the arena, for prefixes of models that had to leave; 0: none
+    identity: Identity = UNKNOWN_DEVICE  # what profiles are measured on
+    profile_idle_ms: float = 5000.0  # nobody came for so long: a drifted model is measured anew
+    reprofile_every_ms: float = 600000.0  # not again before, then twice as long each time
+    unix_offset_ms: float = 0.0  # from the scheduler's clock to the calendar
 
 
 @dataclass
@@ -55,6 +63,9 @@ class Core:
     current: Activation | None = None
     upcoming: Activation | None = None
     training: JobName | None = None
+    measuring: ModelName | None = None  # its groups are those of the current trial
+    ended_trial: EndedTrial | None = None  # for Profiling to take
+    cold_switches: list[ColdSwitch] = field(default_factory=list)  # the same
     daemon_generation: int = 0
     daemon_pid: int = 0
     is_daemon_ready: bool = False

@@ -18,10 +18,12 @@ from ..board import Board, new_bell, ring, sealed_memfd
 from ..commit_area import CommitArea, create_area
 from ..commit_files import load_commit
 from ..errors import PipeSwitchError, RegistrationRefused, ServerUnavailable
+from ..failpoints import reach
 from ..messages import (
     BuildDone,
     BuildFailed,
     BuildSettings,
+    CudaOptions,
     DaemonReady,
     DaemonSettings,
     JobName,
@@ -35,6 +37,8 @@ from ..messages import (
     StoreModel,
     WorkerSettings,
 )
+from ..profile import Profile
+from ..profiling import files as profile_files
 from ..programs.builder import work_prefix
 from ..programs.spec import load_manifest
 from ..timeline import Timeline
@@ -58,19 +62,22 @@ from .events import (
     Publish,
     RaiseTurn,
     Retract,
+    SaveProfile,
     Span,
     SpawnDaemon,
     SpawnWorker,
     StartBuild,
+    StopTrial,
     ToDaemon,
     Token,
     ToWorker,
     UnregisterAsked,
+    Warn,
     WorkerExited,
 )
+from .frontend import Frontend
 from .journal import JournalFile
 from .processes import Child, Processes
-from .tcp import TcpThread
 
 log = logging.getLogger(__name__)
 
@@ -95,8 +102,12 @@ class Places:
     def logs(self) -> Path:
         return self.root / "logs"
 
+    @property
+    def profiles(self) -> Path:
+        return self.root / "profiles"
+
     def create(self) -> None:
-        for path in (self.root, self.models, self.commits, self.logs):
+        for path in (self.root, self.models, self.commits, self.logs, self.profiles):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         for leftover in self.models.glob(".build-*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -114,6 +125,7 @@ class Sizes:
     threads: int
     build_threads: int
     link_bytes_per_s: float
+    cuda: CudaOptions | None = None  # of a cuda device
 
 
 class Memory:
@@ -125,13 +137,15 @@ class Memory:
         self.board_descriptor = sealed_memfd("pipeswitch-board", 4096)
         self.board = Board(self.board_descriptor)
         self.bells = [new_bell() for _ in range(sizes.bell_count)]
-        self.arena: list[int] = []  # models, work: the daemon's, anew after its death
+        self.arena: list[int] = []  # of DaemonReady: the daemon's, anew after its death
+        self.arena_handle = b""
         self.commits: dict[JobName, int] = {}
 
-    def take_arena(self, descriptors: list[int]) -> None:
+    def take_arena(self, descriptors: list[int], handle: bytes) -> None:
         for old in self.arena:
             os.close(old)
         self.arena = descriptors
+        self.arena_handle = handle
 
     def close(self) -> None:
         self.board.close()
@@ -153,17 +167,20 @@ class Effects:
         places: Places,
         memory: Memory,
         processes: Processes,
-        tcp: TcpThread,
+        frontend: Frontend,
         journal: JournalFile,
+        profiles_dir: Path,
         take: Callable[[Event], None],
     ) -> None:
         self._device = device
         self._sizes = sizes
         self._places = places
+        # What was measured here before what came along.
+        self._profile_folders = (places.profiles, profiles_dir)
         self._models_path = str(places.models)  # pathlib is slow on a request's path
         self._memory = memory
         self._processes = processes
-        self._tcp = tcp
+        self._frontend = frontend
         self._journal = journal
         self._take = take  # an event, to be handled after the running one
         self._daemon: Child | None = None
@@ -187,7 +204,7 @@ class Effects:
             case Answer():
                 self._answer(command)
             case Publish() | Announce() | Retract():
-                self._tcp.post(command)
+                self._frontend.perform(command)
             case Span():
                 self.timeline.add(command)
             case SpawnWorker(slot=slot, generation=generation):
@@ -207,34 +224,44 @@ class Effects:
                 self._drop_commits(job)
             case Journal():
                 self._write_journal(command)
+            case StopTrial(slot=slot, epoch=epoch):
+                self._memory.board.write_stop(slot, epoch)
+            case SaveProfile(profile=profile):
+                self._save_profile(profile)
+            case Warn(text=text):
+                log.warning("%s", text)
             case Leave():
                 self.left = command
 
     # -- answers and what they promise ---------------------------------------------------------
 
     def _answer(self, command: Answer) -> None:
+        reach("controller.answer")
         if not command.more:
             refusal = self._refused.pop(command.token, None)
             if refusal is not None:
                 command = Answer(token=command.token, error=refusal)
         if command.token >= 0:  # negative: asked by the server itself
-            self._tcp.post(command)
+            self._frontend.perform(command)
         elif command.error is not None:
             log.error("asked by the server itself and refused: %s", command.error)
 
     def _write_journal(self, command: Journal) -> None:
         """What cannot be written is not accepted: its askers are refused, and it is taken back as
         if its owner had asked for that. What was there before (pinned now, gone, restored) goes
-        on: the journal is behind then, which a warning tells."""
+        on: the journal is behind then, and catches up with the next entry it can write."""
         entry = command.entry
         try:
             if entry["kind"] == "job":  # accepted: its log exists, and is its own
                 (self._places.logs / f"job-{entry['name']}.log").write_bytes(b"")
+            reach("journal.write")
             self._journal.append(entry)
+            reach("journal.written")
         except OSError as problem:
             reason = os.strerror(problem.errno or 0)
             log.error("journal %s=%s not written: %s", entry["kind"], entry["name"], reason)
             if not command.accepts or min(command.accepts) < 0:
+                self._journal.owe(entry)
                 return
             error = ServerUnavailable(
                 f'the server cannot keep "{entry["name"]}": {self._places.root}: {reason}',
@@ -286,7 +313,7 @@ class Effects:
     def _spawn_daemon(self, generation: int) -> None:
         def on_message(message: Message, descriptors: list[int]) -> None:
             if isinstance(message, DaemonReady):
-                self._memory.take_arena(descriptors)
+                self._memory.take_arena(descriptors, message.handle)
             self._take(FromDaemon(generation=generation, message=message))
 
         def on_exit(status: int) -> None:
@@ -299,6 +326,7 @@ class Effects:
             words=self._sizes.words,
             link_bytes_per_s=self._sizes.link_bytes_per_s,
             bell_count=len(self._memory.bells),
+            cuda=self._sizes.cuda,
             log_path=str(self._places.logs / "memory-daemon.log"),
         )
         descriptors = [self._memory.store, *self._memory.bells]
@@ -326,12 +354,14 @@ class Effects:
             pool_bytes=self._sizes.pool_bytes,
             threads=self._sizes.threads,
             bell_count=len(self._memory.bells),
+            handle=self._memory.arena_handle,
+            cuda=self._sizes.cuda,
         )
         descriptors = [
-            *self._memory.arena,
             self._memory.board_descriptor,
             self._memory.pool,
             *self._memory.bells,
+            *self._memory.arena,
         ]
         child = self._processes.fork(
             "worker", f"pipeswitch-w{slot}", settings, 2, descriptors, on_message, on_exit
@@ -379,6 +409,7 @@ class Effects:
         )
 
     def _built(self, message: BuildDone) -> None:
+        reach("build.done")
         try:
             manifest = load_manifest(self._places.models / message.digest)
         except RegistrationRefused as error:
@@ -388,12 +419,20 @@ class Effects:
             )  # fmt: skip
             self._take(FromBuilder(message=failed))
             return
-        self._take(FromBuilder(message=message, manifest=manifest))
+        found = tuple(profile_files.find(self._profile_folders, manifest.digest))
+        self._take(FromBuilder(message=message, manifest=manifest, profiles=found))
+
+    def _save_profile(self, profile: Profile) -> None:
+        try:
+            profile_files.save(self._places.profiles, profile)
+        except OSError as error:  # it is in force; the next server has to measure again
+            log.warning("profile model=%s not written: %s", profile.model, error)
 
     # -- commits -------------------------------------------------------------------------------
 
     def _create_commits(self, command: CreateCommits) -> None:
         """A fresh area; the newest commit of a smaller one it replaces is kept."""
+        reach("commits.create")
         descriptor = create_area(command.slot_bytes)
         old = self._memory.commits.get(command.job)
         if old is not None:
@@ -418,6 +457,7 @@ class Effects:
             os.close(old)
 
     def _drop_commits(self, job: JobName) -> None:
+        reach("commits.drop")
         self._close_commits(job)
         shutil.rmtree(self._places.commits / job, ignore_errors=True)
 

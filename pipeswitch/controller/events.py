@@ -1,10 +1,10 @@
 """What goes into the scheduler and what comes out: typed events, typed commands.
 
-The scheduler is pure: ``handle(event, now_ms) -> [command]``. The TCP thread and the process
+The scheduler is pure: ``handle(event, now_ms) -> [command]``. The frontend and the process
 watcher only translate bytes and exits into the events below; ``effects.py`` performs the
 commands. The simulator and the model checker use the same types.
 
-``Token`` names one accepted client request inside the controller; the TCP thread makes it and
+``Token`` names one accepted client request inside the controller; the frontend makes it and
 owes its client exactly one final answer for it (invariant I1).
 """
 
@@ -15,11 +15,13 @@ from typing import Any, Literal, NewType
 
 from ..errors import PipeSwitchError
 from ..messages import Epoch, JobName, Message, ModelName, SlabTensor, Slot, Turn
+from ..profile import Profile
+from ..profiling.files import Found
 from ..programs.layout import Manifest
 
 Token = NewType("Token", int)
 
-# ---- events: from clients (TCP thread) -------------------------------------------------------
+# ---- events: from clients (frontend) ---------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +101,25 @@ class Query:
     """A listing; answered from the scheduler's own state, so it is consistent."""
 
     token: Token
-    what: Literal["models", "show", "ps", "jobs", "stats", "trace"]
+    what: Literal["models", "show", "ps", "jobs", "stats", "trace", "plan"]
     name: str = ""
     seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileAsked:
+    """Measure a model layer by layer when no request waits; answered with its profile."""
+
+    token: Token
+    model: ModelName
+    batches: tuple[int, ...] = ()  # empty: the one its requests come with
+
+
+@dataclass(frozen=True, kw_only=True)
+class PingAsked:
+    """Ask every process whether it is there; answered with the times, whoever is silent."""
+
+    token: Token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +166,7 @@ class DaemonExited:
 class FromBuilder:
     message: Message
     manifest: Manifest | None = None  # with BuildDone, read by the watcher
+    profiles: tuple[Found, ...] = ()  # the same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,8 +183,8 @@ class Tick:
 
 Event = (
     InferArrived | PrefetchHint | CancelAsked | RegisterAsked | UnregisterAsked | PinAsked
-    | TrainAsked | JobAsked | Query | DrainAsked | FromWorker | WorkerExited | FromDaemon
-    | DaemonExited | FromBuilder | BuilderExited | Tick
+    | TrainAsked | JobAsked | ProfileAsked | PingAsked | Query | DrainAsked | FromWorker
+    | WorkerExited | FromDaemon | DaemonExited | FromBuilder | BuilderExited | Tick
 )  # fmt: skip
 
 # ---- commands --------------------------------------------------------------------------------
@@ -241,7 +260,7 @@ class DropCommits:
 
 @dataclass(frozen=True, kw_only=True)
 class Announce:
-    """To the TCP thread: this model may be asked for, with this signature."""
+    """To the frontend: this model may be asked for, with this signature."""
 
     model: ModelName
     manifest: Manifest
@@ -298,6 +317,28 @@ class Journal:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StopTrial:
+    """Write the board's stop word of that slot: its trial leaves between two groups."""
+
+    slot: Slot
+    epoch: Epoch
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveProfile:
+    """Keep it in the state directory; the next server has it again."""
+
+    profile: Profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warn:
+    """One line for the operator, in the server's log."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Leave:
     """Everything is drained (status 0) or cannot go on (non-zero): stop the server."""
 
@@ -308,5 +349,5 @@ class Leave:
 Command = (
     ToDaemon | ToWorker | RaiseTurn | SpawnDaemon | SpawnWorker | KillWorker | StartBuild
     | KillBuild | CreateCommits | DropCommits | Announce | Retract | Answer | Publish | Span
-    | Journal | Leave
+    | Journal | StopTrial | SaveProfile | Warn | Leave
 )  # fmt: skip

@@ -156,7 +156,7 @@ class Fleet:
     def _prepare_idle(self) -> None:
         """One program at a time per standby, and never all standbys at once if requests wait."""
         core = self._core
-        if core.queue or core.upcoming is not None:
+        if core.queue or core.upcoming is not None or core.measuring is not None:
             return
         for worker in core.workers.values():
             is_idle = worker.is_free and worker.state.state is WorkerState.STANDBY
@@ -176,6 +176,7 @@ class Fleet:
                         digest=model.manifest.digest,
                         directory="",
                         arena_offset_bytes=model.home_bytes,
+                        plan=model.plan,
                     ),
                 )
             )
@@ -187,8 +188,8 @@ class Fleet:
             if model.state.state is ModelState.READY
             and not model.unregister_tokens
             and model.manifest is not None
-            and worker.warm.get(model.name) != model.manifest.digest
-            and (model.name, model.manifest.digest) not in worker.unpreparable
+            and worker.warm.get(model.name) != model.version
+            and (model.name, model.version) not in worker.unpreparable
         ]
         latest = max(missing, key=lambda m: (m.last_used_at_ms, m.registered_at_ms), default=None)
         return latest.name if latest is not None else None
@@ -199,12 +200,12 @@ class Fleet:
         if worker.preparing == message.model:
             worker.preparing = None
         if message.error:
-            worker.unpreparable.add((message.model, message.digest))
+            worker.unpreparable.add((message.model, (message.digest, message.plan)))
             core.publish(
                 "model.prepare_failed", model=message.model, worker=worker.slot, error=message.error
             )
         elif self._is_known(message):
-            worker.warm[message.model] = message.digest
+            worker.warm[message.model] = (message.digest, message.plan)
         else:  # unregistered meanwhile
             core.emit(ToWorker(slot=worker.slot, message=ForgetModel(model=message.model)))
 

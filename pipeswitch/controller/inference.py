@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ..errors import (
     Cancelled,
     DeadlineExceeded,
@@ -15,14 +17,23 @@ from ..errors import (
     WorkerLost,
     from_wire,
 )
-from ..messages import Epoch, InferenceDone, InferenceFailed, JobName, RunInference, Slot, Turn
+from ..messages import (
+    Epoch,
+    InferenceDone,
+    InferenceFailed,
+    JobName,
+    RunInference,
+    SlabTensor,
+    Turn,
+)
 from ..policies import Waiting
+from ..programs.layout import Manifest
 from ..states import ModelEvent, ModelState, Residency, TaskEvent, WorkerEvent, WorkerState
 from .core import Core
 from .events import Answer, CancelAsked, InferArrived, PrefetchHint, RaiseTurn, ToWorker
 from .jobs import Jobs
-from .memory import SLICE, Memory
-from .records import Activation, Model, Request, Worker
+from .memory import ON_DEVICE, SLICE, Memory
+from .records import Activation, ColdSwitch, EndedTrial, Model, Request, Worker
 
 
 class Inference:
@@ -32,6 +43,7 @@ class Inference:
         self._core = core
         self._memory = memory
         self._jobs = jobs
+        self._ended: list[tuple[Activation, Request, InferenceDone]] = []  # not traced yet
 
     # -- arrival ------------------------------------------------------------------------------
 
@@ -76,6 +88,14 @@ class Inference:
                 hint="try again later, or raise [scheduler] max_queue",
                 waiting=len(core.queue),
             )
+        waiting = sum(request.model == event.model for request in core.queue.values())
+        if waiting >= core.settings.max_queue_per_model:
+            return QueueFull(
+                f"{waiting} requests for {event.model} are waiting, "
+                f"the limit is {core.settings.max_queue_per_model}",
+                hint="try again later, or raise [scheduler] max_queue_per_model",
+                waiting=waiting,
+            )
         return None
 
     def cancel(self, event: CancelAsked) -> bool:
@@ -117,19 +137,37 @@ class Inference:
                     ),
                 )
 
-    def hung_slot(self) -> Slot | None:
-        """The slot whose task still computes long after its deadline, if there is one."""
+    def hung(self) -> Activation | None:
+        """The task that computes for too long, if there is one; its ``hung_why`` says what is.
+
+        1. It still computes long after its deadline.
+        2. It has had the turn for ``max_compute_ms`` more than its model's longest run: taken for
+           an endless loop, which would hold the device for ever.
+        """
         core = self._core
-        if core.current is None:
+        activation = core.current
+        if activation is None or activation.hung_why:
+            return activation
+        settings, longest_ms = core.settings, core.models[activation.model].longest_ms
+        deadline_at_ms = core.requests[activation.token].deadline_at_ms
+        late_at_ms = endless_at_ms = math.inf
+        if deadline_at_ms is not None:
+            late_at_ms = deadline_at_ms + settings.deadline_grace_ms
+        if settings.max_compute_ms:
+            endless_at_ms = activation.began_at_ms + longest_ms + settings.max_compute_ms
+        at_ms = min(late_at_ms, endless_at_ms)
+        if core.now_ms < at_ms:
+            # A look that comes before finds it again: many short tasks leave one, not one each.
+            if at_ms < min(core.due_ms, default=math.inf):
+                core.look_again(at_ms)
             return None
-        request = core.requests[core.current.token]
-        if request.deadline_at_ms is None:
-            return None
-        kill_at_ms = request.deadline_at_ms + core.settings.deadline_grace_ms
-        if core.now_ms >= kill_at_ms:
-            return core.current.slot
-        core.look_again(kill_at_ms)
-        return None
+        activation.hung_why = (
+            "its task did not end after the deadline"
+            if late_at_ms <= endless_at_ms
+            else f"its task computed {settings.max_compute_ms:.0f} ms longer than its longest run, "
+            f"{longest_ms:.0f} ms"
+        )
+        return activation
 
     # -- dispatch -----------------------------------------------------------------------------
 
@@ -160,7 +198,8 @@ class Inference:
             model = core.models[name]
             assert model.manifest is not None
             size = model.manifest.total_bytes
-            if memory.arena.get(name) is not None or memory.can_ever_hold(size):
+            is_there = model.residency.state in ON_DEVICE
+            if is_there or memory.can_ever_hold(size):
                 continue
             pinned = [m.name for m in core.models.values() if m.residency.state is Residency.PINNED]
             for request in [r for r in core.queue.values() if r.model == name]:
@@ -195,7 +234,7 @@ class Inference:
         core, memory = self._core, self._memory
         model = core.models[request.model]
         if model.is_on_device:
-            self._activate(request, model, is_sent=False)
+            self.activate(request, model, is_sent=False)
             return True
         if model.is_abandoned:
             return False  # its region is in the way of itself until the copy has ended
@@ -212,7 +251,7 @@ class Inference:
             return False
         memory.cancel_prefetches()
         memory.transmit(model, window, f"request {request.request_id}")
-        self._activate(request, model, is_sent=True)
+        self.activate(request, model, is_sent=True)
         return True
 
     def _view(self, request: Request) -> Waiting:
@@ -230,25 +269,25 @@ class Inference:
 
     def _pick_worker(self, model: Model) -> Worker:
         """A free worker: warm for the model first, one that prepares another model last."""
-        digest = model.manifest.digest if model.manifest else ""
+        version = model.version
 
         def order(worker: Worker) -> tuple[bool, bool, bool, int]:
             return (
                 worker.preparing is not None,
-                worker.warm.get(model.name) != digest,
+                worker.warm.get(model.name) != version,
                 worker.state.state is WorkerState.CLEANING,
                 worker.slot,
             )
 
         return min((w for w in self._core.workers.values() if w.is_free), key=order)
 
-    def _activate(self, request: Request, model: Model, *, is_sent: bool) -> None:
+    def activate(self, request: Request, model: Model, *, is_sent: bool) -> Activation:
         """Give the request to a worker; ``is_sent``: its model was sent for it just now."""
         core, manifest = self._core, model.manifest
         assert manifest is not None
         worker = self._pick_worker(model)
         epoch = core.next_epoch()
-        del core.queue[request.token]
+        core.queue.pop(request.token, None)
         request.state.apply(TaskEvent.DISPATCHED, f"worker {worker.slot}")
         worker.state.apply(WorkerEvent.ACTIVATED, f"request {request.request_id}")
         worker.task_epoch = epoch
@@ -261,6 +300,9 @@ class Inference:
             model=model.name,
             dispatched_at_ms=core.now_ms,
             was_resident=model.residency.state in (Residency.RESIDENT, Residency.PINNED),
+            residency_epoch=model.residency_epoch,
+            is_trial=request.trial_batch > 0,
+            kept_bytes=model.kept_bytes if is_sent else 0,
         )
         core.upcoming = activation
         self.turn_is_free()  # before the order: the worker must not find an old turn
@@ -279,6 +321,8 @@ class Inference:
                     inputs=request.inputs,
                     reply_offset_bytes=request.reply_offset_bytes,
                     reply_bytes=request.reply_bytes,
+                    plan=model.plan,
+                    trial_batch=request.trial_batch,
                 ),
             )
         )
@@ -286,7 +330,7 @@ class Inference:
             activation.preempted = core.training
             activation.stop_asked_at_ms = core.now_ms
             self._jobs.stop(core.training, activation.turn, activation.slot)
-        if is_sent:
+        if is_sent and not activation.is_trial:
             core.counts["switches"] += 1
             core.publish(
                 "switch.started",
@@ -295,6 +339,7 @@ class Inference:
                 worker=worker.slot,
                 preempts=activation.preempted,
             )
+        return activation
 
     def turn_is_free(self) -> None:
         """If nobody computes any more, the dispatched task does, if there is one.
@@ -321,6 +366,7 @@ class Inference:
     def _starts(self, activation: Activation, cause: str) -> None:
         core = self._core
         core.current, core.upcoming = activation, None
+        activation.began_at_ms = core.now_ms
         core.requests[activation.token].state.apply(TaskEvent.STARTED, cause)
 
     # -- end ----------------------------------------------------------------------------------
@@ -333,7 +379,16 @@ class Inference:
         activation, request, model = ended
         core = self._core
         model.deaths = 0
+        model.longest_ms = max(model.longest_ms, core.now_ms - activation.began_at_ms)
         worker.deaths = 0
+        worker.warm[model.name] = model.version  # it has just run it
+        self._ended.append((activation, request, message))
+        if activation.is_trial:
+            request.state.apply(TaskEvent.FINISHED, "measured")
+            core.requests.pop(request.token)
+            core.ended_trial = EndedTrial(activation, message)
+            return
+        self._note_switch(activation, request, model, message)
         model.use_count += 1
         core.counts["inferences"] += 1
         request.state.apply(TaskEvent.FINISHED, "outputs written")
@@ -345,19 +400,41 @@ class Inference:
                 timing=self._bill(activation, request, model, message),
             )
         )
-        self._trace(activation, request, message)
+
+    def _note_switch(
+        self, activation: Activation, request: Request, model: Model, message: InferenceDone
+    ) -> None:
+        """Its batch is what a profile should be of; a cold one is compared with its prediction."""
+        assert model.manifest is not None
+        model.last_batch = batch_of(model.manifest, request.inputs)
+        if not activation.was_resident and not model.kept_bytes:
+            self._core.cold_switches.append(
+                ColdSwitch(
+                    model=model.name,
+                    residency_epoch=activation.residency_epoch,
+                    batch=model.last_batch,
+                    turn_at_ms=message.turn_at_ms,
+                    ended_at_ms=message.ended_at_ms,
+                )
+            )
+
+    def trace_ended(self) -> None:
+        """The timeline of what was answered: after its answer, which must not wait for it."""
+        for activation, request, message in self._ended:
+            self._trace(activation, request, message)
+        self._ended.clear()
 
     def failed(self, worker: Worker, message: InferenceFailed) -> None:
         """The model's own code raised, or its output does not fit: the worker is fine."""
         ended = self._end(worker, message.epoch)
         if ended is None:
             return
-        _, request, _ = ended
+        activation, request, _ = ended
         worker.deaths = 0
         error: PipeSwitchError = from_wire(message.error, message.message, "", message.data)
         if type(error) is PipeSwitchError:
             error = TaskFailed(message.message, **message.data)
-        self._finish(request, TaskEvent.ERROR, error)
+        self._give_up(activation, request, error)
 
     def _end(self, worker: Worker, epoch: Epoch) -> tuple[Activation, Request, Model] | None:
         """Take the activation of that epoch off the device; None for a late message."""
@@ -380,6 +457,19 @@ class Inference:
         model = core.models[activation.model]
         self._memory.unused(model)
         return activation, core.requests[activation.token], model
+
+    def _give_up(
+        self, activation: Activation, request: Request, error: PipeSwitchError | None
+    ) -> None:
+        """No outputs will come of it; of a trial nobody expects any."""
+        core = self._core
+        if not activation.is_trial:
+            assert error is not None
+            self._finish(request, TaskEvent.ERROR, error)
+            return
+        request.state.apply(TaskEvent.ERROR, type(error).__name__)
+        core.requests.pop(request.token)
+        core.ended_trial = EndedTrial(activation, error=error)
 
     def _finish(self, request: Request, event: TaskEvent, error: PipeSwitchError) -> None:
         core = self._core
@@ -409,6 +499,7 @@ class Inference:
             "preempted": activation.preempted,
             "worker": activation.slot,
             "epoch": activation.epoch,
+            **({"kept_bytes": activation.kept_bytes} if activation.kept_bytes else {}),
         }
 
     def _trace(self, activation: Activation, request: Request, message: InferenceDone) -> None:
@@ -453,8 +544,14 @@ class Inference:
         is_blamed = had_turn and begun_epoch in (None, activation.epoch)
         request.deaths += is_blamed
         model.deaths += is_blamed
-        request.state.apply(TaskEvent.WORKER_DIED, f"status {status}")
-        core.queue[request.token] = request
+        if activation.is_trial:
+            error = _worker_lost(model, 1, status) if is_blamed else None
+            self._give_up(activation, request, error)
+        else:
+            request.state.apply(TaskEvent.WORKER_DIED, f"status {status}")
+            core.queue[request.token] = request
+        if activation.hung_why and not activation.is_trial:  # it is not tried once more
+            self._finish(request, TaskEvent.EXPIRE, _hung(model, activation))
         self._judge(request, model, status)
 
     def _judge(self, request: Request, model: Model, status: int) -> None:
@@ -466,13 +563,10 @@ class Inference:
             for other in [r for r in core.queue.values() if r.model == model.name]:
                 if other is not request:
                     self._finish(other, TaskEvent.ERROR, quarantined(model))
+        if request.token not in core.requests or request.trial_batch:
+            return
         if request.deaths >= limit or model.state.state is ModelState.QUARANTINED:
-            error = WorkerLost(
-                f'the worker died {request.deaths} times while computing "{model.name}" '
-                f"(last status {status})",
-                hint=f"pipeswitch show {model.name}",
-                deaths=request.deaths,
-            )
+            error = _worker_lost(model, request.deaths, status)
             self._finish(request, TaskEvent.ERROR, error)
 
     def daemon_died(self) -> None:
@@ -482,15 +576,46 @@ class Inference:
             if activation is None:
                 continue
             request = core.requests[activation.token]
+            if activation.is_trial:
+                self._give_up(activation, request, None)
+                continue
             request.state.apply(TaskEvent.WORKER_DIED, "memory daemon exited")
             core.queue[request.token] = request
         core.current = core.upcoming = None
 
     def refuse_all(self, error: PipeSwitchError) -> None:
         """The server cannot go on: nobody is left without an answer."""
+        for activation in (self._core.current, self._core.upcoming):
+            if activation is not None and activation.is_trial:
+                self._give_up(activation, self._core.requests[activation.token], error)
         for request in list(self._core.requests.values()):
             self._finish(request, TaskEvent.ERROR, error)
         self._core.current = self._core.upcoming = None
+
+
+def batch_of(manifest: Manifest, inputs: tuple[SlabTensor, ...]) -> int:
+    """A request's batch; 1 when the program has no dynamic one."""
+    for value, tensor in zip(manifest.inputs, inputs, strict=False):
+        for extent, size in zip(value.shape, tensor.shape, strict=False):
+            if extent is None:
+                return size
+    return 1
+
+
+def _worker_lost(model: Model, deaths: int, status: int) -> WorkerLost:
+    return WorkerLost(
+        f'the worker died {deaths} times while computing "{model.name}" (last status {status})',
+        hint=f"pipeswitch show {model.name}",
+        deaths=deaths,
+    )
+
+
+def _hung(model: Model, activation: Activation) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f'"{model.name}" was killed: {activation.hung_why}',
+        hint="set a deadline, or raise [scheduler] max_compute",
+        longest_ms=model.longest_ms,
+    )
 
 
 def quarantined(model: Model) -> ModelQuarantined:

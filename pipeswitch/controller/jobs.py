@@ -51,7 +51,7 @@ from .events import (
     TrainAsked,
 )
 from .memory import SLICE, Memory
-from .records import NO_TURN, Job, Worker
+from .records import NO_EPOCH, NO_TURN, Job, Worker
 
 RATE_WEIGHT: Final = 0.2  # of the newest report in a job's steps per second
 COMMITS = "commits:"  # owner prefix in the host store's ledger
@@ -210,9 +210,17 @@ class Jobs:
             job
             for job in jobs
             if (job.state.state is TaskState.SUSPENDED and not job.lease_asked_bytes)
-            or (job.state.state is TaskState.QUEUED and not self._has_process(job))
+            or (job.state.state is TaskState.QUEUED and not self._is_leaving(job))
         ]
         return sorted(able, key=lambda job: job.priority)  # stable: rotation inside a priority
+
+    def _is_leaving(self, job: Job) -> bool:
+        """Whether something of its last dispatch is not over yet.
+
+        A commit that is still being copied is the one to resume from: a script that began before
+        the flip would start from the one before it, and could commit an older step over it.
+        """
+        return self._has_process(job) or bool(job.copying_epoch)
 
     def _has_process(self, job: Job) -> bool:
         """Whether a process of this job lives, be it one that is about to leave.
@@ -551,8 +559,9 @@ class Jobs:
         """Let the daemon copy the pieces of the slice; it flips and acknowledges."""
         job = self._job_of(worker, message.epoch)
         region = self._memory.arena.get(SLICE + job.name) if job is not None else None
-        if job is None or region is None:
+        if job is None or region is None or not self._core.is_daemon_ready:
             return
+        job.copying_epoch = job.epoch
         self._core.tell_daemon(
             CommitCopy(
                 job=job.name,
@@ -570,6 +579,8 @@ class Jobs:
         job = core.jobs.get(message.job)
         if job is None or message.epoch <= job.born_epoch:
             return  # of an older job of this name
+        if message.epoch == job.copying_epoch:
+            job.copying_epoch = NO_EPOCH
         if not message.error:
             if job.committed_step == job.persisted_step == -1:  # the first commit
                 job.persist_due_at_ms = core.now_ms + core.settings.persist_every_ms
@@ -616,6 +627,8 @@ class Jobs:
             if job.persist_epoch == epoch and job.is_persisting:
                 job.is_persisting = False
                 job.why = f"commit not on disk: {reason}"
+            if job.copying_epoch == epoch:
+                job.copying_epoch = NO_EPOCH
 
     def report(self, worker: Worker, message: JobReport) -> None:
         """What the script says of itself."""
@@ -750,6 +763,7 @@ class Jobs:
         """Slices are gone with the device; commits are not."""
         for job in self._core.jobs.values():
             job.is_persisting = False
+            job.copying_epoch = NO_EPOCH
 
     def daemon_ready(self) -> None:
         for job in self._core.jobs.values():

@@ -1,172 +1,301 @@
 """What survives the server: which models are registered, which jobs were accepted.
 
-One JSON object per line, fsynced before a job is answered; compacted when the server starts. What
-cannot be read (a line torn by a power loss, damage) is dropped with a warning. Bytes travel as
-base64.
+An SQLite database (docs/adr/0010): what was appended is on the disk, whole, before its asker is
+answered. A model is there until it is unregistered, a job until it is over. A row that cannot be
+used is dropped with a warning; a file that is no database any more is set aside, and what can
+still be read of it is kept.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
+import errno
 import json
 import logging
 import os
-from collections.abc import Mapping
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from ..config import NAME_PATTERN
+from ..errors import ConfigError
+from .journal_lines import Entry, read_lines
 
 log = logging.getLogger(__name__)
 
-Entry = dict[str, Any]
+FILE_NAME: Final = "journal.sqlite"
+SCHEMA_VERSION: Final = 1  # in the file's user_version; 0 is a file without tables
+SLOW_APPEND_MS: Final = 100.0  # the loop stands still so long: worth a line in the log
+CHECKPOINT_PAGES: Final = 64  # of 4 KiB in the write-ahead log, then they go to the main file
 
 FIELDS: Final[Mapping[str, Mapping[str, type]]] = {
     "model": {"spec": bytes, "spec_digest": str, "digest": str, "priority": int, "pin": bool},
-    "model-gone": {},
     "job": {"entry": str, "args": list, "priority": int},
-    "job-over": {},
 }
-"""What an entry of each kind must have beside its name."""
+"""What an entry of each kind must have beside its name; each kind is a table."""
 
+ENDS: Final = {"model-gone": "model", "job-over": "job"}
+"""Entries that end one of another kind."""
 
-def fold(entries: list[Entry]) -> tuple[dict[str, Entry], dict[str, Entry]]:
-    """Registered models and unfinished jobs, by name, after all entries. Pure."""
-    models: dict[str, Entry] = {}
-    jobs: dict[str, Entry] = {}
-    for entry in entries:
-        name = str(entry.get("name", ""))
-        match entry.get("kind"):
-            case "model":
-                models[name] = entry
-            case "model-gone":
-                models.pop(name, None)
-            case "job":
-                jobs[name] = entry
-            case "job-over":
-                jobs.pop(name, None)
-            case other:
-                log.warning("journal entry of unknown kind %r ignored", other)
-    return models, jobs
+_COLUMNS: Final = {bytes: "BLOB", str: "TEXT", int: "INTEGER", bool: "INTEGER", list: "TEXT"}
 
 
 class JournalFile:
-    """Append-only; one writer (the state directory is locked)."""
+    """One writer: the state directory is locked. One thread: the controller's loop.
+
+    Attributes:
+        models, jobs: what it held when it was opened, by name, in the order of acceptance.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Read and compact; a full disk leaves the old file in use.
+        """Open, or make; take over a journal of an earlier release that lies beside it.
 
         Raises:
             OSError: it can be neither read nor written.
+            ConfigError: a later release wrote it.
         """
         self._path = path
-        self.models, self.jobs = fold(_read(path))
+        self._owed: dict[tuple[str, str], Entry] = {}  # could not be written yet; the latest each
+        self.models: dict[str, Entry] = {}
+        self.jobs: dict[str, Entry] = {}
         try:
-            self._compact()
-        except OSError as error:
-            log.warning("journal=%s not compacted: %s", path, error.strerror)
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open as long as the server
-        self._size_bytes = os.fstat(self._file.fileno()).st_size
-        self._is_torn = not _ends_whole(path)
+            kept: list[Entry] = []
+            try:
+                self._database = _opened(path)
+            except sqlite3.DatabaseError as problem:
+                if _errno(problem) != errno.EIO:
+                    raise
+                kept = _set_aside(path, problem)
+                self._database = _opened(path)
+            try:
+                self._take_over(kept)
+                self._take_over_lines(path.with_name("journal.jsonl"))
+                self.models = {entry["name"]: entry for entry in _rows(self._database, "model")}
+                self.jobs = {entry["name"]: entry for entry in _rows(self._database, "job")}
+                _sync_directory(path.parent)
+            except BaseException:
+                self._database.close()
+                raise
+        except sqlite3.DatabaseError as problem:
+            raise _os_error(problem) from None
 
-    def _compact(self) -> None:
-        temporary = self._path.with_suffix(".new")
-        try:
-            with open(temporary, "wb") as file:
-                for entry in (*self.models.values(), *self.jobs.values()):
-                    file.write(_line(entry))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self._path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
-        _sync_directory(self._path.parent)
+    def _take_over(self, entries: Iterable[Entry]) -> None:
+        """All of them or none."""
+        with _transaction(self._database):
+            for entry in entries:
+                try:
+                    _check(entry)
+                    _write(self._database, entry)
+                except (ValueError, OverflowError) as error:  # nothing was written of it
+                    log.warning("journal=%s entry ignored: %s", self._path, error)
+
+    def _take_over_lines(self, path: Path) -> None:
+        if not path.exists():
+            return
+        # Before the rename a crash leads here again, which changes nothing.
+        self._take_over(read_lines(path))
+        os.replace(path, path.with_suffix(".jsonl.migrated"))
+        log.info("journal=%s taken over from %s", self._path, path.name)
 
     def append(self, entry: Entry) -> None:
-        """Write and fsync, or leave no trace.
+        """Write and sync, with everything that is owed, or leave no trace.
 
         Raises:
-            OSError: the disk is full or gone; the journal's earlier part is intact.
+            OSError: the disk is full or gone; what was there before is intact.
         """
-        line = (b"\n" if self._is_torn else b"") + _line(entry)
+        began_s = time.monotonic()
         try:
-            written = self._file.write(line)
-            if written < len(line):
-                self._file.write(line[written:])  # says why there is no room for the rest
-            os.fsync(self._file.fileno())
-        except OSError:
-            self._is_torn = True  # unless the half line can be taken back
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._file.fileno(), self._size_bytes)
-                self._is_torn = not _ends_whole(self._path)
-            raise
-        self._is_torn = False
-        self._size_bytes = os.fstat(self._file.fileno()).st_size
+            with _transaction(self._database):
+                for owed in self._owed.values():
+                    _write(self._database, owed)
+                _write(self._database, entry)
+        except sqlite3.Error as problem:
+            raise _os_error(problem) from None
+        self._owed.clear()
+        took_ms = (time.monotonic() - began_s) * 1000.0
+        if took_ms > SLOW_APPEND_MS:
+            log.warning("journal=%s slow disk: an entry took %.0f ms", self._path, took_ms)
+
+    def owe(self, entry: Entry) -> None:
+        """To be written when something else can be: it is a fact whether the disk takes it or not.
+
+        Until then the journal is behind, and a server that starts from it repeats something.
+        """
+        kind = str(entry["kind"])
+        self._owed[ENDS.get(kind, kind), str(entry["name"])] = entry
 
     def close(self) -> None:
-        self._file.close()
+        if self._owed:
+            try:
+                self.append(self._owed.popitem()[1])
+            except OSError as problem:
+                log.error("journal=%s is behind: %s", self._path, problem.strerror)
+        self._database.close()
 
 
-def _line(entry: Entry) -> bytes:
-    packed = {
-        key: {"base64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
-        for key, value in entry.items()
-    }
-    return json.dumps(packed).encode() + b"\n"
+def _opened(path: Path) -> sqlite3.Connection:
+    """A connection that syncs each transaction, to a sound database with our tables.
+
+    Raises:
+        sqlite3.DatabaseError: it is damaged, or the disk does not do.
+        OSError, ConfigError: as ``JournalFile``.
+    """
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # SQLite makes 0644
+    database = _connect(path)
+    try:
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = FULL")
+        database.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
+        (version,) = database.execute("PRAGMA user_version").fetchone()
+        if version > SCHEMA_VERSION:
+            raise ConfigError(
+                f"journal {path} is of schema {version}, this release knows {SCHEMA_VERSION}",
+                hint="start the release that wrote it, or choose another --state-dir",
+            )
+        (state,) = database.execute("PRAGMA quick_check(1)").fetchone()
+        if state != "ok":
+            raise sqlite3.DatabaseError(state)
+        if version == 0:
+            _create(database)
+        for kind, fields in FIELDS.items():  # whatever user_version says
+            database.execute(f"SELECT name, {', '.join(fields)} FROM {kind} LIMIT 0")
+    except BaseException:
+        database.close()
+        raise
+    return database
 
 
-def _read(path: Path) -> list[Entry]:
-    entries: list[Entry] = []
-    if not path.exists():
-        return entries
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
-        if not line:
-            continue
+def _connect(path: Path) -> sqlite3.Connection:
+    database = sqlite3.connect(path, isolation_level=None)
+    # The log's index then lies in this process's memory, not in a mapped file: where the disk is
+    # full, such a mapping ends in a SIGBUS.
+    database.execute("PRAGMA locking_mode = EXCLUSIVE")
+    # A damaged text must not be what ends the reading; what becomes of it is checked.
+    database.text_factory = lambda raw: raw.decode(errors="replace")
+    return database
+
+
+def _create(database: sqlite3.Connection) -> None:
+    with _transaction(database):
+        for kind, fields in FIELDS.items():
+            columns = ", ".join(f"{name} {_COLUMNS[type_]}" for name, type_ in fields.items())
+            database.execute(f"CREATE TABLE {kind} (name TEXT PRIMARY KEY, {columns})")
+        database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
+@contextlib.contextmanager
+def _transaction(database: sqlite3.Connection) -> Iterator[None]:
+    """All or nothing; synced when it is left."""
+    database.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        database.execute("COMMIT")
+    except BaseException:
+        if database.in_transaction:  # SQLite has rolled back itself when the disk was full
+            with contextlib.suppress(sqlite3.Error):
+                database.execute("ROLLBACK")
+        raise
+
+
+def _write(database: sqlite3.Connection, entry: Entry) -> None:
+    """One checked entry into the tables. A name keeps its place among the others."""
+    kind = entry["kind"]
+    if kind in ENDS:
+        database.execute(f"DELETE FROM {ENDS[kind]} WHERE name = ?", (entry["name"],))
+        return
+    fields = FIELDS[kind]
+    values = [json.dumps(entry[f]) if fields[f] is list else entry[f] for f in fields]
+    marks = ", ".join("?" * len(fields))
+    updates = ", ".join(f"{field} = excluded.{field}" for field in fields)
+    database.execute(
+        f"INSERT INTO {kind} (name, {', '.join(fields)}) VALUES (?, {marks}) "
+        f"ON CONFLICT (name) DO UPDATE SET {updates}",
+        (entry["name"], *values),
+    )
+
+
+def _rows(database: sqlite3.Connection, kind: str) -> Iterator[Entry]:
+    """Its usable entries, in the order of acceptance.
+
+    Raises:
+        sqlite3.DatabaseError: at the place where the file is damaged.
+    """
+    fields = FIELDS[kind]
+    for name, *values in database.execute(
+        f"SELECT name, {', '.join(fields)} FROM {kind} NOT INDEXED ORDER BY rowid"
+    ):
+        entry: Entry = {"kind": kind, "name": name, **dict(zip(fields, values, strict=True))}
         try:
-            entries.append(_parse(line))
-        except (ValueError, RecursionError) as error:
-            log.warning("journal=%s line=%d unreadable, ignored: %s", path, number, error)
-    return entries
-
-
-def _parse(line: bytes) -> Entry:
-    """One entry; ValueError when it is none."""
-    raw = json.loads(line)
-    if not isinstance(raw, dict):
-        raise ValueError("no object")
-    entry: Entry = {}
-    for key, value in raw.items():
-        if isinstance(value, dict):
-            packed = value.get("base64")
-            if not isinstance(packed, str):
-                raise ValueError(f"{key}: no base64")
-            entry[key] = base64.b64decode(packed)
+            for field, type_ in fields.items():
+                if type_ is list:
+                    entry[field] = json.loads(entry[field])
+                elif type_ is bool:
+                    entry[field] = bool(entry[field])
+            _check(entry)
+        except (ValueError, TypeError, RecursionError) as error:
+            log.warning("journal row of kind %s ignored: %s", kind, error)
         else:
-            entry[key] = value
+            yield entry
+
+
+def _check(entry: Entry) -> None:
+    """ValueError when it is none of ours."""
     name, kind = entry.get("name"), entry.get("kind")
     if not isinstance(name, str) or not NAME_PATTERN.fullmatch(name):
         raise ValueError(f"name {str(name)[:80]!r}")
-    if not isinstance(kind, str):
+    if not isinstance(kind, str) or (kind not in FIELDS and kind not in ENDS):
         raise ValueError(f"kind {str(kind)[:80]!r}")
     for field, wanted in FIELDS.get(kind, {}).items():
         if not isinstance(entry.get(field), wanted):
             raise ValueError(f"{kind} {name}: {field} is no {wanted.__name__}")
     if kind == "job" and not all(isinstance(arg, str) for arg in entry["args"]):
         raise ValueError(f"job {name}: an argument is no text")
-    return entry
 
 
-def _ends_whole(path: Path) -> bool:
-    """Whether the last line of the file is complete."""
-    with open(path, "rb") as file:
-        size_bytes = file.seek(0, os.SEEK_END)
-        if size_bytes == 0:
-            return True
-        file.seek(size_bytes - 1)
-        return file.read(1) == b"\n"
+def _set_aside(path: Path, problem: sqlite3.DatabaseError) -> list[Entry]:
+    """Rename a damaged file; what could still be read of it."""
+    entries = _salvaged(path)
+    aside = path.with_suffix(f".damaged-{time.time_ns()}")
+    for suffix in ("", "-wal"):
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(f"{path}{suffix}", f"{aside}{suffix}")
+    log.warning(
+        "journal=%s is damaged (%s): set aside as %s, %d entries could be kept",
+        path, problem, aside.name, len(entries),
+    )  # fmt: skip
+    return entries
+
+
+def _salvaged(path: Path) -> list[Entry]:
+    entries: list[Entry] = []
+    with contextlib.suppress(sqlite3.Error):
+        database = _connect(path)
+        try:
+            for kind in FIELDS:
+                with contextlib.suppress(sqlite3.Error):
+                    for entry in _rows(database, kind):
+                        entries.append(entry)
+        finally:
+            database.close()
+    return entries
+
+
+def _errno(problem: sqlite3.Error) -> int:
+    """What the disk said; EIO for damage and everything else."""
+    code = getattr(problem, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+    return {
+        sqlite3.SQLITE_FULL: errno.ENOSPC,
+        sqlite3.SQLITE_READONLY: errno.EROFS,
+        sqlite3.SQLITE_CANTOPEN: errno.EACCES,
+        sqlite3.SQLITE_BUSY: errno.EBUSY,
+    }.get(code, errno.EIO)
+
+
+def _os_error(problem: sqlite3.Error) -> OSError:
+    number = _errno(problem)
+    return OSError(number, os.strerror(number))
 
 
 def _sync_directory(path: Path) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from ..states import ModelState, Residency, TaskState, WorkerState
 from .core import Core
 from .jobs import Jobs
 from .memory import Memory
+from .profiling import Profiling
 from .records import Job, Model, Worker
 
 PRIORITY_NAMES = {0: "high", 1: "normal", 2: "low"}
@@ -16,10 +19,11 @@ PRIORITY_NAMES = {0: "high", 1: "normal", 2: "low"}
 class Listing:
     """Answers queries from the scheduler's own state, so every listing is consistent."""
 
-    def __init__(self, core: Core, memory: Memory, jobs: Jobs) -> None:
+    def __init__(self, core: Core, memory: Memory, jobs: Jobs, profiling: Profiling) -> None:
         self._core = core
         self._memory = memory
         self._jobs = jobs
+        self._profiling = profiling
 
     def models(self) -> list[dict[str, Any]]:
         return [self.model(model) for model in self._core.models.values()]
@@ -57,7 +61,28 @@ class Listing:
                 "outputs": {v.name: [list(v.shape), v.dtype] for v in manifest.outputs},
                 "batch": [manifest.batch_min, manifest.batch_max],
             }
-        return row
+        return row | self._profiling.row(model)
+
+    def plan(self) -> dict[str, Any]:
+        """What ``pipeswitch plan`` reckons with: each model's profile, and the arena."""
+        return {
+            "arena_bytes": self._memory.leasable_bytes,
+            "models": [
+                {
+                    "name": model.name,
+                    "bytes": model.manifest.total_bytes,
+                    "grouping": model.plan_source,
+                    "grouping_why": model.plan_why,
+                    "requests": model.use_count,
+                    "age_s": (self._core.now_ms - model.registered_at_ms) / 1000.0,
+                    "profile": None
+                    if model.profile is None
+                    else msgspec.to_builtins(model.profile),
+                }
+                for model in self._core.models.values()
+                if model.manifest is not None
+            ],
+        }
 
     def jobs(self) -> list[dict[str, Any]]:
         return [self._jobs.row(job) for job in self._core.jobs.values()]
@@ -112,14 +137,13 @@ class Listing:
         slot = next(
             (a.slot for a in (core.current, core.upcoming) if a and a.model == model.name), None
         )
-        region = self._memory.arena.get(model.name)
         stored = self._memory.store.get(model.name)
         return self._row(
             model.name,
             "model",
             self._model_state(model, slot is not None),
             worker=slot,
-            device=f"{region.size_bytes if region else 0}",
+            device=f"{self._memory.held_bytes(model)}",
             host=f"{stored.size_bytes if stored else 0}",
             prio=model.priority,
             last_used_at_ms=model.last_used_at_ms,
@@ -148,6 +172,8 @@ class Listing:
         waiting = sum(r.model == model.name for r in self._core.queue.values())
         if waiting:
             return f"{waiting} waiting"
+        if model.residency.state is Residency.PARTIAL:
+            return "its prefix is kept"
         return "pinned" if model.want_pinned else ""
 
     def _ps_job(self, job: Job) -> dict[str, Any]:
@@ -183,7 +209,7 @@ class Listing:
         )
 
     def stats(self) -> dict[str, Any]:
-        """Counters and sizes; the TCP thread adds accepted/ok/error/undeliverable/in_flight."""
+        """Counters and sizes; the frontend adds accepted/ok/error/undeliverable/in_flight."""
         core, memory = self._core, self._memory
         counts = core.counts
         return {

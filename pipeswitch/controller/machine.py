@@ -27,6 +27,19 @@ def cpu_count() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def processor_name() -> str:
+    """As the kernel calls it, or the architecture where it has no name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return os.uname().machine
+
+
 def _meminfo(key: str) -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")

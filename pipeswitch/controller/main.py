@@ -1,13 +1,16 @@
 """The controller process: set up, announce readiness, loop, drain, leave (PipeSwitch 3).
 
-Two threads: the TCP thread (tcp.py) and this one, which alone owns the scheduler's state, all
-channels to children and their exits. One blocking call: the selector.
+One loop on one thread (docs/adr/0009): clients' sockets, the channels of all children, their exits
+and signals become events of one queue, and the scheduler's commands are performed at once. One
+blocking call: the selector.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
+import importlib.metadata
 import logging
 import logging.handlers
 import os
@@ -21,25 +24,40 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
+
+from .. import failpoints
 from ..config import PRIORITIES, Config, ModelConfig, format_bytes
+from ..devices.choosing import (
+    ChosenDevice,
+    arena_size,
+    choose_device,
+    facts_of,
+    only_server_on,
+    private_size,
+)
 from ..errors import ConfigError, PipeSwitchError
+from ..failpoints import reach
 from ..messages import JobName, ModelName
+from ..profile import Identity
 from . import admission
 from .effects import Effects, Memory, Places, Sizes
-from .events import Answer, DrainAsked, Event, Leave, Query, RegisterAsked, Tick, Token
-from .journal import JournalFile
-from .machine import available_bytes, cpu_count
+from .events import DrainAsked, Event, Leave, Query, RegisterAsked, Tick, Token
+from .frontend import Frontend
+from .journal import FILE_NAME, JournalFile
+from .machine import available_bytes, cpu_count, processor_name
 from .processes import Processes
 from .scheduler import Scheduler, SchedulerSettings
-from .tcp import TcpThread
+from .tracing import Tracer
+from .watchdog import LoopWatchdog, Notifier
 
 log = logging.getLogger(__name__)
 
+SHIPPED_PROFILES = Path(__file__).parents[2] / "profiles"  # in a checkout; else nothing is there
 WORDS = 16384  # arrival words: 64 KiB of a 2 MiB region
-DRAIN_GRACE_MS = 30_000.0
 STOP_TIMEOUT_S = 5.0
 MAX_OPEN_FILES = 65536  # what the soft limit is raised to
-SWITCH_INTERVAL_S = 0.0005  # two threads, and neither may keep the other waiting for 5 ms
+SWITCH_INTERVAL_S = 0.0005  # the copier and the upload writer must not keep the loop for 5 ms
 
 
 def serve(config: Config, *, announce: Callable[[str], None] | None = None) -> int:
@@ -53,29 +71,22 @@ def serve(config: Config, *, announce: Callable[[str], None] | None = None) -> i
         ConfigError, PipeSwitchError: it cannot start: a port or the state directory is in use,
             the device does not exist, the machine has no room.
     """
-    device = _choose_device(config.device.name)
+    failpoints.enable(os.environ)
+    device = choose_device(config.device, workers=config.workers.standby + 1)
     places = Places(root=Path(config.server.state_dir))
     try:
         places.create()
     except OSError as error:
         raise ConfigError(f"state directory {places.root}: {error.strerror}") from None
     _raise_open_files_limit()
-    with _locked(places.root):
+    with _locked(places.root), only_server_on(device):
         _log_to(places.logs / "server.log")
+        log.info("device=%s: %s %s", device.name, device.why, "; ".join(device.ladder.reasons))
         server = Server(config, device, places, announce or _print_line)
         try:
             return server.run()
         finally:
             server.close()
-
-
-def _choose_device(name: str) -> str:
-    if name.startswith("cuda"):
-        raise ConfigError(
-            f"device {name} is not available: this release has the cpu device only",
-            hint="pipeswitch serve --device cpu",
-        )
-    return "cpu"
 
 
 def _print_line(line: str) -> None:
@@ -131,10 +142,15 @@ def _open_journal(path: Path) -> JournalFile:
         raise ConfigError(f"journal {path}: {error.strerror}") from None
 
 
-def _sizes(config: Config) -> Sizes:
+def _sizes(config: Config, device: ChosenDevice) -> Sizes:
     """Turn ``auto`` and fractions into bytes (DESIGN 6)."""
     available = available_bytes()
     arena = config.device.arena.resolve(available, available // 10)
+    cuda = device.options
+    if cuda is not None:
+        arena = arena_size(config.device.arena, device.free_bytes)
+        private_bytes = private_size(device.free_bytes, arena)
+        cuda = msgspec.structs.replace(cuda, private_bytes=private_bytes)
     store = config.host.store.resolve(available, available // 4)
     cores = cpu_count()
     return Sizes(
@@ -146,6 +162,20 @@ def _sizes(config: Config) -> Sizes:
         threads=config.workers.threads or max(1, cores - 1),
         build_threads=config.workers.threads or max(1, cores - 1),
         link_bytes_per_s=config.device.link_gbps * 1e9,
+        cuda=cuda,
+    )
+
+
+def _identity(device: ChosenDevice, sizes: Sizes) -> Identity:
+    """What profiles measured by this server hold for."""
+    return Identity(
+        device=device.name,
+        name=device.title or processor_name(),
+        cores=cpu_count(),
+        threads=sizes.threads,
+        link_bytes_per_s=sizes.link_bytes_per_s,
+        pipeswitch=importlib.metadata.version("pipeswitch"),
+        torch=importlib.metadata.version("torch"),  # it is never imported here
     )
 
 
@@ -153,7 +183,7 @@ class Server:
     """Everything one running server consists of."""
 
     def __init__(
-        self, config: Config, device: str, places: Places, announce: Callable[[str], None]
+        self, config: Config, device: ChosenDevice, places: Places, announce: Callable[[str], None]
     ) -> None:
         self._config = config
         self._device = device
@@ -169,77 +199,103 @@ class Server:
         for end in (self._wake_read, self._wake_write):
             end.setblocking(False)
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._drain_wakes)
-        sizes = _sizes(config)
+        sizes = _sizes(config, device)
         self._sizes = sizes
         self._memory = Memory(sizes)
         facts = {
-            "device": device,
+            **facts_of(device),
             "arena_bytes": sizes.arena_bytes,
             "store_bytes": sizes.store_bytes,
             "standby": config.workers.standby,
             "threads": sizes.threads,
             "pid": os.getpid(),
         }
-        self._tcp = TcpThread(config, self._memory.pool, self._post, facts=facts)
-        self._journal = _open_journal(places.root / "journal.jsonl")
+        self._frontend = Frontend(
+            config,
+            self._memory.pool,
+            self._inbox.append,
+            facts=facts,
+            is_ready=lambda: self._scheduler.is_ready,
+        )
+        self._journal = _open_journal(places.root / FILE_NAME)
         self._processes = Processes(self._selector, places.logs / "processes.log", self._give_up)
         self._scheduler = Scheduler(
             SchedulerSettings(
-                device=device,
+                device=device.name,
                 arena_bytes=sizes.arena_bytes,
                 store_bytes=sizes.store_bytes,
                 words=sizes.words,
                 standby=config.workers.standby,
                 max_queue=config.scheduler.max_queue,
+                max_queue_per_model=config.scheduler.max_queue_per_model,
                 commit_every_ms=config.scheduler.commit_every_ms,
+                persist_every_ms=config.scheduler.persist_every_ms,
+                max_compute_ms=config.scheduler.max_compute_ms,
+                deadline_grace_ms=config.scheduler.deadline_grace_ms,
+                stop_grace_ms=config.scheduler.stop_grace_ms,
+                evict_grace_ms=config.scheduler.evict_grace_ms,
                 restart_backoff_ms=config.workers.restart_backoff_ms,
+                prefix_bytes=config.device.prefix.resolve(sizes.arena_bytes, 0),
+                identity=_identity(device, sizes),
+                unix_offset_ms=time.time() * 1000.0 - _now_ms(),
             ),
             config.scheduler.policy,
             config.scheduler.max_wait_ms,
         )
         self._effects = Effects(
-            device=device,
+            device=device.name,
             sizes=sizes,
             places=places,
             memory=self._memory,
             processes=self._processes,
-            tcp=self._tcp,
+            frontend=self._frontend,
             journal=self._journal,
+            profiles_dir=Path(config.profiles_dir or SHIPPED_PROFILES),
             take=self._inbox.append,
         )
+        self._tracer = Tracer(self._effects.timeline, self._frontend.answer_soon)
+        self._notifier = Notifier(os.environ)
 
     # -- life ----------------------------------------------------------------------------------
 
     def run(self) -> int:
         """Serve until Leave. This thread alone owns the scheduler's state."""
-        self._doors = self._tcp.start()  # a port in use is known before anything is forked
+        self._doors = self._frontend.open()  # a port in use is known before anything is forked
         with contextlib.ExitStack() as cleanup:
+            dump = cleanup.enter_context(open(self._log_path, "a"))
+            watchdog = LoopWatchdog(self._config.server.watchdog_ms / 1000.0, dump)
+            cleanup.callback(watchdog.stop)  # the last to run: an end that hangs is an end too
             cleanup.callback(self._processes.stop, STOP_TIMEOUT_S)
-            cleanup.callback(self._tcp.stop)  # the first to run: answers go out
+            cleanup.callback(self._frontend.close)  # answers go out
+            cleanup.callback(self._tracer.stop)
+            cleanup.callback(self._frontend.unwatch, self._selector)
             cleanup.callback(signal.set_wakeup_fd, -1)
+            self._frontend.watch(self._selector)
             self._catch_signals()
             sys.setswitchinterval(SWITCH_INTERVAL_S)
             self._processes.start_server()
             for command in self._scheduler.start(_now_ms()):
                 self._effects.perform(command)
             self._restore()
+            watchdog.start()
             try:
-                return self._loop()
+                return self._loop(watchdog)
             except Exception:  # a bug of ours: no silent half-life (invariant I6)
                 log.critical("scheduler=dead", exc_info=True)
                 sys.stderr.write(f"Error: internal error, leaving; see {self._log_path}\n")
-                return 70
+                return os.EX_SOFTWARE
 
-    def _loop(self) -> int:
+    def _loop(self, watchdog: LoopWatchdog) -> int:
         """One blocking call: children, clients' events and signals all wake it."""
         while self._effects.left is None:
             for key, _ in self._selector.select(self._timeout_s()):
                 key.data()
+            self._frontend.step()
             self._handle_inbox()
-            self._processes.kill_stopped()
-            if not self._tcp.is_alive:
-                log.critical("tcp=dead, leaving")
-                return 70
+            self._processes.look()
+            watchdog.turned()
+            self._notifier.beat(time.monotonic())
+        self._notifier.tell(STOPPING=1, STATUS=self._effects.left.reason)
         log.info("leaving status=%d: %s", self._effects.left.status, self._effects.left.reason)
         return self._effects.left.status
 
@@ -247,16 +303,23 @@ class Server:
         """Give back what was taken when this was made."""
         self._journal.close()
         self._memory.close()
+        self._notifier.close()
         self._wake_read.close()
         self._wake_write.close()
         self._selector.close()
 
     def _timeout_s(self) -> float:
-        wakeup_ms = self._scheduler.next_wakeup_ms()
-        if self._inbox:
+        """Until the first of: input that is there already, the scheduler's clock, a look."""
+        clients_s = self._frontend.wait_s()
+        if self._inbox or clients_s == 0.0:
             return 0.0
-        look_s = self._processes.seconds_to_look()
-        return look_s if wakeup_ms is None else min(look_s, self._until_s(wakeup_ms))
+        waits_s = [self._processes.seconds_to_look()]
+        if clients_s is not None:
+            waits_s.append(clients_s)
+        wakeup_ms = self._scheduler.next_wakeup_ms()
+        if wakeup_ms is not None:
+            waits_s.append(self._until_s(wakeup_ms))
+        return min(waits_s)
 
     @staticmethod
     def _until_s(at_ms: float) -> float:
@@ -268,40 +331,45 @@ class Server:
             self._handle(self._inbox.popleft())
         while self._signals_seen < self._signals:
             self._signals_seen += 1
-            self._handle(DrainAsked(token=None, grace_ms=DRAIN_GRACE_MS))
+            self._notifier.tell(STOPPING=1, STATUS="draining")
+            self._handle(DrainAsked(token=None, grace_ms=self._config.server.drain_grace_ms))
         wakeup_ms = self._scheduler.next_wakeup_ms()
         if wakeup_ms is not None and wakeup_ms <= _now_ms():
             self._handle(Tick())
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, Query) and event.what == "trace":
-            trace = self._effects.timeline.chrome_trace(_now_ms() - event.seconds * 1000.0)
-            self._tcp.post(Answer(token=event.token, body={"trace": trace}))
+            self._tracer.ask(event.token, _now_ms() - event.seconds * 1000.0)
             return
-        for command in self._scheduler.handle(event, _now_ms()):
+        reach("controller.event")
+        for command in self._scheduler.decide(event, _now_ms()):
+            self._effects.perform(command)
+        for command in self._scheduler.settle():
             self._effects.perform(command)
         if not self._is_announced and self._scheduler.is_ready:
             self._is_announced = True
+            gc.collect()
+            gc.freeze()  # what is there now stays: no full collection walks it during a request
+            self._notifier.tell(READY=1, STATUS=self._ready_line())
             self._announce(self._ready_line())
 
     def _ready_line(self) -> str:
         standby = self._config.workers.standby
+        is_second_best = self._config.device.name == "auto" and self._device.options is None
+        why = f" (not cuda: {self._device.why})" if is_second_best else ""
+        if self._device.options is not None:
+            why = f" ({self._device.why})"
         return (
             f"pipeswitch is ready: {self._doors.tcp.address} {self._doors.ipc.address} "
-            f"device {self._device}, arena {format_bytes(self._sizes.arena_bytes)}, "
+            f"device {self._device.name}, arena {format_bytes(self._sizes.arena_bytes)}, "
             f"store {format_bytes(self._sizes.store_bytes)}, 1 active + {standby} standby workers"
+            f"{why}"
         )
 
-    # -- other threads and signals -------------------------------------------------------------
-
-    def _post(self, event: Event) -> None:
-        """Called by the TCP thread."""
-        self._inbox.append(event)
-        with contextlib.suppress(BlockingIOError):  # full: it will wake anyway
-            self._wake_write.send(b"\0")
+    # -- signals -------------------------------------------------------------------------------
 
     def _give_up(self, reason: str) -> None:
-        self._effects.left = Leave(status=70, reason=reason)
+        self._effects.left = Leave(status=os.EX_SOFTWARE, reason=reason)
         log.critical("%s", reason)
         sys.stderr.write(f"Error: {reason}\n")
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from ..errors import HostStoreFull, OutOfDeviceMemory
+from ..grouping import Plan
 from ..messages import (
     CancelTransmit,
     Epoch,
@@ -21,6 +22,7 @@ from ..messages import (
     TransmitModel,
 )
 from ..policies import Resident
+from ..programs.groups import regrouped
 from ..programs.layout import REGION_ALIGN_BYTES, TENSOR_ALIGN_BYTES, aligned
 from ..regions import Region, Regions, Window
 from ..states import ModelState, Residency, ResidencyEvent, TaskState
@@ -28,6 +30,7 @@ from .core import Core
 from .records import BYSTANDER, Model
 
 WORDS_OWNER = "#words"  # no model can have this name
+REST = "#rest "  # owner prefix of what lies behind a model's prefix; after it the model's name
 SLICE = "slice:"  # owner prefix of a training slice; after it the job's name
 SCRUB = "scrub:"  # owner prefix of a released slice until it reads as zeros
 
@@ -36,11 +39,22 @@ SCRUB = "scrub:"  # owner prefix of a released slice until it reads as zeros
 SCRUB_COST = 1e14
 LEAVING_COST = 2e14
 SLICE_COST = 1e15
+PREFIX_WEIGHT = 4.0  # a prefix is worth more per byte than what follows: it hides a whole copy
+ON_DEVICE = (Residency.TRANSMITTING, Residency.RESIDENT, Residency.PINNED)
 COMPUTING = (TaskState.TRANSMITTING, TaskState.RUNNING, TaskState.STOPPING, TaskState.SUSPENDED)
 
 
+class Rest(Window):
+    """A place for the rest of a model, right behind the prefix that is still there."""
+
+
 class Memory:
-    """The ledgers of arena, arrival words and host store."""
+    """The ledgers of arena, arrival words and host store.
+
+    A model with a prefix holds two adjacent regions: its own name owns the first, which ends on
+    the alignment behind its first groups, ``REST`` the other. So a window may take the rest of a
+    model and leave its prefix: the model is PARTIAL then, and only the rest is sent next time.
+    """
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -48,6 +62,7 @@ class Memory:
         self.arena = Regions(settings.arena_bytes, REGION_ALIGN_BYTES)
         self.words = Regions(settings.words, 1)
         self.store = Regions(settings.store_bytes, TENSOR_ALIGN_BYTES)
+        self._unscrubbed: dict[Epoch, float] = {}  # of a scrub that failed: when to try again
         self._reserve_words()
 
     def _reserve_words(self) -> None:
@@ -115,6 +130,26 @@ class Memory:
         model.store_offset_bytes = region.offset_bytes
         model.first_word = words.offset_bytes
 
+    def cut_anew(self, model: Model, plan: Plan) -> bool:
+        """Other groups over the same bytes, for a model whose bytes are in the host store only.
+
+        False: there are not enough arrival words, and nothing has changed.
+        """
+        assert model.residency.state is Residency.HOST, model.residency.story
+        assert model.built is not None
+        manifest = regrouped(model.built, plan)
+        model.prefix_groups = 0
+        old = self.words.get(model.name)
+        if old is not None:
+            self.words.release(model.name)
+            words = self.words.reserve(model.name, max(1, len(manifest.groups)))
+            if words is None:
+                self.words.reserve(model.name, old.size_bytes, at_bytes=old.offset_bytes)
+                return False
+            model.first_word = words.offset_bytes
+        model.manifest, model.plan = manifest, plan
+        return True
+
     def forget_model(self, model: Model) -> None:
         """Give back everything an idle model holds."""
         assert model.users == 0, f"{model.name} is in use"
@@ -127,7 +162,12 @@ class Memory:
 
     # -- residency ----------------------------------------------------------------------------
 
-    def _prices(self, *, for_request: bool) -> Callable[[Region], float | None]:
+    def _model_of(self, region: Region) -> Model | None:
+        return self._core.models.get(ModelName(region.owner.removeprefix(REST)))
+
+    def _prices(
+        self, *, for_request: bool, mover: Model | None = None
+    ) -> Callable[[Region], float | None]:
         """What taking a region's place costs; None when its owner must stay.
 
         1. Arrival words, pinned models, models in use or being copied in: they stay.
@@ -135,12 +175,15 @@ class Memory:
            that ranks before them, never for a guess or a job (SCHEDULING 3.5).
         3. A range being zeroed, an abandoned copy, the slice of a job that leaves: soon free.
         4. A job's slice: only for a request, and only when nothing else will do.
+        5. The prefix of the model a place is sought for: it would come along for nothing.
         """
         core = self._core
         waiting = Counter(request.model for request in core.queue.values())
         known: dict[str, float | None] = {}
 
         def price(region: Region) -> float | None:
+            if mover is not None and region.owner == mover.name:
+                return 0.0  # 5.
             if region.owner not in known:
                 known[region.owner] = self._price(region, waiting, for_request=for_request)
             return known[region.owner]
@@ -160,14 +203,16 @@ class Memory:
             if job.slot is None or job.state.state not in COMPUTING:
                 return LEAVING_COST  # 3.
             return SLICE_COST + region.size_bytes if for_request else None  # 4.
-        model = core.models[ModelName(region.owner)]
+        model = self._model_of(region)
+        assert model is not None, region
         if model.is_abandoned:
             return SCRUB_COST  # 3.
-        if model.users or model.residency.state is not Residency.RESIDENT:
+        if model.users or model.residency.state not in (Residency.RESIDENT, Residency.PARTIAL):
             return None  # 1.
         if waiting[model.name] and not for_request:
             return None  # 2.
-        return core.policy.eviction_cost(
+        is_prefix = model.kept_groups > 0 and region.owner == model.name
+        return (PREFIX_WEIGHT if is_prefix else 1.0) * core.policy.eviction_cost(
             Resident(
                 model=model.name,
                 size_bytes=region.size_bytes,
@@ -188,8 +233,14 @@ class Memory:
         """
         assert model.manifest is not None
         size = max(model.manifest.total_bytes, 1)
-        price = self._prices(for_request=for_request)
+        price = self._prices(for_request=for_request, mover=model)
         best = self.arena.cheapest_window(size, price)
+        if model.residency.state is Residency.PARTIAL:
+            head = self.arena.get(model.name)
+            assert head is not None
+            rest = self.arena.window_at(head.end_bytes, size - head.size_bytes, price)
+            if rest is not None and (best is None or rest.cost <= best.cost):
+                return Rest(rest.offset_bytes, rest.victims, rest.cost)
         if best is not None and model.home_bytes >= 0:
             home = self.arena.window_at(model.home_bytes, size, price)
             if home is not None and home.cost <= best.cost:
@@ -201,9 +252,12 @@ class Memory:
         return [
             victim
             for victim in window.victims
-            if victim.owner.startswith((SLICE, SCRUB))
-            or self._core.models[ModelName(victim.owner)].is_abandoned
+            if victim.owner.startswith((SLICE, SCRUB)) or self._is_abandoned(victim)
         ]
+
+    def _is_abandoned(self, region: Region) -> bool:
+        model = self._model_of(region)
+        return model is not None and model.is_abandoned
 
     def can_ever_hold(self, size_bytes: int) -> bool:
         """Whether it fits once everything that is not pinned has left."""
@@ -212,10 +266,9 @@ class Memory:
     @property
     def largest_for_all_bytes(self) -> int:
         """The longest range between what never leaves: arrival words and pinned models."""
-        models = self._core.models
         cursor = largest = 0
         for region in self.arena:
-            model = models.get(ModelName(region.owner))
+            model = self._model_of(region)
             is_pinned = model is not None and model.residency.state is Residency.PINNED
             if region.owner == WORDS_OWNER or is_pinned:
                 largest = max(largest, region.offset_bytes - cursor)
@@ -229,12 +282,8 @@ class Memory:
         """
         core, manifest = self._core, model.manifest
         assert manifest is not None
-        for victim in window.victims:
-            self.evict(core.models[ModelName(victim.owner)], cause)
-        size = max(manifest.total_bytes, 1)
-        region = self.arena.reserve(model.name, size, at_bytes=window.offset_bytes)
-        assert region is not None, "a window without its victims is free"
-        model.home_bytes = region.offset_bytes
+        sent_from = self._take(model, window, cause)
+        region_bytes = aligned(max(manifest.total_bytes, 1), REGION_ALIGN_BYTES)
         model.residency.apply(ResidencyEvent.TRANSMIT, cause)
         model.residency_epoch = core.next_epoch()
         model.transmit_started_at_ms = core.now_ms
@@ -243,13 +292,13 @@ class Memory:
             TransmitModel(
                 model=model.name,
                 epoch=model.residency_epoch,
-                arena_offset_bytes=region.offset_bytes,
-                region_bytes=region.size_bytes,
+                arena_offset_bytes=model.home_bytes,
+                region_bytes=region_bytes,
                 groups=tuple(
                     GroupCopy(
                         store_offset_bytes=model.store_offset_bytes + group.offset_bytes,
-                        arena_offset_bytes=region.offset_bytes + group.offset_bytes,
-                        size_bytes=group.size_bytes,
+                        arena_offset_bytes=model.home_bytes + group.offset_bytes,
+                        size_bytes=group.size_bytes if index >= sent_from else 0,
                         word=model.first_word + index,
                     )
                     for index, group in enumerate(manifest.groups)
@@ -258,14 +307,95 @@ class Memory:
         )
         return model.residency_epoch
 
+    def _take(self, model: Model, window: Window, cause: str) -> int:
+        """Lease the window for a model; the first group that must be sent.
+
+        1. The rest behind its prefix: the prefix' groups are there.
+        2. A new place, or the first one: all groups.
+        """
+        assert model.manifest is not None
+        if not isinstance(window, Rest) and model.residency.state is Residency.PARTIAL:
+            self.evict(model, cause)
+        self._clear(window, cause)
+        size = aligned(max(model.manifest.total_bytes, 1), REGION_ALIGN_BYTES)
+        if isinstance(window, Rest):
+            head = self.arena.get(model.name)
+            assert head is not None
+            self._lease(REST + model.name, size - head.size_bytes, window.offset_bytes)
+            model.kept_bytes = self._prefix_bytes(model, model.kept_groups)
+            return model.kept_groups  # 1.
+        model.home_bytes, model.kept_bytes = window.offset_bytes, 0
+        model.kept_groups = model.prefix_groups
+        prefix = aligned(self._prefix_bytes(model, model.kept_groups), REGION_ALIGN_BYTES)
+        if not 0 < prefix < size:
+            model.kept_groups = prefix = 0
+        self._lease(model.name, prefix or size, window.offset_bytes)
+        if prefix:
+            self._lease(REST + model.name, size - prefix, window.offset_bytes + prefix)
+        return 0  # 2.
+
+    def _lease(self, owner: str, size_bytes: int, offset_bytes: int) -> None:
+        region = self.arena.reserve(owner, size_bytes, at_bytes=offset_bytes)
+        assert region is not None, "a window without its victims is free"
+
+    @staticmethod
+    def _prefix_bytes(model: Model, group_count: int) -> int:
+        assert model.manifest is not None
+        return sum(group.size_bytes for group in model.manifest.groups[:group_count])
+
+    def _clear(self, window: Window, cause: str) -> None:
+        """Evict the window's models; one of which only the rest is in the way keeps its prefix."""
+        owners = {victim.owner for victim in window.victims}
+        for victim in window.victims:
+            model = self._model_of(victim)
+            if model is None or self.arena.get(victim.owner) is None:
+                continue  # it went with its other half
+            is_rest = victim.owner.startswith(REST)
+            if is_rest and model.name not in owners and self._may_keep(model):
+                model.residency.apply(ResidencyEvent.EVICTED_TO_PREFIX, cause)
+                self.arena.release(victim.owner)
+                self._evicted(model, cause)
+            else:
+                self.evict(model, cause)
+
+    def _may_keep(self, model: Model) -> bool:
+        """Whether its prefix fits into what may be kept of all models."""
+        head = self.arena.get(model.name)
+        assert head is not None
+        return self.kept_bytes + head.size_bytes <= self._core.settings.prefix_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Held by prefixes whose rest is gone."""
+        regions = (
+            self.arena.get(model.name)
+            for model in self._core.models.values()
+            if model.residency.state is Residency.PARTIAL
+        )
+        return sum(region.size_bytes for region in regions if region is not None)
+
+    def held_bytes(self, model: Model) -> int:
+        """Of the arena, its prefix and the rest."""
+        regions = (self.arena.get(model.name), self.arena.get(REST + model.name))
+        return sum(region.size_bytes for region in regions if region is not None)
+
     def evict(self, model: Model, cause: str) -> None:
         """Bookkeeping, never a free: the bytes are simply up for reuse."""
         if model.residency.state is Residency.PINNED:
             model.residency.apply(ResidencyEvent.UNPIN, cause)
         model.residency.apply(ResidencyEvent.EVICTED, cause)
-        self.arena.release(model.name)
+        self._release(model)
+        self._evicted(model, cause)
+
+    def _evicted(self, model: Model, cause: str) -> None:
+        kept = model.residency.state is Residency.PARTIAL
         self._core.counts["evictions"] += 1
-        self._core.publish("switch.evicted", model=model.name, cause=cause)
+        self._core.publish("switch.evicted", model=model.name, cause=cause, keeps_prefix=kept)
+
+    def _release(self, model: Model) -> None:
+        for owner in (model.name, REST + model.name):
+            if self.arena.get(owner) is not None:
+                self.arena.release(owner)
 
     def transmit_ended(self, message: TransmitEnded) -> None:
         """The daemon writes no byte of that epoch any more."""
@@ -279,19 +409,24 @@ class Memory:
         core.counts["transmitted_bytes"] += message.copied_bytes
         core.counts["transmissions"] += 1
         begin = message.started_at_ms
-        for index, end in enumerate(message.group_ends_at_ms):
-            core.span("copy", f"{model.name} group {index}", begin, end, flow=message.epoch)
+        groups = model.manifest.groups if model.manifest is not None else ()
+        for index, (group, end) in enumerate(zip(groups, message.group_ends_at_ms, strict=False)):
+            core.span("copy", f"{model.name} group {index}", begin, end, flow=message.epoch,
+                      bytes=group.size_bytes)  # fmt: skip
             begin = end
         if message.is_complete:
             model.residency.apply(ResidencyEvent.ARRIVED, "all groups copied")
             if model.want_pinned:
                 model.residency.apply(ResidencyEvent.PIN, "asked by the user")
             model.is_prefetch = model.is_abandoned = False
+            model.transmission = message
         else:
             self._broke_off(model, "transmission cancelled")
 
     def refused(self, epoch: Epoch, reason: str) -> None:
-        """The daemon refused an order: a bug here; a transmission of that epoch never begins."""
+        """The daemon refused an order, or failed at it: no other answer to it will come."""
+        if self.arena.get(f"{SCRUB}{epoch}") is not None:
+            self._unscrubbed[epoch] = self._core.now_ms + self._core.settings.restart_backoff_ms
         for model in self._core.models.values():
             is_sent = model.residency.state is Residency.TRANSMITTING
             if is_sent and model.residency_epoch == epoch:
@@ -323,7 +458,7 @@ class Memory:
     def _release_broken(self, model: Model, cause: str) -> None:
         model.residency.apply(ResidencyEvent.ABANDONED, cause)
         model.is_abandoned = False
-        self.arena.release(model.name)
+        self._release(model)
 
     def cancel_prefetches(self) -> None:
         """A real request needs the link or the place: hints step back (they were a guess)."""
@@ -344,7 +479,7 @@ class Memory:
             if (
                 model.want_pinned
                 and model.state.state is ModelState.READY
-                and model.residency.state is Residency.HOST
+                and model.residency.state in (Residency.HOST, Residency.PARTIAL)
                 and not model.unregister_tokens
             ):
                 if core.now_ms < model.retry_at_ms:
@@ -365,7 +500,6 @@ class Memory:
         Raises:
             OutOfDeviceMemory: it would not fit in an empty arena beside what is pinned.
         """
-        core = self._core
         if not self.can_ever_hold(size_bytes):
             largest = self.largest_for_all_bytes
             raise OutOfDeviceMemory(
@@ -380,8 +514,7 @@ class Memory:
             return None
         if self.obstacles(window):
             return "soon"
-        for victim in window.victims:
-            self.evict(core.models[ModelName(victim.owner)], f"job {job}")
+        self._clear(window, f"job {job}")
         region = self.arena.reserve(SLICE + job, size_bytes, at_bytes=window.offset_bytes)
         assert region is not None
         return region
@@ -396,9 +529,24 @@ class Memory:
         epoch = self._core.next_epoch()
         taken = self.arena.reserve(f"{SCRUB}{epoch}", region.size_bytes, region.offset_bytes)
         assert taken is not None
+        self._scrub(epoch, taken)
+
+    def _scrub(self, epoch: Epoch, region: Region) -> None:
         self._core.tell_daemon(
             Scrub(epoch=epoch, offset_bytes=region.offset_bytes, size_bytes=region.size_bytes)
         )
+
+    def scrub_again(self) -> None:
+        """What the daemon failed to zero: nobody may have the range before it is."""
+        for epoch, at_ms in list(self._unscrubbed.items()):
+            region = self.arena.get(f"{SCRUB}{epoch}")
+            if region is None:  # the memory went with its owner
+                del self._unscrubbed[epoch]
+            elif self._core.now_ms < at_ms:
+                self._core.look_again(at_ms)
+            else:
+                del self._unscrubbed[epoch]
+                self._scrub(epoch, region)
 
     def scrubbed(self, epoch: Epoch) -> None:
         if self.arena.get(f"{SCRUB}{epoch}") is not None:
@@ -413,6 +561,15 @@ class Memory:
             assert holds == (model.residency.state is not Residency.HOST), model.residency.story
             assert model.users == 0 or holds, f"{model.name} is read but not there"
             assert not model.is_abandoned or holds, f"{model.name} is abandoned but not there"
+            head, rest = self.arena.get(model.name), self.arena.get(REST + model.name)
+            is_whole = model.residency.state in ON_DEVICE
+            assert (rest is not None) == (is_whole and model.kept_groups > 0), model.residency.story
+            if rest is not None:
+                assert head is not None
+                assert head.end_bytes == rest.offset_bytes, f"{model.name} is torn apart"
+            if is_whole and model.manifest is not None:
+                assert self.held_bytes(model) >= model.manifest.total_bytes, model.name
+        assert self.kept_bytes <= max(0, self._core.settings.prefix_bytes), "too much is kept"
         for region in self.arena:
             if region.owner.startswith(SLICE):
                 name = JobName(region.owner.removeprefix(SLICE))

@@ -16,9 +16,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 from ..errors import RemoteProtocolError
+from ..failpoints import reach
 from ..launch import command
 from ..messages import ChildExited, Exit, Fork, Forked, ForkServerReady, Message
 from ..wire import Channel, channel_pair, encode_message
@@ -44,6 +45,7 @@ class Child:
     pid: int = 0
     pidfd: int = -1
     is_doomed: bool = False  # SIGKILL was asked for before its pid was known
+    is_orphan: bool = False  # its fork server is gone, so its pidfd tells of its end
     exit_status: int | None = None
     open_channels: set[int] = field(default_factory=set)
 
@@ -65,6 +67,7 @@ class Processes:
         self._server: subprocess.Popen[bytes] | None = None
         self._server_channel: Channel | None = None
         self._is_server_ready = False
+        self._is_start_due = False
         self._waiting: list[tuple[Child, Message, list[int]]] = []
         self._by_ticket: dict[int, Child] = {}
         self._by_pid: dict[int, Child] = {}
@@ -76,13 +79,33 @@ class Processes:
     # -- fork server ---------------------------------------------------------------------------
 
     def start_server(self) -> None:
-        """Start (or restart) the fork server; orders wait until it is ready."""
-        ours, theirs = channel_pair()
-        descriptor = theirs.fileno()
+        """Start (or restart) the fork server; orders wait until it is ready.
+
+        What the system refuses (descriptors, processes, memory) is tried again at the next look.
+        """
+        self._is_server_ready = False
+        self._is_start_due = False
+        try:
+            ours, theirs = channel_pair()
+        except OSError as error:
+            self._start_failed(error)
+            return
+        try:
+            self._server = self._spawn(theirs.fileno())
+        except OSError as error:
+            ours.close()
+            self._start_failed(error)
+            return
+        finally:
+            theirs.close()
+        self._server_channel = ours
+        self._selector.register(ours, selectors.EVENT_READ, self._from_server)
+
+    def _spawn(self, descriptor: int) -> subprocess.Popen[bytes]:
         environment = dict(os.environ)
         environment.setdefault("OPENBLAS_NUM_THREADS", "1")  # no threads before a fork
-        with open(self._log_path, "ab") as log_file:
-            self._server = subprocess.Popen(
+        with _open_log(self._log_path) as log_file:
+            return subprocess.Popen(
                 command(descriptor),
                 pass_fds=(descriptor,),
                 stdin=subprocess.DEVNULL,
@@ -91,10 +114,14 @@ class Processes:
                 start_new_session=True,  # a Ctrl-C at the terminal is the controller's to handle
                 env=environment,
             )
-        theirs.close()
-        self._server_channel = ours
-        self._is_server_ready = False
-        self._selector.register(ours, selectors.EVENT_READ, self._from_server)
+
+    def _start_failed(self, error: OSError) -> None:
+        self._failed_starts += 1
+        log.error("fork_server=not_started failed=%d: %s", self._failed_starts, error)
+        if self._failed_starts >= MAX_FAILED_STARTS:
+            self._on_hopeless(f"the fork server cannot be started: {error.strerror}")
+        else:
+            self._is_start_due = True
 
     def _from_server(self) -> None:
         assert self._server_channel is not None
@@ -124,26 +151,34 @@ class Processes:
         assert self._server is not None
         self._selector.unregister(self._server_channel)
         self._server_channel.close()
+        self._server_channel = None
         status = self._server.wait()
         if self._is_stopping:
-            self._server_channel = None
             return
         self._failed_starts = 0 if self._is_server_ready else self._failed_starts + 1
         log.error("fork_server=lost status=%d failed_starts=%d", status, self._failed_starts)
         if self._failed_starts >= MAX_FAILED_STARTS:
-            self._server_channel = None
             self._on_hopeless(f"the fork server does not start; see {self._log_path}")
             return
-        for child in self._by_pid.values():
-            self._selector.register(
-                child.pidfd, selectors.EVENT_READ, lambda child=child: self._orphan_exited(child)
-            )
+        for child in list(self._by_pid.values()):
+            self._watch_orphan(child)
         never_forked = list(self._by_ticket.values())
         self._by_ticket.clear()
         for child in never_forked:
             self._close(child)
             child.on_exit(-signal.SIGKILL)
         self.start_server()
+
+    def _watch_orphan(self, child: Child) -> None:
+        if child.is_orphan:
+            return  # of an earlier fork server already
+        child.is_orphan = True
+        if child.pidfd < 0:  # it was gone before it could be watched
+            self._exited(child, -signal.SIGKILL)
+            return
+        self._selector.register(
+            child.pidfd, selectors.EVENT_READ, lambda: self._orphan_exited(child)
+        )
 
     def _orphan_exited(self, child: Child) -> None:
         status = -signal.SIGKILL
@@ -169,6 +204,7 @@ class Processes:
         try:
             for _ in range(channel_count):
                 ours, theirs = channel_pair()
+                ours.point = f"controller.send.{kind}"
                 child.channels.append(ours)
                 passed.append(theirs.detach())
             passed += [os.dup(descriptor) for descriptor in descriptors]
@@ -185,7 +221,7 @@ class Processes:
             channel.setblocking(False)
             child.open_channels.add(channel.fileno())
             self._selector.register(
-                channel, selectors.EVENT_READ, lambda c=child, ch=channel: self._read(c, ch)
+                channel, selectors.EVENT_READ, lambda c=child, ch=channel: self._read_one(c, ch)
             )
         if self._is_server_ready:
             self._order(child, settings, passed)
@@ -194,6 +230,7 @@ class Processes:
         return child
 
     def _order(self, child: Child, settings: Message, descriptors: list[int]) -> None:
+        reach("controller.fork")
         self._tickets += 1
         child.ticket = self._tickets
         self._by_ticket[child.ticket] = child
@@ -219,25 +256,32 @@ class Processes:
             self.kill(child)
 
     def _read(self, child: Child, channel: Channel) -> None:
-        """Everything the child has sent on this channel; then its end of file.
+        """Everything the child has sent on this channel; then its end of file."""
+        while self._read_one(child, channel):
+            pass
+
+    def _read_one(self, child: Child, channel: Channel) -> bool:
+        """One message, if there is one; whether there may be more (the selector tells again).
 
         One look of the selector may find the channel and the exit of the same child: whichever is
         handled first, the other finds it closed.
         """
-        while channel.fileno() in child.open_channels:
-            try:
-                received = channel.receive()
-            except BlockingIOError:
-                return
-            except RemoteProtocolError as error:
-                log.error("child=%s sent nonsense: %s", child.name, error)
-                self.kill(child)
-                return
-            if received is None:
-                self._close_channel(child, channel)
-                return
-            message, descriptors = received
-            child.on_message(message, descriptors)
+        if channel.fileno() not in child.open_channels:
+            return False
+        try:
+            received = channel.receive()
+        except BlockingIOError:
+            return False
+        except RemoteProtocolError as error:
+            log.error("child=%s sent nonsense: %s", child.name, error)
+            self.kill(child)
+            return False
+        if received is None:
+            self._close_channel(child, channel)
+            return False
+        message, descriptors = received
+        child.on_message(message, descriptors)
+        return True
 
     def _exited(self, child: Child, status: int) -> None:
         """Reaped: deliver what it still said, then its exit. Once, whoever tells of it."""
@@ -248,6 +292,7 @@ class Processes:
                 self._read(child, channel)
         log.info("child=%s pid=%d exited status=%d", child.name, child.pid, status)
         self._by_pid.pop(child.pid, None)
+        reach("controller.exit")
         child.exit_status = status
         self._close(child)
         child.on_exit(status)
@@ -295,18 +340,24 @@ class Processes:
     # -- processes that stand still ------------------------------------------------------------
 
     def seconds_to_look(self) -> float:
-        """Until ``kill_stopped`` wants to be called again."""
+        """Until ``look`` wants to be called again."""
         return max(0.0, self._looked_at_s + LOOK_EVERY_S - time.monotonic())
 
-    def kill_stopped(self) -> None:
-        """Kill whom a SIGSTOP has held for two seconds: no pidfd tells of it, and it may hold the
-        device's turn. Looks are counted, not time, because this process may have been stopped
-        along with the others; a debugger's stop ("t") is left alone.
-        """
+    def look(self) -> None:
+        """What no descriptor tells of, when it is time to look again."""
         now_s = time.monotonic()
         if now_s < self._looked_at_s + LOOK_EVERY_S:
             return
         self._looked_at_s = now_s
+        if self._is_start_due:
+            self.start_server()
+        self._kill_stopped()
+
+    def _kill_stopped(self) -> None:
+        """Kill whom a SIGSTOP has held for two seconds: no pidfd tells of it, and it may hold the
+        device's turn. Looks are counted, not time, because this process may have been stopped
+        along with the others; a debugger's stop ("t") is left alone.
+        """
         watched = {pid: child.name for pid, child in self._by_pid.items()}
         if self._server is not None and self._server_channel is not None:
             watched[self._server.pid] = "fork server"
@@ -357,6 +408,15 @@ class StoppedLooks:
         given_up = [pid for pid, count in counts.items() if count >= STOPPED_LOOKS]
         self._counts = {pid: count for pid, count in counts.items() if pid not in given_up}
         return given_up
+
+
+def _open_log(path: Path) -> IO[bytes]:
+    """For the fork server's words; where the disk does not take them, nobody reads them."""
+    try:
+        return open(path, "ab")
+    except OSError as error:
+        log.warning("%s cannot be written: %s", path, error.strerror)
+        return open(os.devnull, "ab")
 
 
 def _is_stopped(pid: int) -> bool:

@@ -5,7 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..messages import Epoch, JobName, ModelName, SlabTensor, Slot, Turn
+from ..errors import PipeSwitchError
+from ..grouping import Plan
+from ..messages import (
+    Epoch,
+    InferenceDone,
+    JobName,
+    ModelName,
+    SlabTensor,
+    Slot,
+    TransmitEnded,
+    Turn,
+)
+from ..profile import Profile
+from ..profiling.drift import Drift
 from ..programs.layout import Manifest
 from ..states import (
     MODEL_TRANSITIONS,
@@ -26,6 +39,7 @@ from .events import Token
 
 NO_EPOCH = Epoch(0)
 NO_TURN = Turn(0)
+Version = tuple[str, Plan]  # digest and groups: what a worker has loaded
 BYSTANDER = "not its fault: "  # begins the kill reason of a worker that did nothing wrong
 
 
@@ -42,7 +56,22 @@ class Model:
     registered_at_ms: float
     state: Machine[ModelState, ModelEvent] = field(init=False)
     residency: Machine[Residency, ResidencyEvent] = field(init=False)
-    manifest: Manifest | None = None
+    manifest: Manifest | None = None  # in the groups of ``plan``
+    built: Manifest | None = None  # in the groups it was built with
+    plan: Plan = ()  # empty: as built
+    plan_source: str = "buckets"
+    plan_why: str = "it has no profile"
+    next_plan: tuple[Plan, str, str] | None = None  # plan, source, why: when it can be cut
+    profile: Profile | None = None  # the one its plan was made from
+    profile_plan: Plan = ()
+    profile_prefix: int = 0  # how many of its groups are worth keeping
+    prefix_groups: int = 0  # of the plan in force; kept from its next transmission on
+    kept_groups: int = 0  # of the region it has: how it is split in two
+    kept_bytes: int = 0  # that were there when it was sent last
+    predicted_ms: dict[int, float] = field(default_factory=dict)  # a cold switch, by batch
+    bias: float = 1.0  # measured over predicted when the profile was made
+    drift: Drift = field(default_factory=Drift)
+    last_batch: int = 0  # of the last request; 0: none yet
     reason: str = ""  # why it failed or is quarantined
     register_tokens: list[Token] = field(default_factory=list)
     unregister_tokens: list[Token] = field(default_factory=list)
@@ -52,17 +81,25 @@ class Model:
     residency_epoch: Epoch = NO_EPOCH
     transmit_started_at_ms: float = 0.0
     transmit_ended_at_ms: float = 0.0
+    transmission: TransmitEnded | None = None  # the last complete one
     is_prefetch: bool = False  # in flight only because of a hint: may be cancelled
     is_abandoned: bool = False  # its transmission was cancelled or broke off: not to be used
     retry_at_ms: float = 0.0  # after a transmission that broke off
     users: int = 0  # dispatched tasks that read it now
     last_used_at_ms: float = 0.0
     use_count: int = 0
+    longest_ms: float = 0.0  # from the turn to the outputs, of all its runs
     deaths: int = 0  # workers it killed since its last success
 
     def __post_init__(self) -> None:
         self.state = Machine(f"model {self.name}", ModelState.BUILDING, MODEL_TRANSITIONS)
         self.residency = Machine(f"model {self.name}", Residency.HOST, RESIDENCY_TRANSITIONS)
+
+    @property
+    def version(self) -> Version:
+        """What a worker must have loaded to run it; it has a manifest."""
+        assert self.manifest is not None
+        return (self.manifest.digest, self.plan)
 
     @property
     def is_on_device(self) -> bool:
@@ -87,6 +124,7 @@ class Request:
     reply_offset_bytes: int
     reply_bytes: int
     arrived_at_ms: float
+    trial_batch: int = 0  # a trial, which nobody waits for; 0: a client's request
     state: Machine[TaskState, TaskEvent] = field(init=False)
     deaths: int = 0  # workers that died while computing it
 
@@ -120,6 +158,7 @@ class Job:
     persisted_step: int = -1
     is_persisting: bool = False
     persist_epoch: Epoch = NO_EPOCH  # names the write under way
+    copying_epoch: Epoch = NO_EPOCH  # of the dispatch whose commit the daemon copies now
     persist_due_at_ms: float = 0.0  # the next write to disk may begin
     step: int = 0
     epoch_index: int = 0
@@ -152,8 +191,8 @@ class Worker:
     generation: int = 0
     pid: int = 0
     state: Machine[WorkerState, WorkerEvent] = field(init=False)
-    warm: dict[ModelName, str] = field(default_factory=dict)  # model -> digest it has loaded
-    unpreparable: set[tuple[ModelName, str]] = field(default_factory=set)
+    warm: dict[ModelName, Version] = field(default_factory=dict)  # what it has loaded
+    unpreparable: set[tuple[ModelName, Version]] = field(default_factory=set)
     preparing: ModelName | None = None
     task_epoch: Epoch = NO_EPOCH
     job: JobName | None = None  # from its dispatch until the process is reaped
@@ -194,9 +233,35 @@ class Activation:
     model: ModelName
     dispatched_at_ms: float
     was_resident: bool
+    residency_epoch: Epoch = NO_EPOCH  # of the copy it reads
+    kept_bytes: int = 0  # of its prefix, which were there before
+    is_trial: bool = False
+    trial_stop_at_ms: float | None = None  # when a trial was told to leave
+    began_at_ms: float = 0.0  # when it was given the turn
+    hung_why: str = ""  # it computed for too long: its worker is killed
     preempted: str = ""  # the job that stepped aside for it
     stop_asked_at_ms: float = 0.0
 
     @property
     def turn(self) -> Turn:
         return Turn(self.epoch)
+
+
+@dataclass(frozen=True)
+class EndedTrial:
+    """A trial's end: its times, or why there are none (no error: the daemon died)."""
+
+    activation: Activation
+    message: InferenceDone | None = None
+    error: PipeSwitchError | None = None
+
+
+@dataclass(frozen=True)
+class ColdSwitch:
+    """A request whose model streamed in while it ran; the end of the copy may be told later."""
+
+    model: ModelName
+    residency_epoch: Epoch
+    batch: int
+    turn_at_ms: float
+    ended_at_ms: float

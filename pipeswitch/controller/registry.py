@@ -132,19 +132,20 @@ class Registry:
                 )
             )
 
-    def built(self, message: BuildDone, manifest: Manifest) -> None:
-        """The directory is complete: take room and let the daemon load it."""
+    def built(self, message: BuildDone, manifest: Manifest) -> Model | None:
+        """The directory is complete: take room and let the daemon load it; the model if so."""
         model = self._of(message.model, message.epoch)
         if model is None or model.state.state is not ModelState.BUILDING:
-            return
-        model.manifest = manifest
+            return None
+        model.manifest = model.built = manifest
         model.state.apply(ModelEvent.BUILT, f"digest {manifest.digest[:12]}")
         try:
             self._memory.store_model(model)
         except PipeSwitchError as error:
             self._refuse(model, error)
-            return
+            return None
         self.store_again(model)
+        return model
 
     def store_again(self, model: Model) -> None:
         """(Re)send the load order; there may be no daemon now, or the one that had it died."""
@@ -192,6 +193,12 @@ class Registry:
         model = self._of(message.model, message.epoch)
         if model is not None and model.state.state is ModelState.STORING:
             self._refuse(model, RegistrationRefused("weights", message.reason))
+
+    def refused(self, epoch: Epoch, reason: str) -> None:
+        """The daemon could not carry out an order in a way nobody expected: no answer follows."""
+        for model in list(self._core.models.values()):
+            if model.build_epoch == epoch and model.state.state is ModelState.STORING:
+                self._refuse(model, RegistrationRefused("weights", reason))
 
     def build_failed(self, message: BuildFailed) -> None:
         model = self._of(message.model, message.epoch)

@@ -2,7 +2,8 @@
 
 The live server, the simulator and the model checker run this very object (DESIGN 3). It owns all
 records; its parts each own one concern: ``memory`` (bytes), ``registry`` (models), ``inference``
-(requests and the switch), ``jobs`` (training), ``fleet`` (processes), ``listing`` (rows).
+(requests and the switch), ``jobs`` (training), ``profiling`` (measured times and the groups made
+from them), ``fleet`` (processes), ``listing`` (rows).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ..messages import (
     CommitStep,
     DaemonFault,
     DaemonReady,
+    Epoch,
     InferenceDone,
     InferenceFailed,
     JobEnded,
@@ -28,6 +30,7 @@ from ..messages import (
     ModelPrepared,
     ModelStored,
     Parked,
+    Pong,
     Scrubbed,
     StepCommitted,
     StoreFailed,
@@ -51,7 +54,9 @@ from .events import (
     JobAsked,
     Leave,
     PinAsked,
+    PingAsked,
     PrefetchHint,
+    ProfileAsked,
     Query,
     RegisterAsked,
     Tick,
@@ -60,10 +65,13 @@ from .events import (
     WorkerExited,
 )
 from .fleet import Fleet
+from .health import Health
 from .inference import Inference
 from .jobs import Jobs
 from .listing import Listing
 from .memory import Memory
+from .profiling import Profiling
+from .records import Worker
 from .registry import Registry
 
 
@@ -77,8 +85,10 @@ class Scheduler:
         self.registry = Registry(self.core, self.memory)
         self.jobs = Jobs(self.core, self.memory)
         self.inference = Inference(self.core, self.memory, self.jobs)
+        self.profiling = Profiling(self.core, self.memory, self.inference)
         self.fleet = Fleet(self.core)
-        self.listing = Listing(self.core, self.memory, self.jobs)
+        self.health = Health(self.core)
+        self.listing = Listing(self.core, self.memory, self.jobs, self.profiling)
 
     def start(self, now_ms: float) -> list[Command]:
         """The first commands: spawn the memory daemon."""
@@ -88,13 +98,28 @@ class Scheduler:
 
     def handle(self, event: Event, now_ms: float) -> list[Command]:
         """Take one event, return what must be done because of it, in order."""
+        return [*self.decide(event, now_ms), *self.settle()]
+
+    def decide(self, event: Event, now_ms: float) -> list[Command]:
+        """The urgent half of ``handle``: answers, and what the device is to do next.
+
+        ``settle`` must follow before the next event. Between the two the urgent commands can be
+        on their way already, which saves a request some 0.05 ms.
+        """
         self.core.now_ms = max(self.core.now_ms, now_ms)
         self.core.due_ms = {due for due in self.core.due_ms if due > self.core.now_ms}
         if self.core.has_left:
             self._refuse_late(event)
         else:
             self._take(event)
-            self._pump()
+            if isinstance(event, InferArrived | FromWorker):
+                self._dispatch()
+        return self._take_out()
+
+    def settle(self) -> list[Command]:
+        """The rest of ``handle``: the timeline, and everything that can wait for a moment."""
+        self.inference.trace_ended()
+        self._pump()
         return self._take_out()
 
     def next_wakeup_ms(self) -> float | None:
@@ -128,6 +153,7 @@ class Scheduler:
             case CancelAsked():
                 if not self.inference.cancel(event):
                     self.registry.cancel(event)
+                    self.profiling.cancel(event.token)
             case RegisterAsked():
                 self.registry.register(event)
             case UnregisterAsked():
@@ -138,8 +164,12 @@ class Scheduler:
                 self.jobs.train(event)
             case JobAsked():
                 self.jobs.asked(event)
+            case ProfileAsked():
+                self.profiling.asked(event)
             case Query():
                 self._query(event)
+            case PingAsked(token=token):
+                self.health.asked(token)
             case DrainAsked():
                 self._drain(event)
             case FromBuilder():
@@ -166,18 +196,21 @@ class Scheduler:
                 self.inference.done(worker, message)
                 self.inference.turn_is_free()
                 self.fleet.served_well()
+                if message.is_clean:
+                    self._cleaned(worker, message.epoch)
             case InferenceFailed() as message:
                 self.inference.failed(worker, message)
                 self.inference.turn_is_free()
             case Cleaned(epoch=epoch):
-                if worker.task_epoch == epoch and worker.state.state is WorkerState.CLEANING:
-                    worker.state.apply(WorkerEvent.CLEANED, f"epoch {epoch}")
+                self._cleaned(worker, epoch)
             case Parked() as message:
                 if self.jobs.parked(worker, message):
                     self.inference.turn_passed(message.next_turn)
                 self.inference.turn_is_free()
             case WorkerReady(pid=pid):
                 self.fleet.worker_ready(worker, pid)
+            case Pong(epoch=epoch):
+                self.health.worker_answered(worker, epoch)
             case ModelPrepared() as message:
                 self.fleet.prepared(worker, message)
             case LeaseRequest() as message:
@@ -191,6 +224,10 @@ class Scheduler:
                 self.inference.turn_is_free()
             case _:
                 self.core.kill(worker, f"it sent a {type(event.message).__name__}")
+
+    def _cleaned(self, worker: Worker, epoch: Epoch) -> None:
+        if worker.task_epoch == epoch and worker.state.state is WorkerState.CLEANING:
+            worker.state.apply(WorkerEvent.CLEANED, f"epoch {epoch}")
 
     def _from_daemon(self, event: FromDaemon) -> None:
         if event.generation != self.core.daemon_generation or not self.fleet.is_daemon_alive:
@@ -214,12 +251,15 @@ class Scheduler:
             case StepCommitted() as message:
                 self.jobs.committed(message)
                 self.fleet.served_well()
+            case Pong(epoch=epoch):
+                self.health.daemon_answered(epoch)
             case CommitPersisted() as message:
                 self.jobs.persisted(message)
             case DaemonFault() as message:
                 self.core.counts["daemon_faults"] += 1
                 self.memory.refused(message.epoch, message.reason)
                 self.jobs.refused(message.epoch, message.reason)
+                self.registry.refused(message.epoch, message.reason)
                 self.core.publish("worker.daemon_fault", reason=message.reason)
             case _:
                 self.core.counts["stale_messages"] += 1
@@ -230,7 +270,9 @@ class Scheduler:
                 self.registry.progress(message)
             case BuildDone() as message:
                 assert event.manifest is not None
-                self.registry.built(message, event.manifest)
+                model = self.registry.built(message, event.manifest)
+                if model is not None:
+                    self.profiling.found(model, event.profiles)
             case BuildFailed() as message:
                 self.registry.build_failed(message)
             case _:
@@ -267,6 +309,8 @@ class Scheduler:
             core.answer(event.token, rows=self.listing.ps())
         elif event.what == "jobs":
             core.answer(event.token, jobs=self.listing.jobs())
+        elif event.what == "plan":
+            core.answer(event.token, **self.listing.plan())
         elif event.what == "stats":
             core.answer(event.token, **self.listing.stats())
         elif event.what == "show":
@@ -294,6 +338,7 @@ class Scheduler:
         core.drain_at_ms = core.now_ms + event.grace_ms
         core.look_again(core.drain_at_ms)
         self.jobs.drain()
+        self.profiling.refuse_all(ServerUnavailable("the server is draining"))
         core.publish("worker.draining", grace_ms=event.grace_ms)
 
     def _watch_drain(self) -> None:
@@ -312,6 +357,8 @@ class Scheduler:
         error = ServerUnavailable(f"the server has stopped: {reason}")
         self.inference.refuse_all(error)
         self.registry.refuse_all(error)
+        self.profiling.refuse_all(error)
+        self.health.refuse_all(error)
         self.jobs.refuse_all(error)
         for token in core.drain_tokens:
             core.answer(token, reason=reason)
@@ -329,6 +376,8 @@ class Scheduler:
                 | PinAsked(token=token)
                 | TrainAsked(token=token)
                 | JobAsked(token=token)
+                | ProfileAsked(token=token)
+                | PingAsked(token=token)
                 | Query(token=token)
             ):
                 self.core.refuse(token, ServerUnavailable("the server has stopped"))
@@ -339,23 +388,29 @@ class Scheduler:
 
     # -- after every event --------------------------------------------------------------------
 
+    def _dispatch(self) -> None:
+        self.inference.expire()
+        self.inference.pump()
+        self.inference.turn_is_free()
+
     def _pump(self) -> None:
         if self.core.has_left:
             return
-        self.inference.expire()
         self.registry.pump()
-        self.inference.pump()
-        self.inference.turn_is_free()
+        self._dispatch()
+        self.profiling.pump()
         self.jobs.pump()
         self.memory.bring_pinned()
+        self.memory.scrub_again()
         self._kill_hung()
         self.fleet.pump()
+        self.health.pump()
         self._watch_drain()
 
     def _kill_hung(self) -> None:
-        slot = self.inference.hung_slot()
-        if slot is not None:
-            self.core.kill(self.core.workers[slot], "its task did not end after the deadline")
+        hung = self.inference.hung()
+        if hung is not None:
+            self.core.kill(self.core.workers[hung.slot], hung.hung_why)
 
     # -- invariants ---------------------------------------------------------------------------
 
@@ -363,6 +418,7 @@ class Scheduler:
         """Assert the invariants of DESIGN 10 that the scheduler's state can show."""
         core = self.core
         self.memory.check()
+        self.profiling.check()
         if core.has_left:
             assert not core.requests, "left without an answer"
             return  # processes are killed next; nothing is decided any more

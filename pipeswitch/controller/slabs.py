@@ -1,4 +1,4 @@
-"""Slabs of the request/reply pool: pure arithmetic on bytes, owned by the TCP thread.
+"""Slabs of the request/reply pool: pure arithmetic on bytes, owned by the frontend.
 
 A slab is one aligned range of the pool. Best fit keeps large holes whole; a freed slab is joined
 with its free neighbours at once, so freeing everything leaves one hole.

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..errors import InvalidInput, PipeSwitchError, QueueFull
+from ..failpoints import reach
 from ..wire import RequestHeader
 from .admission import Body
 
@@ -60,7 +61,7 @@ class _Chunk:
 
 
 class Uploads:
-    """The upload folder. ``offer`` and ``forget`` belong to the TCP thread and never block."""
+    """The upload folder. ``offer`` and ``forget`` belong to the loop and never block."""
 
     def __init__(self, directory: Path, max_upload_bytes: int) -> None:
         self.directory = directory
@@ -173,6 +174,7 @@ class Uploads:
         if partial is None or partial.written_bytes != chunk.offset_bytes:
             at = partial.written_bytes if partial else 0
             raise InvalidInput(f"put: chunk at {chunk.offset_bytes}, the file stands at {at}")
+        reach("upload.write")
         partial.file.write(chunk.data)
         partial.file.flush()  # a full disk is this chunk's error
         partial.hash.update(chunk.data)
@@ -202,7 +204,9 @@ class Uploads:
         partial = self._partials.pop(key)
         os.fsync(partial.file.fileno())
         partial.file.close()
+        reach("upload.publish")
         os.replace(partial.path, final)
+        reach("upload.published")
         directory = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(directory)

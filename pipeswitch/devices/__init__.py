@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
+from ..board import Board
 from ..messages import ByteRange, Epoch, TransmitEnded, TransmitModel
 
 if TYPE_CHECKING:
     import torch
 
+    from ..programs.executor import BoundProgram
     from ..programs.layout import TensorSpec
 
 
@@ -28,6 +31,10 @@ class DeviceMemory(Protocol):
 
     def export_descriptors(self) -> list[int]:
         """What a worker needs to map the same memory, in the order PoolView expects."""
+        ...
+
+    def export_handle(self) -> bytes:
+        """What it needs beside descriptors: an IPC handle, or nothing."""
         ...
 
     def store_view(self, offset_bytes: int, size_bytes: int) -> memoryview:
@@ -54,7 +61,19 @@ class DeviceMemory(Protocol):
 
 
 class PoolView(Protocol):
-    """The same memory, mapped by one worker. Used by its main thread only."""
+    """The same memory, mapped by one worker. Used by its main thread, but for ``settle``."""
+
+    @property
+    def device(self) -> str:
+        """Where tensors live, in torch's words: ``cpu`` or ``cuda:0``."""
+        ...
+
+    @property
+    def board(self) -> Board: ...
+
+    def prefault(self, offset_bytes: int, size_bytes: int) -> None:
+        """Take a region's page faults now."""
+        ...
 
     def tensor(self, spec: TensorSpec, region_offset_bytes: int) -> torch.Tensor:
         """A read-only tensor over a model's region; bounds are checked."""
@@ -64,8 +83,35 @@ class PoolView(Protocol):
         """A writable uint8 tensor over a training slice."""
         ...
 
+    def program(self, bound: BoundProgram) -> BoundProgram:
+        """The program as this device runs it; takes inputs that lie in host memory."""
+        ...
+
+    def can_improve(self, program: BoundProgram) -> bool:
+        """Whether ``improve`` would do something."""
+        ...
+
+    def improve(self, program: BoundProgram) -> None:
+        """An idle moment: make the next run of what ran last faster."""
+        ...
+
+    def drop(self, program: BoundProgram) -> None:
+        """The program will not run again."""
+        ...
+
+    def computing(self, program: BoundProgram | None) -> AbstractContextManager[None]:
+        """Around everything that a task enqueues, its copies in and out included."""
+        ...
+
+    def pin(self, pointer: int, size_bytes: int) -> None:
+        """Make copies between this mapped host memory and the device asynchronous."""
+        ...
+
     def wait_group(self, word: int, epoch: Epoch) -> float:
-        """Return when the word carries ``epoch``; milliseconds this thread was blocked."""
+        """Return when the word carries ``epoch``, or the device waits for it by itself.
+
+        Milliseconds this thread was blocked.
+        """
         ...
 
     def wait_turn(self, turn: int) -> float:
@@ -77,7 +123,19 @@ class PoolView(Protocol):
         ...
 
     def quiesce(self) -> None:
-        """Return when nothing queued touches the memory any more."""
+        """Return when everything this worker's main thread enqueued has run."""
+        ...
+
+    def settle(self) -> None:
+        """Return when nothing that this process enqueued anywhere runs any more. Any thread."""
+        ...
+
+    def pacer(self) -> Callable[[], None] | None:
+        """What a training script calls at every gate point, if it could run ahead of the device."""
+        ...
+
+    def is_lost(self, error: BaseException) -> bool:
+        """Whether this process cannot use the device any more and must be replaced."""
         ...
 
     def close(self) -> None: ...

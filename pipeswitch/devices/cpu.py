@@ -17,20 +17,25 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from ..board import Board, ring, seal_against_writers, sealed_memfd
 from ..errors import RemoteProtocolError
+from ..failpoints import reach
 from ..messages import ByteRange, Epoch, GroupCopy, TransmitEnded, TransmitModel
 from ..programs.layout import TensorSpec
-from .orders import WORD_BYTES, WORD_MASK, check_order, check_range
+from .orders import WORD_BYTES, WORD_MASK, check_range, check_slice_reads
+from .transmissions import OnEnd, Transmission, TransmissionQueue
+from .waiting import Waiter, now_ms
 
 if TYPE_CHECKING:
     import torch
+
+    from ..programs.executor import BoundProgram
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +44,6 @@ THROTTLED_CHUNK_BYTES: Final = 1 << 20
 MADV_POPULATE_READ: Final = 22  # Linux 5.14; Python 3.11's mmap does not name it
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
-
-
-def now_ms() -> float:
-    """Milliseconds of the system-wide monotonic clock."""
-    return time.monotonic() * 1000.0
 
 
 class Link:
@@ -71,15 +71,6 @@ class Link:
             time.sleep(delay_s)
         else:
             cancelled.wait(delay_s)
-
-
-class _Transmission:
-    __slots__ = ("cancelled", "on_end", "order")
-
-    def __init__(self, order: TransmitModel, on_end: Callable[[TransmitEnded], None]) -> None:
-        self.order = order
-        self.on_end = on_end
-        self.cancelled = threading.Event()
 
 
 class CpuDeviceMemory:
@@ -124,15 +115,17 @@ class CpuDeviceMemory:
         self._store: Bytes = np.frombuffer(self._store_map, dtype=np.uint8)
         self._to_device = Link(link_bytes_per_s)
         self._to_host = Link(link_bytes_per_s)  # a link is full duplex
-        self._orders: SimpleQueue[_Transmission | None] = SimpleQueue()
-        self._live: dict[Epoch, _Transmission] = {}
-        self._live_lock = threading.Lock()
-        self._copier = threading.Thread(target=self._run, name="copy-to-device", daemon=True)
-        self._copier.start()
+        self._transmissions = TransmissionQueue(
+            self._perform, arena_bytes=arena_bytes, store_bytes=store_bytes, words=words
+        )
 
     def export_descriptors(self) -> list[int]:
         """[models, work], owned by this object."""
         return [self._models_descriptor, self._work_descriptor]
+
+    def export_handle(self) -> bytes:
+        """Nothing: descriptors say it all."""
+        return b""
 
     def store_view(self, offset_bytes: int, size_bytes: int) -> memoryview:
         """A writable view of the host store, its pages reserved.
@@ -146,31 +139,17 @@ class CpuDeviceMemory:
             os.posix_fallocate(self._store_descriptor, offset_bytes, size_bytes)
         return memoryview(self._store_map)[offset_bytes : offset_bytes + size_bytes]
 
-    def transmit(self, order: TransmitModel, on_end: Callable[[TransmitEnded], None]) -> None:
+    def transmit(self, order: TransmitModel, on_end: OnEnd) -> None:
         """Queue a transmission; ``on_end`` comes exactly once, on the copy thread.
 
         Raises:
             RemoteProtocolError: out of bounds, or this epoch is being transmitted already.
         """
-        check_order(
-            order,
-            arena_bytes=self.arena_bytes,
-            store_bytes=self.store_bytes,
-            words=self.word_count,
-        )
-        job = _Transmission(order, on_end)
-        with self._live_lock:
-            if order.epoch in self._live:
-                raise RemoteProtocolError(f"epoch {order.epoch} is being transmitted already")
-            self._live[order.epoch] = job
-        self._orders.put(job)
+        self._transmissions.put(order, on_end)
 
     def cancel(self, epoch: Epoch) -> None:
         """Stop it within a chunk; unknown means that it has just ended, and is fine."""
-        with self._live_lock:
-            job = self._live.get(epoch)
-        if job is not None:
-            job.cancelled.set()
+        self._transmissions.cancel(epoch)
 
     def read_slice(self, offset_bytes: int, ranges: Sequence[ByteRange], into: memoryview) -> None:
         """Concatenate pieces of the slice at ``offset_bytes`` of *work* into ``into`` (blocks).
@@ -178,14 +157,7 @@ class CpuDeviceMemory:
         Raises:
             RemoteProtocolError: a piece out of bounds, or ``into`` of another size.
         """
-        total_bytes = sum(piece.size_bytes for piece in ranges)
-        if total_bytes != len(into):
-            raise RemoteProtocolError(f"{total_bytes} bytes to read into {len(into)}")
-        for piece in ranges:
-            check_range("piece", offset_bytes, 0, self.arena_bytes)
-            check_range(
-                "piece", offset_bytes + piece.offset_bytes, piece.size_bytes, self.arena_bytes
-            )
+        check_slice_reads(offset_bytes, ranges, len(into), self.arena_bytes)
         target: Bytes = np.frombuffer(into, dtype=np.uint8)
         position = 0
         self._to_host.begin()
@@ -222,11 +194,7 @@ class CpuDeviceMemory:
 
     def close(self) -> None:
         """Cancel what is under way, end the copy thread, let the memory go."""
-        with self._live_lock:
-            for job in self._live.values():
-                job.cancelled.set()
-        self._orders.put(None)
-        self._copier.join()
+        self._transmissions.close()
         self._words.release()
         del self._models, self._work, self._store
         for mapping in (self._models_map, self._work_map, self._store_map):
@@ -234,15 +202,7 @@ class CpuDeviceMemory:
         os.close(self._models_descriptor)
         os.close(self._work_descriptor)
 
-    def _run(self) -> None:
-        """The copy thread: one transmission after the other, each ends in its ``on_end``."""
-        while (job := self._orders.get()) is not None:
-            ended = self._perform(job)
-            with self._live_lock:
-                del self._live[job.order.epoch]
-            job.on_end(ended)
-
-    def _perform(self, job: _Transmission) -> TransmitEnded:
+    def _perform(self, job: Transmission) -> TransmitEnded:
         """Copy the groups; an error in between ends it incomplete, like a cancel."""
         order = job.order
         started_at_ms = now_ms()
@@ -250,28 +210,22 @@ class CpuDeviceMemory:
         copied_bytes = 0
         self._to_device.begin()
         try:
+            reach("daemon.transmit.begin")
             for group in order.groups:
                 copied_bytes += self._copy(group, job.cancelled)
                 if job.cancelled.is_set():
                     break  # perhaps in the middle of this group: its word must not rise
+                reach("daemon.transmit.group")
                 ends_at_ms.append(now_ms())  # before the bell: a woken worker takes the core
                 self._words[group.word] = order.epoch & WORD_MASK
                 self._ring_all()
         except Exception:
             log.exception("transmission=%d failed", order.epoch)
-        is_complete = len(ends_at_ms) == len(order.groups)
-        if not is_complete:
+        reach("daemon.transmit.end")
+        ended = job.ended(started_at_ms, ends_at_ms, copied_bytes)
+        if not ended.is_complete:
             self._ring_all()  # whoever waits for a group that will not come looks up once more
-        return TransmitEnded(
-            model=order.model,
-            epoch=order.epoch,
-            is_complete=is_complete,
-            group_count=len(ends_at_ms),
-            copied_bytes=copied_bytes,
-            started_at_ms=started_at_ms,
-            ended_at_ms=now_ms(),
-            group_ends_at_ms=tuple(ends_at_ms),
-        )
+        return ended
 
     def _copy(self, group: GroupCopy, cancelled: threading.Event) -> int:
         """Store → models, chunk by chunk until cancelled; bytes copied.
@@ -314,24 +268,21 @@ class CpuPoolView:
         """Map everything; the descriptors stay the caller's, bells must outlive this object.
 
         Args:
-            bell: this worker's own eventfd; ``bells`` are all of them, by slot.
-            on_wake: called each time a bell rang for something else than what is waited for.
-                It may raise to leave the wait: a wait for a cancelled transmission ends so.
+            bell, bells, on_wake: as ``Waiter``.
         """
-        self._bell = bell
-        self._bells = tuple(bells)
+        self._waiter = Waiter(board=board, bell=bell, bells=bells, on_wake=on_wake)
         self._words_bytes = words * WORD_BYTES
-        self._on_wake = on_wake
         self._models_map = mmap.mmap(
             models, arena_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ
         )
         self._work_map = mmap.mmap(work, arena_bytes)
         self._words = memoryview(self._models_map)[: self._words_bytes].cast("I")
-        self._board = Board(board)
+
+    device: Final = "cpu"
 
     @property
     def board(self) -> Board:
-        return self._board
+        return self._waiter.board
 
     @cached_property
     def _models(self) -> torch.UntypedStorage:
@@ -389,36 +340,54 @@ class CpuPoolView:
     def wait_group(self, word: int, epoch: int) -> float:
         """Block until arrival word ``word`` is exactly ``epoch``; milliseconds blocked."""
         words, wanted = self._words, epoch & WORD_MASK
-        return self._wait(lambda: words[word] == wanted)
+        return self._waiter.wait(lambda: words[word] == wanted)
 
     def wait_turn(self, turn: int) -> float:
         """Block until the board's turn is exactly ``turn``; milliseconds blocked."""
-        board = self._board
-        return self._wait(lambda: board.turn == turn)
-
-    def _wait(self, is_true: Callable[[], bool]) -> float:
-        """No wake-up is lost: the word is written before the bell, and read after it."""
-        if is_true():
-            return 0.0
-        began_at_ms = now_ms()
-        while not is_true():
-            if self._on_wake is not None:
-                self._on_wake()
-            os.eventfd_read(self._bell)
-        return now_ms() - began_at_ms
+        return self._waiter.wait_turn(turn)
 
     def raise_turn(self, turn: int, slot: int) -> None:
         """Give the device away: write the turn, ring that slot's bell."""
-        self._board.write_turn(turn)
-        ring(self._bells[slot])
+        self._waiter.raise_turn(turn, slot)
+
+    def program(self, bound: BoundProgram) -> BoundProgram:
+        """As it is: its inputs lie where it computes."""
+        return bound
+
+    def can_improve(self, program: BoundProgram) -> bool:
+        """No."""
+        return False
+
+    def improve(self, program: BoundProgram) -> None:
+        """Nothing: it is as fast as it gets."""
+
+    def drop(self, program: BoundProgram) -> None:
+        """Nothing to let go."""
+
+    def computing(self, program: BoundProgram | None) -> AbstractContextManager[None]:
+        """Nothing to set up."""
+        return nullcontext()
+
+    def pin(self, pointer: int, size_bytes: int) -> None:
+        """Nothing: the copy engine is a thread."""
 
     def quiesce(self) -> None:
         """Nothing is ever queued here: kernels have ended when they return."""
 
+    def settle(self) -> None:
+        """As ``quiesce``."""
+
+    def pacer(self) -> None:
+        """Nothing: a kernel has ended when it returns."""
+
+    def is_lost(self, error: BaseException) -> bool:
+        """Never: there is no context to break."""
+        return False
+
     def close(self) -> None:
         """Unmap; tensors that still live keep their mapping until the last is gone."""
         self._words.release()
-        self._board.close()
+        self._waiter.close()
         self.__dict__.pop("_models", None)
         self.__dict__.pop("_work", None)
         _unmap(self._models_map)

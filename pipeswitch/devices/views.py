@@ -36,6 +36,19 @@ def tensor_over(
     Raises:
         LocalProtocolError: the spec's numbers contradict each other or the storage.
     """
+    first_item, strides = place_in(storage.nbytes(), spec, region_offset_bytes)
+    empty = torch.empty(0, dtype=getattr(torch, spec.dtype), device=storage.device)
+    return empty.set_(storage, first_item, spec.shape, strides)
+
+
+def place_in(
+    storage_bytes: int, spec: TensorSpec, region_offset_bytes: int
+) -> tuple[int, list[int]]:
+    """Index of a tensor's first item in a storage, and its strides (contiguous).
+
+    Raises:
+        LocalProtocolError: the spec's numbers contradict each other or the storage.
+    """
     item_bytes = ITEM_BYTES.get(spec.dtype, 0)
     start = region_offset_bytes + spec.offset_bytes
     is_sound = (
@@ -43,15 +56,14 @@ def tensor_over(
         and min((region_offset_bytes, spec.offset_bytes, *spec.shape)) >= 0
         and prod(spec.shape) * item_bytes == spec.size_bytes
         and start % item_bytes == 0
-        and start + spec.size_bytes <= storage.nbytes()
+        and start + spec.size_bytes <= storage_bytes
     )
     if not is_sound:
         raise LocalProtocolError(
             f"tensor {spec.name!r}: {spec.dtype}{list(spec.shape)} of {spec.size_bytes} bytes "
-            f"does not fit at {start} of {storage.nbytes()}"
+            f"does not fit at {start} of {storage_bytes}"
         )
     strides = [1] * len(spec.shape)
     for axis in range(len(spec.shape) - 2, -1, -1):
         strides[axis] = strides[axis + 1] * max(spec.shape[axis + 1], 1)
-    empty = torch.empty(0, dtype=getattr(torch, spec.dtype), device=storage.device)
-    return empty.set_(storage, start // item_bytes, spec.shape, strides)
+    return start // item_bytes, strides

@@ -21,6 +21,7 @@ from .bundle import Bundle, Graph, read_bundle
 from .executor import BoundProgram, GraphProgram
 from .export import Program, export_module, flatten_outputs, tensor_bytes, write_program
 from .graph import check_no_mutation, check_on_meta
+from .groups import regrouped
 from .layout import Manifest
 from .module_mode import build_module
 from .partition import Weight, default_plan, layers_of_graph, place
@@ -152,7 +153,7 @@ def _finish_graph(
     progress("verify", 0.0)
     digest_before = hashlib.sha256(tensor_bytes(image)).hexdigest()
     if plain is None:
-        whole = GraphProgram(_one_group(manifest), graph, "cpu")
+        whole = GraphProgram(regrouped(manifest, (0,)), graph, "cpu")
         everything = whole.bind(lambda t: tensor_over(image.untyped_storage(), t, 0))
         plain = _without_waiting(everything)
     _verify_graph(spec, manifest, bound, plain, progress)
@@ -173,7 +174,7 @@ def _graph_manifest(spec: BuildSpec, bundle: Bundle, notes: list[str]) -> Manife
     weights = [Weight(t.name, t.dtype, t.shape, t.size_bytes) for t in bundle.tensors]
     plan = default_plan(layers, weights, spec.bucket_bytes)
     offsets = [tensor.file_offset_bytes for tensor in bundle.tensors]
-    tensors, groups, total_bytes = place(layers, weights, plan, offsets)
+    tensors, specs, groups, total_bytes = place(layers, weights, plan, offsets)
     if tuple(tensor.name for tensor in tensors) != graph.weights:
         raise RegistrationRefused("bundle weights", "they are not in order of first use")
     return Manifest(
@@ -188,22 +189,9 @@ def _graph_manifest(spec: BuildSpec, bundle: Bundle, notes: list[str]) -> Manife
         outputs=graph.outputs,
         batch_min=graph.batch_min,
         batch_max=graph.batch_max,
-        extra={
-            "notes": notes,
-            "layers": [[layer.first_node, layer.end_node] for layer in layers],
-        },
+        layers=specs,
+        extra={"notes": notes},
     )
-
-
-def _one_group(manifest: Manifest) -> Manifest:
-    first, last = manifest.groups[0], manifest.groups[-1]
-    group = msgspec.structs.replace(
-        first,
-        size_bytes=manifest.total_bytes,
-        tensors=tuple(range(len(manifest.tensors))),
-        end_node=last.end_node,
-    )
-    return msgspec.structs.replace(manifest, groups=(group,))
 
 
 def _without_waiting(bound: BoundProgram) -> Plain:

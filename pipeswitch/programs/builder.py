@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from ..errors import PipeSwitchError, RegistrationRefused, to_wire
+from ..failpoints import reach
 from ..messages import BuildDone, BuildFailed, BuildProgress, BuildSettings
 from ..wire import Channel
 from .spec import BuildSpec
@@ -42,7 +43,9 @@ def run(settings: BuildSettings, channel: Channel) -> int:
         return 0
     try:
         spec = msgspec.msgpack.decode(settings.spec, type=BuildSpec)
+        reach("build.begin")
         manifest = build(spec, work, progress)
+        reach("build.write")
         _publish(work, root / manifest.digest)
     except PipeSwitchError as error:
         _fail(channel, settings, error)
@@ -53,6 +56,7 @@ def run(settings: BuildSettings, channel: Channel) -> int:
         return 0
     finally:
         shutil.rmtree(work, ignore_errors=True)
+    reach("build.published")
     channel.send(BuildDone(model=settings.model, epoch=settings.epoch, digest=manifest.digest))
     return 0
 

@@ -16,6 +16,7 @@ arithmetic is on Python integers, and every fault is a ``RegistrationRefused``.
 from __future__ import annotations
 
 import json
+import keyword
 import os
 import re
 import struct
@@ -219,7 +220,8 @@ def _check_node(node: Node, part: str, own_value: int) -> None:
     for argument in (*node.args, *node.kwargs.values()):
         _check_argument(argument, f"{part} ({node.target})", own_value, MAX_NESTING)
     for key in node.kwargs:
-        if not (key.isascii() and key.isidentifier() and len(key) <= 64):
+        is_name = key.isascii() and key.isidentifier() and not keyword.iskeyword(key)
+        if not is_name or len(key) > 64:  # it becomes a word of generated code
             _refuse(part, f"{key[:40]!r} is not an argument's name")
 
 

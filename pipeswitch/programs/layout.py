@@ -43,6 +43,14 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     label: str  # for traces and errors, e.g. "layer3.0.conv1 … layer3.4.bn2"
 
 
+class LayerSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The finest cut: from one first use of weights to just before the next."""
+
+    first_node: int  # as GroupSpec's
+    end_node: int
+    tensor_count: int  # the next ones of Manifest.tensors; 0 is allowed
+
+
 class ValueSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An input or an output. ``None`` in the shape is the dynamic batch dimension."""
 
@@ -67,12 +75,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     source: str  # as registered: "torchvision:resnet152", "pkg.mod:factory", "bundle"
     total_bytes: int  # of the region, before rounding to REGION_ALIGN_BYTES
     tensors: tuple[TensorSpec, ...]
-    groups: tuple[GroupSpec, ...]
+    groups: tuple[GroupSpec, ...]  # as built; groups.py cuts the same layers anew
     inputs: tuple[ValueSpec, ...]  # in call order
     outputs: tuple[ValueSpec, ...]
     batch_min: int = 1  # range of the dynamic batch; equal numbers when it is fixed
     batch_max: int = 1
     triggers: tuple[str, ...] = ()  # module mode: the submodule whose pre-hook opens group i
+    layers: tuple[LayerSpec, ...] = ()  # empty: of a build that did not tell them
     weights_sha256: str = ""  # of the packed region image, checked when loaded into the store
     extra: dict[str, Any] = {}
 

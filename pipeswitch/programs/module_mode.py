@@ -21,6 +21,7 @@ from ..errors import RegistrationRefused
 from .bundle import read_safetensors_header, write_safetensors
 from .executor import ModuleProgram
 from .export import dtype_name, flatten_outputs, tensor_bytes
+from .groups import needs
 from .layout import Manifest, ValueSpec
 from .partition import Layer, Weight, default_plan, place
 from .sources import Loaded
@@ -64,12 +65,9 @@ def build_module(
     file_tensors, _ = read_safetensors_header(path)
     weights = [Weight(t.name, t.dtype, t.shape, t.size_bytes) for t in file_tensors]
     plan = default_plan(layers, weights, spec.bucket_bytes)
-    specs, groups, total_bytes = place(
+    specs, layer_specs, groups, total_bytes = place(
         layers, weights, plan, [t.file_offset_bytes for t in file_tensors]
     )
-    group_of = [
-        index for index, group in enumerate(groups) for _ in range(group.first_node, group.end_node)
-    ]
     manifest = Manifest(
         digest="",
         mode="module",
@@ -84,10 +82,8 @@ def build_module(
         ),
         outputs=outputs,
         triggers=tuple(triggers[group.first_node] for group in groups),
-        extra={
-            "aliases": aliases,
-            "needs": {trigger: group_of[index] for index, trigger in enumerate(triggers)},
-        },
+        layers=layer_specs,
+        extra={"aliases": aliases, "needs": needs(triggers, groups)},
     )
     progress("verify", 0.0)
     sha256 = _verify(manifest, loaded, examples, path)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..grouping import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, Plan, bucket, spans
+from ..grouping import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, Plan, bucket
 from .bundle import Graph, weights_of_node
-from .layout import TENSOR_ALIGN_BYTES, GroupSpec, TensorSpec, aligned
+from .groups import cut
+from .layout import TENSOR_ALIGN_BYTES, GroupSpec, LayerSpec, TensorSpec, aligned
 
 
 @dataclass(frozen=True)
@@ -67,45 +68,23 @@ def default_plan(layers: Sequence[Layer], weights: Sequence[Weight], bucket_byte
 
 def place(
     layers: Sequence[Layer], weights: Sequence[Weight], plan: Plan, file_offsets: Sequence[int]
-) -> tuple[tuple[TensorSpec, ...], tuple[GroupSpec, ...], int]:
-    """Tensors in order of first use, groups, and the region's size in bytes.
-
-    Groups tile the region: each starts where the one before ends, on TENSOR_ALIGN_BYTES.
-    """
+) -> tuple[tuple[TensorSpec, ...], tuple[LayerSpec, ...], tuple[GroupSpec, ...], int]:
+    """Tensors in order of first use, layers, groups, and the region's size in bytes."""
     tensors: list[TensorSpec] = []
-    groups: list[GroupSpec] = []
     position_bytes = 0
-    for first, end in spans(plan, len(layers)):
-        start_bytes, start_index = position_bytes, len(tensors)
-        for index in (weight for layer in layers[first:end] for weight in layer.weights):
-            weight = weights[index]
-            tensors.append(
-                TensorSpec(
-                    name=weight.name,
-                    dtype=weight.dtype,
-                    shape=weight.shape,
-                    offset_bytes=position_bytes,
-                    size_bytes=weight.size_bytes,
-                    file_offset_bytes=file_offsets[index],
-                )
-            )
-            position_bytes += aligned(weight.size_bytes, TENSOR_ALIGN_BYTES)
-        names = [tensor.name for tensor in tensors[start_index:]]
-        groups.append(
-            GroupSpec(
-                offset_bytes=start_bytes,
-                size_bytes=position_bytes - start_bytes,
-                tensors=tuple(range(start_index, len(tensors))),
-                first_node=layers[first].first_node,
-                end_node=layers[end - 1].end_node,
-                label=_label(names),
+    for index in (weight for layer in layers for weight in layer.weights):
+        weight = weights[index]
+        tensors.append(
+            TensorSpec(
+                name=weight.name,
+                dtype=weight.dtype,
+                shape=weight.shape,
+                offset_bytes=position_bytes,
+                size_bytes=weight.size_bytes,
+                file_offset_bytes=file_offsets[index],
             )
         )
-    return tuple(tensors), tuple(groups), position_bytes
-
-
-def _label(names: Sequence[str]) -> str:
-    owners = [name.rpartition(".")[0] or name for name in names]
-    if not owners:
-        return "no weights"
-    return owners[0] if owners[0] == owners[-1] else f"{owners[0]} … {owners[-1]}"
+        position_bytes += aligned(weight.size_bytes, TENSOR_ALIGN_BYTES)
+    specs = tuple(LayerSpec(one.first_node, one.end_node, len(one.weights)) for one in layers)
+    groups = cut(specs, tensors, position_bytes, plan)
+    return tuple(tensors), specs, groups, position_bytes

@@ -1,7 +1,7 @@
 """Fixtures of the tests that start processes.
 
 Tests run in importlib mode, where a test file cannot import its neighbour: the helpers are
-loaded here once, as ``process_tools``.
+loaded here once, as ``process_tools`` and ``frontend_rig``.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ import importlib.util
 import sys
 from pathlib import Path
 
-_NAME = "process_tools"
-
-if _NAME not in sys.modules:
-    _spec = importlib.util.spec_from_file_location(_NAME, Path(__file__).with_name("tools.py"))
-    assert _spec is not None
-    assert _spec.loader is not None
-    _module = importlib.util.module_from_spec(_spec)
-    sys.modules[_NAME] = _module
-    _spec.loader.exec_module(_module)
+for _name, _file in (("process_tools", "tools.py"), ("frontend_rig", "frontend_rig.py")):
+    if _name not in sys.modules:
+        _spec = importlib.util.spec_from_file_location(_name, Path(__file__).with_name(_file))
+        assert _spec is not None
+        assert _spec.loader is not None
+        _module = importlib.util.module_from_spec(_spec)
+        sys.modules[_name] = _module
+        _spec.loader.exec_module(_module)

@@ -1,4 +1,8 @@
-"""What every device must do, with real memory and real processes. cuda joins DEVICES later."""
+"""What every device must do, with real memory and real processes.
+
+``cuda`` runs over the fake of its bindings, with real processes all the same: once with waits on
+the CPU, once with the device waiting. tests/gpu runs the same on a real GPU.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,18 @@ from typing import Final
 
 import numpy as np
 import pytest
+import torch
+from fake_cuda import World
+from fake_cuda.host_torch import HostTorch
 
 from pipeswitch.board import BOARD_BYTES, new_bell, ring, sealed_memfd
 from pipeswitch.devices import DeviceMemory, PoolView
+from pipeswitch.devices.choosing import has_driver_library
 from pipeswitch.devices.cpu import CpuDeviceMemory, CpuPoolView
+from pipeswitch.devices.cuda_bindings import Cuda, NoCudaDevice
+from pipeswitch.devices.cuda_memory import CudaDeviceMemory
+from pipeswitch.devices.cuda_torch import TorchSide
+from pipeswitch.devices.cuda_view import CudaPoolView, Waits
 from pipeswitch.errors import LocalProtocolError, RemoteProtocolError
 from pipeswitch.messages import ByteRange, Epoch, GroupCopy, ModelName, TransmitEnded, TransmitModel
 from pipeswitch.programs.layout import TensorSpec
@@ -37,11 +49,20 @@ POISON: Final = 0xA5
 class CpuRig:
     """A cpu device with its store, bells and board; ``view`` is what a worker would make."""
 
+    is_sealed = True  # workers cannot write to models
+    can_leave_a_wait = True  # the one who waits is a thread, and looks up
+
     def __init__(self, link_bytes_per_s: float = 0.0) -> None:
         self.store_fd = sealed_memfd("test-store", STORE_BYTES)
         self.board_fd = sealed_memfd("test-board", BOARD_BYTES)
         self.bells = [new_bell() for _ in range(BELL_COUNT)]
-        self.memory: DeviceMemory = CpuDeviceMemory(
+        self.memory = self._open(link_bytes_per_s)
+        self.ended: Queue[TransmitEnded] = Queue()
+        self._views: list[PoolView] = []
+        self._deadlines: list[threading.Timer] = []
+
+    def _open(self, link_bytes_per_s: float) -> DeviceMemory:
+        memory = CpuDeviceMemory(
             store=self.store_fd,
             bells=self.bells,
             arena_bytes=ARENA_BYTES,
@@ -49,13 +70,11 @@ class CpuRig:
             words=WORDS,
             link_bytes_per_s=link_bytes_per_s,
         )
-        self.models_fd, self.work_fd = self.memory.export_descriptors()
-        self.ended: Queue[TransmitEnded] = Queue()
-        self._views: list[PoolView] = []
-        self._deadlines: list[threading.Timer] = []
+        self.models_fd, self.work_fd = memory.export_descriptors()
+        return memory
 
-    def view(self, slot: int = 0, on_wake: Callable[[], None] | None = None) -> PoolView:
-        view = CpuPoolView(
+    def _look(self, slot: int, on_wake: Callable[[], None] | None) -> PoolView:
+        return CpuPoolView(
             models=self.models_fd,
             work=self.work_fd,
             board=self.board_fd,
@@ -65,8 +84,10 @@ class CpuRig:
             words=WORDS,
             on_wake=on_wake,
         )
-        self._views.append(view)
-        return view
+
+    def view(self, slot: int = 0, on_wake: Callable[[], None] | None = None) -> PoolView:
+        self._views.append(self._look(slot, on_wake))
+        return self._views[-1]
 
     def arena(self, start: int, size: int) -> bytes:
         """Device bytes as any other process would see them."""
@@ -85,12 +106,18 @@ class CpuRig:
         self.transmit(order)
         return self.ended.get(timeout=DEADLINE_S)
 
+    def _child_needs(self) -> tuple[str, list[int], list[str]]:
+        """The child's first lines, the descriptors it gets, and its first arguments."""
+        descriptors = [self.models_fd, self.work_fd, self.board_fd, *self.bells]
+        return CHILD, descriptors, list(map(str, descriptors))
+
     def child(self, code: str, *arguments: object) -> subprocess.Popen[str]:
         """A clean process that has the view of slot 0 as ``view`` and the mapping as ``arena``."""
-        descriptors = [self.models_fd, self.work_fd, self.board_fd, *self.bells]
+        prelude, descriptors, first = self._child_needs()
         child = subprocess.Popen(
-            [sys.executable, "-c", CHILD + code, *map(str, (*descriptors, *arguments))],
+            [sys.executable, "-c", prelude + code, *first, *map(str, arguments)],
             pass_fds=descriptors, cwd=ROOT, text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "tests/fakes")},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         deadline = threading.Timer(DEADLINE_S, child.kill)
@@ -109,6 +136,127 @@ class CpuRig:
             os.close(descriptor)
 
 
+class FakeCudaRig(CpuRig):
+    """The cuda device over the fake of its bindings. Each process has a fake runtime of its own,
+    and the device's bytes are shared through the IPC handle, as with the real ones."""
+
+    is_sealed = False  # one trust domain
+    waits: Waits = "cpu"
+    package = "fake_cuda"  # of the child's bindings
+
+    def _open(self, link_bytes_per_s: float) -> DeviceMemory:
+        self.world = World(bytes_per_s=link_bytes_per_s)
+        self._cuda_memory = CudaDeviceMemory(
+            Cuda(self.world.runtime, self.world.driver),
+            index=0,
+            store=self.store_fd,
+            bells=self.bells,
+            arena_bytes=ARENA_BYTES,
+            store_bytes=STORE_BYTES,
+            words=WORDS,
+            window_bytes=4 * MIB,  # in proportion to the slow link
+        )
+        (self.words_fd,) = self._cuda_memory.export_descriptors()
+        return self._cuda_memory
+
+    def _look(self, slot: int, on_wake: Callable[[], None] | None) -> PoolView:
+        world = World(blocking_waits=True)
+        cuda = Cuda(world.runtime, world.driver)
+        return self._view_over(cuda, HostTorch(world), slot, on_wake)
+
+    def _view_over(
+        self, cuda: Cuda, side: TorchSide, slot: int, on_wake: Callable[[], None] | None
+    ) -> PoolView:
+        return CudaPoolView(
+            cuda,
+            side,
+            index=0,
+            handle=self._cuda_memory.export_handle(),
+            words_descriptor=self.words_fd,
+            board=self.board_fd,
+            bell=self.bells[slot],
+            bells=self.bells,
+            arena_bytes=ARENA_BYTES,
+            words=WORDS,
+            waits=self.waits,
+            on_wake=on_wake,
+        )
+
+    def arena(self, start: int, size: int) -> bytes:
+        return self.world.bytes_at(self._cuda_memory.base + start, size)
+
+    def _child_needs(self) -> tuple[str, list[int], list[str]]:
+        descriptors = [self.words_fd, self.board_fd, *self.bells]
+        handle = self._cuda_memory.export_handle().hex()
+        return CUDA_CHILD, descriptors, [handle, self.waits, self.package, *map(str, descriptors)]
+
+
+class WaitingCudaRig(FakeCudaRig):
+    """The same, and the device waits for words by itself."""
+
+    waits: Waits = "gpu"
+    can_leave_a_wait = False
+
+
+class _OwnHandle(Cuda):
+    """A process cannot open its own handle: in the test's process the view gets the address."""
+
+    def __init__(self, cuda: Cuda, base: int) -> None:
+        super().__init__(cuda._runtime, cuda._driver)
+        self._base = base
+
+    def open_handle(self, data: bytes) -> int:
+        return self._base
+
+    def close_handle(self, pointer: int) -> None:
+        pass
+
+
+class GpuRig(FakeCudaRig):
+    """The cuda device on a real GPU."""
+
+    package = "cuda.bindings"
+
+    def _open(self, link_bytes_per_s: float) -> DeviceMemory:
+        if link_bytes_per_s:
+            pytest.skip("a real link cannot be slowed down")
+        self._cuda = Cuda.load()
+        try:
+            self._cuda.device_count()
+        except NoCudaDevice as error:
+            pytest.skip(error.message)
+        self._cuda_memory = CudaDeviceMemory(
+            self._cuda,
+            index=0,
+            store=self.store_fd,
+            bells=self.bells,
+            arena_bytes=ARENA_BYTES,
+            store_bytes=STORE_BYTES,
+            words=WORDS,
+        )
+        (self.words_fd,) = self._cuda_memory.export_descriptors()
+        return self._cuda_memory
+
+    def _look(self, slot: int, on_wake: Callable[[], None] | None) -> PoolView:
+        from pipeswitch.devices.cuda_torch import CudaTorch
+
+        cuda = _OwnHandle(self._cuda, self._cuda_memory.base)
+        return self._view_over(cuda, CudaTorch(0), slot, on_wake)
+
+    def arena(self, start: int, size: int) -> bytes:
+        into = bytearray(size)
+        whole = [ByteRange(offset_bytes=0, size_bytes=size)]
+        self.memory.read_slice(start, whole, memoryview(into))
+        return bytes(into)
+
+
+class WaitingGpuRig(GpuRig):
+    """The same, and the GPU waits for words by itself."""
+
+    waits: Waits = "gpu"
+    can_leave_a_wait = False
+
+
 CHILD: Final = f"""
 import mmap, os, random, signal, sys
 from pipeswitch.devices.cpu import CpuPoolView
@@ -121,7 +269,35 @@ def say(text):
     print(text, flush=True)
 """
 
-DEVICES: Final = {"cpu": CpuRig}
+CUDA_CHILD: Final = f"""
+import os, random, signal, sys
+from pipeswitch.devices.cuda_bindings import Cuda
+from pipeswitch.devices.cuda_torch import torch_side
+from pipeswitch.devices.cuda_view import CudaPoolView
+handle, waits, package = bytes.fromhex(sys.argv[1]), sys.argv[2], sys.argv[3]
+words, board, *bells = map(int, sys.argv[4:{6 + BELL_COUNT}])
+arguments = sys.argv[{6 + BELL_COUNT}:]
+side = torch_side(package, 0)
+view = CudaPoolView(Cuda.load(package), side, index=0, handle=handle,
+                    words_descriptor=words, board=board, bell=bells[0], bells=bells,
+                    arena_bytes={ARENA_BYTES}, words={WORDS}, waits=waits)
+class Arena:
+    def __getitem__(self, place):
+        with side.computing(in_slice=False):  # behind the waits
+            size = place.stop - place.start
+            return view.slice_bytes(place.start, size).cpu().numpy().tobytes()
+arena = Arena()
+def say(text):
+    print(text, flush=True)
+"""
+
+DEVICES: Final[dict[str, type[CpuRig]]] = {
+    "cpu": CpuRig,
+    "cuda": FakeCudaRig,
+    "cuda-waits": WaitingCudaRig,
+}
+if has_driver_library():
+    DEVICES |= {"gpu": GpuRig, "gpu-waits": WaitingGpuRig}
 MakeRig = Callable[..., CpuRig]
 
 
@@ -162,6 +338,11 @@ def order(
         model=ModelName("m"), epoch=Epoch(epoch), arena_offset_bytes=start,
         region_bytes=position, groups=tuple(groups),
     )  # fmt: skip
+
+
+def on_host(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """What a tensor over the device holds; of the cpu device it is no copy."""
+    return tensor.cpu().numpy()  # type: ignore[no-any-return]
 
 
 def finish(child: subprocess.Popen[str], expected: int = 0) -> str:
@@ -259,6 +440,8 @@ def test_only_exactly_the_epoch_satisfies_a_wait(rig: CpuRig, stale: int) -> Non
     def give_up() -> None:
         raise StillWaiting
 
+    if not rig.can_leave_a_wait:
+        pytest.skip("a device that waits cannot be asked to look up: its process is killed")
     view = rig.view(on_wake=give_up)
     rig.run(order(stale, MIB, [100]))
     with pytest.raises(StillWaiting):
@@ -285,6 +468,8 @@ def test_a_cancelled_transmission_stops_and_strands_no_waiter(make_rig: MakeRig)
         if is_cancelled.is_set():
             raise GaveUp
 
+    if not rig.can_leave_a_wait:
+        pytest.skip("a device that waits cannot be asked to look up: its process is killed")
     view = rig.view(on_wake=look)
     outcome: Queue[str] = Queue()
 
@@ -404,6 +589,8 @@ view.raise_turn(6, 1)
 
 
 def test_a_worker_cannot_map_models_for_writing(rig: CpuRig) -> None:
+    if not rig.is_sealed:
+        pytest.skip("on cuda workers and daemon are one trust domain")
     child = rig.child(
         """
 again = os.open(f"/proc/self/fd/{models}", os.O_RDWR)  # the file mode is no guard, the seal is
@@ -425,6 +612,8 @@ for descriptor in (models, again):
 
 
 def test_a_write_to_a_parameter_kills_the_writer_and_changes_nothing(rig: CpuRig) -> None:
+    if not rig.is_sealed:
+        pytest.skip("on cuda workers and daemon are one trust domain")
     rig.fill_store(0, bytes([7]) * 4096)
     rig.run(order(1, MIB, [4096]))
     child = rig.child(
@@ -467,6 +656,8 @@ view.wait_group(200, 1)
 
 def test_closing_gives_back_threads_and_descriptors() -> None:
     for kind in DEVICES.values():
+        if kind in (GpuRig, WaitingGpuRig):
+            continue  # the driver keeps some of its own
         threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
         rig = kind(50 * MIB)
         rig.view()
@@ -488,16 +679,14 @@ def spec(dtype: str, shape: tuple[int, ...], offset: int, size: int) -> TensorSp
 
 
 def test_tensors_have_the_transmitted_values(rig: CpuRig) -> None:
-    import torch
-
     values = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)
     halves = torch.linspace(-1, 1, 10, dtype=torch.bfloat16)
     rig.fill_store(512, values.numpy().tobytes())
     rig.fill_store(1024, halves.view(torch.int16).numpy().tobytes())
     rig.run(order(1, 2 * MIB, [2048]))
     view = rig.view()
-    assert torch.equal(view.tensor(spec("float32", (2, 3, 4), 512, 96), 2 * MIB), values)
-    assert torch.equal(view.tensor(spec("bfloat16", (10,), 1024, 20), 2 * MIB), halves)
+    assert torch.equal(view.tensor(spec("float32", (2, 3, 4), 512, 96), 2 * MIB).cpu(), values)
+    assert torch.equal(view.tensor(spec("bfloat16", (10,), 1024, 20), 2 * MIB).cpu(), halves)
     assert view.tensor(spec("float32", (0, 7), 0, 0), 2 * MIB).shape == (0, 7)
     assert view.tensor(spec("int64", (), 512, 8), 2 * MIB).shape == ()
 
@@ -507,7 +696,7 @@ def test_each_tensor_has_a_version_counter_of_its_own(rig: CpuRig) -> None:
     one, other = view.slice_bytes(0, 64), view.slice_bytes(0, 64)
     before = other._version
     one.fill_(3)
-    assert bytes(other.numpy()) == bytes([3]) * 64
+    assert bytes(on_host(other)) == bytes([3]) * 64
     assert other._version == before
 
 
@@ -537,9 +726,10 @@ def test_a_slice_out_of_bounds_is_refused(rig: CpuRig) -> None:
 
 
 def test_pieces_of_a_slice_are_read_in_order(rig: CpuRig) -> None:
-    slice_ = rig.view().slice_bytes(3 * MIB, 20 * MIB)
-    data = np.frombuffer(random.Random(6).randbytes(20 * MIB), dtype=np.uint8)
-    np.copyto(slice_.numpy(), data)
+    view = rig.view()
+    data = np.frombuffer(bytearray(random.Random(6).randbytes(20 * MIB)), dtype=np.uint8)
+    view.slice_bytes(3 * MIB, 20 * MIB).copy_(torch.from_numpy(data))
+    view.settle()
     pieces = [(19 * MIB, MIB), (5, 17), (0, 0), (100, 10 * MIB)]
     into = bytearray(sum(size for _, size in pieces))
     ranges = [ByteRange(offset_bytes=offset, size_bytes=size) for offset, size in pieces]
@@ -562,9 +752,12 @@ def test_a_scrubbed_range_reads_as_zeros_and_its_neighbours_do_not(
 ) -> None:
     if not can_punch:
         monkeypatch.setattr(mmap, "MADV_REMOVE", 9999)
-    everything = rig.view().slice_bytes(0, ARENA_BYTES).numpy()
-    everything.fill(POISON)
+    view = rig.view()
+    memory = view.slice_bytes(0, ARENA_BYTES)
+    memory.fill_(POISON)
+    view.settle()
     rig.memory.scrub(offset, size)
+    everything = on_host(memory)
     assert not everything[offset : offset + size].any()
     assert (everything[:offset] == POISON).all()
     assert (everything[offset + size :] == POISON).all()

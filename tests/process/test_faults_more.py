@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import json
 import os
 import random
 import resource
@@ -38,6 +40,7 @@ from process_tools import (
     write_script,
 )
 
+from pipeswitch.controller.journal import FILE_NAME, JournalFile
 from pipeswitch.controller.processes import Child, Processes, _is_stopped
 from pipeswitch.errors import (
     AlreadyExists,
@@ -466,6 +469,12 @@ def test_a_start_on_a_read_only_disk_is_one_line(small_disk: Path) -> None:
     assert "Traceback" not in str(refused.value)
 
 
+def as_line(entry: dict[str, Any]) -> bytes:
+    """A journal's entry as earlier releases wrote it."""
+    text = json.dumps(entry, default=lambda value: {"base64": base64.b64encode(value).decode()})
+    return text.encode() + b"\n"
+
+
 def test_damage_to_the_state_directory_costs_what_is_damaged_alone(tmp_path: Path) -> None:
     state = tmp_path / "state"
     modules = {name: mlp(64, 2, seed) for seed, name in enumerate(("a", "b", "c"), 1)}
@@ -474,8 +483,9 @@ def test_damage_to_the_state_directory_costs_what_is_damaged_alone(tmp_path: Pat
         for name, module in modules.items():
             checked.client.register(name, module, example_inputs=(SMALL,))
             digests[name] = checked.client.show(name)["digest"]
-    journal = state / "journal.jsonl"
-    lines = journal.read_bytes().splitlines(keepends=True)
+    with contextlib.closing(JournalFile(state / FILE_NAME)) as journal:
+        lines = [as_line(entry) for entry in journal.models.values()]
+    (state / FILE_NAME).unlink()
     garbage = [
         b"\xff\xfe\x00garbage\n", b"[]\n", b"7\n", b"[" * 100_000 + b"\n", b"{}\n",
         b'{"kind": "model", "name": "half"}\n',
@@ -483,7 +493,8 @@ def test_damage_to_the_state_directory_costs_what_is_damaged_alone(tmp_path: Pat
         b'{"kind": "job", "name": "j", "entry": 3, "args": 4, "priority": "x"}\n',
         b'{"kind": "model", "name": "m", "spec": {"base64": 5}}\n', b'{"kind": ["x"]}\n',
     ]  # fmt: skip
-    journal.write_bytes(b"".join([*garbage, *lines, b'{"kind": "model", "na']))
+    # As an earlier release left it, and then somebody damaged it.
+    (state / "journal.jsonl").write_bytes(b"".join([*garbage, *lines, b'{"kind": "model", "na']))
     weights = next((state / "models" / digests["b"]).glob("*.safetensors"), None) or max(
         (state / "models" / digests["b"]).iterdir(), key=lambda path: path.stat().st_size
     )

@@ -62,29 +62,31 @@ SLOT_BYTES: Final = 2 * MIB
 DEADLINE_S: Final = 60.0
 MODEL: Final = ModelName("m")
 JOB: Final = JobName("j")
-COMMIT_POINTS: Final = ["commit:struck", "commit:copied", "commit:recorded", "commit:flipped"]
+COMMIT_POINTS: Final = ["commit.struck", "commit.copied", "commit.recorded", "commit.flipped"]
 PERSIST_POINTS: Final = [
-    "persist:image-written",
-    "persist:image-renamed",
-    "persist:record-written",
-    "persist:record-renamed",
+    "persist.image.written",
+    "persist.image.renamed",
+    "persist.record.written",
+    "persist.record.renamed",
 ]
 
 DAEMON: Final = """
 import os, sys
 import msgspec
 from memory_daemon.main import run
+from pipeswitch import commit_area, commit_files
 from pipeswitch.messages import DaemonSettings
 from pipeswitch.wire import channel_from
 settings, point, visit, control, *descriptors = sys.argv[1:]
 left = int(visit)
-def failpoint(name):
+def reach(name):
     global left
     left -= name == point
     if name == point and left == 0:
         os.kill(os.getpid(), 9)
+commit_area.reach = commit_files.reach = reach
 run(msgspec.json.decode(settings, type=DaemonSettings), channel_from(int(control)),
-    [int(d) for d in descriptors], failpoint)
+    [int(d) for d in descriptors])
 """
 
 M = TypeVar("M", bound=Message)
@@ -450,7 +452,7 @@ def test_kill_9_anywhere_in_a_commit_keeps_the_last_complete_one(
     put_slice(daemon, visit)
     daemon.control.send(commit_copy(1, visit))
     assert daemon.process.wait() == -signal.SIGKILL
-    survivor = visit if point == "commit:flipped" else visit - 1
+    survivor = visit if point == "commit.flipped" else visit - 1
     assert committed(area) == ((survivor, image_of(survivor)) if survivor else None)
 
     successor = start()
@@ -475,7 +477,7 @@ def test_kill_9_anywhere_in_a_persist_keeps_a_whole_commit_on_disk(
     daemon.ask(commit_copy(1, 2), StepCommitted)
     daemon.control.send(order)
     assert daemon.process.wait() == -signal.SIGKILL
-    step = 2 if point == "persist:record-renamed" else 1
+    step = 2 if point == "persist.record.renamed" else 1
     assert persisted(tmp_path / "jobs" / "j") == (step, image_of(step))
 
 

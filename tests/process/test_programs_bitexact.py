@@ -20,10 +20,12 @@ import torch
 from torch import nn
 
 from pipeswitch.devices.views import bytes_over, tensor_over
-from pipeswitch.errors import RegistrationRefused, TaskPreempted
+from pipeswitch.errors import LocalProtocolError, RegistrationRefused, TaskPreempted
+from pipeswitch.grouping import Plan
 from pipeswitch.programs import build as build_module
 from pipeswitch.programs.build import build
 from pipeswitch.programs.export import convert_pt2, export_module_to_bundle, flatten_outputs
+from pipeswitch.programs.groups import layer_bytes, regrouped
 from pipeswitch.programs.layout import TENSOR_ALIGN_BYTES, Manifest
 from pipeswitch.programs.requests import random_inputs
 from pipeswitch.programs.sources import Loaded, load_source
@@ -68,12 +70,13 @@ class Arena:
 def programs(tmp_path: Path) -> Iterator[Callable[..., tuple[Manifest, BoundProgram, Arena]]]:
     arenas: list[Arena] = []
 
-    def make(spec: BuildSpec) -> tuple[Manifest, BoundProgram, Arena]:
+    def make(spec: BuildSpec, plan: Plan = ()) -> tuple[Manifest, BoundProgram, Arena]:
         folder = tmp_path / f"program-{len(arenas)}"
         stages: list[str] = []
         manifest = build(spec, folder, lambda stage, done: stages.append(stage))
         assert list(dict.fromkeys(stages))[-2:] == ["verify", "pack"]
         assert load_manifest(folder) == manifest
+        manifest = regrouped(manifest, plan)
         arena = Arena(folder, manifest)
         arenas.append(arena)
         loaded = load_program(folder, manifest)
@@ -525,6 +528,48 @@ def test_a_model_that_does_not_export_runs_in_module_mode_and_says_why(programs:
     assert len(manifest.triggers) == len(manifest.groups) > 1
     check_bits(load_source(spec).module, manifest, bound, arena, [2])
     check_bits(load_source(spec).module, manifest, bound, arena, [2])
+
+
+# --- other groups, the same bytes ----------------------------------------------------------------
+
+
+def plans_of(layer_count: int) -> list[Plan]:
+    """One shot, layer by layer, every second layer, and a first layer alone."""
+    every = [(0,), tuple(range(layer_count)), tuple(range(0, layer_count, 2)), (0, 1)]
+    return [plan for plan in dict.fromkeys(every) if plan[-1] < layer_count]
+
+
+@pytest.mark.parametrize("name", [*MODELS, *MODULE_MODE])
+def test_groups_cut_anew_compute_the_same_bits_from_the_same_bytes(
+    name: str, programs: Any
+) -> None:
+    _, inputs, *rest = {**MODELS, **MODULE_MODE}[name]
+    spec = factory_spec(name, inputs)
+    built, _, _ = programs(spec)
+    sizes = layer_bytes(built)
+    assert sum(sizes) == built.total_bytes
+    for plan in plans_of(len(sizes)):
+        manifest, bound, arena = programs(spec, plan)
+        assert len(manifest.groups) == len(plan)
+        ends = (*plan[1:], len(sizes))
+        expected = [sum(sizes[a:b]) for a, b in zip(plan, ends, strict=True)]
+        assert [group.size_bytes for group in manifest.groups] == expected
+        assert (manifest.digest, manifest.tensors) == (built.digest, built.tensors)
+        check_bits(load_source(spec).module, manifest, bound, arena, rest[0][-1:] if rest else [2])
+
+
+def test_the_groups_a_program_was_built_with_are_a_plan_like_any_other(programs: Any) -> None:
+    built, _, _ = programs(factory_spec("lstm", MODELS["lstm"][1]))
+    starts = {layer.first_node: index for index, layer in enumerate(built.layers)}
+    plan = tuple(starts[group.first_node] for group in built.groups)
+    assert regrouped(built, plan) == regrouped(built, ()) == built
+
+
+@pytest.mark.parametrize("plan", [(1,), (0, 0), (0, 99)])
+def test_what_is_no_plan_for_a_program_is_refused(plan: Plan, programs: Any) -> None:
+    built, _, _ = programs(factory_spec("lstm", MODELS["lstm"][1]))
+    with pytest.raises(LocalProtocolError, match="a plan for"):
+        regrouped(built, plan)
 
 
 # --- refusals -------------------------------------------------------------------------------------

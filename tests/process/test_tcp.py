@@ -1,4 +1,4 @@
-"""The TCP thread with real sockets and the SDK, against a scheduler that only answers."""
+"""The frontend with real sockets and the SDK, against a scheduler that only answers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,153 +16,31 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from frontend_rig import (
+    DEADLINE_S,
+    FakeScheduler,
+    ask,
+    assert_balanced,
+    raw_dealer,
+    until,
+)
 
 import pipeswitch as ps
-from pipeswitch.board import sealed_memfd
-from pipeswitch.config import Config, ServerConfig
+from pipeswitch.config import Config
+from pipeswitch.controller.copying import Copier
 from pipeswitch.controller.events import (
-    Announce,
     Answer,
     CancelAsked,
-    DrainAsked,
-    Event,
     InferArrived,
-    JobAsked,
+    PrefetchHint,
     Publish,
-    Query,
     RegisterAsked,
     TrainAsked,
 )
-from pipeswitch.controller.tcp import TcpThread
-from pipeswitch.messages import ModelName, SlabTensor
-from pipeswitch.programs.layout import Manifest, ValueSpec
+from pipeswitch.controller.frontend import Frontend
+from pipeswitch.messages import SlabTensor
 from pipeswitch.programs.spec import BuildSpec
 from pipeswitch.wire import MAGIC, RequestHeader, WireTensor, decode_reply, encode_header
-
-POOL_BYTES = 8 << 20
-DEADLINE_S = 10.0
-
-
-def manifest(width: int = 4, batch_max: int = 8) -> Manifest:
-    """A model that takes ``x`` and returns ``y`` of the same shape."""
-    value = {"dtype": "float32", "shape": (None, width)}
-    return Manifest(
-        digest="d" * 64,
-        mode="graph",
-        mode_reason="",
-        source="bundle",
-        total_bytes=0,
-        tensors=(),
-        groups=(),
-        inputs=(ValueSpec(name="x", **value),),
-        outputs=(ValueSpec(name="y", **value),),
-        batch_min=1,
-        batch_max=batch_max,
-    )
-
-
-class FakeScheduler:
-    """Stands where the scheduler stands: events in, answers out, on its own thread.
-
-    ``double`` is what its only model computes, in the pool, as a worker would.
-    """
-
-    def __init__(self, directory: Path, **server: Any) -> None:
-        self.pool_descriptor = sealed_memfd("pool", POOL_BYTES)
-        self.seen: list[Event] = []
-        self.held: list[InferArrived] = []
-        self.is_holding = False
-        self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self.config = Config(
-            server=ServerConfig(
-                listen="tcp://127.0.0.1:0",
-                name="t",
-                state_dir=str(directory / "state"),
-                runtime_dir=str(directory / "run"),
-                **server,
-            )
-        )
-        self.tcp = TcpThread(
-            self.config, self.pool_descriptor, self._inbox.put, facts={"device": "cpu"}
-        )
-        self.doors = self.tcp.start()
-        self.pool = np.frombuffer(self._mapped(), dtype=np.uint8)
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _mapped(self) -> Any:
-        import mmap
-
-        return mmap.mmap(self.pool_descriptor, 0)
-
-    def announce(self, name: str, **options: Any) -> None:
-        model = ModelName(name)
-        self.tcp.post(Announce(model=model, manifest=manifest(**options), priority=1))
-
-    def _run(self) -> None:
-        while (event := self._inbox.get()) is not None:
-            self.seen.append(event)
-            self.answer(event)
-
-    def answer(self, event: Event) -> None:
-        post = self.tcp.post
-        match event:
-            case InferArrived():
-                self.held.append(event) if self.is_holding else self.finish(event)
-            case CancelAsked(token=token):
-                for held in [held for held in self.held if held.token == token]:
-                    self.held.remove(held)
-                    post(Answer(token=token, error=ps.Cancelled("cancelled")))
-            case RegisterAsked(token=token, model=model):
-                post(Answer(token=token, body={"stage": "export", "fraction": 0.5}, more=True))
-                self.announce(model)
-                post(Answer(token=token, body={"model": model}))
-            case TrainAsked(token=token, job=job):
-                post(Answer(token=token, body={"job": {"name": job, "state": "queued"}}))
-            case JobAsked(token=token, job=job):
-                post(Answer(token=token, body={"job": {"name": job, "state": "done"}}))
-            case Query(what="stats", token=token):
-                post(Answer(token=token, body={"queued": 0}))
-            case Query(what="trace", token=token):
-                events = [{"name": "x" * 100, "ts": n} for n in range(20_000)]
-                post(Answer(token=token, body={"trace": {"traceEvents": events}}))
-            case Query(what=what, token=token):
-                post(Answer(token=token, body={"models": [], "rows": [], "jobs": [], what: []}))
-            case DrainAsked(token=token) if token is not None:
-                post(Answer(token=token, body={}))
-
-    def finish(self, event: InferArrived) -> None:
-        """y = 2 x, from the request's slab into the reply's."""
-        (x,) = event.inputs
-        at, size = x.offset_bytes, x.size_bytes
-        y = event.reply_offset_bytes
-        values = self.pool[at : at + size].view(np.float32) * 2
-        self.pool[y : y + size] = values.view(np.uint8)
-        output = SlabTensor(
-            name="y", dtype="float32", shape=x.shape, offset_bytes=y, size_bytes=size
-        )
-        timing = {"queue_ms": 0.5, "switch_ms": 1.5, "resident": True, "worker": 0}
-        self.tcp.post(Answer(token=event.token, outputs=(output,), timing=timing))
-
-    def wait_for(self, kind: type, count: int = 1) -> list[Any]:
-        return until(lambda: [e for e in self.seen if isinstance(e, kind)], at_least=count)
-
-    def close(self) -> None:
-        self.tcp.stop()
-        self._inbox.put(None)
-        self._thread.join(DEADLINE_S)
-        os.close(self.pool_descriptor)
-
-
-def until(look: Callable[[], Any], at_least: int = 1) -> Any:
-    """The first value of ``look`` that is long (or true) enough, within the deadline."""
-    give_up_at_s = time.monotonic() + DEADLINE_S
-    while True:
-        value = look()
-        if (len(value) if hasattr(value, "__len__") else int(bool(value))) >= at_least:
-            return value
-        assert time.monotonic() < give_up_at_s, f"still {value!r}"
-        threading.Event().wait(0.005)
 
 
 @pytest.fixture
@@ -176,41 +52,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeScheduler]:
     scheduler.tcp._slabs.check()
 
 
-def assert_balanced(tcp: TcpThread) -> None:
-    counters = tcp.requests
-    assert counters.accepted == counters.ok + counters.error + counters.undeliverable
-    assert tcp._slabs.slab_count == 0
-
-
 @pytest.fixture(params=["tcp", "ipc"])
 def client(request: pytest.FixtureRequest, server: FakeScheduler) -> Iterator[ps.Client]:
     with ps.Client(getattr(server.doors, request.param).address) as c:
         yield c
-
-
-@contextlib.contextmanager
-def raw_dealer(
-    address: str, routing_id: bytes | None = None, receive_queue: int = 100
-) -> Iterator[zmq.Socket[bytes]]:
-    context: zmq.Context[Any] = zmq.Context()
-    sock = context.socket(zmq.DEALER)
-    sock.setsockopt(zmq.LINGER, 0)
-    sock.setsockopt(zmq.RCVHWM, receive_queue)
-    sock.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
-    if routing_id is not None:
-        sock.setsockopt(zmq.ROUTING_ID, routing_id)
-    sock.connect(address)
-    try:
-        yield sock
-    finally:
-        sock.close()
-        context.term()
-
-
-def ask(sock: zmq.Socket[bytes], *frames: bytes, **fields: Any) -> Any:
-    header = RequestHeader(**{"v": 1, "id": "1", **fields})
-    sock.send_multipart([MAGIC, encode_header(header), *frames])
-    return decode_reply(sock.recv_multipart())
 
 
 # ---- inference ---------------------------------------------------------------------------------
@@ -306,6 +151,68 @@ def test_a_cancelled_future_takes_the_request_back(
     until(lambda: server.tcp.requests.in_flight == 0)
 
 
+class HeldCopier(Copier):
+    """Copies when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[Callable[[], None]] = []
+
+    def copy(self, pool: Any, pieces: Any, on_copied: Callable[[], None]) -> None:
+        self.held.append(lambda: Copier.copy(self, pool, pieces, on_copied))
+
+
+@pytest.fixture
+def held(server: FakeScheduler) -> Iterator[HeldCopier]:
+    """A server whose large payloads wait to be copied; width 1 << 18 and 2 rows are 2 MiB."""
+    server.announce("wide", width=1 << 18)
+    copier, before = HeldCopier(), server.tcp._copier
+    copier.start()
+    server.tcp._copier = copier
+    yield copier
+    server.tcp._copier = before
+    copier.stop()
+
+
+LARGE = np.zeros((2, 1 << 18), np.float32)
+
+
+def test_a_large_payload_announces_its_model_before_it_is_copied(
+    server: FakeScheduler, client: ps.Client, held: HeldCopier
+) -> None:
+    future = client.submit("wide", LARGE)
+    (hint,) = server.wait_for(PrefetchHint)
+    assert hint.model == "wide"
+    assert not [event for event in server.seen if isinstance(event, InferArrived)]
+    until(lambda: held.held)[0]()
+    assert np.array_equal(future.result(DEADLINE_S)["y"], LARGE * 2)
+
+
+def test_a_request_taken_back_while_it_is_copied_is_answered_once(
+    server: FakeScheduler, client: ps.Client, held: HeldCopier
+) -> None:
+    future = client.submit("wide", LARGE)
+    until(lambda: held.held)
+    assert future.cancel()
+    client.models()  # the cancellation was sent before it
+    held.held[0]()
+    until(lambda: server.tcp.requests.in_flight == 0)
+    assert server.tcp.requests.error == 1
+    assert not [event for event in server.seen if isinstance(event, InferArrived | CancelAsked)]
+
+
+def test_a_client_that_leaves_while_its_payload_is_copied_frees_its_room(
+    server: FakeScheduler, held: HeldCopier
+) -> None:
+    with ps.Client(server.doors.tcp.address) as client:
+        client.submit("wide", LARGE)
+        until(lambda: held.held)
+    until(lambda: len(server.tcp._clients) == 0)
+    held.held[0]()
+    until(lambda: server.tcp.requests.undeliverable == 1)
+    assert server.tcp._slabs.slab_count == 0
+
+
 def test_an_output_outside_of_its_slab_is_not_sent(
     server: FakeScheduler, client: ps.Client
 ) -> None:
@@ -320,7 +227,7 @@ def test_an_output_outside_of_its_slab_is_not_sent(
         offset_bytes=event.reply_offset_bytes + (1 << 20),
         size_bytes=16,
     )
-    server.tcp.post(Answer(token=event.token, outputs=(outside,)))
+    server.post(Answer(token=event.token, outputs=(outside,)))
     with pytest.raises(ps.TaskFailed):
         future.result(DEADLINE_S)
 
@@ -538,8 +445,8 @@ def test_events_reach_subscribers_of_their_topic(server: FakeScheduler, client: 
 
     def publish() -> None:
         while not publishing.wait(0.01):  # a subscription takes effect when the server read it
-            server.tcp.post(Publish(topic="job.step", body={"n": 1}))
-            server.tcp.post(Publish(topic="switch.m", body={"n": 2}))
+            server.post(Publish(topic="job.step", body={"n": 1}))
+            server.post(Publish(topic="switch.m", body={"n": 2}))
 
     thread = threading.Thread(target=publish)
     thread.start()
@@ -583,20 +490,11 @@ def test_a_port_in_use_is_named(server: FakeScheduler, tmp_path: Path) -> None:
         runtime_dir=str(tmp_path / "other"),
         state_dir=str(tmp_path),
     )
-    thread = TcpThread(Config(server=used), server.pool_descriptor, lambda event: None)
+    frontend = Frontend(Config(server=used), server.pool_descriptor, lambda event: None)
     with pytest.raises(ps.PipeSwitchError, match="is in use") as caught:
-        thread.start()
+        frontend.open()
     assert server.doors.tcp.address in caught.value.message
     assert caught.value.exit_code == 1
-
-
-@pytest.mark.parametrize("listen", ["tcp://0.0.0.0:0", "tcp://*:0", "tcp://10.0.0.1:0"])
-def test_off_loopback_is_refused(server: FakeScheduler, tmp_path: Path, listen: str) -> None:
-    config = Config(
-        server=ServerConfig(listen=listen, runtime_dir=str(tmp_path), state_dir=str(tmp_path))
-    )
-    with pytest.raises(ps.ConfigError, match="reached from other machines"):
-        TcpThread(config, server.pool_descriptor, lambda event: None).start()
 
 
 def test_a_folder_others_may_enter_is_refused(server: FakeScheduler, tmp_path: Path) -> None:
@@ -604,7 +502,7 @@ def test_a_folder_others_may_enter_is_refused(server: FakeScheduler, tmp_path: P
     loose.mkdir(mode=0o755)
     config = dataclasses.replace(server.config.server, runtime_dir=str(loose))
     with pytest.raises(ps.ConfigError, match="0700"):
-        TcpThread(Config(server=config), server.pool_descriptor, lambda event: None).start()
+        Frontend(Config(server=config), server.pool_descriptor, lambda event: None).open()
 
 
 def test_waiting_requests_are_answered_when_the_server_stops(tmp_path: Path) -> None:

@@ -13,19 +13,24 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from pipeswitch import job
-from pipeswitch.commit_image import files_to_image, image_to_files, parse_image
+from pipeswitch.commit_area import CommitArea
+from pipeswitch.commit_files import load_commit, read_record, write_commit
+from pipeswitch.commit_image import parse_image
 from pipeswitch.errors import TaskPreempted
 from workers.gate import Gate
+from workers.snapshot import Captured, captured
 from workers.training import TrainingSession
 
 Body = Callable[[], None]
@@ -82,7 +87,7 @@ class FakeHost:
         image = self.slots[self.newest] if self.newest >= 0 else None
         return None if image is None else memoryview(image)
 
-    def report(self, kind: str, **values: Any) -> None:
+    def report(self, kind: str, /, **values: Any) -> None:
         self.events.append((kind, values))
 
     def now_ms(self) -> float:
@@ -196,6 +201,7 @@ def script(
         "momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True),
         "rmsprop": lambda p: torch.optim.RMSprop(p, 0.01, momentum=0.5, centered=True),
         "adagrad": lambda p: torch.optim.Adagrad(p, 0.01),
+        "lbfgs": lambda p: torch.optim.LBFGS(p, 0.1, max_iter=3, history_size=4),
     }
     if two:
         opts = [make[optimizer](model.body.parameters()), make["momentum"](model.head.parameters())]
@@ -208,6 +214,12 @@ def script(
     def clear() -> None:
         for opt in opts:
             opt.zero_grad(set_to_none=not keep_zeros)
+
+    def again(x: torch.Tensor, y: torch.Tensor) -> Any:
+        clear()
+        loss = criterion(model(x), y)
+        loss.backward()
+        return loss
 
     def train(steps: Iterator[Any], epoch: int) -> None:
         for x, y in steps:
@@ -223,7 +235,7 @@ def script(
             job.log(loss=loss)
             if (job.step + 1) % accumulate == 0:
                 for opt in opts:
-                    opt.step()
+                    opt.step(partial(again, x, y) if optimizer == "lbfgs" else None)
                     poke()
                 if not zero_at_start:
                     clear()
@@ -269,6 +281,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "two optimizers": {"two": True},
     "two optimizers, three steps each": {"two": True, "accumulate": 3, "zero_at_start": True},
     "momentum": {"optimizer": "momentum"},
+    "lbfgs": {"optimizer": "lbfgs"},
     "phases": {"phases": True, "epochs": 2},
     "phases, own generator": {"phases": True, "epochs": 2, "own_generator": True},
     "left early": {"stop_early": True},
@@ -491,17 +504,96 @@ def test_the_commit_is_a_self_describing_image_that_survives_the_disk(tmp_path: 
     content, ranges = parse_image(image)
     assert content["meta"]["step"] == 15
     assert content["tensors"]["model.head.weight"]["shape"] == [4, 8]
-    image_to_files(image, tmp_path)
-    image_to_files(image, tmp_path)
-    again = memoryview(files_to_image(tmp_path))
-    content_again, ranges_again = parse_image(again)
-    assert content_again == content
-    for name, (offset, size) in ranges.items():
-        assert ranges_again[name] == (offset, size)
-        assert again[offset : offset + size] == image[offset : offset + size]
+    write_commit(tmp_path, 15, image)
+    record = read_record(tmp_path)
+    assert record is not None
+    on_disk = load_file(tmp_path / record.image)  # as anybody may read it
+    for name, entry in content["tensors"].items():
+        offset, size = ranges[name]
+        tensor = on_disk[name]
+        assert (str(tensor.dtype), list(tensor.shape)) == (
+            f"torch.{entry['dtype']}",
+            entry["shape"],
+        )
+        assert tensor.reshape(-1).view(torch.uint8).numpy().tobytes() == image[offset:][:size]
+    loaded = load_commit(tmp_path)
+    assert loaded is not None
+    area = CommitArea(loaded[0], loaded[1])
+    newest = area.newest()
+    assert newest is not None
     other = FakeHost()
-    other.store(bytes(again))
+    other.store(bytes(area.image(newest)))
+    area.close()
+    os.close(loaded[0])
+    assert other.restore() == image
     assert attempt(other, result, lambda gate: None)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(1, 1.0), (1, True), (0.0, -0.0), (np.float64(1), np.int64(1)), ("a", b"a")],
+)
+def test_options_that_differ_in_type_or_sign_alone_are_captured_anew(
+    before: Any, after: Any
+) -> None:
+    first = captured({"lr": before}, None)
+    second = captured({"lr": after}, first)
+    assert second.data == Captured({"lr": after}).data
+    assert repr(second.data) != repr(first.data)
+
+
+def test_options_that_stay_are_captured_once_and_tensors_each_time() -> None:
+    first = captured({"lr": 0.1, "betas": (0.9, 0.999)}, None)
+    assert captured({"lr": 0.1, "betas": (0.9, 0.999)}, first) is first
+    lr = torch.tensor(0.1)
+    first = captured({"lr": lr}, None)
+    lr.mul_(2)
+    assert captured({"lr": lr}, first).read() != first.read()
+    array = np.ones(3)
+    first = captured({"weights": array}, None)
+    assert captured({"weights": array.view(np.int64)}, first).data != first.data
+
+
+FAULTS = """
+import resource
+from workers.heap import keep_freed_memory
+keep_freed_memory()
+for _ in range(20):
+    block = b"x" * (48 << 20)
+    del block
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+"""
+
+
+def test_a_job_takes_the_page_faults_of_a_block_once() -> None:
+    command = [sys.executable, "-c", FAULTS]
+    faults = int(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+    assert faults < 3 * (48 << 20) // 4096, "20 blocks would take 20 times as many"
+
+
+def test_the_history_of_lbfgs_has_its_room_from_the_start() -> None:
+    host = FakeHost()
+    gate = Gate(lambda *_: None)
+    gate.grant(1)
+    session = TrainingSession(host, gate, commit_every_ms=1.0)
+    job._install(session)
+    session.begin()
+    model = nn.Linear(100, 200)
+    optimizer = torch.optim.LBFGS(model.parameters(), 0.01, max_iter=4, history_size=20)
+    target = torch.randn(8, 200)
+    for x in job.steps([torch.randn(8, 100)] * 12, model=model, optimizer=optimizer):
+
+        def loss(x: torch.Tensor = x) -> torch.Tensor:
+            optimizer.zero_grad()
+            value = nn.functional.mse_loss(model(x), target)
+            value.backward()  # type: ignore[no-untyped-call]
+            return value
+
+        optimizer.step(loss)  # type: ignore[no-untyped-call]
+    session.finish()
+    assert len(optimizer.state[model.weight]["old_dirs"]) == 20
+    assert host.kinds().count("committed") > 6
+    assert "commit_failed" not in host.kinds()
 
 
 def test_a_nan_loss_is_an_event_and_training_goes_on() -> None:

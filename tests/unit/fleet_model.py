@@ -19,6 +19,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pipeswitch.controller import events as ev
@@ -38,6 +39,7 @@ from pipeswitch.messages import (
     EvictTask,
     ForgetModel,
     GrantTurn,
+    GroupCopy,
     InferenceDone,
     InferenceFailed,
     JobEnded,
@@ -51,6 +53,8 @@ from pipeswitch.messages import (
     OpenCommits,
     Parked,
     PersistCommit,
+    Ping,
+    Pong,
     PrepareModel,
     RunInference,
     RunJob,
@@ -64,9 +68,22 @@ from pipeswitch.messages import (
     TransmitModel,
     WorkerReady,
 )  # fmt: skip
-from pipeswitch.programs.layout import GroupSpec, Manifest
+from pipeswitch.profile import (
+    UNKNOWN_DEVICE,
+    VERSION,
+    BatchProfile,
+    LayerProfile,
+    LinkProfile,
+    Overheads,
+    Profile,
+)
+from pipeswitch.profiling.files import Found
+from pipeswitch.programs.groups import cut, layer_bytes
+from pipeswitch.programs.layout import LayerSpec, Manifest, TensorSpec
 
 MIB = 1 << 20
+LAYERS_PER_GROUP = 2
+GROUP_MS = 100.0  # a computed one's; a copied one's is a tenth
 PRIORITIES = (0, 1, 1, 2)
 
 
@@ -75,16 +92,38 @@ class Violation(AssertionError):
 
 
 def manifest_of(digest: str, total_bytes: int, group_count: int) -> Manifest:
-    """A program that exists on paper: equal groups, no tensors."""
-    size = max(512, total_bytes // group_count // 512 * 512)
-    groups = tuple(
-        GroupSpec(offset_bytes=i * size, size_bytes=size, tensors=(), first_node=i,
-                  end_node=i + 1, label=f"g{i}")
-        for i in range(group_count)
+    """A program that exists on paper: groups of two layers each, a tensor in each layer."""
+    count = LAYERS_PER_GROUP * group_count
+    size = total_bytes // count // 512 * 512
+    tensors = tuple(
+        TensorSpec(name=f"t{i}", dtype="uint8", shape=(size,), offset_bytes=i * size,
+                   size_bytes=size, file_offset_bytes=i * size)
+        for i in range(count)
     )  # fmt: skip
+    layers = tuple(LayerSpec(i, i + 1, 1) for i in range(count))
+    plan = tuple(range(0, count, LAYERS_PER_GROUP))
     return Manifest(
         digest=digest, mode="graph", mode_reason="", source="test", total_bytes=total_bytes,
-        tensors=(), groups=groups, inputs=(), outputs=(),
+        tensors=tensors, groups=cut(layers, tensors, total_bytes, plan), inputs=(), outputs=(),
+        layers=layers,
+    )  # fmt: skip
+
+
+def profile_of(name: str, manifest: Manifest, layer_ms: float) -> Profile:
+    """Found on disk: each layer is copied in 10 ms and computes in ``layer_ms``."""
+    sizes = layer_bytes(manifest)
+    times, zeros = (layer_ms,) * len(sizes), (0.0,) * len(sizes)
+    return Profile(
+        version=VERSION, model=name, digest=manifest.digest, measured_at="before",
+        identity=UNKNOWN_DEVICE,
+        layers=tuple(LayerProfile(label="l", size_bytes=size, copy_ms=10.0, copy_spread_ms=0.0)
+                     for size in sizes),
+        batches=(BatchProfile(batch=1, switch_ms=times, switch_spread_ms=zeros, resident_ms=times,
+                              resident_spread_ms=zeros, trials=5),),
+        link=LinkProfile(alpha_ms=0.1, beta_ms_per_mib=10.0 * MIB / max(1, max(sizes)),
+                         residual_p50=0.0, residual_p90=0.0, samples=2, smallest_bytes=0,
+                         largest_bytes=1),
+        overheads=Overheads(sigma_ms=0.01, launch_ms=0.0, wake_ms=0.0),
     )  # fmt: skip
 
 
@@ -100,6 +139,7 @@ class Faults:
     infer_error: float = 0.1
     early_error: float = 0.02
     hang: float = 0.0
+    pings: bool = False  # somebody asks for everybody's health now and then
     swallow: float = 0.0  # a script that neither parks nor unwinds
     linger: float = 0.0  # a process that does not leave after its script
     persist_error: float = 0.1
@@ -221,6 +261,9 @@ class World:
         faults: Faults | None = None,
         standby: int = 2,
         arena_mib: int = 64,
+        prefix_mib: int = 0,
+        profiled: float = 0.0,
+        max_compute_ms: float = 0.0,
         scheduler: Scheduler | None = None,
     ) -> None:
         self.random = random.Random(seed)
@@ -228,16 +271,20 @@ class World:
         self.settings = SchedulerSettings(
             arena_bytes=arena_mib * MIB, store_bytes=256 * MIB, words=64, standby=standby,
             max_queue=16, restart_backoff_ms=100.0, max_daemon_restarts=10**6,
+            max_compute_ms=max_compute_ms, prefix_bytes=prefix_mib * MIB,
         )  # fmt: skip
         self.scheduler = scheduler or Scheduler(self.settings, policy, 2000.0)
         self.now_ms = 0.0
+        self.profiled = profiled  # chance that a profile of a built program is on the disk
         self.turn = 0  # the board
         self.daemon: DaemonProcess | None = None
         self.workers: dict[int, WorkerProcess] = {}
         self.builders: list[BuilderProcess] = []
         self.ghosts: list[WorkerProcess] = []  # reaped, with late messages
         self.words: dict[int, int] = {}
+        self.stop_words: dict[int, int] = {}
         self.contents: dict[str, tuple[Span, TransmitModel]] = {}  # what lies in the arena
+        self.intact: dict[str, Span] = {}  # what of a model's last complete copy is still there
         self.dirty: list[Span] = []  # a dead job's bytes, not zeroed yet
         self.commits: dict[str, int] = {}  # the controller keeps the memfds
         self.open: set[int] = set()
@@ -393,7 +440,9 @@ class World:
         """I3 at rest: the arena holds arrival words and idle models, nothing else."""
         memory, core = self.scheduler.memory, self.scheduler.core
         for region in memory.arena:
-            is_known = region.owner == "#words" or region.owner in core.models
+            is_known = region.owner == "#words" or (
+                region.owner.removeprefix("#rest ") in core.models
+            )
             self.expect(is_known, f"leaked {region}")
         for region in memory.store:
             self.expect(region.owner in core.models, f"leaked {region} in the store")
@@ -444,6 +493,11 @@ class World:
         )  # fmt: skip
         return int(token)
 
+    def profile(self, name: str, batches: tuple[int, ...] = ()) -> int:
+        token = self.token()
+        self.handle(ev.ProfileAsked(token=token, model=name, batches=batches))
+        return int(token)
+
     def train(self, name: str, *, priority: int = 1) -> None:
         self.handle(
             ev.TrainAsked(token=self.token(), job=name, entry="t.py", args=(), priority=priority)
@@ -460,7 +514,7 @@ class World:
         name = f"m{rng.randrange(4)}"
         job = f"j{rng.randrange(3)}"
         deadline = rng.choice((None, None, 5.0, 500.0, 20000.0))
-        choice = rng.randrange(24)
+        choice = rng.randrange(25)
         if choice < 10:
             if self.announced and rng.random() < 0.95:
                 name = rng.choice(sorted(self.announced))
@@ -486,8 +540,12 @@ class World:
         elif choice == 20 and self.open:
             self.handle(ev.CancelAsked(token=ev.Token(rng.choice(sorted(self.open)))))
         elif choice == 21:
-            what: Any = rng.choice(("models", "ps", "jobs", "stats", "show", "trace"))
+            if self.faults.pings:
+                self.handle(ev.PingAsked(token=self.token()))
+            what: Any = rng.choice(("models", "ps", "jobs", "stats", "show", "trace", "plan"))
             self.handle(ev.Query(token=self.token(), what=what, name=name))
+        elif choice == 24:
+            self.profile(name, rng.choice(((), (1,), (7,))))
         else:
             self.pass_time(rng.choice((0.0, 1.0, 40.0, 900.0, 3000.0)))
 
@@ -508,6 +566,8 @@ class World:
                     self._to_worker(command)
                 case ev.RaiseTurn(turn=turn):
                     self.turn = turn
+                case ev.StopTrial(slot=slot, epoch=epoch):
+                    self.stop_words[slot] = epoch
                 case ev.SpawnDaemon(generation=generation):
                     self.expect(self.daemon is None or self.daemon.is_reaped, "two daemons")
                     self.expect(not self.workers, "workers outlive their daemon")
@@ -567,6 +627,9 @@ class World:
         self.contents = {
             name: held for name, held in self.contents.items() if not held[0].overlaps(span)
         }
+        for name, held in list(self.intact.items()):
+            if held.overlaps(span):
+                self.intact[name] = Span(held.start, min(held.end, max(held.start, span.start)))
 
     def _to_daemon(self, message: Message) -> None:
         daemon = self.daemon
@@ -578,7 +641,16 @@ class World:
             start = message.arena_offset_bytes
             span = Span(start, start + message.region_bytes)
             self.expect(start >= self.settings.words * 4, "a model over the arrival words")
+            intact = self.intact.get(message.model, Span(0, 0))
+            for group in self._kept(message):
+                kept = group.arena_offset_bytes
+                self.expect(
+                    intact.start == start and kept + self._true_size(message, group) <= intact.end,
+                    f"{message.model}: group at {kept} is not there, and not sent",
+                )
+                self.counts["kept"] = self.counts.get("kept", 0) + 1
             self._claim(span, f"copy of {message.model}")
+            self.intact.pop(message.model, None)
             self.contents[message.model] = (span, message)
             for copy in daemon.copies:
                 used = {group.word for group in copy.order.groups}
@@ -587,6 +659,17 @@ class World:
                 daemon.copies.append(Transmission(message))
         elif daemon.runs:
             daemon.inbox.setdefault("control", deque()).append(message)
+
+    @staticmethod
+    def _kept(order: TransmitModel) -> list[GroupCopy]:
+        return [group for group in order.groups if not group.size_bytes]
+
+    def _true_size(self, order: TransmitModel, group: GroupCopy) -> int:
+        """Bytes of a group whose order says 0: up to where the next one begins."""
+        begins = sorted(g.arena_offset_bytes for g in order.groups)
+        begins.append(order.arena_offset_bytes + self.manifests[order.model].total_bytes)
+        after = begins[begins.index(group.arena_offset_bytes) + 1]
+        return after - group.arena_offset_bytes
 
     def _to_worker(self, command: ev.ToWorker) -> None:
         worker = self.workers.get(command.slot)
@@ -623,6 +706,10 @@ class World:
         self.expect(sent.epoch == order.residency_epoch, f"stale epoch for {order.model}")
         self.expect(sent.arena_offset_bytes == order.arena_offset_bytes, "another region")
         self.expect(sent.groups[0].word == order.first_word, "other arrival words")
+        self.expect(len(sent.groups) == self._group_count(order), "it was sent in other groups")
+
+    def _group_count(self, order: RunInference) -> int:
+        return len(order.plan) or len(self.manifests[order.model].groups)
 
     # -- the daemon ----------------------------------------------------------------------------
 
@@ -659,6 +746,8 @@ class World:
                 for copy in daemon.copies:
                     if copy.order.epoch == epoch:
                         copy.is_cancelled = True
+            case Ping(epoch=epoch):
+                daemon.say("control", Pong(epoch=epoch))
             case OpenCommits(job=job):
                 daemon.areas.add(job)
             case CloseCommits(job=job):
@@ -688,11 +777,19 @@ class World:
             copy.done += 1
             return
         daemon.copies.popleft()
+        if is_complete:
+            held = self.contents.get(order.model)
+            if held is not None and held[1] is order:
+                self.intact[order.model] = copy.span
         daemon.say(
             "copy",
             TransmitEnded(
                 model=order.model, epoch=order.epoch, is_complete=is_complete,
-                group_count=copy.done, copied_bytes=0, started_at_ms=0.0, ended_at_ms=0.0,
+                group_count=copy.done, copied_bytes=0, started_at_ms=self.now_ms,
+                ended_at_ms=self.now_ms,
+                group_ends_at_ms=tuple(
+                    self.now_ms + GROUP_MS / 10 * (i + 1) for i in range(copy.done)
+                ),
             ),
         )  # fmt: skip
 
@@ -718,6 +815,7 @@ class World:
     def _reap_daemon(self, daemon: DaemonProcess) -> None:
         daemon.is_reaped = True
         self.contents.clear()
+        self.intact.clear()
         self.dirty.clear()
         self.words.clear()
         for worker in self.workers.values():
@@ -777,11 +875,12 @@ class World:
 
     def _task(self, worker: WorkerProcess, message: Message) -> None:
         match message:
-            case PrepareModel(model=model, digest=digest):
+            case PrepareModel(model=model, digest=digest, plan=plan):
                 error = "no" if self.random.random() < 0.1 else ""
-                worker.say(
-                    "task", ModelPrepared(model=model, digest=digest, prepare_ms=1.0, error=error)
+                prepared = ModelPrepared(
+                    model=model, digest=digest, plan=plan, prepare_ms=1.0, error=error
                 )
+                worker.say("task", prepared)
             case ForgetModel():
                 pass
             case RunInference():
@@ -804,8 +903,7 @@ class World:
             return False
         if not worker.has_begun:
             return self.turn == order.epoch
-        groups = self.manifests[order.model].groups
-        if worker.next_group == len(groups):
+        if worker.next_group == self._group_count(order):
             return True
         return self.words.get(order.first_word + worker.next_group) == order.residency_epoch
 
@@ -814,7 +912,11 @@ class World:
         assert order is not None
         if not worker.has_begun:
             worker.has_begun = True
-        elif worker.next_group < len(self.manifests[order.model].groups):
+        elif order.trial_batch and self.stop_words.get(worker.slot) == order.epoch:
+            self._inference_ends(
+                worker, InferenceFailed(epoch=order.epoch, error="Cancelled", message="stopped")
+            )
+        elif worker.next_group < self._group_count(order):
             held = self.contents.get(order.model)
             self.expect(held is not None and held[1].epoch == order.residency_epoch,
                         f"{order.model} is read after its eviction (I4)")  # fmt: skip
@@ -826,9 +928,17 @@ class World:
                 worker, InferenceFailed(epoch=order.epoch, error="TaskFailed", message="NaN")
             )
         else:
+            is_clean = self.random.random() < 0.5
+            groups = range(self._group_count(order))
             self._inference_ends(worker, InferenceDone(
-                epoch=order.epoch, outputs=(), received_at_ms=0.0, turn_at_ms=0.0,
-                first_group_at_ms=0.0, ended_at_ms=0.0, stall_ms=0.0))  # fmt: skip
+                epoch=order.epoch, outputs=(), received_at_ms=self.now_ms, turn_at_ms=self.now_ms,
+                first_group_at_ms=self.now_ms, ended_at_ms=self.now_ms + GROUP_MS * len(groups),
+                stall_ms=0.0, is_clean=is_clean,
+                group_begins_at_ms=tuple(self.now_ms + GROUP_MS * i for i in groups),
+                group_ends_at_ms=tuple(self.now_ms + GROUP_MS * (i + 1) for i in groups),
+            ))  # fmt: skip
+            if is_clean:
+                worker.cleaning = 0
 
     def _inference_ends(self, worker: WorkerProcess, message: Message) -> None:
         assert worker.inference is not None
@@ -856,6 +966,9 @@ class World:
             self._stop(worker, script, stop)
 
     def _signal(self, worker: WorkerProcess, message: Message) -> None:
+        if isinstance(message, Ping):  # whatever its task does
+            worker.say("signal", Pong(epoch=message.epoch))
+            return
         script = worker.script
         if script is None or getattr(message, "epoch", 0) > script.order.epoch:
             worker.early.append(message)
@@ -977,7 +1090,12 @@ class World:
         manifest = None
         if isinstance(message, BuildDone):
             manifest = self.manifests[message.model]
-        self.handle(ev.FromBuilder(message=message, manifest=manifest))
+        profiles: tuple[Found, ...] = ()
+        if manifest is not None and self.random.random() < self.profiled:
+            layer_ms = self.random.choice((1.0, 12.0, 40.0))
+            profile = profile_of(str(message.model), manifest, layer_ms)
+            profiles = (Found(Path("found.json"), profile),)
+        self.handle(ev.FromBuilder(message=message, manifest=manifest, profiles=profiles))
 
     def _build(self, builder: BuilderProcess) -> None:
         order = builder.order
@@ -1014,6 +1132,8 @@ def live(world: World, steps: int) -> None:
     """Random clients, random order, faults; then peace, an orderly end, and an empty arena."""
     for name, mib in (("m0", 7), ("m1", 15), ("m2", 30)):
         world.register(name, mib * MIB)
+        if world.random.random() < 0.1:
+            world.profile(name)  # mostly refused: it is not ready yet
     leaves_at = world.random.choice((None, None, None, world.random.randrange(steps)))
     for step in range(steps):
         if step == leaves_at:
@@ -1033,17 +1153,19 @@ def live(world: World, steps: int) -> None:
     world.leave()
 
 
-def random_world(seed: int) -> World:
+def random_world(seed: int, *, pings: bool = False) -> World:
     """A world with settings and faults drawn from the seed."""
     rng = random.Random(f"world {seed}")
     faults = Faults(
         kill_worker=rng.choice((0.0, 0.01, 0.05)), kill_daemon=rng.choice((0.0, 0.0, 0.004)),
         copy_error=rng.choice((0.0, 0.02)), store_error=0.03, hang=rng.choice((0.0, 0.03)),
-        swallow=rng.choice((0.0, 0.15)), linger=rng.choice((0.0, 0.15)),
+        swallow=rng.choice((0.0, 0.15)), linger=rng.choice((0.0, 0.15)), pings=pings,
     )  # fmt: skip
     world = World(
         seed, policy=rng.choice(("priority", "priority", "fifo")), faults=faults,
         standby=rng.choice((0, 1, 2, 2)), arena_mib=rng.choice((48, 64, 96)),
+        prefix_mib=rng.choice((0, 8, 64)), profiled=rng.choice((0.0, 0.7, 1.0)),
+        max_compute_ms=rng.choice((0.0, 60000.0)),
     )  # fmt: skip
     if rng.random() < 0.2:
         world.poison.add("m1")

@@ -16,12 +16,12 @@ from pipeswitch.commit_files import load_commit, read_record, write_commit
 from pipeswitch.errors import RemoteProtocolError
 
 SLOT_BYTES = 10_000
-COMMIT_POINTS = ["commit:struck", "commit:copied", "commit:recorded", "commit:flipped"]
+COMMIT_POINTS = ["commit.struck", "commit.copied", "commit.recorded", "commit.flipped"]
 PERSIST_POINTS = [
-    "persist:image-written",
-    "persist:image-renamed",
-    "persist:record-written",
-    "persist:record-renamed",
+    "persist.image.written",
+    "persist.image.renamed",
+    "persist.record.written",
+    "persist.record.renamed",
 ]
 
 
@@ -91,16 +91,22 @@ def test_the_reader_finds_what_the_writer_flipped_last(
 @pytest.mark.parametrize("committed_count", [0, 1, 2])
 @pytest.mark.parametrize("point", COMMIT_POINTS)
 def test_a_writer_that_dies_anywhere_leaves_the_last_complete_commit(
-    descriptor: int, reader: CommitArea, committed_count: int, point: str
+    descriptor: int,
+    reader: CommitArea,
+    committed_count: int,
+    point: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     writer = CommitArea(descriptor, SLOT_BYTES, is_writer=True)
     for step in range(1, committed_count + 1):
         commit(writer, step)
     next_step = committed_count + 1
-    with pytest.raises(Died):
-        writer.write(next_step, 5000, filler(image_of(next_step)), dies_at(point))
+    with monkeypatch.context() as patch:
+        patch.setattr(commit_area, "reach", dies_at(point))
+        with pytest.raises(Died):
+            writer.write(next_step, 5000, filler(image_of(next_step)))
     found = reader.newest()
-    expected = next_step if point == "commit:flipped" else committed_count
+    expected = next_step if point == "commit.flipped" else committed_count
     assert (found.step if found else 0) == expected
     if found:
         assert bytes(reader.image(found)) == image_of(expected)
@@ -151,12 +157,15 @@ def test_two_damaged_images_are_an_error_and_not_an_empty_area(
         reader.newest()
 
 
-def test_a_view_is_no_longer_current_once_its_slot_is_being_rewritten(writer: CommitArea) -> None:
+def test_a_view_is_no_longer_current_once_its_slot_is_being_rewritten(
+    writer: CommitArea, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = commit(writer, 1)
     commit(writer, 2)
     assert writer.is_current(first)
+    monkeypatch.setattr(commit_area, "reach", dies_at("commit.struck"))
     with pytest.raises(Died):
-        writer.write(3, 10, filler(bytes(10)), dies_at("commit:struck"))
+        writer.write(3, 10, filler(bytes(10)))
     assert not writer.is_current(first)
 
 
@@ -235,10 +244,11 @@ def test_a_persist_that_is_cut_off_anywhere_leaves_a_whole_commit(
         write_commit(tmp_path, 1, memoryview(image_of(1)))
     with monkeypatch.context() as patch:
         patch.setattr(commit_files, "_remove_unnamed", lambda _: None)  # the dead do not tidy up
+        patch.setattr(commit_files, "reach", dies_at(point))
         with pytest.raises(Died):
-            write_commit(tmp_path, 2, memoryview(image_of(2)), failpoint=dies_at(point))
+            write_commit(tmp_path, 2, memoryview(image_of(2)))
     before = (1, image_of(1)) if had_one else None
-    expected = (2, image_of(2)) if point == "persist:record-renamed" else before
+    expected = (2, image_of(2)) if point == "persist.record.renamed" else before
     assert loaded(tmp_path) == expected
     write_commit(tmp_path, 2, memoryview(image_of(2)))
     assert loaded(tmp_path) == (2, image_of(2))

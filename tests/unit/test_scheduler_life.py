@@ -44,3 +44,27 @@ def test_models_that_do_not_fit_together_do_not_block_each_other(
         world.act()
     world.settle()
     assert world.counts["ok"] >= len(requests)
+
+
+@given(seed=SEEDS)
+def test_health_probes_disturb_no_life_and_are_all_answered(
+    fleet_model: ModuleType, seed: int
+) -> None:
+    fleet_model.live(fleet_model.random_world(seed, pings=True), 500)
+
+
+@given(seed=SEEDS)
+def test_endless_loops_give_the_device_back(fleet_model: ModuleType, seed: int) -> None:
+    """Every request hangs, none has a deadline: each is answered, and nobody waits for ever."""
+    faults = fleet_model.Faults(build_error=0.0, infer_error=0.0, early_error=0.0, hang=1.0)
+    world = fleet_model.World(seed, faults=faults, max_compute_ms=60000.0)
+    world.register("a", fleet_model.MIB)
+    while world.act():
+        pass
+    for _ in range(2):
+        world.infer("a")
+    for _ in range(400):
+        if world.open and not world.act():
+            assert world.to_next_wakeup(), world.describe()
+    assert not world.open, world.describe()
+    assert world.counts["DeadlineExceeded"] == 2

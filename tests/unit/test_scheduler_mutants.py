@@ -57,9 +57,9 @@ def slice_not_zeroed(patch: Patch) -> None:
 
 
 def request_forgotten_when_its_worker_dies(patch: Patch) -> None:
-    def worker_died(self: Inference, worker: Any, status: int) -> None:
+    def worker_died(self: Inference, worker: Any, *how: Any) -> None:
         before = set(self._core.queue)
-        _original_died(self, worker, status)
+        _original_died(self, worker, *how)
         for token in set(self._core.queue) - before:
             del self._core.queue[token]
             del self._core.requests[token]
@@ -68,10 +68,10 @@ def request_forgotten_when_its_worker_dies(patch: Patch) -> None:
 
 
 def upcoming_kept_when_its_worker_dies(patch: Patch) -> None:
-    def worker_died(self: Inference, worker: Any, status: int) -> None:
+    def worker_died(self: Inference, worker: Any, *how: Any) -> None:
         upcoming = self._core.upcoming
         if upcoming is None or upcoming.slot != worker.slot:
-            _original_died(self, worker, status)
+            _original_died(self, worker, *how)
 
     patch.setattr(Inference, "worker_died", worker_died)
 
@@ -150,6 +150,9 @@ def test_the_model_checker_catches(
         world = fleet_model.random_world(seed)
         try:
             fleet_model.live(world, 400)
-        except fleet_model.Violation:
+        except fleet_model.Violation as found:
+            # A mutant that no longer fits the code it replaces would be caught for nothing.
+            if isinstance(found.__cause__, TypeError):
+                raise
             return
     pytest.fail(f"{MOST_LIVES} random lives passed with {mutant.__name__}")

@@ -500,12 +500,92 @@ def test_a_task_that_hangs_after_its_deadline_is_killed_and_answered_when_reaped
     assert isinstance(rig.error(token), DeadlineExceeded)
 
 
+def test_a_task_that_computes_much_longer_than_its_model_ever_did_is_killed(rig: Rig) -> None:
+    limit_ms = rig.core.settings.max_compute_ms
+    rig.register("a")
+    rig.infer("a")
+    rig.arrived("a")
+    rig.now_ms = 2000.0
+    rig.done()  # its longest run: 2 s
+    token = rig.infer("a")
+    task = rig.core.current
+    assert task is not None
+    ticks = []
+    while not rig.commands(ev.KillWorker):
+        due = rig.scheduler.next_wakeup_ms()
+        assert due is not None
+        ticks.append(due)
+        rig.tick(due)
+    assert ticks == [limit_ms, 2000.0 + 2000.0 + limit_ms]  # the first task's look comes first
+    assert rig.commands(ev.KillWorker)
+    assert token not in rig.answers, "its worker still writes"
+    rig.worker_exits(task.slot)
+    assert isinstance(rig.error(token), DeadlineExceeded)
+    assert "max_compute" in rig.error(token).hint
+    assert not rig.sent(RunInference), "an endless loop is not tried again"
+
+
+def test_a_model_that_hangs_every_time_is_quarantined(rig: Rig) -> None:
+    rig.register("a")
+    for _ in range(rig.core.settings.max_deaths):
+        token = rig.infer("a")
+        task = rig.core.current
+        assert task is not None
+        rig.tick(rig.now_ms + rig.core.settings.max_compute_ms)
+        rig.worker_restarts(task.slot)
+        assert isinstance(rig.error(token), DeadlineExceeded)
+    assert isinstance(rig.error(rig.infer("a")), ModelQuarantined)
+
+
+def test_many_short_tasks_leave_one_look_at_the_clock(rig: Rig) -> None:
+    rig.register("a")
+    rig.make_resident("a")
+    for number in range(100):
+        rig.now_ms = float(number)
+        rig.infer("a")
+        rig.done()
+    assert len(rig.core.due_ms) == 1
+
+
+def test_time_in_the_queue_and_before_the_turn_is_not_computing(rig: Rig) -> None:
+    limit_ms = rig.core.settings.max_compute_ms
+    rig.register("a")
+    rig.infer("a")
+    rig.infer("a")
+    rig.now_ms = limit_ms - 1
+    rig.done()
+    assert rig.core.current is not None
+    rig.tick(2 * limit_ms)
+    assert not rig.commands(ev.KillWorker)
+
+
+def test_without_a_limit_a_task_may_compute_for_ever(fleet_model: ModuleType) -> None:
+    rig = Rig(fleet_model, max_compute_ms=0.0)
+    rig.register("a")
+    rig.infer("a")
+    rig.tick(1e9)
+    assert not rig.commands(ev.KillWorker)
+
+
 def test_a_full_queue_refuses(fleet_model: ModuleType) -> None:
     rig = Rig(fleet_model, max_queue=2)
     rig.register("a")
     tokens = [rig.infer("a") for _ in range(5)]
     assert isinstance(rig.error(tokens[-1]), QueueFull)
     assert tokens[-2] not in rig.answers
+
+
+def test_a_flood_for_one_model_leaves_room_for_the_others(fleet_model: ModuleType) -> None:
+    rig = Rig(fleet_model, max_queue=8, max_queue_per_model=2)
+    rig.register("a")
+    rig.register("b")
+    flood = [rig.infer("a") for _ in range(6)]
+    refused = [rig.error(token) for token in flood if token in rig.answers]
+    assert refused
+    assert all(isinstance(error, QueueFull) for error in refused)
+    assert "max_queue_per_model" in refused[0].hint
+    token = rig.infer("b")
+    assert token not in rig.answers
 
 
 def test_an_unknown_model_or_another_digest_is_refused(rig: Rig) -> None:
@@ -1054,6 +1134,31 @@ def test_a_model_too_large_for_the_arena_or_the_store_is_refused(
     assert isinstance(rig.error(token), error)
     assert rig.error(token).requested_bytes == mib * MIB
     assert len(rig.scheduler.memory.store) == 0
+
+
+def test_a_store_that_fails_in_a_way_nobody_expected_refuses_the_registration(rig: Rig) -> None:
+    token = rig.ask_register("a")
+    epoch = rig.commands(ev.StartBuild)[0].epoch
+    rig.built("a", 10, epoch)
+    rig.handle(ev.BuilderExited(model="a", epoch=epoch, status=0))
+    rig.daemon(DaemonFault(epoch=epoch, reason="RuntimeError: no idea"))
+    assert "no idea" in rig.error(token).message
+    assert len(rig.scheduler.memory.store) == 0
+
+
+def test_a_slice_that_could_not_be_zeroed_is_nobodys_until_it_was(rig: Rig) -> None:
+    job = rig.start_training()
+    rig.lease(job)
+    rig.lease(job, 40)  # another size: the first slice is given back
+    (scrub,) = rig.sent(Scrub)
+    rig.daemon(DaemonFault(epoch=scrub.epoch, reason="RuntimeError: no idea"))
+    assert not rig.sent(Scrub), "not at once: it would fail again"
+    due = rig.scheduler.next_wakeup_ms()
+    assert due is not None
+    rig.tick(due)
+    assert [again.epoch for again in rig.sent(Scrub)] == [scrub.epoch]
+    rig.daemon(Scrubbed(epoch=scrub.epoch))
+    assert rig.scheduler.memory.arena.get(f"scrub:{scrub.epoch}") is None
 
 
 def test_a_model_that_was_being_stored_when_the_daemon_died_is_stored_again(rig: Rig) -> None:

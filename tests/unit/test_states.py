@@ -73,7 +73,7 @@ def test_an_event_without_a_row_changes_nothing_and_tells_the_story() -> None:
         task.apply(TaskEvent.PARKED)
     assert task.state is TaskState.TRANSMITTING
     assert caught.value.data["event"] == "parked"
-    assert list(task.story) == ["queued->transmitting dispatched worker 1"]
+    assert task.story == ["queued->transmitting dispatched worker 1"]
 
 
 def test_the_diagram_names_every_transition() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import types
 import typing
 from typing import Any, get_args
 
@@ -46,6 +47,8 @@ def value_of(kind: Any) -> st.SearchStrategy[Any]:
     if supertype is not None:
         return value_of(supertype)
     origin, args = typing.get_origin(kind), get_args(kind)
+    if origin is types.UnionType:  # … | None
+        return st.none() | value_of(args[0])
     if origin is typing.Literal:
         return st.sampled_from(args)
     if origin is tuple:

@@ -1,53 +1,50 @@
-"""The TCP thread: client bytes to typed events, answers to client bytes (docs/protocol.md).
+"""Clients' side of the controller: their bytes to typed events, answers to their bytes.
 
-It owns the sockets, the request/reply pool's slabs and the request counters. One poll loop;
-other threads give it work through ``post``. It decides nothing about models or devices: what is
-well formed and allowed goes to the scheduler as an event, and each accepted request gets exactly
-one final answer, or is counted ``undeliverable`` (invariant I1).
+It owns the sockets, the request/reply pool's slabs and the request counters, and runs in the
+controller's one loop (docs/adr/0009). It decides nothing about models or devices: what is well
+formed and allowed goes to the scheduler as an event, and each accepted request gets exactly one
+final answer, or is counted ``undeliverable`` (invariant I1). The protocol: docs/protocol.md.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import mmap
 import os
 import re
-import threading
+import selectors
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from ..config import Config
 from ..errors import (
+    Cancelled,
     InvalidInput,
     ModelNotFound,
+    PermissionDenied,
     PipeSwitchError,
     QueueFull,
     RemoteProtocolError,
     ServerUnavailable,
     TaskFailed,
-    to_wire,
 )
-from ..messages import JobName, ModelName, SlabTensor
-from ..programs.layout import ITEM_BYTES
+from ..failpoints import reach
+from ..messages import ModelName, SlabTensor
+from ..sockets import DONTWAIT, is_readable, next_events, send_frames
 from ..wire import (
-    MAGIC,
     MAX_TENSORS,
     VERSION,
-    ReplyHeader,
     RequestHeader,
-    WireError,
     WireTensor,
     decode_request,
-    encode_header,
     pack_dict,
 )
 from . import admission
@@ -61,68 +58,61 @@ from .clients import (
     Outbox,
     Outgoing,
     Pending,
-    hang_up,
 )
-from .doors import Door, Doors, open_doors
+from .copying import INLINE_COPY_BYTES, Copier, Piece, copy_pieces
+from .doors import ACCEPTED, Door, Doors, open_doors
 from .events import (
     Announce,
     Answer,
     CancelAsked,
-    DrainAsked,
     Event,
     InferArrived,
-    JobAsked,
-    PinAsked,
     PrefetchHint,
     Publish,
-    Query,
-    RegisterAsked,
     Retract,
     Token,
-    TrainAsked,
-    UnregisterAsked,
 )
 from .job_logs import read_piece
+from .peers import Peers, hang_up
+from .replies import envelope_id, output_outside, reply_frames, wrong_version
 from .slabs import SlabPool
 from .uploads import CREDIT_CHUNKS, Uploads
+from .verbs import LogPiece, Verbs
 
 _logger = logging.getLogger(__name__)
 
+BURST_EVENTS: Final = 256  # of connections, from one door: 1 ms
 BURST_MESSAGES: Final = 64  # from one door before the other and the answers get their turn
 MAX_CLIENT_REQUESTS: Final = 4096  # unanswered ones of one client
-INLINE_BODY_BYTES: Final = 256 << 10  # a larger body travels as a tensor named BODY_TENSOR
-BODY_TENSOR: Final = "body"
-IDLE_POLL_MS: Final = 1000
-BUSY_POLL_MS: Final = 2  # while a socket is full or libzmq still reads from the pool
+BUSY_POLL_MS: Final = 2.0  # while a socket is full or libzmq still reads from the pool
 STOP_FLUSH_MS: Final = 1000
 SLOW: Final = "slow or gone"  # why a client is dropped that the monitor has not reported
+REVOKED: Final = "its key was revoked"
+KEYS_LOOK_MS: Final = 1000.0  # between looks at the allow-list, for clients that are in already
+_SRCFD: Final = int(zmq.SRCFD)
 COMPLAINTS_PER_MINUTE: Final = 10
 _ROUTING_ID: Final = re.compile(rb"\0[\s\S]{4}")  # as libzmq makes them itself
 
 MODEL_VERBS: Final = ("show", "load", "unload", "unregister")
 Posted = Answer | Publish | Announce | Retract
+"""The scheduler's commands that are performed here."""
 
 
-class _Envelope(msgspec.Struct):
-    """What can be had of a header that is otherwise wrong."""
+class Frontend:
+    """All client traffic of one server. Everything but ``_call_soon`` belongs to the loop's thread.
 
-    id: str = ""
-    v: int = 0
-
-
-class TcpThread:
-    """All client traffic of one server.
-
-    ``start`` binds (so its errors reach the caller), then the thread runs until ``stop``.
+    ``open`` binds, ``watch`` names the descriptors to wait for; then, after each wait of at most
+    ``wait_s``, ``step`` does what there is to do. ``close`` answers what is left.
     """
 
     def __init__(
         self,
         config: Config,
         pool_descriptor: int,
-        inbox: Callable[[Event], None],
+        take: Callable[[Event], None],
         *,
         facts: Mapping[str, Any] | None = None,
+        is_ready: Callable[[], bool] = lambda: True,
         now_ms: Callable[[], float] = lambda: time.monotonic() * 1000,
     ) -> None:
         """Nothing is opened yet.
@@ -130,54 +120,54 @@ class TcpThread:
         Args:
             config: with absolute ``server.state_dir`` and ``server.runtime_dir``.
             pool_descriptor: a sealed memfd, the request/reply pool; duplicated by the mapping.
-            inbox: takes an event for the scheduler; must not block.
+            take: takes an event for the scheduler, to be handled later.
             facts: what ``hello`` and ``ping`` tell about the server (device, arena_bytes…).
+            is_ready: whether a request would be served now.
             now_ms: the monotonic clock.
         """
         self._config = config
         self._pool_descriptor = pool_descriptor
-        self._inbox = inbox
+        self._take = take
         self._facts = dict(facts or {})
+        self._is_ready = is_ready
         self._now_ms = now_ms
         self._max_message_bytes = config.server.max_message_bytes
         state = Path(config.server.state_dir)
         self._log_directory = state / "logs"
         self._uploads = Uploads(state / "uploads", config.server.max_upload_bytes)
+        self._copier = Copier()
+        self._verbs = Verbs(
+            allow_code=config.server.allow_code, uploads_dir=str(self._uploads.directory)
+        )
         self._models: dict[str, Announce] = {}
         self._clients = ClientTable()
+        self._peers = Peers(
+            max_count=config.server.max_connections,
+            client_bytes=config.server.pool_bytes,  # more than its requests could ever take
+            total_bytes=2 * config.server.pool_bytes,
+        )
+        self._dropped_count = 0  # clients that did not read
+        self._queue_full_count = 0
+        self._keys_look_at_ms = 0.0
+        self._admitted: frozenset[bytes] = frozenset()  # when it was last looked at
         self._pending: dict[Token, Pending] = {}
         self._last_token = 0
         self.requests = Counters()  # every accepted request, whatever its verb
         self.inference = Counters()  # the ones of verb infer among them
         self._malformed_count = 0
         self._complaints: deque[float] = deque()
-        self._posts: deque[Posted | Callable[[], None]] = deque()
-        self._is_stopping = False
-        self._thread = threading.Thread(target=self._run, name="pipeswitch-tcp", daemon=True)
+        self._calls: deque[Callable[[], None]] = deque()  # from the copier and the upload writer
         self._ops: dict[str, Callable[[Client, RequestHeader, Sequence[Any]], None]] = {
             "infer": self._infer,
             "prefetch": self._prefetch,
             "cancel": self._cancel,
             "put": self._put,
-            "register": self._register,
-            "unregister": self._unregister,
-            "load": self._pin,
-            "unload": self._pin,
-            "train": self._train,
-            "job": self._job,
-            "models": self._query,
-            "show": self._query,
-            "ps": self._query,
-            "jobs": self._query,
-            "stats": self._query,
-            "trace": self._query,
-            "stop": self._stop_server,
         }
 
-    # ---- any thread ----------------------------------------------------------------------------
+    # ---- life ----------------------------------------------------------------------------------
 
-    def start(self) -> Doors:
-        """Bind both doors, map the pool, start the thread; returns the doors' addresses.
+    def open(self) -> Doors:
+        """Bind both doors, map the pool, start the helper threads; the doors' addresses.
 
         Raises:
             ConfigError: an address or folder cannot be used.
@@ -198,113 +188,156 @@ class TcpThread:
             self._context.term()
             os.close(self._wake)
             raise
+        self._sockets = self._doors.sockets
+        self._stirred = set(self._sockets)  # may have something to read: see wait_s
         self._uploads.start()
-        self._thread.start()
+        self._copier.start()
         return self._doors
 
-    def post(self, command: Posted) -> None:
-        """Give the thread a command; from any thread, never blocks."""
-        self._posts.append(command)
-        self._rouse()
+    def watch(self, selector: selectors.BaseSelector) -> None:
+        """Register what ends a wait; each key's data is a callable, as the loop expects."""
+        for sock in self._sockets:
+            stir = functools.partial(self._stirred.add, sock)
+            selector.register(sock, selectors.EVENT_READ, stir)
+        selector.register(self._wake, selectors.EVENT_READ, self._hear)
 
-    def _rouse(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # the counter is full: it will wake anyway
-            os.eventfd_write(self._wake, 1)
+    def unwatch(self, selector: selectors.BaseSelector) -> None:
+        """Before ``close``."""
+        for sock in self._sockets:
+            selector.unregister(sock)
+        selector.unregister(self._wake)
 
-    def stop(self) -> None:
-        """Send what is posted, answer what is left with ServerUnavailable, close everything."""
-        self._is_stopping = True
-        self._rouse()
-        self._thread.join()
+    def close(self) -> None:
+        """Answer what is left with ServerUnavailable, flush, close everything."""
         self._uploads.stop()
+        self._copier.stop()  # what they post is sent
+        self._finish()
+        self._doors.close()
+        self._context.term()
         os.close(self._wake)
         del self._pool
         with contextlib.suppress(BufferError):  # a frame still held elsewhere frees it later
             self._pool_view.release()
             self._map.close()
 
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
+    def _hear(self) -> None:
+        os.eventfd_read(self._wake)
 
-    # ---- the loop ------------------------------------------------------------------------------
+    def _call_soon(self, call: Callable[[], None]) -> None:
+        """From any thread; never blocks."""
+        self._calls.append(call)
+        with contextlib.suppress(BlockingIOError):  # the counter is full: it will wake anyway
+            os.eventfd_write(self._wake, 1)
 
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        for door in self._doors.all:
-            poller.register(door.router, zmq.POLLIN)
-            poller.register(door.monitor, zmq.POLLIN)
-        poller.register(self._doors.publisher, zmq.POLLIN)
-        poller.register(self._wake, zmq.POLLIN)
-        try:
-            while not self._is_stopping:
-                ready = dict(poller.poll(self._poll_ms()))
-                self._step(ready)
-            self._finish()
-        finally:
-            self._doors.close()
-            self._context.term()
+    # ---- the loop's part -----------------------------------------------------------------------
 
-    def _poll_ms(self) -> int:
-        if self._posts:
-            return 0
+    def wait_s(self) -> float | None:
+        """How long the loop may wait; None: until a descriptor wakes it.
+
+        A libzmq descriptor tells of a *change*, and any use of its socket may swallow that: a
+        socket that was used since the last wait has to be asked (zmq_getsockopt(3), ZMQ_FD).
+        """
         is_quiet = self._outbox.is_idle and not self._clients.has_suspects
-        return IDLE_POLL_MS if is_quiet else BUSY_POLL_MS
+        if not is_quiet:
+            self._stirred.update(self._sockets)
+        for sock in [sock for sock in self._stirred if not is_readable(sock)]:
+            self._stirred.discard(sock)
+        if self._calls or self._stirred:
+            return 0.0
+        return self._peers.wait_s(self._now_ms() / 1000) if is_quiet else BUSY_POLL_MS / 1000
 
-    def _step(self, ready: Mapping[Any, int]) -> None:
+    def step(self) -> None:
         """One turn. Who left is learnt before anything is sent or received."""
-        self._watch_connections()
-        if self._wake in ready:
-            os.eventfd_read(self._wake)
-        self._perform_posts()
+        if self._stirred or self._clients.has_suspects:
+            self._watch_connections()
+        while self._calls:
+            self._calls.popleft()()
         for door in self._doors.all:
-            if door.router in ready:
+            if door.router in self._stirred:
                 self._receive(door)
-        if self._doors.publisher in ready:
-            self._read_subscriptions()
-        for client in self._outbox.sweep(self._now_ms()):
-            self._drop(client, SLOW)
+            if door.publisher in self._stirred:
+                self._read_subscriptions(door)
+        if not self._outbox.is_idle:
+            for client in self._outbox.sweep(self._now_ms()):
+                self._drop(client, SLOW)
+        if self._peers:
+            now_ms = self._now_ms()
+            self._peers.tick(now_ms / 1000)
+            if self._doors.tcp.allowed is not None and now_ms > self._keys_look_at_ms:
+                self._keys_look_at_ms = now_ms + KEYS_LOOK_MS
+                self._look_at_keys(self._doors.tcp.allowed.keys())
 
     def _watch_connections(self) -> None:
+        """News of connections, a burst at a time: a storm of them must not hold up the rest."""
         now_ms = self._now_ms()
         gone = self._clients.settle_suspects(now_ms) if self._clients.has_suspects else []
         for door in self._doors.all:
-            # Asked first: the exception of an empty socket costs more than the whole look.
-            while int(door.monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                event = recv_monitor_message(door.monitor, zmq.DONTWAIT)
-                gone += self._clients.disconnected(door, event["value"], now_ms)
+            for event, fd in next_events(door.monitor, BURST_EVENTS):
+                if event != ACCEPTED:
+                    gone += self._clients.disconnected(door, fd, now_ms)
+                self._note(door, event, fd, now_ms)
+            for event, fd in next_events(door.readers, BURST_EVENTS):
+                self._note(door, event, fd, now_ms, is_subscriber=True)
         for client in gone:
             self._drop(client, "disconnected")
 
-    def _read_subscriptions(self) -> None:
+    def _note(
+        self, door: Door, event: int, fd: int, now_ms: float, *, is_subscriber: bool = False
+    ) -> None:
+        """A connection came or went; the owner's own are not limited."""
+        if door.is_owner:
+            return
+        if event == ACCEPTED:
+            self._peers.accepted(
+                fd,
+                int(door.events_local if is_subscriber else door.local),
+                now_ms / 1000,
+                is_subscriber=is_subscriber,
+                is_keyed=door.allowed is not None,
+            )
+        else:
+            self._peers.disconnected(fd)
+
+    def _look_at_keys(self, admitted: frozenset[bytes]) -> None:
+        """End the connections of keys that were revoked."""
+        for client in self._clients.all():
+            if client.user_id and client.user_id.encode() not in admitted:
+                self._drop(client, REVOKED)
+        if self._admitted - admitted:
+            self._peers.end_subscribers()
+        self._admitted = admitted
+
+    @staticmethod
+    def _read_subscriptions(door: Door) -> None:
         """XPUB hands us subscriptions; libzmq applies them itself, nothing else is to be done."""
         with contextlib.suppress(zmq.Again):
             for _ in range(BURST_MESSAGES):
-                self._doors.publisher.recv(zmq.DONTWAIT)
+                door.publisher.recv(DONTWAIT)
 
-    def _perform_posts(self) -> None:
-        for _ in range(len(self._posts)):
-            self._perform(self._posts.popleft())
-
-    def _perform(self, posted: Posted | Callable[[], None]) -> None:
+    def perform(self, posted: Posted) -> None:
+        """Carry out a command of the scheduler's, now."""
         match posted:
             case Answer():
                 self._answer(posted)
             case Publish(topic=topic, body=body):
-                with contextlib.suppress(zmq.Again):
-                    frames = [topic.encode(), pack_dict(body)]
-                    self._doors.publisher.send_multipart(frames, zmq.DONTWAIT)
+                frames = [topic.encode(), pack_dict(body)]
+                for door in self._doors.all:
+                    self._stirred.add(door.publisher)
+                    with contextlib.suppress(zmq.Again):
+                        send_frames(door.publisher, frames, DONTWAIT)
             case Announce(model=model):
                 self._models[model] = posted
             case Retract(model=model):
                 self._models.pop(model, None)
-            case _:
-                posted()
+
+    def answer_soon(self, answer: Answer) -> None:
+        """``perform`` from any thread; never blocks."""
+        self._call_soon(lambda: self._answer(answer))
 
     def _finish(self) -> None:
-        """Orderly end: posted answers, then an answer for everyone still waiting, then flush."""
-        while self._posts:
-            self._perform(self._posts.popleft())
+        """Orderly end: what was posted, then an answer for everyone still waiting, then flush."""
+        while self._calls:
+            self._calls.popleft()()
         for token in list(self._pending):
             error = ServerUnavailable("the server stopped", hint="pipeswitch serve")
             self._answer(Answer(token=token, error=error))
@@ -312,7 +345,7 @@ class TcpThread:
         while not self._outbox.is_idle and self._now_ms() < until_ms:
             for client in self._outbox.sweep(self._now_ms()):
                 self._drop(client, SLOW)
-            self._doors.tcp.monitor.poll(BUSY_POLL_MS)  # a client that leaves ends the wait
+            self._doors.tcp.monitor.poll(int(BUSY_POLL_MS))  # a client that leaves ends the wait
         for client in self._clients.all():
             self._outbox.drop(client)
         for door in self._doors.all:
@@ -322,43 +355,51 @@ class TcpThread:
 
     def _receive(self, door: Door) -> None:
         for _ in range(BURST_MESSAGES):
-            try:
-                frames = [door.router.recv(zmq.DONTWAIT, copy=False)]
-            except zmq.Again:
+            if not is_readable(door.router):
                 return
+            frames = [door.router.recv(DONTWAIT, copy=False)]
             while frames[-1].more:
-                frame = door.router.recv(copy=False)
+                frame = door.router.recv(DONTWAIT, copy=False)  # a message comes whole
                 if len(frames) < MAX_TENSORS + 4:
                     frames.append(frame)
                 else:
                     frames[-1] = frame  # too many: only the last one's `more` matters now
-            self._perform_posts()  # what was posted before this was sent comes before it
-            self._take(door, frames)
+            self._hear_message(door, frames)
 
-    def _take(self, door: Door, frames: Sequence[zmq.Frame]) -> None:
+    def _hear_message(self, door: Door, frames: Sequence[zmq.Frame]) -> None:
         """One message. Nothing a client sends may raise out of here."""
+        reach("frontend.message")
         routing_id = bytes(frames[0].buffer)
         parts = [frame.buffer for frame in frames[1:]]
         request_id = ""
         client: Client | None = None
+        fd = 0
+        if not door.is_owner:
+            fd = int(frames[0].get(_SRCFD))
+            now_ms = self._now_ms()
+            if not self._peers.knows(fd):
+                self._note(door, ACCEPTED, fd, now_ms)
+            if not self._peers.took(fd, frames[1:], now_ms / 1000) and self._peers.knows(fd):
+                return  # it is being hung up
         try:
             if not _ROUTING_ID.fullmatch(routing_id):
-                request_id = _envelope_id(parts)
+                request_id = envelope_id(parts)
                 raise RemoteProtocolError(
                     "a client must not choose its routing id", hint="leave ZMQ_ROUTING_ID unset"
                 )
             try:
                 header = decode_request(parts)
             except RemoteProtocolError as error:
-                request_id = _envelope_id(parts)
-                raise _wrong_version(parts) or error from None
+                request_id = envelope_id(parts)
+                raise wrong_version(parts) or error from None
             request_id = header.id
             if header.op == "hello":
                 self._hello(door, routing_id, frames[0], header)
-            elif header.op == "ping":
-                self._send_now(door, routing_id, self._reply(header.id, body=self._about(door)))
+            elif header.op == "ping" and not header.body:
+                self._send_now(door, routing_id, reply_frames(header.id, body=self._about(door)))
             else:
-                client = self._clients.find(door, routing_id, header.session)
+                user_id = _user_id(door, frames[0])
+                client = self._clients.find(door, routing_id, header.session, user_id)
                 if client is None:
                     raise RemoteProtocolError(
                         "this session is not known here: say hello first", reason="unknown_session"
@@ -368,8 +409,8 @@ class TcpThread:
             self._refuse(door, routing_id, client, request_id, error)
 
     def _dispatch(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
-        perform = self._ops.get(header.op)
-        if perform is None:
+        perform = self._ops.get(header.op, self._ask)
+        if perform == self._ask and header.op not in self._verbs:
             raise InvalidInput(f"{header.op} is not served by this release")
         if header.id in client.requests:
             raise InvalidInput(f"request id {header.id!r} is already waiting for its answer")
@@ -377,8 +418,9 @@ class TcpThread:
             raise QueueFull(f"{len(client.requests)} requests of this client wait already")
         try:
             perform(client, header, tensors)
-        except PipeSwitchError:
+        except PipeSwitchError as error:
             self.requests.rejected += 1
+            self._queue_full_count += isinstance(error, QueueFull)
             self.inference.rejected += header.op == "infer"
             raise
 
@@ -397,9 +439,9 @@ class TcpThread:
         if not request_id:
             return
         if client is not None:
-            self._send(client, self._outgoing(self._reply(request_id, client, error=error)))
+            self._reply(client, request_id, error=error)
         else:
-            self._send_now(door, routing_id, self._reply(request_id, error=error))
+            self._send_now(door, routing_id, reply_frames(request_id, error=error))
 
     def _complain(self, door: Door, error: PipeSwitchError) -> None:
         """At most COMPLAINTS_PER_MINUTE lines, whatever a client sends."""
@@ -428,16 +470,20 @@ class TcpThread:
             "is_owner": door.is_owner,
             "max_message_bytes": self._max_message_bytes,
             "credit": CREDIT_CHUNKS,
+            "ready": self._is_ready(),
             **self._facts,
         }
 
     def _hello(
         self, door: Door, routing_id: bytes, frame: zmq.Frame, header: RequestHeader
     ) -> None:
-        client, replaced = self._clients.greet(door, routing_id, int(frame.get(zmq.SRCFD)))
+        fd = int(frame.get(_SRCFD))
+        client, replaced = self._clients.greet(door, routing_id, fd, _user_id(door, frame))
+        if not door.is_owner:
+            self._peers.greeted(fd)
         if replaced is not None:
             self._drop(replaced, "said hello again")
-        self._send(client, self._outgoing(self._reply(header.id, client, body=self._about(door))))
+        self._reply(client, header.id, body=self._about(door))
 
     def _accept(self, client: Client, header: RequestHeader) -> Pending:
         """From here on exactly one final answer is owed."""
@@ -463,11 +509,11 @@ class TcpThread:
         priority = admission.priority_number(header.priority, announced.priority)
         deadline_at_ms = admission.deadline_at_ms(header.deadline_ms, self._now_ms())
         request_offset, reply_offset = self._take_slabs(client, admitted)
-        inputs = []
+        inputs: list[SlabTensor] = []
+        pieces: list[Piece] = []
         for item in admitted.inputs:
             at = request_offset + item.offset_bytes
-            source = np.frombuffer(tensors[item.frame], dtype=np.uint8)
-            np.copyto(self._pool[at : at + item.size_bytes], source)
+            pieces.append((at, tensors[item.frame]))
             inputs.append(
                 SlabTensor(
                     name=item.name,
@@ -482,19 +528,43 @@ class TcpThread:
         pending.reply_bytes = admitted.reply_bytes
         pending.held_bytes = admitted.input_bytes + admitted.reply_bytes
         client.held_bytes += pending.held_bytes
-        self._inbox(
-            InferArrived(
-                token=pending.token,
-                request_id=header.id,
-                model=ModelName(header.model),
-                digest=announced.manifest.digest,
-                priority=priority,
-                deadline_at_ms=deadline_at_ms,
-                inputs=tuple(inputs),
-                reply_offset_bytes=reply_offset,
-                reply_bytes=admitted.reply_bytes,
-            )
+        reach("frontend.accepted")
+        event = InferArrived(
+            token=pending.token,
+            request_id=header.id,
+            model=ModelName(header.model),
+            digest=announced.manifest.digest,
+            priority=priority,
+            deadline_at_ms=deadline_at_ms,
+            inputs=tuple(inputs),
+            reply_offset_bytes=reply_offset,
+            reply_bytes=admitted.reply_bytes,
         )
+        if admitted.input_bytes <= INLINE_COPY_BYTES:
+            copy_pieces(self._pool, pieces)
+            self._take(event)
+        else:
+            pending.is_copying = True
+            self._take(PrefetchHint(model=event.model))  # its transfer need not wait for the copy
+            self._copier.copy(
+                self._pool, pieces, lambda: self._call_soon(lambda: self._copied(pending, event))
+            )
+
+    def _copied(self, pending: Pending, event: InferArrived) -> None:
+        """A large payload is in the pool. Only now can the scheduler be asked to take it back."""
+        pending.is_copying = False
+        reach("frontend.copied")
+        if pending.is_cancelled:
+            error = Cancelled(f"request {pending.request_id} was taken back")
+            self._answer(Answer(token=pending.token, error=error))
+        else:
+            self._take(event)
+
+    def _take_back(self, pending: Pending) -> None:
+        if pending.is_copying:
+            pending.is_cancelled = True
+        else:
+            self._take(CancelAsked(token=pending.token))
 
     def _take_slabs(self, client: Client, admitted: admission.Admitted) -> tuple[int, int]:
         """Room for the request and for its reply, or QueueFull with the numbers."""
@@ -529,7 +599,7 @@ class TcpThread:
     def _prefetch(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
         """A hint; it has no answer."""
         if header.model in self._models:
-            self._inbox(PrefetchHint(model=ModelName(header.model)))
+            self._take(PrefetchHint(model=ModelName(header.model)))
 
     def _cancel(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
         body = Body("cancel", header.body)
@@ -537,9 +607,8 @@ class TcpThread:
         body.done()
         pending = client.requests.get(request_id)
         if pending is not None:
-            self._inbox(CancelAsked(token=pending.token))
-        reply = self._reply(header.id, client, body={"found": pending is not None})
-        self._send(client, self._outgoing(reply))
+            self._take_back(pending)
+        self._reply(client, header.id, body={"found": pending is not None})
 
     def _put(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
         if len(tensors) > 1:
@@ -550,102 +619,21 @@ class TcpThread:
         def reply(body: dict[str, Any], error: PipeSwitchError | None) -> None:
             def send() -> None:
                 client.upload_chunks -= 1
-                self._send(
-                    client, self._outgoing(self._reply(header.id, client, body=body, error=error))
-                )
+                self._reply(client, header.id, body=body, error=error)
 
-            self._posts.append(send)
-            self._rouse()
+            self._call_soon(send)
 
         self._uploads.offer(client.session, header, tensors[0] if tensors else b"", reply)
         client.upload_chunks += 1
 
-    def _register(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
-        name = admission.check_name(header.model, "model")
-        body = Body("register", header.body)
-        source = admission.check_source(
-            body.text("source"),
-            body.text("weights", ""),
-            is_owner=client.door.is_owner,
-            allow_code=self._config.server.allow_code,
-            uploads_dir=str(self._uploads.directory),
-        )
-        inputs = body.signature("inputs")
-        priority = admission.priority_number(body.text("priority", ""), default=1)
-        is_pinned = body.flag("pin")
-        spec, digest = admission.encode_spec(name, source, inputs, body.count("max_batch", 0))
-        body.done()
-        self._inbox(
-            RegisterAsked(
-                token=self._accept(client, header).token,
-                model=ModelName(name),
-                spec=spec,
-                spec_digest=digest,
-                priority=priority,
-                is_pinned=is_pinned,
-            )
-        )
-
-    def _unregister(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
-        token = self._accept(client, header).token
-        self._inbox(UnregisterAsked(token=token, model=ModelName(header.model)))
-
-    def _pin(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
-        token = self._accept(client, header).token
-        pin = header.op == "load"
-        self._inbox(PinAsked(token=token, model=ModelName(header.model), pin=pin))
-
-    def _train(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
-        body = Body("train", header.body)
-        name = admission.check_name(body.text("name"), "job")
-        entry = admission.check_entry(
-            body.text("entry"),
-            is_owner=client.door.is_owner,
-            allow_code=self._config.server.allow_code,
-        )
-        args = body.texts("args")
-        priority = admission.priority_number(body.text("priority", ""), default=2)
-        body.done()
-        token = self._accept(client, header).token
-        self._inbox(
-            TrainAsked(token=token, job=JobName(name), entry=entry, args=args, priority=priority)
-        )
-
-    def _job(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
-        body = Body("job", header.body)
-        name = JobName(admission.check_name(body.text("name"), "job"))
-        action = body.text("action")
-        match action:
-            case "logs":
-                offset = body.count("offset_bytes", 0)
-                body.done()
-                piece = read_piece(self._log_directory, name, offset)
-                self._send(client, self._outgoing(self._reply(header.id, client, body=piece)))
-            case "show" | "pause" | "resume" | "cancel" | "wait":
-                body.done()
-                token = self._accept(client, header).token
-                self._inbox(JobAsked(token=token, job=name, action=action))
-            case _:
-                raise InvalidInput(
-                    f"job: action {action[:40]!r} is none of "
-                    "show, pause, resume, cancel, wait, logs"
-                )
-
-    def _query(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
-        body = Body(header.op, header.body)
-        seconds = body.number("seconds", 10.0, 3600.0) if header.op == "trace" else 0.0
-        body.done()
-        token = self._accept(client, header).token
-        what: Any = header.op
-        self._inbox(Query(token=token, what=what, name=header.model, seconds=seconds))
-
-    def _stop_server(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
-        body = Body("stop", header.body)
-        grace_ms = body.number("drain_ms", 30_000.0, 86_400_000.0)
-        body.done()
-        token = self._accept(client, header).token
-        _logger.info("stop asked door=%s grace_ms=%.0f", client.door.address, grace_ms)
-        self._inbox(DrainAsked(token=token, grace_ms=grace_ms))
+    def _ask(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
+        """A verb that is one question to the scheduler."""
+        asked = self._verbs.parse(header, is_owner=client.door.is_owner)
+        if isinstance(asked, LogPiece):  # the only one that is answered here
+            piece = read_piece(self._log_directory, asked.job, asked.offset_bytes)
+            self._reply(client, header.id, body=piece)
+        else:
+            self._take(asked(self._accept(client, header).token))
 
     # ---- out -----------------------------------------------------------------------------------
 
@@ -660,6 +648,7 @@ class TcpThread:
             if not client.is_gone:
                 self._send(client, self._outgoing(self._answer_frames(pending, answer)))
             return
+        reach("frontend.reply")
         del self._pending[answer.token]
         client.requests.pop(pending.request_id, None)
         if pending.request_offset is not None:
@@ -668,11 +657,12 @@ class TcpThread:
             self._settle(pending, "undeliverable")
             self._release(pending)
             return
+        self._queue_full_count += isinstance(answer.error, QueueFull)
         if isinstance(answer.error, ModelNotFound) and pending.op in MODEL_VERBS:
             answer = Answer(
                 token=answer.token, error=admission.model_not_found(pending.model, self._models)
             )
-        bad_output = _output_outside(answer.outputs, pending)
+        bad_output = output_outside(answer.outputs, pending.reply_offset or 0, pending.reply_bytes)
         if bad_output:
             _logger.error("request=%s output refused cause=%s", pending.request_id, bad_output)
             error = TaskFailed(f"{pending.model}: the worker's output does not fit: {bad_output}")
@@ -703,9 +693,9 @@ class TcpThread:
             )
             at = tensor.offset_bytes
             tensors.append(self._pool_view[at : at + tensor.size_bytes])
-        frames = self._reply(
+        frames = reply_frames(
             pending.request_id,
-            pending.client,
+            pending.client.session,
             body=body,
             outputs=tuple(outputs),
             timing=answer.timing,
@@ -718,6 +708,7 @@ class TcpThread:
         """``stats`` gets what only this thread knows: counters, clients, pool."""
         if pending.op != "stats":
             return body
+        allowed = self._doors.tcp.allowed
         self._outbox.release(RELEASE_WAIT_MS)  # who asks after an answer sees it counted
         return {
             **body,
@@ -725,6 +716,11 @@ class TcpThread:
             "inference": self.inference.as_dict(),
             "clients": len(self._clients),
             "malformed": self._malformed_count,
+            "queue_full": self._queue_full_count,
+            "slow_clients": self._dropped_count,
+            "connections": len(self._peers),
+            "hung_up": dict(self._peers.hung_up),
+            "refused_keys": allowed.refused_count if allowed is not None else 0,
             "pool_capacity_bytes": self._slabs.capacity_bytes,
             "pool_free_bytes": self._slabs.free_bytes,
             "pool_slabs": self._slabs.slab_count,
@@ -740,36 +736,9 @@ class TcpThread:
             self._slabs.free(pending.reply_offset)
         pending.client.held_bytes -= pending.held_bytes
 
-    def _reply(
-        self,
-        request_id: str,
-        client: Client | None = None,
-        *,
-        body: dict[str, Any] | None = None,
-        outputs: tuple[WireTensor, ...] = (),
-        timing: dict[str, Any] | None = None,
-        error: PipeSwitchError | None = None,
-        more: bool = False,
-    ) -> list[bytes]:
-        """Magic and header; a body too large for a header follows as a tensor of its own."""
-        header = ReplyHeader(
-            v=VERSION,
-            id=request_id,
-            status="error" if error is not None else "progress" if more else "ok",
-            session=client.session if client is not None else "",
-            more=more,
-            timing=timing,
-            outputs=outputs,
-            body=body or {},
-            error=WireError(**to_wire(error)) if error is not None else None,
-        )
-        packed = encode_header(header)
-        if len(packed) <= INLINE_BODY_BYTES or outputs:
-            return [MAGIC, packed]
-        large = pack_dict(header.body)
-        tensor = WireTensor(name=BODY_TENSOR, dtype="uint8", shape=(len(large),), frame=0)
-        header = msgspec.structs.replace(header, body={}, outputs=(tensor,))
-        return [MAGIC, encode_header(header), large]
+    def _reply(self, client: Client, request_id: str, **fields: Any) -> None:
+        """A reply that settles nothing; ``fields`` as of ``reply_frames``."""
+        self._send(client, self._outgoing(reply_frames(request_id, client.session, **fields)))
 
     def _outgoing(self, frames: list[Any]) -> Outgoing:
         """A reply that settles nothing and holds nothing."""
@@ -783,15 +752,16 @@ class TcpThread:
         )
 
     def _send(self, client: Client, outgoing: Outgoing) -> None:
+        self._stirred.add(client.door.router)
         if client.is_gone:
             outgoing.on_lost()
             outgoing.on_released()
         elif not self._outbox.send(client, outgoing, self._now_ms()):
             self._drop(client, SLOW)
 
-    @staticmethod
-    def _send_now(door: Door, routing_id: bytes, frames: list[bytes]) -> None:
+    def _send_now(self, door: Door, routing_id: bytes, frames: list[bytes]) -> None:
         """To a peer without a session: now or never, nothing is kept for it."""
+        self._stirred.add(door.router)
         with contextlib.suppress(zmq.ZMQError):
             door.router.send(routing_id, zmq.SNDMORE | zmq.DONTWAIT)
             door.router.send_multipart(frames, zmq.DONTWAIT)
@@ -802,57 +772,32 @@ class TcpThread:
             return
         self._clients.remove(client)
         self._outbox.drop(client)
-        if cause == SLOW:
-            hang_up(client)
+        if cause in (SLOW, REVOKED):
+            hang_up(client.fd, client.inode)
+            self._dropped_count += cause == SLOW
         _logger.info(
             "client=%s gone cause=%s waiting=%d", client.session[:8], cause, len(client.requests)
         )
         self._uploads.forget(client.session)
         for pending in client.requests.values():
-            if pending.op in ("infer", "register"):
-                self._inbox(CancelAsked(token=pending.token))
+            if pending.op in ("infer", "register", "profile"):
+                self._take_back(pending)
         client.requests.clear()
+
+
+def _user_id(door: Door, frame: zmq.Frame) -> str:
+    """The key this message's sender proved to have; empty where none is asked for.
+
+    Raises:
+        PermissionDenied: libzmq does not say: it must not happen, and nothing is served then.
+    """
+    if door.allowed is None:
+        return ""
+    try:
+        return str(frame.get("User-Id"))
+    except (zmq.ZMQError, KeyError):
+        raise PermissionDenied("this connection has not proved a key") from None
 
 
 def _nothing() -> None:
     """For replies that hold no slab and settle no request."""
-
-
-def _envelope_id(parts: Sequence[Any]) -> str:
-    """The request id of a message that is otherwise wrong; empty when there is none."""
-    return envelope.id if (envelope := _envelope(parts)) and len(envelope.id) <= 64 else ""
-
-
-def _envelope(parts: Sequence[Any]) -> _Envelope | None:
-    if len(parts) < 2 or bytes(parts[0][:4]) != MAGIC or len(parts[1]) > INLINE_BODY_BYTES:
-        return None
-    try:
-        return msgspec.msgpack.decode(parts[1], type=_Envelope)
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        return None
-
-
-def _wrong_version(parts: Sequence[Any]) -> RemoteProtocolError | None:
-    """Another version may have other fields: say that, not which field was unknown."""
-    envelope = _envelope(parts)
-    if envelope is None or envelope.v == VERSION:
-        return None
-    return RemoteProtocolError(
-        f"protocol version {envelope.v} is not spoken here, this server speaks {VERSION}",
-        hint="use the client of the server's own release",
-    )
-
-
-def _output_outside(outputs: Sequence[SlabTensor], pending: Pending) -> str:
-    """Why a worker's claim about its outputs is refused: it may only name its own reply slab."""
-    start = pending.reply_offset or 0
-    end = start + pending.reply_bytes
-    for tensor in outputs:
-        size = ITEM_BYTES.get(tensor.dtype, 0)
-        for extent in tensor.shape:
-            size *= extent
-        if size != tensor.size_bytes or min(tensor.shape, default=0) < 0:
-            return f"{tensor.name} claims {tensor.size_bytes} bytes for {size}"
-        if not start <= tensor.offset_bytes <= tensor.offset_bytes + size <= end:
-            return f"{tensor.name} lies outside of its slab"
-    return ""

@@ -1,0 +1,268 @@
+"""One command that proves the cuda device on a GPU: ``make gpu``.
+
+    python benchmarks/gpu.py [--out DIR] [--budget 540] [--dry-run] [stage …]
+
+Stages, each in a process of its own with its own time limit, so that one that hangs or crashes
+costs nothing but itself: environment and self-test, device conformance, tests/gpu, switches of
+four models, training, soak, and ``gpu_probe.py`` with the time that is left. After each stage
+``gpu-<name>-<date>.json`` and ``.md`` are written anew into ``--out`` (benchmarks/results). Exit
+status is 0 when every stage ended well, 3 without a GPU. ``--dry-run`` runs every stage's program;
+without a GPU each says that it needs one.
+
+It runs with the packages that the machine has: torch >= 2.11 with CUDA, torchvision, numpy,
+safetensors, click, rich, pytest, pytest-timeout, hypothesis. On a machine that reaches no package
+index bring wheels of: pyzmq, msgspec, pydantic, pydantic-core, annotated-types, typing-inspection
+(and typing-extensions where it is old). transformers is used for BERT-base if there, else an
+encoder of its shape. The first run of a fresh clone needs nothing to be installed: the checkout is
+put on the path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpu_common import MARK, NEEDS_A_GPU, ROOT, RUNGS
+
+HERE = Path(__file__).resolve().parent
+BUDGET_S = 540.0
+LEAST_S = 8.0  # left for a stage, or it is not begun
+TAIL = 3000  # characters of a stage's other output that are kept when it fails
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A program of its own; ``limit_s`` is the most it may take."""
+
+    name: str
+    limit_s: float
+    command: tuple[str, ...]
+
+
+STAGES = (
+    Stage("environment", 60, ("gpu_environment.py",)),
+    Stage("conformance", 100, ("gpu_tests.py", "conformance")),
+    Stage("tests", 120, ("gpu_tests.py", "tests")),
+    Stage("switch-resnet152", 75, ("gpu_switch.py", "resnet152")),
+    Stage("switch-bert-base", 60, ("gpu_switch.py", "bert-base")),
+    Stage("soak", 70, ("gpu_soak.py",)),
+    Stage("training", 80, ("gpu_training.py",)),
+    Stage("switch-inception_v3", 60, ("gpu_switch.py", "inception_v3")),
+    Stage("switch-vit_l_16", 90, ("gpu_switch.py", "vit_l_16")),
+    Stage("probe", 240, ("gpu_probe.py", "--rest")),
+)
+
+
+@dataclass
+class Outcome:
+    """How a stage ended, and what it found."""
+
+    name: str
+    status: str  # ok, failed, timed out, skipped, needs a GPU
+    seconds: float = 0.0
+    exit_status: int | None = None
+    results: list[dict[str, Any]] = field(default_factory=list)
+    tail: str = ""
+
+    def first(self, key: str) -> Any:
+        """The first value found under a key."""
+        return next((result[key] for result in self.results if key in result), None)
+
+
+def run_stage(stage: Stage, left_s: float, environment: dict[str, str], folder: Path) -> Outcome:
+    """Run one stage to its end or to its limit; what it told until then is kept."""
+    limit_s = min(stage.limit_s, left_s)
+    program, *words = stage.command
+    command = [sys.executable, str(HERE / program), *words]
+    if stage.name == "probe":
+        command += ["--out", str(folder / "gpu-probe.json"), "--budget", f"{limit_s - 5:.0f}"]
+    began_s = time.monotonic()
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            process.wait(limit_s)
+            timed_out = False
+        except subprocess.TimeoutExpired:
+            timed_out = True
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its servers and children, too
+            process.wait()
+        output.seek(0)
+        text = output.read()
+    results, rest = _split(text)
+    status = "ok"
+    if timed_out:
+        status = "timed out"
+    elif process.returncode == NEEDS_A_GPU or any("needs" in result for result in results):
+        status = "needs a GPU"
+    elif process.returncode:
+        status = "failed"
+    return Outcome(
+        stage.name, status, round(time.monotonic() - began_s, 1), process.returncode, results,
+        rest[-TAIL:] if status not in ("ok", "needs a GPU") else "",
+    )  # fmt: skip
+
+
+def _split(text: str) -> tuple[list[dict[str, Any]], str]:
+    results, rest = [], []
+    for line in text.splitlines():
+        if line.startswith(MARK):
+            with contextlib.suppress(ValueError):  # cut off by the kill
+                results.append(json.loads(line[len(MARK) :]))
+                continue
+        rest.append(line)
+    return results, "\n".join(rest)
+
+
+class Report:
+    """The files in ``--out``, written anew after every stage."""
+
+    def __init__(self, folder: Path, command: str) -> None:
+        self._folder = folder
+        self._command = command
+        self.outcomes: list[Outcome] = []
+        self.name = "none"  # until a device is known
+
+    def add(self, outcome: Outcome) -> list[Path]:
+        """Keep a stage's outcome; the paths of the files."""
+        self.outcomes.append(outcome)
+        device = outcome.first("device")
+        if isinstance(device, dict):
+            self.name = re.sub(r"[^a-z0-9]+", "-", str(device["name"]).lower()).strip("-")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        stem = f"gpu-{self.name}-{time.strftime('%Y-%m-%d')}"
+        data, table = self._folder / f"{stem}.json", self._folder / f"{stem}.md"
+        document = {
+            "command": self._command,
+            "commit": _commit(),
+            "stages": [vars(each) for each in self.outcomes],
+        }
+        data.write_text(json.dumps(document, indent=1, default=str) + "\n")
+        table.write_text(self.markdown())
+        return [data, table]
+
+    def markdown(self) -> str:
+        """For people: stages, then switches."""
+        lines = [f"# GPU run on {self.name}", "", f"`{self._command}`, commit {_commit()}", ""]
+        lines += ["| stage | outcome | s |", "|---|---|---|"]
+        lines += [f"| {o.name} | {o.status} | {o.seconds} |" for o in self.outcomes]
+        lines += ["", "| case | arm | p50 ms | p99 ms | min ms | n |", "|---|---|---|---|---|---|"]
+        for row in self._results("total_ms"):
+            t = row["total_ms"]
+            case, arm = row.get("case", "soak"), row.get("arm", "cold")
+            lines.append(f"| {case} | {arm} | {t['p50']} | {t['p99']} | {t['min']} | {t['n']} |")
+        lines += ["", "| finding | value | target |", "|---|---|---|"]
+        for row in self._results("cold_over_ready"):
+            name = f"{row['case']}: cold / ready-eager"
+            lines.append(f"| {name} | {row['cold_over_ready']} | {row['target'] or ''} |")
+            lines.append(f"| {row['case']}: link, GB/s | {row['link_gb_s']} | |")
+        for key in ("training_tax", "preemption_stop_ms", "leaked_device_bytes", "rungs"):
+            for row in self._results(key):
+                target = row.get("target", "") if key == "training_tax" else ""
+                lines.append(f"| {key} | {row[key]} | {target} |")
+        for outcome in self.outcomes:
+            if outcome.status != "ok" and outcome.tail:
+                lines += ["", f"## {outcome.name}: {outcome.status}", "", "```"]
+                lines += [*outcome.tail.splitlines()[-25:], "```"]
+        return "\n".join(lines) + "\n"
+
+    def _results(self, key: str) -> list[dict[str, Any]]:
+        return [row for outcome in self.outcomes for row in outcome.results if key in row]
+
+
+def _commit() -> str:
+    found = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True
+    )
+    return found.stdout.strip() or "unknown"
+
+
+def child_environment() -> dict[str, str]:
+    """The checkout, this folder and the tests' stand-ins are importable in every child."""
+    path = [str(ROOT), str(HERE), str(ROOT / "tests/fakes"), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(part for part in path if part),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="prove the cuda device on a GPU")
+    parser.add_argument("stages", nargs="*", help=" ".join(stage.name for stage in STAGES))
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds in all")
+    parser.add_argument("--dry-run", action="store_true", help="try the plumbing")
+    options = parser.parse_args()
+    unknown = set(options.stages) - {stage.name for stage in STAGES}
+    if unknown:
+        parser.error(f"no stage {', '.join(sorted(unknown))}")
+    wanted = [stage for stage in STAGES if not options.stages or stage.name in options.stages]
+    with contextlib.ExitStack() as cleanup:
+        folder = options.out
+        if options.dry_run:  # nothing that could be taken for a result
+            folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory()))
+        return run_all(wanted, folder, options.budget, stops_early=not options.dry_run)
+
+
+def run_all(wanted: Sequence[Stage], folder: Path, budget_s: float, *, stops_early: bool) -> int:
+    """All stages in order; the exit status."""
+    ends_at_s = time.monotonic() + budget_s
+    report = Report(folder, "python benchmarks/gpu.py " + " ".join(sys.argv[1:]))
+    environment = child_environment()
+    heartbeat = threading.Timer(budget_s + 30, os._exit, (124,))  # whatever happens, it ends
+    heartbeat.daemon = True
+    heartbeat.start()
+    paths: list[Path] = []
+    for stage in wanted:
+        left_s = ends_at_s - time.monotonic()
+        if left_s < LEAST_S:
+            outcome = Outcome(stage.name, "skipped", tail="no time left")
+        else:
+            print(f"== {stage.name} (at most {min(stage.limit_s, left_s):.0f} s)", flush=True)
+            outcome = run_stage(stage, left_s, environment, folder)
+        paths = report.add(outcome)
+        _tell(outcome)
+        rungs = outcome.first("rungs")
+        if isinstance(rungs, dict):
+            environment[RUNGS] = json.dumps(rungs)
+        if outcome.status == "needs a GPU" and stage.name == "environment" and stops_early:
+            break
+    heartbeat.cancel()
+    for path in paths:
+        print(f"wrote {path}")
+    statuses = {outcome.status for outcome in report.outcomes}
+    if "needs a GPU" in statuses:
+        return NEEDS_A_GPU
+    return 0 if statuses <= {"ok", "skipped"} else 1
+
+
+def _tell(outcome: Outcome) -> None:
+    print(f"   {outcome.status} after {outcome.seconds} s", flush=True)
+    for result in outcome.results:
+        for key, value in result.items():
+            text = str(value)
+            print(f"   {key}: {text if len(text) < 400 else text[-400:]}", flush=True)
+    if outcome.tail:
+        print("   " + "\n   ".join(outcome.tail.splitlines()[-15:]), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""The other side of the switch benchmark: plain PyTorch in one process, asked line by line.
+
+Arms: ``ready-eager`` and ``ready-graph`` (the model lies on the device), ``serial`` (all weights
+from pinned memory, then compute: PipeSwitch without the pipeline), ``to-device`` (``module.to``
+from ordinary memory). Each starts with the input in host memory and ends with the output there, as
+a request does. ``once`` is what stop-and-start starts.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from gpu_common import is_fake, now_ms
+
+STARTED_AT_MS = now_ms()
+
+
+def _build(order: dict[str, Any]) -> Any:
+    from pipeswitch.programs.sources import load_source
+    from pipeswitch.programs.spec import BuildSpec
+
+    inputs = {name: (tuple(shape), dtype) for name, (shape, dtype) in order["inputs"].items()}
+    spec = BuildSpec(
+        name="bench", source=order["source"], weights=f"random:{order['seed']}", inputs=inputs
+    )
+    return load_source(spec).module.eval()
+
+
+class Arms:
+    """One model, four ways to answer."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        import numpy as np
+        import torch
+
+        self.torch = torch
+        self.device = "cpu" if is_fake() else "cuda"
+        self.module = _build(order)
+        save_weights(self.module, order["weights_path"])
+        with np.load(order["inputs_path"]) as arrays:
+            self.batches = {
+                batch: [self._pinned(torch.from_numpy(arrays[n][:batch])) for n in arrays.files]
+                for batch in order["batches"]
+            }
+        self.stream = None if is_fake() else torch.cuda.Stream()
+        self.resident = self._copy_of_module().to(self.device)
+        self.graphs: dict[int, tuple[Any, list[Any], Any]] = {}
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        self.host_weights = [self._pinned(tensor.detach()) for tensor in tensors]
+        landing = self._copy_of_module().to(self.device)
+        self.landing_module = landing
+        self.landing = [*landing.parameters(), *landing.buffers()]
+
+    def _pinned(self, tensor: Any) -> Any:
+        return tensor.contiguous() if is_fake() else tensor.contiguous().pin_memory()
+
+    def _copy_of_module(self) -> Any:
+        import copy
+
+        return copy.deepcopy(self.module)
+
+    def _timed(self, run: Callable[[], Any]) -> dict[str, float]:
+        torch = self.torch
+        if self.stream is not None:
+            torch.cuda.synchronize()
+        with torch.inference_mode():
+            began_ms = now_ms()
+            checksum, scale = sums(run())
+            return {"total_ms": now_ms() - began_ms, "checksum": checksum, "scale": scale}
+
+    def _inputs(self, batch: int) -> list[Any]:
+        return [value.to(self.device, non_blocking=True) for value in self.batches[batch]]
+
+    def ready_eager(self, batch: int) -> dict[str, float]:
+        return self._timed(lambda: self.resident(*self._inputs(batch)))
+
+    def ready_graph(self, batch: int) -> dict[str, float]:
+        if self.stream is None:
+            return self.ready_eager(batch)
+        if batch not in self.graphs:
+            self.graphs[batch] = self._capture(batch)
+        graph, places, output = self.graphs[batch]
+
+        def run() -> Any:
+            for place, value in zip(places, self.batches[batch], strict=True):
+                place.copy_(value, non_blocking=True)
+            graph.replay()
+            return output
+
+        return self._timed(run)
+
+    def _capture(self, batch: int) -> tuple[Any, list[Any], Any]:
+        torch = self.torch
+        places = self._inputs(batch)
+        with torch.inference_mode(), torch.cuda.stream(self.stream):
+            for _ in range(3):
+                self.resident(*places)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=self.stream):
+                output = self.resident(*places)
+        return graph, places, output
+
+    def serial(self, batch: int) -> dict[str, float]:
+        def run() -> Any:
+            for place, value in zip(self.landing, self.host_weights, strict=True):
+                place.copy_(value, non_blocking=True)
+            if self.stream is not None:
+                self.torch.cuda.current_stream().synchronize()
+            return self.landing_module(*self._inputs(batch))
+
+        return self._timed(run)
+
+    def to_device(self, batch: int) -> dict[str, float]:
+        module = self._copy_of_module()  # not timed: it was there before
+        return self._timed(lambda: module.to(self.device)(*self._inputs(batch)))
+
+
+def answer(order: dict[str, Any]) -> None:
+    """One JSON line for each line ``arm batch``."""
+    arms = Arms(order)
+    calls = {
+        "ready-eager": arms.ready_eager,
+        "ready-graph": arms.ready_graph,
+        "serial": arms.serial,
+        "to-device": arms.to_device,
+    }
+    _tell(ready=True)
+    for line in sys.stdin:
+        arm, batch = line.split()
+        try:
+            _tell(**calls[arm](int(batch)))
+        except RuntimeError as error:
+            _tell(error=f"{type(error).__name__}: {error}"[:300])
+
+
+def save_weights(module: Any, path: str) -> None:
+    """For stop-and-start: all tensors, buffers that are not persistent included."""
+    from safetensors.torch import save_file
+
+    from pipeswitch.benchmarks.child import _named_tensors
+
+    tensors, seen = {}, set()
+    for name, tensor in _named_tensors(module):
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            tensors[name] = tensor.detach().contiguous()
+    save_file(tensors, path)
+
+
+def once(order: dict[str, Any]) -> None:
+    """Stop-and-start, the quick way: from the start of python to the first answer, without random
+    initialisation, weights straight from the file."""
+    import numpy as np
+    import torch
+    from safetensors.torch import load_file
+
+    from pipeswitch.benchmarks import plain
+    from pipeswitch.benchmarks.child import _assign
+
+    device = "cpu" if is_fake() else "cuda"
+    imported_ms = now_ms()
+    module = plain.structure(order).eval()
+    _assign(module, load_file(order["weights_path"], device=device))
+    loaded_ms = now_ms()
+    with np.load(order["inputs_path"]) as arrays, torch.inference_mode():
+        values = [torch.from_numpy(arrays[name]).to(device) for name in arrays.files]
+        _, scale = sums(module(*values))
+    _tell(
+        import_ms=imported_ms - STARTED_AT_MS, load_ms=loaded_ms - imported_ms,
+        compute_ms=now_ms() - loaded_ms, scale=scale,
+    )  # fmt: skip
+
+
+def sums(output: Any) -> tuple[float, float]:
+    """To the host, as a request's output goes; its sum, and that of its absolute values."""
+    value = output
+    while not hasattr(value, "double"):
+        value = value[0] if isinstance(value, tuple | list) else next(iter(value.values()))
+    on_host = value.cpu().double()
+    return float(on_host.sum()), float(on_host.abs().sum())
+
+
+def _tell(**values: Any) -> None:
+    sys.stdout.write(json.dumps(values) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    {"answer": answer, "once": once}[sys.argv[1]](json.loads(sys.argv[2]))

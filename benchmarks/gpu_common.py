@@ -1,0 +1,111 @@
+"""What the stages of ``gpu.py`` share: how they speak, the device they need, the models."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+MARK = "RESULT "
+NEEDS_A_GPU = 3  # exit status of a stage that found none
+BINDINGS = "PIPESWITCH_DEVICE__BINDINGS"  # the tests put a stand-in here
+RUNGS = "PIPESWITCH_GPU_RUNGS"  # what the self-test chose, for the stages behind it
+
+
+def put(**values: Any) -> None:
+    """One finding; the driver keeps every one, also of a stage that is killed later."""
+    sys.stdout.write(MARK + json.dumps(values, default=str) + "\n")
+    sys.stdout.flush()
+
+
+def package() -> str:
+    """The bindings in use."""
+    return os.environ.get(BINDINGS, "cuda.bindings")
+
+
+def is_fake() -> bool:
+    """Over a stand-in everything is small, and a time means nothing."""
+    return package() != "cuda.bindings"
+
+
+def require_gpu() -> dict[str, Any]:
+    """The device's facts; leaves with a sentence where there is none."""
+    from pipeswitch.devices.choosing import examine
+    from pipeswitch.errors import ConfigError
+
+    try:
+        return examine(package(), 0, with_tests=False)["device"]
+    except ConfigError as error:
+        put(needs=f"needs a GPU: {error.message}")
+        sys.exit(NEEDS_A_GPU)
+
+
+def rung_environment() -> dict[str, str]:
+    """The rungs that the self-test stage found, so that servers start without one of their own."""
+    rungs = json.loads(os.environ.get(RUNGS, "{}"))
+    return {f"PIPESWITCH_DEVICE__{key.upper()}": value for key, value in rungs.items()}
+
+
+def now_ms() -> float:
+    return time.monotonic() * 1000.0
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    """p50, p99, minimum and count of milliseconds."""
+    ordered = sorted(values)
+    return {
+        "p50": round(ordered[len(ordered) // 2], 3),
+        "p99": round(ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))], 3),
+        "min": round(ordered[0], 3),
+        "n": len(ordered),
+    }
+
+
+@dataclass(frozen=True)
+class GpuModel:
+    """A model as it is measured. ``room_bytes``: its region, rounded up."""
+
+    name: str
+    source: str
+    room_bytes: int
+    inputs: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
+    target: float = 0.0  # of cold / ready-eager at batch 8, DESIGN 11
+
+
+MIB = 1 << 20
+
+
+def _images(side: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {"x": ((8, 3, side, side), "float32")}
+
+
+def models() -> dict[str, GpuModel]:
+    """By name. BERT-base is transformers' where that is installed, else an encoder of its shape."""
+    import importlib.util
+
+    if is_fake():
+        tiny = GpuModel("tiny", "gpu_models:tiny", 0, {"x": ((8, 64), "float32")})
+        return {tiny.name: tiny}
+    has_transformers = importlib.util.find_spec("transformers") is not None
+    bert = GpuModel(
+        "bert-base",
+        "hf:bert-base-uncased" if has_transformers else "gpu_models:bert_base_like",
+        440 * MIB,
+        {} if has_transformers else {"x": ((8, 128, 768), "float32")},
+        target=1.7,
+    )
+    found = (
+        GpuModel("resnet152", "torchvision:resnet152", 240 * MIB, _images(224), target=0.80),
+        GpuModel("inception_v3", "torchvision:inception_v3", 110 * MIB, _images(299), target=0.80),
+        bert,
+        GpuModel("vit_l_16", "torchvision:vit_l_16", 1240 * MIB, _images(224), target=1.7),
+    )
+    return {model.name: model for model in found}

@@ -1,0 +1,2 @@
+def check(size):
+    assert size < 10

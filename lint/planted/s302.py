@@ -1,0 +1,3 @@
+import marshal
+
+marshal.loads(b"")

@@ -1,0 +1,3 @@
+import torch
+
+torch.load("x.pt")

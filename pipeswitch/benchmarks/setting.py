@@ -1,0 +1,110 @@
+"""What every baseline is given, what it must be able to do, and how its processes are started."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from .models import BenchModel
+from .trials import Numbers
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every baseline is given: the model, its files, and as many threads as the server's."""
+
+    model: BenchModel
+    folder: Path
+    threads: int
+    seed: int
+
+    def order(self) -> dict[str, Any]:
+        """For ``child.py``."""
+        return {
+            "source": self.model.source,
+            "inputs": dict(self.model.inputs),
+            "seed": self.seed,
+            "threads": self.threads,
+            "weights_path": str(self.folder / f"{self.model.name}.safetensors"),
+            "inputs_path": str(self.folder / f"{self.model.name}.npz"),
+            "packed_path": str(self.folder / f"{self.model.name}.packed"),
+        }
+
+    def write_files(self) -> None:
+        """Weights and inputs, made once by a child."""
+        child = spawn("weights", self.order())
+        output, _ = child.communicate()
+        if child.returncode:
+            raise RuntimeError(f"{self.model.name}: its weights could not be written\n{output}")
+
+
+class Baseline(Protocol):
+    """One way to answer a request without PipeSwitch; a context manager."""
+
+    name: str
+    every: int  # takes part in every so many rounds
+
+    def prepare(self) -> None:
+        """Bring about the state before a request; not timed."""
+
+    def measure(self) -> Numbers:
+        """Answer one request; ``total_ms`` and parts of it."""
+
+    def close(self) -> None:
+        """End every process of this baseline."""
+
+
+def spawn(
+    verb: str, order: dict[str, Any], *, module: str = "child", keep: tuple[int, ...] = ()
+) -> subprocess.Popen[str]:
+    """A child of ours with pipes at both ends; descriptors in ``keep`` are its too."""
+    name = f"{__package__}.{module}"
+    command = [sys.executable, "-P", "-m", name, verb, json.dumps(order)]
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+        pass_fds=keep,
+    )
+
+
+def tell(child: subprocess.Popen[str], **values: Any) -> None:
+    """One JSON line to its standard input."""
+    assert child.stdin is not None
+    child.stdin.write(json.dumps(values) + "\n")
+
+
+def read_line(child: subprocess.Popen[str]) -> Numbers:
+    """Its next JSON line."""
+    assert child.stdout is not None
+    line = child.stdout.readline()
+    if not line:
+        raise RuntimeError(f"a baseline's process ended with status {child.wait()}")
+    values: Numbers = json.loads(line)
+    return values
+
+
+def next_answer(child: subprocess.Popen[str]) -> Numbers:
+    """Ask a child that answers line by line."""
+    assert child.stdin is not None
+    child.stdin.write("run\n")
+    return read_line(child)
+
+
+def end(child: subprocess.Popen[str] | None) -> None:
+    """Kill and reap it."""
+    if child is None:
+        return
+    child.kill()
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None and not pipe.closed:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()

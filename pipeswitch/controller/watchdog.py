@@ -1,0 +1,140 @@
+"""Notices that the controller's loop stands still, and tells systemd what there is to tell.
+
+A loop that never turns again (an endless loop in a decision, a call that never returns) is the
+one death that no process, channel or descriptor reports. A thread looks at it; with systemd
+(``Type=notify``, ``WatchdogSec``) the manager looks too, which also covers a call that never gives
+the interpreter lock back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Final, TextIO
+
+log = logging.getLogger(__name__)
+
+LOOKS: Final = 10  # in a row without a turn
+TELL_WAIT_S: Final = 1.0
+EXIT_HUNG: Final = os.EX_SOFTWARE
+
+
+class Notifier:
+    """systemd's end, sd_notify(3); does nothing when no manager listens."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._address = environ.get("NOTIFY_SOCKET", "").replace("@", "\0", 1)
+        self._socket: socket.socket | None = None
+        self._beat_every_s = 0.0
+        self._beat_at_s = 0.0
+        self._is_watched = False
+        if not self._address:
+            return
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        if environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid()):
+            with contextlib.suppress(ValueError):  # a third: two may be lost
+                self._beat_every_s = int(environ.get("WATCHDOG_USEC", "0")) / 3e6
+
+    def tell(self, **fields: object) -> None:
+        """``tell(READY=1, STATUS="…")``. Never fails; waits for a manager that does not read."""
+        self._is_watched = self._is_watched or "READY" in fields
+        self._send(fields, TELL_WAIT_S)
+
+    def _send(self, fields: Mapping[str, object], timeout_s: float) -> None:
+        if self._socket is None:
+            return
+        self._socket.settimeout(timeout_s)
+        text = "\n".join(f"{key}={str(value).replace(chr(10), ' ')}" for key, value in
+                         fields.items())  # fmt: skip
+        try:
+            self._socket.sendto(text.encode(), self._address)
+        except OSError as error:
+            log.debug("systemd not told: %s", error)
+
+    def beat(self, now_s: float) -> None:
+        """Once a turn of the loop; tells the manager as often as it wants to hear it.
+
+        It watches from READY on. What is told before would only fill its queue, of ten messages.
+        """
+        if self._is_watched and self._beat_every_s and now_s >= self._beat_at_s:
+            self._beat_at_s = now_s + self._beat_every_s
+            self._send({"WATCHDOG": 1}, 0.0)
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+class TurnLooks:
+    """Counts looks at a loop that found it where it was.
+
+    Looks are counted, not time: this process may have been stopped as a whole (SIGSTOP), and then
+    much time has passed for the watchdog as well as for the loop.
+    """
+
+    def __init__(self) -> None:
+        self._seen = -1
+        self._count = 0
+
+    def is_hung(self, turns: int) -> bool:
+        """A look; whether it is the last of ``LOOKS`` in a row without a turn."""
+        self._count = self._count + 1 if turns == self._seen else 0
+        self._seen = turns
+        return self._count >= LOOKS
+
+
+class LoopWatchdog:
+    """Ends the process when the loop has not turned for ``limit_s``.
+
+    Args:
+        limit_s: without a turn; 0: never.
+        dump: open file for the stacks of all threads.
+        end: called then, on the watchdog's thread; it must not return in a real server.
+    """
+
+    def __init__(
+        self, limit_s: float, dump: TextIO, end: Callable[[], None] = lambda: os._exit(EXIT_HUNG)
+    ) -> None:
+        self._limit_s = limit_s
+        self._dump = dump
+        self._end = end
+        self._turns = 0
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pipeswitch-watch", daemon=True)
+
+    def start(self) -> None:
+        if self._limit_s > 0:
+            self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def turned(self) -> None:
+        """The loop has come round; all that a turn pays."""
+        self._turns += 1
+
+    def _run(self) -> None:
+        looks = TurnLooks()
+        while not self._stopped.wait(self._limit_s / LOOKS):
+            if looks.is_hung(self._turns):
+                self._give_up()
+                return
+
+    def _give_up(self) -> None:
+        """No logging: its locks may be held by the thread that hangs."""
+        at = time.strftime("%F %T")
+        for stream in (self._dump.fileno(), 2):
+            with contextlib.suppress(OSError):
+                text = f"{at} CRITICAL scheduler=hung no turn for {self._limit_s:g} s, leaving\n"
+                os.write(stream, text.encode())
+                faulthandler.dump_traceback(stream, all_threads=True)
+        self._end()

@@ -1,0 +1,161 @@
+"""Named points at which a test makes a process die, fail or stand still.
+
+Off (always, unless the environment says otherwise at the start of a server) a point costs one
+comparison. On, a folder arms them while the server runs::
+
+    PIPESWITCH_FAILPOINTS=/tmp/points pipeswitch serve      # make the folder first
+    echo crash > /tmp/points/daemon.transmit.group          # the next one to get there dies
+
+The first process to reach an armed point takes the file away and then does what it said, so a
+point fires once, whichever process it is and however often that is replaced. ``reached/`` in the
+folder gets a file for each point that any process came by: tests demand that all are there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import time
+from collections.abc import Mapping
+from typing import Final
+
+VARIABLE: Final = "PIPESWITCH_FAILPOINTS"
+REACHED: Final = "reached"
+
+POINTS: Final[Mapping[str, str]] = {
+    "build.begin": "a program is built",
+    "build.done": "a program was built, it is taken over",
+    "build.published": "a program has its place, the controller was not told",
+    "build.write": "a built program gets its place",
+    "commit.acknowledge": "a commit has been flipped in, its job was not told",
+    "commit.copied": "a commit is copied, its record is not written",
+    "commit.flipped": "a commit has been flipped in",
+    "commit.recorded": "a commit's record is written, the flip is not",
+    "commit.struck": "a commit's slot is struck out, nothing is copied",
+    "commits.create": "a job's commit area is made",
+    "commits.drop": "a job's commits are removed",
+    "controller.answer": "an answer leaves the scheduler",
+    "controller.event": "an event is handled",
+    "controller.exit": "a child's exit is known",
+    "controller.fork": "a child is ordered",
+    "controller.send.builder": "an order is sent to a builder",
+    "controller.send.daemon": "an order is sent to the memory daemon",
+    "controller.send.worker": "an order is sent to a worker",
+    "daemon.message": "the memory daemon obeys a message",
+    "daemon.scrub": "a released slice is zeroed",
+    "daemon.send": "the memory daemon sends a message",
+    "daemon.start": "the memory daemon tells that it is ready",
+    "daemon.store.done": "a model lies in the host store, nobody was told",
+    "daemon.store.read": "a model is read into the host store",
+    "daemon.transmit.begin": "a model's first group is copied",
+    "daemon.transmit.end": "all groups are in place, the controller was not told",
+    "daemon.transmit.group": "a group is in place, its word does not say so yet",
+    "fork.child": "a child has been forked",
+    "fork.order": "the fork server forks",
+    "frontend.accepted": "a request was accepted",
+    "frontend.copied": "a large payload is in the pool",
+    "frontend.message": "a client's message is read",
+    "frontend.reply": "a final answer is sent",
+    "job.commit": "a step is to be committed",
+    "job.committed": "a job knows that its step is committed",
+    "job.ended": "a script has ended, the controller was not told",
+    "job.evicted": "a script was unwound for its memory",
+    "job.lease": "a job asks for its slice",
+    "job.leased": "a job has its slice",
+    "job.obey": "the termination thread obeys a message",
+    "job.park": "a stopping job gives the device away",
+    "job.parked": "a job has raised the next turn, the controller was not told",
+    "job.report": "a job reports",
+    "job.restore": "a job reads its last commit",
+    "job.start": "a script is started or started again",
+    "journal.write": "an entry is written to the journal",
+    "journal.written": "an entry is in the journal, nobody was told",
+    "persist.image.renamed": "an image has its name, commit.json names the one before",
+    "persist.image.write": "an image is written to disk",
+    "persist.image.written": "an image lies under its temporary name",
+    "persist.record.renamed": "commit.json names the new image",
+    "persist.record.written": "the new commit.json lies under its temporary name",
+    "upload.publish": "a complete file gets its name",
+    "upload.published": "a file has its name, its folder is not synced",
+    "upload.write": "a chunk is written",
+    "worker.infer.done": "outputs lie in the slab, the controller was not told",
+    "worker.infer.group": "a group begins to compute",
+    "worker.infer.outputs": "outputs are written into the reply slab",
+    "worker.infer.received": "a worker has a request",
+    "worker.infer.turn": "a worker has the device's turn",
+    "worker.prepare": "a worker loads a program ahead of its request",
+    "worker.send": "a worker sends a message",
+    "worker.start": "a worker tells that it is ready",
+}
+"""Every point, and what is the case there."""
+
+_folder: str | None = None
+_seen: set[str] = set()  # by this process
+
+
+class Injected(RuntimeError):
+    """What the action ``error`` raises: no code expects it, which is the point."""
+
+
+def enable(environment: Mapping[str, str]) -> None:
+    """Read the switch; called once at the start of a process, inherited by its forks."""
+    global _folder
+    _folder = environment.get(VARIABLE) or None
+    if _folder is not None:
+        os.makedirs(os.path.join(_folder, REACHED), exist_ok=True)
+
+
+def reach(name: str) -> None:
+    """Come by the point ``name``."""
+    if _folder is not None:
+        _come_by(_folder, name)
+
+
+def _come_by(folder: str, name: str) -> str:
+    """The action that was carried out here, if one was."""
+    if name not in POINTS:
+        raise ValueError(f"{name} is no failpoint")
+    if name not in _seen:
+        _seen.add(name)
+        with contextlib.suppress(OSError):  # the test has ended and taken its folder away
+            os.close(os.open(os.path.join(folder, REACHED, name), os.O_CREAT | os.O_WRONLY, 0o600))
+    armed = os.path.join(folder, name)
+    taken = f"{armed}.{os.getpid()}"
+    try:
+        os.rename(armed, taken)  # one process wins
+    except OSError:
+        return ""
+    with open(taken) as file:
+        action = file.read().strip()
+    os.unlink(taken)
+    if action != "garbage":
+        act(action, name)
+    return action
+
+
+def garbled(name: str, data: bytes) -> bytes:
+    """Come by a point where a message passes; the action ``garbage`` makes nonsense of it."""
+    if _folder is None:
+        return data
+    return b"\xc1" + os.urandom(40) if _come_by(_folder, name) == "garbage" else data
+
+
+def act(action: str, name: str) -> None:
+    """Carry out ``crash``, ``stop``, ``error``, ``memory``, ``disk`` or ``delay MILLISECONDS``."""
+    match action.split():
+        case ["crash"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        case ["stop"]:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case ["error"]:
+            raise Injected(f"failpoint {name}")
+        case ["memory"]:
+            raise MemoryError(f"failpoint {name}")
+        case ["disk"]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+        case ["delay", milliseconds]:
+            time.sleep(float(milliseconds) / 1000)  # the fault itself: a process that is slow here
+        case _:
+            raise ValueError(f"failpoint {name}: unknown action {action!r}")

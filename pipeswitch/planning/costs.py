@@ -1,0 +1,128 @@
+"""What a model costs to bring and to run, layer by layer: the planner's input. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import accumulate
+
+TransferCurve = Callable[[int], float]
+"""Bytes sent in one copy -> ms. Never negative, never less for more bytes; any shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCost:
+    """One copy takes ``alpha_ms + beta_ms_per_byte * bytes``: a fixed part and a bandwidth."""
+
+    alpha_ms: float
+    beta_ms_per_byte: float
+
+    def __post_init__(self) -> None:
+        for value in (self.alpha_ms, self.beta_ms_per_byte):
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"a link's costs are finite and not negative, got {self}")
+
+    @classmethod
+    def of_bandwidth(cls, gb_per_s: float, alpha_ms: float = 0.0) -> LinkCost:
+        """A link of ``gb_per_s`` (10^9 bytes a second)."""
+        if gb_per_s <= 0:
+            raise ValueError(f"a bandwidth is positive, got {gb_per_s} GB/s")
+        return cls(alpha_ms, 1e-6 / gb_per_s)
+
+    def __call__(self, size_bytes: int) -> float:
+        return self.alpha_ms + self.beta_ms_per_byte * size_bytes
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """A model's finest layers on one link and one device, both working in layer order.
+
+    Group *k* of a plan arrives at ``l[k] = l[k-1] + link(bytes)`` and its computation ends at
+    ``c[k] = max(c[k-1], l[k]) + sigma_ms + compute_ms``; ``l`` begins at 0, ``c`` at ``ready_ms``.
+
+    Attributes:
+        layer_bytes: that each layer is the first to use; 0 for one that brings no weights.
+        compute_ms: of each layer, with its weights on the device.
+        link: time of one copy by its size: a ``LinkCost``, or any curve that never falls.
+        sigma_ms: what each transmitted group costs the compute side (wait, wake-up, hook).
+        ready_ms: when the device is free to compute, from the start of the first copy on: the
+            old task stops while the copy already runs.
+    """
+
+    layer_bytes: tuple[int, ...]
+    compute_ms: tuple[float, ...]
+    link: TransferCurve
+    sigma_ms: float = 0.0
+    ready_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.layer_bytes) != len(self.compute_ms):
+            raise ValueError(
+                f"{len(self.layer_bytes)} layers have bytes, {len(self.compute_ms)} have times"
+            )
+        times_ms = (*self.compute_ms, self.sigma_ms, self.ready_ms)
+        if not all(math.isfinite(ms) and ms >= 0 for ms in times_ms):
+            raise ValueError("times must be finite and not negative")
+        if any(size_bytes < 0 for size_bytes in self.layer_bytes):
+            raise ValueError("a layer has a negative number of bytes")
+
+    def scaled(self, copy_factor: float, compute_factor: float) -> LayerCosts:
+        """The same where copies and computation take that many times as long."""
+        curve = self.link
+        slower: TransferCurve
+        if isinstance(curve, LinkCost):  # stays one: the planner is faster for them
+            slower = LinkCost(curve.alpha_ms * copy_factor, curve.beta_ms_per_byte * copy_factor)
+        else:
+            slower = partial(_scaled_curve, curve, copy_factor)
+        compute_ms = tuple(ms * compute_factor for ms in self.compute_ms)
+        return replace(self, link=slower, compute_ms=compute_ms)
+
+    @property
+    def layer_count(self) -> int:
+        return len(self.layer_bytes)
+
+    @cached_property
+    def offsets_bytes(self) -> tuple[int, ...]:
+        """Bytes before each layer, and the total: ``layer_count + 1`` values."""
+        return tuple(accumulate(self.layer_bytes, initial=0))
+
+    @cached_property
+    def remaining_ms(self) -> tuple[float, ...]:
+        """Computation from each layer to the end, and 0: ``layer_count + 1`` values."""
+        return tuple(accumulate(reversed(self.compute_ms), initial=0.0))[::-1]
+
+    @property
+    def total_bytes(self) -> int:
+        return self.offsets_bytes[-1]
+
+    @property
+    def total_compute_ms(self) -> float:
+        return self.remaining_ms[0]
+
+    @property
+    def resident_ms(self) -> float:
+        """The run with everything on the device already: what a switch is compared with."""
+        return self.ready_ms + self.total_compute_ms
+
+    def transfer_ms(self, first: int, end: int) -> float:
+        """Layers ``first`` .. ``end - 1`` in one copy."""
+        return self.link(self.offsets_bytes[end] - self.offsets_bytes[first])
+
+    def beyond(self, prefix_layers: int) -> LayerCosts:
+        """What is left when the first layers are resident: they compute and nothing else.
+
+        They need neither copy nor signal, so they only make the device ready later.
+        """
+        return LayerCosts(
+            self.layer_bytes[prefix_layers:],
+            self.compute_ms[prefix_layers:],
+            self.link,
+            self.sigma_ms,
+            self.ready_ms + sum(self.compute_ms[:prefix_layers]),
+        )
+
+
+def _scaled_curve(curve: TransferCurve, factor: float, size_bytes: int) -> float:
+    return curve(size_bytes) * factor

@@ -1,0 +1,46 @@
+"""``python -m tests.chaos --minutes 10 --seed 7 --out out/chaos.json`` (``make chaos``)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from .run import chaos
+
+
+def main() -> int:
+    """Exit 0 when nothing was lost, doubled, wrong or left broken."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos")
+    parser.add_argument("--minutes", type=float, default=2.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("out/chaos.json"))
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="pipeswitch-chaos-") as folder:
+        report = chaos(Path(folder), asked.minutes * 60, asked.seed, _say)
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
+    asked.out.write_text(json.dumps(report, indent=1) + "\n")
+    _say(json.dumps({k: v for k, v in report.items() if k != "recovery"}, indent=1))
+    return int(is_bad(report))
+
+
+def is_bad(report: dict[str, object]) -> bool:
+    """Whether the run showed a defect."""
+    return bool(
+        report["lost"]
+        or report["duplicated"]
+        or report["wrong"]
+        or report["violations"]
+        or report["faults_survived"] != report["faults_injected"]
+    )
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

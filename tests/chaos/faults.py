@@ -1,0 +1,277 @@
+"""The grid of RELIABILITY 3: component x fault, each cell an injection into a running server."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import zmq
+
+from pipeswitch.errors import PipeSwitchError
+from pipeswitch.sockets import Caps, make_dealer
+from pipeswitch.wire import MAGIC
+
+from ..process.tools import kill, until
+from .stage import Stage
+
+FIRES_WITHIN_S: Final = 30.0
+STOPPED_FOR_S: Final = 0.4  # shorter than what the server calls dead
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of the grid and how it is made to happen; ``inject`` is true if it did."""
+
+    component: str
+    fault: str
+    inject: Callable[[Stage, random.Random], bool]
+    ends_controller: bool = False
+
+
+# ---- by signal ---------------------------------------------------------------------------------
+
+
+def _workers(stage: Stage, *states: str) -> list[int]:
+    rows = stage.checked.rows("worker")
+    return [row["pid"] for row in rows if row["pid"] and (not states or row["state"] in states)]
+
+
+def _pick(stage: Stage, generator: random.Random, *states: str) -> int | None:
+    pids = _workers(stage, *states)
+    return generator.choice(pids) if pids else None
+
+
+def _daemon(stage: Stage) -> int | None:
+    rows = [row["pid"] for row in stage.checked.rows("daemon") if row["pid"]]
+    return rows[0] if rows else None
+
+
+def _signals(find: Callable[[Stage, random.Random], int | None], number: int) -> Any:
+    def inject(stage: Stage, generator: random.Random) -> bool:
+        pid = find(stage, generator)
+        return pid is not None and kill(pid, number)
+
+    return inject
+
+
+ACTIVE: Final = ("active", "suspended", "cleaning")
+
+
+def _active(stage: Stage, generator: random.Random) -> int | None:
+    """The worker that computes; one that is between two tasks when nobody does."""
+    return _pick(stage, generator, *ACTIVE) or _pick(stage, generator)
+
+
+def _standby(stage: Stage, generator: random.Random) -> int | None:
+    return _pick(stage, generator, "standby")
+
+
+def _fork_server(stage: Stage, _: random.Random) -> int | None:
+    with contextlib.suppress(AssertionError, OSError):
+        return stage.checked.fork_server_pid()
+    return None
+
+
+def _controller(stage: Stage, _: random.Random) -> int | None:
+    return stage.running.pid
+
+
+def _stop_and_go(stage: Stage, generator: random.Random) -> bool:
+    """The controller stands still for a while; nobody may take it for dead."""
+    pid = stage.running.pid
+    kill(pid, signal.SIGSTOP)
+    threading.Event().wait(generator.uniform(0.05, STOPPED_FOR_S))
+    return kill(pid, signal.SIGCONT)
+
+
+# ---- by failpoint ------------------------------------------------------------------------------
+
+
+def _point(point: str, action: str, provoke: Callable[[Stage], None] | None = None) -> Any:
+    """Arm it, make something go by if the load does not, wait until it has fired."""
+
+    def inject(stage: Stage, _: random.Random) -> bool:
+        path = stage.arm(point, action)
+        if provoke is not None:
+            with contextlib.suppress(PipeSwitchError):
+                provoke(stage)
+        try:
+            until(lambda: not path.exists() or not stage.is_up, point, FIRES_WITHIN_S)
+        except AssertionError:
+            path.unlink(missing_ok=True)
+            return False
+        return True
+
+    return inject
+
+
+def _register(stage: Stage) -> None:
+    with stage.client() as client:
+        linear = torch.nn.Linear(8, 8)
+        client.register("provoked", linear, example_inputs=(torch.zeros(1, 8),))
+        client.unregister("provoked")
+
+
+# ---- by clients --------------------------------------------------------------------------------
+
+VICTIM = """
+    import sys, torch
+    from pipeswitch.client import Client
+    client = Client(sys.argv[1])
+    futures = [client.submit("a", torch.ones(1, 512)) for _ in range(64)]
+    print("sent", flush=True)
+    for future in futures:
+        future.result()
+    sys.stdin.read()
+"""
+
+
+def _client_with(number: int) -> Any:
+    """A client process with requests under way is killed, or stopped and killed later."""
+
+    def inject(stage: Stage, _: random.Random) -> bool:
+        process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(VICTIM), stage.address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert process.stdout is not None
+        assert process.stdin is not None
+        with process.stdout, process.stdin:
+            heard = process.stdout.readline()
+            process.send_signal(number)
+            if number == signal.SIGSTOP:
+                threading.Event().wait(STOPPED_FOR_S)
+            process.kill()
+            process.wait()
+        return heard == b"sent\n"
+
+    return inject
+
+
+def _garbage(stage: Stage, generator: random.Random) -> bool:
+    """Frames that are none, and bytes that are not even ZeroMQ."""
+    context: zmq.Context[Any] = zmq.Context()
+    try:
+        dealer = make_dealer(context, Caps(max_message_bytes=1 << 20))
+        dealer.connect(stage.address)
+        for _ in range(20):
+            frames = [MAGIC] if generator.random() < 0.5 else []
+            frames += [generator.randbytes(generator.randrange(300)) for _ in range(3)]
+            dealer.send_multipart(frames)
+        host, _, port = stage.address.removeprefix("tcp://").rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=5) as plain:
+            plain.sendall(generator.randbytes(4096))
+    except OSError:
+        return False
+    finally:
+        context.destroy(200)
+    return True
+
+
+def _slow_reader(stage: Stage, _: random.Random) -> bool:
+    """A client that asks for much, reads nothing and leaves."""
+    with stage.client() as client:
+        with contextlib.suppress(PipeSwitchError):
+            for _ in range(50):
+                client.submit("b", torch.zeros(4, 512))
+        return True
+
+
+def _half_a_message(stage: Stage, _: random.Random) -> bool:
+    """A client that starts a message and then hangs."""
+    host, _sep, port = stage.address.removeprefix("tcp://").rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=5) as plain:
+            plain.sendall(b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL" + b"\0" * 20)
+            threading.Event().wait(0.1)
+    except OSError:
+        return False
+    return True
+
+
+# ---- by files ----------------------------------------------------------------------------------
+
+
+def _damaged_journal(stage: Stage, generator: random.Random) -> bool:
+    """The controller is killed, and the last bytes of its journal are not what it wrote."""
+    kill(stage.running.pid)
+    stage.running.process.wait(30)
+    for path in (stage.folder / "state").glob("journal*-wal"):
+        _scribble(path, generator)
+    return True
+
+
+def _scribble(path: Path, generator: random.Random) -> None:
+    """A torn last write: some bytes at the end are lost."""
+    size = path.stat().st_size
+    if size > 64:
+        os.truncate(path, size - generator.randrange(1, 32))
+
+
+# ---- the grid ----------------------------------------------------------------------------------
+
+
+def grid() -> list[Cell]:
+    """Every cell that is possible; the gaps are those of RELIABILITY 3."""
+    cells = [
+        Cell("client", "kill -9", _client_with(signal.SIGKILL)),
+        Cell("client", "SIGSTOP", _client_with(signal.SIGSTOP)),
+        Cell("client", "hang", _half_a_message),
+        Cell("client", "garbage in", _garbage),
+        Cell("client", "slow peer", _slow_reader),
+        Cell("controller", "kill -9", _signals(_controller, signal.SIGKILL), ends_controller=True),
+        Cell("controller", "SIGSTOP", _stop_and_go),
+        Cell("controller", "exception", _point("frontend.message", "error"), ends_controller=True),
+        Cell("controller", "hang", _point("controller.event", "delay 700")),
+        Cell("controller", "OOM", _point("frontend.message", "memory"), ends_controller=True),
+        Cell("controller", "ENOSPC", _point("journal.write", "disk", _register)),
+        Cell("controller", "garbage in", _point("worker.send", "garbage")),
+        Cell("controller", "slow peer", _point("worker.send", "delay 700")),
+        Cell("fork server", "kill -9", _signals(_fork_server, signal.SIGKILL)),
+        Cell("fork server", "SIGSTOP", _signals(_fork_server, signal.SIGSTOP)),
+        Cell("daemon", "kill -9", _signals(lambda s, _: _daemon(s), signal.SIGKILL)),
+        Cell("daemon", "SIGSTOP", _signals(lambda s, _: _daemon(s), signal.SIGSTOP)),
+        Cell("daemon", "exception", _point("daemon.transmit.group", "error")),
+        Cell("daemon", "hang", _point("daemon.transmit.group", "delay 1500")),
+        Cell("daemon", "OOM", _point("daemon.transmit.begin", "memory")),
+        Cell("daemon", "ENOSPC", _point("persist.image.write", "disk")),
+        Cell("daemon", "garbage in", _point("controller.send.daemon", "garbage")),
+        Cell("daemon", "slow peer", _point("daemon.message", "delay 700")),
+        Cell("active worker", "kill -9", _signals(_active, signal.SIGKILL)),
+        Cell("active worker", "SIGSTOP", _signals(_active, signal.SIGSTOP)),
+        Cell("active worker", "exception", _point("worker.infer.group", "error")),
+        Cell("active worker", "hang", _point("worker.infer.group", "delay 1500")),
+        Cell("active worker", "OOM", _point("worker.infer.outputs", "memory")),
+        Cell("active worker", "ENOSPC", _point("worker.infer.outputs", "disk")),
+        Cell("active worker", "garbage in", _point("controller.send.worker", "garbage")),
+        Cell("active worker", "slow peer", _point("worker.infer.received", "delay 700")),
+        Cell("standby worker", "kill -9", _signals(_standby, signal.SIGKILL)),
+        Cell("standby worker", "SIGSTOP", _signals(_standby, signal.SIGSTOP)),
+        Cell("standby worker", "exception", _point("worker.prepare", "error", _register)),
+        Cell("standby worker", "hang", _point("worker.prepare", "delay 1500", _register)),
+        Cell("standby worker", "OOM", _point("worker.prepare", "memory", _register)),
+        Cell("store / journal", "exception", _point("daemon.store.read", "error", _register)),
+        Cell("store / journal", "ENOSPC", _point("build.write", "disk", _register)),
+        Cell("store / journal", "garbage in", _damaged_journal, ends_controller=True),
+        Cell("store / journal", "slow peer", _point("journal.write", "delay 300", _register)),
+    ]
+    return cells
+
+
+def now_s() -> float:
+    """The clock of the whole run."""
+    return time.monotonic()

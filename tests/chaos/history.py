@@ -1,0 +1,116 @@
+"""What happened in a chaos run, and what must be true of it. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+RECOVERED_WITHIN_S: Final = 60.0  # no answer to anybody for that long: not survived
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One request of the load, as its client saw it."""
+
+    lane: str
+    model: str
+    sent_at_s: float
+    ended_at_s: float
+    kind: str  # ok, wrong, no answer, duplicate, or an error's type
+    may_fail: bool = False  # it had a deadline, or was taken back
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault that was injected."""
+
+    component: str
+    fault: str
+    at_s: float
+    ends_controller: bool = False  # by design: one that has no state left to trust leaves
+
+
+@dataclass
+class History:
+    """Everything that is judged at the end; appended to by all threads (lists only grow)."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    controller_downs: list[tuple[float, float]] = field(default_factory=list)  # from, to
+    violations: list[str] = field(default_factory=list)
+
+    def was_down(self, from_s: float, to_s: float) -> bool:
+        """Whether the controller was away at some time between."""
+        return any(down <= to_s and up >= from_s for down, up in self.controller_downs)
+
+    def lost(self) -> list[Outcome]:
+        """Requests that should have been answered and were not.
+
+        A typed error is an answer. ``ServerUnavailable`` is one only if the controller was away;
+        a request that cannot fail must not be told of a deadline or a cancellation.
+        """
+        return [outcome for outcome in self.outcomes if self._is_lost(outcome)]
+
+    def _is_lost(self, outcome: Outcome) -> bool:
+        match outcome.kind:
+            case "ok" | "WorkerLost" | "ModelQuarantined" | "QueueFull" | "never accepted":
+                return False
+            case "ServerUnavailable" | "no answer to a raw request":
+                return not self.was_down(outcome.sent_at_s, outcome.ended_at_s)
+            case "DeadlineExceeded" | "Cancelled" | "CancelledError":
+                return not outcome.may_fail
+            case "duplicate":
+                return False
+            case _:
+                return True
+
+    def recovery_s(self, fault: Fault) -> float | None:
+        """From the fault to the first good answer to a request that was sent after it."""
+        times = [
+            outcome.ended_at_s - fault.at_s
+            for outcome in self.outcomes
+            if outcome.lane == "probe" and outcome.kind == "ok" and outcome.sent_at_s >= fault.at_s
+        ]
+        return min(times, default=None)
+
+    def report(self) -> dict[str, Any]:
+        """The figures, as the JSON file has them."""
+        grid: dict[str, dict[str, Any]] = {}
+        recovered = 0
+        for fault in self.faults:
+            cell = grid.setdefault(f"{fault.component} x {fault.fault}", {"count": 0, "s": []})
+            seconds = self.recovery_s(fault)
+            cell["count"] += 1
+            if seconds is not None and seconds <= RECOVERED_WITHIN_S:
+                recovered += 1
+                cell["s"].append(seconds)
+        return {
+            "faults_injected": len(self.faults),
+            "faults_survived": recovered,
+            "requests": len(self.outcomes),
+            "outcomes": dict(Counter(outcome.kind for outcome in self.outcomes).most_common()),
+            "wrong": sum(outcome.kind == "wrong" for outcome in self.outcomes),
+            "lost": len(self.lost()),
+            "duplicated": sum(outcome.kind == "duplicate" for outcome in self.outcomes),
+            "controller_restarts": len(self.controller_downs),
+            "violations": self.violations,
+            "recovery": {name: _cell(cell) for name, cell in sorted(grid.items())},
+        }
+
+
+def _cell(cell: dict[str, Any]) -> dict[str, Any]:
+    times_ms = sorted(1000.0 * s for s in cell["s"])
+    return {
+        "count": cell["count"],
+        "survived": len(times_ms),
+        "recovery_ms_p50": quantile(times_ms, 0.5),
+        "recovery_ms_p99": quantile(times_ms, 0.99),
+    }
+
+
+def quantile(ordered: list[float], share: float) -> float | None:
+    """Of a sorted list, by nearest rank; None when it is empty."""
+    if not ordered:
+        return None
+    return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 1)

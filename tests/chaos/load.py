@@ -1,0 +1,316 @@
+"""Mixed load for a server that is being hurt: each lane is a thread that records what it saw."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import torch
+import zmq
+
+from pipeswitch.client import Client, Task
+from pipeswitch.errors import (
+    AlreadyExists,
+    ModelNotFound,
+    ModelQuarantined,
+    PipeSwitchError,
+    RegistrationRefused,
+    ServerUnavailable,
+    TaskFailed,
+)
+from pipeswitch.sockets import Caps, make_dealer
+from pipeswitch.wire import MAGIC, RequestHeader, WireTensor, decode_reply, encode_header
+
+from ..process.tools import eager, is_bit_equal, mlp, run_plain, write_script
+from .history import Outcome
+from .stage import Stage
+
+WIDTH: Final = 512
+DEPTH: Final = 8  # 8 MiB
+MODELS: Final = ("a", "b", "c")
+PROBE: Final = "probe"
+ANSWER_TIMEOUT_S: Final = 90.0
+CONTROLLER_GRACE_S: Final = 40.0
+DEADLINES_MS: Final = (None, None, None, 40.0, 2000.0)
+
+TRAIN = """
+    import hashlib, os, sys
+    import torch
+    from pipeswitch import job
+
+    seed, stop_file, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    torch.manual_seed(seed)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64), torch.nn.Dropout(0.2),
+        torch.nn.ReLU(), torch.nn.Linear(64, 64),
+    ).to(job.device)
+    optimizer = torch.optim.Adam(net.parameters(), 0.001)
+    data = [torch.randn(64, 64) for _ in range(20)]
+    last = int(sys.argv[4]) if len(sys.argv) > 4 else 10**9
+    for epoch in job.epochs(10**9):
+        for x in job.steps(data, model=net, optimizer=optimizer):
+            net(x + 0.1 * torch.randn_like(x)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if os.path.exists(stop_file) or job.step >= last:
+            break
+    total = hashlib.sha256()
+    for value in net.state_dict().values():
+        total.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    total.update(torch.get_rng_state().numpy().tobytes())
+    with open(out, "w") as file:
+        file.write(f"{job.step} {total.hexdigest()}")
+"""
+
+
+class Load:
+    """All lanes; ``stop`` ends them, ``finish_jobs`` then judges the training."""
+
+    def __init__(self, stage: Stage, seed: int) -> None:
+        self._stage = stage
+        self._history = stage.history
+        self._seed = seed
+        self._stop = threading.Event()
+        self.modules = {name: mlp(WIDTH, DEPTH, n) for n, name in enumerate(MODELS)}
+        self.modules[PROBE] = mlp(16, 1, 9)
+        self._script = write_script(stage.folder, "train.py", TRAIN)
+        self._jobs = ("job-1", "job-2")
+        lanes: list[tuple[str, Callable[[random.Random], None]]] = [
+            ("probe", self._probe),
+            ("infer-1", self._infer),
+            ("infer-2", self._infer),
+            ("raw", self._raw),
+            ("control", self._control),
+        ]
+        self._threads = [
+            threading.Thread(target=self._run, args=(name, lane), name=name) for name, lane in lanes
+        ]
+
+    # ---- life ----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        client = self._stage.checked.client
+        for name, module in self.modules.items():
+            width = 16 if name == PROBE else WIDTH
+            client.register(name, module, example_inputs=(torch.zeros(1, width),), max_batch=4)
+        for seed, name in enumerate(self._jobs):
+            args = [str(seed), str(self._stop_file(name)), str(self._out(name))]
+            client.train(self._script, name=name, args=args)
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(ANSWER_TIMEOUT_S + 30)
+            if thread.is_alive():
+                self._history.violations.append(f"lane {thread.name} never came back")
+
+    def finish_jobs(self) -> dict[str, Any]:
+        """End both jobs well; the same numbers of steps without a server must give the same."""
+        rows = {}
+        for name in self._jobs:
+            self._stop_file(name).touch()
+        client = self._stage.checked.client
+        for seed, name in enumerate(self._jobs):
+            with contextlib.suppress(PipeSwitchError):
+                client.job(name, "resume")
+            task: Task = client.task(name)
+            try:
+                rows[name] = task.wait(120.0)
+            except (TaskFailed, TimeoutError) as error:
+                log = "".join(task.logs())[-2000:]
+                self._history.violations.append(f"{name}: {error!r} {task.status()} {log}")
+                continue
+            served = self._out(name).read_text()
+            plain = self._stage.folder / f"{name}.plain"
+            run_plain(self._script, str(seed), str(plain) + ".never", str(plain), served.split()[0])
+            if plain.read_text() != served:
+                self._history.violations.append(f"{name}: {served} is not {plain.read_text()}")
+        return {
+            name: {key: row.get(key) for key in ("step", "restarts", "state")}
+            for name, row in rows.items()
+        }
+
+    def _stop_file(self, name: str) -> Path:
+        return self._stage.folder / f"{name}.stop"
+
+    def _out(self, name: str) -> Path:
+        return self._stage.folder / f"{name}.out"
+
+    def _run(self, name: str, lane: Callable[[random.Random], None]) -> None:
+        try:
+            lane(random.Random(f"{self._seed} {name}"))
+        except Exception as error:
+            self._history.violations.append(f"lane {name} ended by {error!r}")
+
+    # ---- lanes ---------------------------------------------------------------------------------
+
+    def _probe(self, _: random.Random) -> None:
+        x = torch.ones(1, 16)
+        with self._stage.client() as client:
+            while not self._stop.wait(0.02):
+                self._one(client, "probe", PROBE, x, None, is_cancelled=False)
+
+    def _infer(self, generator: random.Random) -> None:
+        lane = threading.current_thread().name
+        with self._stage.client() as client:
+            while not self._stop.wait(generator.uniform(0.0, 0.2)):
+                name = generator.choice(MODELS)
+                x = torch.full((generator.randrange(1, 4), WIDTH), generator.random())
+                deadline = generator.choice(DEADLINES_MS)
+                is_cancelled = generator.random() < 0.05
+                self._one(client, lane, name, x, deadline, is_cancelled=is_cancelled)
+
+    def _one(
+        self,
+        client: Client,
+        lane: str,
+        name: str,
+        x: torch.Tensor,
+        deadline_ms: float | None,
+        *,
+        is_cancelled: bool,
+    ) -> None:
+        sent_at_s = time.monotonic()
+        try:
+            future = client.submit(name, x, deadline_ms=deadline_ms)
+            if is_cancelled:
+                future.cancel()
+            (answer,) = future.result(ANSWER_TIMEOUT_S).outputs.values()
+            kind = "ok" if is_bit_equal(answer, eager(self.modules[name], x)) else "wrong"
+        except TimeoutError:
+            kind = "no answer"
+        except ModelQuarantined:
+            kind = "ModelQuarantined"
+            with contextlib.suppress(PipeSwitchError):
+                client.load(name)  # pardons
+                client.unload(name)
+        except (PipeSwitchError, CancelledError) as error:
+            kind = type(error).__name__
+        self._history.outcomes.append(
+            Outcome(
+                lane=lane,
+                model=name,
+                sent_at_s=sent_at_s,
+                ended_at_s=time.monotonic(),
+                kind=kind,
+                may_fail=deadline_ms is not None or is_cancelled,
+            )
+        )
+
+    def _raw(self, generator: random.Random) -> None:
+        """A client of our own that sees every reply: the SDK would hide a second one."""
+        with raw_client(self._stage.address) as raw:
+            number = 0
+            while not self._stop.wait(generator.uniform(0.02, 0.1)):
+                number += 1
+                sent_at_s = time.monotonic()
+                raw.ask(f"raw-{number}", generator.choice(MODELS))
+                kinds = raw.listen(f"raw-{number}", self._stop)
+                for kind in kinds:
+                    self._history.outcomes.append(
+                        Outcome("raw", "", sent_at_s, time.monotonic(), kind)
+                    )
+
+    def _control(self, generator: random.Random) -> None:
+        """Models come and go, jobs are paused and resumed, large payloads pass."""
+        with self._stage.client() as client:
+            while not self._stop.wait(generator.uniform(0.2, 0.6)):
+                draw = generator.random()
+                with contextlib.suppress(
+                    RegistrationRefused, AlreadyExists, ModelNotFound, ServerUnavailable,
+                    PipeSwitchError,
+                ):  # fmt: skip
+                    if draw < 0.4:
+                        name = f"extra-{generator.randrange(2)}"
+                        client.register(name, mlp(16, 1, 3), example_inputs=(torch.zeros(1, 16),))
+                        client.unregister(name)
+                    elif draw < 0.6:
+                        client.job(generator.choice(self._jobs), "pause")
+                    elif draw < 0.9:
+                        for name in self._jobs:
+                            client.job(name, "resume")
+                    else:
+                        client.stats()
+
+
+class RawClient:
+    """Hello, ask, and every reply as it comes; says hello again when the server is a new one."""
+
+    def __init__(self, sock: zmq.Socket[bytes]) -> None:
+        self._sock = sock
+        self._session = ""
+        self._numbers = 0
+        self._answered: set[str] = set()
+
+    def ask(self, request_id: str, model: str) -> None:
+        if not self._session:
+            self._hello()
+        payload = np.full((1, WIDTH), 0.5, np.float32)
+        tensor = WireTensor(name="", dtype="float32", shape=(1, WIDTH), frame=0)
+        header = RequestHeader(
+            v=1, id=request_id, op="infer", model=model, session=self._session, inputs=(tensor,)
+        )
+        self._sock.send_multipart([MAGIC, encode_header(header), payload.tobytes()])
+
+    def _hello(self) -> None:
+        self._numbers += 1
+        header = RequestHeader(v=1, id=f"hello-{self._numbers}", op="hello")
+        self._sock.send_multipart([MAGIC, encode_header(header)])
+        ends_at_s = time.monotonic() + CONTROLLER_GRACE_S
+        while time.monotonic() < ends_at_s:
+            reply = self._receive(500)
+            if reply is not None and reply.id == header.id:
+                self._session = reply.session
+                return
+            if reply is None and time.monotonic() + 0.5 < ends_at_s:
+                self._sock.send_multipart([MAGIC, encode_header(header)])
+
+    def _receive(self, wait_ms: int) -> Any:
+        if not self._sock.poll(wait_ms):
+            return None
+        with contextlib.suppress(msgspec.DecodeError):
+            return decode_reply(self._sock.recv_multipart())
+        return None
+
+    def listen(self, request_id: str, stop: threading.Event) -> list[str]:
+        """What came until this request was answered; late second answers are found next time."""
+        kinds: list[str] = []
+        ends_at_s = time.monotonic() + CONTROLLER_GRACE_S
+        while time.monotonic() < ends_at_s:
+            reply = self._receive(500)
+            if reply is None or reply.more or not reply.id.startswith("raw-"):
+                continue
+            if reply.id in self._answered:
+                kinds.append("duplicate")
+                continue
+            if reply.error is not None and reply.error.data.get("reason") == "unknown_session":
+                self._session = ""  # the server is a new one: it never accepted this
+                return [*kinds, "never accepted"]
+            self._answered.add(reply.id)
+            kinds.append("ok" if reply.error is None else reply.error.type)
+            if reply.id == request_id:
+                return kinds
+        self._session = ""
+        return [*kinds, "no answer to a raw request"]
+
+
+@contextlib.contextmanager
+def raw_client(address: str) -> Iterator[RawClient]:
+    context: zmq.Context[Any] = zmq.Context()
+    sock = make_dealer(context, Caps(max_message_bytes=1 << 24))
+    sock.connect(address)
+    try:
+        yield RawClient(sock)
+    finally:
+        sock.close(0)
+        context.term()

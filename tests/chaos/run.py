@@ -1,0 +1,157 @@
+"""A chaos run: the whole grid once, then random cells until the time is up."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from pipeswitch.errors import PipeSwitchError
+
+from ..process.tools import until
+from .faults import Cell, grid
+from .history import Fault, History
+from .load import Load
+from .stage import Stage, staged
+
+PAUSE_S: Final = (0.05, 0.6)
+RECOVERS_WITHIN_S: Final = 60.0
+# What gets most of the random draws: the parts that are expected to die.
+WEIGHTS: Final = {"active worker": 4.0, "standby worker": 3.0, "daemon": 1.5, "client": 1.0}
+ENDING_WEIGHT: Final = 0.1  # a controller takes seconds to come back
+
+Say = Callable[[str], None]
+
+
+def chaos(folder: Path, seconds: float, seed: int, say: Say) -> dict[str, Any]:
+    """Run and judge; the report as the JSON file has it."""
+    generator = random.Random(seed)
+    history = History()
+    with staged(folder, history) as stage:
+        load = Load(stage, seed)
+        load.start()
+        _wait_for_answers(stage, history, 0)
+        before = _gauges(stage)
+        began_s = time.monotonic()
+        todo = grid()
+        generator.shuffle(todo)
+        while time.monotonic() < began_s + seconds or todo:
+            cell = todo.pop() if todo else _draw(generator)
+            try:
+                _inject(stage, history, cell, generator, say)
+            except AssertionError as error:
+                said = f"{cell.component} x {cell.fault}: {error}"
+                history.violations.append(f"{said}\n{stage.running.log()[-20_000:]}")
+                say(said)
+                stage.kill_all()
+                return _report(history, seed, began_s)
+            threading.Event().wait(generator.uniform(*PAUSE_S))
+        load.stop()
+        jobs = load.finish_jobs()
+        _settle(stage, history)
+        after = _gauges(stage)
+        _judge_log(stage, history)
+        status = stage.end()
+        if status:
+            history.violations.append(f"it left with status {status}")
+    leaks = {name: after[name] - before[name] for name in before}
+    return {**_report(history, seed, began_s), "jobs": jobs, "leaks": leaks}
+
+
+def _report(history: History, seed: int, began_s: float) -> dict[str, Any]:
+    report = history.report()
+    cells = {f"{cell.component} x {cell.fault}" for cell in grid()}
+    return {
+        "seed": seed,
+        "seconds": round(time.monotonic() - began_s, 1),
+        **report,
+        "cells": len(cells),
+        "cells_exercised": len(cells & set(report["recovery"])),
+        "cells_missed": sorted(cells - set(report["recovery"])),
+    }
+
+
+def _draw(generator: random.Random) -> Cell:
+    cells = grid()
+    weights = [
+        ENDING_WEIGHT if cell.ends_controller else WEIGHTS.get(cell.component, 0.5)
+        for cell in cells
+    ]
+    return generator.choices(cells, weights)[0]
+
+
+def _inject(stage: Stage, history: History, cell: Cell, generator: random.Random, say: Say) -> None:
+    answers = len(history.outcomes)
+    say(f"     {cell.component} x {cell.fault} …")
+    at_s = time.monotonic()
+    try:
+        happened = cell.inject(stage, generator)
+    except PipeSwitchError as error:
+        say(f"{cell.component} x {cell.fault}: could not be injected: {error}")
+        happened = False
+    if cell.ends_controller and happened:
+        stage.running.process.wait(30)
+    if not stage.is_up:
+        if not cell.ends_controller:
+            status = stage.running.process.returncode
+            tail = stage.running.log()[-3000:]
+            history.violations.append(f"{cell.component} x {cell.fault} ended it: {status} {tail}")
+        stage.revive(at_s)
+    if not happened:
+        say(f"{cell.component} x {cell.fault}: did not happen")
+        return
+    history.faults.append(Fault(cell.component, cell.fault, at_s, cell.ends_controller))
+    _wait_for_answers(stage, history, answers)
+    seconds = history.recovery_s(history.faults[-1])
+    shown = "not yet" if seconds is None else f"{seconds * 1000:.0f} ms"
+    say(f"{len(history.faults):4d} {cell.component} x {cell.fault}: answers after {shown}")
+
+
+def _wait_for_answers(stage: Stage, history: History, known: int) -> None:
+    """Until a probe that was sent from now on was answered well."""
+    from_s = time.monotonic()
+
+    def answered() -> bool:
+        return any(
+            o.lane == "probe" and o.kind == "ok" and o.sent_at_s >= from_s
+            for o in history.outcomes[known:]
+        )
+
+    try:
+        until(answered, "a probe is answered", RECOVERS_WITHIN_S)
+    except AssertionError:
+        raise AssertionError(f"no answer for {RECOVERS_WITHIN_S} s") from None
+
+
+def _settle(stage: Stage, history: History) -> None:
+    try:
+        stage.checked.wait_until_whole()
+        stage.checked.settle()
+    except AssertionError as error:
+        history.violations.append(f"not settled: {error}")
+
+
+def _judge_log(stage: Stage, history: History) -> None:
+    log = stage.running.log()
+    for word in ("InvalidTransition", "AssertionError"):
+        at = log.find(word)
+        if at >= 0:
+            history.violations.append(log[max(0, at - 2000) : at + 300])
+
+
+def _gauges(stage: Stage) -> dict[str, int]:
+    """Of the controller: what a leak would raise."""
+    proc = Path("/proc", str(stage.running.pid))
+    status = dict(
+        line.split(":", 1) for line in (proc / "status").read_text().splitlines() if ":" in line
+    )
+    links = [path.readlink().name for path in (proc / "fd").iterdir() if path.is_symlink()]
+    return {
+        "controller_rss_kib": int(status["VmRSS"].split()[0]),
+        "controller_threads": int(status["Threads"]),
+        "controller_fds": len(links),
+        "controller_memfds": sum("memfd" in name for name in links),
+    }

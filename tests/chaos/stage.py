@@ -1,0 +1,118 @@
+"""The server under test: started, killed, started again on the same state and address."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipeswitch.client import Client
+from pipeswitch.failpoints import VARIABLE
+from pipeswitch.testing import RunningServer, server
+
+from ..process.tools import MARK, Checked, gone, kill, marked_pids
+from .history import History
+
+ENVIRONMENT = {
+    "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "100ms",
+    "PIPESWITCH_WORKERS__RESTART_BACKOFF": "50ms",
+}
+ARENA = "24MiB"  # two of the load's three models, beside small things
+
+
+def free_port() -> int:
+    """A port that is free now, and the next one too."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = int(first.getsockname()[1])
+            with contextlib.suppress(OSError):
+                second.bind(("127.0.0.1", port + 1))
+                return port
+
+
+class Stage:
+    """Owns the process; ``revive`` starts it again when it has gone."""
+
+    def __init__(self, folder: Path, history: History) -> None:
+        self.folder = folder
+        self.points = folder / "points"
+        self.points.mkdir()
+        self.history = history
+        self.address = f"tcp://127.0.0.1:{free_port()}"
+        self.mark = uuid.uuid4().hex
+        self._stack = contextlib.ExitStack()
+        self._lock = threading.RLock()
+        self.checked = self._start()
+
+    def _start(self) -> Checked:
+        environment = {**ENVIRONMENT, MARK: self.mark, VARIABLE: str(self.points)}
+        running = self._stack.enter_context(
+            server(
+                arena=ARENA,
+                state_dir=self.folder / "state",
+                args=("--listen", self.address, "--threads", "1"),
+                environment=environment,
+            )
+        )
+        return Checked(running, self.mark)
+
+    @property
+    def running(self) -> RunningServer:
+        return self.checked.running
+
+    @property
+    def is_up(self) -> bool:
+        return self.running.process.poll() is None
+
+    def client(self) -> Client:
+        """Through TCP: the address outlives the server."""
+        return Client(self.address, timeout_s=30.0)
+
+    def revive(self, down_at_s: float) -> None:
+        """After the controller has gone: nobody may be left, then the same state again."""
+        with self._lock:
+            self.running.process.wait(30)
+            gone(self.mark)
+            self.checked.client.close()
+            self._stack.close()
+            self._stack = contextlib.ExitStack()
+            self.checked = self._start()
+            self.history.controller_downs.append((down_at_s, time.monotonic()))
+
+    def arm(self, point: str, action: str) -> Path:
+        """Arm a failpoint: written whole, then shown."""
+        path = self.points / point
+        draft = self.points / f".{point}"
+        draft.write_text(action)
+        os.rename(draft, path)
+        return path
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Stop for good; the exit status."""
+        with self._lock:
+            self.checked.client.close()
+            status = self.running.stop(number)
+            self._stack.close()
+            gone(self.mark)
+            return status
+
+    def kill_all(self) -> None:
+        """After a failure of the run itself."""
+        for pid in marked_pids(self.mark):
+            kill(pid)
+
+
+@contextlib.contextmanager
+def staged(folder: Path, history: History) -> Iterator[Stage]:
+    stage = Stage(folder, history)
+    try:
+        yield stage
+    finally:
+        stage.kill_all()  # whoever is left after a failure of the run itself

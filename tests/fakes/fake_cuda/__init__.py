@@ -1,0 +1,497 @@
+"""A fake of ``cuda.bindings``: a device in host memory that really holds bytes.
+
+Device memory is a memfd, so another process that opens the fake's IPC handle maps the same bytes.
+A stream is a queue: what is enqueued runs, in order, when somebody synchronises, queries or steps,
+never at once. So a source that is overwritten too early, a word that overtakes its data, or a
+wait that is forgotten shows up as wrong bytes.
+
+``World`` is one machine; the modules ``runtime`` and ``driver`` speak for ``WORLD``, this process's
+own. Errors are injected by call: ``world.fail("cudaHostRegister", "cudaErrorNotPermitted")``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import enum
+import mmap
+import os
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+MAGIC = b"FAKECUDA"
+WAIT_DEADLINE_S = 30.0
+POLL_S = 0.0005  # the fake GPU's own patience with a word
+
+
+class cudaError_t(enum.IntEnum):
+    """The codes that are met here; their numbers are the real ones."""
+
+    cudaSuccess = 0
+    cudaErrorInvalidValue = 1
+    cudaErrorMemoryAllocation = 2
+    cudaErrorInitializationError = 3
+    cudaErrorInsufficientDriver = 35
+    cudaErrorNoDevice = 100
+    cudaErrorInvalidDevice = 101
+    cudaErrorOperatingSystem = 304
+    cudaErrorNotReady = 600
+    cudaErrorIllegalAddress = 700
+    cudaErrorHostMemoryAlreadyRegistered = 712
+    cudaErrorHostMemoryNotRegistered = 713
+    cudaErrorNotPermitted = 800
+    cudaErrorNotSupported = 801
+    cudaErrorUnknown = 999
+
+
+class CUresult(enum.IntEnum):
+    """As ``cudaError_t``, of the driver interface."""
+
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_NOT_SUPPORTED = 801
+    CUDA_ERROR_ILLEGAL_ADDRESS = 700
+
+
+class MemcpyKind(enum.IntEnum):
+    cudaMemcpyHostToDevice = 1
+    cudaMemcpyDeviceToHost = 2
+
+
+class Handle:
+    """An IPC handle: 64 bytes behind ``getPtr``."""
+
+    def __init__(self, data: bytes = b"") -> None:
+        self._raw = ctypes.create_string_buffer(data.ljust(64, b"\0"), 64)
+
+    def getPtr(self) -> int:
+        return ctypes.addressof(self._raw)
+
+    @property
+    def data(self) -> bytes:
+        return self._raw.raw
+
+
+class Block:
+    """One allocation: a memfd and its mapping."""
+
+    def __init__(self, size_bytes: int, descriptor: int = -1) -> None:
+        self.is_own = descriptor < 0
+        if self.is_own:
+            descriptor = os.memfd_create("fake-device")
+            os.ftruncate(descriptor, max(size_bytes, 1))
+        self.descriptor = descriptor
+        self.size_bytes = size_bytes
+        self.map = mmap.mmap(descriptor, max(size_bytes, 1))
+        self._hold = (ctypes.c_uint8 * max(size_bytes, 1)).from_buffer(self.map)
+        self.address = ctypes.addressof(self._hold)
+
+    def close(self) -> None:
+        del self._hold
+        with contextlib.suppress(BufferError):  # a test's tensor may still look at it
+            self.map.close()
+        os.close(self.descriptor)
+
+
+class Stream:
+    """A queue of operations; ``done`` counts those that have run."""
+
+    def __init__(self) -> None:
+        self.queue: deque[Callable[[], bool]] = deque()
+        self.enqueued = 0
+        self.done = 0
+        self.lock = threading.RLock()
+
+    def put(self, run: Callable[[], bool]) -> None:
+        with self.lock:
+            self.queue.append(run)
+            self.enqueued += 1
+
+    def step(self) -> bool:
+        """Run the next operation; False when there is none, or it waits for a word."""
+        with self.lock:
+            if not self.queue or not self.queue[0]():
+                return False
+            self.queue.popleft()
+            self.done += 1
+            return True
+
+
+class World:
+    """A machine with (or without) a fake GPU.
+
+    Args:
+        bytes_per_s: how fast a copy runs; 0: at once.
+        has_driver: without one the runtime says cudaErrorInsufficientDriver, the driver raises.
+        devices: how many the driver shows.
+    """
+
+    def __init__(
+        self,
+        *,
+        device_bytes: int = 1 << 34,
+        bytes_per_s: float = 0.0,
+        has_driver: bool = True,
+        devices: int = 1,
+        blocking_waits: bool = False,
+    ) -> None:
+        self.device_bytes = device_bytes
+        self.bytes_per_s = bytes_per_s
+        self.has_driver = has_driver
+        self.devices = devices
+        self.blocking_waits = blocking_waits  # a wait runs at once: for processes that compute
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.blocks: dict[int, Block] = {}
+        self.opened: dict[int, Block] = {}  # of other processes, by address here
+        self.host_blocks: dict[int, Block] = {}
+        self.registered: dict[int, int] = {}
+        self.staged: list[Any] = []  # the driver's own copies of pageable sources
+        self.streams: dict[int, Stream] = {}
+        self.events: dict[int, tuple[Stream, int] | None] = {}
+        self._failures: dict[str, list[tuple[int, str]]] = {}
+        self._broken: str | None = None
+        self._next = 1000
+        self._lock = threading.RLock()
+        self.runtime = Runtime(self)
+        self.driver = Driver(self)
+
+    def fail(self, call: str, code: str, *, after: int = 0) -> None:
+        """The call of this name fails once, after ``after`` good ones."""
+        self._failures.setdefault(call, []).append((after, code))
+
+    def failure(self, call: str) -> str | None:
+        """What this call must answer, if not success; a sticky code stays for good."""
+        self.calls.append((call, ()))
+        if self._broken is not None:
+            return self._broken
+        waiting = self._failures.get(call, [])
+        for index, (after, code) in enumerate(waiting):
+            if after == 0:
+                del waiting[index]
+                if code in ("cudaErrorIllegalAddress", "cudaErrorUnknown"):
+                    self._broken = code
+                return code
+            waiting[index] = (after - 1, code)
+            break
+        return None
+
+    def new(self) -> int:
+        with self._lock:
+            self._next += 1
+            return self._next
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(block.size_bytes for block in self.blocks.values())
+
+    def bytes_at(self, address: int, size_bytes: int) -> bytes:
+        """Device bytes as they are now, whatever is still queued."""
+        return ctypes.string_at(address, size_bytes)
+
+    def drain(self, stream: Stream, until: int | None = None) -> None:
+        """Run a stream up to its operation number ``until`` (all)."""
+        ends_at = time.monotonic() + WAIT_DEADLINE_S
+        target = stream.enqueued if until is None else until
+        while stream.done < target:
+            if stream.step():
+                continue
+            if time.monotonic() > ends_at:
+                raise AssertionError("a stream waits for a word that nobody writes")
+            threading.Event().wait(POLL_S)
+
+    def is_device(self, address: int, size_bytes: int) -> bool:
+        """Whether the range lies inside one allocation of the device."""
+        known = [*self.blocks.values(), *self.opened.values()]
+        return any(
+            b.address <= address and address + size_bytes <= b.address + b.size_bytes for b in known
+        )
+
+    def is_pinned(self, address: int, size_bytes: int) -> bool:
+        """Whether the range lies inside *one* registration."""
+        return any(
+            start <= address and address + size_bytes <= start + size
+            for start, size in self.registered.items()
+        )
+
+
+class _Properties:
+    def __init__(self, world: World, index: int) -> None:
+        self.name = b"Fake GPU"
+        self.uuid = type("Uuid", (), {"bytes": bytes(range(15)) + bytes([index])})()
+        self.totalGlobalMem = world.device_bytes
+        self.major, self.minor = 9, 0
+        self.multiProcessorCount = 132
+        self.asyncEngineCount = 3
+        self.hostRegisterSupported = 1
+
+
+class Runtime:
+    """``cuda.bindings.runtime``: every call returns ``(error, values…)``."""
+
+    cudaMemcpyKind = MemcpyKind
+    cudaIpcMemHandle_t = Handle
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def __getattribute__(self, name: str) -> Any:
+        """Failures are looked up here, so that no call can forget them."""
+        found = object.__getattribute__(self, name)
+        if not name.startswith("cuda") or name in ("cudaMemcpyKind", "cudaIpcMemHandle_t"):
+            return found
+        world = object.__getattribute__(self, "_world")
+
+        def call(*arguments: Any) -> Any:
+            code = world.failure(name)
+            if code is None and not world.has_driver and "Version" not in name:
+                code = "cudaErrorInsufficientDriver"
+            if code is not None:
+                return cudaError_t[code], None
+            values = found(*arguments)
+            if isinstance(values, cudaError_t):
+                return (values, None)
+            return (cudaError_t.cudaSuccess, *values)
+
+        return call
+
+    # -- devices
+
+    def cudaGetDeviceCount(self) -> Any:
+        if self._world.devices == 0:
+            return cudaError_t.cudaErrorNoDevice
+        return (self._world.devices,)
+
+    def cudaDriverGetVersion(self) -> Any:
+        return (13000 if self._world.has_driver else 0,)
+
+    def cudaRuntimeGetVersion(self) -> Any:
+        return (13000,)
+
+    def cudaGetDeviceProperties(self, index: int) -> Any:
+        if not 0 <= index < self._world.devices:
+            return cudaError_t.cudaErrorInvalidDevice
+        return (_Properties(self._world, index),)
+
+    def cudaSetDevice(self, index: int) -> Any:
+        return () if 0 <= index < self._world.devices else cudaError_t.cudaErrorInvalidDevice
+
+    def cudaMemGetInfo(self) -> Any:
+        return (self._world.device_bytes - self._world.used_bytes, self._world.device_bytes)
+
+    def cudaDeviceSynchronize(self) -> Any:
+        for stream in list(self._world.streams.values()):
+            self._world.drain(stream)
+        return ()
+
+    # -- memory
+
+    def cudaMalloc(self, size: int) -> Any:
+        if self._world.used_bytes + size > self._world.device_bytes:
+            return cudaError_t.cudaErrorMemoryAllocation
+        block = Block(size)
+        self._world.blocks[block.address] = block
+        return (block.address,)
+
+    def cudaFree(self, pointer: int) -> Any:
+        if pointer == 0:
+            return ()
+        self.cudaDeviceSynchronize()
+        block = self._world.blocks.pop(pointer, None)
+        if block is None:
+            return cudaError_t.cudaErrorInvalidValue
+        block.close()
+        return ()
+
+    def cudaMemsetAsync(self, pointer: int, value: int, size: int, stream: int) -> Any:
+        if not self._world.is_device(pointer, size):
+            return cudaError_t.cudaErrorInvalidValue
+
+        def run() -> bool:
+            ctypes.memset(pointer, value, size)
+            return True
+
+        self._world.streams[stream].put(run)
+        return ()
+
+    def cudaMemcpyAsync(
+        self, target: int, source: int, size: int, kind: MemcpyKind, stream: int
+    ) -> Any:
+        device = target if kind is MemcpyKind.cudaMemcpyHostToDevice else source
+        host = source if device == target else target
+        world = self._world
+        if not world.is_device(device, size):
+            return cudaError_t.cudaErrorInvalidValue
+        touched = [s for s, n in world.registered.items() if s < host + size and host < s + n]
+        if touched and not world.is_pinned(host, size):
+            return cudaError_t.cudaErrorInvalidValue  # over the end of a registration
+        if device == target and not touched:  # pageable: staged before the call returns
+            staged = ctypes.create_string_buffer(ctypes.string_at(source, size), size)
+            world.staged.append(staged)
+            source = ctypes.addressof(staged)
+
+        def run() -> bool:
+            if world.bytes_per_s:
+                threading.Event().wait(size / world.bytes_per_s)
+            ctypes.memmove(target, source, size)
+            return True
+
+        world.streams[stream].put(run)
+        return ()
+
+    def cudaHostAlloc(self, size: int, flags: int) -> Any:
+        block = Block(size)
+        self._world.host_blocks[block.address] = block
+        self._world.registered[block.address] = size
+        return (block.address,)
+
+    def cudaFreeHost(self, pointer: int) -> Any:
+        del self._world.registered[pointer]
+        self._world.host_blocks.pop(pointer).close()
+        return ()
+
+    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> Any:
+        known = self._world.registered.items()
+        if any(start < pointer + size and pointer < start + held for start, held in known):
+            return cudaError_t.cudaErrorHostMemoryAlreadyRegistered
+        self._world.registered[pointer] = size
+        return ()
+
+    def cudaHostUnregister(self, pointer: int) -> Any:
+        if self._world.registered.pop(pointer, None) is None:
+            return cudaError_t.cudaErrorHostMemoryNotRegistered
+        return ()
+
+    # -- other processes
+
+    def cudaIpcGetMemHandle(self, pointer: int) -> Any:
+        block = self._world.blocks.get(pointer)
+        if block is None:
+            return cudaError_t.cudaErrorInvalidValue
+        packed = struct.pack("<qqq", os.getpid(), block.descriptor, block.size_bytes)
+        return (Handle(MAGIC + packed),)
+
+    def cudaIpcOpenMemHandle(self, handle: Handle, flags: int) -> Any:
+        if not handle.data.startswith(MAGIC):
+            return cudaError_t.cudaErrorInvalidValue
+        pid, descriptor, size = struct.unpack_from("<qqq", handle.data, len(MAGIC))
+        try:
+            opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return cudaError_t.cudaErrorOperatingSystem
+        block = Block(size, opened)
+        self._world.opened[block.address] = block
+        return (block.address,)
+
+    def cudaIpcCloseMemHandle(self, pointer: int) -> Any:
+        self._world.opened.pop(pointer).close()
+        return ()
+
+    # -- streams and events
+
+    def cudaStreamCreateWithFlags(self, flags: int) -> Any:
+        handle = self._world.new()
+        self._world.streams[handle] = Stream()
+        return (handle,)
+
+    def cudaStreamSynchronize(self, stream: int) -> Any:
+        self._world.drain(self._world.streams[stream])
+        return ()
+
+    def cudaStreamDestroy(self, stream: int) -> Any:
+        del self._world.streams[stream]
+        return ()
+
+    def cudaEventCreateWithFlags(self, flags: int) -> Any:
+        handle = self._world.new()
+        self._world.events[handle] = None
+        return (handle,)
+
+    def cudaEventRecord(self, event: int, stream: int) -> Any:
+        target = self._world.streams[stream]
+        self._world.events[event] = (target, target.enqueued)
+        return ()
+
+    def cudaEventSynchronize(self, event: int) -> Any:
+        record = self._world.events[event]
+        if record is not None:
+            self._world.drain(*record)
+        return ()
+
+    def cudaEventQuery(self, event: int) -> Any:
+        record = self._world.events[event]
+        if record is not None and record[0].done < record[1]:
+            return cudaError_t.cudaErrorNotReady
+        return ()
+
+    def cudaEventDestroy(self, event: int) -> Any:
+        del self._world.events[event]
+        return ()
+
+
+class Driver:
+    """``cuda.bindings.driver``: without the library its calls raise."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def _refused(self, name: str) -> CUresult | None:
+        code = self._world.failure(name)
+        if not self._world.has_driver:
+            raise RuntimeError("Failed to dlopen libcuda.so.1")
+        return None if code is None else CUresult[code]
+
+    def cuStreamWaitValue32(self, stream: int, pointer: int, value: int, flags: int) -> Any:
+        refused = self._refused("cuStreamWaitValue32")
+        if refused is not None:
+            return (refused,)
+        if not self._world.is_device(pointer, 4) or flags != 1:
+            return (CUresult.CUDA_ERROR_INVALID_VALUE,)
+        word = ctypes.c_uint32.from_address(pointer)
+
+        def run() -> bool:
+            return word.value == value
+
+        queue = self._world.streams.setdefault(stream, Stream())
+        queue.put(run)
+        if self._world.blocking_waits:
+            self._world.drain(queue)
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuStreamWriteValue32(self, stream: int, pointer: int, value: int, flags: int) -> Any:
+        refused = self._refused("cuStreamWriteValue32")
+        if refused is not None:
+            return (refused,)
+        if not self._world.is_device(pointer, 4):
+            return (CUresult.CUDA_ERROR_INVALID_VALUE,)
+
+        def run() -> bool:
+            ctypes.c_uint32.from_address(pointer).value = value
+            return True
+
+        self._world.streams.setdefault(stream, Stream()).put(run)
+        return (CUresult.CUDA_SUCCESS,)
+
+
+def _world_of_environment() -> World:
+    """This process's own machine: what ``FAKE_CUDA`` says of it, or a plain one."""
+    wish = os.environ.get("FAKE_CUDA", "")
+    return World(
+        device_bytes=int(os.environ.get("FAKE_CUDA_BYTES", str(2 << 30))),
+        has_driver=wish != "no-driver",
+        devices=0 if wish == "no-device" else 1,
+        blocking_waits=True,
+    )
+
+
+WORLD = _world_of_environment()
+
+
+def torch_side(index: int) -> Any:
+    """What a worker gets instead of ``torch.cuda``: see ``host_torch.py``."""
+    from .host_torch import HostTorch
+
+    return HostTorch(WORLD)

@@ -1,0 +1,109 @@
+"""``TorchSide`` over the fake GPU: tensors are host tensors over the fake's memory."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pipeswitch.devices.views import tensor_over
+from pipeswitch.programs.layout import TensorSpec
+
+from . import Stream, World
+
+
+class HostTorch:
+    """Computes at once; a real device would compute when its stream comes to it."""
+
+    device = "cpu"
+
+    def __init__(self, world: World) -> None:
+        self.stream = world.new()
+        world.streams[self.stream] = Stream()
+        self.slices: list[tuple[int, int]] = []
+        self.in_slice: list[bool] = []
+
+    def current_stream(self) -> int:
+        return self.stream
+
+    def storage(self, pointer: int, size_bytes: int) -> torch.UntypedStorage:
+        raw = (ctypes.c_uint8 * size_bytes).from_address(pointer)
+        return torch.frombuffer(raw, dtype=torch.uint8).untyped_storage()
+
+    def tensor(
+        self, storage: torch.UntypedStorage, spec: TensorSpec, offset_bytes: int
+    ) -> torch.Tensor:
+        return tensor_over(storage, spec, offset_bytes)
+
+    def computing(self, *, in_slice: bool) -> AbstractContextManager[None]:
+        self.in_slice.append(in_slice)
+        return nullcontext()
+
+    def take_slice(self, pointer: int, size_bytes: int) -> None:
+        self.slices.append((pointer, size_bytes))
+
+    def check_slice(self) -> str:
+        return "not a real slice"
+
+    def cap_private(self, size_bytes: int) -> None:
+        pass
+
+    def warm_up(self) -> None:
+        pass
+
+    def recorder(self) -> TapeRecorder:
+        return TapeRecorder()
+
+
+class Tape(TorchDispatchMode):
+    """A fake CUDA graph: the operators that ran, with the very tensors they read and wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._entries: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._entries.append((func, args, kwargs or {}, result))
+        return result
+
+    def replay(self) -> None:
+        """The same operators on the same addresses, results into the same places."""
+        with torch.inference_mode():
+            for func, args, kwargs, results in self._entries:
+                again = func(*args, **kwargs)
+                for place, value in zip(tree_leaves(results), tree_leaves(again), strict=True):
+                    is_tensor = isinstance(place, torch.Tensor)
+                    if is_tensor and place.data_ptr() != value.data_ptr():
+                        place.copy_(value)
+
+
+class TapeRecorder:
+    """``Recorder``: what is captured has run once already, which no result may depend on."""
+
+    def __init__(self) -> None:
+        self.cost_bytes = 1 << 20  # of each session
+        self._free_bytes = 1 << 34
+        self.fails = False
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        yield
+        self._free_bytes -= self.cost_bytes
+
+    def record(self, run: Callable[[], None]) -> Tape:
+        if self.fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        tape = Tape()
+        with tape:
+            run()
+        return tape
+
+    def free_bytes(self) -> int:
+        return self._free_bytes

@@ -1,0 +1,31 @@
+"""Tests that need a CUDA device skip themselves without one; what they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from pipeswitch.devices.choosing import has_driver_library
+from pipeswitch.devices.cuda_bindings import Cuda, NoCudaDevice
+
+
+@pytest.fixture(scope="session")
+def cuda() -> Cuda:
+    """The real bindings, on a machine with a GPU."""
+    if not has_driver_library():
+        pytest.skip("no NVIDIA driver")
+    found = Cuda.load()
+    try:
+        found.device_count()
+    except NoCudaDevice as error:
+        pytest.skip(error.message)
+    found.set_device(0)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _settled(cuda: Cuda) -> Iterator[None]:
+    """A failed kernel fails its own test, not the next one."""
+    yield
+    cuda.synchronize_device()

@@ -1,0 +1,120 @@
+"""A real server on a real GPU: right answers on every rung, deaths, training beside requests."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeswitch.testing import RunningServer, server
+
+pytestmark = pytest.mark.gpu
+
+RUNGS = {
+    "lowest": {"WAITS": "cpu", "WORDS": "copy", "ACTIVATIONS": "private", "GRAPHS": "off"},
+    "waits": {"WAITS": "gpu", "WORDS": "copy", "ACTIVATIONS": "private", "GRAPHS": "off"},
+    "slice": {"WAITS": "gpu", "WORDS": "copy", "ACTIVATIONS": "slice", "GRAPHS": "off"},
+    "graphs": {"WAITS": "gpu", "WORDS": "copy", "ACTIVATIONS": "slice", "GRAPHS": "on"},
+}
+
+TRAIN = """
+import hashlib, sys
+import torch
+from pipeswitch import job
+device = sys.argv[2] if len(sys.argv) > 2 else job.device
+torch.use_deterministic_algorithms(True)
+torch.manual_seed(0)
+net = torch.nn.Sequential(
+    torch.nn.Linear(64, 256), torch.nn.BatchNorm1d(256), torch.nn.ReLU(), torch.nn.Dropout(0.2),
+    torch.nn.Linear(256, 8),
+).to(device)
+optimizer = torch.optim.Adam(net.parameters(), 0.01)
+x, y = torch.randn(128, 64).to(device), (torch.arange(128) % 8).to(device)
+for a, b in job.steps([(x, y)] * 400, model=net, optimizer=optimizer):
+    torch.nn.functional.cross_entropy(net(a), b).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+digest = hashlib.sha256()
+for value in net.state_dict().values():
+    digest.update(value.cpu().numpy().tobytes())
+open(sys.argv[1], "w").write(digest.hexdigest())
+"""
+
+
+@pytest.fixture(scope="module", params=sorted(RUNGS))
+def running(request: pytest.FixtureRequest) -> Iterator[RunningServer]:
+    environment = {
+        f"PIPESWITCH_DEVICE__{key}": value for key, value in RUNGS[request.param].items()
+    }
+    environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    with server(
+        arena="64MiB", host_store="512MiB", args=("--device", "cuda:0"), environment=environment
+    ) as found:
+        yield found
+
+
+def module_of(seed: int) -> Any:
+    import torchvision
+
+    torch.manual_seed(seed)
+    return torchvision.models.resnet18(num_classes=100).eval()
+
+
+def test_two_models_that_do_not_fit_together_answer_as_plain_torch_does(
+    running: RunningServer,
+) -> None:
+    with running.client() as client:
+        modules = {name: module_of(seed) for seed, name in enumerate(("a", "b"))}
+        x = torch.randn(2, 3, 96, 96)
+        for name, module in modules.items():
+            client.register(name, module, example_inputs=(x,))
+        first: dict[str, Any] = {}
+        for turn in range(8):
+            for name, module in modules.items():
+                found = next(iter(client.infer(name, x.numpy()).outputs.values()))
+                with torch.inference_mode():
+                    expected = module.cuda()(x.cuda()).cpu().numpy()
+                np.testing.assert_allclose(found, expected, rtol=2e-3, atol=2e-3)
+                kept = first.setdefault(name, found.copy())
+                np.testing.assert_array_equal(found, kept, err_msg=f"turn {turn}, {name}")
+
+
+def test_killed_workers_come_back(running: RunningServer) -> None:
+    with running.client() as client:
+        x = torch.randn(1, 3, 64, 64)
+        client.register("victim", module_of(2), example_inputs=(x,))
+        before = next(iter(client.infer("victim", x.numpy()).outputs.values())).copy()
+        for row in client.ps():
+            if row.get("kind") == "worker":
+                os.kill(int(row["pid"]), signal.SIGKILL)
+        after = next(iter(client.infer("victim", x.numpy()).outputs.values()))
+        np.testing.assert_array_equal(before, after)
+
+
+@pytest.mark.parametrize("running", ["graphs"], indirect=True, scope="module")
+def test_a_job_interrupted_by_requests_ends_as_the_plain_run(
+    running: RunningServer, tmp_path: Path
+) -> None:
+    import subprocess
+    import sys
+
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    plain, served = tmp_path / "plain", tmp_path / "served"
+    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    command = [sys.executable, str(script), str(plain), "cuda"]
+    subprocess.run(command, check=True, env=environment, timeout=120)
+    with running.client() as client:
+        x = torch.randn(1, 3, 64, 64)
+        client.register("visitor", module_of(3), example_inputs=(x,))
+        task = client.train(str(script), name="exact", args=[str(served)])
+        while task.status()["state"] not in ("done", "failed", "cancelled"):
+            client.infer("visitor", x.numpy())
+        assert task.status()["state"] == "done", running.log()[-3000:]
+    assert served.read_text() == plain.read_text()

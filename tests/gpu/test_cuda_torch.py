@@ -1,0 +1,131 @@
+"""The real ``torch.cuda`` side: tensors over raw memory, the slice, graphs, private names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeswitch.devices.cuda_bindings import Cuda
+from pipeswitch.devices.cuda_graphs import DeviceProgram, GraphBudget
+from pipeswitch.devices.cuda_torch import CudaTorch, TorchSide
+from pipeswitch.programs.executor import BoundProgram
+from pipeswitch.programs.layout import TensorSpec
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+
+
+def spec(dtype: str, shape: tuple[int, ...], size: int) -> TensorSpec:
+    return TensorSpec(
+        name="t", dtype=dtype, shape=shape, offset_bytes=0, size_bytes=size, file_offset_bytes=0
+    )
+
+
+@pytest.fixture(scope="module")
+def side() -> CudaTorch:
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU")
+    return CudaTorch(0)
+
+
+def test_tensors_over_a_raw_pointer_read_and_write_it(cuda: Cuda, side: CudaTorch) -> None:
+    block = cuda.malloc(4 * MIB)
+    storage = side.storage(block, 4 * MIB)
+    assert storage.data_ptr() == block
+    for dtype, size in (("float32", 4096), ("bfloat16", 2048), ("int64", 8192), ("bool", 1024)):
+        tensor = side.tensor(storage, spec(dtype, (1024,), size), 2 * MIB)
+        other = side.tensor(storage, spec(dtype, (1024,), size), 2 * MIB)
+        tensor.fill_(1)
+        torch.cuda.synchronize()
+        assert bool((other == 1).all())
+        assert tensor._version == other._version + 1
+    del storage, tensor, other
+    cuda.free(block)
+
+
+def test_a_kernel_waits_for_a_word_and_reads_what_came_with_it(cuda: Cuda, side: CudaTorch) -> None:
+    block = cuda.malloc(4 * MIB)
+    copies = cuda.stream()
+    cuda.fill(block, 0, 4 * MIB, copies)
+    cuda.synchronize(copies)
+    values = side.tensor(side.storage(block, 4 * MIB), spec("uint8", (MIB,), MIB), 2 * MIB)
+    with side.computing(in_slice=False):
+        int(values.sum())  # loads the kernel before anything waits
+        cuda.wait_value(side.stream, block, 7)
+        total = values.sum()
+    done = cuda.event()
+    cuda.record(done, side.stream)
+    assert not cuda.is_done(done)
+    cuda.fill(block + 2 * MIB, 1, MIB, copies)
+    cuda.write_value(copies, block, 7)
+    cuda.wait(done)
+    assert int(total) == MIB
+
+
+def bound_resnet(side: TorchSide, folder: Path) -> BoundProgram:
+    """ResNet-18 as a worker would have it: built, packed, its region on the device."""
+    from memory_daemon.store import load_model
+    from pipeswitch.programs.build import build
+    from pipeswitch.programs.spec import BuildSpec
+    from workers.execute import load_program
+
+    inputs = {"x": ((2, 3, 64, 64), "float32")}
+    wanted = BuildSpec(name="r", source="torchvision:resnet18", weights="random:0", inputs=inputs)
+    manifest = build(wanted, folder, lambda *_: None)
+    image = bytearray(manifest.total_bytes)
+    load_model(folder, memoryview(image))
+    region = torch.frombuffer(image, dtype=torch.uint8).to(side.device).untyped_storage()
+    program = load_program(folder, manifest, side.device)
+    return program.bind(lambda found: side.tensor(region, found, 0))
+
+
+def test_groups_replayed_as_graphs_equal_the_eager_program(side: CudaTorch, tmp_path: Path) -> None:
+    check_replays(side, tmp_path)
+
+
+def check_replays(side: TorchSide, folder: Path) -> None:
+    program = DeviceProgram(
+        bound_resnet(side, folder), side.device, side.recorder(), GraphBudget(1 << 30)
+    )
+    x = torch.randn(2, 3, 64, 64)
+    with side.computing(in_slice=False):
+        eager = program.run([x], lambda _: None)[0].cpu()
+        program.improve()
+    assert program.is_captured([x])
+    for _ in range(3):
+        with side.computing(in_slice=False):
+            assert torch.equal(program.run([x], lambda _: None)[0].cpu(), eager)
+    other = torch.randn(2, 3, 64, 64)
+    with side.computing(in_slice=False):
+        assert not torch.equal(program.run([other], lambda _: None)[0].cpu(), eager)
+
+
+def test_the_slice_serves_in_a_process_of_its_own() -> None:
+    """Its cap and its pool are for the life of a process."""
+    code = f"""
+import torch
+from pipeswitch.devices.cuda_bindings import Cuda
+from pipeswitch.devices.cuda_torch import CudaTorch
+cuda = Cuda.load()
+cuda.set_device(0)
+side = CudaTorch(0)
+side.warm_up()
+side.take_slice(cuda.malloc({512 * MIB}), {512 * MIB})
+side.cap_private({256 * MIB})
+print(side.check_slice())
+with side.computing(in_slice=True):
+    try:
+        torch.empty({1024 * MIB}, dtype=torch.uint8, device="cuda")
+    except torch.OutOfMemoryError:
+        print("refused")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == "refused"

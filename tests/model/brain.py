@@ -1,0 +1,164 @@
+"""The real scheduler as a state: frozen to a tuple, thawed in place (see ``frozen``)."""
+
+# mypy: disable-error-code="no-any-return, attr-defined, arg-type, call-arg"
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from pipeswitch.controller.records import Activation, Job, Model, Request, Worker
+from pipeswitch.controller.scheduler import Scheduler
+from pipeswitch.regions import Region, Regions
+
+from .frozen import Add, Codec, Next, Still
+
+SCRUB = "scrub:"
+SHOWN_OF_JOB = (
+    "step", "epoch_index", "last_ran_at_ms", "suspensions", "evictions", "restarts",
+    "reported_at_ms", "steps_recomputed", "last_log", "steps_per_s", "error", "why",
+    "born_epoch",  # tells the messages of an older job of that name; there is only one job here
+)  # fmt: skip
+# What profiles are made of: nothing is measured in this world, so nothing follows from it.
+MEASURED_OF_MODEL = ("transmission", "longest_ms", "drift", "last_batch")
+SHOWN_OF_MODEL = ("reason", "transmit_started_at_ms", "transmit_ended_at_ms", *MEASURED_OF_MODEL)
+
+MODEL = Codec(Model, drop=SHOWN_OF_MODEL)
+REQUEST = Codec(Request)
+JOB = Codec(Job, drop=SHOWN_OF_JOB, ordered=("epoch", "persist_epoch", "copying_epoch"))
+WORKER = Codec(Worker, drop=("pid", "generation", "started_at_ms"))
+SHOWN_OF_TASK = ("dispatched_at_ms", "was_resident", "stop_asked_at_ms", "began_at_ms")
+ACTIVATION = Codec(Activation, drop=SHOWN_OF_TASK)
+
+CORE = (
+    "models", "requests", "queue", "jobs", "workers", "current", "upcoming", "training",
+    "daemon_generation", "daemon_pid", "is_daemon_ready", "has_left", "now_ms", "counts",
+    "last_epoch", "due_ms",
+    "cold_switches",  # for profiles, and nothing is measured in this world
+)  # fmt: skip
+OF_JOBS = ("order", "_cycle_left_ms")
+OF_PROFILING = ("_busy_at_ms",)
+OF_FLEET = ("is_daemon_alive", "_daemon_deaths", "_daemon_respawn_at_ms")
+
+
+class _Records:
+    """One kind of record, with what its unfrozen fields are."""
+
+    def __init__(self, codec: Codec, *examples: tuple[Any, Any]) -> None:
+        self._freeze, self._thaw = codec.freeze, codec.thaw
+        fields = codec.kind.__annotations__
+        names = [name for name in (*codec.drop, *codec.still) if name in fields]
+        known = set(codec.kind.__annotations__) - set(codec.still)
+        self._templates = {
+            key: {name: getattr(example, name) for name in names} for key, example in examples
+        }
+        self._still = {key: Still(example, *known) for key, example in examples}
+
+    def freeze(self, record: Any, e: Add, key: Any = None) -> Any:
+        self._still[key].check(record)
+        return self._freeze(record, e)
+
+    def thaw(self, frozen: Any, n: Next, key: Any = None) -> Any:
+        return self._thaw(frozen, n, self._templates[key])
+
+
+def _freeze_regions(regions: Regions, e: Add) -> Any:
+    found = []
+    for region in regions:
+        owner = region.owner
+        if owner.startswith(SCRUB):
+            e(-int(owner.removeprefix(SCRUB)))  # as if ordered: two owners may not become one
+            owner = SCRUB
+        found.append((region.offset_bytes, region.size_bytes, owner))
+    return tuple(found)
+
+
+def _thaw_regions(regions: Regions, frozen: Any, n: Next) -> None:
+    regions.clear()
+    total = 0
+    for offset, size, owner in frozen:
+        region = Region(offset, size, f"{SCRUB}{n()}" if owner == SCRUB else owner)
+        regions._regions.append(region)
+        regions._by_owner[region.owner] = region
+        total += size
+    regions._reserved_bytes = total
+
+
+class Brain:
+    """One scheduler object, set to any state that it was once in."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        core = scheduler.core
+        known = {"core": CORE, "jobs": OF_JOBS, "fleet": OF_FLEET, "profiling": OF_PROFILING}
+        self._still = [
+            (part, Still(part, *known.get(name, ()))) for name, part in vars(scheduler).items()
+        ]
+        self._models = _Records(MODEL, *core.models.items())
+        self._requests = _Records(REQUEST, (None, Request("", "", "", 0, 0.0, (), 0, 0, 0.0)))
+        self._jobs = _Records(JOB, (None, Job("", "", (), 1, 0.0)))
+        self._workers = _Records(WORKER, (None, Worker(0)))
+        self._tasks = _Records(ACTIVATION, (None, Activation(0, 0, 0, "", 0.0, False)))
+
+    def freeze(self, e: Add) -> Any:
+        """The scheduler's state as a tuple; its epochs go to ``e``.
+
+        Generations are the caller's to rank: he knows which late messages name them.
+        """
+        scheduler = self.scheduler
+        core, memory, fleet = scheduler.core, scheduler.memory, scheduler.fleet
+        for part, still in self._still:
+            still.check(part)
+        models, requests, jobs = self._models, self._requests, self._jobs
+        workers, tasks = self._workers, self._tasks
+        return (
+            tuple([models.freeze(model, e, name) for name, model in core.models.items()]),
+            tuple([requests.freeze(request, e) for request in core.requests.values()]),
+            tuple(core.queue),
+            tuple([jobs.freeze(job, e) for job in core.jobs.values()]),
+            tuple([workers.freeze(worker, e) for worker in core.workers.values()]),
+            None if core.current is None else tasks.freeze(core.current, e),
+            None if core.upcoming is None else tasks.freeze(core.upcoming, e),
+            core.training,
+            core.is_daemon_ready,
+            core.has_left,
+            core.now_ms,
+            tuple(sorted(core.due_ms)),
+            _freeze_regions(memory.arena, e),
+            _freeze_regions(memory.store, e),
+            tuple(scheduler.jobs.order),
+            tuple(sorted(scheduler.jobs._cycle_left_ms.items())),
+            fleet.is_daemon_alive,
+            fleet._daemon_deaths,
+            fleet._daemon_respawn_at_ms,
+        )
+
+    def thaw(self, frozen: Any, n: Next, last_epoch: int, generations: list[int]) -> None:
+        """Set the scheduler to a frozen state. ``generations``: the daemon's, then the slots'."""
+        scheduler = self.scheduler
+        core, memory, fleet = scheduler.core, scheduler.memory, scheduler.fleet
+        (models, requests, queue, jobs, workers, current, upcoming, core.training,
+         core.is_daemon_ready, core.has_left, core.now_ms, due_ms, arena, store, order, cycles,
+         fleet.is_daemon_alive, fleet._daemon_deaths,
+         fleet._daemon_respawn_at_ms) = frozen  # fmt: skip
+        core.models = {t[0]: self._models.thaw(t, n, t[0]) for t in models}
+        core.requests = {t[0]: self._requests.thaw(t, n) for t in requests}
+        core.queue = {token: core.requests[token] for token in queue}
+        core.jobs = {t[0]: self._jobs.thaw(t, n) for t in jobs}
+        core.workers = {t[0]: self._workers.thaw(t, n) for t in workers}
+        for worker, generation in zip(core.workers.values(), generations[1:], strict=True):
+            worker.generation = generation
+        core.daemon_generation = generations[0]
+        core.current = None if current is None else self._tasks.thaw(current, n)
+        core.upcoming = None if upcoming is None else self._tasks.thaw(upcoming, n)
+        core.due_ms = set(due_ms)
+        core.last_epoch = last_epoch
+        core.counts = Counter()
+        core.out, core.cold_switches = [], []
+        _thaw_regions(memory.arena, arena, n)
+        _thaw_regions(memory.store, store, n)
+        scheduler.jobs.order = list(order)
+        scheduler.jobs._cycle_left_ms = dict(cycles)
+
+
+__all__ = ["Brain"]

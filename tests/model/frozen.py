@@ -1,0 +1,186 @@
+"""Turns live records into plain tuples and back: what makes a state comparable.
+
+Epochs, turns and process generations mean nothing by themselves. So epochs are taken out in a
+fixed order and numbered anew; states that differ only in how high they have counted are one state.
+
+The code is made from each class's annotations. A field whose annotation says nothing here must
+keep the value it had at the start; when it changes, the model refuses to go on: it would merge
+states that differ.
+"""
+
+# mypy: disable-error-code="no-any-return"
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import Any
+
+from pipeswitch.states import Machine
+
+Add = Callable[[int], None]
+Next = Callable[[], int]
+Freeze = Callable[[Any, Add], Any]
+Thaw = Callable[[Any, Next], Any]
+
+PLAIN = frozenset({
+    "int", "float", "str", "bool", "int | None", "float | None", "Slot", "Slot | None", "Token",
+    "ModelName", "JobName", "JobName | None", "ModelName | None", "Wanted", "Data",
+    "tuple[int, ...]", "tuple[str, ...]",
+})  # fmt: skip
+LISTS = frozenset({"list[Token]", "list[JobName]"})
+EPOCHS = frozenset({"Epoch", "Turn"})
+
+
+class UnknownField(Exception):
+    """Something changed whose meaning the model does not know."""
+
+
+class Codec:
+    """``freeze`` and ``thaw`` of one class of records.
+
+    Args:
+        drop: fields that are only shown: no decision reads them.
+        own: fields whose annotation says nothing, with the codec to use.
+        ordered: epochs that are compared by size somewhere; turns always are.
+
+    Attributes:
+        still: the fields that must not change. ``thaw`` takes these and the dropped ones from
+            its template.
+    """
+
+    def __init__(
+        self, kind: type, *, drop: tuple[str, ...] = (), own: dict[str, Codec] | None = None,
+        ordered: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        self.kind = kind
+        self.drop = drop
+        self.still: list[str] = []
+        self._own, self._ordered = own or {}, ordered
+        self._plain: list[str] = []
+        self._lines_out: list[str] = []
+        self._epochs_in: list[str] = []  # before the others, as they were taken out
+        self._lines_in: list[str] = []
+        self._names: dict[str, Any] = {"kind": kind, "new": kind.__new__, "Machine": Machine}
+        for name, annotation in kind.__annotations__.items():
+            if name not in drop:
+                self._field(name, annotation)
+        self.freeze, self.thaw = self._compile()
+
+    def _field(self, name: str, annotation: str) -> None:
+        if name in self._own:
+            codec = self._own[name]
+            self._names |= {f"f_{name}": codec.freeze, f"t_{name}": codec.thaw}
+            self._value(name, f"f_{name}(o.{name}, e)", f"t_{name}({{}}, n)")
+        elif annotation in PLAIN:
+            self._value(name, f"o.{name}", "{}")
+        elif annotation in EPOCHS:
+            is_ordered = annotation == "Turn" or name in self._ordered
+            self._lines_out.append(f"e({'-' if is_ordered else ''}o.{name})")
+            self._epochs_in.append(f"d[{name!r}] = n()")
+        elif annotation in LISTS:
+            self._value(name, f"tuple(o.{name})", "list({})")
+        elif annotation.startswith("set["):
+            self._value(name, f"tuple(sorted(o.{name}))", "set({})")
+        elif annotation.startswith("dict[ModelName, "):
+            self._value(name, f"tuple(sorted(o.{name}.items()))", "dict({})")
+        elif annotation.startswith("Machine["):
+            self._machine(name, annotation)
+        else:
+            self.still.append(name)
+
+    def _value(self, name: str, out: str, into: str) -> None:
+        index = len(self._plain)
+        self._plain.append(out)
+        self._lines_in.append(f"d[{name!r}] = " + into.format(f"t[{index}]"))
+
+    def _machine(self, name: str, annotation: str) -> None:
+        import pipeswitch.controller.records as records
+        import pipeswitch.states as states
+
+        state, event = annotation.removeprefix("Machine[").removesuffix("]").split(", ")
+        kind: type[Enum] = getattr(records, state)
+        table = {
+            "TaskEvent": states.TASK_TRANSITIONS,
+            "WorkerEvent": states.WORKER_TRANSITIONS,
+            "ModelEvent": states.MODEL_TRANSITIONS,
+            "ResidencyEvent": states.RESIDENCY_TRANSITIONS,
+        }[event]
+        self._names |= {
+            f"s_{name}": {member.value: member for member in kind},
+            f"m_{name}": table,
+        }
+        into = f"Machine({self.kind.__name__!r}, s_{name}[{{}}], m_{name})"
+        self._value(name, f"o.{name}.state._value_", into)
+
+    def _compile(self) -> tuple[Freeze, Thaw]:
+        body = "\n    ".join(self._lines_out)
+        parts = ", ".join(self._plain)
+        source = (
+            f"def freeze(o, e):\n    {body}\n    return ({parts},)\n"
+            "def thaw(t, n, template=None):\n    o = new(kind)\n    d = o.__dict__\n"
+            "    if template is not None: d.update(template)\n    "
+            + "\n    ".join([*self._epochs_in, *self._lines_in])
+            + "\n    return o\n"
+        )
+        exec(compile(source, f"<codec of {self.kind.__name__}>", "exec"), self._names)
+        return self._names["freeze"], self._names["thaw"]
+
+
+class Still:
+    """Attributes that must keep the value they had: what the model does not know of.
+
+    Args:
+        owner: a part of the scheduler, or a record.
+        known: the attributes that the model freezes, or knows to be shown only.
+    """
+
+    def __init__(self, owner: object, *known: str) -> None:
+        self._what = type(owner).__name__
+        self._values = {
+            name: copy.copy(value) if isinstance(value, list | dict | set) else value
+            for name, value in vars(owner).items()
+            if name not in known
+        }
+
+    def check(self, owner: object) -> None:
+        """Raise UnknownField when one has changed."""
+        mine = vars(owner)
+        for name, value in self._values.items():
+            if mine[name] is not value and mine[name] != value:
+                raise UnknownField(
+                    f"{self._what}.{name} has become {mine[name]!r}: new to the protocol model; "
+                    "freeze it, or drop it if no decision reads it"
+                )
+
+
+def renumbered(epochs: list[int]) -> list[int]:
+    """The epochs with new numbers; those that are compared by size come negative.
+
+    1. None (0) stays none.
+    2. Values that are compared by size somewhere keep their order.
+    3. Of the others only equality matters: they are numbered in the order they are met, and one
+       that nothing else names is as good as none. New epochs are larger than all, so it can never
+       be met again.
+    """
+    ordered = sorted({-epoch for epoch in epochs if epoch < 0})
+    numbers = {0: 0} | {epoch: rank for rank, epoch in enumerate(ordered, start=1)}
+    counts = Counter(epochs)
+    result = []
+    for epoch in epochs:
+        value = abs(epoch)
+        if value not in numbers:
+            if counts[epoch] == 1:
+                result.append(0)
+                continue
+            numbers[value] = len(numbers)
+        result.append(numbers[value])
+    return result
+
+
+def reader(epochs: tuple[int, ...]) -> Next:
+    """Gives the epochs back in the order in which they were taken out."""
+    numbers: Iterator[int] = iter(epochs)
+    return numbers.__next__

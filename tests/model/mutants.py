@@ -1,0 +1,221 @@
+"""Seeded bugs: each removes one mechanism, and the model must find what it was there for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+from pipeswitch.commit_area import HEADER_BYTES, CommitArea
+from pipeswitch.controller import events as ev
+from pipeswitch.controller.fleet import Fleet
+from pipeswitch.controller.inference import Inference
+from pipeswitch.controller.jobs import Jobs
+from pipeswitch.controller.memory import SLICE, Memory
+from pipeswitch.controller.scheduler import Scheduler
+from pipeswitch.messages import StepCommitted
+from pipeswitch.states import Residency
+
+from .channel import unpack
+from .daemon import Daemon
+from .scope import Scope
+from .script import Script, after_step
+
+_handle = Scheduler.handle
+_from_worker = Scheduler._from_worker
+_end = Inference._end
+_done = Inference.done
+_request_died = Inference.worker_died
+_turn_is_free = Inference.turn_is_free
+_ended = Jobs.ended
+_job_died = Jobs.worker_died
+_price = Memory._price
+_work_lane = Daemon.work_lane
+
+FAULTLESS = Scope(name="faultless", steps=1, requests=1, models=1)
+PREEMPTED = replace(FAULTLESS, steps=2, is_coarse=True)
+KILLED = replace(FAULTLESS, is_coarse=True, kills=1)
+LATE = replace(KILLED, late=1)
+COMMITTED = replace(FAULTLESS, steps=2, requests=0)
+
+
+def _spare(self: Any, *_: Any) -> None:
+    return None
+
+
+def _from_whoever(self: Scheduler, event: Any) -> None:
+    worker = self.core.workers[event.slot]
+    _from_worker(self, replace(event, generation=worker.generation))
+
+
+def _end_whatever(self: Inference, worker: Any, epoch: Any) -> Any:
+    for task in (self._core.current, self._core.upcoming):
+        if task is not None and task.slot == worker.slot:
+            return _end(self, worker, task.epoch)
+    return None
+
+
+def _handle_suspects(self: Scheduler, event: Any, now_ms: float) -> Any:
+    commands = _handle(self, event, now_ms)
+    for command in list(commands):
+        if isinstance(command, ev.KillWorker):
+            gone = ev.WorkerExited(slot=command.slot, generation=command.generation, status=-9)
+            commands += _handle(self, gone, now_ms)
+    return commands
+
+
+def _ended_and_released(self: Jobs, worker: Any, message: Any) -> None:
+    _ended(self, worker, message)
+    if worker.job is not None:
+        self._memory.release_slice(worker.job)
+
+
+def _one_slot(self: CommitArea, sequence: int) -> memoryview:
+    return self._bytes[HEADER_BYTES : HEADER_BYTES + self.slot_bytes]
+
+
+def _parameters_first(self: Any, world: Any) -> None:
+    first, second, step = world.slice_of(self)
+    self.gate.in_optimizer_step = False
+    world.write_slice(self, (first, after_step(second, step), step))
+    self.phase = "position"
+    self._begin_commit(world)
+
+
+def _position_later(self: Any, world: Any) -> None:
+    first, second, step = world.slice_of(self)
+    world.write_slice(self, (first, second, step + 1))
+    self.phase = "fetch"
+
+
+def _request_lost(self: Inference, worker: Any, status: int, begun_epoch: Any) -> None:
+    before = set(self._core.queue)
+    _request_died(self, worker, status, begun_epoch)
+    for token in set(self._core.queue) - before:
+        del self._core.queue[token]
+        del self._core.requests[token]
+
+
+def _leaked(self: Jobs, worker: Any, status: int) -> None:
+    if worker.retired_at_ms is not None:
+        _job_died(self, worker, status)
+        return
+    with patch.object(self._memory, "release_slice", lambda job: None):
+        _job_died(self, worker, status)
+
+
+def _turn_for_two(self: Inference) -> None:
+    training, self._core.training = self._core.training, None
+    _turn_is_free(self)
+    self._core.training = training
+
+
+def _done_again(self: Inference, worker: Any, message: Any) -> None:
+    before = len(self._core.out)
+    _done(self, worker, message)
+    if len(self._core.out) == before:
+        token = ev.Token(int(str(message.outputs[0]).removeprefix("r")))
+        self._core.emit(ev.Answer(token=token, outputs=message.outputs))
+
+
+def _still_there(self: Memory) -> None:
+    for model in self._core.models.values():
+        model.users = 0
+
+
+def _worth_little(self: Memory, region: Any, waiting: Any, *, for_request: bool) -> float | None:
+    model = self._core.models.get(region.owner)
+    if model is not None and model.residency.state is Residency.RESIDENT:
+        return 1.0
+    return _price(self, region, waiting, for_request=for_request)
+
+
+def _daemon_alone(self: Fleet, status: int) -> bool:
+    self._core.is_daemon_ready = self.is_daemon_alive = False
+    self._spawn_daemon()
+    return True
+
+
+def _turn_over_old_one(self: Inference) -> None:
+    workers = self._core.workers.values()
+    raising = {worker.slot: worker.may_raise for worker in workers}
+    for worker in workers:
+        worker.may_raise = 0  # type: ignore[assignment]
+    _turn_is_free(self)
+    for worker in workers:
+        worker.may_raise = raising[worker.slot]
+
+
+def _said_too_early(self: Daemon, world: Any) -> None:
+    order = unpack(self.lane[0])
+    if type(order).__name__ == "CommitCopy" and not self.is_half:
+        self.say(StepCommitted(job=order.job, epoch=order.epoch, step=order.step, copy_ms=0.0))
+    _work_lane(self, world)
+
+
+def _not_zeroed(self: Memory, job: Any) -> None:
+    if self.arena.get(SLICE + job) is not None:
+        self.arena.release(SLICE + job)
+
+
+Change = tuple[Any, str, Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A name, the scope in which it is found, and what is replaced."""
+
+    name: str
+    scope: Scope
+    changes: tuple[Change, ...]
+
+    @contextlib.contextmanager
+    def planted(self) -> Iterator[None]:
+        """While open, the bug is in the code."""
+        with contextlib.ExitStack() as stack:
+            for owner, name, value in self.changes:
+                stack.enter_context(patch.object(owner, name, value, create=True))
+            yield
+
+
+MUTANTS = (
+    Mutant("no fencing: late messages of dead workers count", LATE,
+           ((Scheduler, "_from_worker", _from_whoever), (Inference, "_end", _end_whatever))),
+    Mutant("a suspect is taken for dead before it is reaped",
+           replace(PREEMPTED, steps=1, suspicions=1), ((Scheduler, "handle", _handle_suspects),)),
+    Mutant("a slice is used again before its worker is reaped", replace(FAULTLESS, requests=0),
+           ((Jobs, "ended", _ended_and_released),)),
+    Mutant("a commit is written in place", COMMITTED, ((CommitArea, "_slot", _one_slot),)),
+    Mutant("parameters and data position are committed apart", COMMITTED,
+           ((Script, "_half", _parameters_first), (Script, "_position", _position_later))),
+    Mutant("a request is not queued again when its worker dies", KILLED,
+           ((Inference, "worker_died", _request_lost),)),
+    Mutant("a lease is freed only on goodbye", KILLED, ((Jobs, "worker_died", _leaked),)),
+    Mutant("the turn is given twice", PREEMPTED, ((Inference, "turn_is_free", _turn_for_two),)),
+    Mutant("a repeated result is answered again", replace(FAULTLESS, repeats=1),
+           ((Inference, "done", _done_again),)),
+    Mutant("the stop is forgotten", PREEMPTED, ((Jobs, "stop", _spare),)),
+    Mutant("models stay resident when the memory daemon dies",
+           replace(FAULTLESS, is_coarse=True, daemon_kills=1),
+           ((Memory, "device_lost", _still_there),)),
+    Mutant("a model in use is evicted", replace(PREEMPTED, requests=2, models=2, steps=1),
+           ((Memory, "_price", _worth_little),)),
+    Mutant("workers outlive their memory daemon",
+           replace(FAULTLESS, is_coarse=True, daemon_kills=1),
+           ((Fleet, "daemon_died", _daemon_alone),)),
+    Mutant("a turn is given over an older one on its way",
+           replace(PREEMPTED, steps=1, requests=2, hears_late=True),
+           ((Inference, "turn_is_free", _turn_over_old_one),)),
+    Mutant("a job starts beside its old process", replace(FAULTLESS, requests=0, pauses=1),
+           ((Jobs, "_has_process", lambda self, job: False),)),
+    Mutant("a job starts before its last commit is copied", KILLED,
+           ((Jobs, "_is_leaving", Jobs._has_process),)),
+    Mutant("a commit is acknowledged before it is flipped", COMMITTED,
+           ((Daemon, "work_lane", _said_too_early),)),
+    Mutant("the optimizer does not wait for the commit", COMMITTED,
+           ((Script, "is_commit_over", lambda self, world: True),)),
+    Mutant("a slice is not zeroed for its next owner", KILLED,
+           ((Memory, "release_slice", _not_zeroed),)),
+)  # fmt: skip

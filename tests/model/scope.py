@@ -1,0 +1,67 @@
+"""What is explored: a small world, and how many faults may strike it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from .channel import IMAGE_BYTES
+
+MIB: Final = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scope:
+    """One training job, some requests, some faults; every order of everything.
+
+    ``kills``: of workers, each at any step. ``daemon_kills``: of the memory daemon. ``suspicions``:
+    the clock jumps to an instant at which the scheduler wants to look again, so that whoever is
+    merely slow is taken for hung and killed while it still acts. ``late``: an exit that overtakes
+    what the process had said. ``repeats``: a message of a worker that arrives twice.
+
+    ``is_coarse``: larger moves, for larger scopes; the fine ones take all of this apart. The job
+    is there from the start. A process is ready when it is spawned, a signal is heard when it is
+    sent, all that a channel holds is heard together, what the memory daemon has done is known at
+    once, an optimizer step, a commit and a scrub are one move each. Faults that change nothing
+    (an idle standby dies and is replaced, the clock jumps and nobody is suspected) are left out;
+    it jumps to the first instant at which somebody is.
+    """
+
+    name: str
+    steps: int = 3
+    requests: int = 2
+    kills: int = 0
+    daemon_kills: int = 0
+    suspicions: int = 0
+    late: int = 0
+    pauses: int = 0  # and as many resumptions, by the user
+    repeats: int = 0
+    models: int = 2
+    groups: int = 1
+    arena_mib: int = 8  # arrival words take 2, the slice 2, a model 4
+    standby: int = 1
+    commit_steps: tuple[int, ...] = (1, 2, 3, 4)  # at other boundaries nothing is committed
+    is_coarse: bool = False
+    hears_late: bool = False  # in a coarse scope: signals take their time all the same
+    max_deaths: int = 9  # more than can happen: no request may fail
+
+    slice_bytes = 2 * MIB
+    model_bytes = 4 * MIB
+    state_bytes = IMAGE_BYTES
+    store_bytes = 64 * MIB
+    words = 64
+
+    @property
+    def arena_bytes(self) -> int:
+        return self.arena_mib * MIB
+
+    def describe(self) -> str:
+        """The scope in one line."""
+        parts = [
+            f"{self.steps} steps", f"{self.requests} requests", f"{self.kills} kills",
+            f"{self.suspicions} false suspicions", f"{self.daemon_kills} daemon deaths",
+            f"{self.late} late messages", f"{self.pauses} pauses",
+            f"{self.repeats} repeated messages",
+            f"arena {self.arena_mib} MiB",
+        ]  # fmt: skip
+        return f"{self.name}: " + ", ".join(part for part in parts if not part.startswith("0 "))

@@ -1,0 +1,28 @@
+"""The scopes that are explored: small ones with every test run, all of them by ``make model``."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from .scope import Scope
+
+QUICK: Final = (
+    Scope(name="kill", steps=1, requests=1, models=1, kills=1, is_coarse=True),
+    Scope(name="suspect", steps=1, requests=1, models=1, suspicions=1, is_coarse=True),
+    Scope(name="daemon", steps=1, requests=1, models=1, daemon_kills=1, is_coarse=True),
+    Scope(name="evict", steps=2, requests=1, models=1, kills=1, arena_mib=6, is_coarse=True),
+    Scope(name="pause", steps=2, requests=0, models=1, pauses=1, kills=1, is_coarse=True),
+    Scope(name="signals", steps=1, requests=2, models=1, is_coarse=True, hears_late=True),
+    Scope(name="repeat", steps=1, requests=1, models=1, repeats=1, is_coarse=True),
+    Scope(name="fine", steps=1, requests=1, models=1, groups=2),
+)
+FULL: Final = (
+    Scope(name="two-models", steps=2, requests=2, models=2, kills=1, is_coarse=True),
+    Scope(name="late", steps=1, requests=1, models=1, kills=1, late=1, is_coarse=True),
+    Scope(name="fine-kill", steps=1, requests=0, models=1, kills=1),
+    Scope(name="fine-repeat", steps=1, requests=1, models=1, repeats=1),
+    Scope(name="daemon-kill", steps=1, requests=1, models=1, kills=1, daemon_kills=1,
+          is_coarse=True),
+    Scope(name="large", steps=3, requests=2, models=1, kills=2, suspicions=1, commit_steps=(2,),
+          is_coarse=True),
+)  # fmt: skip

@@ -1,0 +1,146 @@
+"""A path through the states, in plain words: numbered lines that anybody can follow."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from pipeswitch.controller import events as ev
+
+from .channel import unpack
+from .scope import MIB, Scope
+from .world import Action, Violation, World
+
+_PHASES: Final = {
+    "lease": "has its slice, loads what was committed, and asks for a batch",
+    "take": "takes the device and begins a step",
+    "step": "has done forward and backward, and lets the optimizer write",
+    "wait": "sees that the commit is over, and lets the optimizer write",
+    "half": "writes the other half of the parameters; the step is done",
+    "fetch": "goes on after the boundary between two steps",
+    "unwind": "unwinds: commits what is not committed, or ends",
+    "finish": "is through: commits what is not committed, or ends",
+    "over": "leaves: its process exits",
+}  # fmt: skip
+_PLAIN: Final = {
+    "train": "A client submits a training job.",
+    "daemon_ready": "The memory daemon has taken its memory.",
+    "daemon_copies": "The memory daemon copies one layer group, then raises its arrival word.",
+    "pause": "The user pauses the job.",
+    "resume": "The user resumes the job.",
+    "kill_daemon": "The memory daemon dies.",
+}
+
+
+def describe(world: World, action: Action) -> str:
+    """What is about to happen, in a sentence."""
+    kind, *rest = action
+    if kind in _PLAIN:
+        return _PLAIN[kind]
+    if kind == "ask":
+        return f"A client sends request r{world.asked + 1}."
+    if kind in ("clock", "suspect"):
+        why = "while everybody is merely slow" if kind == "suspect" else "nothing else happens"
+        return f"The clock goes to {rest[0] / 1000:.0f} s: {why}."
+    if kind == "daemon_works":
+        order = world.daemon.lane[0][0]
+        half = " (its first half)" if order == "CommitCopy" and not world.daemon.is_half else ""
+        return f"The memory daemon works on {_message(unpack(world.daemon.lane[0]))}{half}."
+    if kind == "daemon_tells":
+        return f"{_message(unpack(world.daemon.out[0]))} of the memory daemon is heard."
+    if kind == "late":
+        ghost = world.ghosts[rest[0]]
+        queue = (ghost.task_out, ghost.signal_out)[rest[1]]
+        return f"Late, {_message(unpack(queue[0]))} of dead worker {ghost.slot} is heard."
+    return _of_worker(world, kind, rest)
+
+
+def _of_worker(world: World, kind: str, rest: list[Any]) -> str:
+    process = world.processes[rest[0]]
+    who = f"Worker {rest[0]}"
+    if kind in ("tells", "tells_twice"):
+        queue = (process.task_out, process.signal_out)[rest[1]]
+        again = ", and it will be heard again" if kind == "tells_twice" else ""
+        return f"{_message(unpack(queue[0]))} of worker {rest[0]} is heard{again}."
+    if kind == "hears":
+        return f"{who} hears {_message(unpack(process.signal_in[0]))}."
+    if kind == "ready":
+        return f"{who} is up."
+    if kind in ("kill", "struck"):
+        why = "is killed" if kind == "kill" else "is struck by the SIGKILL it was sent"
+        return f"{who} {why}; what it had said is heard, then its exit."
+    if kind in ("kill_early", "struck_early"):
+        return f"{who} dies; its exit is heard before what it had said."
+    if process.job:
+        return f"{who}: the script {_PHASES[process.phase]}."
+    if process.request:
+        return f"{who} computes group {process.group} of {unpack(process.request[0]).model}."
+    order = unpack(process.task_in[0])
+    if type(order).__name__ == "RunJob":
+        return f"{who} starts the script, from the commit that is there now, and asks for a slice."
+    return f"{who} sees its turn {order.epoch} and begins request {order.request_id}."
+
+
+def _message(message: Any) -> str:
+    fields = ("model", "step", "epoch", "turn", "next_turn", "outcome", "residency_epoch")
+    shown = [f"{name} {getattr(message, name)}" for name in fields if hasattr(message, name)]
+    return f"{type(message).__name__}({', '.join(shown)})"
+
+
+def order_of(command: Any) -> str | None:
+    """A command of the scheduler in words; None for what only informs."""
+    match command:
+        case ev.ToDaemon(message=message):
+            return f"to the memory daemon: {_message(message)}{_place(message)}"
+        case ev.ToWorker(slot=slot, message=message):
+            return f"to worker {slot}: {_message(message)}{_place(message)}"
+        case ev.RaiseTurn(turn=turn):
+            return f"the board's turn is {turn}"
+        case ev.KillWorker(slot=slot, reason=reason):
+            return f"kill worker {slot}: {reason}"
+        case ev.SpawnWorker(slot=slot):
+            return f"a new process for worker {slot}"
+        case ev.SpawnDaemon():
+            return "a new memory daemon"
+        case ev.Answer(token=token, error=error):
+            return f"answer token {token}: {'ok' if error is None else error}"
+        case ev.CreateCommits():
+            return "make the job's commit area"
+        case ev.DropCommits():
+            return "drop the job's commit area"
+        case _:
+            return None
+
+
+def _place(message: Any) -> str:
+    for name in ("arena_offset_bytes", "slice_offset_bytes", "offset_bytes"):
+        if hasattr(message, name):
+            return f" at {getattr(message, name) // MIB} MiB"
+    return ""
+
+
+def tell(scope: Scope, path: list[Action], violation: str) -> str:
+    """The story of a path, with the scheduler's real numbers.
+
+    It is played again from the start without freezing anything; should the violation not come
+    back, the model's own renumbering is wrong, and that is said.
+    """
+    world = World(scope)
+    lines = [f"Tokens: requests 1 to {scope.requests}, 101 the job's acceptance, 102 its end."]
+    found = ""
+    for number, action in enumerate(path, start=1):
+        lines.append(f"{number:3}. {describe(world, action)}")
+        world.tale = []
+        try:
+            world.apply(action)
+        except Violation as broken:
+            found = str(broken)
+        lines += [f"       → {text}" for text in map(order_of, world.tale) if text]
+    if not found:
+        try:
+            world.check_rest()
+        except Violation as broken:
+            found = str(broken)
+    lines.append(f"  ✗  {violation}")
+    if not found:
+        lines.append("     (played again it did not come: see frozen.py; or it never rests)")
+    return "\n".join(lines)

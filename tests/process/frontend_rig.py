@@ -1,0 +1,221 @@
+"""The frontend with a scheduler that only answers; conftest.py loads it as ``frontend_rig``."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import selectors
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zmq
+
+import pipeswitch as ps
+from pipeswitch.board import sealed_memfd
+from pipeswitch.config import Config, ServerConfig
+from pipeswitch.controller.events import (
+    Announce,
+    Answer,
+    CancelAsked,
+    DrainAsked,
+    Event,
+    InferArrived,
+    JobAsked,
+    Query,
+    RegisterAsked,
+    TrainAsked,
+)
+from pipeswitch.controller.frontend import Frontend, Posted
+from pipeswitch.messages import ModelName, SlabTensor
+from pipeswitch.programs.layout import Manifest, ValueSpec
+from pipeswitch.wire import MAGIC, RequestHeader, decode_reply, encode_header
+
+POOL_BYTES = 8 << 20
+DEADLINE_S = 10.0
+
+
+def manifest(width: int = 4, batch_max: int = 8) -> Manifest:
+    """A model that takes ``x`` and returns ``y`` of the same shape."""
+    value = {"dtype": "float32", "shape": (None, width)}
+    return Manifest(
+        digest="d" * 64,
+        mode="graph",
+        mode_reason="",
+        source="bundle",
+        total_bytes=0,
+        tensors=(),
+        groups=(),
+        inputs=(ValueSpec(name="x", **value),),
+        outputs=(ValueSpec(name="y", **value),),
+        batch_min=1,
+        batch_max=batch_max,
+    )
+
+
+class FakeScheduler:
+    """Stands where the scheduler stands: events in, answers out, in a loop like the server's.
+
+    ``double`` is what its only model computes, in the pool, as a worker would.
+    """
+
+    def __init__(self, directory: Path, **server: Any) -> None:
+        self.pool_descriptor = sealed_memfd("pool", POOL_BYTES)
+        self.seen: list[Event] = []
+        self.held: list[InferArrived] = []
+        self.is_holding = False
+        self._inbox: deque[Event] = deque()
+        self._is_closing = False
+        self.config = Config(
+            server=ServerConfig(
+                **{
+                    "listen": "tcp://127.0.0.1:0",
+                    "name": "t",
+                    "state_dir": str(directory / "state"),
+                    "runtime_dir": str(directory / "run"),
+                    "keys_dir": str(directory / "keys"),
+                    **server,
+                }
+            )
+        )
+        self.tcp = Frontend(
+            self.config, self.pool_descriptor, self._inbox.append, facts={"device": "cpu"}
+        )
+        self.doors = self.tcp.open()
+        self.pool = np.frombuffer(self._mapped(), dtype=np.uint8)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _mapped(self) -> Any:
+        return mmap.mmap(self.pool_descriptor, 0)
+
+    def announce(self, name: str, **options: Any) -> None:
+        model = ModelName(name)
+        self.post(Announce(model=model, manifest=manifest(**options), priority=1))
+
+    def post(self, command: Posted) -> None:
+        """From the test's thread; performed when this returns, so what is sent next comes after."""
+        if threading.current_thread() is self._thread:
+            self.tcp.perform(command)
+            return
+        done = threading.Event()
+
+        def perform() -> None:
+            self.tcp.perform(command)
+            done.set()
+
+        self.tcp._call_soon(perform)
+        assert done.wait(DEADLINE_S)
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            self.tcp.watch(selector)
+            while not self._is_closing:
+                for key, _ in selector.select(self.tcp.wait_s()):
+                    key.data()
+                self.tcp.step()
+                while self._inbox:
+                    event = self._inbox.popleft()
+                    self.seen.append(event)
+                    self.answer(event)
+            self.tcp.unwatch(selector)
+        self.tcp.close()
+
+    def answer(self, event: Event) -> None:
+        post = self.tcp.perform
+        match event:
+            case InferArrived():
+                self.held.append(event) if self.is_holding else self.finish(event)
+            case CancelAsked(token=token):
+                for held in [held for held in self.held if held.token == token]:
+                    self.held.remove(held)
+                    post(Answer(token=token, error=ps.Cancelled("cancelled")))
+            case RegisterAsked(token=token, model=model):
+                post(Answer(token=token, body={"stage": "export", "fraction": 0.5}, more=True))
+                self.announce(model)
+                post(Answer(token=token, body={"model": model}))
+            case TrainAsked(token=token, job=job):
+                post(Answer(token=token, body={"job": {"name": job, "state": "queued"}}))
+            case JobAsked(token=token, job=job):
+                post(Answer(token=token, body={"job": {"name": job, "state": "done"}}))
+            case Query(what="stats", token=token):
+                post(Answer(token=token, body={"queued": 0}))
+            case Query(what="trace", token=token):
+                events = [{"name": "x" * 100, "ts": n} for n in range(20_000)]
+                post(Answer(token=token, body={"trace": {"traceEvents": events}}))
+            case Query(what=what, token=token):
+                post(Answer(token=token, body={"models": [], "rows": [], "jobs": [], what: []}))
+            case DrainAsked(token=token) if token is not None:
+                post(Answer(token=token, body={}))
+
+    def finish(self, event: InferArrived) -> None:
+        """y = 2 x, from the request's slab into the reply's."""
+        (x,) = event.inputs
+        at, size = x.offset_bytes, x.size_bytes
+        y = event.reply_offset_bytes
+        values = self.pool[at : at + size].view(np.float32) * 2
+        self.pool[y : y + size] = values.view(np.uint8)
+        output = SlabTensor(
+            name="y", dtype="float32", shape=x.shape, offset_bytes=y, size_bytes=size
+        )
+        timing = {"queue_ms": 0.5, "switch_ms": 1.5, "resident": True, "worker": 0}
+        self.post(Answer(token=event.token, outputs=(output,), timing=timing))
+
+    def wait_for(self, kind: type, count: int = 1) -> list[Any]:
+        return until(lambda: [e for e in self.seen if isinstance(e, kind)], at_least=count)
+
+    def close(self) -> None:
+        def end() -> None:
+            self._is_closing = True
+
+        self.tcp._call_soon(end)
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive()
+        os.close(self.pool_descriptor)
+
+
+def until(look: Callable[[], Any], at_least: int = 1) -> Any:
+    """The first value of ``look`` that is long (or true) enough, within the deadline."""
+    give_up_at_s = time.monotonic() + DEADLINE_S
+    while True:
+        value = look()
+        if (len(value) if hasattr(value, "__len__") else int(bool(value))) >= at_least:
+            return value
+        assert time.monotonic() < give_up_at_s, f"still {value!r}"
+        threading.Event().wait(0.005)
+
+
+def assert_balanced(tcp: Frontend) -> None:
+    counters = tcp.requests
+    assert counters.accepted == counters.ok + counters.error + counters.undeliverable
+    assert tcp._slabs.slab_count == 0
+
+
+@contextlib.contextmanager
+def raw_dealer(
+    address: str, routing_id: bytes | None = None, receive_queue: int = 100
+) -> Iterator[zmq.Socket[bytes]]:
+    context: zmq.Context[Any] = zmq.Context()
+    sock = context.socket(zmq.DEALER)
+    sock.setsockopt(zmq.LINGER, 0)
+    sock.setsockopt(zmq.RCVHWM, receive_queue)
+    sock.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
+    if routing_id is not None:
+        sock.setsockopt(zmq.ROUTING_ID, routing_id)
+    sock.connect(address)
+    try:
+        yield sock
+    finally:
+        sock.close()
+        context.term()
+
+
+def ask(sock: zmq.Socket[bytes], *frames: bytes, **fields: Any) -> Any:
+    header = RequestHeader(**{"v": 1, "id": "1", **fields})
+    sock.send_multipart([MAGIC, encode_header(header), *frames])
+    return decode_reply(sock.recv_multipart())

@@ -1,0 +1,88 @@
+"""The baselines themselves, with a tiny model: real processes, the same answers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from pipeswitch.bench import BENCHMARKS
+from pipeswitch.benchmarks.baselines import BASELINES
+from pipeswitch.benchmarks.models import BenchModel
+from pipeswitch.benchmarks.rig import Rig
+from pipeswitch.benchmarks.rival import PUBLISHED, Rival
+from pipeswitch.benchmarks.setting import Setting
+
+SOURCE = "pipeswitch.benchmarks.factories:small_mlp"
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory):
+    model = BenchModel("tiny", SOURCE, 1 << 20, {"x": ((4, 64), "float32")})
+    made = Setting(model, tmp_path_factory.mktemp("bench"), threads=1, seed=0)
+    made.write_files()
+    return made
+
+
+@pytest.fixture(scope="module")
+def expected(setting):
+    """The ready model's answer."""
+    ready = BASELINES["ready"](setting)
+    try:
+        return ready.measure()["checksum"]
+    finally:
+        ready.close()
+
+
+@pytest.mark.parametrize("name", [name for name in BASELINES if name != "ready"])
+def test_every_baseline_preempts_training_and_answers_like_the_ready_model(setting, expected, name):
+    baseline = BASELINES[name](setting)
+    try:
+        for _ in range(2):
+            baseline.prepare()
+            assert baseline.measure()["checksum"] == pytest.approx(expected, rel=1e-5)
+    finally:
+        baseline.close()
+
+
+def test_the_published_behaviour_sends_all_weights_on_each_request(setting, expected):
+    rival = Rival(setting, PUBLISHED)
+    try:
+        rival.prepare()
+        first, second = rival.measure(), rival.measure()  # nothing trains before the second
+    finally:
+        rival.close()
+    assert min(first["copy_ms"], second["copy_ms"]) > 0.0
+    assert first["acknowledge_ms"] > second["acknowledge_ms"]
+    assert second["checksum"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_rig_answers_alike_however_a_model_is_cut_and_sent(setting, expected):
+    rig = Rig(setting)
+    try:
+        for plan in ((0,), (0, 1, 2), (0, 2)):
+            rig.set_plan(plan)
+            rig.prefault()
+            switches = [
+                rig.switch(plan),
+                rig.switch(plan, is_pipelined=False),
+                rig.switch(plan, resident=1),
+                rig.resident(plan),
+            ]
+            for found in switches:
+                assert found.checksum == pytest.approx(expected, rel=1e-5)
+                assert len(found.begins_ms) == len(plan)
+                pairs = zip(found.arrivals_ms, found.begins_ms, strict=True)
+                assert all(arrived <= began for arrived, began in pairs)
+        rig.map_arena()  # another mapping of the same arena holds the same weights
+        assert rig.resident((0, 2)).checksum == pytest.approx(expected, rel=1e-5)
+    finally:
+        rig.close()
+
+
+def test_the_process_that_measures_never_imports_torch():
+    names = ", ".join(f"pipeswitch.benchmarks.{module}" for module in BENCHMARKS.values())
+    code = f"import sys, {names}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

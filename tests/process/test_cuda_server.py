@@ -1,0 +1,245 @@
+"""The whole server on the cuda device, over a fake of CUDA's bindings: everything but the GPU.
+
+Real processes, the real self-test, daemon, workers, graphs and training; only the device's memory
+is host memory, and computes at once (``tests/fakes/fake_cuda``).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from process_tools import (
+    Checked,
+    checked_server,
+    eager,
+    finish,
+    is_bit_equal,
+    kill,
+    mlp,
+    run_plain,
+    until,
+    write_script,
+)
+
+from pipeswitch.client import FINAL_JOB_STATES
+
+FAKES = str(Path(__file__).resolve().parents[1] / "fakes")
+ON_CUDA = ("--device", "cuda:0")
+FAKE_GPU = {
+    "PYTHONPATH": FAKES,
+    "PIPESWITCH_DEVICE__BINDINGS": "fake_cuda",
+    "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
+    "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "50ms",
+}
+
+STEPS = """
+    import hashlib, sys
+    import torch
+    from pipeswitch import job
+
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(32, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Linear(64, 4)
+    ).to(job.device)
+    optimizer = torch.optim.Adam(net.parameters(), 0.01)
+    x, y = torch.randn(64, 32), torch.arange(64) % 4
+    for batch in job.steps([(x, y)] * 800, model=net, optimizer=optimizer):
+        torch.nn.functional.cross_entropy(net(batch[0]), batch[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    digest = hashlib.sha256()
+    for value in net.state_dict().values():
+        digest.update(value.numpy().tobytes())
+    print(digest.hexdigest())
+    open(sys.argv[1], "w").write(digest.hexdigest())
+"""
+
+
+@pytest.fixture(scope="module")
+def first_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A machine of its own: the lock of a GPU lies in its folder for temporary files."""
+    return FAKE_GPU | {"TMPDIR": str(tmp_path_factory.mktemp("first"))}
+
+
+@pytest.fixture
+def own_gpu(tmp_path: Path) -> dict[str, str]:
+    """Another machine, for a test that starts its own server."""
+    return FAKE_GPU | {"TMPDIR": str(tmp_path)}
+
+
+@pytest.fixture(scope="module")
+def server(first_gpu: dict[str, str]) -> Iterator[Checked]:
+    """One server for the tests that leave it as it was; the self-test chooses all rungs."""
+    with checked_server(args=ON_CUDA, environment=first_gpu) as checked:
+        yield checked
+
+
+def register(checked: Checked, name: str, seed: int) -> tuple[Any, torch.Tensor]:
+    module = mlp(64, 4, seed)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(seed))
+    checked.client.register(name, module, example_inputs=(x,))
+    return module, x
+
+
+def answer(checked: Checked, name: str, x: torch.Tensor) -> Any:
+    return torch.from_numpy(next(iter(checked.client.infer(name, x.numpy()).outputs.values())))
+
+
+def test_the_ready_line_says_which_rungs_serve(server: Checked) -> None:
+    line = server.running.ready_line
+    assert "device cuda:0," in line
+    assert "Fake GPU, waits=gpu words=copy activations=slice graphs=on" in line
+
+
+def test_eager_runs_and_replays_give_the_plain_models_bits(server: Checked) -> None:
+    module, x = register(server, "replayed", 1)
+    expected = eager(module, x)
+    for _ in range(8):  # three workers: each runs eagerly once, then replays
+        assert is_bit_equal(answer(server, "replayed", x), expected)
+    captures = re.findall(r"graphs=captured count=(\d+)", server.running.log())
+    assert captures, "no worker captured its graphs"
+    again = torch.randn_like(x)
+    assert is_bit_equal(answer(server, "replayed", again), eager(module, again))
+
+
+def test_models_that_take_turns_on_the_device_do_not_see_each_others_bytes(
+    own_gpu: dict[str, str],
+) -> None:
+    with checked_server(arena="6MiB", args=ON_CUDA, environment=own_gpu) as checked:
+        models = {name: register(checked, name, seed) for seed, name in enumerate("abc")}
+        for round_number in range(5):
+            for name, (module, x) in models.items():
+                fresh = x + round_number
+                assert is_bit_equal(answer(checked, name, fresh), eager(module, fresh))
+
+
+@pytest.mark.parametrize(
+    "rungs",
+    [
+        {"WAITS": "cpu", "WORDS": "copy", "ACTIVATIONS": "private", "GRAPHS": "off"},
+        {"WAITS": "gpu", "WORDS": "write", "ACTIVATIONS": "private", "GRAPHS": "on"},
+    ],
+    ids=["lowest", "middle"],
+)
+def test_named_rungs_serve_without_a_self_test(
+    own_gpu: dict[str, str], rungs: dict[str, str]
+) -> None:
+    named = {f"PIPESWITCH_DEVICE__{key}": value for key, value in rungs.items()}
+    with checked_server(args=ON_CUDA, environment=own_gpu | named) as checked:
+        line = checked.running.ready_line
+        assert f"waits={rungs['WAITS']} words={rungs['WORDS']}" in line
+        module, x = register(checked, "model", 2)
+        for _ in range(4):
+            assert is_bit_equal(answer(checked, "model", x), eager(module, x))
+        has_captured = "graphs=captured" in checked.running.log()
+        assert has_captured == (rungs["GRAPHS"] == "on")
+
+
+def test_killed_workers_and_a_killed_daemon_come_back_with_a_new_handle(server: Checked) -> None:
+    module, x = register(server, "survivor", 3)
+    expected = eager(module, x)
+    assert is_bit_equal(answer(server, "survivor", x), expected)
+    for pid in server.worker_pids().values():
+        kill(pid)
+    assert is_bit_equal(answer(server, "survivor", x), expected)
+    server.wait_until_whole()
+    kill(server.daemon_pid())
+    assert is_bit_equal(answer(server, "survivor", x), expected)
+    server.wait_until_whole()
+
+
+def test_a_job_beside_requests_ends_with_the_plain_runs_bits(
+    server: Checked, tmp_path: Path
+) -> None:
+    script = write_script(tmp_path, "train.py", STEPS)
+    plain = run_plain(script, str(tmp_path / "plain"))
+    module, x = register(server, "visitor", 4)
+    expected = eager(module, x)
+    task = server.client.train(str(script), name="steps", args=[str(tmp_path / "out")])
+    until(lambda: task.status()["step"] > 0, "the job runs")
+    while task.status()["state"] not in FINAL_JOB_STATES:
+        assert is_bit_equal(answer(server, "visitor", x), expected)
+    assert finish(task)["state"] == "done"
+    assert (tmp_path / "out").read_text() == (tmp_path / "plain").read_text()
+    assert plain.split()[-1] == (tmp_path / "out").read_text()
+
+
+# ---- no GPU ---------------------------------------------------------------------------------
+
+
+def serve(tmp_path: Path, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    code = "from pipeswitch.cli import main; main()"
+    return subprocess.run(
+        [
+            sys.executable, "-P", "-c", code, "serve", *args, "--listen", "tcp://127.0.0.1:0",
+            "--state-dir", str(tmp_path / "state"),
+        ],
+        env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), **environment},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("form", "sentence"),
+    [
+        ("no-driver", "no NVIDIA driver on this machine"),
+        ("no-device", "the NVIDIA driver is loaded, but shows this process no GPU"),
+    ],
+)
+def test_serve_without_a_gpu_fails_with_a_sentence_that_helps(
+    tmp_path: Path, form: str, sentence: str
+) -> None:
+    done = serve(tmp_path, "--device", "cuda:0", **FAKE_GPU, FAKE_CUDA=form)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert "--device cpu" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "state").exists(), "nothing was begun"
+
+
+def test_serve_names_the_devices_there_are(tmp_path: Path) -> None:
+    done = serve(tmp_path, "--device", "cuda:7", **FAKE_GPU)
+    assert done.returncode == 2
+    assert "there is no cuda:7, only cuda:0" in done.stderr
+
+
+@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="this machine has a GPU")
+def test_the_real_bindings_say_the_same(tmp_path: Path) -> None:
+    done = serve(tmp_path, "--device", "cuda:0")
+    assert done.returncode == 2
+    assert "no NVIDIA driver" in done.stderr
+
+
+def test_auto_takes_the_cpu_and_says_why_not_cuda() -> None:
+    environment = FAKE_GPU | {"FAKE_CUDA": "no-device"}
+    with checked_server(args=("--device", "auto"), environment=environment) as checked:
+        line = checked.running.ready_line
+        assert "device cpu," in line
+        assert "(not cuda: the NVIDIA driver is loaded, but shows this process no GPU)" in line
+        module, x = register(checked, "model", 5)
+        assert is_bit_equal(answer(checked, "model", x), eager(module, x))
+
+
+def test_a_second_server_on_the_same_gpu_is_refused(
+    server: Checked, first_gpu: dict[str, str], tmp_path: Path
+) -> None:
+    assert server.running.pid
+    done = serve(tmp_path, "--device", "cuda:0", **first_gpu)
+    assert done.returncode == 1
+    assert "another pipeswitch server holds cuda:0" in done.stderr
+
+
+def test_inputs_are_arrays_of_the_host(server: Checked) -> None:
+    module, _ = register(server, "arrays", 6)
+    x = np.random.default_rng(0).standard_normal((3, 64), dtype=np.float32)
+    found = next(iter(server.client.infer("arrays", x).outputs.values()))
+    assert is_bit_equal(torch.from_numpy(found), eager(module, torch.from_numpy(x)))

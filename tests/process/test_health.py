@@ -1,0 +1,365 @@
+"""A health probe that tells the truth, a scheduler that hangs, an engine that is hopeless."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from process_tools import (
+    MARK,
+    Checked,
+    checked_server,
+    gone,
+    kill,
+    mlp,
+    start_endless_job,
+    until,
+    write_script,
+)
+
+from pipeswitch.client import Client
+from pipeswitch.errors import DeadlineExceeded, PipeSwitchError, ServerUnavailable
+
+ENVIRONMENT = {
+    "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "50ms",
+    "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
+}
+X = torch.ones(1, 16)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Checked]:
+    with checked_server(arena="64MiB", environment=ENVIRONMENT) as checked:
+        checked.client.register("small", mlp(16, 2, 1), example_inputs=(X,))
+        yield checked
+
+
+def cli(address: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-c", "from pipeswitch.cli import main; main()",
+         "--host", address, *words],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------- ping
+
+
+def test_a_deep_ping_of_a_whole_server_has_a_time_for_each_hop(running: Checked) -> None:
+    running.wait_until_whole()
+    answer = running.client.ping(deep=True)
+    assert answer["ready"], answer
+    assert answer["daemon_ms"] > 0
+    assert len(answer["workers"]) == 3
+    assert all(row["ms"] > 0 for row in answer["workers"])
+    assert answer["controller_ms"] > 0
+    assert running.client.ping()["ready"]
+
+
+def test_the_command_exits_with_what_a_probe_wants_to_know(running: Checked) -> None:
+    address = running.running.ipc_address
+    done = cli(address, "ping", "--deep", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ready"]
+    assert cli(address, "ping").stdout.startswith("ready ")
+    assert "daemon" in cli(address, "ping", "--deep").stdout
+    assert cli("tcp://127.0.0.1:9", "ping", "--deep").returncode == 3
+
+
+def test_probes_disturb_no_training_and_no_request(running: Checked, tmp_path: Path) -> None:
+    task = start_endless_job(running, tmp_path)
+    before = task.status()
+    for _ in range(50):
+        answer = running.client.ping(deep=True)
+        assert answer["ready"], answer
+        assert "active" in {row["state"] for row in answer["workers"]}
+        assert all(row["ms"] is not None for row in answer["workers"])
+    after = task.status()
+    assert (after["suspensions"], after["evictions"], after["restarts"]) == (
+        before["suspensions"], before["evictions"], before["restarts"],
+    )  # fmt: skip
+    until(lambda: task.status()["step"] > after["step"], "it trains on")
+    futures = [running.client.submit("small", X) for _ in range(20)]
+    assert running.client.ping(deep=True)["ready"]
+    for future in futures:
+        future.result(30)
+    task.cancel()
+
+
+def test_a_dead_daemon_is_not_ready_within_a_second(running: Checked) -> None:
+    running.wait_until_whole()
+    client, pid = running.client, running.daemon_pid()
+    kill(pid)
+    until(lambda: not client.ping()["ready"] or running.daemon_pid() not in (0, pid),
+          "its death was seen", 1.0)  # fmt: skip
+    running.wait_until_whole()
+    assert client.ping(deep=True)["ready"]
+
+
+def test_a_daemon_that_is_stopped_is_told_by_the_deep_probe(running: Checked) -> None:
+    running.wait_until_whole()
+    pid = running.daemon_pid()
+    kill(pid, signal.SIGSTOP)
+    answer = running.client.ping(deep=True)
+    assert not answer["ready"]
+    assert "memory daemon" in answer["why"]
+    until(lambda: running.daemon_pid() not in (0, pid), "it was replaced")
+    running.wait_until_whole()
+    assert running.client.ping(deep=True)["ready"]
+
+
+def test_a_standby_that_is_stopped_is_named_and_the_server_is_ready(running: Checked) -> None:
+    running.wait_until_whole()
+    slot, pid = next(iter(running.worker_pids().items()))
+    kill(pid, signal.SIGSTOP)
+    answer = running.client.ping(deep=True)
+    assert answer["ready"]
+    assert [row["worker"] for row in answer["workers"] if row["ms"] is None] == [slot]
+    until(lambda: running.worker_pids().get(slot) not in (None, pid), "it was replaced")
+    running.wait_until_whole()
+
+
+# ------------------------------------------------------------------------------- hopeless
+
+
+def test_a_daemon_that_dies_too_often_ends_the_server_with_a_status() -> None:
+    with checked_server(
+        arena="64MiB", environment=ENVIRONMENT, settles=False, status=os.EX_SOFTWARE
+    ) as checked:
+        waiting = checked.client.task("nobody")
+        seen: set[int] = set()
+        while checked.running.process.poll() is None:
+            try:
+                pid = checked.daemon_pid()
+            except (PipeSwitchError, StopIteration):
+                break  # it is leaving
+            if pid and pid not in seen:
+                seen.add(pid)
+                kill(pid)
+            assert len(seen) < 20
+        assert checked.running.process.wait(20) == os.EX_SOFTWARE
+        assert "died too often" in checked.running.log()
+        with pytest.raises(PipeSwitchError):
+            waiting.status()
+
+
+def test_a_fork_server_that_cannot_start_ends_the_server_with_a_status(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('broken on purpose')\n")
+    done, _ = serve_until_it_ends(tmp_path, environment={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == os.EX_SOFTWARE
+    assert "fork server does not start" in done.stdout
+    assert "broken on purpose" in (tmp_path / "state/logs/processes.log").read_text()
+
+
+def replace_fork_server(checked: Checked) -> None:
+    old = checked.fork_server_pid()
+
+    def is_another() -> bool:
+        with contextlib.suppress(AssertionError, OSError):  # none at this moment
+            return checked.fork_server_pid() != old
+        return False
+
+    kill(old)
+    until(is_another, "another fork server")
+
+
+def test_two_deaths_of_the_fork_server_lose_nobody_it_has_forked(running: Checked) -> None:
+    """Its children are watched by their own descriptors, each once."""
+    running.wait_until_whole()
+    workers = running.worker_pids()
+    for _ in range(2):
+        replace_fork_server(running)
+        assert running.client.infer("small", X)["y"].shape == (1, 16)
+    assert running.worker_pids() == workers
+    kill(workers[0])
+    until(lambda: running.worker_pids().get(0) not in (None, workers[0]), "a death is still seen")
+    running.wait_until_whole()
+
+
+# ------------------------------------------------------------------------------- a loop that hangs
+
+PLANTED = """
+import sys
+from pipeswitch.cli import main
+from pipeswitch.controller.listing import Listing
+
+def for_ever(self):
+    while True:
+        pass
+
+Listing.jobs = for_ever
+main()
+"""
+
+
+def serve_until_it_ends(
+    folder: Path,
+    *,
+    program: str = "from pipeswitch.cli import main; main()",
+    environment: Mapping[str, str] | None = None,
+    when_ready: object = None,
+) -> tuple[subprocess.CompletedProcess[str], str]:
+    """A server that ends by itself: how, and the line it said when it was ready."""
+    command = [
+        sys.executable, "-P", "-c", program, "serve", "--device", "cpu",
+        "--listen", "tcp://127.0.0.1:0", "--arena", "64MiB", "--host-store", "256MiB",
+        "--threads", "1", "--state-dir", str(folder / "state"),
+    ]  # fmt: skip
+    mark = f"health-{os.getpid()}-{time.monotonic_ns()}"
+    # A socket's path is short, and a test's folder is not.
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="pipeswitch-", dir="/tmp") as runtime:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, "XDG_RUNTIME_DIR": runtime, MARK: mark, **(environment or {})},
+        )  # fmt: skip
+        assert process.stdout is not None
+        heard = []
+        try:
+            for line in process.stdout:
+                heard.append(line)
+                if "is ready" in line and callable(when_ready):
+                    when_ready(line)
+            status = process.wait(60)
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+        gone(mark)
+    text = "".join(heard)
+    ready = next((line for line in heard if "is ready" in line), "")
+    return subprocess.CompletedProcess(command, status, text), ready
+
+
+def address_of(ready_line: str) -> str:
+    return next(word for word in ready_line.split() if word.startswith("tcp://"))
+
+
+def test_a_scheduler_that_never_returns_ends_the_server_with_the_stacks_in_its_log(
+    tmp_path: Path,
+) -> None:
+    clients: list[Client] = []
+
+    def ask(ready: str) -> None:
+        client = Client(address_of(ready))
+        clients.append(client)
+        client.ping(deep=True)
+        with pytest.raises(ServerUnavailable):
+            client.jobs()
+
+    done, _ = serve_until_it_ends(
+        tmp_path, program=PLANTED, when_ready=ask,
+        environment={"PIPESWITCH_SERVER__WATCHDOG": "2s"},
+    )  # fmt: skip
+    for client in clients:
+        client.close()
+    assert done.returncode == os.EX_SOFTWARE
+    log = (tmp_path / "state/logs/server.log").read_text()
+    for text in (done.stdout, log):
+        assert "scheduler=hung" in text
+        assert "for_ever" in text
+
+
+def test_a_server_that_was_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
+    """Its own clock shows that much time has passed without a turn; that is no hang."""
+    environment = {**ENVIRONMENT, "PIPESWITCH_SERVER__WATCHDOG": "1s"}
+    with checked_server(arena="64MiB", environment=environment) as checked:
+        kill(checked.pid, signal.SIGSTOP)
+        time.sleep(2.5)  # the time itself is what is tested
+        kill(checked.pid, signal.SIGCONT)
+        assert checked.client.ping(deep=True)["ready"]
+        assert "scheduler=hung" not in checked.running.log()
+
+
+def test_systemd_hears_readiness_life_and_the_end(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(30)
+        environment = {
+            "NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "1500000",
+        }  # fmt: skip
+        with checked_server(arena="64MiB", environment=environment) as checked:
+            first = manager.recv(4000).decode()
+            assert first.startswith("READY=1\nSTATUS=pipeswitch is ready"), first
+            assert [manager.recv(4000) for _ in range(3)] == [b"WATCHDOG=1"] * 3
+            assert checked.client.ping()["ready"]
+        heard = []
+        manager.settimeout(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                heard.append(manager.recv(4000))
+    assert any(b"STOPPING=1" in text for text in heard)
+
+
+# ------------------------------------------------------------------------------- a model that hangs
+
+LOOPS = """
+    import torch
+
+    class Loops(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 4)
+
+        def forward(self, x):
+            while x.sum() > 100:
+                pass
+            return self.layer(x)
+
+    def make():
+        return Loops()
+"""
+
+
+def test_a_model_in_an_endless_loop_is_killed_and_the_device_is_free_again(tmp_path: Path) -> None:
+    write_script(tmp_path, "looping.py", LOOPS)
+    environment = {
+        **ENVIRONMENT, "PYTHONPATH": str(tmp_path), "PIPESWITCH_SCHEDULER__MAX_COMPUTE": "500ms",
+    }  # fmt: skip
+    with checked_server(arena="64MiB", environment=environment) as checked:
+        client = checked.client
+        client.register("small", mlp(16, 2, 1), example_inputs=(X,))
+        client.register(
+            "loops", "looping:make", weights="random:0", inputs={"x": ((1, 4), "float32")}
+        )
+        assert client.show("loops")["mode"] == "module"
+        good = client.infer("loops", torch.zeros(1, 4))["y"]
+        endless = client.submit("loops", torch.full((1, 4), 100.0))
+        behind = client.submit("small", X)
+        with pytest.raises(DeadlineExceeded, match="max_compute"):
+            endless.result(30)
+        assert behind.result(30)["y"].shape == (1, 16)
+        checked.wait_until_whole()
+        assert torch.equal(client.infer("loops", torch.zeros(1, 4))["y"], good)
+        assert checked.count("worker_restarts") == 1
+
+
+# ------------------------------------------------------------------------------- disks
+
+
+def test_a_fork_server_is_replaced_though_its_log_cannot_be_written(tmp_path: Path) -> None:
+    """As on a disk that has become read-only."""
+    state = tmp_path / "state"
+    with checked_server(arena="64MiB", environment=ENVIRONMENT, state_dir=state) as checked:
+        checked.client.register("small", mlp(16, 2, 1), example_inputs=(X,))
+        path = state / "logs/processes.log"
+        path.unlink()
+        path.mkdir()  # a folder cannot be opened for writing, not even by root
+        replace_fork_server(checked)
+        worker = checked.worker_pids()[0]
+        kill(worker)
+        until(lambda: checked.worker_pids().get(0) not in (None, worker), "it forks")
+        assert checked.client.infer("small", X)["y"].shape == (1, 16)
+        assert "processes.log cannot be written" in (state / "logs/server.log").read_text()
+        path.rmdir()

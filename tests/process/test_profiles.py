@@ -1,0 +1,365 @@
+"""Profiles on a real server: measured, kept, used, refused, and measured again."""
+
+from __future__ import annotations
+
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from process_tools import (
+    Checked,
+    checked_server,
+    eager,
+    is_bit_equal,
+    kill,
+    mlp,
+    start_endless_job,
+    until,
+)
+
+from pipeswitch.errors import InvalidInput, ModelNotFound, PipeSwitchError
+from pipeswitch.grouping import spans
+from pipeswitch.profile import Profile, decode, encode
+
+WIDTH = 256
+DEPTH = 24  # layers of 257 KiB: 6 MiB, more groups than one bucket makes
+
+
+@pytest.fixture(scope="module")
+def net() -> torch.nn.Module:
+    module: torch.nn.Module = mlp(WIDTH, DEPTH, 0)
+    return module
+
+
+def register(checked: Checked, module: torch.nn.Module, name: str = "net") -> None:
+    checked.client.register(name, module, example_inputs=(torch.zeros(1, WIDTH),))
+
+
+def value(seed: int, batch: int = 2) -> torch.Tensor:
+    return torch.randn(batch, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def in_force(checked: Checked, grouping: str, name: str = "net") -> dict[str, Any]:
+    """The model's row once its groups are of that kind."""
+
+    def look() -> dict[str, Any] | None:
+        row = checked.client.show(name)
+        return row if row["grouping"] == grouping else None
+
+    found = until(look, f"the groups of {name} are {grouping}")
+    assert found is not None
+    return found
+
+
+def sizes_of(profile: dict[str, Any], plan: list[int]) -> list[int]:
+    sizes = [layer["size_bytes"] for layer in profile["layers"]]
+    return [sum(sizes[first:end]) for first, end in spans(tuple(plan), len(sizes))]
+
+
+def make_gone(checked: Checked) -> None:
+    """Another model is on the device, complete."""
+    checked.client.infer("other", value(0))
+    until(lambda: checked.client.show("other")["residency"] == "resident", "the copy has ended")
+
+
+def make_cold(checked: Checked, name: str = "net") -> None:
+    """Throw a model off the device: the other one needs its place."""
+    make_gone(checked)
+    assert checked.client.show(name)["residency"] == "host"
+
+
+def answers(checked: Checked, module: torch.nn.Module, batch: int = 2, seed: int = 1) -> None:
+    result = checked.client.infer("net", value(seed, batch))
+    assert is_bit_equal(result["y"], eager(module, value(seed, batch)))
+
+
+def test_a_profile_is_measured_and_its_plan_is_what_the_device_then_does(
+    net: torch.nn.Module,
+) -> None:
+    with checked_server(arena="10MiB") as checked:
+        register(checked, net)
+        register(checked, mlp(WIDTH, DEPTH, 1), "other")
+        assert checked.client.show("net")["grouping"] == "buckets"
+        stages: list[tuple[str, float]] = []
+        profile = checked.client.profile("net", [2, 1], progress=lambda s, f: stages.append((s, f)))
+        assert [fraction for _, fraction in stages] == sorted(fraction for _, fraction in stages)
+        assert stages[-1][1] == 1.0
+        assert len(profile["layers"]) == DEPTH
+        assert [batch["batch"] for batch in profile["batches"]] == [2, 1]
+        assert all(ms > 0 for batch in profile["batches"] for ms in batch["switch_ms"])
+        row = in_force(checked, "planned")
+        planned = profile["checks"][-1]
+        assert row["plan"] == planned["plan"]
+        assert row["groups"] == len(planned["plan"])
+        # Its next cold switch: copies and computed groups are the plan's, in order and in size.
+        make_cold(checked)
+        answers(checked, net)
+        until(lambda: checked.client.show("net")["residency"] == "resident", "the copy has ended")
+        events = checked.client.trace(3600)["traceEvents"]
+        ended = [e for e in events if e.get("ph") == "X"]
+        ended.sort(key=lambda event: event["ts"])
+        copies = [e for e in ended if e["name"].startswith("net group ")][-len(row["plan"]) :]
+        assert [e["name"] for e in copies] == [f"net group {i}" for i in range(row["groups"])]
+        assert [e["args"]["bytes"] for e in copies] == sizes_of(profile, row["plan"])
+        computed = [e["name"] for e in ended if e["name"].startswith("group ")]
+        assert computed[-row["groups"] :] == [f"group {i}" for i in range(row["groups"])]
+
+
+def test_a_profile_is_its_owners_file_and_the_next_server_uses_it(
+    net: torch.nn.Module, tmp_path: Path
+) -> None:
+    with checked_server(state_dir=tmp_path) as checked:
+        register(checked, net)
+        profile = checked.client.profile("net", [2])
+        plan = in_force(checked, "planned")["plan"]
+    (path,) = (tmp_path / "profiles").iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert decode(path.read_bytes()) == msgspec.convert(profile, Profile)
+    with checked_server(state_dir=tmp_path) as checked:
+        assert in_force(checked, "planned")["plan"] == plan  # from the journal, and the file
+        assert checked.stats()["transmissions"] == 0  # nothing was measured
+        answers(checked, net)
+        assert "is not used" not in checked.running.log()
+
+
+def _spoil(path: Path, how: str) -> None:
+    if how == "corrupt":
+        path.write_bytes(path.read_bytes()[:-200])
+        return
+    profile = decode(path.read_bytes())
+    changes: dict[str, Any] = {
+        "foreign": {"identity": msgspec.structs.replace(profile.identity, name="another one")},
+        "other version": {"identity": msgspec.structs.replace(profile.identity, torch="1.0")},
+        "other program": {"digest": profile.digest[:12] + "0" * 52},
+        "stale": {"stale": "20 switches took 40% longer"},
+    }[how]
+    path.write_bytes(encode(msgspec.structs.replace(profile, **changes)))
+
+
+@pytest.fixture(scope="module")
+def measured(net: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A state directory with the model and its profile."""
+    folder = tmp_path_factory.mktemp("measured")
+    with checked_server(state_dir=folder) as checked:
+        register(checked, net)
+        checked.client.profile("net", [2])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("corrupt", "malformed|truncated"),
+        ("foreign", "name was another one"),
+        ("other version", "torch was 1.0"),
+        ("other program", "another program"),
+        ("stale", "it is stale"),
+    ],
+)
+def test_a_profile_that_is_not_true_here_is_one_warning_and_buckets(
+    how: str, reason: str, net: torch.nn.Module, measured: Path, tmp_path: Path
+) -> None:
+    (source,) = (measured / "profiles").glob("net.*.json")
+    folder = tmp_path / "profiles"
+    folder.mkdir()
+    (folder / source.name).write_bytes(source.read_bytes())
+    _spoil(folder / source.name, how)
+    with checked_server(args=("--profiles-dir", str(folder))) as checked:
+        register(checked, net)
+        row = checked.client.show("net")
+        assert row["grouping"] == "buckets"
+        assert any(word in row["grouping_why"].lower() for word in reason.split("|"))
+        warnings = [line for line in checked.running.log().splitlines() if "WARNING" in line]
+        assert len(warnings) == 1
+        assert f'model "net": profile {source.name} is not used' in warnings[0]
+        answers(checked, net)
+        checked.client.profile("net", [2])  # and it can be measured anew
+        in_force(checked, "planned")
+        answers(checked, net)
+
+
+def test_requests_are_answered_right_and_before_the_trials(net: torch.nn.Module) -> None:
+    with checked_server(arena="64MiB") as checked:
+        register(checked, net)
+        stop, wrong, count = threading.Event(), [], 0
+        expected = {seed: eager(net, value(seed)) for seed in range(4)}
+
+        def ask() -> None:
+            nonlocal count
+            with checked.running.client() as client:
+                while not stop.is_set():
+                    seed = count % 4
+                    if not is_bit_equal(client.infer("net", value(seed))["y"], expected[seed]):
+                        wrong.append(seed)
+                    count += 1
+                    stop.wait(0.01)  # a pause in which a trial may begin
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        try:
+            profile = checked.client.profile("net", [2])
+        finally:
+            stop.set()
+            asking.join()
+        assert not wrong
+        assert count > 0
+        assert profile["checks"]
+        in_force(checked, "planned")
+        answers(checked, net)
+
+
+def test_a_running_job_is_suspended_for_trials_and_loses_no_step(
+    net: torch.nn.Module, tmp_path: Path
+) -> None:
+    with checked_server(arena="64MiB") as checked:
+        register(checked, net)
+        task = start_endless_job(checked, tmp_path)
+        checked.client.profile("net", [2])
+        row = task.status()
+        assert row["suspensions"] > 0
+        assert row["restarts"] == row["evictions"] == 0
+        until(lambda: task.status()["step"] > row["step"], "it goes on")
+
+
+def test_a_worker_that_is_killed_in_a_trial_costs_the_profile_and_nothing_else(
+    net: torch.nn.Module,
+) -> None:
+    with checked_server(arena="64MiB") as checked:
+        register(checked, net)
+        caught: list[PipeSwitchError] = []
+        began = threading.Event()
+
+        def measure() -> None:
+            with checked.running.client() as client:
+                try:
+                    client.profile("net", [2], progress=lambda stage, part: began.set())
+                except PipeSwitchError as error:
+                    caught.append(error)
+
+        measuring = threading.Thread(target=measure)
+        measuring.start()
+        assert began.wait(30)
+        for pid in checked.worker_pids().values():
+            kill(pid)
+        measuring.join(60)
+        assert not measuring.is_alive()
+        answers(checked, net)
+        if caught:
+            assert checked.client.show("net")["grouping"] == "buckets"
+        checked.client.profile("net", [2])
+        in_force(checked, "planned")
+
+
+def test_who_goes_away_takes_the_measurement_along(net: torch.nn.Module) -> None:
+    with checked_server(arena="64MiB") as checked:
+        register(checked, net)
+        began = threading.Event()
+        client = checked.running.client()
+
+        def measure() -> None:
+            with pytest.raises(PipeSwitchError):
+                client.profile("net", [2, 1, 3, 4], progress=lambda stage, part: began.set())
+
+        measuring = threading.Thread(target=measure)
+        measuring.start()
+        assert began.wait(30)
+        client.close()
+        measuring.join(30)
+        row = in_force(checked, "buckets")
+        until(lambda: checked.client.show("net")["plan"] == [], "the groups are as before")
+        assert row["profile"] == ""
+        answers(checked, net)
+
+
+def test_a_model_that_leaves_keeps_its_prefix_and_computes_the_same_bits(
+    net: torch.nn.Module, measured: Path, tmp_path: Path
+) -> None:
+    (source,) = (measured / "profiles").glob("net.*.json")
+    profile = decode(source.read_bytes())
+    # As if copying took as long as computing: some of the model is worth keeping, not all.
+    batch = profile.batches[0]
+    layers = tuple(1.0 for _ in profile.layers)
+    link = msgspec.structs.replace(profile.link, alpha_ms=0.5, beta_ms_per_mib=4.0)
+    made = msgspec.structs.replace(
+        profile, batches=(msgspec.structs.replace(batch, switch_ms=layers),), link=link, checks=()
+    )
+    folder = tmp_path / "profiles"
+    folder.mkdir()
+    (folder / source.name).write_bytes(encode(made))
+    options: dict[str, Any] = {
+        "arena": "14MiB",  # 12 for models: one of 8, and 4 that a prefix may have
+        "args": ("--profiles-dir", str(folder)),
+        "environment": {"PIPESWITCH_DEVICE__PREFIX": "4MiB"},
+    }
+    with checked_server(**options) as checked:
+        register(checked, net)
+        register(checked, mlp(WIDTH, DEPTH, 1), "other")
+        row = in_force(checked, "planned")
+        assert row["prefix_groups"] > 0
+        answers(checked, net)
+        before = checked.stats()["transmitted_bytes"]
+        make_gone(checked)
+        assert checked.client.show("net")["residency"] == "partial"
+        sent_other = checked.stats()["transmitted_bytes"] - before
+        for seed in range(3):
+            result = checked.client.infer("net", value(seed))
+            assert is_bit_equal(result["y"], eager(net, value(seed)))
+            if not seed:
+                kept = result.timing.extra["kept_bytes"]
+                assert not result.timing.resident
+        assert 0 < kept < row["bytes"]
+        until(lambda: checked.client.show("net")["residency"] == "resident", "the copy has ended")
+        sent = checked.stats()["transmitted_bytes"] - before - sent_other
+        assert sent == row["bytes"] - kept
+
+
+def test_what_cannot_be_measured_is_refused(net: torch.nn.Module) -> None:
+    with checked_server() as checked:
+        register(checked, net)
+        with pytest.raises(ModelNotFound):
+            checked.client.profile("nobody")
+        with pytest.raises(InvalidInput, match="takes batches from 1 to 64"):
+            checked.client.profile("net", [65])
+        with pytest.raises(InvalidInput, match="whole numbers"):
+            checked.client.profile("net", [0])
+
+
+def test_a_profile_that_is_not_true_any_more_is_marked_and_measured_again(
+    net: torch.nn.Module, measured: Path, tmp_path: Path
+) -> None:
+    (source,) = (measured / "profiles").glob("net.*.json")
+    profile = decode(source.read_bytes())
+    batch = profile.batches[0]
+    # As if the processor had been ten times slower on the day, and the prediction right.
+    slow = msgspec.structs.replace(
+        profile,
+        batches=(
+            msgspec.structs.replace(batch, switch_ms=tuple(10 * ms for ms in batch.switch_ms)),
+        ),
+        checks=(),
+    )
+    folder = tmp_path / "profiles"
+    folder.mkdir()
+    (folder / source.name).write_bytes(encode(slow))
+    with checked_server(arena="10MiB", state_dir=tmp_path) as checked:
+        register(checked, net)
+        register(checked, mlp(WIDTH, DEPTH, 1), "other")
+        in_force(checked, "planned")
+
+        def is_stale() -> bool:
+            make_cold(checked)
+            answers(checked, net)
+            return bool(checked.client.show("net")["grouping"] == "buckets")
+
+        until(is_stale, "the drift was noticed", 60)
+        assert "than predicted" in checked.client.show("net")["grouping_why"]
+        assert decode((folder / source.name).read_bytes()).stale
+        lines = [line for line in checked.running.log().splitlines() if "is stale" in line]
+        assert len(lines) == 1
+        in_force(checked, "planned")  # measured again by itself, once nobody asked for a while
+        assert not decode((folder / source.name).read_bytes()).stale
+        answers(checked, net)

@@ -1,0 +1,162 @@
+"""Reports, plots, warnings and README's results: what is made of trials."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeswitch.benchmarks import plots, readme
+from pipeswitch.benchmarks.machine import Others, warnings_of
+from pipeswitch.benchmarks.plans import costs_of
+from pipeswitch.benchmarks.rig import Switch
+from pipeswitch.benchmarks.throughput import cycle
+from pipeswitch.benchmarks.trials import Run
+from pipeswitch.planning import LinkCost
+
+ROOT = Path(__file__).resolve().parents[2]
+FACTS = {"device": "cpu", "cpu": "x", "cores": 2, "commit": "0123456789ab", "load_1m": 0.1}
+
+
+def a_run(what: str = "switch", **options: object) -> Run:
+    return Run(what, f"pipeswitch bench {what}", True, 0, True, lambda line: None, FACTS, **options)
+
+
+def test_the_readme_shows_the_newest_results():
+    text = (ROOT / "README.md").read_text("utf-8")
+    expected = readme.replaced(text, readme.newest(ROOT / "benchmarks" / "results"))
+    assert text == expected, "run: python benchmarks/readme.py"
+
+
+def test_a_readme_without_the_marks_is_refused():
+    with pytest.raises(ValueError, match="README needs"):
+        readme.replaced("# no marks", {})
+    with pytest.raises(ValueError, match="comes before"):
+        readme.replaced(f"{readme.END} {readme.BEGIN}", {})
+
+
+def test_what_stands_around_the_marks_stays():
+    text = f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n"
+    assert readme.replaced(text, {}) == f"before\n{readme.BEGIN}\n\n{readme.END}\nafter\n"
+
+
+def test_the_newest_result_wins_whatever_its_name(tmp_path):
+    for date in ("2026-01-09", "2025-12-31"):
+        (tmp_path / f"request-path_cpu_{date}.json").write_text(json.dumps({"date": date}))
+    file, document = readme.newest(tmp_path)["request-path"]
+    assert (file, document["date"]) == ("request-path_cpu_2026-01-09.json", "2026-01-09")
+
+
+def test_every_missed_target_is_named_in_the_readme():
+    bench = a_run()
+    bench.find("good", 200.0, at_least=100.0)
+    bench.find("bad", 99.0, "ms", at_most=3.0)
+    bench.find("neither", 1.0)
+    table = readme.target_table({"switch": ("switch_cpu_2026-01-01.json", bench.document())})
+    assert "| 1 of 2 | bad: 99 ms (target ≤ 3) |" in table
+
+
+def test_a_result_of_a_busy_machine_says_so():
+    bench = a_run()
+    bench.warnings += warnings_of(3.0, 0.5)
+    assert "**Warning:** the machine was not quiet when this began: load average 3." in (
+        bench.markdown()
+    )
+    assert "other programs took 50% of all cores' time meanwhile" in bench.document()["warnings"]
+    table = readme.target_table({"switch": ("switch_cpu_2026-01-01.json", bench.document())})
+    assert "(the machine was not quiet)" in table
+
+
+def test_a_quiet_machine_gives_no_warning():
+    assert warnings_of(0.4, 0.04) == []
+    assert warnings_of(0.4, None) == []
+
+
+def test_what_this_process_computes_is_not_others_work():
+    others = Others()
+    others.own_s -= 1000.0  # as if we had used that much since
+    assert others.share() in (0.0, None)
+
+
+def test_a_report_is_written_with_one_line_per_trial(tmp_path):
+    bench = a_run()
+    bench.record("m", "cold", 0, {"total_ms": 2.0})
+    bench.record("m", "cold", 1, {"total_ms": 4.0})
+    report, data, *_ = bench.write(tmp_path)
+    assert "| m | cold | total_ms | 3.000 |" in report.read_text()
+    assert json.loads(data.read_text())["trials"] == bench.trials
+    assert sum('"trial":' in line for line in data.read_text().splitlines()) == 2
+
+
+def test_rounds_are_as_asked_for_else_the_benchmarks_own():
+    assert a_run().rounds(200, 7) == 7
+    assert a_run(trials_asked=3).rounds(200, 7) == 3
+
+
+def test_what_is_skipped_is_told_with_its_reason():
+    bench = a_run()
+    bench.skip({"mps": "needs a CUDA device"})
+    assert bench.notes == ["mps: skipped: needs a CUDA device"]
+
+
+@pytest.mark.parametrize("what", ["switch", "throughput"])
+def test_a_plot_is_drawn_of_every_kind(tmp_path, what):
+    pytest.importorskip("matplotlib")
+    bench = a_run(what)
+    for case in ("m, 1 s", "m, 0.1 s"):
+        for arm, value in (("cold", 3.0), ("stop-and-start", 900.0)):
+            numbers = {"total_ms": value, "throughput_per_s": value}
+            bench.record(case, arm, 0, numbers)
+    path = tmp_path / "plot.png"
+    assert plots.draw(bench.document(), path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_there_is_no_plot_without_the_benchmarks_number(tmp_path):
+    bench = a_run("memory")
+    bench.record("m", "ours", 0, {"total_ms": 1.0})
+    assert not plots.draw(bench.document(), tmp_path / "plot.png")
+
+
+def test_a_cycle_has_at_least_one_request():
+    numbers = cycle(0.0, lambda: {"total_ms": 7.0}, lambda: pytest.fail("no second one"))
+    assert (numbers["requests"], numbers["first_ms"], numbers["longest_ms"]) == (1, 7.0, 7.0)
+
+
+def switch(transfers_ms: list[float], computes_ms: list[float]) -> Switch:
+    arrivals, begins, ends = [], [], []
+    for transfer, compute in zip(transfers_ms, computes_ms, strict=True):
+        arrivals.append((arrivals[-1] if arrivals else 1.0) + transfer)
+        begins.append(max(arrivals[-1], ends[-1] if ends else 0.0))
+        ends.append(begins[-1] + compute)
+    return Switch(0.0, tuple(arrivals), tuple(begins), tuple(ends), 0.0, copy_began_at_ms=1.0)
+
+
+def test_a_switchs_times_are_those_of_its_groups():
+    found = switch([2.0, 3.0], [1.0, 4.0])
+    assert found.transfers_ms == [2.0, 3.0]
+    assert found.computes_ms == [1.0, 4.0]
+    assert found.makespan_ms == 10.0  # 1 until the copy begins, 5 sent, 4 computed
+    assert found.numbers()["stall_ms"] == 5.0
+
+
+def test_the_links_two_numbers_are_found_from_one_copy_and_many():
+    layer_bytes = [1000, 3000, 2000]
+    alpha_ms, beta_ms = 0.5, 0.001
+    pieces = switch([alpha_ms + beta_ms * size for size in layer_bytes], [1.0, 2.0, 3.0])
+    whole = switch([alpha_ms + beta_ms * 6000], [6.0])
+    costs = costs_of(layer_bytes, [pieces], [whole])
+    assert isinstance(costs.link, LinkCost)
+    assert costs.link.alpha_ms == pytest.approx(alpha_ms)
+    assert costs.link.beta_ms_per_byte == pytest.approx(beta_ms)
+    assert costs.compute_ms == pytest.approx((1.0, 2.0, 3.0))
+
+
+def test_a_model_whose_library_is_missing_is_skipped_not_failed(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    bench = a_run()
+    assert bench.usable(("bert-base", "mlp")) == ["mlp"]
+    assert bench.notes == [
+        "bert-base: skipped: transformers is not installed: pip install 'pipeswitch[hf]'"
+    ]

@@ -1,0 +1,126 @@
+"""What ``profile`` and ``plan`` print."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console, RenderableType
+
+from pipeswitch import cli_profile
+from pipeswitch.errors import InvalidInput
+from pipeswitch.profile import UNKNOWN_DEVICE, Check, Profile
+from pipeswitch.profiling.fit import MIB
+from pipeswitch.profiling.measuring import Measurement, Program, Run
+from pipeswitch.profiling.planned import plan_of, predict
+
+LAYERS = 6
+
+
+def profile(name: str, layer_ms: float) -> Profile:
+    """Of a device that copies 1 MiB and computes a layer in ``layer_ms`` each."""
+    program = Program(name, "ab" * 32, (MIB,) * LAYERS, ("l",) * LAYERS, (0, 3))
+    measurement = Measurement(program, (8, 1), UNKNOWN_DEVICE, lambda p: plan_of(p)[0], predict)
+    while (trial := measurement.next) is not None:
+        ends = (*trial.plan[1:], LAYERS)
+        arrives = tuple(layer_ms * end for end in ends)
+        begins = tuple(layer_ms * (first + 1) for first in trial.plan)
+        done = tuple(layer_ms * (end + 1) for end in ends)
+        measurement.take(Run(0.0, arrives if trial.is_cold else (), begins, done))
+    return measurement.profile("2026-01-01T00:00:00+00:00")
+
+
+def answer(*profiles: Profile | None) -> dict[str, Any]:
+    return {
+        "arena_bytes": 16 * MIB,
+        "models": [
+            {"name": f"m{number}", "bytes": LAYERS * MIB, "grouping": "planned",
+             "grouping_why": "it has no profile", "requests": 10, "age_s": 5.0,
+             "profile": None if one is None else msgspec.to_builtins(one)}
+            for number, one in enumerate(profiles)
+        ],
+    }  # fmt: skip
+
+
+def text_of(view: RenderableType) -> str:
+    console = Console(file=io.StringIO(), width=240)
+    console.print(view)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_profile_in_a_screen_says_what_was_measured() -> None:
+    text = text_of(cli_profile.profile_view(msgspec.to_builtins(profile("net", 10.0))))
+    assert "net: 6 layers, 6.00 MiB" in text
+    assert "ms/MiB" in text
+    for word in ("planned", "one shot", "buckets"):
+        assert word in text
+    batches = [line.split()[0] for line in text.splitlines() if line[:2] in ("8 ", "1 ")]
+    assert batches == ["8", "1"]
+
+
+def test_a_link_that_costs_nothing_a_byte_has_no_bandwidth() -> None:
+    found = profile("net", 10.0)
+    free = msgspec.structs.replace(found.link, beta_ms_per_mib=0.0)
+    text = text_of(cli_profile.profile_view(msgspec.to_builtins(
+        msgspec.structs.replace(found, link=free))))  # fmt: skip
+    assert "∞" in text
+
+
+def test_every_tried_plan_has_its_name() -> None:
+    found = profile("net", 10.0)
+    check = Check(plan=(0,), batch=8, predicted_ms=1, measured_ms=1, spread_ms=0, trials=5)
+    fine = msgspec.structs.replace(check, plan=tuple(range(LAYERS)))
+    found = msgspec.structs.replace(
+        found, checks=(fine, check, msgspec.structs.replace(check, plan=(0, 1)))
+    )
+    text = text_of(cli_profile.profile_view(msgspec.to_builtins(found)))
+    for word in ("per layer", "one shot", "planned"):
+        assert word in text
+
+
+def test_the_plan_predicts_each_model_and_says_what_the_arena_holds() -> None:
+    made = cli_profile.report(answer(profile("m0", 10.0), profile("m1", 20.0)), {})
+    json.dumps(made)
+    assert [model["name"] for model in made["models"]] == ["m0", "m1"]
+    assert made["fit_count"] == 2
+    assert made["models"][0]["cold_ms"] < made["models"][1]["cold_ms"]
+    text = text_of(cli_profile.report_view(made))
+    assert "2 of 2 profiled models are resident together" in text
+    assert "DEADLINE" not in text  # nobody asked for one
+
+
+def test_deadlines_are_for_all_or_for_one_model() -> None:
+    wanted = cli_profile.parse_deadlines(["1s", "m1=1ms"])
+    assert wanted == {"": 1000.0, "m1": 1.0}
+    made = cli_profile.report(answer(profile("m0", 10.0), profile("m1", 20.0)), wanted)
+    assert [model["holds_cold"] for model in made["models"]] == [True, False]
+    text = text_of(cli_profile.report_view(made))
+    assert [line.split()[-1] for line in text.splitlines()[1:3]] == ["yes", "no"]
+
+
+def test_a_deadline_that_only_a_prefix_holds_is_called_so() -> None:
+    made = cli_profile.report(answer(profile("m0", 10.0)), {})
+    between = (made["models"][0]["zero_prefix_ms"] + made["models"][0]["cold_ms"]) / 2
+    assert made["models"][0]["zero_prefix_ms"] < between < made["models"][0]["cold_ms"]
+    made = cli_profile.report(answer(profile("m0", 10.0)), {"": between})
+    assert "with prefix" in text_of(cli_profile.report_view(made))
+
+
+@pytest.mark.parametrize("text", ["", "soon", "m1=", "m1=-5ms"])
+def test_what_is_no_deadline_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match="deadline"):
+        cli_profile.parse_deadlines([text])
+
+
+def test_models_without_a_profile_are_listed_with_what_to_do() -> None:
+    made = cli_profile.report(answer(None), {})
+    assert made["without_profile"][0]["name"] == "m0"
+    assert "pipeswitch profile m0" in text_of(cli_profile.report_view(made))
+
+
+def test_a_server_without_models_says_so() -> None:
+    assert "no models" in text_of(cli_profile.report_view(cli_profile.report(answer(), {})))

@@ -1,0 +1,73 @@
+"""Choosing a device: what the self-test program says, and what it leaves unsaid."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pipeswitch.config import DeviceConfig
+from pipeswitch.devices import choosing
+from pipeswitch.devices.choosing import ChosenDevice, choose_device, examine, only_server_on
+from pipeswitch.errors import ConfigError, PipeSwitchError
+from pipeswitch.messages import CudaOptions
+
+GPU = ChosenDevice("cuda:0", "", uuid="GPU-1", title="Fake GPU", options=CudaOptions())
+
+
+def without_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choosing, "has_driver_library", lambda: False)
+
+
+def test_no_process_is_started_where_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_driver(monkeypatch)
+    monkeypatch.setattr(choosing.subprocess, "Popen", None)  # whoever calls it fails
+    with pytest.raises(ConfigError, match="no NVIDIA driver"):
+        choose_device(DeviceConfig(name="cuda:0"), workers=3)
+    chosen = choose_device(DeviceConfig(name="auto"), workers=3)
+    assert (chosen.name, chosen.options) == ("cpu", None)
+    assert "no NVIDIA driver" in chosen.why
+    assert choose_device(DeviceConfig(name="cpu"), workers=3).why == "asked for"
+
+
+def test_a_program_that_says_nothing_is_told_with_its_last_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\necho 'not json'\necho 'no such library' >&2\nexit 5\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(choosing.sys, "executable", str(program))
+    with pytest.raises(ConfigError, match=r"status 5 and said nothing: no such library"):
+        examine("fake_cuda", 0, with_tests=False)
+
+
+def test_what_was_said_before_a_hang_counts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "program"
+    device = '{"test": "device", "is_ok": true, "text": ""}'
+    program.write_text(
+        f"#!/bin/sh\necho '{device}'\necho '{{\"test\": \"memory\"}}'\nread forever\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(choosing.sys, "executable", str(program))
+    read_end, write_end = os.pipe()
+    monkeypatch.setattr(choosing.subprocess, "DEVNULL", read_end)  # its input never ends
+    found = examine("fake_cuda", 0, with_tests=True, timeout_s=0.3)
+    assert sorted(found) == ["device", "memory"]
+    os.close(read_end)
+    os.close(write_end)
+
+
+def test_a_gpu_belongs_to_one_server(tmp_path: Path) -> None:
+    with only_server_on(GPU, tmp_path):
+        with (
+            pytest.raises(PipeSwitchError, match="another pipeswitch server holds cuda:0"),
+            only_server_on(GPU, tmp_path),
+        ):
+            pass
+        with only_server_on(ChosenDevice("cpu", ""), tmp_path):
+            pass
+    with only_server_on(GPU, tmp_path):
+        pass

@@ -1,0 +1,127 @@
+"""Every decision of the ladder: what serves, and why it is not the rung above."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeswitch.config import Amount, DeviceConfig
+from pipeswitch.devices.choosing import arena_size, private_size, slice_size
+from pipeswitch.devices.cuda_ladder import TESTS, Ladder, Outcome, Wishes, choose
+from pipeswitch.errors import ConfigError
+
+ALL_GOOD = {name: Outcome(True) for name in TESTS}
+GIB = 1 << 30
+
+
+def results(**bad: str) -> dict[str, Outcome]:
+    """All tests pass but these (underscores for dashes)."""
+    return ALL_GOOD | {name.replace("_", "-"): Outcome(False, text) for name, text in bad.items()}
+
+
+def rungs(ladder: Ladder) -> tuple[str, ...]:
+    return ladder.waits, ladder.words, ladder.activations, ladder.graphs
+
+
+def test_what_works_is_used() -> None:
+    ladder = choose(Wishes(), ALL_GOOD)
+    assert rungs(ladder) == ("gpu", "copy", "slice", "on")
+    assert ladder.reasons == ()
+
+
+@pytest.mark.parametrize("name", ["memory", "ipc"])
+def test_without_memory_or_sharing_there_is_no_cuda_device(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: invalid device context") as caught:
+        choose(Wishes(), results(**{name: "invalid device context"}))
+    assert "--device cpu" in caught.value.hint
+    with pytest.raises(ConfigError, match="it did not run"):
+        choose(Wishes(), {key: value for key, value in ALL_GOOD.items() if key != name})
+
+
+def test_words_by_stream_writes_serve_where_copies_do_not() -> None:
+    ladder = choose(Wishes(), results(wait_copy="a wrong value"))
+    assert rungs(ladder) == ("gpu", "write", "slice", "on")
+    assert ladder.reasons == ("not words=copy with waits=gpu: a wrong value",)
+
+
+def test_a_wish_for_stream_writes_is_tried_first() -> None:
+    assert choose(Wishes(words="write"), ALL_GOOD).words == "write"
+    ladder = choose(Wishes(words="write"), results(wait_write="not supported"))
+    assert (ladder.waits, ladder.words) == ("gpu", "copy")
+
+
+def test_a_device_that_cannot_wait_leaves_it_to_the_cpu_and_keeps_the_rest() -> None:
+    bad = results(wait_copy="no answer within 5 s", wait_write="it did not run")
+    ladder = choose(Wishes(waits="gpu"), bad)
+    assert rungs(ladder) == ("cpu", "copy", "slice", "on")
+    assert ladder.reasons[-1] == "waits=cpu: the device cannot wait for a word"
+
+
+def test_a_hang_loses_the_tests_behind_it_and_no_more() -> None:
+    ladder = choose(Wishes(), {name: Outcome(True) for name in TESTS[:3]})
+    assert rungs(ladder) == ("gpu", "copy", "private", "off")
+    assert any("slice: it did not run" in reason for reason in ladder.reasons)
+
+
+def test_a_lower_rung_is_had_by_asking() -> None:
+    wishes = Wishes(waits="cpu", activations="private", graphs="off")
+    assert rungs(choose(wishes, ALL_GOOD)) == ("cpu", "copy", "private", "off")
+
+
+def test_a_wish_does_not_overrule_a_failed_test() -> None:
+    ladder = choose(
+        Wishes(activations="slice", graphs="on"), results(slice="asked for more", graph="no")
+    )
+    assert rungs(ladder) == ("gpu", "copy", "private", "off")
+    assert len(ladder.reasons) == 2
+
+
+def test_wishes_that_name_every_rung_need_no_test() -> None:
+    wishes = Wishes(waits="gpu", words="write", activations="slice", graphs="on")
+    assert not wishes.needs_test
+    assert rungs(choose(wishes, None)) == ("gpu", "write", "slice", "on")
+    lowest = Wishes(waits="cpu", words="copy", activations="private", graphs="off")
+    assert rungs(choose(lowest, None)) == ("cpu", "copy", "private", "off")
+    assert Wishes(waits="gpu").needs_test
+
+
+@given(
+    waits=st.sampled_from(["auto", "cpu", "gpu"]),
+    words=st.sampled_from(["auto", "copy", "write"]),
+    activations=st.sampled_from(["auto", "private", "slice"]),
+    graphs=st.sampled_from(["auto", "off", "on"]),
+    passed=st.sets(st.sampled_from(TESTS[2:])),
+)
+def test_only_what_passed_is_ever_chosen(
+    waits: str, words: str, activations: str, graphs: str, passed: set[str]
+) -> None:
+    found = {name: Outcome(name in passed or name in TESTS[:2], "no") for name in TESTS}
+    ladder = choose(Wishes(waits, words, activations, graphs), found)
+    if ladder.waits == "gpu":
+        assert f"wait-{ladder.words}" in passed
+        assert waits != "cpu"
+    assert (ladder.activations == "slice") == ("slice" in passed and activations != "private")
+    assert (ladder.graphs == "on") == ("graph" in passed and graphs != "off")
+    complete = (ladder.waits, ladder.activations, ladder.graphs) == ("gpu", "slice", "on")
+    assert complete or ladder.reasons
+
+
+@pytest.mark.parametrize("free_gib", [1, 4, 14, 70, 139])
+def test_arena_and_private_memory_fit_beside_each_other(free_gib: int) -> None:
+    free = free_gib * GIB
+    arena = arena_size(Amount(), free)
+    assert 0 <= arena <= 0.9 * free
+    assert arena % (2 << 20) == 0
+    assert arena + private_size(free, arena) <= max(free, GIB)
+    assert arena_size(Amount(size_bytes=GIB), free) == GIB
+    assert arena_size(Amount(fraction=0.5), free) == free // 2
+
+
+def test_the_slice_has_a_size_only_where_it_is_used() -> None:
+    config = DeviceConfig()
+    assert slice_size(config, Ladder(), 100 * GIB) == 0
+    assert slice_size(config, Ladder(activations="slice"), 100 * GIB) == 8 * GIB
+    assert slice_size(config, Ladder(activations="slice"), 8 * GIB) == GIB
+    asked = DeviceConfig(slice=Amount(size_bytes=3 * GIB + 1))
+    assert slice_size(asked, Ladder(activations="slice"), 100 * GIB) == 3 * GIB

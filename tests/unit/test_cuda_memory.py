@@ -1,0 +1,275 @@
+"""The cuda device's daemon side over a fake GPU: order, bounds, lifetime, and every error path."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections.abc import Iterator
+from queue import Queue
+
+import pytest
+from fake_cuda import World
+
+from pipeswitch.board import new_bell, sealed_memfd
+from pipeswitch.devices import cuda_pinned
+from pipeswitch.devices.cuda_bindings import Cuda, CudaError
+from pipeswitch.devices.cuda_memory import RING_WORDS, CudaDeviceMemory, chunks
+from pipeswitch.errors import RemoteProtocolError
+from pipeswitch.messages import ByteRange, Epoch, GroupCopy, ModelName, TransmitEnded, TransmitModel
+
+MIB = 1 << 20
+ARENA_BYTES = STORE_BYTES = 8 * MIB
+WORDS = 64
+DEADLINE_S = 30.0
+
+
+class Rig:
+    """A daemon's device over a fake world."""
+
+    def __init__(self, world: World | None = None, **options: object) -> None:
+        self.world = world or World()
+        self.store = sealed_memfd("test-store", STORE_BYTES)
+        self.bells = [new_bell()]
+        self.lost: list[bool] = []
+        self.ended: Queue[TransmitEnded] = Queue()
+        self.memory = CudaDeviceMemory(
+            Cuda(self.world.runtime, self.world.driver),
+            index=0, store=self.store, bells=self.bells, arena_bytes=ARENA_BYTES,
+            store_bytes=STORE_BYTES, words=WORDS, on_lost=lambda: self.lost.append(True),
+            **options,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def run(self, order: TransmitModel) -> TransmitEnded:
+        self.memory.transmit(order, self.ended.put)
+        return self.ended.get(timeout=DEADLINE_S)
+
+    def arena(self, start: int, size: int) -> bytes:
+        return self.world.bytes_at(self.memory.base + start, size)
+
+    def words(self, count: int = WORDS) -> list[int]:
+        raw = self.arena(0, 4 * count)
+        return [int.from_bytes(raw[i : i + 4], "little") for i in range(0, len(raw), 4)]
+
+    def host_words(self) -> list[int]:
+        raw = os.pread(self.memory.export_descriptors()[0], 4 * WORDS, 0)
+        return [int.from_bytes(raw[i : i + 4], "little") for i in range(0, len(raw), 4)]
+
+    def fill_store(self, offset: int, data: bytes) -> None:
+        self.memory.store_view(offset, len(data))[:] = data
+
+    def close(self) -> None:
+        self.memory.close()
+        for descriptor in (self.store, *self.bells):
+            os.close(descriptor)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    made.close()
+
+
+def order(epoch: int, sizes: list[int], *, start: int = MIB, first_word: int = 0) -> TransmitModel:
+    groups, position = [], 0
+    for index, size in enumerate(sizes):
+        groups.append(
+            GroupCopy(
+                store_offset_bytes=position, arena_offset_bytes=start + position,
+                size_bytes=size, word=first_word + index,
+            )
+        )  # fmt: skip
+        position += size
+    return TransmitModel(
+        model=ModelName("m"), epoch=Epoch(epoch), arena_offset_bytes=start,
+        region_bytes=position, groups=tuple(groups),
+    )  # fmt: skip
+
+
+def group(store: int, size: int) -> GroupCopy:
+    return GroupCopy(store_offset_bytes=store, arena_offset_bytes=0, size_bytes=size, word=0)
+
+
+def test_a_fresh_arena_reads_as_zeros(rig: Rig) -> None:
+    assert not any(rig.arena(0, ARENA_BYTES))
+
+
+@pytest.mark.parametrize("writer", ["copy", "write"])
+def test_the_word_follows_its_data_on_the_same_stream(writer: str) -> None:
+    rig = Rig(word_writer=writer)
+    data = random.Random(1).randbytes(3 * MIB)
+    rig.fill_store(0, data)
+    streams = list(rig.world.streams.values())
+    seen: list[tuple[list[int], bytes]] = []
+    for stream in streams:
+        plain_put = stream.put
+
+        def put(run: object, plain_put: object = plain_put) -> None:
+            def watched() -> bool:
+                ran = run()  # type: ignore[operator]
+                seen.append((rig.words(3), rig.arena(MIB, 3 * MIB)))
+                return bool(ran)
+
+            plain_put(watched)  # type: ignore[operator]
+
+        stream.put = put  # type: ignore[method-assign]
+    assert rig.run(order(9, [MIB, MIB, MIB])).is_complete
+    assert len(seen) == 6  # three copies, three words
+    for words, arena in seen:
+        for index, word in enumerate(words):
+            if word == 9:
+                end = (index + 1) * MIB
+                assert arena[:end] == data[:end], "a word rose before its data"
+    assert rig.words(4) == [9, 9, 9, 0]
+    assert rig.host_words()[:4] == [9, 9, 9, 0]
+    rig.close()
+
+
+def test_a_source_of_words_is_not_used_again_before_its_copy_has_run(rig: Rig) -> None:
+    """Many groups without bytes never fill the window: the ring is what limits them."""
+    for epoch in range(1, 2 * RING_WORDS // WORDS + 3):
+        assert rig.run(order(epoch, [0] * WORDS)).is_complete
+        assert rig.words() == [epoch] * WORDS
+
+
+def test_no_copy_crosses_the_end_of_a_registration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_pinned, "PIN_BYTES", MIB)
+    rig = Rig()
+    data = random.Random(2).randbytes(5 * MIB)
+    rig.fill_store(MIB // 2, data)  # the fake refuses a copy over two registrations
+    groups = order(3, [3 * MIB + 17, 100, MIB])
+    moved = [
+        GroupCopy(
+            store_offset_bytes=g.store_offset_bytes + MIB // 2,
+            arena_offset_bytes=g.arena_offset_bytes, size_bytes=g.size_bytes, word=g.word,
+        )
+        for g in groups.groups
+    ]  # fmt: skip
+    shifted = TransmitModel(
+        model=groups.model, epoch=groups.epoch, arena_offset_bytes=groups.arena_offset_bytes,
+        region_bytes=groups.region_bytes, groups=tuple(moved),
+    )  # fmt: skip
+    ended = rig.run(shifted)
+    assert ended.is_complete
+    assert rig.arena(MIB, ended.copied_bytes) == data[: ended.copied_bytes]
+    rig.close()
+
+
+def test_chunks_cover_a_group_and_stop_at_registrations() -> None:
+    pin = cuda_pinned.PIN_BYTES
+    found = list(chunks(group(pin - 5, pin + 10)))
+    assert found[0] == (0, 5)
+    assert sum(size for _, size in found) == pin + 10
+    assert [offset for offset, _ in found] == [sum(s for _, s in found[:i]) for i in range(len(found))]  # fmt: skip # noqa: E501
+    assert list(chunks(group(0, 0))) == []
+
+
+def test_a_refused_registration_costs_speed_and_nothing_else() -> None:
+    rig = Rig()
+    rig.world.fail("cudaHostRegister", "cudaErrorNotPermitted")
+    data = random.Random(3).randbytes(2 * MIB)
+    rig.fill_store(0, data)
+    rig.fill_store(4 * MIB, b"x")  # not tried again
+    assert [name for name, _ in rig.world.calls].count("cudaHostRegister") == 1
+    assert rig.run(order(1, [2 * MIB])).is_complete
+    assert rig.arena(MIB, 2 * MIB) == data
+    assert not rig.lost
+    rig.close()
+
+
+def test_a_copy_that_is_refused_ends_the_transmission_incomplete(rig: Rig) -> None:
+    rig.fill_store(0, bytes([5]) * (3 * MIB))
+    rig.world.fail("cudaMemcpyAsync", "cudaErrorInvalidValue", after=2)  # the second group's
+    ended = rig.run(order(4, [MIB, MIB, MIB]))
+    assert (ended.is_complete, ended.group_count, ended.copied_bytes) == (False, 1, MIB)
+    assert rig.words(3) == [4, 0, 0]
+    assert not rig.lost
+    assert rig.run(order(5, [MIB])).is_complete, "the device goes on"
+
+
+def test_a_sticky_error_is_told_once_and_ends_the_transmission() -> None:
+    rig = Rig()
+    rig.fill_store(0, bytes(MIB))
+    rig.world.fail("cudaEventSynchronize", "cudaErrorIllegalAddress")
+    ended = rig.run(order(4, [MIB]))
+    assert not ended.is_complete
+    assert rig.lost == [True]
+    with pytest.raises(CudaError):
+        rig.memory.scrub(MIB, 100)
+
+
+@pytest.mark.parametrize(
+    "call", ["cudaSetDevice", "cudaMalloc", "cudaStreamCreateWithFlags", "cudaHostAlloc"]
+)
+def test_a_device_that_cannot_be_had_says_which_call_failed(call: str) -> None:
+    world = World()
+    world.fail(call, "cudaErrorMemoryAllocation")
+    with pytest.raises(CudaError, match=call):
+        Rig(world)
+
+
+def test_an_arena_larger_than_the_device_is_an_error() -> None:
+    with pytest.raises(CudaError, match="MemoryAllocation"):
+        Rig(World(device_bytes=ARENA_BYTES // 2))
+
+
+def test_the_arena_is_exported_once_as_one_handle(rig: Rig) -> None:
+    other = Cuda(World().runtime, World().driver)
+    here = other.open_handle(rig.memory.export_handle())
+    rig.fill_store(0, b"through the handle")
+    rig.run(order(1, [18]))
+    assert World().bytes_at(here + MIB, 18) == b"through the handle"
+    other.close_handle(here)
+
+
+def test_reading_a_slice_never_shows_a_staging_buffer_too_early() -> None:
+    rig = Rig()
+    data = random.Random(4).randbytes(6 * MIB)
+    rig.fill_store(0, data)
+    rig.run(order(1, [6 * MIB]))
+    pieces = [ByteRange(offset_bytes=o, size_bytes=s) for o, s in ((MIB, 3 * MIB), (7, 5), (0, 9))]
+    into = bytearray(sum(piece.size_bytes for piece in pieces))
+    rig.memory.read_slice(MIB, pieces, memoryview(into))
+    expected = b"".join(data[p.offset_bytes : p.offset_bytes + p.size_bytes] for p in pieces)
+    assert bytes(into) == expected
+    rig.close()
+
+
+def test_reading_more_than_both_staging_buffers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipeswitch.devices import cuda_memory
+
+    monkeypatch.setattr(cuda_memory, "BOUNCE_BYTES", 1000)
+    rig = Rig()
+    data = random.Random(5).randbytes(10_001)
+    rig.fill_store(0, data)
+    rig.run(order(1, [10_001]))
+    into = bytearray(10_001)
+    rig.memory.read_slice(MIB, [ByteRange(offset_bytes=0, size_bytes=10_001)], memoryview(into))
+    assert bytes(into) == data
+    rig.close()
+
+
+def test_closing_gives_everything_back() -> None:
+    gc.collect()  # mappings that other tests left
+    descriptors = len(os.listdir("/proc/self/fd"))
+    rig = Rig()
+    rig.fill_store(0, bytes(MIB))
+    rig.run(order(1, [MIB]))
+    rig.close()
+    world = rig.world
+    assert (world.used_bytes, world.registered, world.streams, world.events) == (0, {}, {}, {})
+    assert world.host_blocks == {}
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_nonsense_is_refused_before_a_byte_is_touched(rig: Rig) -> None:
+    calls = len(rig.world.calls)
+    for bad in (order(1, [100], start=0), order(1, [100], first_word=WORDS), order(0, [1])):
+        with pytest.raises(RemoteProtocolError):
+            rig.memory.transmit(bad, rig.ended.put)
+    with pytest.raises(RemoteProtocolError):
+        rig.memory.scrub(ARENA_BYTES - 1, 2)
+    with pytest.raises(RemoteProtocolError):
+        rig.memory.store_view(STORE_BYTES - 1, 2)
+    assert len(rig.world.calls) == calls

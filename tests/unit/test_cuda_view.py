@@ -1,0 +1,383 @@
+"""A worker's side of the cuda device: tensors over fake addresses, graphs, the slice, waiting."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from fake_cuda import Stream, World
+from fake_cuda.host_torch import HostTorch, TapeRecorder
+
+from pipeswitch.board import BOARD_BYTES, new_bell, sealed_memfd
+from pipeswitch.devices.cuda_bindings import Cuda, CudaError
+from pipeswitch.devices.cuda_graphs import DeviceProgram, GraphBudget
+from pipeswitch.devices.cuda_slice import SEGMENT_BYTES, Segments
+from pipeswitch.devices.cuda_torch import tensor_at
+from pipeswitch.devices.cuda_view import CudaPoolView, Waits
+from pipeswitch.errors import LocalProtocolError, RemoteProtocolError
+from pipeswitch.programs.bundle import Graph, Node
+from pipeswitch.programs.executor import BoundGraph, GraphProgram
+from pipeswitch.programs.layout import GroupSpec, Manifest, TensorSpec, ValueSpec
+
+MIB = 1 << 20
+WORDS = 64
+FAKE_ADDRESS = 0x7F00_0000_0000
+
+
+def spec(dtype: str, shape: tuple[int, ...], offset: int, size: int) -> TensorSpec:
+    return TensorSpec(
+        name="t", dtype=dtype, shape=shape, offset_bytes=offset, size_bytes=size,
+        file_offset_bytes=0,
+    )  # fmt: skip
+
+
+# ---- real cuda tensors over an address that is nobody's: nothing is read, no driver is needed ----
+
+
+@pytest.fixture
+def storage() -> torch.UntypedStorage:
+    construct = torch._C._construct_storage_from_data_pointer
+    made: torch.UntypedStorage = construct(FAKE_ADDRESS, torch.device("cuda", 0), 4 * MIB)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "size"),
+    [
+        ("float32", (2, 3, 4), 96), ("bfloat16", (10,), 20), ("int64", (), 8), ("bool", (7,), 7),
+        ("float16", (0, 5), 0), ("uint8", (512,), 512), ("float64", (1, 1), 8),
+    ],
+)  # fmt: skip
+def test_a_tensor_lies_where_its_spec_says(
+    storage: torch.UntypedStorage, dtype: str, shape: tuple[int, ...], size: int
+) -> None:
+    tensor = tensor_at(storage, spec(dtype, shape, 512, size), MIB)
+    assert tensor.shape == shape
+    assert tensor.dtype is getattr(torch, dtype)
+    assert tensor.device == torch.device("cuda", 0)
+    assert tensor.is_contiguous()
+    if size:
+        assert tensor.data_ptr() == FAKE_ADDRESS + MIB + 512
+
+
+def test_tensors_over_one_storage_have_version_counters_of_their_own(
+    storage: torch.UntypedStorage,
+) -> None:
+    one, other = (tensor_at(storage, spec("float32", (4,), 0, 16), MIB) for _ in range(2))
+    torch._C._autograd._unsafe_set_version_counter((one,), (5,))
+    assert (one._version, other._version) == (5, 0)
+
+
+@pytest.mark.parametrize(
+    ("bad", "region"),
+    [
+        (spec("float32", (4,), 0, 16), -512),
+        (spec("float32", (4,), 0, 16), 4 * MIB - 12),
+        (spec("float32", (4,), 0, 20), MIB),
+        (spec("float32", (4,), 2, 16), MIB),
+        (spec("complex64", (4,), 0, 32), MIB),
+    ],
+)
+def test_the_constructor_without_bounds_checks_is_never_asked_for_nonsense(
+    storage: torch.UntypedStorage, bad: TensorSpec, region: int
+) -> None:
+    with pytest.raises(LocalProtocolError):
+        tensor_at(storage, bad, region)
+
+
+def test_a_torch_without_the_private_constructor_is_served_by_the_public_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(torch._C, "_construct_CUDA_Tensor_From_Storage_And_Metadata")
+    host = torch.zeros(4096, dtype=torch.uint8)
+    tensor = tensor_at(host.untyped_storage(), spec("float32", (4,), 64, 16), 512)
+    assert tensor.data_ptr() == host.data_ptr() + 576
+
+
+# ---- the view ---------------------------------------------------------------------------------
+
+
+class Rig:
+    """A worker's view of a block that a fake daemon owns."""
+
+    def __init__(self, waits: Waits = "gpu", **options: object) -> None:
+        self.owner, self.world = World(), World()
+        self.block = Cuda(self.owner.runtime, self.owner.driver).malloc(4 * MIB)
+        self.handle = Cuda(self.owner.runtime, self.owner.driver).export_handle(self.block)
+        self.words = sealed_memfd("test-words", 4 * WORDS)
+        self.board = sealed_memfd("test-board", BOARD_BYTES)
+        self.bell = new_bell()
+        self.side = HostTorch(self.world)
+        self.view = CudaPoolView(
+            Cuda(self.world.runtime, self.world.driver), self.side, index=0, handle=self.handle,
+            words_descriptor=self.words, board=self.board, bell=self.bell, bells=[self.bell],
+            arena_bytes=3 * MIB, words=WORDS, waits=waits,
+            **options,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    @property
+    def stream(self) -> Stream:
+        return self.world.streams[self.side.stream]
+
+    def close(self) -> None:
+        self.view.close()
+        for descriptor in (self.words, self.board, self.bell):
+            os.close(descriptor)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    made.close()
+
+
+def test_a_view_opens_the_handle_once_and_closes_it(rig: Rig) -> None:
+    for _ in range(5):
+        rig.view.tensor(spec("float32", (4,), 0, 16), MIB)
+    names = [name for name, _ in rig.world.calls]
+    assert names.count("cudaIpcOpenMemHandle") == 1
+    assert len(rig.world.opened) == 1
+
+
+def test_a_handle_that_cannot_be_opened_is_a_typed_error() -> None:
+    world = World()
+    world.fail("cudaIpcOpenMemHandle", "cudaErrorOperatingSystem")
+    with pytest.raises(CudaError, match="cudaIpcOpenMemHandle"):
+        Cuda(world.runtime, world.driver).open_handle(bytes(64))
+
+
+def test_tensors_over_words_or_behind_the_arena_are_refused(rig: Rig) -> None:
+    with pytest.raises(RemoteProtocolError, match="arrival words"):
+        rig.view.tensor(spec("float32", (4,), 0, 16), 0)
+    with pytest.raises(LocalProtocolError):
+        rig.view.tensor(spec("float32", (4,), 0, 16), 3 * MIB)  # the slice's bytes are nobody's
+    with pytest.raises(LocalProtocolError):
+        rig.view.slice_bytes(3 * MIB - 1, 2)
+
+
+def test_the_device_is_told_to_wait_for_exactly_the_epoch(rig: Rig) -> None:
+    assert rig.view.wait_group(3, 7) == 0.0
+    assert not rig.stream.step(), "the word is not there"
+    word = rig.view.slice_bytes(12, 4)
+    word.copy_(torch.tensor([8, 0, 0, 0], dtype=torch.uint8))
+    assert not rig.stream.step(), "a later epoch is another lease"
+    word.copy_(torch.tensor([7, 0, 0, 0], dtype=torch.uint8))
+    rig.view.quiesce()
+    assert rig.stream.done == 1
+
+
+def test_nothing_is_enqueued_for_a_group_that_the_host_knows_to_be_there(rig: Rig) -> None:
+    os.pwrite(rig.words, (9).to_bytes(4, "little"), 4 * 5)
+    assert rig.view.wait_group(5, 9) == 0.0
+    assert rig.stream.enqueued == 0
+
+
+def test_settling_waits_for_every_stream_and_quiescing_for_one(rig: Rig) -> None:
+    cuda = Cuda(rig.world.runtime, rig.world.driver)
+    other = cuda.stream()
+    block = cuda.malloc(16)
+    cuda.fill(block, 1, 16, other)
+    rig.view.quiesce()
+    assert rig.world.streams[other].done == 0
+    rig.view.settle()
+    assert rig.world.streams[other].done == 1
+
+
+def test_a_broken_context_is_told_from_a_models_own_error() -> None:
+    rig = Rig()  # never closed: nothing can be, in a broken context
+    assert not rig.view.is_lost(ValueError("the model's"))
+    rig.world.fail("cudaStreamSynchronize", "cudaErrorIllegalAddress")
+    assert rig.view.is_lost(RuntimeError("CUDA error: an illegal memory access"))
+
+
+def test_a_pool_that_cannot_be_pinned_still_serves(rig: Rig) -> None:
+    rig.world.fail("cudaHostRegister", "cudaErrorNotPermitted")
+    rig.view.pin(rig.block, 4096)
+    assert rig.world.registered == {}
+    rig.view.pin(rig.block, 4096)
+    assert rig.world.registered == {rig.block: 4096}
+
+
+def test_a_slice_lies_behind_the_arena(rig: Rig) -> None:
+    rig.view.take_slice(MIB)
+    ((pointer, size),) = rig.side.slices
+    assert rig.view._base + 3 * MIB == pointer
+    assert size == MIB
+
+
+# ---- segments ---------------------------------------------------------------------------------
+
+
+def test_segments_are_handed_out_in_units_and_come_back() -> None:
+    segments = Segments(1000 * SEGMENT_BYTES, 4 * SEGMENT_BYTES)
+    first = segments.take(1)
+    second = segments.take(SEGMENT_BYTES + 1)
+    assert (first, second) == (1000 * SEGMENT_BYTES, 1001 * SEGMENT_BYTES)
+    assert segments.take(2 * SEGMENT_BYTES) == 0, "torch tells it as out of memory"
+    segments.give_back(second, SEGMENT_BYTES + 1)
+    assert segments.take(2 * SEGMENT_BYTES) == second
+    assert segments.holds(second)
+    assert not segments.holds(1004 * SEGMENT_BYTES)
+
+
+# ---- programs ---------------------------------------------------------------------------------
+
+
+def program(groups: int = 3) -> tuple[BoundGraph, list[torch.Tensor]]:
+    """x -> ((x + w0) * w1) + w2 …: one group for each weight."""
+    graph = Graph(
+        version=1,
+        inputs=(ValueSpec(name="x", dtype="float32", shape=(None, 4)),),
+        weights=tuple(f"w{i}" for i in range(groups)),
+        nodes=tuple(
+            Node(
+                target=f"aten.{'add' if i % 2 == 0 else 'mul'}.Tensor",
+                args=({"v": 0 if i == 0 else groups + i}, {"v": 1 + i}),
+                kwargs={},
+            )
+            for i in range(groups)
+        ),
+        outputs=(ValueSpec(name="y", dtype="float32", shape=(None, 4)),),
+        results=(2 * groups,),
+    )
+    manifest = Manifest(
+        digest="d", mode="graph", mode_reason="", source="bundle", total_bytes=512 * groups,
+        tensors=tuple(
+            TensorSpec(
+                name=f"w{i}", dtype="float32", shape=(4,), offset_bytes=512 * i, size_bytes=16,
+                file_offset_bytes=0,
+            )
+            for i in range(groups)
+        ),
+        groups=tuple(
+            GroupSpec(
+                offset_bytes=512 * i, size_bytes=16, tensors=(i,), first_node=i, end_node=i + 1,
+                label=str(i),
+            )
+            for i in range(groups)
+        ),
+        inputs=graph.inputs, outputs=graph.outputs, batch_max=8,
+    )  # fmt: skip
+    weights = [torch.full((4,), float(i + 1)) for i in range(groups)]
+    bound = GraphProgram(manifest, graph, "cpu").bind(lambda s: weights[int(s.name[1:])])
+    return bound, weights
+
+
+def expected(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
+    for index, weight in enumerate(weights):
+        x = x + weight if index % 2 == 0 else x * weight
+    return x
+
+
+def made(bound: BoundGraph, limit: int = 1 << 30) -> tuple[DeviceProgram, TapeRecorder]:
+    recorder = TapeRecorder()
+    return DeviceProgram(bound, "cpu", recorder, GraphBudget(limit)), recorder
+
+
+def test_a_replay_reads_new_inputs_and_new_weights_at_the_same_addresses() -> None:
+    bound, weights = program()
+    device, _ = made(bound)
+    x = torch.randn(2, 4)
+    assert torch.equal(device.run([x], lambda _: None)[0], expected(x, weights))
+    assert not device.is_captured([x])
+    device.improve()
+    assert device.is_captured([x])
+    for _ in range(3):
+        x = torch.randn(2, 4)
+        for weight in weights:
+            weight.copy_(torch.randn(4))  # another epoch's bytes, at home again
+        assert torch.equal(device.run([x], lambda _: None)[0], expected(x, weights))
+
+
+def test_every_group_is_waited_for_in_order_in_a_replay_too() -> None:
+    bound, weights = program(4)
+    device, _ = made(bound)
+    x = torch.randn(1, 4)
+    device.run([x], lambda _: None)
+    device.improve()
+    for weight in weights:
+        weight.fill_(torch.nan)
+    seen: list[int] = []
+
+    def arrive(group: int) -> None:
+        seen.append(group)
+        weights[group].fill_(2.0)
+
+    result = device.run([x], arrive)[0]
+    assert seen == [0, 1, 2, 3]
+    assert torch.equal(result, expected(x, weights)), "a group ran before its weights came"
+
+
+def test_other_shapes_run_eagerly_until_they_are_captured_themselves() -> None:
+    bound, weights = program()
+    device, _ = made(bound)
+    for batch in (1, 5, 1, 5):
+        x = torch.randn(batch, 4)
+        assert torch.equal(device.run([x], lambda _: None)[0], expected(x, weights))
+        device.improve()
+    assert device.is_captured([torch.zeros(1, 4)])
+    assert device.is_captured([torch.zeros(5, 4)])
+
+
+def test_a_capture_that_fails_is_not_tried_again_and_the_program_serves() -> None:
+    bound, weights = program()
+    device, recorder = made(bound)
+    recorder.fails = True
+    x = torch.randn(2, 4)
+    device.run([x], lambda _: None)
+    assert device.is_capture_wanted
+    device.improve()
+    recorder.fails = False
+    assert torch.equal(device.run([x], lambda _: None)[0], expected(x, weights))
+    assert not device.is_capture_wanted
+
+
+def test_graphs_stay_within_their_budget_the_least_recently_used_go() -> None:
+    bound, weights = program()
+    device, recorder = made(bound, limit=2 * MIB)
+    assert recorder.cost_bytes == MIB
+    for batch in (1, 2):
+        device.run([torch.zeros(batch, 4)], lambda _: None)
+        device.improve()
+    device.run([torch.zeros(1, 4)], lambda _: None)  # used again: 2 is the older one now
+    device.run([torch.zeros(3, 4)], lambda _: None)
+    device.improve()
+    held = [batch for batch in (1, 2, 3) if device.is_captured([torch.zeros(batch, 4)])]
+    assert held == [1, 3]
+    x = torch.randn(2, 4)
+    assert torch.equal(device.run([x], lambda _: None)[0], expected(x, weights))
+
+
+def test_a_graph_larger_than_the_budget_is_refused_for_good() -> None:
+    bound, _ = program()
+    device, _ = made(bound, limit=MIB - 1)
+    x = torch.zeros(2, 4)
+    device.run([x], lambda _: None)
+    device.improve()
+    device.run([x], lambda _: None)
+    assert not device.is_captured([x])
+    assert not device.is_capture_wanted
+
+
+def test_closing_gives_the_budget_back() -> None:
+    bound, _ = program()
+    budget = GraphBudget(1 << 30)
+    device = DeviceProgram(bound, "cpu", TapeRecorder(), budget)
+    device.run([torch.zeros(2, 4)], lambda _: None)
+    device.improve()
+    assert budget.used_bytes == MIB
+    device.close()
+    assert budget.used_bytes == 0
+    assert not device.is_captured([torch.zeros(2, 4)])
+
+
+def test_only_graph_programs_compute_in_the_slice(rig: Rig) -> None:
+    bound, _ = program()
+    with rig.view.computing(rig.view.program(bound)):
+        pass
+    with rig.view.computing(None):
+        pass
+    assert rig.side.in_slice == [True, False]

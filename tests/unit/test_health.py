@@ -1,0 +1,195 @@
+"""A deep ping goes through daemon and workers, is bounded by a second, and floods nobody."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipeswitch.controller import events as ev
+from pipeswitch.controller.health import SILENT_AFTER_MS
+from pipeswitch.controller.scheduler import Scheduler, SchedulerSettings
+from pipeswitch.messages import DaemonReady, Message, Ping, Pong, Slot, WorkerReady
+
+
+class Server:
+    """A scheduler with a daemon and three workers that answer when they are told to."""
+
+    def __init__(self, *, is_up: bool = True) -> None:
+        self.scheduler = Scheduler(SchedulerSettings(standby=2))
+        self.now_ms = 0.0
+        self.answers: dict[int, ev.Answer] = {}
+        self.daemon_pings: list[Ping] = []
+        self.worker_pings: dict[int, list[Ping]] = {0: [], 1: [], 2: []}
+        self._take(self.scheduler.start(0.0))
+        if is_up:
+            self.daemon(DaemonReady(pid=1, arena_bytes=0, store_bytes=0, device="cpu"))
+            for slot in range(3):
+                self.worker(slot, WorkerReady(slot=Slot(slot), pid=10 + slot))
+
+    def _take(self, commands: list[ev.Command]) -> None:
+        for command in commands:
+            match command:
+                case ev.Answer():
+                    assert command.token not in self.answers, "answered twice"
+                    self.answers[command.token] = command
+                case ev.ToDaemon(message=Ping() as ping):
+                    self.daemon_pings.append(ping)
+                case ev.ToWorker(slot=slot, message=Ping() as ping, channel="signal"):
+                    self.worker_pings[slot].append(ping)
+                case _:
+                    pass
+
+    def handle(self, event: ev.Event) -> None:
+        self._take(self.scheduler.handle(event, self.now_ms))
+        self.scheduler.check()
+
+    def daemon(self, message: Message) -> None:
+        generation = self.scheduler.core.daemon_generation
+        self.handle(ev.FromDaemon(generation=generation, message=message))
+
+    def worker(self, slot: int, message: Message) -> None:
+        generation = self.scheduler.core.workers[Slot(slot)].generation
+        self.handle(ev.FromWorker(slot=Slot(slot), generation=generation, message=message))
+
+    def ping(self, token: int) -> None:
+        self.handle(ev.PingAsked(token=ev.Token(token)))
+
+    def all_answer(self) -> None:
+        epoch = self.daemon_pings[-1].epoch
+        self.daemon(Pong(epoch=epoch))
+        for slot in range(3):
+            self.worker(slot, Pong(epoch=epoch))
+
+    def tick(self) -> None:
+        due = self.scheduler.next_wakeup_ms()
+        assert due is not None
+        self.now_ms = due
+        self.handle(ev.Tick())
+
+    def body(self, token: int) -> dict[str, Any]:
+        assert self.answers[token].error is None
+        return self.answers[token].body
+
+
+@pytest.fixture
+def up() -> Server:
+    return Server()
+
+
+def test_everybody_is_asked_and_the_answer_has_each_time(up: Server) -> None:
+    up.ping(1)
+    epoch = up.daemon_pings[0].epoch
+    assert [pings[0].epoch for pings in up.worker_pings.values()] == [epoch] * 3
+    up.now_ms = 2.0
+    up.daemon(Pong(epoch=epoch))
+    up.now_ms = 3.0
+    for slot in (0, 1):
+        up.worker(slot, Pong(epoch=epoch))
+    assert 1 not in up.answers
+    up.now_ms = 5.0
+    up.worker(2, Pong(epoch=epoch))
+    body = up.body(1)
+    assert (body["ready"], body["why"], body["daemon_ms"], body["engine_ms"]) == (True, "", 2, 5)
+    assert [(row["worker"], row["state"], row["ms"]) for row in body["workers"]] == [
+        (0, "standby", 3.0), (1, "standby", 3.0), (2, "standby", 5.0),
+    ]  # fmt: skip
+
+
+def test_one_silent_worker_is_told_and_the_server_is_ready(up: Server) -> None:
+    up.ping(1)
+    epoch = up.daemon_pings[0].epoch
+    up.daemon(Pong(epoch=epoch))
+    up.worker(0, Pong(epoch=epoch))
+    up.worker(2, Pong(epoch=epoch))
+    up.tick()
+    assert up.now_ms == SILENT_AFTER_MS
+    assert up.body(1)["ready"]
+    assert [row["ms"] for row in up.body(1)["workers"]] == [0.0, None, 0.0]
+
+
+def test_a_silent_daemon_is_not_ready_after_a_second(up: Server) -> None:
+    up.ping(1)
+    for slot in range(3):
+        up.worker(slot, Pong(epoch=up.daemon_pings[0].epoch))
+    up.tick()
+    assert up.now_ms == SILENT_AFTER_MS
+    assert (up.body(1)["ready"], up.body(1)["daemon_ms"]) == (False, None)
+    assert "silent" in up.body(1)["why"]
+
+
+def test_three_silent_workers_are_not_ready(up: Server) -> None:
+    up.ping(1)
+    up.daemon(Pong(epoch=up.daemon_pings[0].epoch))
+    up.tick()
+    assert not up.body(1)["ready"]
+
+
+def test_a_dead_daemon_is_not_ready_at_once_and_nobody_is_asked(up: Server) -> None:
+    generation = up.scheduler.core.daemon_generation
+    up.handle(ev.DaemonExited(generation=generation, status=-9))
+    up.ping(1)
+    assert (up.body(1)["ready"], up.now_ms) == (False, 0.0)
+    assert not up.daemon_pings
+
+
+def test_a_daemon_that_dies_while_it_is_asked_is_not_ready_at_once(up: Server) -> None:
+    up.ping(1)
+    generation = up.scheduler.core.daemon_generation
+    up.handle(ev.DaemonExited(generation=generation, status=-9))
+    assert not up.body(1)["ready"]
+
+
+def test_a_worker_that_dies_while_it_is_asked_is_not_waited_for(up: Server) -> None:
+    up.ping(1)
+    epoch = up.daemon_pings[0].epoch
+    up.daemon(Pong(epoch=epoch))
+    up.worker(0, Pong(epoch=epoch))
+    up.worker(1, Pong(epoch=epoch))
+    generation = up.scheduler.core.workers[Slot(2)].generation
+    up.handle(ev.WorkerExited(slot=Slot(2), generation=generation, status=-9))
+    assert up.body(1)["ready"]
+    assert [row["worker"] for row in up.body(1)["workers"]] == [0, 1]
+
+
+def test_a_server_that_is_starting_is_not_ready() -> None:
+    starting = Server(is_up=False)
+    starting.ping(1)
+    assert not starting.body(1)["ready"]
+    starting.daemon(DaemonReady(pid=1, arena_bytes=0, store_bytes=0, device="cpu"))
+    starting.ping(2)
+    starting.daemon(Pong(epoch=starting.daemon_pings[-1].epoch))
+    assert (starting.body(2)["ready"], starting.body(2)["workers"]) == (False, [])
+
+
+def test_a_thousand_askers_share_two_rounds(up: Server) -> None:
+    for token in range(1, 1001):
+        up.ping(token)
+    assert len(up.daemon_pings) == 1
+    up.all_answer()
+    assert (len(up.answers), len(up.daemon_pings)) == (1, 2)
+    up.all_answer()
+    assert len(up.answers) == 1000
+    assert len(up.daemon_pings) == 2
+    assert {len(pings) for pings in up.worker_pings.values()} == {2}
+
+
+def test_a_late_answer_of_an_earlier_round_counts_for_nothing(up: Server) -> None:
+    up.ping(1)
+    late = up.daemon_pings[0].epoch
+    up.tick()
+    up.ping(2)
+    up.daemon(Pong(epoch=late))
+    for slot in range(3):
+        up.worker(slot, Pong(epoch=late))
+    assert 2 not in up.answers
+    up.all_answer()
+    assert up.body(2)["ready"]
+
+
+def test_who_waits_when_the_server_leaves_is_answered(up: Server) -> None:
+    up.ping(1)
+    up.ping(2)
+    for _ in range(2):
+        up.handle(ev.DrainAsked(token=None, grace_ms=1000.0))
+    assert {token for token, answer in up.answers.items() if answer.error} == {1, 2}

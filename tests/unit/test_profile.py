@@ -1,0 +1,303 @@
+"""A profile's numbers, its file, and when it is not used."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeswitch.grouping import check_plan
+from pipeswitch.planning import makespan
+from pipeswitch.profile import (
+    VERSION,
+    BatchProfile,
+    Check,
+    Identity,
+    LayerProfile,
+    LinkProfile,
+    Overheads,
+    Profile,
+    ProfileError,
+    decode,
+    encode,
+)
+from pipeswitch.profiling import files
+from pipeswitch.profiling.drift import Drift
+from pipeswitch.profiling.fit import MIB, fit_link, quantile, spread
+from pipeswitch.profiling.planned import costs_of, plan_of, predict
+
+DIGEST = "ab" * 32
+HERE = Identity(device="cpu", name="a processor", cores=4, threads=3, link_bytes_per_s=0.0,
+                pipeswitch="1.0", torch="2.15.0")  # fmt: skip
+SIZES = (MIB, 0, 4 * MIB, 8 * MIB)
+
+
+def profile(**changes: Any) -> Profile:
+    times = (1.0, 0.5, 4.0, 8.0)
+    zeros = (0.0,) * 4
+    values: dict[str, Any] = {
+        "version": VERSION,
+        "model": "net",
+        "digest": DIGEST,
+        "measured_at": "2026-01-01T00:00:00+00:00",
+        "identity": HERE,
+        "layers": tuple(
+            LayerProfile(label=f"l{i}", size_bytes=size, copy_ms=1.0, copy_spread_ms=0.1)
+            for i, size in enumerate(SIZES)
+        ),
+        "batches": (
+            BatchProfile(batch=8, switch_ms=times, switch_spread_ms=zeros, resident_ms=times,
+                         resident_spread_ms=zeros, trials=5),
+        ),
+        "link": LinkProfile(alpha_ms=0.1, beta_ms_per_mib=1.0, residual_p50=0.0, residual_p90=0.0,
+                            samples=9, smallest_bytes=0, largest_bytes=13 * MIB),
+        "overheads": Overheads(sigma_ms=0.01, launch_ms=0.02, wake_ms=0.3),
+        **changes,
+    }  # fmt: skip
+    return Profile(**values)
+
+
+# ---- the link ----------------------------------------------------------------------------------
+
+
+@given(
+    alpha=st.floats(0.0, 5.0),
+    beta=st.floats(0.01, 10.0),
+    sizes=st.lists(st.integers(0, 512 * MIB), min_size=2, max_size=50, unique=True),
+)
+def test_a_straight_link_is_found_again(alpha: float, beta: float, sizes: list[int]) -> None:
+    sizes = [*sizes, 0, 300 * MIB]
+    link = fit_link([(size, alpha + beta * size / MIB) for size in sizes])
+    for size in sizes:
+        fitted = link.alpha_ms + link.beta_ms_per_mib * size / MIB
+        true = alpha + beta * size / MIB
+        assert fitted == pytest.approx(true, rel=1e-3, abs=2e-3)
+    assert link.samples == len(sizes)
+
+
+@given(st.lists(st.tuples(st.integers(0, 1 << 40), st.floats(0.0, 1e6)), min_size=1, max_size=60))
+def test_no_samples_make_a_negative_cost(samples: list[tuple[int, float]]) -> None:
+    link = fit_link(samples)
+    assert link.alpha_ms >= 0
+    assert link.beta_ms_per_mib >= 0
+
+
+def test_many_small_groups_decide_the_fixed_cost() -> None:
+    # A curve that bends: 0.1 ms a call, 1 ms a MiB, and large copies a fifth slower than that.
+    samples = [(size, 0.1 + size / MIB) for size in (1024, 2048, 4096, 8192)]
+    samples += [(64 * MIB, 0.1 + 1.2 * 64), (128 * MIB, 0.1 + 1.2 * 128)]
+    link = fit_link(samples)
+    assert link.alpha_ms == pytest.approx(0.1, rel=0.05)
+    assert link.residual_p90 < 0.25
+
+
+def test_a_link_without_copies_is_refused() -> None:
+    with pytest.raises(ValueError, match="without copies"):
+        fit_link([])
+
+
+def test_spread_is_the_distance_between_the_quartiles() -> None:
+    assert spread([1.0, 2.0, 3.0, 4.0, 100.0]) == 2.0
+    assert spread([5.0]) == 0.0
+    assert quantile([0.0, 10.0], 0.25) == 2.5
+
+
+# ---- the file ----------------------------------------------------------------------------------
+
+
+def test_a_profile_survives_its_file() -> None:
+    assert decode(encode(profile())) == profile()
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"version": 2}, "version 2"),
+        ({"layers": ()}, "no layers"),
+        ({"batches": ()}, "no layers or no batch"),
+        ({"batches": profile().batches * 2}, "twice"),
+        ({"overheads": Overheads(sigma_ms=-1.0, launch_ms=0.0, wake_ms=0.0)}, "overheads"),
+    ],
+)
+def test_numbers_that_contradict_each_other_are_refused(
+    change: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ProfileError, match=problem):
+        decode(encode(profile(**change)))
+
+
+def test_one_time_for_each_layer_is_required() -> None:
+    batch = msgspec.structs.replace(profile().batches[0], switch_ms=(1.0,))
+    with pytest.raises(ProfileError, match="not one time for each of 4 layers"):
+        decode(encode(profile(batches=(batch,))))
+
+
+@pytest.mark.parametrize("raw", [b"", b"{}", b"[1]", b"\xff\xfe", b'{"version": 1, "evil": 1}'])
+def test_what_is_no_profile_is_refused(raw: bytes) -> None:
+    with pytest.raises(ProfileError):
+        decode(raw)
+
+
+@given(st.binary(max_size=200))
+def test_the_decoder_raises_nothing_else(raw: bytes) -> None:
+    with pytest.raises(ProfileError):
+        decode(raw)
+
+
+def test_a_file_is_its_owners_alone_and_found_by_the_programs_digest(tmp_path: Path) -> None:
+    folder = tmp_path / "profiles"
+    path = files.save(folder, profile())
+    assert path.name == f"net.{DIGEST[:12]}.cpu.json"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [found.profile for found in files.find([folder], DIGEST)] == [profile()]
+    assert list(files.find([folder], "cd" * 32)) == []
+    assert list(files.find([tmp_path / "missing"], DIGEST)) == []
+    assert [entry.name for entry in folder.iterdir()] == [path.name]
+
+
+def test_saving_again_replaces_the_file(tmp_path: Path) -> None:
+    files.save(tmp_path, profile())
+    files.save(tmp_path, profile(stale="drifted"))
+    assert [found.profile for found in files.find([tmp_path], DIGEST)] == [profile(stale="drifted")]
+
+
+def test_a_damaged_file_is_found_with_its_problem(tmp_path: Path) -> None:
+    path = files.save(tmp_path, profile())
+    path.write_bytes(path.read_bytes()[:100])
+    (found,) = files.find([tmp_path], DIGEST)
+    assert found.profile is None
+    assert found.problem
+    path.unlink()
+    path.mkdir()
+    (found,) = files.find([tmp_path], DIGEST)
+    assert (found.profile, found.problem) == (None, "Is a directory")
+
+
+def test_the_profiles_that_come_along_are_whole_and_can_be_planned() -> None:
+    folder = Path(__file__).parents[2] / "profiles"
+    paths = list(folder.glob("*.json"))
+    assert paths
+    for path in paths:
+        found = decode(path.read_bytes())
+        assert path.name == files.file_name(found)
+        assert [one.profile for one in files.find([folder], found.digest)] == [found]
+        check_plan(plan_of(found)[0], len(found.layers))
+
+
+# ---- when it is used ---------------------------------------------------------------------------
+
+
+def test_a_profile_of_this_program_on_this_device_is_used() -> None:
+    assert profile().why_unusable(HERE, DIGEST, SIZES) == ""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"device": "cuda:0"}, {"name": "another"}, {"cores": 8}, {"threads": 1},
+     {"link_bytes_per_s": 1e9}, {"pipeswitch": "2.0"}, {"torch": "2.16.0"}],
+)  # fmt: skip
+def test_a_profile_measured_elsewhere_is_not(change: dict[str, Any]) -> None:
+    there = msgspec.structs.replace(HERE, **change)
+    (value,) = change.values()
+    assert f"was {value}, here" in profile(identity=there).why_unusable(HERE, DIGEST, SIZES)
+
+
+def test_a_profile_of_another_program_or_a_stale_one_is_not() -> None:
+    assert "another program" in profile().why_unusable(HERE, "cd" * 32, SIZES)
+    assert "layers" in profile().why_unusable(HERE, DIGEST, SIZES[:3])
+    assert "drifted" in profile(stale="drifted").why_unusable(HERE, DIGEST, SIZES)
+
+
+# ---- plans from it -----------------------------------------------------------------------------
+
+
+def test_the_plan_is_made_of_the_costs_and_the_wake_up_is_paid_once() -> None:
+    found = profile()
+    plan, _ = plan_of(found)
+    check_plan(plan, len(SIZES))
+    expected = makespan(plan, costs_of(found)).total_ms + 0.3
+    assert predict(found, plan, 8) == pytest.approx(expected)
+    assert predict(found, plan, 8) <= predict(found, (0,), 8)
+
+
+def test_a_prefix_hides_the_copy_of_the_rest_within_its_limit() -> None:
+    found = profile()
+    cold, none = plan_of(found)
+    assert none == 0
+    assert plan_of(found, MIB - 1) == (cold, 0)
+    for limit in (MIB, 5 * MIB, 13 * MIB):
+        plan, count = plan_of(found, limit)
+        ends = (*plan[1:], len(SIZES))
+        kept = sum(SIZES[: ends[count - 1]]) if count else 0
+        assert kept <= limit
+        assert kept < sum(SIZES)  # else it would be the whole model
+        costs = costs_of(found)
+        assert count > 0
+        assert makespan(plan, costs, count).total_ms < makespan(cold, costs).total_ms
+
+
+def test_calling_a_subgraph_is_paid_for_each_group_not_for_each_layer() -> None:
+    costs = costs_of(profile())
+    assert costs.sigma_ms == pytest.approx(0.03)
+    assert costs.compute_ms == pytest.approx((0.98, 0.48, 3.98, 7.98))
+
+
+def test_a_gpus_layers_cost_what_they_cost_when_resident() -> None:
+    batch = msgspec.structs.replace(profile().batches[0], resident_ms=(2.0,) * 4)
+    there = msgspec.structs.replace(HERE, device="cuda:0")
+    costs = costs_of(profile(batches=(batch,), identity=there))
+    assert costs.compute_ms == pytest.approx((1.98,) * 4)
+
+
+def test_a_batch_that_was_not_measured_has_no_costs() -> None:
+    with pytest.raises(ValueError, match="batch 3"):
+        costs_of(profile(), 3)
+
+
+def test_the_bias_is_measured_over_predicted() -> None:
+    check = Check(plan=(0,), batch=8, predicted_ms=10.0, measured_ms=12.0, spread_ms=0.1, trials=5)
+    assert check.bias == pytest.approx(1.2)
+    assert profile(checks=(check,)).check_of([0], 8) == check
+    assert profile(checks=(check,)).check_of([0], 1) is None
+
+
+# ---- drift -------------------------------------------------------------------------------------
+
+
+def test_one_slow_switch_says_nothing() -> None:
+    drift = Drift(window=20)
+    for number in range(100):
+        assert drift.add(10.0, 100.0 if number % 20 == 3 else 10.5) == ""
+    assert drift.count == 20
+    assert drift.ratio == pytest.approx(1.05)
+
+
+def test_a_median_beyond_the_limit_says_so_once_for_each_window() -> None:
+    drift = Drift(window=4, limit=0.15)
+    said = [drift.add(10.0, 12.0) for _ in range(8)]
+    assert [bool(text) for text in said] == [False, False, False, True] * 2
+    assert said[3] == "4 switches took 20% longer than predicted (median)"
+    assert drift.ratio is None
+
+
+def test_switches_that_became_faster_are_a_drift_too() -> None:
+    drift = Drift(window=2)
+    assert drift.add(10.0, 5.0) == ""
+    assert "50% shorter" in drift.add(10.0, 5.0)
+
+
+@given(st.lists(st.floats(0.86, 1.14), max_size=60))
+def test_within_the_limit_nothing_is_ever_said(ratios: list[float]) -> None:
+    drift = Drift()
+    assert all(drift.add(10.0, 10.0 * ratio) == "" for ratio in ratios)
+
+
+def test_a_switch_without_a_prediction_is_no_evidence() -> None:
+    drift = Drift(window=1)
+    assert drift.add(0.0, 10.0) == drift.add(10.0, 0.0) == ""
+    assert drift.count == 0

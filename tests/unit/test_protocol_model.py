@@ -1,0 +1,103 @@
+"""The protocol model: small scopes hold in every state, and every seeded bug is found."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import marshal
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def _load() -> None:
+    """Tests are no package: the model is loaded by its place."""
+    if "protocol_model" in sys.modules:
+        return
+    folder = Path(__file__).parents[1] / "model"
+    spec = importlib.util.spec_from_file_location(
+        "protocol_model", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["protocol_model"] = module
+    spec.loader.exec_module(module)
+
+
+def _part(name: str) -> Any:
+    _load()
+    return importlib.import_module(f"protocol_model.{name}")
+
+
+QUICK = _part("scopes").QUICK
+MUTANTS = _part("mutants").MUTANTS
+
+
+@pytest.mark.parametrize("scope", QUICK, ids=lambda scope: scope.name)
+def test_every_state_of_a_small_scope_keeps_the_invariants_and_leads_to_rest(scope: Any) -> None:
+    report = _part("search").Exploration(scope).run()
+    story = _part("story").tell(scope, report.path, report.violation) if report.violation else ""
+    assert not report.violation, story
+    assert report.is_exhausted
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_the_model_finds_the_seeded_bug(mutant: Any) -> None:
+    with mutant.planted():
+        report = _part("search").Exploration(mutant.scope, most_states=50_000).run()
+        assert report.violation, f"{report.states} states, and {mutant.name} was not found"
+        story = _part("story").tell(mutant.scope, report.path, report.violation)
+    assert "played again it did not come" not in story
+
+
+def test_a_thawed_state_goes_on_as_the_one_that_was_frozen() -> None:
+    """Renumbering loses nothing: two worlds, one of them frozen and thawed before each move."""
+    world_of, scope = _part("world").World, _part("scope").Scope(
+        name="both", steps=2, requests=2, kills=1, suspicions=1, daemon_kills=1, late=1, repeats=1
+    )  # fmt: skip
+    for seed in range(40):
+        chance = random.Random(seed)
+        straight, renumbered = world_of(scope), world_of(scope)
+        for _ in range(120):
+            state = straight.freeze()
+            assert renumbered.freeze() == state
+            renumbered.thaw(marshal.loads(state))
+            actions = straight.actions() or straight.jumps()[:1]
+            assert (renumbered.actions() or renumbered.jumps()[:1]) == actions
+            if not actions:
+                break
+            action = chance.choice(actions)
+            assert straight.apply(action) == renumbered.apply(action)
+
+
+def test_a_job_starts_again_only_when_its_last_commit_is_copied() -> None:
+    world = _part("world").World(
+        _part("scope").Scope(name="one", steps=1, requests=0, models=1, kills=1, is_coarse=True)
+    )
+    for action in [("moves", 1), ("tells", 1, 0), ("moves", 1), ("moves", 1), ("moves", 1)]:
+        world.apply(action)
+    world.apply(("kill", 1))  # its CommitStep is heard as its last words
+    job = world.scheduler.core.jobs["job"]
+    assert job.slot is None
+    assert [order[0] for order in world.daemon.lane] == ["CommitCopy", "Scrub"]
+    world.apply(("daemon_works",))
+    assert job.committed_step == 1
+    assert job.slot is not None
+    world.apply(("moves", job.slot))
+    assert world.processes[job.slot].saved == (1, 1, 1)
+
+
+@pytest.mark.parametrize(("has_begun", "deaths"), [(False, 0), (True, 1)])
+def test_a_death_is_blamed_on_a_task_only_when_it_had_begun(has_begun: bool, deaths: int) -> None:
+    world = _part("world").World(_part("scope").Scope(name="one", models=1, kills=1))
+    world.apply(("ask",))
+    if has_begun:
+        world.apply(("moves", 0))
+    world.apply(("kill", 0))
+    core = world.scheduler.core
+    assert [request.deaths for request in core.requests.values()] == [deaths]
+    assert [model.deaths for model in core.models.values()] == [deaths]

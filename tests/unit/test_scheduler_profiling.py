@@ -1,0 +1,453 @@
+"""Trials step back for everybody, plans change at rest, and drift is measured again when idle."""
+
+# mypy: disable-error-code="arg-type, no-any-return"
+# Names are plain strings and numbers here: their NewTypes would hide what a test says.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipeswitch.controller import events as ev
+from pipeswitch.controller.inference import batch_of
+from pipeswitch.messages import EvictTask, RunInference, SlabTensor, TransmitModel
+from pipeswitch.profile import UNKNOWN_DEVICE, Profile
+from pipeswitch.profiling.files import Found
+from pipeswitch.programs.layout import ValueSpec
+from pipeswitch.states import Residency, TaskState
+
+BATCH = 4
+
+
+class Rig:
+    """A world without faults, whose commands are kept."""
+
+    def __init__(self, fleet_model: ModuleType, **options: Any) -> None:
+        self.model_of = fleet_model
+        faults = fleet_model.Faults(build_error=0.0, infer_error=0.0, early_error=0.0,
+                                    persist_error=0.0)  # fmt: skip
+        self.world = fleet_model.World(1, faults=faults, **options)
+        self.core = self.world.scheduler.core
+        self.said: list[ev.Command] = []
+        perform = self.world._perform
+
+        def keep(commands: list[ev.Command]) -> None:
+            self.said += commands
+            perform(commands)
+
+        self.world._perform = keep
+
+    def rest(self) -> None:
+        while self.world.act():
+            pass
+
+    def until(self, is_so: Callable[[], Any]) -> None:
+        while not is_so():
+            assert self.world.act() or self.world.to_next_wakeup(), self.world.describe()
+
+    def register(self, *names: str, mib: int = 7) -> None:
+        for name in names:
+            self.world.register(name, mib * self.model_of.MIB)
+        self.rest()
+
+    def commands(self, kind: type) -> list[Any]:
+        return [command for command in self.said if isinstance(command, kind)]
+
+    def sent(self, kind: type) -> list[Any]:
+        both = ev.ToDaemon | ev.ToWorker
+        messages = [command.message for command in self.said if isinstance(command, both)]
+        return [message for message in messages if isinstance(message, kind)]
+
+    def trial_runs(self) -> bool:
+        return any(a is not None and a.is_trial for a in (self.core.current, self.core.upcoming))
+
+    def profile(self, name: str = "a") -> None:
+        """Measured to the end; the commands of it are forgotten."""
+        token = self.world.profile(name)
+        self.until(lambda: token not in self.world.open)
+        self.rest()
+        self.said.clear()
+
+
+@pytest.fixture
+def rig(fleet_model: ModuleType) -> Rig:
+    return Rig(fleet_model)
+
+
+def test_a_measured_model_gets_the_planned_groups_and_the_profile_is_kept(rig: Rig) -> None:
+    rig.register("a")
+    token = rig.world.profile("a")
+    rig.until(lambda: token not in rig.world.open)
+    rig.rest()
+    (saved,) = rig.commands(ev.SaveProfile)
+    model = rig.core.models["a"]
+    assert model.plan_source == "planned"
+    assert model.plan == saved.profile.checks[-1].plan
+    assert len(model.manifest.groups) == len(model.plan)
+    answer = rig.commands(ev.Answer)[-1]
+    assert answer.body["profile"]["digest"] == saved.profile.digest
+    rig.said.clear()
+    rig.world.infer("a")
+    rig.rest()
+    (run,) = rig.sent(RunInference)
+    assert (run.plan, run.trial_batch) == (model.plan, 0)
+
+
+def test_a_request_makes_the_trial_leave_and_runs_before_the_next_one(rig: Rig) -> None:
+    rig.register("a", "b")
+    rig.world.profile("a")
+    rig.until(rig.trial_runs)
+    trial = rig.core.current
+    rig.said.clear()
+    token = rig.world.infer("b")
+    (stop,) = rig.commands(ev.StopTrial)
+    assert (stop.slot, stop.epoch) == (trial.slot, trial.epoch)
+    assert rig.sent(TransmitModel)[0].model == "b"  # its copy does not wait for the trial's end
+    rig.until(lambda: token not in rig.world.open)
+    assert rig.sent(RunInference)[0].model == "b"
+    rig.rest()
+    assert rig.core.models["a"].plan_source == "planned"  # it was measured in the end
+
+
+def test_no_trial_begins_while_a_request_waits(rig: Rig) -> None:
+    rig.register("a", "b")
+    for _ in range(5):
+        rig.world.infer("b")
+    rig.said.clear()
+    rig.world.profile("a")
+    waiting = set(rig.world.open)
+    rig.until(rig.trial_runs)
+    asked = {token for token in waiting if token in rig.world.open}
+    assert len(asked) == 1  # the profile alone
+
+
+def test_trials_suspend_a_job_in_place_and_take_none_of_its_memory(fleet_model: ModuleType) -> None:
+    rig = Rig(fleet_model, arena_mib=48)
+    rig.register("a", mib=30)
+    rig.world.train("j")  # its slice and the model do not fit beside each other
+    rig.until(lambda: rig.core.jobs["j"].state.state is TaskState.RUNNING)
+    rig.said.clear()
+    token = rig.world.profile("a")
+    rig.until(lambda: token not in rig.world.open)
+    assert not rig.sent(EvictTask)
+    assert "cannot be measured now" in rig.commands(ev.Answer)[-1].error.message
+    rig.until(lambda: rig.core.jobs["j"].state.state is TaskState.DONE)
+    rig.profile()
+    assert rig.core.models["a"].plan_source == "planned"
+
+
+def test_a_trial_that_does_not_stop_is_killed_and_blamed_on_nobody(rig: Rig) -> None:
+    rig.register("a", "b")
+    rig.world.profile("a")
+    rig.until(lambda: rig.trial_runs() and rig.core.current is not None)
+    slot = rig.core.current.slot
+    worker = rig.world.workers[slot]
+    rig.until(lambda: worker.has_begun)
+    worker.hangs = True
+    rig.said.clear()
+    token = rig.world.infer("b")
+    rig.rest()
+    assert token in rig.world.open
+    rig.world.pass_time(rig.core.settings.deadline_grace_ms)
+    (kill,) = rig.commands(ev.KillWorker)
+    assert kill.slot == slot
+    rig.until(lambda: token not in rig.world.open)
+    assert rig.core.models["a"].deaths == 0
+    rig.until(lambda: rig.core.models["a"].plan_source == "planned")
+
+
+def test_a_profile_found_at_registration_plans_at_once_and_a_foreign_one_warns_once(
+    rig: Rig,
+) -> None:
+    profile = measured(rig)
+    rig.world.handle(ev.UnregisterAsked(token=rig.world.token(), model="a"))
+    rig.rest()
+    other = msgspec.structs.replace(profile, identity=identity("elsewhere"))
+    for one, source, warnings in ((profile, "planned", 0), (other, "buckets", 1)):
+        rig.said.clear()
+        found = (Found(Path("a.json"), one),)
+        register_with(rig, found)
+        assert rig.core.models["a"].plan_source == source
+        assert len(rig.commands(ev.Warn)) == warnings
+        rig.world.handle(ev.UnregisterAsked(token=rig.world.token(), model="a"))
+        rig.rest()
+
+
+def test_other_groups_wait_until_nobody_reads_the_model(rig: Rig) -> None:
+    profile = measured(rig)
+    model = rig.core.models["a"]
+    rig.world.infer("a")
+    rig.until(lambda: model.users)
+    rig.world.scheduler.profiling._fall_back(model, "test")
+    rig.world.pass_time(0.0)
+    assert model.plan == profile.checks[-1].plan
+    rig.rest()
+    assert model.plan == ()
+    assert model.residency.state is Residency.HOST  # its next request is cold, once
+
+
+def test_a_pinned_model_is_measured_and_comes_back(rig: Rig) -> None:
+    rig.register("a")
+    rig.world.handle(ev.PinAsked(token=rig.world.token(), model="a", pin=True))
+    rig.rest()
+    rig.profile()
+    model = rig.core.models["a"]
+    assert model.residency.state is Residency.PINNED
+    assert model.plan_source == "planned"
+
+
+def test_a_plan_without_arrival_words_changes_nothing(rig: Rig) -> None:
+    rig.register("a")
+    model, memory = rig.core.models["a"], rig.world.scheduler.memory
+    taken = memory.words.reserve("everything", memory.words.largest_free_bytes)
+    assert taken is not None
+    before = (model.first_word, model.manifest)
+    assert not memory.cut_anew(model, tuple(range(4)))
+    assert (model.first_word, model.manifest) == before
+    assert memory.words.get("a").size_bytes == 2
+    token = rig.world.profile("a")
+    rig.until(lambda: token not in rig.world.open)
+    assert "arrival words" in rig.commands(ev.Answer)[-1].error.message
+    memory.words.release("everything")
+    rig.profile()
+    assert model.plan_source == "planned"
+
+
+# -- drift ---------------------------------------------------------------------------------------
+
+
+def measured(rig: Rig) -> Profile:
+    rig.register("a", "b")
+    token = rig.world.profile("a", (1,))
+    rig.until(lambda: token not in rig.world.open)
+    rig.rest()
+    profile: Profile = rig.commands(ev.SaveProfile)[-1].profile
+    rig.said.clear()
+    return profile
+
+
+def switch_cold(rig: Rig, count: int) -> None:
+    """Cold switches of "a" that take as long as the model's devices do."""
+    model = rig.core.models["a"]
+    for _ in range(count):
+        if model.residency.state is not Residency.HOST:
+            rig.world.scheduler.memory.evict(model, "test")
+        rig.world.infer("a")
+        rig.rest()
+
+
+def make_slower(rig: Rig, factor: float) -> None:
+    model = rig.core.models["a"]
+    model.predicted_ms = {batch: ms / factor for batch, ms in model.predicted_ms.items()}
+
+
+def test_switches_as_predicted_never_make_a_profile_stale(rig: Rig) -> None:
+    measured(rig)
+    switch_cold(rig, 60)
+    assert rig.core.models["a"].plan_source == "planned"
+    assert rig.core.models["a"].drift.count == 20
+    assert not rig.commands(ev.Warn)
+
+
+def test_a_drift_is_one_warning_buckets_and_a_new_profile_when_idle(rig: Rig) -> None:
+    measured(rig)
+    model = rig.core.models["a"]
+    make_slower(rig, 1.5)
+    switch_cold(rig, 20)
+    assert (model.plan_source, model.plan) == ("buckets", ())
+    (warning,) = rig.commands(ev.Warn)
+    assert "20 switches took" in warning.text
+    assert rig.commands(ev.SaveProfile)[-1].profile.stale
+    rig.said.clear()
+    rig.world.pass_time(rig.core.settings.profile_idle_ms - 1.0)
+    assert not rig.sent(RunInference)
+    rig.world.pass_time(1.0)
+    rig.rest()
+    assert model.plan_source == "planned"
+    assert not rig.commands(ev.SaveProfile)[-1].profile.stale
+
+
+def test_a_drifted_model_waits_for_the_end_of_every_job(rig: Rig) -> None:
+    measured(rig)
+    make_slower(rig, 1.5)
+    switch_cold(rig, 20)
+    rig.world.train("j")
+    rig.until(lambda: rig.core.jobs["j"].state.state is TaskState.RUNNING)
+    rig.said.clear()
+    rig.world.pass_time(10 * rig.core.settings.profile_idle_ms)
+    assert not rig.sent(RunInference)
+    rig.until(lambda: rig.core.jobs["j"].state.state is TaskState.DONE)
+    rig.until(lambda: rig.core.models["a"].plan_source == "planned")
+
+
+def test_a_job_ends_a_measurement_that_nobody_asked_for(rig: Rig) -> None:
+    measured(rig)
+    model = rig.core.models["a"]
+    make_slower(rig, 1.5)
+    switch_cold(rig, 20)
+    rig.world.pass_time(rig.core.settings.profile_idle_ms)
+    rig.until(rig.trial_runs)
+    rig.world.train("j")
+    rig.until(lambda: rig.core.jobs["j"].state.state is TaskState.RUNNING)
+    rig.until(lambda: rig.core.measuring is None)
+    assert (model.plan, model.plan_source) == ((), "buckets")
+    rig.until(lambda: rig.core.jobs["j"].state.state is TaskState.DONE)
+    rig.until(lambda: model.plan_source == "planned")
+
+
+def test_measuring_that_does_not_help_is_tried_more_and_more_seldom(rig: Rig) -> None:
+    measured(rig)
+    settings = rig.core.settings
+    waits = []
+    for _ in range(4):
+        make_slower(rig, 1.5)
+        switch_cold(rig, 20)
+        began_ms = rig.world.now_ms
+        rig.until(lambda: rig.core.models["a"].plan_source == "planned")
+        waits.append(rig.world.now_ms - began_ms)
+    assert waits[0] < 2 * settings.profile_idle_ms
+    for wait_ms, times in zip(waits[1:], (1, 2, 4), strict=True):
+        assert wait_ms >= times * settings.reprofile_every_ms
+
+
+def test_a_switch_that_waited_for_its_turn_or_of_another_batch_says_nothing(rig: Rig) -> None:
+    measured(rig)
+    model = rig.core.models["a"]
+    model.predicted_ms = {}  # nothing was measured at this batch
+    switch_cold(rig, 25)
+    assert model.drift.count == 0
+    assert model.plan_source == "planned"
+
+
+def test_a_requests_batch_is_what_its_dynamic_extent_says(fleet_model: ModuleType) -> None:
+    value = ValueSpec(name="x", dtype="float32", shape=(None, 3))
+    manifest = msgspec.structs.replace(fleet_model.manifest_of("d", 1 << 20, 2), inputs=(value,))
+    slab = SlabTensor(name="x", dtype="float32", shape=(BATCH, 3), offset_bytes=0, size_bytes=48)
+    assert batch_of(manifest, (slab,)) == BATCH
+    fixed = msgspec.structs.replace(value, shape=(2, 3))
+    assert batch_of(msgspec.structs.replace(manifest, inputs=(fixed,)), (slab,)) == 1
+
+
+# -- resident prefixes ---------------------------------------------------------------------------
+
+
+def with_prefix(fleet_model: ModuleType, prefix_mib: int = 16) -> Rig:
+    """Two models of 24 MiB on an arena of 46: one of them and the half of the other fit."""
+    rig = Rig(fleet_model, arena_mib=48, prefix_mib=prefix_mib)
+    rig.register("a", "b", mib=24)
+    rig.profile("a")
+    rig.world.infer("a")
+    rig.rest()
+    rig.said.clear()
+    return rig
+
+
+def sizes_sent(rig: Rig) -> list[int]:
+    return [group.size_bytes for group in rig.sent(TransmitModel)[-1].groups]
+
+
+def test_a_model_that_leaves_keeps_its_prefix_and_only_the_rest_is_sent(
+    fleet_model: ModuleType,
+) -> None:
+    rig = with_prefix(fleet_model)
+    model, memory = rig.core.models["a"], rig.world.scheduler.memory
+    assert model.prefix_groups == 1
+    home_bytes = model.home_bytes
+    rig.world.infer("b")
+    rig.rest()
+    assert model.residency.state is Residency.PARTIAL
+    assert memory.kept_bytes == 12 * fleet_model.MIB
+    rig.world.infer("a")
+    rig.rest()
+    assert sizes_sent(rig) == [0, 12 * fleet_model.MIB]
+    assert model.home_bytes == home_bytes
+    bills = [answer.timing for answer in rig.commands(ev.Answer)]
+    assert [bill.get("kept_bytes", 0) for bill in bills] == [0, 12 * fleet_model.MIB]
+    assert model.drift.count == 1  # the first one: a switch with a prefix was not predicted
+
+
+def test_without_a_budget_nothing_is_kept(fleet_model: ModuleType) -> None:
+    rig = with_prefix(fleet_model, prefix_mib=0)
+    model = rig.core.models["a"]
+    assert model.prefix_groups == 0
+    rig.world.infer("b")
+    rig.rest()
+    assert model.residency.state is Residency.HOST
+    assert rig.world.scheduler.memory.kept_bytes == 0
+
+
+def test_a_prefix_goes_when_its_own_place_is_needed(fleet_model: ModuleType) -> None:
+    rig = with_prefix(fleet_model)
+    rig.register("c", mib=40)
+    rig.world.infer("b")
+    rig.rest()
+    rig.world.infer("c")
+    rig.rest()
+    assert rig.core.models["a"].residency.state is Residency.HOST
+    rig.said.clear()
+    rig.world.infer("a")
+    rig.rest()
+    assert sizes_sent(rig) == [12 * fleet_model.MIB] * 2  # all of it
+
+
+def test_a_model_whose_groups_change_gives_up_its_prefix(fleet_model: ModuleType) -> None:
+    rig = with_prefix(fleet_model)
+    rig.world.infer("b")
+    rig.rest()
+    model = rig.core.models["a"]
+    rig.world.scheduler.profiling._fall_back(model, "test")
+    rig.world.pass_time(0.0)
+    assert model.residency.state is Residency.HOST
+    rig.world.infer("a")
+    rig.rest()
+    assert 0 not in sizes_sent(rig)
+    assert model.kept_groups == 0
+
+
+def test_an_unregistered_model_leaves_no_prefix_behind(fleet_model: ModuleType) -> None:
+    rig = with_prefix(fleet_model)
+    rig.world.infer("b")
+    rig.rest()
+    rig.world.handle(ev.UnregisterAsked(token=rig.world.token(), model="a"))
+    rig.rest()
+    assert rig.world.scheduler.memory.arena.get("a") is None
+    rig.world.check_rest()
+
+
+def test_a_pinned_model_of_which_a_prefix_is_left_is_brought_back(fleet_model: ModuleType) -> None:
+    rig = with_prefix(fleet_model)
+    rig.world.infer("b")
+    rig.rest()
+    rig.said.clear()
+    rig.world.handle(ev.PinAsked(token=rig.world.token(), model="a", pin=True))
+    rig.rest()
+    assert rig.core.models["a"].residency.state is Residency.PINNED
+    assert sizes_sent(rig)[0] == 0
+
+
+# -- helpers -------------------------------------------------------------------------------------
+
+
+def identity(name: str) -> Any:
+    return msgspec.structs.replace(UNKNOWN_DEVICE, name=name)
+
+
+def register_with(rig: Rig, found: tuple[Found, ...]) -> None:
+    """Register "a" with these files on the disk."""
+    take = rig.world.scheduler.handle
+
+    def handle(event: ev.Event, now_ms: float) -> list[ev.Command]:
+        if isinstance(event, ev.FromBuilder) and event.manifest is not None:
+            event = ev.FromBuilder(message=event.message, manifest=event.manifest, profiles=found)
+        return take(event, now_ms)
+
+    rig.world.scheduler.handle = handle
+    try:
+        rig.register("a")
+    finally:
+        del rig.world.scheduler.handle
