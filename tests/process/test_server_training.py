@@ -28,6 +28,7 @@ SEED = 1121
 ENVIRONMENT = {
     "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "50ms",  # kills must not stop all progress
     "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
+    "PIPESWITCH_SCHEDULER__EVICT_GRACE": "8s",  # a script that will not go is killed then
 }
 
 EXACT = """
@@ -277,7 +278,6 @@ def test_a_script_that_leaves_with_a_status_says_so(running: Checked, tmp_path: 
         bad.wait(20)
 
 
-@pytest.mark.slow  # the grace period of an eviction is 30 s
 def test_a_script_that_swallows_its_preemption_is_killed_and_others_go_on(
     running: Checked, tmp_path: Path
 ) -> None:
