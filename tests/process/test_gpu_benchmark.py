@@ -57,7 +57,7 @@ def test_without_a_gpu_the_command_ends_after_its_first_stage(
     assert json.loads(written.read_text())["stages"][0]["status"] == "needs a GPU"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_switches_and_soak_run_over_a_fake_gpu(tmp_path: Path) -> None:
     """The stages' own code, with servers and baselines; the numbers mean nothing."""
     done = command(

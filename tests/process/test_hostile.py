@@ -196,7 +196,10 @@ def measure(
     }
 
 
-@pytest.mark.parametrize("with_keys", [False, True], ids=["open", "keys"])
+@pytest.mark.parametrize(
+    "with_keys",
+    [pytest.param(False, marks=pytest.mark.soak, id="open"), pytest.param(True, id="keys")],
+)
 def test_two_hundred_hostile_connections_cost_no_answer_and_little_memory(
     with_keys: bool, tmp_path: Path
 ) -> None:

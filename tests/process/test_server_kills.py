@@ -432,7 +432,7 @@ RESUMES = """
 """
 
 
-@pytest.mark.parametrize("end", ["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("end", [pytest.param("SIGTERM", marks=pytest.mark.soak), "SIGKILL"])
 def test_a_restarted_server_has_its_models_and_resumes_its_jobs(end: str, tmp_path: Path) -> None:
     script = write_script(tmp_path, "resumes.py", RESUMES)
     run_plain(script, str(tmp_path / "plain"))

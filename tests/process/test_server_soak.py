@@ -54,7 +54,7 @@ def slope_mib(samples: list[int]) -> float:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("switches", "max_slope"),
-    [(1_000, 10.0), pytest.param(10_000, 1.0, marks=pytest.mark.slow)],
+    [(1_000, 10.0), pytest.param(10_000, 1.0, marks=pytest.mark.soak)],
 )
 def test_thousands_of_switches_grow_nothing(
     switches: int, max_slope: float, record_property: Callable[[str, object], None]
