@@ -375,7 +375,10 @@ class Frontend:
         client: Client | None = None
         fd = 0
         if not door.is_owner:
-            fd = int(frames[0].get(_SRCFD))
+            fd = _descriptor(frames[0])
+            if fd < 0:
+                self._refuse(door, routing_id, None, "", _OLD_PEER)
+                return
             now_ms = self._now_ms()
             if not self._peers.knows(fd):
                 self._note(door, ACCEPTED, fd, now_ms)
@@ -477,7 +480,9 @@ class Frontend:
     def _hello(
         self, door: Door, routing_id: bytes, frame: zmq.Frame, header: RequestHeader
     ) -> None:
-        fd = int(frame.get(_SRCFD))
+        fd = _descriptor(frame)
+        if fd < 0:
+            raise _OLD_PEER
         client, replaced = self._clients.greet(door, routing_id, fd, _user_id(door, frame))
         if not door.is_owner:
             self._peers.greeted(fd)
@@ -801,3 +806,18 @@ def _user_id(door: Door, frame: zmq.Frame) -> str:
 
 def _nothing() -> None:
     """For replies that hold no slab and settle no request."""
+
+
+_OLD_PEER: Final = RemoteProtocolError("the peer speaks ZMTP 1 or 2, or none at all")
+
+
+def _descriptor(routing_frame: zmq.Frame) -> int:
+    """Of the connection a message came by; -1 where libzmq does not know it.
+
+    It knows for ZMTP 3 only. Bytes that do not begin as a greeting are taken for a peer of ZMTP 1,
+    so anybody can send messages without one.
+    """
+    try:
+        return int(routing_frame.get(_SRCFD))
+    except zmq.ZMQError:
+        return -1

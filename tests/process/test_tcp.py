@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -532,3 +533,15 @@ def test_a_restarted_server_answers_what_is_safe_to_send_again(tmp_path: Path) -
             assert c.infer("m", np.ones((1, 4), np.float32))["y"][0, 0] == 2.0
         finally:
             second.close()
+
+
+def test_a_peer_of_zmtp_1_is_refused_and_harms_nobody(
+    server: FakeScheduler, client: ps.Client
+) -> None:
+    server.announce("m")
+    host, _, port = server.doors.tcp.address.removeprefix("tcp://").rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as old:
+        old.sendall(b"\x01\x00" + b"\x05\x01PSW1" + b"\x03\x00ab")  # anonymous; two frames
+        until(lambda: server.tcp._malformed_count)
+        x = np.ones((1, 4), np.float32)
+        assert np.array_equal(client.infer("m", x)["y"], x * 2)
