@@ -377,7 +377,7 @@ class Frontend:
         if not door.is_owner:
             fd = _descriptor(frames[0])
             if fd < 0:
-                self._refuse(door, routing_id, None, "", _OLD_PEER)
+                self._refuse(door, routing_id, None, "", _old_peer())
                 return
             now_ms = self._now_ms()
             if not self._peers.knows(fd):
@@ -482,7 +482,7 @@ class Frontend:
     ) -> None:
         fd = _descriptor(frame)
         if fd < 0:
-            raise _OLD_PEER
+            raise _old_peer()
         client, replaced = self._clients.greet(door, routing_id, fd, _user_id(door, frame))
         if not door.is_owner:
             self._peers.greeted(fd)
@@ -808,7 +808,8 @@ def _nothing() -> None:
     """For replies that hold no slab and settle no request."""
 
 
-_OLD_PEER: Final = RemoteProtocolError("the peer speaks ZMTP 1 or 2, or none at all")
+def _old_peer() -> RemoteProtocolError:
+    return RemoteProtocolError("the peer speaks ZMTP 1 or 2, or none at all")
 
 
 def _descriptor(routing_frame: zmq.Frame) -> int:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -270,8 +269,3 @@ def grid() -> list[Cell]:
         Cell("store / journal", "slow peer", _point("journal.write", "delay 300", _register)),
     ]
     return cells
-
-
-def now_s() -> float:
-    """The clock of the whole run."""
-    return time.monotonic()
