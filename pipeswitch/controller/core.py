@@ -58,6 +58,7 @@ class Core:
     models: dict[ModelName, Model] = field(default_factory=dict)
     requests: dict[Token, Request] = field(default_factory=dict)  # live ones
     queue: dict[Token, Request] = field(default_factory=dict)  # QUEUED, in order of arrival
+    early: dict[Token, Request] = field(default_factory=dict)  # QUEUED too: their model is STORING
     jobs: dict[JobName, Job] = field(default_factory=dict)
     workers: dict[Slot, Worker] = field(default_factory=dict)
     current: Activation | None = None
@@ -111,6 +112,11 @@ class Core:
                 flow=flow,
             )
         )
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Admitted, not dispatched: those that could be, then those whose model is on its way."""
+        return [*self.queue.values(), *self.early.values()]
 
     @property
     def is_draining(self) -> bool:

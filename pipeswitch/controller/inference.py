@@ -66,7 +66,8 @@ class Inference:
             arrived_at_ms=core.now_ms,
         )
         core.requests[request.token] = request
-        core.queue[request.token] = request
+        is_early = core.models[request.model].state.state is ModelState.STORING
+        (core.early if is_early else core.queue)[request.token] = request
         if request.deadline_at_ms is not None:
             core.look_again(request.deadline_at_ms)
 
@@ -79,16 +80,17 @@ class Inference:
             return ModelNotFound(f'no model "{event.model}"', hint="pipeswitch models")
         if model.state.state is ModelState.QUARANTINED:
             return quarantined(model)
-        manifest = model.manifest if model.state.state is ModelState.READY else None
+        manifest = model.manifest if model.state.state is not ModelState.BUILDING else None
         if manifest is None or manifest.digest != event.digest:
             return ModelNotFound(f'model "{event.model}" changed while the request was on its way')
-        if len(core.queue) >= core.settings.max_queue:
+        waiting = len(core.queue) + len(core.early)
+        if waiting >= core.settings.max_queue:
             return QueueFull(
-                f"{len(core.queue)} requests are waiting, the limit is {core.settings.max_queue}",
+                f"{waiting} requests are waiting, the limit is {core.settings.max_queue}",
                 hint="try again later, or raise [scheduler] max_queue",
-                waiting=len(core.queue),
+                waiting=waiting,
             )
-        waiting = sum(request.model == event.model for request in core.queue.values())
+        waiting = sum(request.model == event.model for request in core.waiting)
         if waiting >= core.settings.max_queue_per_model:
             return QueueFull(
                 f"{waiting} requests for {event.model} are waiting, "
@@ -100,7 +102,8 @@ class Inference:
 
     def cancel(self, event: CancelAsked) -> bool:
         """Take a queued request back; a dispatched one runs to its end (it is nearly there)."""
-        request = self._core.queue.get(event.token)
+        core = self._core
+        request = core.queue.get(event.token) or core.early.get(event.token)
         if request is None:
             return False
         self._finish(request, TaskEvent.CANCEL, Cancelled("cancelled by the caller"))
@@ -121,10 +124,25 @@ class Inference:
             self._memory.transmit(model, window, "prefetch hint")
             model.is_prefetch = True
 
+    def stored(self, model: Model) -> None:
+        """Its bytes are in the host store: who came before that is dispatched in order."""
+        core = self._core
+        for request in self._early_of(model):
+            del core.early[request.token]
+            core.queue[request.token] = request
+
+    def not_stored(self, model: Model, error: PipeSwitchError) -> None:
+        """Its bytes cannot be had: who came before that is refused with the reason."""
+        for request in self._early_of(model):
+            self._finish(request, TaskEvent.ERROR, error)
+
+    def _early_of(self, model: Model) -> list[Request]:
+        return [request for request in self._core.early.values() if request.model == model.name]
+
     def expire(self) -> None:
         """Answer queued requests whose deadline has passed; catch tasks that hang."""
         core = self._core
-        for request in list(core.queue.values()):
+        for request in core.waiting:
             if request.deadline_at_ms is not None and request.deadline_at_ms <= core.now_ms:
                 waited = core.now_ms - request.arrived_at_ms
                 self._finish(
@@ -475,6 +493,7 @@ class Inference:
         core = self._core
         request.state.apply(event, type(error).__name__)
         core.queue.pop(request.token, None)
+        core.early.pop(request.token, None)
         core.requests.pop(request.token)
         error.request_id = request.request_id
         core.refuse(request.token, error)

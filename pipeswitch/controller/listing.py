@@ -169,7 +169,7 @@ class Listing:
             return model.reason
         if model.unregister_tokens:
             return "being unregistered"
-        waiting = sum(r.model == model.name for r in self._core.queue.values())
+        waiting = sum(r.model == model.name for r in self._core.waiting)
         if waiting:
             return f"{waiting} waiting"
         if model.residency.state is Residency.PARTIAL:
@@ -213,7 +213,7 @@ class Listing:
         core, memory = self._core, self._memory
         counts = core.counts
         return {
-            "queued": len(core.queue),
+            "queued": len(core.waiting),
             "switches": counts["switches"],
             "preemptions": counts["preemptions"],
             "evictions": counts["evictions"],

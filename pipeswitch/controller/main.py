@@ -277,6 +277,7 @@ class Server:
             for command in self._scheduler.start(_now_ms()):
                 self._effects.perform(command)
             self._restore()
+            self._handle_inbox()  # before the first client is heard: it may ask for what was there
             watchdog.start()
             try:
                 return self._loop(watchdog)

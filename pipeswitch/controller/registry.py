@@ -41,6 +41,7 @@ from .events import (
     ToWorker,
     UnregisterAsked,
 )
+from .inference import Inference
 from .memory import Memory
 from .records import Model
 
@@ -48,9 +49,10 @@ from .records import Model
 class Registry:
     """All registered models. Builds run one after the other: each uses every core."""
 
-    def __init__(self, core: Core, memory: Memory) -> None:
+    def __init__(self, core: Core, memory: Memory, inference: Inference) -> None:
         self._core = core
         self._memory = memory
+        self._inference = inference
         self._waiting_builds: list[ModelName] = []
         self._builders: set[Epoch] = set()  # from StartBuild until the process is gone
 
@@ -133,7 +135,10 @@ class Registry:
             )
 
     def built(self, message: BuildDone, manifest: Manifest) -> Model | None:
-        """The directory is complete: take room and let the daemon load it; the model if so."""
+        """The directory is complete: take room and let the daemon load it; the model if so.
+
+        From here on requests are admitted, and wait: after a restart they come before the bytes do.
+        """
         model = self._of(message.model, message.epoch)
         if model is None or model.state.state is not ModelState.BUILDING:
             return None
@@ -144,6 +149,7 @@ class Registry:
         except PipeSwitchError as error:
             self._refuse(model, error)
             return None
+        self._core.emit(Announce(model=model.name, manifest=manifest, priority=model.priority))
         self.store_again(model)
         return model
 
@@ -161,14 +167,14 @@ class Registry:
         )
 
     def stored(self, message: ModelStored) -> None:
-        """Complete: requests may come."""
+        """Complete: requests may be dispatched."""
         core = self._core
         model = self._of(message.model, message.epoch)
         if model is None or model.state.state is not ModelState.STORING:
             return
         assert model.manifest is not None
         model.state.apply(ModelEvent.STORED, f"{message.load_ms:.0f} ms")
-        core.emit(Announce(model=model.name, manifest=model.manifest, priority=model.priority))
+        self._inference.stored(model)
         self._remember(model, accepts=tuple(model.register_tokens))
         core.publish("model.registered", model=model.name, bytes=model.manifest.total_bytes)
         for token in model.register_tokens:
@@ -221,6 +227,9 @@ class Registry:
     def _refuse(self, model: Model, error: PipeSwitchError) -> None:
         """Nothing stays behind of a model that was refused; the name is free again."""
         core = self._core
+        if model.state.state is ModelState.STORING:  # it may have been announced
+            core.emit(Retract(model=model.name))
+            self._inference.not_stored(model, error)
         model.state.apply(ModelEvent.REFUSED, type(error).__name__)
         self._memory.forget_model(model)
         del core.models[model.name]

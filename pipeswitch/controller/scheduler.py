@@ -82,9 +82,9 @@ class Scheduler:
                  max_wait_ms: float = 2000.0) -> None:  # fmt: skip
         self.core = Core(settings, make_policy(policy, max_wait_ms=max_wait_ms))
         self.memory = Memory(self.core)
-        self.registry = Registry(self.core, self.memory)
         self.jobs = Jobs(self.core, self.memory)
         self.inference = Inference(self.core, self.memory, self.jobs)
+        self.registry = Registry(self.core, self.memory, self.inference)
         self.profiling = Profiling(self.core, self.memory, self.inference)
         self.fleet = Fleet(self.core)
         self.health = Health(self.core)
@@ -439,13 +439,16 @@ class Scheduler:
 
     def _check_requests(self) -> None:
         core = self.core
-        for token, request in core.queue.items():
+        for token, request in (core.queue | core.early).items():
             assert core.requests.get(token) is request
             assert request.state.state is TaskState.QUEUED, request.state.story
         tasks = [a for a in (core.current, core.upcoming) if a is not None]
         assert len({a.slot for a in tasks}) == len(tasks), "two tasks on one worker"
         dispatched = {a.token for a in tasks}
-        assert set(core.requests) == set(core.queue) | dispatched, "a request is lost"
+        waiting = set(core.queue) | set(core.early)
+        assert set(core.requests) == waiting | dispatched, "a request is lost"
+        for name in {request.model for request in core.early.values()}:
+            assert core.models[name].state.state is ModelState.STORING, f"{name} is not awaited"
         for activation in tasks:
             worker = core.workers[activation.slot]
             assert worker.is_alive, f"a request waits for dead worker {worker.slot}"

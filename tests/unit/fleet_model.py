@@ -533,6 +533,8 @@ class World:
             pin = rng.random() < 0.5
             self.handle(ev.PinAsked(token=self.token(), model=name, pin=pin))
         elif choice == 19 or (choice == 22 and self.announced):
+            if choice == 22:
+                name = rng.choice(sorted(self.announced))
             self.handle(ev.PrefetchHint(model=name))
             if rng.random() < 0.5 and self.announced:
                 self.infer(rng.choice(sorted(self.announced)))

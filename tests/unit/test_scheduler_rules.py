@@ -55,6 +55,7 @@ from pipeswitch.messages import (
     Scrubbed,
     StepCommitted,
     StopTask,
+    StoreFailed,
     StoreModel,
     TransmitEnded,
     TransmitModel,
@@ -240,6 +241,77 @@ class Rig:
 @pytest.fixture
 def rig(fleet_model: ModuleType) -> Rig:
     return Rig(fleet_model)
+
+
+# -- a request that comes before its model's bytes (a restart) ----------------------------------
+
+
+def awaited(rig: Rig, name: str = "a") -> int:
+    """A model whose program is known and whose bytes are on their way; its epoch."""
+    rig.ask_register(name)
+    epoch = rig.commands(ev.StartBuild)[0].epoch
+    rig.built(name, 10, epoch)
+    assert [command.model for command in rig.commands(ev.Announce)] == [name]
+    rig.handle(ev.BuilderExited(model=name, epoch=epoch, status=0))
+    return int(epoch)
+
+
+def test_requests_wait_for_a_model_that_is_being_stored(rig: Rig) -> None:
+    epoch = awaited(rig)
+    first, second = rig.infer("a"), rig.infer("a")
+    assert not rig.sent(RunInference)
+    assert not rig.answers
+    rig.daemon(ModelStored(model="a", epoch=epoch, load_ms=1.0))
+    runs = rig.sent(RunInference)
+    assert [run.request_id for run in runs] == [f"r{first}", f"r{second}"]
+    rig.done()
+    rig.done()
+    assert rig.error(first) is None
+    assert rig.error(second) is None
+
+
+def test_a_request_that_waits_for_its_model_holds_nobody_up(rig: Rig) -> None:
+    job = rig.start_training()
+    rig.register("b")
+    awaited(rig)
+    rig.infer("a", priority=0)
+    assert job.state.state is TaskState.RUNNING
+    rig.infer("b", priority=2)
+    (run,) = rig.sent(RunInference)
+    assert run.model == "b"
+
+
+def test_who_waited_for_a_model_that_cannot_be_stored_reads_why(rig: Rig) -> None:
+    epoch = awaited(rig)
+    token = rig.infer("a")
+    rig.daemon(StoreFailed(model="a", epoch=epoch, reason="the digest does not match"))
+    assert isinstance(rig.error(token), RegistrationRefused)
+    assert [command.model for command in rig.commands(ev.Retract)] == ["a"]
+    assert isinstance(rig.error(rig.infer("a")), ModelNotFound)
+
+
+def test_a_request_that_waits_for_its_model_expires_and_is_taken_back(rig: Rig) -> None:
+    awaited(rig)
+    late, unwanted = rig.infer("a", deadline_ms=50.0), rig.infer("a")
+    rig.tick(51.0)
+    rig.handle(ev.CancelAsked(token=unwanted))
+    assert isinstance(rig.error(late), DeadlineExceeded)
+    assert isinstance(rig.error(unwanted), Cancelled)
+
+
+def test_requests_that_wait_for_their_model_are_bounded_too(fleet_model: ModuleType) -> None:
+    rig = Rig(fleet_model, max_queue_per_model=2)
+    awaited(rig)
+    tokens = [rig.infer("a") for _ in range(3)]
+    assert isinstance(rig.error(tokens[2]), QueueFull)
+
+
+def test_a_server_that_leaves_answers_who_waits_for_a_model(rig: Rig) -> None:
+    awaited(rig)
+    token = rig.infer("a")
+    rig.handle(ev.DrainAsked(token=None, grace_ms=10.0))
+    rig.tick(11.0)
+    assert isinstance(rig.error(token), ServerUnavailable)
 
 
 # -- a request (DESIGN 4) ----------------------------------------------------------------------
@@ -592,8 +664,13 @@ def test_an_unknown_model_or_another_digest_is_refused(rig: Rig) -> None:
     assert isinstance(rig.error(rig.infer("a")), ModelNotFound)
     rig.ask_register("a")
     epoch = rig.commands(ev.StartBuild)[0].epoch
-    rig.built("a", 10, epoch)  # known, but its bytes are not in the store yet
     assert isinstance(rig.error(rig.infer("a")), ModelNotFound)
+    rig.built("a", 10, epoch)
+    token = rig.token()
+    rig.handle(ev.InferArrived(
+        token=token, request_id="r", model="a", digest="of the one before", priority=1,
+        deadline_at_ms=None, inputs=(), reply_offset_bytes=0, reply_bytes=0))  # fmt: skip
+    assert isinstance(rig.error(token), ModelNotFound)
 
 
 def test_an_error_of_the_model_is_the_request_s_alone(rig: Rig) -> None:

@@ -1,0 +1,64 @@
+"""What a client sees of the models that a server had before it was started again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from process_tools import Checked, checked_server, eager, is_bit_equal, mlp, until
+
+from pipeswitch.errors import ModelNotFound, RegistrationRefused
+from pipeswitch.failpoints import VARIABLE
+
+MODULE = mlp(64, 2, 1)
+X = torch.linspace(-1, 1, 64).reshape(1, 64)
+READ = "daemon.store.read"
+
+
+def register(state: Path) -> str:
+    """A first server's life; the digest of what it leaves."""
+    with checked_server(state_dir=state) as checked:
+        checked.client.register("a", MODULE, example_inputs=(X,))
+        return str(checked.client.show("a")["digest"])
+
+
+def armed(folder: Path, action: str) -> dict[str, str]:
+    points = folder / "points"
+    points.mkdir()
+    (points / READ).write_text(action)
+    return {VARIABLE: str(points)}
+
+
+def state_of(checked: Checked, name: str) -> str:
+    return str(checked.client.show(name)["state"])
+
+
+def test_a_request_right_after_a_restart_waits_for_its_model(tmp_path: Path) -> None:
+    register(tmp_path / "state")
+    slow = armed(tmp_path, "delay 1500")
+    with checked_server(state_dir=tmp_path / "state", environment=slow) as checked:
+        future = checked.client.submit("a", X)
+        assert state_of(checked, "a") == "storing"
+        assert is_bit_equal(future.result(30)["y"], eager(MODULE, X))
+        assert state_of(checked, "a") == "ready"
+
+
+def test_a_request_for_a_model_that_cannot_be_brought_back_reads_why(tmp_path: Path) -> None:
+    digest = register(tmp_path / "state")
+    weights = max((tmp_path / "state" / "models" / digest).iterdir(), key=_size)
+    data = bytearray(weights.read_bytes())
+    data[-100] ^= 0xFF
+    weights.write_bytes(data)
+    slow = armed(tmp_path, "delay 1500")
+    with checked_server(state_dir=tmp_path / "state", environment=slow) as checked:
+        future = checked.client.submit("a", X)
+        with pytest.raises(RegistrationRefused):
+            future.result(30)
+        with pytest.raises(ModelNotFound):
+            checked.client.infer("a", X)
+        until(lambda: not checked.client.models(), "its name is free")
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
