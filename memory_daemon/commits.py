@@ -127,4 +127,6 @@ class Commits:
             error = f"{os.strerror(problem.errno or 0)}: {problem.filename or order.directory}"
         except RemoteProtocolError as problem:
             error = problem.message
+        except ValueError as problem:  # a NUL in a path
+            error = f"{problem}: {order.directory!r}"
         return CommitPersisted(job=order.job, epoch=order.epoch, step=step, error=error)

@@ -104,7 +104,11 @@ class Daemon:
         self._disk_lane = Lane("disk", self._send)
 
     def run(self) -> bool:
-        """Announce readiness, serve. True after Exit (work finished), False at end of file."""
+        """Announce readiness, serve. True after Exit, with all work finished.
+
+        False at end of file, and at an order that cannot be read: which one it was is unknown, so
+        whoever waits for it could not be told. The controller starts the next daemon instead.
+        """
         reach("daemon.start")
         ready = DaemonReady(
             pid=os.getpid(),
@@ -118,9 +122,10 @@ class Daemon:
             try:
                 packet = self._control.receive()
             except RemoteProtocolError as error:
-                self._refuse(Epoch(0), error.message)
-                continue
+                log.error("order=unreadable cause=%s, leaving", error.message)
+                return False
             if packet is None:
+                log.error("controller=gone, leaving")
                 return False
             message, descriptors = packet
             if isinstance(message, Exit):

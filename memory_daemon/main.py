@@ -24,7 +24,8 @@ def run(
     control: Channel,
     descriptors: Sequence[int],
 ) -> None:
-    """Serve until Exit, then return; leave at once, with status 1, when the controller is gone.
+    """Serve until Exit, then return; leave at once, with status 1, when the controller is gone
+    or cannot be understood.
 
     ``descriptors``: the store memfd, then ``bell_count`` eventfds. They stay open for the life
     of the process.
@@ -46,6 +47,5 @@ def run(
     device = open_memory(settings, descriptors)
     daemon = Daemon(device, control, words=settings.words, device_name=settings.device)
     if not daemon.run():
-        log.error("controller=gone, leaving")
         # Threads may be deep in a copy or an fsync: nobody is left to wait for them.
         os._exit(1)

@@ -18,11 +18,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("out/chaos.json"))
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="pipeswitch-chaos-") as folder:
-        report = chaos(Path(folder), asked.minutes * 60, asked.seed, _say)
     asked.out.parent.mkdir(parents=True, exist_ok=True)
+    log = asked.out.with_suffix(".log")
+    with tempfile.TemporaryDirectory(prefix="pipeswitch-chaos-") as folder:
+        report = chaos(Path(folder), asked.minutes * 60, asked.seed, _say, log.write_text)
     asked.out.write_text(json.dumps(report, indent=1) + "\n")
     _say(json.dumps({k: v for k, v in report.items() if k != "recovery"}, indent=1))
+    if is_bad(report):
+        _say(f"what the server said is in {log}")
     return int(is_bad(report))
 
 

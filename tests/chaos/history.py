@@ -95,7 +95,27 @@ class History:
             "duplicated": sum(outcome.kind == "duplicate" for outcome in self.outcomes),
             "controller_restarts": len(self.controller_downs),
             "violations": self.violations,
+            "lost_requests": [
+                {"lane": o.lane, "model": o.model, "kind": o.kind, "at_s": o.sent_at_s}
+                for o in self.lost()
+            ][:20],
+            "dead_worker_recovery_ms": self._dead_worker_ms(),
             "recovery": {name: _cell(cell) for name, cell in sorted(grid.items())},
+        }
+
+    def _dead_worker_ms(self) -> dict[str, Any]:
+        """Of faults that end a worker's process at once: a standby takes over."""
+        seconds = [
+            self.recovery_s(fault)
+            for fault in self.faults
+            if fault.component in ("active worker", "standby worker") and fault.fault == "kill -9"
+        ]
+        times_ms = sorted(1000.0 * s for s in seconds if s is not None)
+        return {
+            "count": len(seconds),
+            "p50": quantile(times_ms, 0.5),
+            "p99": quantile(times_ms, 0.99),
+            "max": quantile(times_ms, 1.0),
         }
 
 

@@ -23,11 +23,13 @@ RECOVERS_WITHIN_S: Final = 60.0
 WEIGHTS: Final = {"active worker": 4.0, "standby worker": 3.0, "daemon": 1.5, "client": 1.0}
 ENDING_WEIGHT: Final = 0.1  # a controller takes seconds to come back
 
-Say = Callable[[str], None]
+Say = Callable[[str], object]
 
 
-def chaos(folder: Path, seconds: float, seed: int, say: Say) -> dict[str, Any]:
-    """Run and judge; the report as the JSON file has it."""
+def chaos(
+    folder: Path, seconds: float, seed: int, say: Say, keep_log: Say = lambda _: None
+) -> dict[str, Any]:
+    """Run and judge; the report as the JSON file has it. ``keep_log`` gets the server's log."""
     generator = random.Random(seed)
     history = History()
     with staged(folder, history) as stage:
@@ -44,8 +46,9 @@ def chaos(folder: Path, seconds: float, seed: int, say: Say) -> dict[str, Any]:
                 _inject(stage, history, cell, generator, say)
             except AssertionError as error:
                 said = f"{cell.component} x {cell.fault}: {error}"
-                history.violations.append(f"{said}\n{stage.running.log()[-20_000:]}")
+                history.violations.append(said)
                 say(said)
+                keep_log(stage.running.log())
                 stage.kill_all()
                 return _report(history, seed, began_s)
             threading.Event().wait(generator.uniform(*PAUSE_S))
@@ -54,6 +57,7 @@ def chaos(folder: Path, seconds: float, seed: int, say: Say) -> dict[str, Any]:
         _settle(stage, history)
         after = _gauges(stage)
         _judge_log(stage, history)
+        keep_log(stage.running.log())
         status = stage.end()
         if status:
             history.violations.append(f"it left with status {status}")
