@@ -48,13 +48,25 @@ class History:
         """Requests that should have been answered and were not.
 
         A typed error is an answer. ``ServerUnavailable`` is one only if the controller was away;
-        a request that cannot fail must not be told of a deadline or a cancellation.
+        a request that cannot fail must not be told of a deadline or a cancellation; and no more
+        requests may be told that their model failed than errors were put into its code.
         """
-        return [outcome for outcome in self.outcomes if self._is_lost(outcome)]
+        lost = [outcome for outcome in self.outcomes if self._is_lost(outcome)]
+        failed = [outcome for outcome in self.outcomes if outcome.kind == "TaskFailed"]
+        return lost + failed[self._failures_injected() :]
+
+    def _failures_injected(self) -> int:
+        """Each of them fires once, in the code of one request, which is told so."""
+        return sum(
+            fault.component == "active worker" and fault.fault in ("exception", "OOM", "ENOSPC")
+            for fault in self.faults
+        )
 
     def _is_lost(self, outcome: Outcome) -> bool:
         match outcome.kind:
             case "ok" | "WorkerLost" | "ModelQuarantined" | "QueueFull" | "never accepted":
+                return False
+            case "TaskFailed":  # counted by lost()
                 return False
             case "ServerUnavailable" | "no answer to a raw request":
                 return not self.was_down(outcome.sent_at_s, outcome.ended_at_s)

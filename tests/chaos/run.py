@@ -21,6 +21,7 @@ PAUSE_S: Final = (0.05, 0.6)
 RECOVERS_WITHIN_S: Final = 60.0
 # What gets most of the random draws: the parts that are expected to die.
 WEIGHTS: Final = {"active worker": 4.0, "standby worker": 3.0, "daemon": 1.5, "client": 1.0}
+HELD: Final = ("controller_threads", "controller_fds", "controller_memfds")  # none may stay
 ENDING_WEIGHT: Final = 0.1  # a controller takes seconds to come back
 
 Say = Callable[[str], object]
@@ -56,6 +57,9 @@ def chaos(
         jobs = load.finish_jobs()
         _settle(stage, history)
         after = _gauges(stage)
+        for name in HELD:
+            if after[name] > before[name]:
+                history.violations.append(f"{name}: {before[name]} before, {after[name]} after")
         _judge_log(stage, history)
         keep_log(stage.running.log())
         status = stage.end()
@@ -89,7 +93,6 @@ def _draw(generator: random.Random) -> Cell:
 
 def _inject(stage: Stage, history: History, cell: Cell, generator: random.Random, say: Say) -> None:
     answers = len(history.outcomes)
-    say(f"     {cell.component} x {cell.fault} …")
     at_s = time.monotonic()
     try:
         happened = cell.inject(stage, generator)
@@ -105,13 +108,16 @@ def _inject(stage: Stage, history: History, cell: Cell, generator: random.Random
             history.violations.append(f"{cell.component} x {cell.fault} ended it: {status} {tail}")
         stage.revive(at_s)
     if not happened:
-        say(f"{cell.component} x {cell.fault}: did not happen")
+        took_s = time.monotonic() - at_s
+        say(f"     {cell.component} x {cell.fault}: did not happen ({took_s:.1f} s)")
         return
     history.faults.append(Fault(cell.component, cell.fault, at_s, cell.ends_controller))
     _wait_for_answers(stage, history, answers)
     seconds = history.recovery_s(history.faults[-1])
     shown = "not yet" if seconds is None else f"{seconds * 1000:.0f} ms"
-    say(f"{len(history.faults):4d} {cell.component} x {cell.fault}: answers after {shown}")
+    took_s = time.monotonic() - at_s
+    number = len(history.faults)
+    say(f"{number:4d} {cell.component} x {cell.fault}: answers after {shown} ({took_s:.1f} s)")
 
 
 def _wait_for_answers(stage: Stage, history: History, known: int) -> None:

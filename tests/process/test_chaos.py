@@ -1,0 +1,28 @@
+"""Every cell of component x fault once, then random ones, under load: nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.__main__ import is_bad
+from tests.chaos.run import chaos
+
+SECONDS, SEED = 60.0, 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_minute_of_every_fault_loses_and_doubles_nothing(tmp_path: Path) -> None:
+    report = chaos(tmp_path, SECONDS, SEED, _say, _say)
+    seen = {name: value for name, value in report.items() if name != "recovery"}
+    assert not is_bad(report), json.dumps(seen, indent=1)
+    assert report["cells_missed"] == []
+
+
+def _say(line: str) -> None:
+    """Pytest shows it when the test fails."""
+    sys.stdout.write(line + "\n")
