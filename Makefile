@@ -3,14 +3,16 @@ PYTHON ?= python3
 VENV   ?= .venv
 OUT    ?= demo-out
 MINUTES ?= 2
+SECONDS ?= 60
 GPU_PYTHON ?= $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,python3)
 SEED   ?= 1
+SOAKS  ?= test_training_kills test_training_exact test_durability test_server_soak test_hostile
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 CODE   := pipeswitch workers memory_daemon
 LINTED := $(CODE) tests docs benchmarks
 
-.PHONY: help demo test lint bench-quick chaos model gpu clean
+.PHONY: help demo test lint bench-quick chaos fuzz model reliability gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets.
@@ -42,9 +44,22 @@ bench-quick: $(STAMP)  ## Short runs of all benchmarks, results in out/.
 chaos: $(STAMP)  ## Random faults under load: make chaos MINUTES=10 SEED=7; report in out/chaos.json.
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED) --out out/chaos.json
 
+fuzz: $(STAMP)  ## What outsiders can send: make fuzz SECONDS=3600; report in out/fuzz.json.
+	$(BIN)/python -c 'import atheris' 2>/dev/null || \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[fuzz]'
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) --out out/fuzz.json
+
 model: $(STAMP)  ## Every state of the protocol model's scopes, and the seeded bugs; minutes.
-	$(BIN)/python -m tests.model --processes 2
-	$(BIN)/python -m tests.model --mutants
+	$(BIN)/python -m tests.model --all --processes 2 --out out/model.json
+
+reliability: $(STAMP)  ## The long tests of reliability one after the other, then docs/reliability.md; an hour.
+	@# Into out/ first: a results file that changes would make the next run call the checkout dirty.
+	status=0; for soak in $(SOAKS); do \
+		PIPESWITCH_FIGURES=$(CURDIR)/out/reliability \
+			$(BIN)/python -m pytest -q -s -m soak tests/process/$$soak.py || status=1; \
+	done; \
+	cp out/reliability/*.json benchmarks/results/reliability/; \
+	$(BIN)/python docs/reliability.py; exit $$status
 
 gpu:  ## Prove the cuda device on this machine's GPU (9 minutes at most).
 	$(GPU_PYTHON) benchmarks/gpu.py $(GPU_ARGS)

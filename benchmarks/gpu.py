@@ -41,6 +41,9 @@ HERE = Path(__file__).resolve().parent
 BUDGET_S = 540.0
 LEAST_S = 8.0  # left for a stage, or it is not begun
 TAIL = 3000  # characters of a stage's other output that are kept when it fails
+LOG_TAIL = 4000  # of each log of a server that did not end well
+MARK_OF_A_STAGE = "PIPESWITCH_GPU_STAGE"  # in the environment of all its processes
+LEAVE_S = 10.0  # for a killed stage's processes, each with a context to take down
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,8 @@ class Stage:
 
 
 STAGES = (
-    Stage("environment", 60, ("gpu_environment.py",)),
+    # The first import of torch on a cold disk may take a minute, and everything hangs on this one.
+    Stage("environment", 150, ("gpu_environment.py",)),
     Stage("conformance", 100, ("gpu_tests.py", "conformance")),
     Stage("tests", 120, ("gpu_tests.py", "tests")),
     Stage("switch-resnet152", 75, ("gpu_switch.py", "resnet152")),
@@ -89,11 +93,13 @@ def run_stage(stage: Stage, left_s: float, environment: dict[str, str], folder: 
     command = [sys.executable, str(HERE / program), *words]
     if stage.name == "probe":
         command += ["--out", str(folder / "gpu-probe.json"), "--budget", f"{limit_s - 5:.0f}"]
-    began_s = time.monotonic()
+    began_s, began_at_s = time.monotonic(), time.time()
+    mark = f"{os.getpid()}-{stage.name}-{began_at_s}"
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output,
-            stderr=subprocess.STDOUT, start_new_session=True,
+            command, cwd=ROOT, env={**environment, MARK_OF_A_STAGE: mark},
+            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True,
         )  # fmt: skip
         try:
             process.wait(limit_s)
@@ -104,6 +110,7 @@ def run_stage(stage: Stage, left_s: float, environment: dict[str, str], folder: 
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # its servers and children, too
             process.wait()
+            stayed = end_leftovers(mark)
         output.seek(0)
         text = output.read()
     results, rest = _split(text)
@@ -114,10 +121,52 @@ def run_stage(stage: Stage, left_s: float, environment: dict[str, str], folder: 
         status = "needs a GPU"
     elif process.returncode:
         status = "failed"
+    if stayed:
+        results.append({"processes_that_had_to_be_killed": stayed})
+    tail = ""
+    if status not in ("ok", "needs a GPU"):
+        tail = "\n".join([*server_logs(began_at_s), rest[-TAIL:]])
     return Outcome(
-        stage.name, status, round(time.monotonic() - began_s, 1), process.returncode, results,
-        rest[-TAIL:] if status not in ("ok", "needs a GPU") else "",
-    )  # fmt: skip
+        stage.name, status, round(time.monotonic() - began_s, 1), process.returncode, results, tail
+    )
+
+
+def end_leftovers(mark: str) -> list[str]:
+    """Wait for a stage's processes outside of its process group (a server's fork server and
+    children: they leave when the controller is gone). Who does not, is killed; their names."""
+    ends_at_s = time.monotonic() + LEAVE_S
+    entry = f"{MARK_OF_A_STAGE}={mark}".encode()
+    while found := _with_environment(entry):
+        if time.monotonic() > ends_at_s:
+            names = []
+            for pid in found:
+                with contextlib.suppress(OSError):
+                    names.append(f"{pid} {Path('/proc', str(pid), 'comm').read_text().strip()}")
+                    os.kill(pid, signal.SIGKILL)
+            return names
+        time.sleep(0.1)
+    return []
+
+
+def _with_environment(entry: bytes) -> list[int]:
+    """Processes that were started with this; zombies have none."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if entry in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
+
+
+def server_logs(since_s: float) -> list[str]:
+    """The ends of logs that servers left behind: one that was stopped well takes them along."""
+    lines = []
+    for path in sorted(Path("/tmp").glob("pipeswitch-*/state/**/*.log")):
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime >= since_s:
+                text = path.read_text(errors="replace")[-LOG_TAIL:]
+                lines += [f"-- {path.name}", text]
+    return lines
 
 
 def _split(text: str) -> tuple[list[dict[str, Any]], str]:

@@ -35,18 +35,22 @@ def main() -> None:
     ):  # fmt: skip
         for number, name in enumerate(("a", "b")):
             client.register(name, source, weights=f"random:{number}", inputs=inputs)
-        answers = {name: _ask(client, name, payload) for name in ("a", "b")}
-        for number in range(SETTLE):
-            _ask(client, "ab"[number % 2], payload)
-        before = _look(client)
         wrong = 0
-        times = []
-        for number in range(switches):
-            name = "ab"[number % 2]
-            began_ms = now_ms()
-            wrong += not np.array_equal(_ask(client, name, payload), answers[name])
-            times.append(now_ms() - began_ms)
-        after = _look(client)
+        times: list[float] = []
+        try:
+            answers = {name: _ask(client, name, payload) for name in ("a", "b")}
+            for number in range(SETTLE):
+                _ask(client, "ab"[number % 2], payload)
+            before = _look(client)
+            for number in range(switches):
+                name = "ab"[number % 2]
+                began_ms = now_ms()
+                wrong += not np.array_equal(_ask(client, name, payload), answers[name])
+                times.append(now_ms() - began_ms)
+            after = _look(client)
+        except Exception:
+            put(done=len(times), wrong_answers=wrong, server_log=running.log()[-6000:])
+            raise
         leaked = before["free_bytes"] - after["free_bytes"]
         put(
             switches=switches, total_ms=percentiles(times), wrong_answers=wrong, before=before,

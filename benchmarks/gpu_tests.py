@@ -6,6 +6,8 @@ import sys
 
 from gpu_common import ROOT, put, require_gpu
 
+STACKS_S = 40
+
 SUITES = {
     "conformance": ["tests/process/test_device_conformance.py", "-k", "gpu"],
     "tests": ["tests/gpu"],
@@ -22,9 +24,15 @@ def main(suite: str) -> int:
         def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
             if report.when == "call" or report.outcome != "passed":
                 counts[report.outcome] = counts.get(report.outcome, 0) + 1
+            if report.failed:  # at once: a later test may hang, and this stage be killed
+                crash = getattr(report.longrepr, "reprcrash", None)
+                text = str(report.longrepr if crash is None else crash.message)
+                put(failed=report.nodeid, why=text[-800:])
 
-    # Another torch than the one of the project's own tests may warn of other things.
-    words = ["-q", "-W", "default", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
+    # Another torch than the one of the project's own tests may warn of other things. The names as
+    # they begin, and the stacks of what takes long: the last words of a stage that is killed.
+    words = ["-v", "--tb=short", "-o", f"faulthandler_timeout={STACKS_S}"]
+    words += ["-W", "default", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
     status = pytest.main([*words, *SUITES[suite]], plugins=[Counter()])
     put(suite=suite, **counts)
     return int(status)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from pipeswitch.messages import (
     PersistCommit,
     StepCommitted,
 )
+
+log = logging.getLogger(__name__)
 
 PERSIST_TRIES = 3
 """Two commits within one write to disk spoil it; then the newest is tried instead."""
@@ -129,4 +132,7 @@ class Commits:
             error = problem.message
         except ValueError as problem:  # a NUL in a path
             error = f"{problem}: {order.directory!r}"
+        except Exception as problem:  # a bug: training goes on, and the next one is tried
+            log.exception("job=%s not persisted", order.job)
+            error = f"{type(problem).__name__}: {problem}"
         return CommitPersisted(job=order.job, epoch=order.epoch, step=step, error=error)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,8 +46,17 @@ def run(
         except OSError as error:  # a log is no reason to stop: what is said goes to the parent's
             logging.basicConfig(level=logging.INFO)
             log.warning("%s cannot be written: %s", settings.log_path, error.strerror)
+    threading.excepthook = _leave
     device = open_memory(settings, descriptors)
     daemon = Daemon(device, control, words=settings.words, device_name=settings.device)
     if not daemon.run():
         # Threads may be deep in a copy or an fsync: nobody is left to wait for them.
         os._exit(1)
+
+
+def _leave(args: threading.ExceptHookArgs) -> None:
+    """A thread has died: nobody would answer what waits for it, so the process goes with it."""
+    name = args.thread.name if args.thread is not None else "unknown"
+    log.critical("thread=%s died: %r", name, args.exc_value)
+    traceback.print_exception(args.exc_value)
+    os._exit(os.EX_SOFTWARE)

@@ -32,6 +32,7 @@ from .failpoints import reach
 
 HEADER_BYTES: Final = 4096
 SLOT_COUNT: Final = 2
+MAX_STEP: Final = (1 << 63) - 1
 MAGIC: Final = int.from_bytes(b"PSWCMT01", "little")
 
 _MAGIC_WORD: Final = 0
@@ -139,13 +140,15 @@ class CommitArea:
         """Write a commit as told above; ``fill`` puts the image into the view it is given.
 
         Raises:
-            RemoteProtocolError: larger than a slot; the commit before stays.
+            RemoteProtocolError: larger than a slot, or no step; the commit before stays.
             Whatever ``fill`` raises: the commit before stays.
         """
         if not 0 <= size_bytes <= self.slot_bytes:
             raise RemoteProtocolError(
                 f"a commit of {size_bytes} bytes does not fit in a slot of {self.slot_bytes}"
             )
+        if not 0 <= step <= MAX_STEP:
+            raise RemoteProtocolError(f"a commit cannot be of step {step}")
         sequence = self._words[_SEQUENCE_WORD] + 1
         record = _RECORD_WORDS[sequence % SLOT_COUNT]
         self._words[record + _SEQUENCE] = 0

@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from .commit_area import CommitArea, create_area
+from .commit_area import MAX_STEP, CommitArea, create_area
 from .commit_image import LENGTH, safetensors_head
 from .errors import RemoteProtocolError
 from .failpoints import reach
@@ -95,10 +95,12 @@ def read_record(directory: Path) -> CommitRecord | None:
         return None
     try:
         record = msgspec.json.decode(data, type=CommitRecord)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise RemoteProtocolError(f"{directory / RECORD_NAME}: {error}") from None
     if not _IMAGE.fullmatch(record.image):
         raise RemoteProtocolError(f"{directory / RECORD_NAME} names {record.image!r}")
+    if not 0 <= record.step <= MAX_STEP or record.size_bytes < 0:
+        raise RemoteProtocolError(f"{directory / RECORD_NAME} is of step {record.step}")
     return record
 
 

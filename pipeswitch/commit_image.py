@@ -62,13 +62,15 @@ def parse_image(image: memoryview) -> tuple[dict[str, Any], dict[str, tuple[int,
         raise InvalidInput("the commit image is torn: its header does not fit its content")
     try:
         content: dict[str, Any] = json.loads(document)
-        ranges = {
-            name: (int(entry["offset"]), int(entry["size"]))
-            for name, entry in {**content["tensors"], **content["blobs"]}.items()
-        }
+        entries: dict[str, dict[str, Any]] = {**content["tensors"], **content["blobs"]}
+        ranges = {name: (entry["offset"], entry["size"]) for name, entry in entries.items()}
+        if len(entries) != len(content["tensors"]) + len(content["blobs"]) or "meta" not in content:
+            raise ValueError("a name comes twice, or there is no meta")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidInput(f"the commit image's JSON does not describe it: {error}") from error
     for name, (start, length) in ranges.items():
+        if type(start) is not int or type(length) is not int or type(entries[name]) is not dict:
+            raise InvalidInput(f"the commit image does not place {name!r} in bytes")
         if start < HEADER_BYTES or length < 0 or start + length > image_bytes:
             raise InvalidInput(f"the commit image places {name!r} outside itself")
     return content, ranges
@@ -133,7 +135,11 @@ def _span(dtype: str, shape: list[int], start: int, end: int) -> dict[str, Any]:
 
 
 def compact_image(image: memoryview, without: str) -> bytes:
-    """A copy of an image packed tightly, without the blobs whose name starts with ``without``."""
+    """A copy of an image packed tightly, without the blobs whose name starts with ``without``.
+
+    Raises:
+        InvalidInput: not an image, or one that no writer of ours has made.
+    """
     image = image.cast("B")
     content, ranges = parse_image(image)
     blobs = {k: dict(v) for k, v in content["blobs"].items() if not k.startswith(without)}
@@ -144,7 +150,10 @@ def compact_image(image: memoryview, without: str) -> bytes:
         packed += bytes(-len(packed) % 64)
         entry["offset"] = len(packed)
         packed += image[start : start + size]
-    document = dump_json({"tensors": tensors, "blobs": blobs, "meta": content["meta"]})
+    try:
+        document = dump_json({"tensors": tensors, "blobs": blobs, "meta": content["meta"]})
+    except (ValueError, RecursionError) as error:  # 1e999 is JSON, and infinite
+        raise InvalidInput(f"the commit image's JSON cannot be written again: {error}") from error
     json_offset = len(packed)
     packed += document
     packed[:HEADER_BYTES] = pack_header(document, json_offset, len(packed))

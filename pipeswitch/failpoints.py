@@ -40,7 +40,6 @@ POINTS: Final[Mapping[str, str]] = {
     "controller.event": "an event is handled",
     "controller.exit": "a child's exit is known",
     "controller.fork": "a child is ordered",
-    "controller.send.builder": "an order is sent to a builder",
     "controller.send.daemon": "an order is sent to the memory daemon",
     "controller.send.worker": "an order is sent to a worker",
     "daemon.message": "the memory daemon obeys a message",

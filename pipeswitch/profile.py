@@ -157,7 +157,7 @@ def decode(raw: bytes) -> Profile:
         raise ProfileError(f"it has {len(raw)} bytes, the limit is {MAX_BYTES}")
     try:
         profile = msgspec.json.decode(raw, type=Profile)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise ProfileError(str(error)) from None
     if profile.version != VERSION:
         raise ProfileError(f"it has version {profile.version}, this release reads {VERSION}")

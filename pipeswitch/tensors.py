@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from .errors import InvalidInput, RemoteProtocolError
 from .programs.layout import ITEM_BYTES, ValueSpec
-from .wire import MAX_TENSORS, WireTensor
+from .wire import MAX_DIMS, MAX_TENSORS, WireTensor
 
 if TYPE_CHECKING:
     from .connection import Reply
@@ -181,7 +181,7 @@ def from_reply(model: str, reply: Reply, wants_torch: bool) -> Result:
     """Outputs as the caller's kind of array; numpy ones share the received message's memory.
 
     Raises:
-        RemoteProtocolError: a frame is not as large as its header says.
+        RemoteProtocolError: a frame is not as large as its header says, or has an odd shape.
     """
     outputs: dict[str, Any] = {}
     for tensor in reply.outputs:
@@ -189,8 +189,15 @@ def from_reply(model: str, reply: Reply, wants_torch: bool) -> Result:
         size = math.prod(tensor.shape) * ITEM_BYTES.get(tensor.dtype, 0)
         if size != len(buffer) or tensor.dtype not in ITEM_BYTES:
             raise RemoteProtocolError(f"output {tensor.name} is {len(buffer)} bytes, not {size}")
+        if len(tensor.shape) > MAX_DIMS or min(tensor.shape, default=0) < 0:
+            raise RemoteProtocolError(
+                f"output {tensor.name} has no shape: {tensor.shape[:MAX_DIMS]}"
+            )
         make = _torch_tensor if wants_torch else _numpy_array
-        outputs[tensor.name] = make(buffer, tensor.dtype, tensor.shape)
+        try:
+            outputs[tensor.name] = make(buffer, tensor.dtype, tensor.shape)
+        except (ValueError, TypeError, RuntimeError, OverflowError) as error:  # 2^63 times nothing
+            raise RemoteProtocolError(f"output {tensor.name}: {error}") from None
     return Result(model, reply.request_id, outputs, Timing.from_wire(reply.timing))
 
 

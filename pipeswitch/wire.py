@@ -18,7 +18,14 @@ import msgspec
 
 from .errors import LocalProtocolError, RemoteProtocolError
 from .failpoints import garbled
-from .messages import AnyMessage, Message
+from .messages import (
+    AnyMessage,
+    BuildFailed,
+    InferenceFailed,
+    JobReport,
+    LeaseRefused,
+    Message,
+)
 
 MAGIC: Final = b"PSW1"
 VERSION: Final = 1
@@ -26,6 +33,7 @@ MAX_HEADER_BYTES: Final = 1 << 20  # a header is names and shapes; 1 MiB is alre
 MAX_TENSORS: Final = 64
 MAX_DIMS: Final = 8
 MAX_DESCRIPTORS: Final = 64
+MAX_NESTING: Final = 64  # of free-form fields: what was decoded must be encodable and printable
 
 Op = Literal[
     "hello", "infer", "prefetch", "cancel", "put", "register", "unregister", "load", "unload",
@@ -103,6 +111,24 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], data: Any, what: str) -> Any:
         raise RemoteProtocolError(f"malformed {what}: {error}") from None
 
 
+def _refuse_deep(value: Any, what: str, levels: int = MAX_NESTING) -> None:
+    """The decoder stops at the interpreter's own limit; whoever encodes it again is deeper down.
+
+    Raises:
+        RemoteProtocolError: nested deeper than ``levels``, map keys included.
+    """
+    if isinstance(value, dict):
+        parts: Any = (*value, *value.values())
+    elif isinstance(value, list | tuple):
+        parts = value
+    else:
+        return
+    if not levels:
+        raise RemoteProtocolError(f"{what} is nested deeper than {MAX_NESTING} levels")
+    for part in parts:
+        _refuse_deep(part, what, levels - 1)
+
+
 def decode_request(frames: Sequence[Any]) -> RequestHeader:
     """Check magic, version, header and the frame numbers of a client's message.
 
@@ -127,6 +153,7 @@ def decode_request(frames: Sequence[Any]) -> RequestHeader:
         raise RemoteProtocolError("every tensor frame must be named by exactly one input")
     if not header.id or len(header.id) > 64:
         raise RemoteProtocolError("a request id has 1 to 64 characters")
+    _refuse_deep(header.body, "a request's body")
     return header
 
 
@@ -162,6 +189,10 @@ def decode_message(data: bytes | memoryview) -> Message:
     """Inverse of ``encode_message``; RemoteProtocolError on anything else."""
     message = _decode(_message_decoder, data, "internal message")
     assert isinstance(message, Message)
+    if isinstance(message, JobReport):
+        _refuse_deep(message.values, "a report")
+    elif isinstance(message, InferenceFailed | LeaseRefused | BuildFailed):
+        _refuse_deep(message.data, "an error's data")
     return message
 
 

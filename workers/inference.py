@@ -140,7 +140,10 @@ def infer(
         groups.ends_ms.append(ended_at_ms)
     except Exception as error:  # the one place where a model's own code may fail
         if view.is_lost(error):
-            raise  # this process ends and is replaced; the request is tried again
+            fault = view.fault()
+            if fault is not None:  # tried again it would break one worker after the other
+                task.send(_failure(message, fault))
+            raise  # this process ends and is replaced; without an answer the request is tried again
         view.wait_turn(message.epoch)  # an early failure still ends its turn in order
         task.send(_failure(message, error))
         return False  # the error's traceback still holds the task's tensors

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Sequence
 
 from pipeswitch.devices import PoolView
@@ -48,6 +49,7 @@ from .inference import Programs, infer
 from .pool import RequestPool
 from .script import run_script
 
+STATUS_FAILED = 70  # as of any child that an exception ends (launch.py)
 PREFAULT_BYTES = 8 << 20  # a piece holds the interpreter for less than a millisecond
 
 
@@ -115,7 +117,7 @@ class Worker:
         self._job_known = threading.Event()
 
     def start(self) -> None:
-        threading.Thread(target=self._listen, name="termination", daemon=True).start()
+        threading.Thread(target=self._listen_or_leave, name="termination", daemon=True).start()
         reach("worker.start")
         self._task.send(WorkerReady(slot=self._settings.slot, pid=os.getpid()))
         threading.Thread(target=self._prefault, name="prefault", daemon=True).start()
@@ -197,6 +199,15 @@ class Worker:
             torch.autograd.set_multithreading_enabled(False)
 
     # -- termination thread --------------------------------------------------------------------
+
+    def _listen_or_leave(self) -> None:
+        """A worker that hears nobody is of no use: one that cannot go on (its device's context
+        broke while it waited for the queue to drain) leaves at once, and is replaced."""
+        try:
+            self._listen()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(STATUS_FAILED)
 
     def _listen(self) -> None:
         """Translate control messages; end of file means the controller is gone."""

@@ -43,6 +43,24 @@ def is_plain_map_loader(loader: Any) -> bool:
     )
 
 
+def bytes_of_their_own(memory: torch.Tensor, offset_bytes: int, size_bytes: int) -> torch.Tensor:
+    """Bytes of a device's uint8 ``memory`` as a storage of just their size; nothing is copied.
+
+    A view would share the storage of the whole arena: ``torch.save`` of a parameter would write
+    all of it, ``copy.deepcopy`` of a buffer copy it. Falls back to the view. ``memory`` must be
+    contiguous, bounds are the caller's, and it must outlive the result.
+    """
+    storage_at = getattr(torch._C, "_construct_storage_from_data_pointer", None)
+    tensor_at = getattr(torch._C, "_construct_CUDA_Tensor_From_Storage_And_Metadata", None)
+    if storage_at is None or tensor_at is None or memory.device.type != "cuda":
+        return memory[offset_bytes : offset_bytes + size_bytes]
+    storage = storage_at(memory.data_ptr() + offset_bytes, memory.device, size_bytes)
+    made: torch.Tensor = tensor_at(
+        {"size": (size_bytes,), "stride": (1,), "dtype": torch.uint8, "storage_offset": 0}, storage
+    )
+    return made
+
+
 def version(tensor: torch.Tensor) -> int:
     """Counts in-place writes (autograd's own counter); not those through ``.data``."""
     return tensor._version

@@ -23,6 +23,8 @@ from torch import nn
 from pipeswitch.errors import InvalidInput, OutOfDeviceMemory
 from pipeswitch.programs.layout import aligned
 
+from .torch_private import bytes_of_their_own
+
 TENSOR_BYTES: Final = 64  # cache line, and what torch's own cpu allocator aligns to
 AREA_BYTES: Final = 512
 HISTORY_ENTRY_BYTES: Final = 2048  # the scalars of one LBFGS update, and the JSON that names them
@@ -317,7 +319,7 @@ class TrainingSlice:
     def view(self, place: Place) -> torch.Tensor:
         """A tensor over a place, with a storage of just its bytes.
 
-        On cpu its own storage, so that ``torch.save`` of a parameter does not write the arena.
+        Its own storage, so that ``torch.save`` of a parameter does not write the arena.
         """
         raw = self.bytes_at(place.offset_bytes, place.size_bytes)
         flat = raw.view(place.dtype)
@@ -325,8 +327,10 @@ class TrainingSlice:
 
     def bytes_at(self, offset_bytes: int, size_bytes: int) -> torch.Tensor:
         """Raw bytes of the slice."""
+        if self._memory.device.type != "cpu":
+            return bytes_of_their_own(self._memory, offset_bytes, size_bytes)
         part = self._memory[offset_bytes : offset_bytes + size_bytes]
-        return torch.from_numpy(part.numpy()) if part.device.type == "cpu" else part
+        return torch.from_numpy(part.numpy())
 
     def snapshot_buffers(self) -> None:
         """Copy the live buffers to the snapshot: one copy, plus those the model replaced.

@@ -27,6 +27,7 @@ from .events import Announce
 MAX_TEXT: Final = 4096  # of one text field in a body: a path is shorter
 MAX_ARGS: Final = 256
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+_HUB_NAME: Final = re.compile(r"hf:[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 _MODULE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)")
 
 
@@ -257,22 +258,24 @@ class Body:
     def signature(self, key: str) -> dict[str, list[Any]]:
         """``{name: [shape, dtype]}``; dense, listed dtypes only."""
         value = self._left.pop(key, {})
-        if not isinstance(value, dict) or len(value) > 64:
+        is_named = isinstance(value, dict) and all(isinstance(name, str) for name in value)
+        if not is_named or len(value) > 64:
             raise InvalidInput(f"{self._op}: {key} must map input names to [shape, dtype]")
-        return {str(name)[:128]: self._one_signature(name, spec) for name, spec in value.items()}
+        return {name[:128]: self._one_signature(name, spec) for name, spec in value.items()}
 
-    def _one_signature(self, name: object, spec: object) -> list[Any]:
+    def _one_signature(self, name: str, spec: object) -> list[Any]:
         if isinstance(spec, list | tuple) and len(spec) == 2:
             shape, dtype = spec
             if (
                 isinstance(shape, list | tuple)
                 and len(shape) <= MAX_DIMS
                 and all(type(n) is int and 0 < n < 1 << 32 for n in shape)
+                and isinstance(dtype, str)  # a list is not even hashable
                 and dtype in ITEM_BYTES
             ):
                 return [list(shape), dtype]
         raise InvalidInput(
-            f"{self._op}: input {str(name)[:80]!r} must be [shape, dtype] with at most {MAX_DIMS} "
+            f"{self._op}: input {name[:80]!r} must be [shape, dtype] with at most {MAX_DIMS} "
             f"positive dimensions and one of {', '.join(ITEM_BYTES)}"
         )
 
@@ -319,7 +322,7 @@ def check_source(
 ) -> CheckedSource:
     """May this client register this, and which file is meant?
 
-    1. ``torchvision:`` and ``hf:`` names are data: anybody.
+    1. ``torchvision:`` and ``hf:`` names are data: anybody. A folder behind ``hf:`` is a path.
     2. ``put:DIGEST`` is a file this or another client uploaded: anybody.
     3. A path on the server's machine: the owner's ipc socket only, others upload.
     4. ``package.module:factory`` is code: the owner, or an ``allow_code`` pattern.
@@ -332,7 +335,8 @@ def check_source(
     if source.startswith("put:"):
         source = _uploaded(source, uploads_dir, "bundle")
     elif source.startswith(("torchvision:", "hf:")):
-        pass
+        if source.startswith("hf:") and not is_owner and not _HUB_NAME.fullmatch(source):
+            raise _owners_only(source)
     elif _MODULE.fullmatch(source):
         is_code = True
         require_code_right(source, is_owner=is_owner, allow_code=allow_code)
@@ -372,10 +376,7 @@ def _uploaded(reference: str, uploads_dir: str, kind: str) -> str:
 
 def _owners_file(path: str, is_owner: bool) -> str:
     if not is_owner:
-        raise PermissionDenied(
-            f"{path!r} names a file of the server's machine",
-            hint="upload it (the CLI and the SDK do) or use the owner's ipc socket",
-        )
+        raise _owners_only(path)
     real = os.path.realpath(path)
     if not os.path.isabs(path) or not os.path.isfile(real):
         raise InvalidInput(
@@ -383,6 +384,13 @@ def _owners_file(path: str, is_owner: bool) -> str:
             hint="sources: torchvision:NAME, hf:NAME, FILE.bundle, package.module:factory",
         )
     return real
+
+
+def _owners_only(path: str) -> PermissionDenied:
+    return PermissionDenied(
+        f"{path!r} names a file of the server's machine",
+        hint="upload it (the CLI and the SDK do) or use the owner's ipc socket",
+    )
 
 
 def require_code_right(entry: str, *, is_owner: bool, allow_code: Sequence[str]) -> None:

@@ -87,7 +87,7 @@ class Core:
     def emit(self, command: Command) -> None:
         self.out.append(command)
 
-    def answer(self, token: Token, **body: Any) -> None:
+    def answer(self, token: Token, /, **body: Any) -> None:
         """The final, good answer of a request that returns no tensors."""
         self.emit(Answer(token=token, body=body))
 
@@ -95,7 +95,7 @@ class Core:
         """The final, bad answer."""
         self.emit(Answer(token=token, error=error))
 
-    def publish(self, topic: str, **body: Any) -> None:
+    def publish(self, topic: str, /, **body: Any) -> None:
         self.emit(Publish(topic=topic, body={"at_ms": self.now_ms, **body}))
 
     def span(

@@ -82,6 +82,7 @@ from .verbs import LogPiece, Verbs
 _logger = logging.getLogger(__name__)
 
 BURST_EVENTS: Final = 256  # of connections, from one door: 1 ms
+BURST_PARTS: Final = 1_000  # of one message: libzmq bounds neither their number nor their memory
 BURST_MESSAGES: Final = 64  # from one door before the other and the answers get their turn
 MAX_CLIENT_REQUESTS: Final = 4096  # unanswered ones of one client
 BUSY_POLL_MS: Final = 2.0  # while a socket is full or libzmq still reads from the pool
@@ -155,6 +156,7 @@ class Frontend:
         self.requests = Counters()  # every accepted request, whatever its verb
         self.inference = Counters()  # the ones of verb infer among them
         self._malformed_count = 0
+        self._overlong: dict[zmq.Socket[bytes], list[zmq.Frame]] = {}  # still being read
         self._complaints: deque[float] = deque()
         self._calls: deque[Callable[[], None]] = deque()  # from the copier and the upload writer
         self._ops: dict[str, Callable[[Client, RequestHeader, Sequence[Any]], None]] = {
@@ -357,14 +359,31 @@ class Frontend:
         for _ in range(BURST_MESSAGES):
             if not is_readable(door.router):
                 return
-            frames = [door.router.recv(DONTWAIT, copy=False)]
-            while frames[-1].more:
-                frame = door.router.recv(DONTWAIT, copy=False)  # a message comes whole
+            begun = self._overlong.pop(door.router, None)
+            frames = begun or [_next_frame(door)]
+            for _ in range(BURST_PARTS):
+                if not frames[-1].more:
+                    break
+                frame = _next_frame(door)  # a message comes whole
                 if len(frames) < MAX_TENSORS + 4:
                     frames.append(frame)
                 else:
                     frames[-1] = frame  # too many: only the last one's `more` matters now
+            if frames[-1].more:
+                self._overlong[door.router] = frames  # the others get their turn
+                if begun is None:  # once: its descriptor's number may be another's by and by
+                    self._hang_up(door, frames[0], "too many parts")
+                return
             self._hear_message(door, frames)
+
+    def _hang_up(self, door: Door, frame: zmq.Frame, cause: str) -> None:
+        """End the connection this frame came from; the owner's own are not judged."""
+        fd = -1 if door.is_owner else _descriptor(frame)
+        if fd >= 0:
+            now_ms = self._now_ms()
+            if not self._peers.knows(fd):
+                self._note(door, ACCEPTED, fd, now_ms)
+            self._peers.end(fd, cause)
 
     def _hear_message(self, door: Door, frames: Sequence[zmq.Frame]) -> None:
         """One message. Nothing a client sends may raise out of here."""
@@ -507,6 +526,8 @@ class Frontend:
         return pending
 
     def _infer(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
+        if header.body:
+            Body("infer", header.body).done()
         announced = admission.find_model(header.model, self._models)
         admitted = admission.check_infer(
             header, [len(tensor) for tensor in tensors], announced, self._max_message_bytes
@@ -810,6 +831,11 @@ def _nothing() -> None:
 
 def _old_peer() -> RemoteProtocolError:
     return RemoteProtocolError("the peer speaks ZMTP 1 or 2, or none at all")
+
+
+def _next_frame(door: Door) -> zmq.Frame:
+    frame: zmq.Frame = door.router.recv(DONTWAIT, copy=False)
+    return frame
 
 
 def _descriptor(routing_frame: zmq.Frame) -> int:

@@ -451,7 +451,7 @@ class Inference:
         worker.deaths = 0
         error: PipeSwitchError = from_wire(message.error, message.message, "", message.data)
         if type(error) is PipeSwitchError:
-            error = TaskFailed(message.message, **message.data)
+            error = from_wire(TaskFailed.__name__, message.message, "", message.data)
         self._give_up(activation, request, error)
 
     def _end(self, worker: Worker, epoch: Epoch) -> tuple[Activation, Request, Model] | None:

@@ -106,7 +106,7 @@ class Jobs:
 
     def restore(
         self, name: JobName, entry: str, args: tuple[str, ...], priority: int,
-        slot_bytes: int, step: int,
+        slot_bytes: int, step: int, *, is_paused: bool = False,
     ) -> None:  # fmt: skip
         """A job the journal remembers, with its commit area loaded from disk (0: none)."""
         job = self.adopt(name, entry, args, priority)
@@ -115,6 +115,8 @@ class Jobs:
         ):
             job.commit_slot_bytes = slot_bytes
             job.step = job.committed_step = job.persisted_step = step
+        if is_paused:
+            job.state.apply(TaskEvent.PAUSE, "as before the restart")
 
     def asked(self, event: JobAsked) -> None:
         """show, pause, resume, cancel, wait."""
@@ -141,6 +143,7 @@ class Jobs:
             return
         if job.state.allows(TaskEvent.RESUME):
             job.state.apply(TaskEvent.RESUME, "asked by the user")
+            self._core.emit(Journal(entry={"kind": "hold-over", "name": job.name}))
             self._core.publish("job.resumed", job=job.name)
         if job.wanted == "pause":
             job.wanted = "run"
@@ -582,7 +585,9 @@ class Jobs:
         if message.epoch == job.copying_epoch:
             job.copying_epoch = NO_EPOCH
         if not message.error:
-            if job.committed_step == job.persisted_step == -1:  # the first commit
+            if core.is_draining:  # there is no later
+                job.persist_due_at_ms = core.now_ms
+            elif job.committed_step == job.persisted_step == -1:  # the first commit
                 job.persist_due_at_ms = core.now_ms + core.settings.persist_every_ms
             job.committed_step = max(job.committed_step, message.step)
             job.deaths_without_progress = 0
@@ -629,6 +634,12 @@ class Jobs:
                 job.why = f"commit not on disk: {reason}"
             if job.copying_epoch == epoch:
                 job.copying_epoch = NO_EPOCH
+                self._restart(job, epoch, f"its commit was refused: {reason}")
+
+    def _restart(self, job: Job, epoch: Epoch, reason: str) -> None:
+        """From the last commit: its script waits for an acknowledgement that will not come."""
+        if job.slot is not None and job.epoch == epoch:
+            self._core.kill(self._core.workers[job.slot], reason)
 
     def report(self, worker: Worker, message: JobReport) -> None:
         """What the script says of itself."""
@@ -654,8 +665,8 @@ class Jobs:
             rate = (job.step - before) * 1000.0 / elapsed_ms
             job.steps_per_s += RATE_WEIGHT * (rate - job.steps_per_s) if job.steps_per_s else rate
         job.reported_at_ms = core.now_ms
-        if values.get("log"):
-            job.last_log = dict(values["log"])
+        if isinstance(values.get("log"), dict):
+            job.last_log = values["log"] or job.last_log
 
     # -- ends ---------------------------------------------------------------------------------
 
@@ -697,6 +708,8 @@ class Jobs:
     def _changed(self, job: Job) -> None:
         core = self._core
         core.publish(f"job.{job.state.state.value}", job=job.name, step=job.step, error=job.error)
+        if job.state.state is TaskState.PAUSED:  # also for the next server
+            core.emit(Journal(entry={"kind": "hold", "name": job.name, "why": "paused"}))
         for token in job.answer_on_change:
             core.answer(token, job=self.row(job))
         job.answer_on_change.clear()
@@ -779,8 +792,9 @@ class Jobs:
             job.answer_on_change.clear()
 
     def drain(self) -> None:
-        """Commit and unwind every job; the journal brings them back."""
+        """Commit and unwind every job, write all to disk; the journal brings them back."""
         for job in self._core.jobs.values():
+            job.persist_due_at_ms = self._core.now_ms  # also of one that waits in the queue
             if job.state.state in TASK_ON_WORKER:
                 if job.wanted == "run":
                     job.wanted = "drain"
@@ -788,10 +802,11 @@ class Jobs:
 
     @property
     def is_quiet(self) -> bool:
-        """No job on a worker and nothing on its way to disk, or due to be."""
+        """No job on a worker, and no commit on its way to host or disk, or due to be."""
         now_ms = self._core.now_ms
         return not any(
             job.state.state in TASK_ON_WORKER
+            or job.copying_epoch
             or job.is_persisting
             or (self._is_unsaved(job) and job.persist_due_at_ms <= now_ms)
             for job in self._core.jobs.values()

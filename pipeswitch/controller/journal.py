@@ -1,9 +1,9 @@
 """What survives the server: which models are registered, which jobs were accepted.
 
 An SQLite database (docs/adr/0010): what was appended is on the disk, whole, before its asker is
-answered. A model is there until it is unregistered, a job until it is over. A row that cannot be
-used is dropped with a warning; a file that is no database any more is set aside, and what can
-still be read of it is kept.
+answered. A model is there until it is unregistered, a job until it is over, a hold until its job is
+resumed or over. A row that cannot be used is dropped with a warning; a file that is no database
+any more is set aside, and what can still be read of it is kept.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from .journal_lines import Entry, read_lines
 log = logging.getLogger(__name__)
 
 FILE_NAME: Final = "journal.sqlite"
-SCHEMA_VERSION: Final = 1  # in the file's user_version; 0 is a file without tables
+SCHEMA_VERSION: Final = 2  # in the file's user_version; 0 is a file without tables, 1 had no holds
 SLOW_APPEND_MS: Final = 100.0  # the loop stands still so long: worth a line in the log
 CHECKPOINT_PAGES: Final = 64  # of 4 KiB in the write-ahead log, then they go to the main file
 
 FIELDS: Final[Mapping[str, Mapping[str, type]]] = {
     "model": {"spec": bytes, "spec_digest": str, "digest": str, "priority": int, "pin": bool},
     "job": {"entry": str, "args": list, "priority": int},
+    "hold": {"why": str},  # its name is a job's: paused, and not to go on by itself
 }
 """What an entry of each kind must have beside its name; each kind is a table."""
 
-ENDS: Final = {"model-gone": "model", "job-over": "job"}
-"""Entries that end one of another kind."""
+ENDS: Final = {"model-gone": ("model",), "job-over": ("job", "hold"), "hold-over": ("hold",)}
+"""Entries that end those of other kinds."""
 
 _COLUMNS: Final = {bytes: "BLOB", str: "TEXT", int: "INTEGER", bool: "INTEGER", list: "TEXT"}
 
@@ -46,7 +47,7 @@ class JournalFile:
     """One writer: the state directory is locked. One thread: the controller's loop.
 
     Attributes:
-        models, jobs: what it held when it was opened, by name, in the order of acceptance.
+        models, jobs, holds: what it held when it was opened, by name, in the order of acceptance.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,6 +61,7 @@ class JournalFile:
         self._owed: dict[tuple[str, str], Entry] = {}  # could not be written yet; the latest each
         self.models: dict[str, Entry] = {}
         self.jobs: dict[str, Entry] = {}
+        self.holds: dict[str, Entry] = {}
         try:
             kept: list[Entry] = []
             try:
@@ -74,6 +76,7 @@ class JournalFile:
                 self._take_over_lines(path.with_name("journal.jsonl"))
                 self.models = {entry["name"]: entry for entry in _rows(self._database, "model")}
                 self.jobs = {entry["name"]: entry for entry in _rows(self._database, "job")}
+                self.holds = {entry["name"]: entry for entry in _rows(self._database, "hold")}
                 _sync_directory(path.parent)
             except BaseException:
                 self._database.close()
@@ -124,7 +127,7 @@ class JournalFile:
         Until then the journal is behind, and a server that starts from it repeats something.
         """
         kind = str(entry["kind"])
-        self._owed[ENDS.get(kind, kind), str(entry["name"])] = entry
+        self._owed[ENDS.get(kind, (kind,))[0], str(entry["name"])] = entry
 
     def close(self) -> None:
         if self._owed:
@@ -157,7 +160,7 @@ def _opened(path: Path) -> sqlite3.Connection:
         (state,) = database.execute("PRAGMA quick_check(1)").fetchone()
         if state != "ok":
             raise sqlite3.DatabaseError(state)
-        if version == 0:
+        if version < SCHEMA_VERSION:
             _create(database)
         for kind, fields in FIELDS.items():  # whatever user_version says
             database.execute(f"SELECT name, {', '.join(fields)} FROM {kind} LIMIT 0")
@@ -181,7 +184,8 @@ def _create(database: sqlite3.Connection) -> None:
     with _transaction(database):
         for kind, fields in FIELDS.items():
             columns = ", ".join(f"{name} {_COLUMNS[type_]}" for name, type_ in fields.items())
-            database.execute(f"CREATE TABLE {kind} (name TEXT PRIMARY KEY, {columns})")
+            columns = f"name TEXT PRIMARY KEY, {columns}"
+            database.execute(f"CREATE TABLE IF NOT EXISTS {kind} ({columns})")
         database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
@@ -203,7 +207,8 @@ def _write(database: sqlite3.Connection, entry: Entry) -> None:
     """One checked entry into the tables. A name keeps its place among the others."""
     kind = entry["kind"]
     if kind in ENDS:
-        database.execute(f"DELETE FROM {ENDS[kind]} WHERE name = ?", (entry["name"],))
+        for table in ENDS[kind]:
+            database.execute(f"DELETE FROM {table} WHERE name = ?", (entry["name"],))
         return
     fields = FIELDS[kind]
     values = [json.dumps(entry[f]) if fields[f] is list else entry[f] for f in fields]

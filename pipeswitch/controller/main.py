@@ -426,6 +426,7 @@ class Server:
             int(entry["priority"]),  # type: ignore[call-overload]
             slot_bytes,
             step,
+            is_paused=name in self._journal.holds,
         )
 
     def _configured(self, model: ModelConfig) -> RegisterAsked:

@@ -209,6 +209,12 @@ class Peers:
         if peer is not None and socket_inode(fd) != peer.inode:
             self._forget(peer)
 
+    def end(self, fd: int, cause: str) -> None:
+        """Hang this connection up; what libzmq has of it already is not looked at."""
+        peer = self._peers.get(fd)
+        if peer is not None:
+            self._end(peer, cause)
+
     def end_subscribers(self) -> None:
         """A key was revoked: all are hung up, those with a good key come again."""
         for peer in [peer for peer in self._peers.values() if peer.is_subscriber]:

@@ -280,6 +280,10 @@ class Processes:
             self._close_channel(child, channel)
             return False
         message, descriptors = received
+        if child.kind != "daemon":  # the only one whose descriptors anybody takes
+            for descriptor in descriptors:
+                os.close(descriptor)
+            descriptors = []
         child.on_message(message, descriptors)
         return True
 

@@ -251,15 +251,20 @@ class Registry:
         )
 
     def cancel(self, event: CancelAsked) -> None:
-        """The client that registers has gone or given up."""
+        """The client that registers has gone or given up.
+
+        While its bytes are being stored it is too late: the model is registered in a moment, and
+        the answer says so.
+        """
         core = self._core
         for model in list(core.models.values()):
-            if event.token not in model.register_tokens:
+            is_building = model.state.state is ModelState.BUILDING
+            if event.token not in model.register_tokens or not is_building:
                 continue
             model.register_tokens.remove(event.token)
             error = Cancelled(f'registration of "{model.name}" cancelled')
             core.refuse(event.token, error)
-            if not model.register_tokens and model.state.state is ModelState.BUILDING:
+            if not model.register_tokens:
                 if model.build_epoch in self._builders:
                     core.emit(KillBuild(model=model.name, epoch=model.build_epoch))
                 else:

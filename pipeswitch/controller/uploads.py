@@ -13,6 +13,7 @@ import logging
 import os
 import queue
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -31,6 +32,8 @@ CHUNK_BYTES: Final = 4 << 20
 CREDIT_CHUNKS: Final = 4  # unanswered chunks a client may have: 16 MiB of our memory
 MAX_QUEUED_CHUNKS: Final = 64  # of all clients together: 256 MiB
 MAX_PARTIALS: Final = 64  # unfinished files of all clients: each holds a descriptor
+KEPT_UPLOADS: Final = 4  # all files together are at most so many of the largest allowed
+MIN_FREE_SHARE: Final = 0.02  # of the disk: commits, journal and logs need it more
 KEEP_S: Final = 24 * 3600.0  # an upload nobody touched for a day is removed at the next start
 KINDS: Final = ("bundle", "safetensors")  # the file's suffix: how the builder reads it
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
@@ -147,6 +150,12 @@ class Uploads:
                 f"the server could not store the upload: {failed.strerror}",
                 hint="free space in its state directory",
             )
+        except Exception:  # a bug of ours; the writer has others to serve
+            _logger.exception("upload=%s failed", chunk.digest[:12])
+            self._drop(chunk.key)
+            error = PipeSwitchError(
+                "the server could not store the upload: internal error", hint="see its log"
+            )
         with self._lock:
             self._queued -= 1
         chunk.reply(body, error)
@@ -193,11 +202,42 @@ class Uploads:
         return {"offset_bytes": offset_bytes, "complete": is_complete, "credit": CREDIT_CHUNKS}
 
     def _open(self, chunk: _Chunk) -> None:
+        self._make_room(chunk.size_bytes)
         session, name = chunk.key
         path = self.directory / f".part-{session[:8]}-{name}"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         file = os.fdopen(descriptor, "wb")
         self._partials[chunk.key] = _Partial(path, chunk.size_bytes, file)
+
+    def _make_room(self, size_bytes: int) -> None:
+        """For one more file of this size: those that nobody named for longest go.
+
+        Raises:
+            QueueFull: unfinished ones have taken all of it.
+            PipeSwitchError: the disk has none.
+        """
+        limit_bytes = KEPT_UPLOADS * self._max_upload_bytes
+        promised_bytes = size_bytes + sum(p.size_bytes for p in self._partials.values())
+        if promised_bytes > limit_bytes:
+            raise QueueFull(f"unfinished uploads have {limit_bytes} bytes between them")
+        kept = [
+            (facts.st_mtime_ns, facts.st_size, entry.path)
+            for entry in os.scandir(self.directory)
+            if not entry.name.startswith(".part-") and (facts := entry.stat())
+        ]
+        kept_bytes = sum(size for _, size, _ in kept)
+        for _, size, path in sorted(kept):
+            if promised_bytes + kept_bytes <= limit_bytes:
+                break
+            os.unlink(path)
+            kept_bytes -= size
+        disk = shutil.disk_usage(self.directory)
+        unwritten = promised_bytes - sum(p.written_bytes for p in self._partials.values())
+        if disk.free - unwritten < MIN_FREE_SHARE * disk.total:
+            raise PipeSwitchError(
+                f"No space left for an upload of {size_bytes} bytes: {disk.free} are free",
+                hint="free space in the server's state directory",
+            )
 
     def _publish(self, key: tuple[str, str], final: Path) -> None:
         """fsync, rename, fsync the folder: after this the name always means these bytes."""

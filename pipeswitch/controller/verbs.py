@@ -122,10 +122,12 @@ class Verbs:
 
 
 def _unregister(header: RequestHeader, _: bool) -> Asked:
+    Body("unregister", header.body).done()
     return lambda token: UnregisterAsked(token=token, model=ModelName(header.model))
 
 
 def _pin(header: RequestHeader, _: bool) -> Asked:
+    Body(header.op, header.body).done()
     pin = header.op == "load"
     return lambda token: PinAsked(token=token, model=ModelName(header.model), pin=pin)
 

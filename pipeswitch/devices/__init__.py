@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 from ..board import Board
+from ..errors import PipeSwitchError
 from ..messages import ByteRange, Epoch, TransmitEnded, TransmitModel
 
 if TYPE_CHECKING:
@@ -136,6 +137,10 @@ class PoolView(Protocol):
 
     def is_lost(self, error: BaseException) -> bool:
         """Whether this process cannot use the device any more and must be replaced."""
+        ...
+
+    def fault(self) -> PipeSwitchError | None:
+        """After a loss: what the task itself did, if it would do the same to the next worker."""
         ...
 
     def close(self) -> None: ...

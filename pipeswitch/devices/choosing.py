@@ -133,6 +133,8 @@ def examine(
 ) -> dict[str, dict[str, Any]]:
     """Run the self-test program; its findings by name. What is missing did not run.
 
+    ``complaints`` holds the last of what it and its peer wrote to stderr.
+
     Raises:
         ConfigError: there is no such device; carries the program's own words.
     """
@@ -144,7 +146,8 @@ def examine(
             kind="no driver",
         )
     order = {"package": package, "index": index, "tests": with_tests}
-    command = [sys.executable, "-P", "-m", "pipeswitch.devices.cuda_selftest", json.dumps(order)]
+    program = ("-P", "-X", "faulthandler", "-m", "pipeswitch.devices.cuda_selftest")
+    command = [sys.executable, *program, json.dumps(order)]
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryFile() as complaints:
         process = subprocess.Popen(
@@ -163,16 +166,18 @@ def examine(
             assert process.stdout is not None
             process.stdout.close()
         complaints.seek(0)
-        last_words = complaints.read().decode(errors="replace").strip()[-500:]
+        last_words = complaints.read().decode(errors="replace").strip()[-3000:]
     device = found.get("device")
     if device is None:
         raise ConfigError(
             f"the GPU self-test ended with status {process.returncode} and said nothing"
-            f"{': ' + last_words if last_words else ''}",
+            f"{': ' + last_words[-500:] if last_words else ''}",
             hint="pipeswitch doctor; or serve --device cpu",
         )
     if not device["is_ok"]:
         raise ConfigError(device["text"], hint=device.get("hint", ""), kind=device.get("kind", ""))
+    if last_words:
+        found["complaints"] = {"test": "complaints", "is_ok": True, "text": last_words}
     return found
 
 

@@ -384,6 +384,9 @@ class CpuPoolView:
         """Never: there is no context to break."""
         return False
 
+    def fault(self) -> None:
+        """Nothing is ever lost."""
+
     def close(self) -> None:
         """Unmap; tensors that still live keep their mapping until the last is gone."""
         self._words.release()

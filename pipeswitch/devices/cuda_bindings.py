@@ -31,6 +31,8 @@ IPC_LAZY_PEER_ACCESS: Final = 0x1
 WAIT_VALUE_EQ: Final = 0x1  # CU_STREAM_WAIT_VALUE_EQ: exactly the epoch, as on the cpu device
 
 NOT_READY: Final = "cudaErrorNotReady"
+DEVICE_ASSERT: Final = "cudaErrorAssert"
+NO_CONTEXT: Final = "CUDA_ERROR_INVALID_CONTEXT"  # the driver interface makes none by itself
 NO_GPU_ERRORS: Final = frozenset(
     {
         "cudaErrorInsufficientDriver",  # also: no driver library at all
@@ -205,6 +207,18 @@ class Cuda:
     def synchronize_device(self) -> None:
         """Wait for all work of this process's context. Never on a request's path."""
         self._do("cudaDeviceSynchronize")
+
+    def still_works(self) -> bool:
+        """After an error of unknown weight: whether the context goes on. Waits for the device.
+
+        What a driver says when it does not pin memory depends on kernel, container and virtual
+        machine; that nobody knows the code is no reason to give the device up.
+        """
+        try:
+            self.synchronize_device()
+        except CudaError:
+            return False
+        return True
 
     # -- memory --------------------------------------------------------------------------------
 

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..programs.executor import BeforeGroup, BoundGraph, BoundProgram
+from .cuda_bindings import CudaError
+from .cuda_indices import check_indices, index_limits
 
 if TYPE_CHECKING:
     from .cuda_torch import Recorder, Replayable
@@ -82,6 +84,9 @@ class DeviceProgram:
         self._bound = bound
         self._device = device
         self._recorder = recorder if isinstance(bound, BoundGraph) else None
+        self._limits: dict[int, int] = {}  # of the inputs that are indices
+        if isinstance(bound, BoundGraph):
+            self._limits = index_limits(bound.graph, bound.manifest.tensors)
         self._budget = budget
         self._captured: dict[Shapes, _Captured] = {}
         self._wanted: Shapes | None = None  # ran eagerly, not captured yet
@@ -96,7 +101,11 @@ class DeviceProgram:
         """As ``BoundProgram.run``; returns when everything is enqueued, not when it has run.
 
         The inputs must stay until then. Outputs of a replay are overwritten by the next one.
+
+        Raises:
+            InvalidInput: an index out of its table's range; nothing was enqueued.
         """
+        check_indices(self._limits, self.manifest.inputs, inputs)
         shapes = _shapes(inputs)
         captured = self._captured.get(shapes)
         if captured is None:
@@ -135,6 +144,8 @@ class DeviceProgram:
         try:
             with self._recorder.session(), torch.inference_mode():
                 captured = self._capture(shapes, self._recorder)
+        except CudaError:  # sticky: this process is replaced
+            raise
         except Exception as error:  # the lower rung serves: eager
             log.warning("graphs=refused shapes=%s cause=%s", shapes, error)
             self._refused.add(shapes)

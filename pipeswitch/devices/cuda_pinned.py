@@ -65,7 +65,7 @@ class PinnedMapping:
         try:
             self._cuda.register(self.address + start, size)
         except CudaError as error:
-            if error.is_sticky:
+            if not self._cuda.still_works():
                 raise
             self.refusal = str(error)
             log.warning("pinning=refused offset=%d cause=%s: copies are staged", start, error)

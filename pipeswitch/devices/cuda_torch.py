@@ -7,9 +7,7 @@ whole system runs over a fake GPU: there tensors are host tensors over the fake'
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -17,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from ..programs.layout import TensorSpec
+from .cuda_capture import CaptureBroke, CudaRecorder, no_collector
 from .cuda_slice import Segments, make_pool, reserve
 from .views import place_in, tensor_over
 
@@ -49,8 +48,11 @@ class TorchSide(Protocol):
     device: str
     stream: int  # the one stream this worker computes on, as a handle
 
-    def current_stream(self) -> int:
-        """The stream that this thread's code computes on, as a handle; a script may change it."""
+    def current_stream(self) -> int | None:
+        """The stream that this thread's code computes on, as a handle; a script may change it.
+
+        None while the script captures a graph of its own there: nothing may be asked then.
+        """
         ...
 
     def storage(self, pointer: int, size_bytes: int) -> torch.UntypedStorage:
@@ -76,6 +78,14 @@ class TorchSide(Protocol):
 
         Raises:
             RuntimeError: results are wrong, lie elsewhere, or torch asked for more memory.
+        """
+        ...
+
+    def check_failed_capture(self, recorder: Recorder) -> None:
+        """Capture what cannot be captured, then compute as a task does.
+
+        Raises:
+            RuntimeError: the capture was not refused, or nothing works after it.
         """
         ...
 
@@ -123,8 +133,10 @@ class CudaTorch:
         self._pool: torch.cuda.MemPool | None = None
         self._segments: Segments | None = None
 
-    def current_stream(self) -> int:
+    def current_stream(self) -> int | None:
         """See ``TorchSide``."""
+        if torch.cuda.is_current_stream_capturing():
+            return None
         return int(torch.cuda.current_stream(self._index).cuda_stream)
 
     def storage(self, pointer: int, size_bytes: int) -> torch.UntypedStorage:
@@ -144,7 +156,7 @@ class CudaTorch:
             if self._pool is None or not in_slice:
                 yield
                 return
-            with torch.cuda.use_mem_pool(self._pool):
+            with torch.cuda.use_mem_pool(self._pool), no_collector():
                 yield
 
     def take_slice(self, pointer: int, size_bytes: int) -> None:
@@ -177,6 +189,24 @@ class CudaTorch:
             raise RuntimeError("results in the slice differ from those outside")
         return f"{self._segments.calls} segments"
 
+    def check_failed_capture(self, recorder: Recorder) -> None:
+        """See ``TorchSide``: a value that the host wants to see cannot be captured."""
+        ones = torch.ones(8, device=self.device)
+        try:
+            with recorder.session():
+                recorder.record(lambda: ones.sum().item())  # type: ignore[arg-type]
+        except CaptureBroke as error:
+            raise RuntimeError(error.message) from None
+        except RuntimeError:
+            pass
+        else:
+            raise RuntimeError("a copy to the host was captured")
+        with self.computing(in_slice=True):
+            total = float((torch.ones(1024, device=self.device) * 2).sum())
+            torch.rand(8, device=self.device)  # the generator left its capture, too
+        if total != 2048:
+            raise RuntimeError(f"after a failed capture 1024 twos are {total}")
+
     def cap_private(self, size_bytes: int) -> None:
         """See ``TorchSide``. The slice's segments count as allocated, so they are added."""
         if size_bytes:
@@ -190,7 +220,9 @@ class CudaTorch:
         with torch.cuda.stream(self._stream), torch.inference_mode():
             for dtype in (torch.float32, torch.bfloat16, torch.float16):
                 square = torch.ones(64, 64, device=self.device, dtype=dtype)
-                torch.addmm(square[0], square, square)
+                torch.addmm(square[0], square, square)  # cuBLASLt, with its own workspace
+                torch.mm(square, square)  # cuBLAS
+                torch.bmm(square[None], square[None])
                 image = torch.ones(1, 8, 16, 16, device=self.device, dtype=dtype)
                 weight = torch.ones(8, 8, 3, 3, device=self.device, dtype=dtype)
                 torch.nn.functional.conv2d(image, weight)
@@ -198,44 +230,7 @@ class CudaTorch:
 
     def recorder(self) -> Recorder:
         """See ``TorchSide``."""
-        return CudaRecorder(self._stream, None if self._pool is None else self._pool.id)
-
-
-class CudaRecorder:
-    """Captures CUDA graphs on the compute stream, all into one pool: they never overlap in time."""
-
-    def __init__(self, stream: torch.cuda.Stream, pool: Any) -> None:
-        self._stream = stream
-        self._pool = torch.cuda.graph_pool_handle() if pool is None else pool
-
-    @contextlib.contextmanager
-    def session(self) -> Iterator[None]:
-        """See ``Recorder``. A tensor freed by the collector in mid-capture would spoil it."""
-        self._stream.synchronize()
-        gc.collect()
-        was_enabled = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if was_enabled:
-                gc.enable()
-
-    def record(self, run: Callable[[], None]) -> Replayable:
-        """See ``Recorder``. Not ``torch.cuda.graph``: it empties the cache at every entry."""
-        graph = torch.cuda.CUDAGraph()
-        with warnings.catch_warnings(), torch.cuda.stream(self._stream):
-            warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # a group of views only
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                run()
-            finally:
-                graph.capture_end()
-        return graph
-
-    def free_bytes(self) -> int:
-        """See ``Recorder``."""
-        return int(torch.cuda.mem_get_info()[0])
+        return CudaRecorder(self._stream, self._index, self._pool)
 
 
 def storage_at(pointer: int, size_bytes: int, device: str) -> torch.UntypedStorage:

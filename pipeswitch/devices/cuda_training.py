@@ -18,8 +18,9 @@ class RunAhead:
     thread alone.
     """
 
-    def __init__(self, cuda: Cuda, current_stream: Callable[[], int]) -> None:
-        """``current_stream``: the handle of the stream that the script computes on now."""
+    def __init__(self, cuda: Cuda, current_stream: Callable[[], int | None]) -> None:
+        """``current_stream``: the handle of the stream that the script computes on now; None while
+        it captures a graph there: nothing is queued then, and asking would spoil the capture."""
         self._cuda = cuda
         self._current_stream = current_stream
         self._looks = 0
@@ -31,8 +32,11 @@ class RunAhead:
         self._looks += 1
         if self._looks % LOOKS_PER_GROUP:
             return
+        stream = self._current_stream()
+        if stream is None:
+            return
         newest = self._groups % len(self._events)
-        self._cuda.record(self._events[newest], self._current_stream())
+        self._cuda.record(self._events[newest], stream)
         self._groups += 1
         oldest = self._events[self._groups % len(self._events)]  # unrecorded ones are done
         if not self._cuda.is_done(oldest):

@@ -10,9 +10,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Final, Literal
 
 from ..board import Board
-from ..errors import RemoteProtocolError
+from ..errors import RemoteProtocolError, TaskFailed
 from ..programs.layout import TensorSpec
-from .cuda_bindings import Cuda, CudaError
+from .cuda_bindings import DEVICE_ASSERT, NO_CONTEXT, Cuda, CudaError
 from .cuda_training import RunAhead
 from .orders import WORD_BYTES, WORD_MASK
 from .waiting import Waiter
@@ -166,7 +166,7 @@ class CudaPoolView:
         try:
             self._cuda.register(pointer, size_bytes)
         except CudaError as error:
-            if error.is_sticky:
+            if not self._cuda.still_works():
                 raise
             log.warning("pool=pageable cause=%s: copies are staged", error)
         else:
@@ -184,7 +184,14 @@ class CudaPoolView:
             return 0.0
         if self._waits == "cpu":
             return self._waiter.wait(lambda: words[word] == wanted)
-        self._cuda.wait_value(self._side.stream, self._base + word * WORD_BYTES, wanted)
+        address = self._base + word * WORD_BYTES
+        try:
+            self._cuda.wait_value(self._side.stream, address, wanted)
+        except CudaError as error:
+            if error.data["code"] != NO_CONTEXT:
+                raise
+            self._cuda.set_device(self._index)  # a model's own thread entered its next layer
+            self._cuda.wait_value(self._side.stream, address, wanted)
         return 0.0
 
     def wait_turn(self, turn: int) -> float:
@@ -224,6 +231,19 @@ class CudaPoolView:
         except CudaError as problem:
             return problem.is_sticky
         return False
+
+    def fault(self) -> TaskFailed | None:
+        """A kernel's assertion is the model's word on its input: it says the same everywhere.
+
+        Anything else that breaks a context may be the device's doing, and is tried again.
+        """
+        try:
+            self.quiesce()
+        except CudaError as problem:
+            if problem.data["code"] == DEVICE_ASSERT:
+                text = "an assertion failed on the device: mostly an index out of its range"
+                return TaskFailed(text, type="DeviceAssert", text=str(problem))
+        return None
 
     def close(self) -> None:
         """Close the mapping; every tensor over it is void from now on."""

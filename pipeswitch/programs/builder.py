@@ -21,6 +21,9 @@ from .spec import BuildSpec
 
 def run(settings: BuildSettings, channel: Channel) -> int:
     """Build into a temporary folder, then rename it to the program's digest."""
+    # A program is built on the CPU, and is the same wherever it is built. Torch's export asks for
+    # a GPU, and would make a context of half a gigabyte beside an arena that has taken the rest.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 
     from .build import build

@@ -74,6 +74,7 @@ class BoundGraph:
 
     def __init__(self, program: GraphProgram, weights: Sequence[torch.Tensor]) -> None:
         self.manifest = program.manifest
+        self.graph = program.graph
         self._compiled = program.compiled
         self._weights = weights
         self._arguments = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -128,6 +129,8 @@ def _torchvision(name: str, is_pretrained: bool) -> tuple[Callable[[], nn.Module
     side = 299 if name == "inception_v3" else 224
 
     def construct() -> nn.Module:
+        # torch.hub unpickles what it downloaded, or finds in its folder; there is no parameter.
+        os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
         weights = "DEFAULT" if is_pretrained else None
         builder = inspect.signature(torchvision.models.get_model_builder(name))
         has_backbone = "weights_backbone" in builder.parameters
@@ -175,7 +178,10 @@ def _transformers(name: str, spec: BuildSpec) -> tuple[Callable[[], nn.Module], 
     if spec.weights == "pretrained":
 
         def construct() -> nn.Module:
-            return _TokensToTensors(transformers.AutoModel.from_pretrained(name), names)
+            model = transformers.AutoModel.from_pretrained(
+                name, trust_remote_code=False, use_safetensors=True
+            )
+            return _TokensToTensors(model, names)
 
         return construct, inputs
     config = _config(transformers, name)

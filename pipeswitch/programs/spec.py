@@ -52,7 +52,7 @@ def load_manifest(path: str | os.PathLike[str]) -> Manifest:
         if file.stat().st_size > MAX_MANIFEST_BYTES:
             raise RegistrationRefused("manifest", f"larger than {MAX_MANIFEST_BYTES} bytes")
         return msgspec.json.decode(file.read_bytes(), type=Manifest)
-    except (OSError, msgspec.DecodeError, RecursionError) as error:
+    except (OSError, ValueError, msgspec.DecodeError, RecursionError) as error:
         raise RegistrationRefused("manifest", f"{file}: {error}") from error
 
 

@@ -6,8 +6,10 @@ import argparse
 import json
 import sys
 import tempfile
+from datetime import UTC, datetime
 from pathlib import Path
 
+from ..process.figures import facts
 from .run import chaos
 
 
@@ -19,10 +21,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("out/chaos.json"))
     asked = parser.parse_args()
     asked.out.parent.mkdir(parents=True, exist_ok=True)
+    about = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "facts": facts()}
     log = asked.out.with_suffix(".log")
     with tempfile.TemporaryDirectory(prefix="pipeswitch-chaos-") as folder:
         report = chaos(Path(folder), asked.minutes * 60, asked.seed, _say, log.write_text)
-    asked.out.write_text(json.dumps(report, indent=1) + "\n")
+    asked.out.write_text(json.dumps(about | report, indent=1) + "\n")
     _say(json.dumps({k: v for k, v in report.items() if k != "recovery"}, indent=1))
     if is_bad(report):
         _say(f"what the server said is in {log}")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from pipeswitch.errors import TaskFailed
 from pipeswitch.testing import RunningServer, server
 
 pytestmark = pytest.mark.gpu
@@ -95,6 +96,34 @@ def test_killed_workers_come_back(running: RunningServer) -> None:
                 os.kill(int(row["pid"]), signal.SIGKILL)
         after = next(iter(client.infer("victim", x.numpy()).outputs.values()))
         np.testing.assert_array_equal(before, after)
+
+
+class Lookup(torch.nn.Module):
+    """Looks up indices that it computes: nobody can know them before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(10, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.table(ids * 2 - ids)
+        return found
+
+
+@pytest.mark.parametrize("running", ["graphs"], indirect=True, scope="module")
+def test_a_kernels_assertion_is_answered_and_the_next_request_served(
+    running: RunningServer,
+) -> None:
+    module, good = Lookup().eval(), torch.tensor([[1, 9]])
+    with running.client() as client:
+        client.register("lookup", module, example_inputs=(good,))
+        expected = module(good).detach().numpy()
+        for _ in range(2):
+            with pytest.raises(TaskFailed) as caught:
+                client.infer("lookup", np.array([[1, 99]]))
+            assert caught.value.data["type"] == "DeviceAssert"
+            found = next(iter(client.infer("lookup", good.numpy()).outputs.values()))
+            np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("running", ["graphs"], indirect=True, scope="module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,8 @@ from pipeswitch.devices.cuda_graphs import DeviceProgram, GraphBudget
 from pipeswitch.devices.cuda_torch import CudaTorch, TorchSide
 from pipeswitch.programs.executor import BoundProgram
 from pipeswitch.programs.layout import TensorSpec
+from workers.torch_private import bytes_of_their_own
+from workers.training_slice import rebind
 
 pytestmark = pytest.mark.gpu
 
@@ -67,6 +71,24 @@ def test_a_kernel_waits_for_a_word_and_reads_what_came_with_it(cuda: Cuda, side:
     assert int(total) == MIB
 
 
+def test_a_jobs_tensor_has_a_storage_of_its_own(cuda: Cuda, side: CudaTorch) -> None:
+    block = cuda.malloc(4 * MIB)
+    memory = side.tensor(side.storage(block, 4 * MIB), spec("uint8", (MIB,), MIB), MIB)
+    part = bytes_of_their_own(memory, 4096, 64).view(torch.float32)
+    part.fill_(2.0)
+    parameter = torch.nn.Parameter(torch.zeros(16, device=side.device))
+    with torch.no_grad():
+        rebind(parameter, part)
+    torch.cuda.synchronize()
+    assert bool((parameter == 2).all())
+    assert copy.deepcopy(part).untyped_storage().nbytes() == 64
+    file = io.BytesIO()
+    torch.save(parameter, file)
+    assert len(file.getvalue()) < MIB
+    del memory, part, parameter
+    cuda.free(block)
+
+
 def bound_resnet(side: TorchSide, folder: Path) -> BoundProgram:
     """ResNet-18 as a worker would have it: built, packed, its region on the device."""
     from memory_daemon.store import load_model
@@ -105,7 +127,7 @@ def check_replays(side: TorchSide, folder: Path) -> None:
         assert not torch.equal(program.run([other], lambda _: None)[0].cpu(), eager)
 
 
-def test_the_slice_serves_in_a_process_of_its_own() -> None:
+def test_the_slice_serves_in_a_process_of_its_own_also_after_a_failed_capture() -> None:
     """Its cap and its pool are for the life of a process."""
     code = f"""
 import torch
@@ -117,6 +139,8 @@ side = CudaTorch(0)
 side.warm_up()
 side.take_slice(cuda.malloc({512 * MIB}), {512 * MIB})
 side.cap_private({256 * MIB})
+print(side.check_slice())
+side.check_failed_capture(side.recorder())
 print(side.check_slice())
 with side.computing(in_slice=True):
     try:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
+from ..process.figures import facts
 from .mutants import MUTANTS
+from .scope import Scope
 from .scopes import FULL, QUICK
 from .search import Exploration, Report
 from .story import tell
@@ -18,36 +25,64 @@ def main() -> int:
     parser.add_argument("scopes", nargs="*", help="names; all of them when none is given")
     parser.add_argument("--quick", action="store_true", help="the small scopes only")
     parser.add_argument("--mutants", action="store_true", help="plant each bug, tell its story")
+    parser.add_argument("--all", action="store_true", help="the scopes, then the bugs")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--out", type=Path, help="a JSON file for what was found")
     arguments = parser.parse_args()
-    if arguments.mutants:
-        return _mutants()
-    scopes = [s for s in (QUICK if arguments.quick else (*QUICK, *FULL))
-              if not arguments.scopes or s.name in arguments.scopes]  # fmt: skip
-    failed = 0
-    for scope in scopes:
-        exploration = Exploration(scope, processes=arguments.processes)
-        report = exploration.run(_progress if sys.stderr.isatty() else None)
-        _say(report.line())
-        if report.violation:
-            _say(tell(scope, report.path, report.violation))
-        failed += not report.is_exhausted or bool(report.violation)
-    return 1 if failed or not scopes else 0
+    wanted, found = QUICK if arguments.quick else (*QUICK, *FULL), _Found()
+    if not arguments.mutants or arguments.all:
+        names = arguments.scopes or [scope.name for scope in wanted]
+        unknown = set(names) - {scope.name for scope in wanted}
+        if unknown:
+            parser.error(f"no scope is named {', '.join(sorted(unknown))}")
+        found.explore((scope for scope in wanted if scope.name in names), arguments.processes)
+    if arguments.mutants or arguments.all:
+        found.plant()
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        about = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "facts": facts()}
+        arguments.out.write_text(json.dumps(about | found.row, indent=1) + "\n")
+    return 1 if found.failed else 0
 
 
-def _mutants() -> int:
-    missed = 0
-    for mutant in MUTANTS:
-        with mutant.planted():
-            report = Exploration(mutant.scope).run()
-            found = report.violation or "NOT FOUND"
-            _say(f"\n{mutant.name}\n{'=' * len(mutant.name)}")
-            _say(f"{report.states} states, {report.wall_s:.1f} s: {found}")
+class _Found:
+    """What a run found; ``row`` is its JSON form, seconds are wall time."""
+
+    def __init__(self) -> None:
+        self.row: dict[str, Any] = {"scopes": [], "mutants": 0, "mutants_caught": 0}
+        self.failed = 0
+
+    def explore(self, scopes: Iterable[Scope], processes: int) -> None:
+        """Every state of each scope."""
+        for scope in scopes:
+            exploration = Exploration(scope, processes=processes)
+            report = exploration.run(_progress if sys.stderr.isatty() else None)
+            _say(report.line())
             if report.violation:
-                _say(tell(mutant.scope, report.path, report.violation))
-        missed += not report.violation
-    _say(f"\n{len(MUTANTS) - missed} of {len(MUTANTS)} seeded bugs found")
-    return 1 if missed else 0
+                _say(tell(scope, report.path, report.violation))
+            self.failed += not report.is_exhausted or bool(report.violation)
+            self.row["scopes"].append({
+                "name": scope.name, "states": report.states, "transitions": report.transitions,
+                "seconds": round(report.wall_s, 1), "cpu_seconds": round(report.cpu_s, 1),
+                "violation": report.violation or None, "is_exhausted": report.is_exhausted,
+            })  # fmt: skip
+
+    def plant(self) -> None:
+        """Every seeded bug, and the story of how it was found."""
+        missed = 0
+        for mutant in MUTANTS:
+            with mutant.planted():
+                report = Exploration(mutant.scope).run()
+                found = report.violation or "NOT FOUND"
+                _say(f"\n{mutant.name}\n{'=' * len(mutant.name)}")
+                _say(f"{report.states} states, {report.wall_s:.1f} s: {found}")
+                if report.violation:
+                    _say(tell(mutant.scope, report.path, report.violation))
+            missed += not report.violation
+        caught = len(MUTANTS) - missed
+        _say(f"\n{caught} of {len(MUTANTS)} seeded bugs found")
+        self.failed += missed
+        self.row |= {"mutants": len(MUTANTS), "mutants_caught": caught}
 
 
 def _progress(report: Report) -> None:

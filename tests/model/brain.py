@@ -20,20 +20,20 @@ SHOWN_OF_JOB = (
     "born_epoch",  # tells the messages of an older job of that name; there is only one job here
 )  # fmt: skip
 # What profiles are made of: nothing is measured in this world, so nothing follows from it.
-MEASURED_OF_MODEL = ("transmission", "longest_ms", "drift", "last_batch")
+MEASURED_OF_MODEL = ("transmission", "drift", "last_batch")
 SHOWN_OF_MODEL = ("reason", "transmit_started_at_ms", "transmit_ended_at_ms", *MEASURED_OF_MODEL)
 
 MODEL = Codec(Model, drop=SHOWN_OF_MODEL)
 REQUEST = Codec(Request)
 JOB = Codec(Job, drop=SHOWN_OF_JOB, ordered=("epoch", "persist_epoch", "copying_epoch"))
 WORKER = Codec(Worker, drop=("pid", "generation", "started_at_ms"))
-SHOWN_OF_TASK = ("dispatched_at_ms", "was_resident", "stop_asked_at_ms", "began_at_ms")
+SHOWN_OF_TASK = ("dispatched_at_ms", "was_resident", "stop_asked_at_ms")
 ACTIVATION = Codec(Activation, drop=SHOWN_OF_TASK)
 
 CORE = (
     "models", "requests", "queue", "jobs", "workers", "current", "upcoming", "training",
-    "daemon_generation", "daemon_pid", "is_daemon_ready", "has_left", "now_ms", "counts",
-    "last_epoch", "due_ms",
+    "daemon_generation", "daemon_pid", "is_daemon_ready", "has_left", "drain_at_ms", "now_ms",
+    "counts", "last_epoch", "due_ms",
     "cold_switches",  # for profiles, and nothing is measured in this world
 )  # fmt: skip
 OF_JOBS = ("order", "_cycle_left_ms")
@@ -131,6 +131,7 @@ class Brain:
             fleet.is_daemon_alive,
             fleet._daemon_deaths,
             fleet._daemon_respawn_at_ms,
+            core.drain_at_ms,
         )
 
     def thaw(self, frozen: Any, n: Next, last_epoch: int, generations: list[int]) -> None:
@@ -140,7 +141,7 @@ class Brain:
         (models, requests, queue, jobs, workers, current, upcoming, core.training,
          core.is_daemon_ready, core.has_left, core.now_ms, due_ms, arena, store, order, cycles,
          fleet.is_daemon_alive, fleet._daemon_deaths,
-         fleet._daemon_respawn_at_ms) = frozen  # fmt: skip
+         fleet._daemon_respawn_at_ms, core.drain_at_ms) = frozen  # fmt: skip
         core.models = {t[0]: self._models.thaw(t, n, t[0]) for t in models}
         core.requests = {t[0]: self._requests.thaw(t, n) for t in requests}
         core.queue = {token: core.requests[token] for token in queue}
@@ -161,4 +162,15 @@ class Brain:
         scheduler.jobs._cycle_left_ms = dict(cycles)
 
 
-__all__ = ["Brain"]
+_COMMITTED_STEP = JOB.position("committed_step")
+
+
+def sight(frozen: Any) -> tuple[float, tuple[float, ...], bool, int]:
+    """Of a frozen scheduler: the time, when it wants to look again, whether a task waits for its
+    turn, and the newest step that it takes for committed (-1: none).
+    """
+    promised = max([job[_COMMITTED_STEP] for job in frozen[3]], default=-1)
+    return frozen[10], frozen[11], frozen[6] is not None, promised
+
+
+__all__ = ["Brain", "sight"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Final, NewType
 
 from pipeswitch import messages as m
@@ -10,7 +11,7 @@ from .frozen import EPOCHS, Add, Next
 
 Data = NewType("Data", tuple)  # type: ignore[type-arg]  # plain values only
 Item = tuple[str, tuple[Any, ...], tuple[int, ...]]  # name, plain fields, epochs and turns
-Items = list[Item]
+Items = tuple[Item, ...]  # a channel: never changed, so a copy of its owner may share it
 
 IMAGE_BYTES: Final = 3  # of the model's training state: see ``script``
 # What never matters here is not carried: these values stand for it.
@@ -74,6 +75,7 @@ def pack(message: m.Message) -> Item:
     )
 
 
+@cache
 def unpack(item: Item) -> Any:
     """The message that was packed."""
     name, plain, epochs = item
@@ -97,4 +99,6 @@ class ItemsCodec:
 
     @staticmethod
     def thaw(frozen: Any, n: Next) -> Items:
-        return [(name, plain, tuple([n() for _ in _KINDS[name].epochs])) for name, plain in frozen]
+        return tuple(
+            [(name, plain, tuple([n() for _ in _KINDS[name].epochs])) for name, plain in frozen]
+        )

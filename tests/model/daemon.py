@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, Final
 
 from memory_daemon.commits import Commits
@@ -27,7 +28,7 @@ from pipeswitch.messages import (
 )
 
 from .channel import IMAGE_BYTES, Items, ItemsCodec, pack, unpack
-from .frozen import Add, Codec, Next
+from .frozen import Add, Codec, Kept, Next
 
 _SEQUENCE: Final = 2  # word of the header
 
@@ -64,7 +65,7 @@ class Area(CommitArea):
 EMPTY_AREA: Final = Area().save()
 
 
-@dataclass
+@dataclass(frozen=True)
 class Copy:
     """A transmission under way."""
 
@@ -75,18 +76,22 @@ class Copy:
     first_word: int
     groups: int
     done: int = 0
+    is_cancelled: bool = False
 
 
-class _Copies:
-    """Codec of a list of copies."""
+Copies = tuple[Copy, ...]
+
+
+class CopiesCodec:
+    """For fields that are copies (see ``frozen.Codec``)."""
 
     @staticmethod
-    def freeze(copies: list[Copy], e: Add) -> Any:
+    def freeze(copies: Copies, e: Add) -> Any:
         return tuple([COPY.freeze(copy, e) for copy in copies])
 
     @staticmethod
-    def thaw(frozen: Any, n: Next) -> list[Copy]:
-        return [COPY.thaw(copy, n) for copy in frozen]
+    def thaw(frozen: Any, n: Next) -> Copies:
+        return tuple([COPY.thaw(copy, n) for copy in frozen])
 
 
 @dataclass
@@ -94,16 +99,24 @@ class Daemon:
     """``life``: none, booting, up. ``lane`` is the one that copies to the host and scrubs."""
 
     life: str = "none"
-    copies: list[Copy] = field(default_factory=list)
-    lane: Items = field(default_factory=list)
+    copies: Copies = ()
+    lane: Items = ()
     is_half: bool = False  # the first order of the lane is half done
     half: int = 0  # what was copied in that half
-    out: Items = field(default_factory=list)
+    out: Items = ()
     has_area: bool = False
     newest_commit: Epoch = NO_EPOCH
+    kept: Kept | None = None  # as ``Process.kept``
+
+    def own(self) -> Daemon:
+        """A copy that may be changed, for one state of the world."""
+        twin = Daemon.__new__(Daemon)
+        twin.__dict__.update(self.__dict__)
+        twin.kept = None
+        return twin
 
     def say(self, message: Message) -> None:
-        self.out.append(pack(message))
+        self.out += (pack(message),)
 
     # -- orders --------------------------------------------------------------------------------
 
@@ -121,20 +134,22 @@ class Daemon:
             case "Scrub":
                 check_range("scrub", message.offset_bytes, message.size_bytes,
                             world.scope.arena_bytes)  # fmt: skip
-                self.lane.append(pack(message))
+                self.lane += (pack(message),)
             case "OpenCommits":
                 self.has_area = True
             case "CloseCommits":
                 self.has_area, self.newest_commit = False, Epoch(0)
             case "CommitCopy":
                 self._check_commit(message, world)
-                self.lane.append(pack(message))
+                self.lane += (pack(message),)
             case "PersistCommit":  # at once: the disk is not modelled
-                commit = world.area.newest()
                 self.say(CommitPersisted(job=message.job, epoch=message.epoch,
-                                         step=-1 if commit is None else commit.step))  # fmt: skip
-            case "CancelTransmit":
-                raise AssertionError("prefetches are outside of this model")
+                                         step=world.commits.persist()))  # fmt: skip
+            case "CancelTransmit":  # perhaps it has ended already
+                self.copies = tuple([
+                    replace(copy, is_cancelled=True) if copy.epoch == message.epoch else copy
+                    for copy in self.copies
+                ])  # fmt: skip
             case name:
                 raise RemoteProtocolError(f"a memory daemon takes no {name}")
 
@@ -146,15 +161,15 @@ class Daemon:
         guard._live = {copy.epoch: _order_of(copy) for copy in self.copies}
         guard.accept(order)  # orders arrive in order here, so it needs no memory of older ones
         start = order.arena_offset_bytes
-        self.copies.append(
+        self.copies += (
             Copy(order.model, order.epoch, start, start + order.region_bytes,
-                 order.groups[0].word, len(order.groups))
+                 order.groups[0].word, len(order.groups)),
         )  # fmt: skip
 
     def _check_commit(self, order: CommitCopy, world: Any) -> None:
-        commits = Commits(world.device)
+        commits = Commits(SimpleNamespace(arena_bytes=world.scope.arena_bytes))
         if self.has_area:
-            commits._areas[order.job] = world.area
+            commits._areas[order.job] = world.commits.area
         if self.newest_commit:
             commits._newest_epochs[order.job] = self.newest_commit
         commits.area_for(order)
@@ -163,15 +178,17 @@ class Daemon:
     # -- work ----------------------------------------------------------------------------------
 
     def copy_group(self, world: Any) -> None:
-        """One more group of the oldest transmission; with the last one, its end."""
+        """One more group of the oldest transmission; with the last one, or a cancel, its end."""
         copy = self.copies[0]
-        world.arrives(copy, copy.done)
-        copy.done += 1
-        if copy.done == copy.groups:
-            self.copies.pop(0)
+        if not copy.is_cancelled:
+            world.arena.arrives(copy, copy.done)
+            copy = replace(copy, done=copy.done + 1)
+            self.copies = (copy, *self.copies[1:])
+        if copy.is_cancelled or copy.done == copy.groups:
+            self.copies = self.copies[1:]
             self.say(
                 TransmitEnded(
-                    model=copy.model, epoch=copy.epoch, is_complete=True,  # type: ignore[arg-type]
+                    model=copy.model, epoch=copy.epoch, is_complete=not copy.is_cancelled,  # type: ignore[arg-type]
                     group_count=copy.done, copied_bytes=0, started_at_ms=0.0, ended_at_ms=0.0,
                 )
             )  # fmt: skip
@@ -180,29 +197,28 @@ class Daemon:
         """Half a commit's copy, its other half and the flip, or a scrub."""
         order = unpack(self.lane[0])
         if isinstance(order, Scrub):
-            self.lane.pop(0)
-            world.scrubs(order)
+            self.lane = self.lane[1:]
+            world.arena.scrubs(order)
             self.say(Scrubbed(epoch=order.epoch))
             return
-        world.reads_slice(order)
         if not self.is_half:
             self._write(world, order, self._first_half(world, order))
             return
-        self.lane.pop(0)
+        self.lane = self.lane[1:]
         self._write(world, order, self._second_half(world, order))
         self.is_half, self.half = False, 0
-        world.committed(order)
+        world.commits.flipped()
         self.say(StepCommitted(job=order.job, epoch=order.epoch, step=order.step, copy_ms=0.0))
 
     def _write(self, world: Any, order: CommitCopy, fill: Callable[[memoryview], None]) -> None:
         try:
-            world.area.write(order.step, IMAGE_BYTES, fill)
+            world.commits.area.write(order.step, IMAGE_BYTES, fill)
         except Paused:
             self.is_half = True
 
     def _first_half(self, world: Any, order: CommitCopy) -> Callable[[memoryview], None]:
         def fill(image: memoryview) -> None:
-            image[0] = self.half = world.bytes_at(order.slice_offset_bytes)[0]
+            image[0] = self.half = world.arena.bytes_at(order.slice_offset_bytes)[0]
             raise Paused
 
         return fill
@@ -211,7 +227,7 @@ class Daemon:
         # The real copy is one call of ``write``; it starts over here, from what it had read.
         def fill(image: memoryview) -> None:
             image[0] = self.half
-            image[1:] = bytes(world.bytes_at(order.slice_offset_bytes)[1:])
+            image[1:] = bytes(world.arena.bytes_at(order.slice_offset_bytes)[1:])
 
         return fill
 
@@ -232,6 +248,7 @@ def _order_of(copy: Copy) -> TransmitModel:
 COPY = Codec(Copy)
 DAEMON = Codec(
     Daemon,
-    own={"copies": _Copies, "lane": ItemsCodec, "out": ItemsCodec},  # type: ignore[dict-item]
+    drop=("kept",),
+    own={"copies": CopiesCodec, "lane": ItemsCodec, "out": ItemsCodec},  # type: ignore[dict-item]
     ordered=("newest_commit",),
 )

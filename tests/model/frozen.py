@@ -2,6 +2,8 @@
 
 Epochs, turns and process generations mean nothing by themselves. So epochs are taken out in a
 fixed order and numbered anew; states that differ only in how high they have counted are one state.
+Those that are compared by size somewhere are taken out negative, and stay so in a frozen state:
+what was not touched since it was thawed is as frozen as it was.
 
 The code is made from each class's annotations. A field whose annotation says nothing here must
 keep the value it had at the start; when it changes, the model refuses to go on: it would merge
@@ -13,9 +15,11 @@ states that differ.
 from __future__ import annotations
 
 import copy
+import marshal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from enum import Enum
+from functools import cache
 from typing import Any
 
 from pipeswitch.states import Machine
@@ -24,6 +28,7 @@ Add = Callable[[int], None]
 Next = Callable[[], int]
 Freeze = Callable[[Any, Add], Any]
 Thaw = Callable[[Any, Next], Any]
+Kept = tuple[bytes, tuple[int, ...]]  # marshalled, and its epochs: see ``frozen_part``
 
 PLAIN = frozenset({
     "int", "float", "str", "bool", "int | None", "float | None", "Slot", "Slot | None", "Token",
@@ -68,6 +73,10 @@ class Codec:
             if name not in drop:
                 self._field(name, annotation)
         self.freeze, self.thaw = self._compile()
+
+    def position(self, name: str) -> int:
+        """Where a plain field stands in what ``freeze`` gives."""
+        return self._plain.index(f"o.{name}")
 
     def _field(self, name: str, annotation: str) -> None:
         if name in self._own:
@@ -156,8 +165,9 @@ class Still:
                 )
 
 
-def renumbered(epochs: list[int]) -> list[int]:
-    """The epochs with new numbers; those that are compared by size come negative.
+@cache  # one transition's epochs look like another's: a few thousand lists in a whole scope
+def renumbered(epochs: tuple[int, ...]) -> tuple[int, ...]:
+    """The epochs with new numbers; those that are compared by size are negative, also afterwards.
 
     1. None (0) stays none.
     2. Values that are compared by size somewhere keep their order.
@@ -176,11 +186,18 @@ def renumbered(epochs: list[int]) -> list[int]:
                 result.append(0)
                 continue
             numbers[value] = len(numbers)
-        result.append(numbers[value])
-    return result
+        result.append(-numbers[value] if epoch < 0 else numbers[value])
+    return tuple(result)
+
+
+def frozen_part(freeze: Freeze, part: Any) -> Kept:
+    """A part of the world as bytes and epochs; both stay the same until the part changes."""
+    epochs: list[int] = []
+    # Version 2 writes no references, so the bytes depend on the values alone.
+    return marshal.dumps(freeze(part, epochs.append), 2), tuple(epochs)
 
 
 def reader(epochs: tuple[int, ...]) -> Next:
     """Gives the epochs back in the order in which they were taken out."""
-    numbers: Iterator[int] = iter(epochs)
+    numbers: Iterator[int] = map(abs, epochs)
     return numbers.__next__

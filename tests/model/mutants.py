@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -32,12 +32,17 @@ _turn_is_free = Inference.turn_is_free
 _ended = Jobs.ended
 _job_died = Jobs.worker_died
 _price = Memory._price
+_cancel_prefetches = Memory.cancel_prefetches
 _work_lane = Daemon.work_lane
 
 FAULTLESS = Scope(name="faultless", steps=1, requests=1, models=1)
 PREEMPTED = replace(FAULTLESS, steps=2, is_coarse=True)
 KILLED = replace(FAULTLESS, is_coarse=True, kills=1)
 LATE = replace(KILLED, late=1)
+DEADLINE = replace(PREEMPTED, requests=2, deadlines=1)
+CANCELLED = replace(PREEMPTED, requests=2, cancels=1)
+DRAINED = replace(PREEMPTED, requests=0, drains=1)
+HINTED = replace(PREEMPTED, models=2, groups=2, hints=1)
 COMMITTED = replace(FAULTLESS, steps=2, requests=0)
 
 
@@ -77,16 +82,16 @@ def _one_slot(self: CommitArea, sequence: int) -> memoryview:
 
 
 def _parameters_first(self: Any, world: Any) -> None:
-    first, second, step = world.slice_of(self)
+    first, second, step = world.arena.slice_of(self)
     self.gate.in_optimizer_step = False
-    world.write_slice(self, (first, after_step(second, step), step))
+    world.arena.write_slice(self, (first, after_step(second, step), step))
     self.phase = "position"
     self._begin_commit(world)
 
 
 def _position_later(self: Any, world: Any) -> None:
-    first, second, step = world.slice_of(self)
-    world.write_slice(self, (first, second, step + 1))
+    first, second, step = world.arena.slice_of(self)
+    world.arena.write_slice(self, (first, second, step + 1))
     self.phase = "fetch"
 
 
@@ -160,7 +165,21 @@ def _not_zeroed(self: Memory, job: Any) -> None:
         self.arena.release(SLICE + job)
 
 
-Change = tuple[Any, str, Callable[..., Any]]
+def _forgotten(self: Inference, event: Any) -> bool:
+    request = self._core.queue.pop(event.token, None)
+    if request is not None:
+        del self._core.requests[event.token]
+    return request is not None
+
+
+def _cancelled_at_once(self: Memory) -> None:
+    for model in self._core.models.values():
+        if model.is_prefetch and not model.users:
+            self._release_broken(model, "cancelled")
+    _cancel_prefetches(self)
+
+
+Change = tuple[Any, str, Any]
 
 
 @dataclass(frozen=True)
@@ -216,6 +235,13 @@ MUTANTS = (
            ((Daemon, "work_lane", _said_too_early),)),
     Mutant("the optimizer does not wait for the commit", COMMITTED,
            ((Script, "is_commit_over", lambda self, world: True),)),
+    Mutant("a request is begun after its deadline", DEADLINE, ((Inference, "expire", _spare),)),
+    Mutant("a request that is taken back is never answered", CANCELLED,
+           ((Inference, "cancel", _forgotten),)),
+    Mutant("the server leaves before its jobs have", DRAINED,
+           ((Jobs, "is_quiet", property(lambda self: True)),)),
+    Mutant("the place of a cancelled prefetch is used at once", HINTED,
+           ((Memory, "cancel_prefetches", _cancelled_at_once),)),
     Mutant("a slice is not zeroed for its next owner", KILLED,
            ((Memory, "release_slice", _not_zeroed),)),
 )  # fmt: skip

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pipeswitch.controller.records import NO_EPOCH
 from pipeswitch.messages import Cleaned, Epoch, InferenceDone, Message, Parked
 from workers.gate import Gate
 
-from .channel import Data, Items, ItemsCodec, pack, unpack
-from .frozen import Codec
-from .script import COMPUTES, GateCodec, Script, new_gate
+from .channel import Data, Item, Items, ItemsCodec, pack, unpack
+from .frozen import Codec, Kept
+from .script import COMPUTES, GateCodec, Script, copy_gate, new_gate
 
 TASK, SIGNAL = 0, 1
 NOTHING = Data(())
@@ -27,11 +27,11 @@ class Process(Script):
     status: int = 0
     is_doomed: bool = False  # SIGKILL was sent and has not struck yet
     begun: Epoch = NO_EPOCH  # its word on the board
-    task_in: Items = field(default_factory=list)
-    signal_in: Items = field(default_factory=list)
-    task_out: Items = field(default_factory=list)
-    signal_out: Items = field(default_factory=list)
-    request: Items = field(default_factory=list)  # the RunInference it computes
+    task_in: Items = ()
+    signal_in: Items = ()
+    task_out: Items = ()
+    signal_out: Items = ()
+    request: Items = ()  # the RunInference it computes
     group: int = 0
     job: str = ""
     job_epoch: Epoch = NO_EPOCH
@@ -44,6 +44,17 @@ class Process(Script):
     committed: int = -1
     in_flight: int = -1  # step of the commit it has begun and not finished
     is_acknowledged: bool = False
+    kept: Kept | None = None  # as frozen: shared by all states it is in, so not to be changed
+
+    def own(self, world: Any) -> Process:
+        """A copy that may be changed, for one state of the world."""
+        twin = Process.__new__(Process)
+        twin.__dict__.update(self.__dict__)
+        twin.kept = None
+        if self.gate is not None:
+            twin.gate = copy_gate(self.gate)
+            twin.hear_gate(world)
+        return twin
 
     @property
     def computes(self) -> bool:
@@ -67,12 +78,25 @@ class Process(Script):
 
     def say(self, channel: int, message: Message) -> None:
         """Put a message into a channel to the controller."""
-        (self.task_out if channel == TASK else self.signal_out).append(pack(message))
+        if channel == TASK:
+            self.task_out += (pack(message),)
+        else:
+            self.signal_out += (pack(message),)
+
+    def takes_out(self, channel: int) -> Item:
+        """The oldest message of a channel leaves it."""
+        if channel == TASK:
+            item, *rest = self.task_out
+            self.task_out = tuple(rest)
+        else:
+            item, *rest = self.signal_out
+            self.signal_out = tuple(rest)
+        return item
 
     def dies(self, status: int) -> None:
         """It is gone; what it has said is still in its channels."""
         self.life, self.status, self.is_doomed = "dead", status, False
-        self.task_in, self.signal_in, self.request = [], [], []
+        self.task_in = self.signal_in = self.request = ()
         self.gate, self.phase, self.job = None, "", ""
         self.saved, self.has_lease = NOTHING, False
 
@@ -84,11 +108,12 @@ class Process(Script):
             return not self.script_waits()
         if self.request:
             order = unpack(self.request[0])
-            return bool(world.words.get(order.first_word + self.group) == order.residency_epoch)
+            word = world.arena.words.get(order.first_word + self.group)
+            return bool(word == order.residency_epoch)
         if not self.task_in:
             return False
         name, _, epochs = self.task_in[0]
-        return name != "RunInference" or world.turn == epochs[0]
+        return name != "RunInference" or world.arena.turn == epochs[0]
 
     def moves(self, world: Any) -> bool:
         """One move of the main thread; False when it turned out to wait."""
@@ -97,19 +122,20 @@ class Process(Script):
         if self.request:
             self._compute_group(world)
             return True
-        order = unpack(self.task_in.pop(0))
+        order = unpack(self.task_in[0])
+        self.task_in = self.task_in[1:]
         if type(order).__name__ == "RunInference":
-            self.request, self.group, self.begun = [pack(order)], 0, order.epoch
+            self.request, self.group, self.begun = (pack(order),), 0, order.epoch
         else:
             self._start_script(world, order)
         return True
 
     def _compute_group(self, world: Any) -> None:
         order = unpack(self.request[0])
-        world.reads(self, order, self.group)
+        world.arena.reads(self, order, self.group)
         self.group += 1
-        if self.group == world.groups_of(order.model):
-            self.request, self.group = [], 0
+        if self.group == world.scope.groups:
+            self.request, self.group = (), 0
             self.say(TASK, InferenceDone(
                 epoch=order.epoch, outputs=(order.request_id,), received_at_ms=0.0,
                 turn_at_ms=0.0, first_group_at_ms=0.0, ended_at_ms=0.0, stall_ms=0.0))  # fmt: skip
@@ -121,7 +147,7 @@ class Process(Script):
         self.hear_gate(world)
         if order.turn:
             self.gate.grant(order.turn)
-        self.saved = Data(world.last_commit() if order.slot_bytes else ())
+        self.saved = Data(world.commits.last() if order.slot_bytes else ())
         self.ask_for_slice(world)
 
     # -- termination thread --------------------------------------------------------------------
@@ -131,14 +157,16 @@ class Process(Script):
         return bool(self.signal_in) and bool(self.job)
 
     def hears(self, world: Any) -> None:
-        self.obey(unpack(self.signal_in.pop(0)))
+        message = unpack(self.signal_in[0])
+        self.signal_in = self.signal_in[1:]
+        self.obey(message)
 
     def hear_gate(self, world: Any) -> None:
         """Let the gate's acknowledgements pass the device on (``Worker._on_parked``)."""
 
         def on_parked(turn: Any, next_turn: Any, where: Any) -> None:
             if next_turn:
-                world.turn = next_turn
+                world.arena.turn = next_turn
             self.say(SIGNAL, Parked(
                 epoch=self.job_epoch, turn=turn, next_turn=next_turn, where=where,
                 asked_at_ms=0.0, parked_at_ms=0.0))  # fmt: skip
@@ -154,7 +182,7 @@ def _holds(gate: Gate | None) -> bool:
 _ITEMS = ("task_in", "signal_in", "task_out", "signal_out", "request")
 PROCESS = Codec(
     Process,
-    drop=("generation",),
+    drop=("generation", "kept"),
     ordered=("job_epoch",),
     own={**dict.fromkeys(_ITEMS, ItemsCodec), "gate": GateCodec},  # type: ignore[arg-type, dict-item]
 )

@@ -36,6 +36,10 @@ class Scope:
     late: int = 0
     pauses: int = 0  # and as many resumptions, by the user
     repeats: int = 0
+    deadlines: int = 0  # so many of the last requests carry one; it may pass while all are slow
+    cancels: int = 0  # of requests, by their clients
+    hints: int = 0  # that a request for a model will come
+    drains: int = 0  # the server is asked to finish what it has accepted and to leave
     models: int = 2
     groups: int = 1
     arena_mib: int = 8  # arrival words take 2, the slice 2, a model 4
@@ -61,7 +65,8 @@ class Scope:
             f"{self.steps} steps", f"{self.requests} requests", f"{self.kills} kills",
             f"{self.suspicions} false suspicions", f"{self.daemon_kills} daemon deaths",
             f"{self.late} late messages", f"{self.pauses} pauses",
-            f"{self.repeats} repeated messages",
+            f"{self.repeats} repeated messages", f"{self.deadlines} deadlines",
+            f"{self.cancels} cancels", f"{self.hints} hints", f"{self.drains} drains",
             f"arena {self.arena_mib} MiB",
         ]  # fmt: skip
         return f"{self.name}: " + ", ".join(part for part in parts if not part.startswith("0 "))

@@ -14,6 +14,10 @@ QUICK: Final = (
     Scope(name="pause", steps=2, requests=0, models=1, pauses=1, kills=1, is_coarse=True),
     Scope(name="signals", steps=1, requests=2, models=1, is_coarse=True, hears_late=True),
     Scope(name="repeat", steps=1, requests=1, models=1, repeats=1, is_coarse=True),
+    Scope(name="deadline", steps=1, requests=2, models=1, deadlines=1, is_coarse=True),
+    Scope(name="cancel", steps=1, requests=2, models=1, cancels=1, is_coarse=True),
+    Scope(name="drain", steps=2, requests=1, models=1, arena_mib=6, drains=1, is_coarse=True),
+    Scope(name="prefetch", steps=1, requests=1, models=2, groups=2, hints=1, is_coarse=True),
     Scope(name="fine", steps=1, requests=1, models=1, groups=2),
 )
 FULL: Final = (
@@ -22,6 +26,8 @@ FULL: Final = (
     Scope(name="fine-kill", steps=1, requests=0, models=1, kills=1),
     Scope(name="fine-repeat", steps=1, requests=1, models=1, repeats=1),
     Scope(name="daemon-kill", steps=1, requests=1, models=1, kills=1, daemon_kills=1,
+          is_coarse=True),
+    Scope(name="drain-kill", steps=2, requests=1, models=1, arena_mib=6, drains=1, kills=1,
           is_coarse=True),
     Scope(name="large", steps=3, requests=2, models=1, kills=2, suspicions=1, commit_steps=(2,),
           is_coarse=True),

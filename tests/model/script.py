@@ -14,7 +14,6 @@ from pipeswitch.errors import TaskPreempted
 from pipeswitch.messages import CommitStep, JobEnded, LeaseRequest
 from workers.gate import Gate, GateState
 
-from .channel import pack
 from .frozen import Add, Next
 
 BASE: Final = 4  # of the digits
@@ -98,6 +97,13 @@ def new_gate() -> Gate:
     return gate
 
 
+def copy_gate(gate: Gate) -> Gate:
+    """One that can be changed without changing the other."""
+    twin = Gate.__new__(Gate)
+    twin.__dict__.update(gate.__dict__)
+    return twin
+
+
 class Script:
     """The main thread of a worker that runs a job; mixed into the worker process.
 
@@ -139,7 +145,7 @@ class Script:
         if not self.has_lease:  # evicted while it waited
             self._end(world, "preempted")
             return
-        world.bind(self)
+        world.arena.bind(self)
         self.committed = self.saved[2] if self.saved else -1
         if self.gate.is_evicting:
             self.gate.check("boundary")
@@ -150,7 +156,7 @@ class Script:
         self._next_batch(world)
 
     def _next_batch(self: Any, world: Any) -> None:
-        if world.slice_of(self)[2] == world.scope.steps:
+        if world.arena.slice_of(self)[2] == world.scope.steps:
             self.phase = "finish"
             return
         self.gate.leave("loader")
@@ -173,24 +179,24 @@ class Script:
 
     def _wait(self: Any, world: Any) -> None:
         self._finish_commit()
-        first, second, step = world.slice_of(self)
+        first, second, step = world.arena.slice_of(self)
         self.gate.in_optimizer_step = True
-        world.write_slice(self, (after_step(first, step), second, step))
+        world.arena.write_slice(self, (after_step(first, step), second, step))
         self.phase = "half"
         if world.scope.is_coarse:
             self._half(world)
 
     def _half(self: Any, world: Any) -> None:
-        first, second, step = world.slice_of(self)
+        first, second, step = world.arena.slice_of(self)
         self.gate.in_optimizer_step = False
-        world.write_slice(self, (first, after_step(second, step), step + 1))
+        world.arena.write_slice(self, (first, after_step(second, step), step + 1))
         self.phase = "fetch"
         if step + 1 in world.scope.commit_steps:
             self._begin_commit(world)
         self._fetch(world)
 
     def _begin_commit(self: Any, world: Any) -> None:
-        step = world.slice_of(self)[2]
+        step = world.arena.slice_of(self)[2]
         self.in_flight, self.is_acknowledged = step, False
         self.say(0, CommitStep(epoch=self.job_epoch, step=step, ranges=()))
 
@@ -206,7 +212,7 @@ class Script:
 
     def _commit_and_end(self: Any, world: Any, outcome: Any) -> None:
         self._finish_commit()
-        if self.committed != world.slice_of(self)[2]:
+        if self.committed != world.arena.slice_of(self)[2]:
             self._begin_commit(world)
             return
         self._end(world, outcome)
@@ -242,4 +248,4 @@ class Script:
                 raise AssertionError(f"a worker cannot obey a {other}")
 
 
-__all__ = ["COMPUTES", "GateCodec", "Script", "image_of", "new_gate", "pack"]
+__all__ = ["COMPUTES", "GateCodec", "Script", "copy_gate", "image_of", "new_gate"]

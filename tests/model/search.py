@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import gc
-import marshal
 import multiprocessing
 import os
 import resource
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from hashlib import blake2b
 
+from .choices import Action
+from .expand import (
+    CHUNK,
+    FAULTS,
+    GARBAGE_EVERY,
+    Elsewhere,
+    Expand,
+    Expanded,
+    Frontier,
+    begin,
+    begin_process,
+    digest_of,
+    here,
+)
 from .scope import Scope
-from .world import Action, Violation, World
-
-FAULTS = frozenset({"kill", "kill_early", "struck_early", "kill_daemon", "suspect", "tells_twice"})
-CHUNK = 64  # states that go to a process at once
-GARBAGE_EVERY = 100_000  # objects: nearly all that is made here is no garbage, or falls at once
-DIGEST_BYTES = 12  # two of 10^6 states share one with a chance below 10^-16
-
-Edge = tuple[Action, bytes, bytes | None]  # the state's digest; its bytes when they are news
-
-
-@dataclass
-class Expanded:
-    """What follows a state: its successors, or why it must not be."""
-
-    edges: list[Edge] = field(default_factory=list)
-    is_rest: bool = False  # nothing more happens by itself, and all is in order
-    broken: tuple[Action | None, str] | None = None
+from .world import World
 
 
 @dataclass
@@ -57,87 +54,6 @@ class Report:
             f"depth {self.depth}, {self.wall_s:.1f} s ({self.cpu_s:.1f} s of CPU), "
             f"{self.peak_mib} MiB; {end}, {found}"
         )
-
-
-class Expander:
-    """Finds what follows a state. One in each process."""
-
-    def __init__(self, scope: Scope) -> None:
-        self.world = World(scope)
-        self._told: set[bytes] = set()  # whose bytes were handed out
-        self._is_fresh = False  # thawed, and nothing done since
-
-    def expand(self, frozen: bytes) -> Expanded:
-        """Every successor of one state."""
-        world, found = self.world, Expanded()
-        state = marshal.loads(frozen)
-        world.thaw(state)
-        self._is_fresh = True
-        actions = world.actions()
-        jumps = world.jumps()
-        if world.suspicions:
-            actions += [("suspect", *jump[1:]) for jump in jumps]
-        goes_on = is_suspected = False
-        for action in actions:
-            if action[0] == "suspect" and is_suspected and world.scope.is_coarse:
-                break  # the first instant at which somebody is taken for hung is enough
-            if not self._follow(state, action, found):
-                if found.broken:
-                    return found
-                continue
-            goes_on |= action[0] not in FAULTS
-            is_suspected |= action[0] == "suspect"
-        if not goes_on:
-            self._at_rest(state, jumps[:1], found)
-        return found
-
-    def _follow(self, state: object, action: Action, found: Expanded) -> bool:
-        world = self.world
-        if not self._is_fresh:
-            world.thaw(state)
-        self._is_fresh = False
-        try:
-            if not world.apply(action):
-                return False
-        except Violation as violation:
-            found.broken = (action, str(violation))
-            return False
-        frozen = world.freeze()
-        digest = blake2b(frozen, digest_size=DIGEST_BYTES).digest()
-        is_news = digest not in self._told
-        self._told.add(digest)
-        found.edges.append((action, digest, frozen if is_news else None))
-        return True
-
-    def _at_rest(self, state: object, jumps: list[Action], found: Expanded) -> None:
-        """Nothing happens by itself any more: time passes, or all must be in order."""
-        for jump in jumps:
-            self._follow(state, jump, found)
-            return
-        self.world.thaw(state)
-        try:
-            self.world.check_rest()
-            found.is_rest = True
-        except Violation as violation:
-            found.broken = (None, str(violation))
-
-
-_expander: Expander | None = None
-
-
-def _begin(scope: Scope) -> None:
-    global _expander
-    _expander = Expander(scope)
-
-
-def _begin_process(scope: Scope) -> None:
-    gc.set_threshold(GARBAGE_EVERY)
-    _begin(scope)
-
-
-def _expand(chunk: list[bytes]) -> list[Expanded]:
-    assert _expander is not None
-    return [_expander.expand(frozen) for frozen in chunk]
 
 
 class Exploration:
@@ -168,8 +84,8 @@ class Exploration:
         began_cpu_s = times.user + times.system + times.children_user + times.children_system
         report = self.report
         root = World(self.scope).freeze()
-        self._add(blake2b(root, digest_size=DIGEST_BYTES).digest(), 0, ("start",))
-        frontier = [(0, root)]
+        self._add(digest_of(root), 0, ("start",))
+        frontier: Frontier = [(0, (0, root))]
         for expand in self._expanders():
             while frontier and not report.violation and len(self._index) < self._most_states:
                 frontier = self._level(frontier, expand)
@@ -189,33 +105,43 @@ class Exploration:
         report.peak_mib = (mine.ru_maxrss + children_kib) // 1024
         return report
 
-    def _expanders(self) -> Iterator[Callable[[Iterable[list[bytes]]], Iterator[list[Expanded]]]]:
+    def _expanders(self) -> Iterator[Expand]:
         if self._processes == 1:
-            _begin(self.scope)
-            yield lambda chunks: map(_expand, chunks)
+            begin(self.scope)
+            threshold = gc.get_threshold()
+            gc.set_threshold(GARBAGE_EVERY)
+            try:
+                yield here
+            finally:
+                gc.set_threshold(*threshold)
             return
         context = multiprocessing.get_context("fork")
-        with context.Pool(self._processes, _begin_process, (self.scope,)) as pool:
-            yield lambda chunks: pool.imap(_expand, chunks)
-            pool.close()
-            pool.join()
+        with ExitStack() as stack:
+            pools = [stack.enter_context(context.Pool(1, begin_process, (self.scope,)))
+                     for _ in range(self._processes)]  # fmt: skip
+            yield Elsewhere(pools)
+            for pool in pools:
+                pool.close()
+            for pool in pools:
+                pool.join()
 
-    def _level(
-        self,
-        frontier: list[tuple[int, bytes]],
-        expand: Callable[[Iterable[list[bytes]]], Iterator[list[Expanded]]],
-    ) -> list[tuple[int, bytes]]:
-        starts = range(0, len(frontier), CHUNK)
-        chunks = ([frozen for _, frozen in frontier[at : at + CHUNK]] for at in starts)
-        following: list[tuple[int, bytes]] = []
-        for at, answers in zip(starts, expand(chunks), strict=True):
-            for (source, _), expanded in zip(frontier[at : at + CHUNK], answers, strict=True):
-                self._take(source, expanded, following)
-                if self.report.violation:
-                    return []
-        return following
+    def _level(self, frontier: Frontier, expand: Expand) -> Frontier:
+        by_home: dict[int, Frontier] = {}
+        for member in frontier:
+            by_home.setdefault(member[1][0] % self._processes, []).append(member)
+        chunks = [
+            states[at : at + CHUNK]
+            for states in by_home.values()
+            for at in range(0, len(states), CHUNK)
+        ]
+        following: Frontier = []
+        for chunk, answers in expand(chunks):
+            for (source, _), expanded in zip(chunk, answers, strict=True):
+                if not self.report.violation:
+                    self._take(source, expanded, following)
+        return [] if self.report.violation else following
 
-    def _take(self, source: int, expanded: Expanded, following: list[tuple[int, bytes]]) -> None:
+    def _take(self, source: int, expanded: Expanded, following: Frontier) -> None:
         if expanded.broken is not None:
             action, self.report.violation = expanded.broken
             self.report.path = self._path(source) + ([action] if action is not None else [])
@@ -223,12 +149,12 @@ class Exploration:
         if expanded.is_rest:
             self._rests.append(source)
         self.report.transitions += len(expanded.edges)
-        for action, digest, frozen in expanded.edges:
+        for action, digest, state in expanded.edges:
             target = self._index.get(digest)
             if target is None:
-                assert frozen is not None
+                assert state is not None
                 target = self._add(digest, source, action)
-                following.append((target, frozen))
+                following.append((target, state))
             if action[0] not in FAULTS:
                 self._sources.append(source)
                 self._targets.append(target)

@@ -7,8 +7,10 @@ from typing import Any, Final
 from pipeswitch.controller import events as ev
 
 from .channel import unpack
+from .choices import Action
 from .scope import MIB, Scope
-from .world import Action, Violation, World
+from .violation import Violation
+from .world import World
 
 _PHASES: Final = {
     "lease": "has its slice, loads what was committed, and asks for a batch",
@@ -27,6 +29,7 @@ _PLAIN: Final = {
     "daemon_copies": "The memory daemon copies one layer group, then raises its arrival word.",
     "pause": "The user pauses the job.",
     "resume": "The user resumes the job.",
+    "drain": "The server is asked to finish what it has accepted, and to leave.",
     "kill_daemon": "The memory daemon dies.",
 }
 
@@ -37,9 +40,13 @@ def describe(world: World, action: Action) -> str:
     if kind in _PLAIN:
         return _PLAIN[kind]
     if kind == "ask":
-        return f"A client sends request r{world.asked + 1}."
-    if kind in ("clock", "suspect"):
-        why = "while everybody is merely slow" if kind == "suspect" else "nothing else happens"
+        return f"A client sends request r{world.clients.asked + 1}."
+    if kind == "cancel":
+        return f"The client of request r{rest[0]} takes it back."
+    if kind == "hint":
+        return f"A request for model {world.model_name(rest[0])} is announced."
+    if kind in ("clock", "suspect", "passes"):
+        why = "nothing else happens" if kind == "clock" else "while everybody is merely slow"
         return f"The clock goes to {rest[0] / 1000:.0f} s: {why}."
     if kind == "daemon_works":
         order = world.daemon.lane[0][0]

@@ -31,6 +31,7 @@ from process_tools import (
 )
 
 from pipeswitch.client import FINAL_JOB_STATES
+from pipeswitch.errors import InvalidInput, TaskFailed
 
 FAKES = str(Path(__file__).resolve().parents[1] / "fakes")
 ON_CUDA = ("--device", "cuda:0")
@@ -236,6 +237,50 @@ def test_a_second_server_on_the_same_gpu_is_refused(
     done = serve(tmp_path, "--device", "cuda:0", **first_gpu)
     assert done.returncode == 1
     assert "another pipeswitch server holds cuda:0" in done.stderr
+
+
+class Lookup(torch.nn.Module):
+    """Rows of a table of ten; ``is_hidden``: by indices that it computes, so that nobody can know
+    them before."""
+
+    def __init__(self, is_hidden: bool) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(10, 4)
+        self.is_hidden = is_hidden
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.table(ids * 2 - ids if self.is_hidden else ids)
+        return found
+
+
+@pytest.mark.parametrize("is_hidden", [False, True], ids=["input", "computed"])
+def test_an_index_out_of_range_is_answered_and_costs_one_worker_at_most(
+    server: Checked, is_hidden: bool
+) -> None:
+    """A kernel's assertion breaks the context: without an answer it would break the next one."""
+    server.wait_until_whole()
+    module = Lookup(is_hidden).eval()
+    good, bad = torch.tensor([[1, 9]]), np.array([[1, 99]])
+    name = "computed" if is_hidden else "looked-up"
+    server.client.register(name, module, example_inputs=(good,))
+    expected = eager(module, good)
+    assert is_bit_equal(answer(server, name, good), expected)
+    before = server.worker_pids()
+
+    def replaced() -> int:
+        now = server.worker_pids()
+        return sum(before[slot] != now.get(slot) for slot in before)
+
+    with pytest.raises(TaskFailed if is_hidden else InvalidInput) as caught:
+        server.client.infer(name, bad)
+    assert ("assertion failed" if is_hidden else "holds the index 99") in str(caught.value)
+    assert is_bit_equal(answer(server, name, good), expected), "the model is still served"
+    if is_hidden:
+        until(lambda: replaced() > 0, "the broken worker is replaced")
+    server.wait_until_whole()
+    assert replaced() == is_hidden, "workers that were replaced"
+    row = next(row for row in server.client.ps() if row.get("name") == name)
+    assert "quarantined" not in str(row)
 
 
 def test_inputs_are_arrays_of_the_host(server: Checked) -> None:

@@ -10,12 +10,19 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from process_tools import (
+
+from pipeswitch.client import FINAL_JOB_STATES
+from pipeswitch.commit_files import load_commit
+from pipeswitch.errors import PipeSwitchError
+from pipeswitch.failpoints import POINTS, VARIABLE
+from tests.process.figures import publishing, say
+from tests.process.tools import (
     Checked,
     checked_server,
     finish,
@@ -27,10 +34,12 @@ from process_tools import (
     write_script,
 )
 
-from pipeswitch.commit_files import load_commit
-from pipeswitch.errors import PipeSwitchError
-
 SEED = 1121
+EPOCH_STEPS = 100
+KEPT = 12  # models and jobs; beyond, the oldest is removed for each that is added
+LANES = 2
+LIVES_OF_A_JOB = 25  # so that its plain run stays short
+PERSIST = [name for name in POINTS if name.startswith("persist.")]
 ENVIRONMENT = {
     "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "20ms",
     "PIPESWITCH_SCHEDULER__PERSIST_EVERY": "50ms",
@@ -79,7 +88,9 @@ def kill_writers(folder: Path, kills: int) -> dict[str, int]:
     there: set[str] = set()
     unsure: set[str] = set()
     number = appended = 0
-    for _ in range(kills):
+    for kill_number in range(kills):
+        if kill_number % 50 == 49:
+            say(f"{kill_number + 1} of {kills} writers killed")
         process = subprocess.Popen(
             [sys.executable, writer, str(path), str(number)], stdout=subprocess.PIPE, text=True
         )
@@ -116,7 +127,8 @@ def test_thirty_killed_writers_lose_nothing_that_was_acknowledged(tmp_path: Path
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_three_hundred_killed_writers_lose_nothing(tmp_path: Path) -> None:
-    sys.__stdout__.write(json.dumps(kill_writers(tmp_path, 300)) + "\n")  # type: ignore[union-attr]
+    with publishing("journal_kills") as figures:
+        figures.update(kill_writers(tmp_path, 300))
 
 
 # ------------------------------------------------------------------------------- the whole server
@@ -127,7 +139,7 @@ SHORT = """
     print("ran")
 """
 TRAINS = """
-    import sys
+    import os, sys
     import torch
     from pipeswitch import job
     torch.manual_seed(0)
@@ -136,6 +148,8 @@ TRAINS = """
     optimizer = torch.optim.Adam(net.parameters(), 0.001)
     data = [torch.full((64, 64), float(i % 7)) for i in range(100)]
     for epoch in job.epochs(int(sys.argv[2])):
+        if os.path.exists(f"{sys.argv[1]}.enough-{epoch}"):
+            break
         for x in job.steps(data, model=net, optimizer=optimizer):
             net(x).square().mean().backward()
             optimizer.step()
@@ -151,69 +165,93 @@ class Ledger:
     """What clients asked for and what they were told, over all lives of one state directory."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
         self.waits = write_script(folder, "waits.py", SHORT)
-        self.models: set[str] = set()
-        self.jobs: set[str] = set()
-        self.asked: set[str] = set()
+        self.there: list[str] = []  # acknowledged, oldest first: ``m…`` models, ``s…`` jobs
+        self.unsure: set[str] = set()  # to come or to go, and the answer never came: both are right
+        self.removed = 0
+        self.acknowledged = 0
         self.persisted_step = -1
         self.numbers = iter(range(1_000_000))
 
     def ask(self, checked: Checked, generator: random.Random, over: threading.Event) -> None:
-        """Register and submit until the server is gone; only what was answered is noted."""
-        x = torch.zeros(1, 16)
+        """Add and remove until the server is gone; only what was answered is noted."""
         with contextlib.suppress(PipeSwitchError):
             while not over.is_set():
-                number = next(self.numbers)
-                if generator.random() < 0.3:
-                    name = f"m{number}"
-                    self.asked.add(name)
-                    checked.client.register(name, mlp(16, 1, number), example_inputs=(x,))
-                    self.models.add(name)
+                kind = generator.choice("mss")
+                oldest = next((name for name in self.there if name.startswith(kind)), "")
+                if oldest and len(self.there) > KEPT:
+                    self._remove(checked, oldest)
                 else:
-                    name = f"s{number}"
-                    self.asked.add(name)
-                    # Behind the job that trains, at the lowest priority: it stays in the queue.
-                    checked.client.train(self.waits, name=name)
-                    checked.client.job(name, "pause")
-                    self.jobs.add(name)
+                    self._add(checked, f"{kind}{next(self.numbers)}")
+
+    def _add(self, checked: Checked, name: str) -> None:
+        self.unsure.add(name)
+        if name.startswith("m"):
+            module, x = mlp(16, 1, int(name[1:])), torch.zeros(1, 16)
+            checked.client.register(name, module, example_inputs=(x,))
+        else:  # behind the job that trains: it stays in the queue until it is held
+            checked.client.train(self.waits, name=name)
+            held = checked.client.job(name, "pause")["job"]
+            if held["state"] != "paused":  # its turn had come while the other one's worker was dead
+                return
+        self.there.append(name)
+        self.unsure.discard(name)
+        self.acknowledged += 1
+
+    def _remove(self, checked: Checked, name: str) -> None:
+        self.unsure.add(name)
+        self.there.remove(name)
+        if name.startswith("m"):
+            checked.client.unregister(name)
+        else:
+            checked.client.job(name, "cancel")
+        self.unsure.discard(name)
+        self.removed += 1
+
+    def counts(self) -> dict[str, int]:
+        """For the figures."""
+        return {"acknowledged": self.acknowledged, "removed": self.removed,
+                "unsure": len(self.unsure)}  # fmt: skip
 
     def check(self, checked: Checked) -> None:
-        """Everything acknowledged is there, once, and nothing that nobody asked for."""
+        """What was acknowledged is there, once; nothing else is, and nothing that was removed."""
         until(
             lambda: all(row["state"] == "ready" for row in checked.client.models()), "models ready"
         )
-        for kind, acknowledged, rows in (
-            ("m", self.models, checked.client.models()),
-            ("s", self.jobs, checked.client.jobs()),
-        ):
-            names = [row["name"] for row in rows if row["name"].startswith(kind)]
-            assert len(names) == len(set(names)), f"twice: {sorted(names)}"
-            finished = {r["name"] for r in checked.client.jobs() if r["state"] == "done"}
-            assert acknowledged - set(names) - finished == set(), "lost"
-            assert set(names) <= self.asked, "nobody asked for it"
+        jobs = [row for row in checked.client.jobs() if row["name"].startswith("s")]
+        names = [row["name"] for row in checked.client.models()]
+        names += [row["name"] for row in jobs if row["state"] not in FINAL_JOB_STATES]
+        assert len(names) == len(set(names)), f"twice: {sorted(names)}"
+        lost = set(self.there) - set(names)
+        assert not lost, f"lost: {lost} of {self.there}, unsure {self.unsure}, found {jobs}"
+        assert set(names) - set(self.there) - self.unsure == set(), "not asked for, or removed"
+        freed = {row["name"] for row in jobs if row["state"] != "paused"}
+        assert not freed & set(self.there), f"paused, and not any more: {jobs}"
 
 
-def live_and_die(ledger: Ledger, state: Path, generator: random.Random, script: Path) -> None:
+def live_and_die(ledger: Ledger, folder: Path, name: str, generator: random.Random) -> None:
     """One life of the server: checked at its start, used, hurt, and killed at random."""
+    points, state = folder / "points", folder / "state"
     with checked_server(
-        arena="64MiB", state_dir=state, environment=ENVIRONMENT, settles=False,
-        status=-signal.SIGKILL,
+        arena="64MiB", state_dir=state, environment={**ENVIRONMENT, VARIABLE: str(points)},
+        settles=False, status=-signal.SIGKILL,
     ) as checked:  # fmt: skip
         ledger.check(checked)
-        task = checked.client.task("trains")
+        task = checked.client.task(name)
         row = task.status()
         assert row["committed_step"] >= ledger.persisted_step, "a persisted commit is lost"
         over = threading.Event()
         asker = threading.Thread(target=ledger.ask, args=(checked, generator, over))
         asker.start()
         until(lambda: task.status()["persisted_step"] > row["committed_step"], "it persists")
-        hurt = generator.choice(["", "worker", "daemon"])
+        hurt = generator.choice(["", "worker", "daemon", *PERSIST])
         with contextlib.suppress(StopIteration):
-            if hurt == "daemon":
+            if hurt in PERSIST:
+                (points / hurt).write_text("crash")
+            elif hurt == "daemon":
                 kill(checked.daemon_pid())
-            elif hurt == "worker" and checked.row("trains")["pid"]:
-                kill(checked.row("trains")["pid"])
+            elif hurt == "worker" and checked.row(name)["pid"]:
+                kill(checked.row(name)["pid"])
         threading.Event().wait(generator.uniform(0, 0.3))  # a moment, not a condition
         with contextlib.suppress(PipeSwitchError):
             ledger.persisted_step = max(ledger.persisted_step, task.status()["persisted_step"])
@@ -224,42 +262,99 @@ def live_and_die(ledger: Ledger, state: Path, generator: random.Random, script: 
         asker.join(30)
         assert not asker.is_alive()
         gone(checked.mark, 10)
-    loaded = load_commit(state / "commits" / "trains")  # raises when it is torn
+    for armed in points.iterdir():
+        if armed.is_file():
+            armed.unlink()
+    loaded = load_commit(state / "commits" / name)  # raises when it is torn
     assert loaded is not None, "the checkpoint is missing"
     descriptor, _, record = loaded
     os.close(descriptor)
     assert record.step >= ledger.persisted_step
 
 
-def kill_servers(folder: Path, kills: int, epochs: int) -> dict[str, Any]:
-    script, state = write_script(folder, "trains.py", TRAINS), folder / "state"
-    generator, ledger = random.Random(SEED), Ledger(folder)
-    run_plain(script, str(folder / "plain"), str(epochs))
-    options: dict[str, Any] = {"arena": "64MiB", "state_dir": state, "environment": ENVIRONMENT}
-    with checked_server(settles=False, **options) as first:
-        first.client.train(script, name="trains", args=[str(folder / "served"), str(epochs)])
-    for _ in range(kills):
-        live_and_die(ledger, state, generator, script)
+def kill_servers(folder: Path, kills: int, seed: int) -> dict[str, int]:
+    """So many lives of one state directory; what was found stands in ``found.json`` after each.
+
+    Every ``LIVES_OF_A_JOB`` lives the job that trains comes to its end, is judged against its
+    plain run, and another one begins.
+    """
+    script, ledger = write_script(folder, "trains.py", TRAINS), Ledger(folder)
+    generator = random.Random(seed)
+    (folder / "points").mkdir()
+    options: dict[str, Any] = {
+        "arena": "64MiB", "state_dir": folder / "state", "environment": ENVIRONMENT,
+    }  # fmt: skip
+    found = {"kills": 0, "jobs": 0, "steps": 0}
+    while found["kills"] < kills:
+        name = f"trains-{found['jobs']}"
+        served, plain = folder / f"{name}.served", folder / f"{name}.plain"
+        with checked_server(settles=False, **options) as first:
+            first.client.train(script, name=name, args=[str(served), "1000000"])
+        ledger.persisted_step = -1
+        for _ in range(min(LIVES_OF_A_JOB, kills - found["kills"])):
+            live_and_die(ledger, folder, name, generator)
+            found["kills"] += 1
+            found.update(ledger.counts())
+            (folder / "found.json").write_text(json.dumps(found))
+        with checked_server(settles=False, **options) as last:
+            ledger.check(last)
+            task = last.client.task(name)
+            epoch = task.status()["step"] // EPOCH_STEPS + 5  # nobody is there yet
+            Path(f"{served}.enough-{epoch}").touch()
+            found["steps"] += finish(task)["step"]
+        run_plain(script, str(plain), str(epoch))
+        assert served.read_text() == plain.read_text()
+        found["jobs"] += 1
+        say(f"{folder.name}: {found['kills']} of {kills} servers killed: {json.dumps(found)}")
     with checked_server(**options) as last:
         ledger.check(last)
-        for name in ledger.jobs:
-            with contextlib.suppress(PipeSwitchError):
-                last.client.job(name, "cancel")
-        finish(last.client.task("trains"), 240)
-    assert (folder / "served").read_text() == (folder / "plain").read_text()
-    return {"kills": kills, "models": len(ledger.models), "jobs": len(ledger.jobs),
-            "lost": 0, "twice": 0, "torn": 0, "step": ledger.persisted_step}  # fmt: skip
+        for job in [name for name in ledger.there if name.startswith("s")]:
+            last.client.job(job, "cancel")
+    return found
+
+
+@contextlib.contextmanager
+def lane(folder: Path, kills: int, seed: int) -> Iterator[subprocess.Popen[bytes]]:
+    """``kill_servers`` in a process of its own: most of a life is the import of torch."""
+    folder.mkdir()
+    root = Path(__file__).resolve().parents[2]
+    process = subprocess.Popen(
+        [sys.executable, __file__, folder, str(kills), str(seed)],
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)  # so that it ends its server
+        process.wait()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_killed_servers_lose_nothing_that_was_acknowledged(tmp_path: Path) -> None:
-    found = kill_servers(tmp_path, 2, epochs=80)
-    assert found["step"] > 0  # what was acknowledged was checked at each start
+    found = kill_servers(tmp_path, 2, SEED)
+    assert found["steps"] > 0
+    assert found["acknowledged"] > 0
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_three_hundred_killed_servers_lose_nothing(tmp_path: Path) -> None:
-    found = kill_servers(tmp_path, 300, epochs=3000)
-    sys.__stdout__.write(json.dumps(found) + "\n")  # type: ignore[union-attr]
+    folders = [tmp_path / f"lane-{number}" for number in range(LANES)]
+    with publishing("server_kills") as figures, contextlib.ExitStack() as stack:
+        try:
+            lanes = [
+                stack.enter_context(lane(folder, 300 // LANES, SEED + number))
+                for number, folder in enumerate(folders)
+            ]
+            assert [process.wait() for process in lanes] == [0] * LANES
+            figures.update(lost=0, twice=0, torn=0)  # or a lane would have failed
+        finally:
+            found = [json.loads(path.read_text()) for path in tmp_path.glob("lane-*/found.json")]
+            for key in ("kills", "jobs", "steps", "acknowledged", "removed", "unsure"):
+                figures[key] = sum(each[key] for each in found)
+
+
+if __name__ == "__main__":
+    kill_servers(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -106,6 +107,33 @@ def test_a_stage_that_fails_shows_its_last_words_and_the_next_one_runs(
     assert "no such kernel" in stages[0]["tail"]
     (table,) = tmp_path.glob("gpu-none-*.md")
     assert "no such kernel" in table.read_text()
+
+
+def test_what_left_the_stages_process_group_is_ended_and_its_log_is_shown(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a server's fork server and daemon: the next stage needs the device that they hold."""
+    monkeypatch.setattr(gpu, "LEAVE_S", 0.2)
+    code = """
+import pathlib, subprocess, sys, tempfile
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
+                         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                         stderr=subprocess.DEVNULL, start_new_session=True)
+print('RESULT {"pid": %d}' % child.pid, flush=True)
+log = pathlib.Path(tempfile.mkdtemp(prefix="pipeswitch-", dir="/tmp"), "state", "processes.log")
+log.parent.mkdir()
+log.write_text("the daemon's last words")
+print('RESULT {"folder": "%s"}' % log.parent.parent, flush=True)
+sys.exit(1)
+"""
+    outcome = gpu.run_stage(stage(gpu, tmp_path, 30.0, code), 100.0, dict(os.environ), tmp_path)
+    shutil.rmtree(outcome.first("folder"))
+    assert outcome.status == "failed"
+    assert [word.split()[0] for word in outcome.first("processes_that_had_to_be_killed")] == [
+        str(outcome.first("pid"))
+    ]
+    until(lambda: not command_of(outcome.first("pid")), "it is gone")
+    assert "the daemon's last words" in outcome.tail
 
 
 def test_no_stage_is_begun_when_the_time_is_over(gpu: ModuleType, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from process_tools import Checked, checked_server, mlp, until
 
 import pipeswitch as ps
 from pipeswitch.keys import KeyFolder, make_pair
+from tests.process.figures import publishing, say
 
 X = np.ones((1, 64), np.float32)
 KINDS = ("idle", "half", "endless", "deaf", "giant")
@@ -217,7 +218,11 @@ def test_two_hundred_hostile_connections_cost_no_answer_and_little_memory(
 def test_a_thousand_hostile_connections(
     with_keys: bool, kinds: tuple[str, ...], tmp_path: Path
 ) -> None:
-    with good_client(tmp_path, with_keys=with_keys) as (checked, client):
-        found = measure(checked, client, 1000, 15.0, kinds)
-    sys.stdout.write(json.dumps({"keys": with_keys, "kinds": kinds, **found}) + "\n")
-    assert found["rss_growth_mib"] < (64 if with_keys else 256), found
+    limit_mib = 64 if with_keys else 256
+    name = f"hostile_{'keys' if with_keys else 'open'}_{'all' if kinds == KINDS else kinds[0]}"
+    with publishing(name) as figures:
+        figures.update(keys=with_keys, kinds=kinds, rss_limit_mib=limit_mib)
+        with good_client(tmp_path, with_keys=with_keys) as (checked, client):
+            figures.update(measure(checked, client, 1000, 15.0, kinds))
+        say(json.dumps(figures))
+        assert figures["rss_growth_mib"] < limit_mib, figures

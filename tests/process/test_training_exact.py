@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
+import json
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -29,12 +31,14 @@ from pipeswitch.commit_area import CommitArea
 from pipeswitch.commit_files import load_commit, read_record, write_commit
 from pipeswitch.commit_image import parse_image
 from pipeswitch.errors import TaskPreempted
+from tests.process.figures import publishing, say
 from workers.gate import Gate
 from workers.snapshot import Captured, captured
 from workers.training import TrainingSession
 
 Body = Callable[[], None]
 SAMPLES, BATCH = 40, 8
+EPOCHS = 40  # of a run whose processes are killed
 
 
 # ------------------------------------------------------------------------------- a host
@@ -655,7 +659,7 @@ class DiskHost(FakeHost):
         super().store(image)
 
 
-def life(directory: Path) -> None:
+def life(directory: Path, name: str) -> None:
     """What the killed process runs."""
     torch.set_num_threads(1)
     warnings.simplefilter("error")
@@ -665,38 +669,92 @@ def life(directory: Path) -> None:
     job._install(session)
     session.begin()
     result = Result()
-    sys.stdout.write("started\n")
-    sys.stdout.flush()
-    script(result, epochs=40)
+    script(result, epochs=EPOCHS, **VARIANTS[name])
     session.finish()
     (directory / "final").write_text(result.final)
 
 
-def test_killed_with_kill_9_at_random_it_ends_bit_equal(tmp_path: Path) -> None:
-    expected = undisturbed(epochs=40)
-    dice = random.Random(17)
+def fork_lives() -> None:
+    """One life for each line ``directory, variant``: a fork, so that torch is imported once."""
+    import torch._dynamo  # noqa: F401  # seconds; optimizers do it at their first step
+
+    for line in sys.stdin:
+        directory, name = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            life(Path(directory), name)
+            os._exit(0)
+        os.write(1, f"{pid}\n".encode())
+        _, status = os.waitpid(pid, 0)
+        os.write(1, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+
+
+@contextlib.contextmanager
+def life_server() -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """A process that runs ``fork_lives``; where to order and where to read."""
     root = Path(__file__).resolve().parents[2]
+    process = subprocess.Popen(
+        [sys.executable, __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,
+        env={**os.environ, "PYTHONPATH": str(root), "OPENBLAS_NUM_THREADS": "1"},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process.stdin as orders, process.stdout as answers:
+        yield orders, answers
+        orders.close()
+        assert process.wait(30) == 0
+
+
+def kill_until_it_ends(
+    directory: Path, name: str, dice: random.Random, orders: IO[bytes], answers: IO[bytes]
+) -> int:
+    """Lives of one training run, each killed at random unless it ends first; how many were."""
     kills = 0
-    deadline = time.monotonic() + 150
-    while not (tmp_path / "final").exists():
-        assert time.monotonic() < deadline
-        process = subprocess.Popen(
-            [sys.executable, __file__, str(tmp_path)],
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(root)},
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"started\n"
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=dice.uniform(0.05, 0.4) if kills < 6 else 60)
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-            kills += 1
-        process.stdout.close()
-        assert process.wait() in (0, -signal.SIGKILL)
-    assert kills >= 2
-    assert (tmp_path / "final").read_text() == expected.final
+    while not (directory / "final").exists():
+        assert kills < 200, "no progress"
+        orders.write(json.dumps([str(directory), name]).encode() + b"\n")
+        pid = int(answers.readline())
+        ended, _, _ = select.select([answers], [], [], dice.uniform(0.02, 0.4))
+        if not ended:
+            os.kill(pid, signal.SIGKILL)
+        status = int(answers.readline())
+        assert status in (0, -signal.SIGKILL)
+        kills += status != 0
+    return kills
+
+
+def kill_sessions(folder: Path, kills: int, names: Sequence[str], figures: dict[str, Any]) -> None:
+    """At least so many kills over as many runs as it takes, one variant after the other."""
+    dice = random.Random(17)
+    figures.update(kills=0, runs=0, differences=0)
+    with life_server() as (orders, answers):
+        for name in itertools.cycle(names):
+            if figures["kills"] >= kills:
+                break
+            directory = folder / str(figures["runs"])
+            directory.mkdir()
+            figures["kills"] += kill_until_it_ends(directory, name, dice, orders, answers)
+            figures["runs"] += 1
+            expected = undisturbed(epochs=EPOCHS, **VARIANTS[name])
+            if (directory / "final").read_text() != expected.final:
+                figures["differences"] += 1
+            say(f"run {figures['runs']} ({name}): {figures['kills']} of {kills} kills")
+    assert figures["differences"] == 0, figures
+
+
+def test_killed_with_kill_9_at_random_it_ends_bit_equal(tmp_path: Path) -> None:
+    kill_sessions(tmp_path, 5, ["plain"], {})
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_two_hundred_kills_at_random_end_bit_equal(tmp_path: Path) -> None:
+    with publishing("session_kills") as figures:
+        kill_sessions(tmp_path, 200, list(VARIANTS), figures)
 
 
 if __name__ == "__main__":
-    life(Path(sys.argv[1]))
+    fork_lives()

@@ -30,3 +30,17 @@ def test_a_look_between_two_groups_costs_no_call() -> None:
     for _ in range(LOOKS_PER_GROUP - 1):
         ahead.look()
     assert len(world.calls) == before
+
+
+def test_nothing_is_asked_while_the_script_captures_a_graph_of_its_own() -> None:
+    world = World()
+    stream: list[int | None] = [None]
+    ahead = RunAhead(Cuda(world.runtime, world.driver), lambda: stream[0])
+    before = len(world.calls)
+    for _ in range(4 * LOOKS_PER_GROUP):
+        ahead.look()
+    assert len(world.calls) == before
+    stream[0] = 0
+    for _ in range(LOOKS_PER_GROUP):
+        ahead.look()
+    assert len(world.calls) > before

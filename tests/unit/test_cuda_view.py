@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,7 @@ from fake_cuda.host_torch import HostTorch, TapeRecorder
 
 from pipeswitch.board import BOARD_BYTES, new_bell, sealed_memfd
 from pipeswitch.devices.cuda_bindings import Cuda, CudaError
+from pipeswitch.devices.cuda_capture import CaptureBroke
 from pipeswitch.devices.cuda_graphs import DeviceProgram, GraphBudget
 from pipeswitch.devices.cuda_slice import SEGMENT_BYTES, Segments
 from pipeswitch.devices.cuda_torch import tensor_at
@@ -20,6 +22,7 @@ from pipeswitch.errors import LocalProtocolError, RemoteProtocolError
 from pipeswitch.programs.bundle import Graph, Node
 from pipeswitch.programs.executor import BoundGraph, GraphProgram
 from pipeswitch.programs.layout import GroupSpec, Manifest, TensorSpec, ValueSpec
+from workers.torch_private import bytes_of_their_own
 
 MIB = 1 << 20
 WORDS = 64
@@ -193,6 +196,55 @@ def test_a_broken_context_is_told_from_a_models_own_error() -> None:
     assert rig.view.is_lost(RuntimeError("CUDA error: an illegal memory access"))
 
 
+def test_a_kernels_assertion_is_the_tasks_own_fault_and_nothing_else_is() -> None:
+    rig = Rig()  # never closed, as above
+    assert rig.view.fault() is None
+    rig.world.fail("cudaStreamSynchronize", "cudaErrorAssert")
+    assert rig.view.is_lost(RuntimeError("CUDA error: device-side assert triggered"))
+    fault = rig.view.fault()
+    assert fault is not None
+    assert fault.data["type"] == "DeviceAssert"
+    other = Rig()
+    other.world.fail("cudaStreamSynchronize", "cudaErrorIllegalAddress")
+    assert other.view.is_lost(RuntimeError("CUDA error"))
+    assert other.view.fault() is None, "it is tried again on another worker"
+
+
+def test_a_models_own_thread_waits_for_a_group_too(rig: Rig) -> None:
+    """The driver interface makes no context in a thread by itself, unlike the runtime."""
+    failed: list[BaseException] = []
+
+    def enter_the_next_layer() -> None:
+        try:
+            rig.view.wait_group(3, 7)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=enter_the_next_layer)
+    thread.start()
+    thread.join()
+    assert not failed
+    assert rig.stream.enqueued == 1
+
+
+def test_a_refusal_of_unknown_name_counts_as_one_while_the_context_works(rig: Rig) -> None:
+    rig.world.fail("cudaHostRegister", "cudaErrorNotReady")  # on no list of harmless ones
+    rig.view.pin(rig.block, 4096)
+    assert rig.world.registered == {}
+    rig.world.fail("cudaHostRegister", "cudaErrorUnknown")  # breaks the fake's context
+    with pytest.raises(CudaError, match="cudaHostRegister"):
+        rig.view.pin(rig.block, 4096)
+    rig.world._broken = None
+
+
+def test_a_jobs_tensor_has_a_storage_of_its_own_in_the_arena(storage: torch.UntypedStorage) -> None:
+    memory = tensor_at(storage, spec("uint8", (2 * MIB,), 0, 2 * MIB), MIB)
+    part = bytes_of_their_own(memory, 4096, 64)
+    assert part.data_ptr() == FAKE_ADDRESS + MIB + 4096
+    assert part.untyped_storage().nbytes() == 64, "torch.save would write the arena"
+    assert part.device == memory.device
+
+
 def test_a_pool_that_cannot_be_pinned_still_serves(rig: Rig) -> None:
     rig.world.fail("cudaHostRegister", "cudaErrorNotPermitted")
     rig.view.pin(rig.block, 4096)
@@ -333,6 +385,19 @@ def test_a_capture_that_fails_is_not_tried_again_and_the_program_serves() -> Non
     recorder.fails = False
     assert torch.equal(device.run([x], lambda _: None)[0], expected(x, weights))
     assert not device.is_capture_wanted
+
+
+def test_a_capture_that_broke_the_process_is_not_taken_for_a_refusal() -> None:
+    bound, _ = program()
+    device, recorder = made(bound)
+    device.run([torch.randn(2, 4)], lambda _: None)
+
+    def broken(run: object) -> None:
+        raise CaptureBroke("cudaStreamEndCapture", "broken", "cannot be mended")
+
+    recorder.record = broken  # type: ignore[method-assign,assignment]
+    with pytest.raises(CaptureBroke):
+        device.improve()
 
 
 def test_graphs_stay_within_their_budget_the_least_recently_used_go() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,20 @@ def test_every_dependency_has_its_reason() -> None:
     for requirement in [*project["dependencies"], *extras]:
         name = re.split(r"[<>=\[]", requirement)[0]
         assert re.search(rf"\b{re.escape(name)}\b", reasons), name
+
+
+def test_the_reliability_page_is_what_its_generator_makes_of_the_files() -> None:
+    spec = importlib.util.spec_from_file_location("reliability", ROOT / "docs/reliability.py")
+    assert spec is not None
+    assert spec.loader is not None
+    generator = importlib.util.module_from_spec(spec)
+    sys.modules["reliability"] = generator  # its dataclasses look themselves up
+    spec.loader.exec_module(generator)
+    again = "python docs/reliability.py writes it again"
+    assert (ROOT / "docs/reliability.md").read_text() == generator.page(generator.load()), again
+    nothing = generator.page({})
+    assert nothing.count("| not run |") == len(generator.GOALS), "a missing file is said"
+    assert not re.search(r"\*\*missed\*\*|\| met \|", nothing)
 
 
 def test_the_readme_shows_only_flags_and_verbs_that_exist() -> None:

@@ -12,9 +12,10 @@ import pytest
 
 from pipeswitch import failpoints
 from pipeswitch.failpoints import POINTS, REACHED, VARIABLE, Injected
+from tests.process.failpoint_tour import TOUR
 
 ROOT = Path(__file__).resolve().parents[2]
-SENDERS = ("worker", "daemon", "builder")  # kinds of children, in an f-string
+SENT_TO = ("worker", "daemon")  # kinds of children that get orders, in an f-string
 
 
 def points_in_code() -> Counter[str]:
@@ -30,7 +31,7 @@ def points_in_code() -> Counter[str]:
                     targets = [t for t in node.targets if isinstance(t, ast.Attribute)]
                     if node.value.value and any(t.attr == "point" for t in targets):
                         found[str(node.value.value)] += 1
-    found.update(f"controller.send.{kind}" for kind in SENDERS)
+    found.update(f"controller.send.{kind}" for kind in SENT_TO)
     return found
 
 
@@ -41,6 +42,11 @@ def test_every_point_of_the_table_stands_in_the_code_and_no_other() -> None:
 
 def test_a_point_stands_at_one_place() -> None:
     assert [name for name, count in points_in_code().items() if count > 1] == []
+
+
+def test_the_tour_stops_once_at_every_point() -> None:
+    stops = Counter(stop.point for batch in TOUR.values() for stop in batch)
+    assert stops == Counter(POINTS.keys())
 
 
 @pytest.fixture

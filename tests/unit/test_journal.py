@@ -65,6 +65,34 @@ def test_what_was_appended_is_there_at_the_next_start_and_nothing_else(tmp_path:
         assert again.models == {"kept": model("kept")}
 
 
+def test_a_hold_is_there_until_its_job_is_resumed_or_over(tmp_path: Path) -> None:
+    names = ("held", "resumed", "cancelled")
+    with opened(tmp_path) as file:
+        for name in names:
+            file.append(job(name))
+            file.append({"kind": "hold", "name": name, "why": "paused"})
+        file.append({"kind": "hold-over", "name": "resumed"})
+        file.append({"kind": "job-over", "name": "cancelled", "state": "cancelled"})
+    with opened(tmp_path) as again:
+        assert set(again.holds) == {"held"}
+        assert set(again.jobs) == {"held", "resumed"}
+
+
+def test_a_journal_of_a_release_without_holds_keeps_what_it_has(tmp_path: Path) -> None:
+    with opened(tmp_path) as file:
+        file.append(job("one"))
+        file.append(model("kept"))
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database:
+        database.execute("DROP TABLE hold")
+        database.execute("PRAGMA user_version = 1")
+    with opened(tmp_path) as again:
+        assert again.jobs == {"one": job("one")}
+        assert again.models == {"kept": model("kept")}
+        again.append({"kind": "hold", "name": "one", "why": "paused"})
+    with opened(tmp_path) as last:
+        assert set(last.holds) == {"one"}
+
+
 def test_what_was_appended_is_there_though_nothing_was_closed(tmp_path: Path) -> None:
     """The file and its write-ahead log as a kill leaves them."""
     copy = tmp_path / "copy"
@@ -235,7 +263,7 @@ def test_a_journal_of_a_later_release_is_left_alone(tmp_path: Path) -> None:
         file.append(job("one"))
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database:
         database.execute(f"PRAGMA user_version = {journal.SCHEMA_VERSION + 1}")
-    with pytest.raises(ConfigError, match="schema 2, this release knows 1"):
+    with pytest.raises(ConfigError, match="schema 3, this release knows 2"):
         JournalFile(tmp_path / FILE_NAME)
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
 

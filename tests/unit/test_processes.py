@@ -2,9 +2,34 @@
 
 from __future__ import annotations
 
-from pipeswitch.controller.processes import STOPPED_LOOKS, StoppedLooks
+import os
+import selectors
+from pathlib import Path
+
+from pipeswitch.controller.processes import STOPPED_LOOKS, Child, Processes, StoppedLooks
+from pipeswitch.messages import Epoch, Message, Pong
+from pipeswitch.wire import channel_pair
 
 PID, OTHER = 71, 72
+
+
+def test_descriptors_that_a_worker_sends_unasked_are_closed(tmp_path: Path) -> None:
+    ours, theirs = channel_pair()
+    heard: list[tuple[Message, list[int]]] = []
+    child = Child("worker", "w", [ours], lambda *news: heard.append(news), lambda status: None)
+    child.open_channels.add(ours.fileno())
+    sent = os.memfd_create("sent")
+    with selectors.DefaultSelector() as selector:
+        processes = Processes(selector, tmp_path / "log", lambda reason: None)
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            theirs.send(Pong(epoch=Epoch(1)), [sent, sent])
+            processes._read_one(child, ours)
+        assert len(os.listdir("/proc/self/fd")) == before
+    assert heard == [(Pong(epoch=Epoch(1)), [])] * 3
+    for channel in (ours, theirs):
+        channel.close()
+    os.close(sent)
 
 
 def test_a_process_found_stopped_often_enough_is_given_up_once() -> None:

@@ -56,8 +56,10 @@ def test_the_model_finds_the_seeded_bug(mutant: Any) -> None:
 
 def test_a_thawed_state_goes_on_as_the_one_that_was_frozen() -> None:
     """Renumbering loses nothing: two worlds, one of them frozen and thawed before each move."""
+    actions_of, jumps_of = _part("choices").actions, _part("choices").jumps
     world_of, scope = _part("world").World, _part("scope").Scope(
-        name="both", steps=2, requests=2, kills=1, suspicions=1, daemon_kills=1, late=1, repeats=1
+        name="both", steps=2, requests=2, kills=1, suspicions=1, daemon_kills=1, late=1, repeats=1,
+        deadlines=1, cancels=1, hints=1, drains=1,
     )  # fmt: skip
     for seed in range(40):
         chance = random.Random(seed)
@@ -66,12 +68,56 @@ def test_a_thawed_state_goes_on_as_the_one_that_was_frozen() -> None:
             state = straight.freeze()
             assert renumbered.freeze() == state
             renumbered.thaw(marshal.loads(state))
-            actions = straight.actions() or straight.jumps()[:1]
-            assert (renumbered.actions() or renumbered.jumps()[:1]) == actions
+            actions = actions_of(straight) or jumps_of(straight)[:1]
+            assert (actions_of(renumbered) or jumps_of(renumbered)[:1]) == actions
             if not actions:
                 break
             action = chance.choice(actions)
             assert straight.apply(action) == renumbered.apply(action)
+
+
+def test_what_states_share_is_never_changed() -> None:
+    """Processes and daemons are thawed once: whoever changes one must take his own."""
+    for scope in QUICK[:2]:
+        _part("search").Exploration(scope).run()
+        shared = _part("expand")._expander.world._shared
+        assert shared
+        for (codec, kept, _), thawed in shared.items():
+            assert _part("frozen").frozen_part(codec.freeze, thawed) == kept
+
+
+def test_the_scheduler_is_asked_once_for_each_event_in_a_state() -> None:
+    world = _part("world").World(_part("scope").Scope(name="one", models=1, is_coarse=True))
+    start = marshal.loads(world.freeze())
+    asked = []
+    handle = world.scheduler.handle
+    world.scheduler.handle = lambda event, now_ms: asked.append(event) or handle(event, now_ms)
+    ends = set()
+    for _ in range(3):
+        world.thaw(start)
+        assert world.apply(("ask",))
+        ends.add(world.freeze())
+    assert len(ends) == 1
+    assert len(asked) == len(set(asked)) > 0
+
+
+def test_a_server_leaves_when_the_commit_of_a_waiting_job_is_on_disk() -> None:
+    world = _part("world").World(
+        _part("scope").Scope(
+            name="one", steps=1, requests=1, models=1, arena_mib=6, drains=1, is_coarse=True
+        )
+    )  # the model's place is the slice's: the job is evicted for the request, and waits
+    for action in [("moves", 1), ("tells", 1, 0), ("moves", 1), ("ask",), ("moves", 1),
+                   ("moves", 1), ("tells", 1, 0), ("daemon_works",), ("moves", 1),
+                   ("tells", 1, 0), ("moves", 1)]:  # fmt: skip
+        world.apply(action)
+    assert world.scheduler.core.jobs["job"].slot is None
+    assert world.commits.on_disk == -1
+    for action in [("drain",), ("moves", 0), ("daemon_copies",), ("moves", 0), ("tells", 0, 0)]:
+        assert not world.clients.has_left
+        world.apply(action)
+    assert world.clients.has_left
+    assert world.commits.on_disk == 0
 
 
 def test_a_job_starts_again_only_when_its_last_commit_is_copied() -> None:

@@ -1135,6 +1135,25 @@ def test_pause_is_answered_when_the_job_holds_no_worker_and_is_on_its_way_to_dis
     assert job.persisted_step == 2
 
 
+def test_a_pause_is_on_record_before_it_is_answered_and_holds_in_the_next_server(
+    rig: Rig, fleet_model: ModuleType
+) -> None:
+    job = rig.start_training()
+    token = rig.job_asked("cifar", "pause")
+    rig.job_ends(job, "preempted")
+    hold = ev.Journal(entry={"kind": "hold", "name": "cifar", "why": "paused"})
+    assert rig.out.index(hold) < rig.out.index(rig.answers[token])
+
+    again = Rig(fleet_model)
+    again.scheduler.jobs.restore("cifar", "x.py", (), 2, 0, -1, is_paused=True)
+    again.tick(1.0)
+    assert again.core.jobs["cifar"].state.state is TaskState.PAUSED
+    assert not again.sent(RunJob)
+    again.job_asked("cifar", "resume")
+    assert again.sent(RunJob)
+    assert ev.Journal(entry={"kind": "hold-over", "name": "cifar"}) in again.out
+
+
 def test_cancel_ends_a_job_in_any_state(rig: Rig) -> None:
     rig.train("one")
     two = rig.train("two")
@@ -1189,6 +1208,16 @@ def test_builds_run_one_after_the_other_until_the_process_is_gone(rig: Rig) -> N
     rig.handle(ev.BuilderExited(model="a", epoch=epoch, status=-9))
     assert [command.model for command in rig.commands(ev.StartBuild)] == ["b"]
     assert isinstance(rig.error(first), Cancelled)
+
+
+def test_a_registration_that_is_being_stored_cannot_be_taken_back(rig: Rig) -> None:
+    token = rig.ask_register("a")
+    epoch = rig.commands(ev.StartBuild)[0].epoch
+    rig.built("a", 10, epoch)
+    rig.handle(ev.CancelAsked(token=token))
+    assert token not in rig.answers
+    rig.daemon(ModelStored(model="a", epoch=epoch, load_ms=1.0))
+    assert rig.error(token) is None
 
 
 def test_a_builder_that_dies_without_a_word_refuses_its_model(rig: Rig) -> None:
@@ -1320,12 +1349,12 @@ def test_drain_finishes_what_was_accepted_evicts_jobs_and_leaves(rig: Rig) -> No
     token = rig.token()
     rig.handle(ev.DrainAsked(token=token, grace_ms=60000.0))
     assert rig.sent(EvictTask)
+    assert rig.sent(PersistCommit)
     assert isinstance(rig.error(rig.infer("a")), ServerUnavailable)
     rig.park(job, rig.core.upcoming.turn)
     rig.done()
     assert rig.error(request) is None
     rig.job_ends(job, "preempted")
-    assert rig.sent(PersistCommit)
     assert not rig.commands(ev.Leave), "its last commit is not on disk yet"
     rig.daemon(CommitPersisted(job=job.name, epoch=job.epoch, step=4))
     assert [command.status for command in rig.commands(ev.Leave)] == [0]

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from pipeswitch import wire
 from pipeswitch.errors import ERRORS_BY_NAME, PipeSwitchError, RemoteProtocolError, from_wire
 from pipeswitch.errors import to_wire as error_to_wire
-from pipeswitch.messages import AnyMessage, Message
+from pipeswitch.messages import AnyMessage, Epoch, InferenceFailed, JobReport, Message
 from pipeswitch.wire import (
     MAGIC,
+    MAX_NESTING,
     ReplyHeader,
     RequestHeader,
     WireError,
@@ -191,6 +192,25 @@ def test_deep_nesting_is_refused_not_a_crash(depth: int) -> None:
             decode_request([MAGIC, data])
         with pytest.raises(RemoteProtocolError):
             decode_message(data)
+
+
+@pytest.mark.parametrize("depth", [MAX_NESTING, 200, 900])
+@pytest.mark.parametrize("opener", [b"\x91", b"\x81\xa1a"])
+def test_what_only_the_decoder_could_bear_is_refused(depth: int, opener: bytes) -> None:
+    """Whoever prints or encodes it again is deeper down, and would meet the end of the stack."""
+    mark = 0x7123_4567
+    deep = opener * depth + b"\x01"
+    messages = [
+        JobReport(epoch=Epoch(1), kind="warning", values={"text": mark}),
+        InferenceFailed(epoch=Epoch(1), error="TaskFailed", message="no", data={"text": mark}),
+    ]
+    packed = [encode_message(message) for message in messages]
+    for data in packed:
+        with pytest.raises(RemoteProtocolError, match="nested deeper"):
+            decode_message(data.replace(msgspec.msgpack.encode(mark), deep))
+    header = encode_header(RequestHeader(v=1, op="register", id="1", body={"inputs": mark}))
+    with pytest.raises(RemoteProtocolError, match="nested deeper"):
+        decode_request([MAGIC, header.replace(msgspec.msgpack.encode(mark), deep)])
 
 
 @pytest.mark.parametrize("extension", range(-128, 128))

@@ -7,6 +7,11 @@ wait that is forgotten shows up as wrong bytes.
 
 ``World`` is one machine; the modules ``runtime`` and ``driver`` speak for ``WORLD``, this process's
 own. Errors are injected by call: ``world.fail("cudaHostRegister", "cudaErrorNotPermitted")``.
+
+As strict as the driver, where a mistake would cost a day: a call of the driver interface in a
+thread without a context; an IPC handle opened by its own maker; a handle that is no more; memory
+unpinned or freed under a copy that is still queued; a copy over the end of a registration; what
+must not be called while the thread captures; a kernel's assertion, after which nothing works.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import enum
+import itertools
 import mmap
 import os
 import struct
@@ -25,6 +31,7 @@ from typing import Any
 
 MAGIC = b"FAKECUDA"
 WAIT_DEADLINE_S = 30.0
+_world_numbers = itertools.count()
 POLL_S = 0.0005  # the fake GPU's own patience with a word
 
 
@@ -38,13 +45,17 @@ class cudaError_t(enum.IntEnum):
     cudaErrorInsufficientDriver = 35
     cudaErrorNoDevice = 100
     cudaErrorInvalidDevice = 101
+    cudaErrorDeviceUninitialized = 201
     cudaErrorOperatingSystem = 304
+    cudaErrorInvalidResourceHandle = 400
     cudaErrorNotReady = 600
     cudaErrorIllegalAddress = 700
+    cudaErrorAssert = 710
     cudaErrorHostMemoryAlreadyRegistered = 712
     cudaErrorHostMemoryNotRegistered = 713
     cudaErrorNotPermitted = 800
     cudaErrorNotSupported = 801
+    cudaErrorStreamCaptureUnsupported = 900
     cudaErrorUnknown = 999
 
 
@@ -53,8 +64,36 @@ class CUresult(enum.IntEnum):
 
     CUDA_SUCCESS = 0
     CUDA_ERROR_INVALID_VALUE = 1
-    CUDA_ERROR_NOT_SUPPORTED = 801
+    CUDA_ERROR_INVALID_CONTEXT = 201
+    CUDA_ERROR_INVALID_HANDLE = 400
     CUDA_ERROR_ILLEGAL_ADDRESS = 700
+    CUDA_ERROR_ASSERT = 710
+    CUDA_ERROR_NOT_SUPPORTED = 801
+
+
+STICKY = {
+    "cudaErrorIllegalAddress": CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,
+    "cudaErrorAssert": CUresult.CUDA_ERROR_ASSERT,
+    "cudaErrorUnknown": CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,
+}
+"""After one of these no call works any more, of either interface."""
+
+WITHOUT_CONTEXT = frozenset(
+    {
+        "cudaGetDeviceCount", "cudaDriverGetVersion", "cudaRuntimeGetVersion",
+        "cudaGetDeviceProperties", "cudaGetErrorString",
+    }
+)  # fmt: skip
+"""Calls of the runtime that need no context; every other one makes it, and makes it current."""
+
+NOT_IN_A_CAPTURE = frozenset(
+    {
+        "cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost", "cudaHostRegister",
+        "cudaHostUnregister", "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventQuery",
+        "cudaEventSynchronize", "cudaIpcOpenMemHandle", "cudaIpcCloseMemHandle",
+    }
+)  # fmt: skip
+"""What a thread must not call while it captures (mode ``thread_local``)."""
 
 
 class MemcpyKind(enum.IntEnum):
@@ -89,6 +128,7 @@ class Block:
         self.map = mmap.mmap(descriptor, max(size_bytes, 1))
         self._hold = (ctypes.c_uint8 * max(size_bytes, 1)).from_buffer(self.map)
         self.address = ctypes.addressof(self._hold)
+        self.open_count = 1  # of an imported one
 
     def close(self) -> None:
         del self._hold
@@ -110,6 +150,14 @@ class Stream:
         with self.lock:
             self.queue.append(run)
             self.enqueued += 1
+
+    def touches(self, address: int, size_bytes: int) -> bool:
+        """Whether something queued reads or writes there (``touched`` of its operation)."""
+        with self.lock:
+            ranges = [part for run in self.queue for part in getattr(run, "touched", ())]
+        return any(
+            start < address + size_bytes and address < start + size for start, size in ranges
+        )
 
     def step(self) -> bool:
         """Run the next operation; False when there is none, or it waits for a word."""
@@ -146,12 +194,17 @@ class World:
         self.blocking_waits = blocking_waits  # a wait runs at once: for processes that compute
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.blocks: dict[int, Block] = {}
-        self.opened: dict[int, Block] = {}  # of other processes, by address here
+        self.opened: dict[int, Block] = {}  # of other worlds, by address here
+        self.opened_handles: dict[bytes, Block] = {}
         self.host_blocks: dict[int, Block] = {}
         self.registered: dict[int, int] = {}
         self.staged: list[Any] = []  # the driver's own copies of pageable sources
         self.streams: dict[int, Stream] = {}
+        self.default_stream = Stream()
         self.events: dict[int, tuple[Stream, int] | None] = {}
+        self.capturing: set[int] = set()  # threads
+        self._current = threading.local()  # has_context: of this thread
+        self._number = next(_world_numbers)
         self._failures: dict[str, list[tuple[int, str]]] = {}
         self._broken: str | None = None
         self._next = 1000
@@ -172,12 +225,34 @@ class World:
         for index, (after, code) in enumerate(waiting):
             if after == 0:
                 del waiting[index]
-                if code in ("cudaErrorIllegalAddress", "cudaErrorUnknown"):
+                if code in STICKY:
                     self._broken = code
                 return code
             waiting[index] = (after - 1, code)
             break
         return None
+
+    def break_down(self, code: str) -> None:
+        """A kernel failed: the context is gone for good."""
+        self._broken = code
+
+    def enter(self) -> None:
+        """This thread has a context from now on."""
+        self._current.has_context = True
+
+    @property
+    def has_context(self) -> bool:
+        return getattr(self._current, "has_context", False)
+
+    def stream_of(self, handle: int) -> Stream | None:
+        """None: there is no such stream (any more). 0 is the default one."""
+        return self.default_stream if handle == 0 else self.streams.get(handle)
+
+    def must_be_idle(self, address: int, size_bytes: int, call: str) -> None:
+        """What a driver would answer with a crash, later and elsewhere."""
+        for stream in [self.default_stream, *self.streams.values()]:
+            if stream.touches(address, size_bytes):
+                raise AssertionError(f"{call}: a queued copy still uses that memory")
 
     def new(self) -> int:
         with self._lock:
@@ -249,8 +324,13 @@ class Runtime:
             code = world.failure(name)
             if code is None and not world.has_driver and "Version" not in name:
                 code = "cudaErrorInsufficientDriver"
+            is_capturing = threading.get_ident() in world.capturing
+            if code is None and is_capturing and name in NOT_IN_A_CAPTURE:
+                code = "cudaErrorStreamCaptureUnsupported"
             if code is not None:
                 return cudaError_t[code], None
+            if name not in WITHOUT_CONTEXT:
+                world.enter()
             values = found(*arguments)
             if isinstance(values, cudaError_t):
                 return (values, None)
@@ -283,7 +363,7 @@ class Runtime:
         return (self._world.device_bytes - self._world.used_bytes, self._world.device_bytes)
 
     def cudaDeviceSynchronize(self) -> Any:
-        for stream in list(self._world.streams.values()):
+        for stream in [self._world.default_stream, *self._world.streams.values()]:
             self._world.drain(stream)
         return ()
 
@@ -310,11 +390,15 @@ class Runtime:
         if not self._world.is_device(pointer, size):
             return cudaError_t.cudaErrorInvalidValue
 
+        queue = self._world.stream_of(stream)
+        if queue is None:
+            return cudaError_t.cudaErrorInvalidResourceHandle
+
         def run() -> bool:
             ctypes.memset(pointer, value, size)
             return True
 
-        self._world.streams[stream].put(run)
+        queue.put(run)
         return ()
 
     def cudaMemcpyAsync(
@@ -328,6 +412,11 @@ class Runtime:
         touched = [s for s, n in world.registered.items() if s < host + size and host < s + n]
         if touched and not world.is_pinned(host, size):
             return cudaError_t.cudaErrorInvalidValue  # over the end of a registration
+        queue = world.stream_of(stream)
+        if queue is None:
+            return cudaError_t.cudaErrorInvalidResourceHandle
+        if not touched and threading.get_ident() in world.capturing:
+            return cudaError_t.cudaErrorStreamCaptureUnsupported
         if device == target and not touched:  # pageable: staged before the call returns
             staged = ctypes.create_string_buffer(ctypes.string_at(source, size), size)
             world.staged.append(staged)
@@ -339,7 +428,10 @@ class Runtime:
             ctypes.memmove(target, source, size)
             return True
 
-        world.streams[stream].put(run)
+        run.touched = [(target, size), (source, size)]  # type: ignore[attr-defined]
+        queue.put(run)
+        if device == source and not touched:  # into pageable memory: back when it has run
+            world.drain(queue)
         return ()
 
     def cudaHostAlloc(self, size: int, flags: int) -> Any:
@@ -349,6 +441,10 @@ class Runtime:
         return (block.address,)
 
     def cudaFreeHost(self, pointer: int) -> Any:
+        block = self._world.host_blocks.get(pointer)
+        if block is None:
+            return cudaError_t.cudaErrorInvalidValue
+        self._world.must_be_idle(pointer, block.size_bytes, "cudaFreeHost")
         del self._world.registered[pointer]
         self._world.host_blocks.pop(pointer).close()
         return ()
@@ -361,8 +457,11 @@ class Runtime:
         return ()
 
     def cudaHostUnregister(self, pointer: int) -> Any:
-        if self._world.registered.pop(pointer, None) is None:
+        size = self._world.registered.get(pointer)
+        if size is None or pointer in self._world.host_blocks:
             return cudaError_t.cudaErrorHostMemoryNotRegistered
+        self._world.must_be_idle(pointer, size, "cudaHostUnregister")
+        del self._world.registered[pointer]
         return ()
 
     # -- other processes
@@ -371,23 +470,41 @@ class Runtime:
         block = self._world.blocks.get(pointer)
         if block is None:
             return cudaError_t.cudaErrorInvalidValue
-        packed = struct.pack("<qqq", os.getpid(), block.descriptor, block.size_bytes)
+        packed = struct.pack(
+            "<qqqq", os.getpid(), self._world._number, block.descriptor, block.size_bytes
+        )
         return (Handle(MAGIC + packed),)
 
     def cudaIpcOpenMemHandle(self, handle: Handle, flags: int) -> Any:
         if not handle.data.startswith(MAGIC):
             return cudaError_t.cudaErrorInvalidValue
-        pid, descriptor, size = struct.unpack_from("<qqq", handle.data, len(MAGIC))
+        pid, number, descriptor, size = struct.unpack_from("<qqqq", handle.data, len(MAGIC))
+        world = self._world
+        if (pid, number) == (os.getpid(), world._number):
+            return cudaError_t.cudaErrorDeviceUninitialized  # "invalid device context"
+        known = world.opened_handles.get(handle.data)
+        if known is not None:
+            known.open_count += 1
+            return (known.address,)
         try:
             opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             return cudaError_t.cudaErrorOperatingSystem
         block = Block(size, opened)
-        self._world.opened[block.address] = block
+        world.opened[block.address] = world.opened_handles[handle.data] = block
         return (block.address,)
 
     def cudaIpcCloseMemHandle(self, pointer: int) -> Any:
-        self._world.opened.pop(pointer).close()
+        world = self._world
+        block = world.opened.get(pointer)
+        if block is None:
+            return cudaError_t.cudaErrorInvalidValue
+        block.open_count -= 1
+        if not block.open_count:
+            world.must_be_idle(block.address, block.size_bytes, "cudaIpcCloseMemHandle")
+            del world.opened[pointer]
+            world.opened_handles = {h: b for h, b in world.opened_handles.items() if b is not block}
+            block.close()
         return ()
 
     # -- streams and events
@@ -398,11 +515,15 @@ class Runtime:
         return (handle,)
 
     def cudaStreamSynchronize(self, stream: int) -> Any:
-        self._world.drain(self._world.streams[stream])
+        queue = self._world.stream_of(stream)
+        if queue is None:
+            return cudaError_t.cudaErrorInvalidResourceHandle
+        self._world.drain(queue)
         return ()
 
     def cudaStreamDestroy(self, stream: int) -> Any:
-        del self._world.streams[stream]
+        if self._world.streams.pop(stream, None) is None:
+            return cudaError_t.cudaErrorInvalidResourceHandle
         return ()
 
     def cudaEventCreateWithFlags(self, flags: int) -> Any:
@@ -411,23 +532,31 @@ class Runtime:
         return (handle,)
 
     def cudaEventRecord(self, event: int, stream: int) -> Any:
-        target = self._world.streams[stream]
+        target = self._world.stream_of(stream)
+        if target is None or event not in self._world.events:
+            return cudaError_t.cudaErrorInvalidResourceHandle
         self._world.events[event] = (target, target.enqueued)
         return ()
 
     def cudaEventSynchronize(self, event: int) -> Any:
+        if event not in self._world.events:
+            return cudaError_t.cudaErrorInvalidResourceHandle
         record = self._world.events[event]
         if record is not None:
             self._world.drain(*record)
         return ()
 
     def cudaEventQuery(self, event: int) -> Any:
+        if event not in self._world.events:
+            return cudaError_t.cudaErrorInvalidResourceHandle
         record = self._world.events[event]
         if record is not None and record[0].done < record[1]:
             return cudaError_t.cudaErrorNotReady
         return ()
 
     def cudaEventDestroy(self, event: int) -> Any:
+        if event not in self._world.events:
+            return cudaError_t.cudaErrorInvalidResourceHandle
         del self._world.events[event]
         return ()
 
@@ -442,6 +571,10 @@ class Driver:
         code = self._world.failure(name)
         if not self._world.has_driver:
             raise RuntimeError("Failed to dlopen libcuda.so.1")
+        if code in STICKY:
+            return STICKY[code]
+        if code is None and not self._world.has_context:
+            return CUresult.CUDA_ERROR_INVALID_CONTEXT
         return None if code is None else CUresult[code]
 
     def cuStreamWaitValue32(self, stream: int, pointer: int, value: int, flags: int) -> Any:
@@ -450,12 +583,14 @@ class Driver:
             return (refused,)
         if not self._world.is_device(pointer, 4) or flags != 1:
             return (CUresult.CUDA_ERROR_INVALID_VALUE,)
+        queue = self._world.stream_of(stream)
+        if queue is None:
+            return (CUresult.CUDA_ERROR_INVALID_HANDLE,)
         word = ctypes.c_uint32.from_address(pointer)
 
         def run() -> bool:
             return word.value == value
 
-        queue = self._world.streams.setdefault(stream, Stream())
         queue.put(run)
         if self._world.blocking_waits:
             self._world.drain(queue)
@@ -472,7 +607,10 @@ class Driver:
             ctypes.c_uint32.from_address(pointer).value = value
             return True
 
-        self._world.streams.setdefault(stream, Stream()).put(run)
+        queue = self._world.stream_of(stream)
+        if queue is None:
+            return (CUresult.CUDA_ERROR_INVALID_HANDLE,)
+        queue.put(run)
         return (CUresult.CUDA_SUCCESS,)
 
 

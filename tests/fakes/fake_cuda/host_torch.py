@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pipeswitch.devices.cuda_torch import Recorder
 from pipeswitch.devices.views import tensor_over
 from pipeswitch.programs.layout import TensorSpec
 
@@ -24,13 +25,15 @@ class HostTorch:
     device = "cpu"
 
     def __init__(self, world: World) -> None:
+        self._world = world
+        world.enter()  # torch makes the context in the thread that computes
         self.stream = world.new()
         world.streams[self.stream] = Stream()
         self.slices: list[tuple[int, int]] = []
         self.in_slice: list[bool] = []
 
-    def current_stream(self) -> int:
-        return self.stream
+    def current_stream(self) -> int | None:
+        return None if threading.get_ident() in self._world.capturing else self.stream
 
     def storage(self, pointer: int, size_bytes: int) -> torch.UntypedStorage:
         raw = (ctypes.c_uint8 * size_bytes).from_address(pointer)
@@ -41,15 +44,24 @@ class HostTorch:
     ) -> torch.Tensor:
         return tensor_over(storage, spec, offset_bytes)
 
-    def computing(self, *, in_slice: bool) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def computing(self, *, in_slice: bool) -> Iterator[None]:
+        """An index out of range is an assertion in a kernel: the context is gone."""
         self.in_slice.append(in_slice)
-        return nullcontext()
+        try:
+            yield
+        except IndexError as error:
+            self._world.break_down("cudaErrorAssert")
+            raise RuntimeError("CUDA error: device-side assert triggered") from error
 
     def take_slice(self, pointer: int, size_bytes: int) -> None:
         self.slices.append((pointer, size_bytes))
 
     def check_slice(self) -> str:
         return "not a real slice"
+
+    def check_failed_capture(self, recorder: Recorder) -> None:
+        pass
 
     def cap_private(self, size_bytes: int) -> None:
         pass
@@ -58,7 +70,7 @@ class HostTorch:
         pass
 
     def recorder(self) -> TapeRecorder:
-        return TapeRecorder()
+        return TapeRecorder(self._world)
 
 
 class Tape(TorchDispatchMode):
@@ -87,7 +99,8 @@ class Tape(TorchDispatchMode):
 class TapeRecorder:
     """``Recorder``: what is captured has run once already, which no result may depend on."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: World | None = None) -> None:
+        self._world = world or World()
         self.cost_bytes = 1 << 20  # of each session
         self._free_bytes = 1 << 34
         self.fails = False
@@ -101,8 +114,12 @@ class TapeRecorder:
         if self.fails:
             raise RuntimeError("operation not permitted when stream is capturing")
         tape = Tape()
-        with tape:
-            run()
+        self._world.capturing.add(threading.get_ident())
+        try:
+            with tape:
+                run()
+        finally:
+            self._world.capturing.clear()
         return tape
 
     def free_bytes(self) -> int:

@@ -1,0 +1,58 @@
+"""One target in a process of its own: ``python -m tests.fuzz.child NAME [libFuzzer's options]``.
+
+The product's modules are imported under atheris's instrumentation, which makes libFuzzer see the
+branches that an input takes. The process ends when libFuzzer does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import atheris  # type: ignore[import-untyped]
+
+from .mutate import Mutator
+from .target import CORPUS, REGRESSIONS, Target
+from .targets import load
+
+INSTRUMENTED = ["pipeswitch", "memory_daemon", "workers"]
+
+
+def main() -> None:
+    logging.disable(logging.CRITICAL)
+    name, options = sys.argv[1], sys.argv[2:]
+    with atheris.instrument_imports(include=INSTRUMENTED):
+        target = load(name)
+    for seed in target.seeds():
+        target.run(seed)  # lazy imports happen here, and count to no input
+    # Looked up at each call: Setup puts another one in its place.
+    mutator = Mutator(target, lambda data, max_bytes: atheris.Mutate(data, max_bytes))
+    with _folders_of(target) as (itself, seeds):
+        arguments = [itself, *options, *seeds, f"-max_len={target.max_bytes}"]
+        atheris.Setup(arguments, target.run, custom_mutator=mutator)
+        atheris.Fuzz()
+
+
+@contextlib.contextmanager
+def _folders_of(target: Target) -> Iterator[tuple[str, list[str]]]:
+    """What starts this program again (libFuzzer does, to merge), and folders that it only reads:
+    the seeds, what is kept."""
+    with tempfile.TemporaryDirectory(prefix="pipeswitch-fuzz-") as name:
+        itself, seeds = Path(name, "itself"), Path(name, "seeds")
+        command = shlex.join([sys.executable, "-m", f"{__package__}.child", target.name])
+        itself.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        itself.chmod(0o700)
+        seeds.mkdir()
+        for number, seed in enumerate(target.seeds()):
+            (seeds / f"seed-{number}").write_bytes(seed)
+        kept = [folder / target.name for folder in (CORPUS, REGRESSIONS)]
+        yield str(itself), [str(folder) for folder in (seeds, *kept) if folder.is_dir()]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""Orders to the memory daemon, and what its threads then do: real guard, real commit areas.
+
+The device is a few pages of this process that do what an order says at once, and check nothing:
+what would write outside of its range is an escape, as is whatever a thread would have thrown.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from memory_daemon import daemon as daemon_module
+from memory_daemon.daemon import Daemon, Work
+from pipeswitch.commit_area import HEADER_BYTES, create_area
+from pipeswitch.errors import RemoteProtocolError
+from pipeswitch.messages import (
+    ByteRange,
+    CancelTransmit,
+    CloseCommits,
+    CommitCopy,
+    Epoch,
+    Exit,
+    GroupCopy,
+    JobName,
+    Message,
+    ModelName,
+    OpenCommits,
+    PersistCommit,
+    Ping,
+    Scrub,
+    StoreModel,
+    TransmitEnded,
+    TransmitModel,
+)
+from pipeswitch.wire import decode_message, encode_message
+
+from .target import MSGPACK_FRAMES, Target, join_frames, split_frames
+
+ARENA_BYTES = 1 << 16
+STORE_BYTES = 1 << 14
+WORDS = 16
+SLOT_BYTES = 4096
+NOWHERE = "/proc/self/nowhere"  # cannot be made, so nothing is ever written
+
+
+class _Pages:
+    """A device (DeviceMemory) that trusts its orders."""
+
+    arena_bytes = ARENA_BYTES
+    store_bytes = STORE_BYTES
+
+    def __init__(self) -> None:
+        self._arena = bytearray(ARENA_BYTES)
+        self._store = bytearray(STORE_BYTES)
+        self._live: dict[Epoch, tuple[TransmitModel, Callable[[TransmitEnded], None]]] = {}
+
+    def export_descriptors(self) -> list[int]:
+        return []
+
+    def export_handle(self) -> bytes:
+        return b""
+
+    def store_view(self, offset_bytes: int, size_bytes: int) -> memoryview:
+        if not 0 <= offset_bytes <= offset_bytes + size_bytes <= STORE_BYTES or size_bytes < 0:
+            raise RemoteProtocolError("outside of the store")  # as devices/cpu.py refuses it
+        return memoryview(self._store)[offset_bytes : offset_bytes + size_bytes]
+
+    def transmit(self, order: TransmitModel, on_end: Callable[[TransmitEnded], None]) -> None:
+        """The first half of the groups now; the rest when it is cancelled or finished."""
+        for group in order.groups:
+            _within("copy", group.arena_offset_bytes, group.size_bytes, ARENA_BYTES)
+            _within("read", group.store_offset_bytes, group.size_bytes, STORE_BYTES)
+            _within("word", group.word, 1, WORDS)
+            if group.arena_offset_bytes < WORDS * 4:
+                raise AssertionError("a copy over the arrival words")
+        self._live[order.epoch] = (order, on_end)
+
+    def cancel(self, epoch: Epoch) -> None:
+        if epoch in self._live:
+            self._end(epoch, is_complete=False)
+
+    def finish(self) -> None:
+        for epoch in list(self._live):
+            self._end(epoch, is_complete=True)
+
+    def _end(self, epoch: Epoch, *, is_complete: bool) -> None:
+        order, on_end = self._live.pop(epoch)
+        ended = TransmitEnded(
+            model=order.model, epoch=epoch, is_complete=is_complete, group_count=len(order.groups),
+            copied_bytes=0, started_at_ms=0.0, ended_at_ms=0.0,
+        )  # fmt: skip
+        on_end(ended)
+
+    def read_slice(self, offset_bytes: int, ranges: Sequence[ByteRange], into: memoryview) -> None:
+        position = 0
+        for piece in ranges:
+            start = offset_bytes + piece.offset_bytes
+            _within("piece", start, piece.size_bytes, ARENA_BYTES)
+            end = position + piece.size_bytes
+            into[position:end] = self._arena[start : start + piece.size_bytes]
+            position = end
+
+    def scrub(self, offset_bytes: int, size_bytes: int) -> None:
+        _within("scrub", offset_bytes, size_bytes, ARENA_BYTES)
+
+    def close(self) -> None:
+        for epoch in list(self._live):
+            self._end(epoch, is_complete=False)
+
+
+def _within(what: str, start: int, size: int, limit: int) -> None:
+    if start < 0 or size < 0 or start + size > limit:
+        raise AssertionError(f"{what} {start}+{size} is not within {limit}")
+
+
+class _Lane:
+    """A lane without a thread: work is done when it is put, and what it throws is an escape."""
+
+    def __init__(self, name: str, send: Callable[[Message], None]) -> None:
+        self._send = send
+
+    def put(self, epoch: Epoch, work: Work) -> None:
+        self._send(work())
+
+    def close(self) -> None:
+        """Nothing is left to do."""
+
+
+class _Control:
+    """The daemon's end of its channel: packets of an input in, answers counted and encoded."""
+
+    def __init__(self) -> None:
+        self.point = ""
+        self.packets: list[bytes] = []
+        self.send_count = 0
+
+    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        encode_message(message)
+        self.send_count += 1
+
+    def receive(self) -> tuple[Message, list[int]] | None:
+        if not self.packets:
+            return None
+        message = decode_message(self.packets.pop(0))
+        if isinstance(message, PersistCommit | StoreModel):
+            # Nothing is read or written but what cannot be there; its odd characters stay.
+            odd = message.directory[-64:].replace("/", "")
+            message = msgspec.structs.replace(message, directory=f"{NOWHERE}/{odd}")
+        is_open = isinstance(message, OpenCommits)
+        return message, [os.dup(_area())] if is_open else []
+
+
+@functools.cache
+def _area() -> int:
+    return create_area(SLOT_BYTES)
+
+
+def run(data: bytes) -> None:
+    device, control = _Pages(), _Control()
+    control.packets = split_frames(data)
+    os.pwrite(_area(), bytes(HEADER_BYTES), 0)  # a job's area as it is made: nothing committed
+    lane, daemon_module.Lane = daemon_module.Lane, _Lane  # type: ignore[misc, assignment]
+    try:
+        parts: Any = (device, control)
+        served = Daemon(*parts, words=WORDS, device_name="cpu")
+    finally:
+        daemon_module.Lane = lane  # type: ignore[misc]
+    served.run()
+    device.finish()
+    if served._guard.live_reads(0, STORE_BYTES) is not None:
+        raise AssertionError("a transmission that has ended is still taken for live")
+
+
+def _input(*messages: Message) -> bytes:
+    return join_frames([encode_message(message) for message in messages])
+
+
+def seeds() -> list[bytes]:
+    """A model's way in, and a job's commits."""
+    model, job = ModelName("m"), JobName("j")
+    groups = tuple(
+        GroupCopy(store_offset_bytes=i * 512, arena_offset_bytes=4096 + i * 512, size_bytes=512,
+                  word=i)
+        for i in range(3)
+    )  # fmt: skip
+    transmit = TransmitModel(
+        model=model, epoch=Epoch(3), arena_offset_bytes=4096, region_bytes=2048, groups=groups
+    )
+    store = StoreModel(
+        model=model, epoch=Epoch(2), directory="d", store_offset_bytes=0, size_bytes=1536
+    )
+    commit = CommitCopy(
+        job=job,
+        epoch=Epoch(5),
+        step=1,
+        slice_offset_bytes=8192,
+        slice_bytes=4096,
+        ranges=tuple(ByteRange(offset_bytes=at, size_bytes=8) for at in (0, 128)),
+    )
+    persist = PersistCommit(job=job, epoch=Epoch(5), directory="d")
+    opened = OpenCommits(job=job, slot_bytes=SLOT_BYTES)
+    return [
+        _input(store, transmit, CancelTransmit(epoch=Epoch(3)), Ping(epoch=Epoch(4))),
+        _input(transmit, msgspec.structs.replace(transmit, epoch=Epoch(9)), store),
+        _input(opened, commit, msgspec.structs.replace(commit, step=2), persist,
+               CloseCommits(job=job), commit),
+        _input(Scrub(epoch=Epoch(7), offset_bytes=8192, size_bytes=4096), Exit()),
+    ]  # fmt: skip
+
+
+TARGET = Target(
+    name="daemon",
+    run=run,
+    seeds=seeds,
+    codec=MSGPACK_FRAMES,
+    words=(
+        "TransmitModel",
+        "CommitCopy",
+        "OpenCommits",
+        "PersistCommit",
+        "StoreModel",
+        "Scrub",
+        "CancelTransmit",
+        "CloseCommits",
+        "Ping",
+        "Exit",
+        "m",
+        "j",
+        "type",
+        "epoch",
+        "groups",
+        "ranges",
+    ),
+)

@@ -1,0 +1,182 @@
+"""What a worker is told: tensors over the pool, the gate, the job's answers.
+
+The controller is trusted not to lie, but not to be free of mistakes: an order that makes no sense
+is refused with an ordinary exception before a byte outside of the pool can be named.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from typing import Any
+
+from pipeswitch.board import sealed_memfd
+from pipeswitch.commit_area import create_area
+from pipeswitch.errors import RemoteProtocolError
+from pipeswitch.messages import (
+    Epoch,
+    EvictTask,
+    Exit,
+    ForgetModel,
+    GrantTurn,
+    JobName,
+    LeaseGranted,
+    LeaseRefused,
+    Message,
+    ModelName,
+    RunInference,
+    RunJob,
+    SlabTensor,
+    Slot,
+    StepCommitted,
+    StopTask,
+    Turn,
+)
+from pipeswitch.wire import decode_message, encode_message
+from workers.gate import Gate, GateState
+from workers.host import JobHost
+from workers.pool import RequestPool
+
+from .target import MSGPACK_FRAMES, Target, join_frames, split_frames
+
+POOL_BYTES = 1 << 16
+SLOT_BYTES = 4096
+REFUSED = (ValueError, KeyError, TypeError, RuntimeError, OverflowError)
+"""What a request's own mistakes may raise: it fails, its worker lives (workers/inference.py)."""
+
+
+class _View:
+    device = "cpu"
+
+    def settle(self) -> None:
+        """Nothing is queued."""
+
+
+@functools.cache
+def _pool() -> RequestPool:
+    return RequestPool(sealed_memfd("fuzz-pool", POOL_BYTES), POOL_BYTES)
+
+
+@functools.cache
+def _area() -> int:
+    return create_area(SLOT_BYTES)
+
+
+class _Worker:
+    """The termination thread's part, as workers/main.py does it, without the thread."""
+
+    def __init__(self) -> None:
+        self.parked: list[tuple[int, int]] = []
+        self.gate = Gate(lambda turn, next_turn, where: self.parked.append((turn, next_turn)))
+        parts: Any = (_RUN_JOB, None, _View(), [])
+        self.host = JobHost(*parts)
+
+    def obey(self, message: Message) -> None:
+        match message:
+            case StopTask():
+                self.gate.request_stop(message.turn, message.next_turn)
+            case GrantTurn():
+                self.gate.grant(message.turn)
+            case EvictTask():
+                self.gate.request_evict()
+                self.host.wake()
+            case LeaseGranted():
+                self.host.lease_answered(message, [os.dup(_area())])
+            case LeaseRefused():
+                self.host.lease_answered(message, [])
+            case StepCommitted():
+                self.host.commit_answered(message)
+            case RunInference():
+                _request(message)
+            case _:
+                pass
+        if len({turn for turn, _ in self.parked}) != len(self.parked):
+            raise AssertionError("one turn is given up twice")
+        if self.gate.state in (GateState.RUNNING, GateState.PARKED):
+            raise AssertionError("the main thread does something that it has not been asked to")
+
+    def close(self) -> None:
+        self.host.restore()
+        if self.host._commits >= 0:
+            os.close(self.host._commits)
+
+
+def _request(order: RunInference) -> None:
+    pool = _pool()
+    for slab in order.inputs:
+        try:
+            tensor = pool.tensor(slab)
+        except REFUSED:
+            continue
+        start = tensor.data_ptr() - pool.address
+        size = tensor.numel() * tensor.element_size()
+        if size and not 0 <= start <= start + size <= POOL_BYTES:
+            raise AssertionError(f"an input reads {start}…{start + size} of the pool")
+
+
+def run(data: bytes) -> None:
+    thread_count = threading.active_count()
+    worker = _Worker()
+    try:
+        for packet in split_frames(data):
+            try:
+                message = decode_message(packet)
+            except RemoteProtocolError:
+                return  # the worker ends
+            worker.obey(message)
+    finally:
+        worker.close()
+    if threading.active_count() > thread_count:
+        raise AssertionError("a thread was left")
+
+
+_RUN_JOB = RunJob(
+    epoch=Epoch(1), turn=Turn(0), job=JobName("j"), entry="a.py", args=(), log_path="",
+    slot_bytes=SLOT_BYTES, commit_every_ms=1.0,
+)  # fmt: skip
+
+
+def seeds() -> list[bytes]:
+    """A job's life, and a request."""
+    epoch = Epoch(1)
+    x = SlabTensor(name="x", dtype="float32", shape=(2, 4), offset_bytes=4096, size_bytes=32)
+    mask = SlabTensor(name="mask", dtype="bool", shape=(2, 2), offset_bytes=4608, size_bytes=4)
+    infer = RunInference(
+        epoch=Epoch(2), request_id="r", model=ModelName("m"), digest="d", directory="",
+        arena_offset_bytes=0, first_word=0, residency_epoch=epoch, inputs=(x, mask),
+        reply_offset_bytes=8192, reply_bytes=4096,
+    )  # fmt: skip
+    job: list[Message] = [
+        GrantTurn(epoch=epoch, turn=Turn(2)),
+        StopTask(epoch=epoch, turn=Turn(2), next_turn=Turn(3), next_slot=Slot(1)),
+        StopTask(epoch=epoch, turn=Turn(4), next_turn=Turn(5), next_slot=Slot(0)),
+        GrantTurn(epoch=epoch, turn=Turn(4)),
+        LeaseGranted(epoch=epoch, offset_bytes=0, size_bytes=4096),
+        LeaseRefused(epoch=epoch, error="OutOfDeviceMemory", message="no"),
+        StepCommitted(job=JobName("j"), epoch=epoch, step=1, copy_ms=1.0),
+        EvictTask(epoch=epoch),
+    ]
+    requests: list[Message] = [infer, ForgetModel(model=ModelName("m")), Exit()]
+    return [join_frames([encode_message(one) for one in part]) for part in (job, requests)]
+
+
+TARGET = Target(
+    name="order",
+    run=run,
+    seeds=seeds,
+    codec=MSGPACK_FRAMES,
+    words=(
+        "GrantTurn",
+        "StopTask",
+        "EvictTask",
+        "LeaseGranted",
+        "RunInference",
+        "SlabTensor",
+        "float32",
+        "bool",
+        "bfloat16",
+        "inputs",
+        "type",
+    ),
+)

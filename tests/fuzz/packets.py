@@ -1,0 +1,67 @@
+"""Every packet between our processes: decoded, or refused; what was decoded is the same again."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import msgspec
+
+from pipeswitch.errors import RemoteProtocolError
+from pipeswitch.messages import CudaOptions, DaemonSettings, Exit, Fork, Slot, WorkerSettings
+from pipeswitch.wire import decode_message, encode_message
+
+from . import daemons, obeying, workers
+from .target import Codec, Target, split_frames
+
+
+def run(data: bytes) -> None:
+    with contextlib.suppress(RemoteProtocolError):
+        message = decode_message(data)
+        if decode_message(encode_message(message)) != message and not _has_nan(message):
+            raise AssertionError(f"{message} is another one when it is read again")
+
+
+def _has_nan(value: Any) -> bool:
+    """NaN equals nothing, itself included."""
+    if isinstance(value, float):
+        return math.isnan(value)
+    if isinstance(value, dict):
+        return any(map(_has_nan, (*value, *value.values())))
+    if isinstance(value, list | tuple):
+        return any(map(_has_nan, value))
+    if isinstance(value, msgspec.Struct):
+        return any(_has_nan(getattr(value, name)) for name in value.__struct_fields__)
+    return False
+
+
+def seeds() -> list[bytes]:
+    """One of each kind."""
+    cuda = CudaOptions(visible="GPU-1")
+    settings = [
+        DaemonSettings(device="cpu", arena_bytes=1, store_bytes=1, words=1, link_bytes_per_s=0.0,
+                       bell_count=1, cuda=cuda),
+        WorkerSettings(slot=Slot(0), device="cpu", arena_bytes=1, words=1, pool_bytes=1, threads=1,
+                       bell_count=1, cuda=cuda),
+    ]  # fmt: skip
+    fork = Fork(ticket=1, kind="worker", name="w", settings=encode_message(settings[1]))
+    messages = [*settings, fork, Exit(), *workers.worker_messages()]
+    others = [frame for part in (daemons, obeying) for seed in part.seeds()
+              for frame in split_frames(seed)]  # fmt: skip
+    return sorted({*map(encode_message, messages), *others})
+
+
+TARGET = Target(
+    name="packet",
+    run=run,
+    seeds=seeds,
+    codec=Codec(
+        split=lambda data: [data],
+        join=lambda parts: parts[0],
+        decode=msgspec.msgpack.decode,
+        encode=msgspec.msgpack.encode,
+    ),
+    words=("type", "epoch", "GroupCopy", "ByteRange", "values", "data"),
+    max_bytes=1024,
+)

@@ -1,0 +1,54 @@
+"""A profile's file: read, checked, and planned from if it passes."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from pipeswitch.profile import Profile, ProfileError, decode, encode
+from pipeswitch.profiling.planned import plan_of, predict
+
+from .target import JSON_TEXT, Target
+from .worlds import profile_of
+
+PREFIX_BYTES = 4 << 20
+
+
+def run(raw: bytes) -> None:
+    try:
+        profile = decode(raw)
+    except ProfileError:
+        return
+    if decode(encode(profile)) != profile:
+        raise AssertionError("a profile is another one when it is read again")
+    profile.why_unusable(_usual().identity, profile.digest, [4096])
+    try:
+        plan, _ = plan_of(profile, PREFIX_BYTES)
+    except ValueError:  # what the scheduler takes for "no plan can be made from it"
+        return
+    for batch in profile.batches:
+        predict(profile, plan, batch.batch)
+    check = profile.check_of(plan, profile.batches[0].batch)
+    if check is not None:
+        _ = check.bias
+
+
+@functools.cache
+def _usual() -> Profile:
+    return profile_of(layer_count=3)
+
+
+def seeds() -> list[bytes]:
+    shipped = sorted((Path(__file__).parents[2] / "profiles").glob("*.json"))
+    small = [path.read_bytes() for path in shipped if path.stat().st_size < 4096]
+    return [encode(_usual()), encode(profile_of(layer_count=1)), *small]
+
+
+TARGET = Target(
+    name="profile",
+    run=run,
+    seeds=seeds,
+    codec=JSON_TEXT,
+    words=("version", "layers", "batches", "cpu", "NaN", "Infinity", "stale"),
+    max_bytes=6000,
+)

@@ -1,0 +1,183 @@
+"""The driver: a process for each target, its figures, and what to do with what escaped."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from .target import CORPUS
+from .targets import SHARES
+
+RSS_LIMIT_MIB: Final = 2048
+INPUT_TIMEOUT_S: Final = 30  # of one input; then libFuzzer calls it a hang, which is an escape
+GRACE_S: Final = 90.0  # imports and the corpus, before and after the time that was asked for
+WARM_SHARE: Final = 0.2  # of the time: memory is read from then on
+LOOK_EVERY_S: Final = 0.5
+PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
+MIB: Final = 1 << 20
+
+_EXECUTED = re.compile(r"stat::number_of_executed_units:\s*(\d+)")
+_PULSE = re.compile(r"^#(\d+)\s", re.MULTILINE)
+_COVERAGE = re.compile(r"\bcov: (\d+)")
+_NEW = re.compile(r"stat::new_units_added:\s*(\d+)")
+
+
+@dataclass
+class Outcome:
+    """What became of one target."""
+
+    executions: int = 0
+    seconds: float = 0.0
+    escapes: int = 0
+    rss_from_mib: float = 0.0
+    rss_to_mib: float = 0.0
+    coverage: int = 0  # branches of the instrumented modules
+    new_entries: int = 0
+    saved: list[str] = field(default_factory=list)  # the inputs that escaped
+
+    def figures(self) -> dict[str, Any]:
+        """As the JSON has them."""
+        return {key: value for key, value in asdict(self).items() if key != "saved"}
+
+    def line(self, name: str) -> str:
+        rate = self.executions / self.seconds if self.seconds else 0.0
+        return (
+            f"{name:8} {self.executions:>11,} executions {rate:>9,.0f}/s  "
+            f"coverage {self.coverage:>5}  new {self.new_entries:>4}  escapes {self.escapes}  "
+            f"RSS {self.rss_from_mib:.0f} -> {self.rss_to_mib:.0f} MiB"
+        )
+
+
+def fuzz(name: str, seconds: float, corpus: Path, saved: Path) -> Outcome:
+    """Run one target for ``seconds``; its corpus grows in ``corpus``, escapes go to ``saved``."""
+    corpus.mkdir(parents=True, exist_ok=True)
+    saved.mkdir(parents=True, exist_ok=True)
+    before = set(saved.iterdir())
+    with tempfile.TemporaryFile("w+") as log:
+        command = [
+            *(sys.executable, "-m", f"{__package__}.child", name, str(corpus)),
+            f"-max_total_time={max(1, round(seconds))}",
+            f"-rss_limit_mb={RSS_LIMIT_MIB}",
+            f"-timeout={INPUT_TIMEOUT_S}",
+            f"-artifact_prefix={saved}/",
+            "-print_final_stats=1",
+            "-reload=0",
+        ]
+        began_s = time.monotonic()
+        child = subprocess.Popen(command, stdout=log, stderr=log, cwd=Path(__file__).parents[2])
+        rss = _watch(child, began_s, seconds)
+        took_s = time.monotonic() - began_s
+        log.seek(0)
+        text = log.read()
+    outcome = read_log(text)
+    outcome.seconds = round(min(took_s, max(seconds, 1.0)), 1)
+    outcome.rss_from_mib, outcome.rss_to_mib = rss
+    new = sorted(path for path in saved.iterdir() if path not in before)
+    outcome.saved = [str(path) for path in new]
+    outcome.escapes = len(new)
+    if child.returncode and not new:  # it did not even begin, or died in a way that saves nothing
+        outcome.escapes = 1
+        (saved / "log.txt").write_text(text)
+        outcome.saved = [str(saved / "log.txt")]
+    elif new:
+        (saved / f"{new[0].name}.log").write_text(text[-20_000:])
+    return outcome
+
+
+def _watch(child: subprocess.Popen[bytes], began_s: float, seconds: float) -> tuple[float, float]:
+    """Wait for the end; resident memory in MiB when it was warm and when it was last seen."""
+    warm_at_s = began_s + max(2.0, WARM_SHARE * seconds)
+    first = last = 0.0
+    while True:
+        try:
+            child.wait(LOOK_EVERY_S)
+            return first or last, last
+        except subprocess.TimeoutExpired:
+            now_s = time.monotonic()
+        last = _rss_mib(child.pid) or last
+        if not first and now_s >= warm_at_s:
+            first = last
+        if now_s > began_s + seconds + GRACE_S:
+            child.kill()
+
+
+def _rss_mib(pid: int) -> float:
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError):
+        return 0.0
+    return round(pages * PAGE_BYTES / MIB, 1)
+
+
+def read_log(text: str) -> Outcome:
+    """What libFuzzer says of a run; of one that broke off, what it said last."""
+    outcome = Outcome()
+    pulses = [int(number) for number in _PULSE.findall(text)]
+    executed = _EXECUTED.search(text)
+    outcome.executions = int(executed[1]) if executed else max(pulses, default=0)
+    outcome.coverage = max(map(int, _COVERAGE.findall(text)), default=0)
+    added = _NEW.search(text)
+    outcome.new_entries = int(added[1]) if added else 0
+    return outcome
+
+
+def shares(names: Sequence[str], seconds: float) -> dict[str, float]:
+    """Seconds for each target: in proportion to its share, and one at least."""
+    weights = {name: SHARES.get(name, 1.0) for name in names}
+    whole = sum(weights.values())
+    return {name: max(1.0, seconds * weight / whole) for name, weight in weights.items()}
+
+
+def minimise(name: str, corpus: Path) -> int:
+    """Replace the kept corpus by as few inputs as show the same branches; how many there are."""
+    kept = CORPUS / name
+    with tempfile.TemporaryDirectory(prefix="pipeswitch-fuzz-") as folder:
+        merged = Path(folder)
+        subprocess.run(
+            [sys.executable, "-m", f"{__package__}.child", name, "-merge=1", folder, str(corpus)],
+            cwd=Path(__file__).parents[2], check=True, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        shutil.rmtree(kept, ignore_errors=True)
+        kept.mkdir(parents=True)
+        for path in sorted(merged.iterdir()):
+            shutil.copy(path, kept / path.name[:16])
+    return sum(1 for _ in kept.iterdir())
+
+
+def merged(older: dict[str, Any], newer: dict[str, Any]) -> dict[str, Any]:
+    """The figures of two runs as one: sums, the first memory, the last, the widest coverage."""
+    targets = dict(older.get("targets", {}))
+    for name, new in newer["targets"].items():
+        old = targets.get(name)
+        if old is None:
+            targets[name] = new
+            continue
+        targets[name] = {
+            **{
+                key: old[key] + new[key]
+                for key in ("executions", "seconds", "escapes", "new_entries")
+            },
+            "rss_from_mib": old["rss_from_mib"],
+            "rss_to_mib": new["rss_to_mib"],
+            "coverage": max(old["coverage"], new["coverage"]),
+        }
+    return totals(targets)
+
+
+def totals(targets: dict[str, Any]) -> dict[str, Any]:
+    """The whole report."""
+    return {
+        "targets": targets,
+        "executions": sum(one["executions"] for one in targets.values()),
+        "escapes": sum(one["escapes"] for one in targets.values()),
+    }

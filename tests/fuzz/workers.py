@@ -1,0 +1,475 @@
+"""What workers and builders can send: the real scheduler beside an honest rest of the server.
+
+An input is frames. The first byte of each says who speaks (low two bits: the slot; 3: whichever
+has a job or a request) and how:
+
+* a hostile worker: the rest is its message. Its epochs and turns of 0 become the ones that are
+  current for that slot, so that a message is taken for one in time;
+* the worker as it should be: it does what it was told to;
+* a hostile builder; a client; the clock; the death of a worker.
+
+The daemon is prompt and honest, whoever is killed dies at once. After each frame the invariants
+are checked, and everything the scheduler says is encoded as it would leave the process.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from pipeswitch.controller import events as ev
+from pipeswitch.controller.core import SchedulerSettings
+from pipeswitch.controller.replies import output_outside, reply_frames
+from pipeswitch.controller.scheduler import Scheduler
+from pipeswitch.errors import RemoteProtocolError
+from pipeswitch.messages import (
+    BuildDone,
+    BuildFailed,
+    BuildProgress,
+    ByteRange,
+    Cleaned,
+    CommitCopy,
+    CommitPersisted,
+    CommitStep,
+    DaemonReady,
+    Epoch,
+    EvictTask,
+    InferenceDone,
+    InferenceFailed,
+    JobEnded,
+    JobName,
+    JobReport,
+    LeaseRequest,
+    Message,
+    ModelName,
+    ModelPrepared,
+    ModelStored,
+    Parked,
+    PersistCommit,
+    Ping,
+    Pong,
+    PrepareModel,
+    RunInference,
+    RunJob,
+    Scrub,
+    Scrubbed,
+    SlabTensor,
+    Slot,
+    StepCommitted,
+    StopTask,
+    StoreModel,
+    TransmitEnded,
+    TransmitModel,
+    Turn,
+    WorkerReady,
+)
+from pipeswitch.timeline import Timeline
+from pipeswitch.wire import decode_message, encode_message, pack_dict
+
+from .target import TAGGED_FRAMES, Target, join_frames, split_frames
+from .worlds import manifest_of
+
+MIB = 1 << 20
+MODELS = (ModelName("m"), ModelName("n"))
+JOBS = (JobName("j"), JobName("k"))
+SLOT_BITS: Final = 2  # of a frame's first byte; who speaks stands in the others
+BUSY: Final = 3
+MAX_STEPS = 400  # of honest parts in a row: they must come to rest
+
+
+class Who(enum.IntEnum):
+    """Who speaks in a frame."""
+
+    HOSTILE = 0
+    HONEST = 1
+    BUILDER = 2
+    CLIENT = 3
+    CLOCK = 4
+    DEATH = 5
+
+
+class Stage:
+    """A server with two models and two jobs, and its scheduler."""
+
+    def __init__(self) -> None:
+        settings = SchedulerSettings(
+            arena_bytes=64 * MIB, store_bytes=64 * MIB, words=64, standby=1, max_queue=4,
+            restart_backoff_ms=100.0, prefix_bytes=4 * MIB,
+        )  # fmt: skip
+        self.scheduler = Scheduler(settings, "priority", 2000.0)
+        self.core = self.scheduler.core
+        self.now_ms = 0.0
+        self._token = 0
+        self._news: list[ev.Event] = []  # of the honest parts, not heard yet
+        self._told: dict[Slot, list[Message]] = {}  # what each worker was told, oldest first
+        self._answered: set[int] = set()
+        self._perform(self.scheduler.start(0.0))
+        self._rest()
+        for model in MODELS:
+            spec = model.encode()
+            self.hear(
+                ev.RegisterAsked(token=self.token(), model=model, spec=spec, spec_digest=model,
+                                 priority=1, is_pinned=False)
+            )  # fmt: skip
+
+    def token(self) -> ev.Token:
+        self._token += 1
+        return ev.Token(self._token)
+
+    # -- events in, commands out --------------------------------------------------------------
+
+    def hear(self, event: ev.Event) -> None:
+        """One event, then everything that the honest parts do because of it."""
+        self._handle(event)
+        self._rest()
+        self.scheduler.check()
+
+    def _rest(self) -> None:
+        for _ in range(MAX_STEPS):
+            if not self._news:
+                return
+            self._handle(self._news.pop(0))
+        raise AssertionError("the server does not come to rest")
+
+    def _handle(self, event: ev.Event) -> None:
+        self._perform(self.scheduler.handle(event, self.now_ms))
+
+    def _perform(self, commands: list[ev.Command]) -> None:
+        for command in commands:
+            self._encode(command)
+            match command:
+                case ev.SpawnDaemon(generation=generation):
+                    ready = DaemonReady(pid=1, arena_bytes=0, store_bytes=0, device="cpu")
+                    self._news.append(ev.FromDaemon(generation=generation, message=ready))
+                case ev.SpawnWorker(slot=slot, generation=generation):
+                    self._told[slot] = []
+                    hello = WorkerReady(slot=slot, pid=10 + slot)
+                    self._news.append(
+                        ev.FromWorker(slot=slot, generation=generation, message=hello)
+                    )
+                case ev.KillWorker(slot=slot, generation=generation):
+                    self._news.append(ev.WorkerExited(slot=slot, generation=generation, status=-9))
+                case ev.ToWorker(slot=slot, message=message):
+                    self._told[slot].append(message)
+                case ev.ToDaemon(message=message):
+                    self._daemon(message)
+                case ev.StartBuild(model=model, epoch=epoch):
+                    self._build(model, epoch)
+                case _:
+                    pass
+
+    def _encode(self, command: ev.Command) -> None:
+        """What the edges do with it (effects.py, frontend.py); an answer comes once."""
+        match command:
+            case ev.ToWorker(message=message) | ev.ToDaemon(message=message):
+                encode_message(message)
+            case ev.Publish(topic=topic, body=body):
+                topic.encode()
+                pack_dict(body)
+            case ev.Span():
+                _timeline().add(command)
+            case ev.Journal(entry=entry):
+                msgspec.json.encode(entry)
+            case ev.Answer():
+                output_outside(command.outputs, 4096, 4096)
+                reply_frames("id", body=command.body, timing=command.timing, error=command.error,
+                             more=command.more)  # fmt: skip
+                if not command.more and command.token >= 0:
+                    if command.token in self._answered:
+                        raise AssertionError(f"token {command.token} is answered twice")
+                    self._answered.add(command.token)
+            case _:
+                pass
+
+    # -- the honest parts ---------------------------------------------------------------------
+
+    def _daemon(self, message: Message) -> None:
+        answer: Message | None = None
+        match message:
+            case StoreModel(model=model, epoch=epoch):
+                answer = ModelStored(model=model, epoch=epoch, load_ms=1.0)
+            case TransmitModel(model=model, epoch=epoch, groups=groups):
+                ends = tuple(self.now_ms for _ in groups)
+                answer = TransmitEnded(
+                    model=model, epoch=epoch, is_complete=True, group_count=len(groups),
+                    copied_bytes=1, started_at_ms=self.now_ms, ended_at_ms=self.now_ms,
+                    group_ends_at_ms=ends,
+                )  # fmt: skip
+            case Scrub(epoch=epoch):
+                answer = Scrubbed(epoch=epoch)
+            case CommitCopy(job=job, epoch=epoch, step=step):
+                answer = StepCommitted(job=job, epoch=epoch, step=step, copy_ms=1.0)
+            case PersistCommit(job=job, epoch=epoch):
+                answer = CommitPersisted(job=job, epoch=epoch, step=1)
+            case Ping(epoch=epoch):
+                answer = Pong(epoch=epoch)
+            case _:
+                return
+        self._news.append(ev.FromDaemon(generation=self.core.daemon_generation, message=answer))
+
+    def _build(self, model: ModelName, epoch: Epoch) -> None:
+        done = BuildDone(model=model, epoch=epoch, digest="d" * 64)
+        manifest = manifest_of(digest=model * 64, total_bytes=3 * MIB)
+        self._news += [
+            ev.FromBuilder(message=done, manifest=manifest),
+            ev.BuilderExited(model=model, epoch=epoch, status=0),
+        ]
+
+    def honest(self, slot: Slot) -> None:
+        """The worker does what it was told, and what it is told because of that."""
+        for _ in range(MAX_STEPS):
+            told = self._told.get(slot)
+            if not told:
+                return
+            worker = self.core.workers[slot]
+            for message in _obedience(told.pop(0), worker.job is not None):
+                self.from_worker(slot, message)
+        raise AssertionError("a worker does not come to rest")
+
+    def from_worker(self, slot: Slot, message: Message) -> None:
+        worker = self.core.workers.get(slot)
+        generation = worker.generation if worker is not None else 1
+        self.hear(ev.FromWorker(slot=slot, generation=generation, message=message))
+
+    # -- the frames of an input ---------------------------------------------------------------
+
+    def take(self, frame: bytes) -> None:
+        who, slot, rest = frame[0] >> SLOT_BITS, self._slot(frame[0] & BUSY), frame[1:]
+        match who:
+            case Who.HOSTILE:
+                self._hostile(slot, rest)
+            case Who.HONEST:
+                self.honest(slot)
+            case Who.BUILDER:
+                self._builder(rest)
+            case Who.CLIENT:
+                self._client(rest)
+            case Who.CLOCK:
+                due = self.scheduler.next_wakeup_ms()
+                self.now_ms = max(self.now_ms + 1.0, due or 0.0)
+                self.hear(ev.Tick())
+            case Who.DEATH:
+                self._dies(slot, rest)
+            case _:
+                pass
+
+    def _slot(self, number: int) -> Slot:
+        """Three stands for a worker that has something to do."""
+        if number != BUSY:
+            return Slot(number)
+        core = self.core
+        busy = [a.slot for a in (core.current, core.upcoming) if a is not None]
+        busy += [worker.slot for worker in core.workers.values() if worker.job is not None]
+        return busy[0] if busy else Slot(0)
+
+    def _dies(self, slot: Slot, rest: bytes) -> None:
+        worker = self.core.workers.get(slot)
+        if worker is None:
+            return
+        begun = None if not rest else Epoch(worker.task_epoch if rest[0] & 1 else 0)
+        self.hear(
+            ev.WorkerExited(slot=slot, generation=worker.generation, status=-11, begun_epoch=begun)
+        )
+
+    def _hostile(self, slot: Slot, packet: bytes) -> None:
+        """As processes.py hears it: nonsense is the end of whoever says it."""
+        try:
+            message = decode_message(packet)
+        except RemoteProtocolError:
+            self._dies(slot, b"")
+            return
+        self.from_worker(slot, self._in_time(slot, message))
+
+    def _in_time(self, slot: Slot, message: Any) -> Any:
+        """Zeros become the numbers that are current for the slot."""
+        worker = self.core.workers.get(slot)
+        if worker is None:
+            return message
+        job = self.core.jobs.get(worker.job) if worker.job is not None else None
+        now = {"epoch": worker.task_epoch, "next_turn": worker.may_raise,
+               "turn": job.turn if job is not None else 0}  # fmt: skip
+        fields = {key: number for key, number in now.items() if getattr(message, key, 1) == 0}
+        return msgspec.structs.replace(message, **fields)
+
+    def _builder(self, packet: bytes) -> None:
+        try:
+            message: Any = decode_message(packet)
+        except RemoteProtocolError:
+            return
+        if isinstance(message, BuildDone):
+            return  # its manifest is read from disk first
+        model = self.core.models.get(getattr(message, "model", MODELS[0]))
+        if model is not None and getattr(message, "epoch", 1) == 0:
+            message = msgspec.structs.replace(message, epoch=model.build_epoch)
+        self.hear(ev.FromBuilder(message=message))
+
+    def _client(self, rest: bytes) -> None:
+        """The rest's first byte is the verb, the second the model, the job or the token."""
+        verb, number = ([*rest[:2], 0, 0])[:2]
+        model, job = MODELS[number % 2], JOBS[number % 2]
+        token = self.token()
+        make = _VERBS[verb % len(_VERBS)]
+        self.hear(make(token, model, job, ev.Token(number)))
+
+
+Make = Callable[[ev.Token, ModelName, JobName, ev.Token], ev.Event]
+
+
+def _infer(token: ev.Token, model: ModelName, job: JobName, other: ev.Token) -> ev.Event:
+    deadline_at_ms = 1e4 if other & 2 else None
+    slab = SlabTensor(name="x", dtype="float32", shape=(1, 4), offset_bytes=0, size_bytes=16)
+    return ev.InferArrived(
+        token=token, request_id=f"r{token}", model=model, digest=model * 64, priority=1,
+        deadline_at_ms=deadline_at_ms, inputs=(slab,), reply_offset_bytes=4096, reply_bytes=4096,
+    )  # fmt: skip
+
+
+def _train(token: ev.Token, model: ModelName, job: JobName, other: ev.Token) -> ev.Event:
+    return ev.TrainAsked(token=token, job=job, entry="/a.py", args=(), priority=2)
+
+
+def _asked(action: Any) -> Make:
+    return lambda token, _, job, __: ev.JobAsked(token=token, job=job, action=action)
+
+
+_VERBS: Final[tuple[Make, ...]] = (
+    _infer,
+    _train,
+    lambda token, model, job, other: ev.CancelAsked(token=other),
+    _asked("pause"),
+    _asked("resume"),
+    _asked("cancel"),
+    _asked("wait"),
+    lambda token, model, job, other: ev.UnregisterAsked(token=token, model=model),
+    lambda token, model, job, other: ev.PinAsked(token=token, model=model, pin=bool(other & 2)),
+    lambda token, model, job, other: ev.PingAsked(token=token),
+    lambda token, model, job, other: ev.ProfileAsked(token=token, model=model),
+    lambda token, model, job, other: ev.Query(token=token, what="stats"),
+    lambda token, model, job, other: ev.Query(token=token, what="ps"),
+    lambda token, model, job, other: ev.Query(token=token, what="show", name=model),
+    lambda token, model, job, other: ev.Query(token=token, what="jobs"),
+    lambda token, model, job, other: ev.PrefetchHint(model=model),
+    lambda token, model, job, other: ev.RegisterAsked(
+        token=token, model=model, spec=b"s", spec_digest="s", priority=1, is_pinned=False
+    ),
+    lambda token, model, job, other: ev.DrainAsked(token=token, grace_ms=1000.0),
+)
+
+
+def _obedience(message: Message, has_job: bool) -> list[Message]:
+    """What a worker answers."""
+    match message:
+        case RunInference(epoch=epoch, trial_batch=batch, plan=plan):
+            times = tuple(float(i) for i in range(len(plan) or 2)) if batch else ()
+            return [
+                InferenceDone(
+                    epoch=epoch, outputs=(), received_at_ms=0.0, turn_at_ms=0.0,
+                    first_group_at_ms=0.0, ended_at_ms=1.0, stall_ms=0.0, is_clean=True,
+                    group_begins_at_ms=times, group_ends_at_ms=tuple(t + 1.0 for t in times),
+                )
+            ]  # fmt: skip
+        case PrepareModel(model=model, digest=digest, plan=plan):
+            return [ModelPrepared(model=model, digest=digest, prepare_ms=1.0, plan=plan)]
+        case RunJob(epoch=epoch):
+            return [LeaseRequest(epoch=epoch, slice_bytes=MIB, state_bytes=MIB)]
+        case StopTask(epoch=epoch, turn=turn, next_turn=next_turn) if has_job:
+            return [
+                Parked(epoch=epoch, turn=turn, next_turn=next_turn, where="forward",
+                       asked_at_ms=0.0, parked_at_ms=1.0)
+            ]  # fmt: skip
+        case EvictTask(epoch=epoch) if has_job:
+            return [JobEnded(epoch=epoch, outcome="preempted", step=1)]
+        case Ping(epoch=epoch):
+            return [Pong(epoch=epoch)]
+        case _:
+            return []
+
+
+@functools.cache
+def _timeline() -> Timeline:
+    return Timeline()
+
+
+def run(data: bytes) -> None:
+    stage = Stage()
+    for frame in split_frames(data):
+        if frame:
+            stage.take(frame)
+
+
+# ---- seeds --------------------------------------------------------------------------------------
+
+
+def _says(who: int, slot: int, rest: bytes = b"") -> bytes:
+    return bytes([(who << SLOT_BITS) + slot]) + rest
+
+
+def _hostile(slot: int, message: Message) -> bytes:
+    return _says(Who.HOSTILE, slot, encode_message(message))
+
+
+def _asks(verb: int, number: int = 0) -> bytes:
+    return _says(Who.CLIENT, 0, bytes([verb, number]))
+
+
+def worker_messages() -> list[Message]:
+    """Each message of a worker once, in time (zeros)."""
+    epoch, model = Epoch(0), MODELS[0]
+    slab = SlabTensor(name="y", dtype="float32", shape=(1, 4), offset_bytes=4096, size_bytes=16)
+    return [
+        InferenceDone(
+            epoch=epoch, outputs=(slab,), received_at_ms=0.0, turn_at_ms=0.0,
+            first_group_at_ms=0.0, ended_at_ms=1.0, stall_ms=0.0, is_clean=True,
+            group_begins_at_ms=(0.0, 1.0), group_ends_at_ms=(1.0, 2.0),
+        ),
+        InferenceFailed(epoch=epoch, error="TaskFailed", message="no", data={"type": "E"}),
+        InferenceFailed(epoch=epoch, error="Other", message="no", data={"text": "E"}),
+        Cleaned(epoch=epoch),
+        Parked(epoch=epoch, turn=Turn(0), next_turn=Turn(0), where="forward", asked_at_ms=0.0,
+               parked_at_ms=1.0),
+        WorkerReady(slot=Slot(0), pid=1),
+        ModelPrepared(model=model, digest=model * 64, prepare_ms=1.0),
+        LeaseRequest(epoch=epoch, slice_bytes=MIB, state_bytes=MIB),
+        CommitStep(epoch=epoch, step=1, ranges=(ByteRange(offset_bytes=0, size_bytes=8),)),
+        JobReport(epoch=epoch, kind="progress", values={"step": 3, "epoch": 1, "log": {"a": 1}}),
+        JobReport(epoch=epoch, kind="warning", values={"text": "careful", "step": 1}),
+        JobReport(epoch=epoch, kind="nan_loss", values={"name": "l", "value": "nan", "step": 1}),
+        JobEnded(epoch=epoch, outcome="done", step=4),
+        JobEnded(epoch=epoch, outcome="failed", step=4, error_type="E", error_text="t"),
+        JobEnded(epoch=epoch, outcome="preempted", step=4),
+        Pong(epoch=epoch),
+    ]  # fmt: skip
+
+
+def seeds() -> list[bytes]:
+    """Each message while it is idle, while it computes, and while it trains."""
+    infer, train = _asks(0), _asks(1)
+    pressed = [_says(Who.HONEST, slot) for slot in range(2)]
+    found = []
+    for message in worker_messages():
+        frame = _hostile(BUSY, message)
+        found.append(join_frames([*pressed, infer, frame, *pressed, infer]))
+        found.append(join_frames([*pressed, train, *pressed, frame, infer, frame, *pressed]))
+    failed = BuildFailed(model=MODELS[1], epoch=Epoch(0), error="InvalidInput", message="no")
+    progress = BuildProgress(model=MODELS[1], epoch=Epoch(0), stage="s", fraction=0.5)
+    builder = [_says(Who.BUILDER, 0, encode_message(message)) for message in (progress, failed)]
+    found.append(join_frames([*builder, _asks(7, 1), *builder]))
+    every = [_asks(verb, 1) for verb in range(len(_VERBS) - 1)]
+    found.append(join_frames([train, *every, _says(Who.CLOCK, 0), _says(Who.DEATH, 1, b"\1")]))
+    found.append(join_frames([*pressed, _asks(10), *pressed, *pressed, _asks(17), *pressed]))
+    return found
+
+
+TARGET = Target(
+    name="worker",
+    run=run,
+    seeds=seeds,
+    codec=TAGGED_FRAMES,
+    words=("topic", "self", "message", "hint", "data", "step", "epoch", "log", "text", "progress",
+           "warning", "nan_loss", "job", "m", "n", "j", "type", "Parked", "JobEnded",
+           "InferenceDone", "JobReport", "LeaseRequest", "CommitStep", "forward", "done"),
+)  # fmt: skip

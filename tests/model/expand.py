@@ -1,0 +1,170 @@
+"""What follows a state: in this process, or in others that share the work."""
+
+from __future__ import annotations
+
+import gc
+import marshal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from multiprocessing.pool import Pool
+from queue import SimpleQueue
+
+from .choices import Action, actions, jumps
+from .scope import Scope
+from .violation import Violation
+from .world import World
+
+# What may happen and need not: rest is reached without any of it.
+FAULTS = frozenset({
+    "kill", "kill_early", "struck_early", "kill_daemon", "suspect", "tells_twice",
+    "cancel", "drain", "hint", "passes",
+})  # fmt: skip
+
+CHUNK = 64  # states that go to a process at once
+GARBAGE_EVERY = 100_000  # objects: nearly all that is made here is no garbage, or falls at once
+DIGEST_BYTES = 12  # two of 10^6 states share one with a chance below 10^-16
+
+MOST_MOMENTS = 60_000  # that a process remembers of the scheduler, some 3 KiB each
+
+State = tuple[int, bytes]  # where it is at home (see ``Moment.home``), and the state
+Edge = tuple[Action, bytes, State | None]  # the state's digest; the state when it is news
+Frontier = list[tuple[int, State]]  # with the states' numbers
+Expand = Callable[[list[Frontier]], Iterator[tuple[Frontier, list["Expanded"]]]]
+
+
+@dataclass
+class Expanded:
+    """What follows a state: its successors, or why it must not be."""
+
+    edges: list[Edge] = field(default_factory=list)
+    is_rest: bool = False  # nothing more happens by itself, and all is in order
+    broken: tuple[Action | None, str] | None = None
+
+
+def digest_of(frozen: bytes) -> bytes:
+    """Stands for a state where only equality matters."""
+    return blake2b(frozen, digest_size=DIGEST_BYTES).digest()
+
+
+class Expander:
+    """Finds what follows a state. One in each process."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.world = World(scope)
+        self._told: set[bytes] = set()  # whose bytes were handed out
+
+    def expand(self, frozen: bytes) -> Expanded:
+        """Every successor of one state."""
+        world, found = self.world, Expanded()
+        world.recall.forget(MOST_MOMENTS)
+        state = marshal.loads(frozen)
+        world.thaw(state)
+        possible, later = actions(world), jumps(world)
+        if world.suspicions:
+            possible += [("suspect", *jump[1:]) for jump in later]
+        goes_on = is_suspected = False
+        for action in possible:
+            if action[0] == "suspect" and is_suspected and world.scope.is_coarse:
+                break  # the first instant at which somebody is taken for hung is enough
+            if not self._follow(state, action, found):
+                if found.broken:
+                    return found
+                continue
+            goes_on |= action[0] not in FAULTS
+            is_suspected |= action[0] == "suspect"
+        if not goes_on:
+            self._at_rest(state, later[:1], found)
+        return found
+
+    def _follow(self, state: object, action: Action, found: Expanded) -> bool:
+        world = self.world
+        world.thaw(state)
+        try:
+            if not world.apply(action):
+                return False
+        except Violation as violation:
+            found.broken = (action, str(violation))
+            return False
+        frozen = world.freeze()
+        digest = digest_of(frozen)
+        is_news = digest not in self._told
+        self._told.add(digest)
+        home = world.recall.moment.home
+        found.edges.append((action, digest, (home, frozen) if is_news else None))
+        return True
+
+    def _at_rest(self, state: object, later: list[Action], found: Expanded) -> None:
+        """Nothing happens by itself any more: time passes, or all must be in order."""
+        for jump in later:
+            self._follow(state, jump, found)
+            return
+        self.world.thaw(state)
+        try:
+            self.world.check_rest()
+            found.is_rest = True
+        except Violation as violation:
+            found.broken = (None, str(violation))
+
+
+_expander: Expander | None = None
+
+
+def begin(scope: Scope) -> None:
+    global _expander
+    _expander = Expander(scope)
+
+
+def begin_process(scope: Scope) -> None:
+    gc.set_threshold(GARBAGE_EVERY)
+    begin(scope)
+
+
+def _expand(chunk: list[bytes]) -> list[Expanded]:
+    assert _expander is not None
+    return [_expander.expand(frozen) for frozen in chunk]
+
+
+def here(chunks: list[Frontier]) -> Iterator[tuple[Frontier, list[Expanded]]]:
+    """Expand in this process."""
+    for chunk in chunks:
+        yield chunk, _expand([frozen for _, (_, frozen) in chunk])
+
+
+class Elsewhere:
+    """Expands in processes of their own.
+
+    States in which the scheduler is in the same state go to the same process, where it need not
+    be asked again; of what is left at the end of a level, whoever is free takes from the other.
+    """
+
+    def __init__(self, pools: list[Pool]) -> None:
+        self._pools = pools
+
+    def __call__(self, chunks: list[Frontier]) -> Iterator[tuple[Frontier, list[Expanded]]]:
+        count = len(self._pools)
+        waiting: list[list[Frontier]] = [[] for _ in range(count)]
+        for chunk in chunks:
+            waiting[chunk[0][1][0] % count].append(chunk)
+        answers: SimpleQueue[tuple[int, Frontier, list[Expanded] | BaseException]] = SimpleQueue()
+
+        def give(which: int) -> bool:
+            source = waiting[which] or max(waiting, key=len)
+            if not source:
+                return False
+            chunk = source.pop()
+            self._pools[which].apply_async(
+                _expand, ([frozen for _, (_, frozen) in chunk],),
+                callback=lambda found: answers.put((which, chunk, found)),
+                error_callback=lambda error: answers.put((which, chunk, error)),
+            )  # fmt: skip
+            return True
+
+        under_way = sum(give(which) for which in range(count) for _ in range(2))
+        while under_way:
+            which, chunk, found = answers.get()
+            under_way -= 1
+            if isinstance(found, BaseException):
+                raise found
+            under_way += give(which)
+            yield chunk, found

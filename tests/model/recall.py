@@ -1,0 +1,151 @@
+"""The scheduler is asked once: what followed an event in a state is remembered.
+
+The scheduler is a function of its state and the event. Many states of the world differ only in
+what the scheduler does not know of, and ask it the same again; it need not be computed, frozen and
+checked again.
+"""
+
+from __future__ import annotations
+
+import marshal
+from typing import Any, Final
+from zlib import crc32
+
+from pipeswitch.controller import events as ev
+from pipeswitch.controller.scheduler import Scheduler
+
+from .brain import Brain, sight
+from .frozen import Kept, frozen_part, reader
+
+FIRST_EPOCH: Final = 1000  # what is new is larger than all that has been renumbered
+# The other commands only inform.
+PERFORMED: Final = (
+    ev.ToWorker, ev.ToDaemon, ev.RaiseTurn, ev.Answer, ev.KillWorker, ev.SpawnWorker,
+    ev.SpawnDaemon, ev.CreateCommits, ev.DropCommits, ev.StartBuild, ev.Leave,
+)  # fmt: skip
+# What follows: commands, what ``check`` says to it, and the state after it.
+Consequence = tuple[tuple[ev.Command, ...], AssertionError | None, "Moment"]
+
+
+class Moment:
+    """One state of the scheduler, and what the world may see of it."""
+
+    __slots__ = (
+        "due_ms", "generations", "has_upcoming", "home", "kept", "last_epoch", "next", "now_ms",
+        "promised_step",
+    )  # fmt: skip
+
+    def __init__(
+        self, kept: Kept, frozen: Any, generations: tuple[int, ...], last_epoch: int
+    ) -> None:
+        self.kept = kept
+        self.home = crc32(kept[0])  # by which a process is chosen: it may know what follows
+        self.generations = generations  # the daemon's, then the slots'
+        self.last_epoch = last_epoch
+        self.now_ms, self.due_ms, self.has_upcoming, self.promised_step = sight(frozen)
+        self.next: dict[Any, Consequence] = {}
+
+
+class Recall:
+    """Asks the scheduler, or remembers.
+
+    Until the first ``go_to`` the scheduler is live: every event goes to it (so a story is told by
+    nothing but the scheduler itself). Afterwards it is only asked what was not asked before.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._brain: Brain | None = None
+        self._is_live = True
+        self._moments: dict[Any, Moment] = {}
+        self._at: Moment | None = None  # None: the live scheduler has not been frozen there
+
+    def learn(self) -> None:
+        """From here on: what the scheduler is now is what it keeps of itself unfrozen."""
+        self._brain = Brain(self._scheduler)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The real one, set to this moment."""
+        if not self._is_live:
+            self._load()
+        return self._scheduler
+
+    @property
+    def moment(self) -> Moment:
+        """Where it is now."""
+        if self._at is None:
+            self._at = self._freeze()
+        return self._at
+
+    def go_to(self, moment: Moment) -> None:
+        """Be at a moment that was once met."""
+        self._at, self._is_live = moment, False
+
+    def moment_of(self, kept: Kept, generations: tuple[int, ...]) -> Moment:
+        """The moment that was frozen to this."""
+        return self._moment(kept, None, generations, FIRST_EPOCH)
+
+    def forget(self, beyond: int) -> None:
+        """Start anew when more moments than that are remembered: memory is bounded."""
+        if len(self._moments) > beyond:
+            self._moments.clear()
+
+    def handle(self, event: ev.Event, now_ms: float | None) -> Consequence:
+        """One event into the scheduler."""
+        if self._is_live:
+            at_ms = self._scheduler.core.now_ms if now_ms is None else now_ms
+            commands = self._scheduler.handle(event, at_ms)
+            self._at = None
+            return tuple(commands), self._checked(), None  # type: ignore[return-value]
+        moment, asked = self.moment, (event, now_ms)
+        known = moment.next.get(asked)
+        if known is None:
+            self._load()  # anew: what is not frozen must not tell in which order states are met
+            at_ms = moment.now_ms if now_ms is None else now_ms
+            commands = self._scheduler.handle(event, at_ms)
+            broken = self._checked()
+            after = self._freeze() if broken is None else moment  # nobody goes on from there
+            known = tuple([c for c in commands if isinstance(c, PERFORMED)]), broken, after
+            moment.next[asked] = known
+        self._at = known[2]
+        return known
+
+    def _checked(self) -> AssertionError | None:
+        try:
+            self._scheduler.check()
+        except AssertionError as error:
+            return error
+        return None
+
+    def _freeze(self) -> Moment:
+        assert self._brain is not None
+        core = self._scheduler.core
+        frozen: list[Any] = []
+
+        def freeze(brain: Brain, e: Any) -> Any:
+            frozen.append(brain.freeze(e))
+            return frozen[0]
+
+        kept = frozen_part(freeze, self._brain)
+        generations = (core.daemon_generation, *[w.generation for w in core.workers.values()])
+        return self._moment(kept, frozen[0], generations, core.last_epoch)
+
+    def _moment(
+        self, kept: Kept, frozen: Any, generations: tuple[int, ...], last_epoch: int
+    ) -> Moment:
+        key = (*kept, generations, last_epoch)
+        found = self._moments.get(key)
+        if found is None:
+            found = Moment(kept, frozen or marshal.loads(kept[0]), generations, last_epoch)
+            self._moments[key] = found
+        return found
+
+    def _load(self) -> None:
+        moment = self.moment
+        assert self._brain is not None
+        self._brain.thaw(marshal.loads(moment.kept[0]), reader(moment.kept[1]),
+                         moment.last_epoch, list(moment.generations))  # fmt: skip
+
+
+__all__ = ["Moment", "Recall"]

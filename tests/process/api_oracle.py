@@ -1,0 +1,354 @@
+"""What a server must answer, as a pure model: dictionaries of models and jobs. No torch, no I/O.
+
+Each ``may_...`` method says which outcomes a request may have now; each ``did_...`` takes the one
+it had. An outcome is ``OK`` or the name of an error type. Where the model cannot know (a place in
+memory may be broken into pieces, a short script may be over by now), more than one is allowed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from pipeswitch.client import FINAL_JOB_STATES
+from pipeswitch.config import NAME_PATTERN
+from pipeswitch.programs.spec import DEFAULT_MAX_BATCH
+
+OK: Final = "ok"
+Outcomes = frozenset[str]
+
+SLOT_BYTES: Final = 2 << 20  # regions of the arena begin and end on these
+COMMITS_BYTES: Final = 512 << 10  # of the store, at most, for the commits of all the test's jobs
+REJECTIONS: Final = frozenset({"InvalidInput", "ModelNotFound", "QueueFull"})  # never accepted
+MOVING: Final = frozenset(
+    {"queued", "transmitting", "running", "stopping", "suspended", "evicting"}
+)
+PS_WORDS: Final[Mapping[str, str]] = {"running": "active", "stopping": "active"}
+FINITE: Final[Mapping[str, str]] = {
+    "short": "done",
+    "broken": "failed",
+}  # how they end by themselves
+
+
+def only(*outcomes: str) -> Outcomes:
+    return frozenset(outcomes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """Something to register, and what is known of it before."""
+
+    name: str
+    size_bytes: int = 4096  # in the host store, at most
+    is_code: bool = False  # a factory: not through every door
+    refusal: str = ""  # the error of its registration; empty: it can be served
+    batch_max: int = 0  # 0: as registered
+
+    @property
+    def slots(self) -> int:
+        return -(-self.size_bytes // SLOT_BYTES)
+
+
+@dataclass(kw_only=True)
+class KnownModel:
+    """A registered one."""
+
+    program: Program
+    max_batch: int
+    priority: str
+    is_pinned: bool
+    digest: str
+    is_quarantined: bool = False
+    answered: int = 0  # requests with a result, in this life of the server
+
+    @property
+    def batch_max(self) -> int:
+        return self.program.batch_max or self.max_batch
+
+
+@dataclass(kw_only=True)
+class KnownJob:
+    """An accepted one, until it is over and after."""
+
+    kind: str  # endless, short or broken
+    priority: str
+    is_paused: bool = False
+    end: str = ""  # its final state, once that was seen
+    may_lack_memory: bool = False  # pinned models left no certain place for its slice
+    committed_step: int = -1
+
+    @property
+    def states(self) -> frozenset[str]:
+        """What its row may say now."""
+        if self.end:
+            return only(self.end)
+        if self.is_paused:
+            return only("paused")
+        ends = [FINITE[self.kind]] if self.kind in FINITE else []
+        return MOVING | set(ends) | ({"failed"} if self.may_lack_memory else set())
+
+    @property
+    def may_be_over(self) -> bool:
+        return bool(self.states & FINAL_JOB_STATES)
+
+
+@dataclass
+class Oracle:
+    """Everything a server that began empty must know by now.
+
+    Args:
+        arena_slots: of ``SLOT_BYTES``, without the arrival words.
+        store_bytes: of the host store.
+    """
+
+    arena_slots: int
+    store_bytes: int
+    models: dict[str, KnownModel] = field(default_factory=dict)
+    jobs: dict[str, KnownJob] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)  # of inference, since the server began
+    kills: int = 0
+    daemon_deaths: int = 0  # in a row, without an answer in between
+
+    # ---- memory --------------------------------------------------------------------------------
+
+    def has_certain_place(self, slots: int, name: str = "") -> bool:
+        """Whether pinned models, wherever they lie, leave so many slots in one piece."""
+        pinned = [m.program.slots for n, m in self.models.items() if m.is_pinned and n != name]
+        free = self.arena_slots - sum(pinned)
+        return free > 0 and -(-free // (len(pinned) + 1)) >= slots
+
+    def _may_store(self, program: Program) -> Outcomes:
+        free = self.store_bytes - sum(m.program.size_bytes for m in self.models.values())
+        if free < program.size_bytes:
+            return only("HostStoreFull")
+        # Gaps between what is there, the worst way it may lie.
+        if (free - COMMITS_BYTES) // (len(self.models) + 1) >= program.size_bytes:
+            return only(OK)
+        return only(OK, "HostStoreFull")
+
+    # ---- models --------------------------------------------------------------------------------
+
+    def may_register(
+        self, name: str, program: Program, max_batch: int, *, is_owner: bool
+    ) -> Outcomes:
+        if not NAME_PATTERN.fullmatch(name):
+            return only("InvalidInput")
+        if program.is_code and not is_owner:
+            return only("PermissionDenied")
+        old = self.models.get(name)
+        if old is not None:
+            is_same = (old.program, old.max_batch) == (program, max_batch or DEFAULT_MAX_BATCH)
+            return only(OK if is_same else "AlreadyExists")
+        if program.refusal:
+            return only(program.refusal)
+        return self._may_store(program)
+
+    def did_register(
+        self, name: str, program: Program, row: Mapping[str, Any], *,
+        max_batch: int, priority: str, is_pinned: bool,
+    ) -> None:  # fmt: skip
+        """It was answered with ``row``. The same registration again changes nothing."""
+        old = self.models.get(name)
+        if old is not None:
+            assert row["digest"] == old.digest
+            return
+        self.models[name] = KnownModel(
+            program=program,
+            max_batch=max_batch or DEFAULT_MAX_BATCH,
+            priority=priority or "normal",
+            is_pinned=is_pinned,
+            digest=row["digest"],
+        )
+        self._memory_changed()
+
+    def adopt(self, name: str, program: Program, row: Mapping[str, Any]) -> None:
+        """Believe a row of ``models``: it came of requests whose order nobody knows."""
+        old = self.models.get(name)
+        self.models[name] = KnownModel(
+            program=program,
+            max_batch=old.max_batch if old and old.digest == row["digest"] else DEFAULT_MAX_BATCH,
+            priority=row["priority"],
+            is_pinned=row["pinned"],
+            digest=row["digest"],
+            is_quarantined=row["state"] == "quarantined",
+        )
+        self._memory_changed()
+
+    def may_find(self, name: str) -> Outcomes:
+        """``show``, ``unregister``, ``load``, ``unload``."""
+        return only(OK if name in self.models else "ModelNotFound")
+
+    def did_unregister(self, name: str) -> None:
+        self.models.pop(name, None)
+
+    def did_pin(self, name: str, *, is_pinned: bool) -> None:
+        model = self.models[name]
+        model.is_pinned = is_pinned
+        if is_pinned:
+            model.is_quarantined = False
+        self._memory_changed()
+
+    def _memory_changed(self) -> None:
+        if not self.has_certain_place(1):
+            for job in self.jobs.values():
+                job.may_lack_memory = True
+
+    def may_profile(self, name: str, batches: Sequence[int]) -> Outcomes:
+        model = self.models.get(name)
+        if model is None:
+            return only("ModelNotFound")
+        if model.is_quarantined or any(not 1 <= n <= model.batch_max for n in batches):
+            return only("InvalidInput")
+        has_jobs = any(not job.end for job in self.jobs.values())  # it takes no slice from them
+        if has_jobs or not self.has_certain_place(model.program.slots, name):
+            return only(OK, "OutOfDeviceMemory")
+        return only(OK)
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def may_infer(self, name: str, batch: int = 1, *, fits: bool = True) -> Outcomes:
+        """A request without a deadline whose value the model can take."""
+        model = self.models.get(name)
+        if model is None:
+            return only("ModelNotFound")
+        if not fits or batch > model.batch_max:
+            return only("InvalidInput")
+        if model.is_quarantined:
+            return only("ModelQuarantined")
+        if not self.has_certain_place(model.program.slots, name):
+            return only(OK, "OutOfDeviceMemory")
+        return only(OK)
+
+    def did_infer(self, name: str, outcome: str) -> None:
+        if outcome in REJECTIONS:
+            self.counts["rejected"] += 1
+            return
+        self.counts["accepted"] += 1
+        self.counts["ok" if outcome == OK else "error"] += 1
+        if outcome == OK:
+            self.models[name].answered += 1
+            self.daemon_deaths = 0
+        elif outcome == "WorkerLost":
+            self.models[name].is_quarantined = True
+
+    # ---- jobs ----------------------------------------------------------------------------------
+
+    def may_train(self, name: str, *, is_owner: bool, is_there: bool = True) -> Outcomes:
+        if not NAME_PATTERN.fullmatch(name):
+            return only("InvalidInput")
+        if not is_owner:
+            return only("PermissionDenied")
+        if not is_there:
+            return only("InvalidInput")
+        job = self.jobs.get(name)
+        if job is None or job.end:
+            return only(OK)
+        return only(OK, "AlreadyExists") if job.may_be_over else only("AlreadyExists")
+
+    def did_train(self, name: str, kind: str, priority: str) -> None:
+        self.jobs[name] = KnownJob(kind=kind, priority=priority or "low")
+        self.jobs[name].may_lack_memory = not self.has_certain_place(1)
+
+    def may_act(self, name: str, action: str) -> Outcomes:
+        """pause, resume, cancel, show."""
+        if not NAME_PATTERN.fullmatch(name):
+            return only("InvalidInput")
+        job = self.jobs.get(name)
+        if job is None:
+            return only("ModelNotFound")
+        if action == "show":
+            return only(OK)
+        if job.end:
+            return only("InvalidInput")
+        return only(OK, "InvalidInput") if job.may_be_over else only(OK)
+
+    def did_act(self, name: str, action: str, row: Mapping[str, Any]) -> None:
+        """It was answered with ``row``."""
+        job = self.jobs[name]
+        if action in ("pause", "cancel"):
+            by_itself = job.states & FINAL_JOB_STATES
+            assert row["state"] in by_itself | {f"{action}d" if action == "pause" else "cancelled"}
+            job.is_paused = row["state"] == "paused"
+            job.end = "" if job.is_paused else row["state"]
+        elif action == "resume":
+            job.is_paused = False
+        self._saw_job(name, row)
+
+    def _saw_job(self, name: str, row: Mapping[str, Any]) -> None:
+        job = self.jobs[name]
+        state = row["state"]
+        assert state in job.states, f"{name}: {state}, expected {sorted(job.states)}: {row}"
+        assert row["committed_step"] >= job.committed_step, f"{name} lost a commit: {row}"
+        job.committed_step = row["committed_step"]
+        assert row["persisted_step"] <= row["committed_step"]
+        if state in FINAL_JOB_STATES:
+            job.end = state
+
+    # ---- the server ----------------------------------------------------------------------------
+
+    def restarted(self, persisted: Mapping[str, int]) -> None:
+        """Another server on the same state: models and live jobs are back.
+
+        Args:
+            persisted: each live job's step that was on disk for certain.
+        """
+        self.counts.clear()
+        self.daemon_deaths = 0
+        for model in self.models.values():
+            model.answered, model.is_quarantined = 0, False
+        self.jobs = {name: job for name, job in self.jobs.items() if not job.end}
+        for name, job in self.jobs.items():
+            job.committed_step = persisted.get(name, -1)
+
+    def check_models(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """``models`` shows what was registered, and nothing else."""
+        by_name = {row["name"]: row for row in rows}
+        assert set(by_name) == set(self.models), f"{sorted(by_name)}, not {sorted(self.models)}"
+        for name, model in self.models.items():
+            row = by_name[name]
+            state = "quarantined" if model.is_quarantined else "ready"
+            shown = (row["state"], row["digest"], row["pinned"], row["priority"], row["requests"])
+            known = (state, model.digest, model.is_pinned, model.priority, model.answered)
+            assert shown == known, f"{name}: {shown}, not {known}"
+            assert row["batch"] == [1, model.batch_max], row
+
+    def check_jobs(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """``jobs`` shows this test's jobs; others are of earlier ones, and over."""
+        left = dict(self.jobs)
+        for row in rows:
+            if left.pop(row["name"], None) is not None:
+                self._saw_job(row["name"], row)
+            else:
+                assert row["state"] in FINAL_JOB_STATES, row
+        assert not left, f"lost: {sorted(left)}"
+
+    def check_ps(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """``ps`` agrees with ``models`` and ``jobs`` as far as it shows the same."""
+        by_kind: dict[str, dict[str, Mapping[str, Any]]] = {}
+        for row in rows:
+            by_kind.setdefault(row["kind"], {})[row["name"]] = row
+        models = by_kind.get("model", {})
+        assert set(models) == set(self.models)
+        for name, model in self.models.items():
+            states = {"host", "transmitting", "resident", "active"}
+            allowed = {"failed"} if model.is_quarantined else states
+            assert models[name]["state"] in allowed, models[name]
+            assert models[name]["prio"] == model.priority, models[name]
+        for name, job in self.jobs.items():
+            row = by_kind["job"][name]
+            assert row["state"] in {PS_WORDS.get(state, state) for state in job.states}, row
+            assert row["prio"] == job.priority, row
+        assert len(by_kind["daemon"]) == 1
+        pids = [row["pid"] for row in by_kind["worker"].values() if row["pid"]]
+        assert len(pids) == len(set(pids)), f"one process in two slots: {pids}"
+
+    def check_stats(self, stats: Mapping[str, Any]) -> None:
+        """Every request is counted once, as what it ended as."""
+        assert stats["models"] == len(self.models)
+        assert stats["draining"] is False
+        shown = {key: stats["inference"][key] for key in ("accepted", "ok", "error", "rejected")}
+        assert shown == {key: self.counts[key] for key in shown}, f"{shown}, not {self.counts}"
+        assert stats["inference"]["in_flight"] == 0
+        assert stats["inference"]["undeliverable"] == self.counts["undeliverable"]

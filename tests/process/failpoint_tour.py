@@ -1,0 +1,373 @@
+"""A tour of all failpoints: a server under load, and what makes a process come by each point.
+
+The load never stops: two clients compare every answer with the plain model's, a job trains,
+commits every 100 ms and is written to disk as often. What the load does not pass is provoked by
+an *act*. After each fault the server has to be whole again, the clients answered, the job further
+than before; a fault in the controller's own process ends it, and it is started again on the same
+state directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from pipeswitch.client import FINAL_JOB_STATES, Client
+from pipeswitch.errors import PipeSwitchError
+from pipeswitch.failpoints import REACHED
+
+from ..chaos.history import History
+from ..chaos.stage import Stage
+from .failpoint_load import TRAIN, Lane, Undisturbed
+from .tools import eager, finish, gone, kill, mlp, until, write_script
+
+FIRES_WITHIN_S: Final = 30.0
+RECOVERS_WITHIN_S: Final = 60.0
+EXIT_INTERNAL: Final = 70  # os.EX_SOFTWARE: the controller's own bug, said in its log
+ENVIRONMENT: Final = {"PIPESWITCH_SCHEDULER__PERSIST_EVERY": "100ms"}  # beside the stage's own
+
+WIDTH: Final = 512
+DEPTH: Final = 10  # 10 MiB, two groups; the arena has room for two of the three
+MODELS: Final = ("a", "b", "c")
+LARGE_BATCH: Final = 520  # rows of 2 KiB: over the 1 MiB that the loop copies itself
+PACE_S: Final = 0.004  # what a served job's loader takes for a batch
+
+FOREVER: Final = str(10**9)
+
+
+# ---- the points --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stop:
+    """One point of the tour."""
+
+    point: str
+    act: str = ""  # what makes a process come by; empty: the load does
+    fatal: tuple[str, ...] = ()  # the actions that end the server: the point stands in it
+    writes: bool = False  # to the disk, which may be full
+
+
+LOOP: Final = ("crash", "error", "memory")  # its thread has no state left to trust
+WRITER: Final = ("crash",)  # a thread that answers with the error and serves on
+
+
+def _stops(
+    *points: str, act: str = "", fatal: tuple[str, ...] = (), writes: bool = False
+) -> tuple[Stop, ...]:
+    return tuple(Stop(point, act, fatal, writes) for point in points)
+
+
+TOUR: Final[Mapping[str, tuple[Stop, ...]]] = {
+    "workers": (
+        *_stops("worker.infer.received", "worker.infer.turn", "worker.infer.group"),
+        *_stops("worker.infer.outputs", "worker.infer.done", "worker.send"),
+        *_stops("worker.prepare", "worker.start", "fork.child", "fork.order", act="evict"),
+        *_stops("build.begin", "build.write", act="register", writes=True),
+        *_stops("build.published", act="register"),
+    ),
+    "memory-daemon": (
+        *_stops("daemon.message", "daemon.send"),
+        *_stops("daemon.transmit.begin", "daemon.transmit.group", "daemon.transmit.end"),
+        *_stops("daemon.scrub", act="evict"),
+        *_stops("daemon.start", act="kill-daemon"),
+        *_stops("daemon.store.read", "daemon.store.done", act="register", writes=True),
+        *_stops("commit.struck", "commit.copied", "commit.recorded", "commit.flipped"),
+        *_stops("commit.acknowledge"),
+        *_stops(
+            "persist.image.write", "persist.image.written", "persist.image.renamed", writes=True
+        ),
+        *_stops("persist.record.written", "persist.record.renamed", writes=True),
+    ),
+    "jobs": (
+        *_stops("job.commit", "job.committed", "job.obey", "job.park", "job.parked"),
+        *_stops("job.start", "job.restore", "job.lease", "job.leased", "job.report", act="evict"),
+        *_stops("job.evicted", "job.ended", act="evict"),
+    ),
+    "controller": (
+        *_stops("controller.answer", "controller.event", fatal=LOOP),
+        *_stops("controller.send.daemon", "controller.send.worker", fatal=LOOP),
+        *_stops("controller.exit", "controller.fork", act="evict", fatal=LOOP),
+        *_stops("frontend.message", "frontend.accepted", "frontend.copied", fatal=LOOP),
+        *_stops("frontend.reply", fatal=LOOP),
+    ),
+    "state": (
+        *_stops("journal.write", "journal.written", act="register", fatal=LOOP, writes=True),
+        *_stops("upload.write", "upload.publish", act="register", fatal=WRITER, writes=True),
+        *_stops("upload.published", act="register", fatal=WRITER, writes=True),
+        *_stops("build.done", act="register", fatal=LOOP),
+        *_stops("commits.create", "commits.drop", act="short-job", fatal=LOOP),
+    ),
+}
+"""All points, by the part that they hurt."""
+
+
+# ---- the tour ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Kept:
+    """What the server has accepted in acts, and must not have lost."""
+
+    models: set[str] = field(default_factory=set)
+    jobs: set[str] = field(default_factory=set)
+
+
+class Tour:
+    """One server, its load, and the faults one after the other."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self.folder = folder
+        self.history = History()
+        self.script = write_script(folder, "train.py", TRAIN)
+        self._undisturbed = Undisturbed(self.script)
+        self._numbers = itertools.count()
+        self.kept = Kept()
+        self.job = ""
+        self._lanes: list[Lane] = []
+        self._judged_s = 0.0
+        self.stage = Stage(folder, self.history)
+        modules = {name: mlp(WIDTH, DEPTH, seed) for seed, name in enumerate(MODELS)}
+        small, large = torch.linspace(-1, 1, WIDTH)[None], torch.randn(LARGE_BATCH, WIDTH)
+        self._small = {name: (small, eager(module, small)) for name, module in modules.items()}
+        self._large = {"a": (large, eager(modules["a"], large))}
+        for name, module in modules.items():
+            self.client.register(name, module, example_inputs=(small,), max_batch=LARGE_BATCH)
+
+    @property
+    def client(self) -> Client:
+        """The owner's, of the server that lives now."""
+        return self.stage.checked.client
+
+    def new_name(self, kind: str) -> str:
+        return f"{kind}-{next(self._numbers)}"
+
+    # -- load ------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def load(self) -> Iterator[None]:
+        """Clients and a job as long as the block lasts; then the job's bits, and nothing leaked."""
+        self.start_job()
+        self._lanes = [
+            Lane(self.stage, "small", self._small), Lane(self.stage, "large", self._large)
+        ]  # fmt: skip
+        try:
+            yield
+        finally:
+            for lane in self._lanes:
+                lane.stop()
+        self.finish_job(self.job)
+        self.stage.checked.wait_until_whole()
+        self.stage.checked.settle()
+
+    def start_job(self) -> None:
+        self.job = self.new_name("job")
+        self.client.train(self.script, name=self.job, args=self.arguments(self.job))
+        until(lambda: self.row(self.job)["committed_step"] > 0, "the job commits")
+
+    def arguments(self, name: str, last: str = FOREVER) -> list[str]:
+        out, stop_file = self.folder / f"{name}.out", self.folder / f"{name}.stop"
+        return [str(PACE_S), str(stop_file), str(out), last]
+
+    def row(self, job: str) -> dict[str, Any]:
+        row: dict[str, Any] = self.client.job(job, "show")["job"]
+        return row
+
+    def finish_job(self, name: str) -> None:
+        """Let it end; it must have computed what the plain script does, bit for bit."""
+        (self.folder / f"{name}.stop").touch()
+        with contextlib.suppress(PipeSwitchError):
+            self.client.job(name, "resume")  # it was paused when a fault struck
+        row = finish(self.client.task(name))
+        said = (self.folder / f"{name}.out").read_text()
+        assert said == self._undisturbed.after(row["step"]), f"{name} differs at {row['step']}"
+
+    # -- faults ----------------------------------------------------------------------------------
+
+    def fire(self, stop: Stop, action: str) -> None:
+        """One fault: it must come true, and nothing be lost by it."""
+        try:
+            self._fire(stop, action)
+        except (AssertionError, PipeSwitchError) as error:
+            log = self.stage.running.log()[-6000:]
+            raise AssertionError(f"{stop.point} x {action}: {error!r}\n{log}") from None
+
+    def _fire(self, stop: Stop, action: str) -> None:
+        armed_at_s = time.monotonic()
+        path = self.stage.arm(stop.point, action)
+        act = Act(self, ACTS[stop.act], path) if stop.act else None
+        try:
+            until(lambda: not path.exists(), "it fires", FIRES_WITHIN_S)
+        finally:
+            path.unlink(missing_ok=True)
+        assert (self.stage.points / REACHED / stop.point).exists()
+        if has_ended(self.stage, stop, action):
+            self.stage.revive(armed_at_s)
+        fired_at_s = time.monotonic()
+        if act is not None:
+            act.join()
+        self._recover(stop, action, fired_at_s)
+
+    def _recover(self, stop: Stop, action: str, fired_at_s: float) -> None:
+        """Everybody is served again, the job goes on, and what was accepted is there."""
+        for lane in self._lanes:
+            until(
+                lambda lane=lane: lane.is_served_since(fired_at_s),  # type: ignore[misc]
+                f"a client is answered (last: {[a.said for a in lane.answers[-3:]]})",
+                RECOVERS_WITHIN_S,
+            )
+        self._judge(stop, action)
+        self.stage.checked.wait_until_whole()
+        with contextlib.suppress(PipeSwitchError):
+            self.client.job(self.job, "resume")  # an act was cut short while it was paused
+        self._keep_training(stop, action)
+        self._look_at_kept()
+        assert self.stage.is_up, "the server left later"
+
+    def _judge(self, stop: Stop, action: str) -> None:
+        """All answers so far: the right bits, or the fault's own error to its own request."""
+        answers = [answer for lane in self._lanes for answer in list(lane.answers)]
+        for answer in answers:
+            if answer.said == "ok" or answer.ended_at_s <= self._judged_s:
+                continue
+            was_down = self.history.was_down(answer.sent_at_s, answer.ended_at_s)
+            is_refused = answer.said.startswith("ServerUnavailable") and was_down
+            is_injected = action != "crash" and stop.point in answer.said
+            assert is_refused or is_injected, f"a client was told: {answer.said}"
+        self._judged_s = max((a.ended_at_s for a in answers), default=0.0)
+
+    def _keep_training(self, stop: Stop, action: str) -> None:
+        """A further commit; a job whose own script met the exception has failed by right."""
+        row = self.row(self.job)
+        if row["state"] == "failed" and action != "crash" and stop.point in str(row):
+            self.start_job()
+            return
+        before = row["committed_step"]
+
+        def goes_on() -> bool:
+            row = self.row(self.job)
+            assert row["state"] not in FINAL_JOB_STATES, row
+            return bool(row["committed_step"] > before)
+
+        until(goes_on, f"the job commits again after {row}")
+
+    def _look_at_kept(self) -> None:
+        """What acts were promised; then it is taken away."""
+        for name in sorted(self.kept.models):
+            self.client.infer(name, torch.zeros(1, 8))
+        for row in self.client.models():
+            if row["name"] not in MODELS:
+                self.client.unregister(row["name"])
+        self.kept.models.clear()
+        if self.kept.jobs:
+            self.client.job(self.job, "pause")  # they need not take turns with it
+            for name in sorted(self.kept.jobs):
+                self.finish_job(name)
+            self.client.job(self.job, "resume")
+        self.kept.jobs.clear()
+
+    # -- end -------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """It leaves when told to, with nobody left behind."""
+        status = self.stage.end()
+        assert status == 0, f"status {status}\n{self.stage.running.log()[-4000:]}"
+
+    def abandon(self) -> None:
+        """After a failure: the next batch gets another server."""
+        for lane in self._lanes:
+            lane.over.set()
+        self.stage.kill_all()
+        gone(self.stage.mark)
+
+
+def has_ended(stage: Stage, stop: Stop, action: str) -> bool:
+    """Wait for the server's end if that is due; whether it has ended, as it should."""
+    process = stage.running.process
+    if action not in stop.fatal:
+        return False
+    until(lambda: process.poll() is not None, "the server ends")
+    assert process.returncode == (-signal.SIGKILL if action == "crash" else EXIT_INTERNAL)
+    return True
+
+
+# ---- acts --------------------------------------------------------------------------------------
+
+
+class Act:
+    """Does it again and again, in a thread, until the point has fired."""
+
+    def __init__(self, tour: Tour, what: Callable[[Tour], None], path: Path) -> None:
+        self._errors: list[BaseException] = []
+        self._thread = threading.Thread(target=self._run, args=(tour, what, path), daemon=True)
+        self._thread.start()
+
+    def _run(self, tour: Tour, what: Callable[[Tour], None], path: Path) -> None:
+        while path.exists():
+            try:
+                what(tour)
+            except PipeSwitchError:
+                continue  # the server has gone, or the fault was this act's own
+            except BaseException as error:
+                self._errors.append(error)
+                return
+
+    def join(self) -> None:
+        """Every question that it asked must have been answered."""
+        self._thread.join(RECOVERS_WITHIN_S)
+        assert not self._thread.is_alive(), "an act was never answered"
+        assert not self._errors, f"an act failed: {self._errors}"
+
+
+def _register(tour: Tour) -> None:
+    name = tour.new_name("extra")
+    tour.client.register(name, torch.nn.Linear(8, 8), example_inputs=(torch.zeros(1, 8),))
+    tour.kept.models.add(name)
+
+
+def _evict(tour: Tour) -> None:
+    """Its worker leaves, another takes its place, and the job is restored from its commit."""
+    tour.client.job(tour.job, "pause")
+    until(lambda: tour.row(tour.job)["state"] not in ("stopping", "evicting"), "it is unwound")
+    before = tour.row(tour.job)["committed_step"]
+    tour.client.job(tour.job, "resume")
+
+    def is_back() -> bool:
+        row = tour.row(tour.job)
+        return row["state"] in FINAL_JOB_STATES or row["committed_step"] > before
+
+    until(is_back, "it commits again")
+
+
+def _short_job(tour: Tour) -> None:
+    """It has the device for itself, commits, and its commits go with it."""
+    tour.client.job(tour.job, "pause")
+    name = tour.new_name("short")
+    tour.client.train(tour.script, name=name, args=tour.arguments(name, "10"))
+    tour.kept.jobs.add(name)
+    tour.client.task(name).wait(30.0)
+    tour.client.job(tour.job, "resume")
+
+
+def _kill_daemon(tour: Tour) -> None:
+    pid = tour.stage.checked.daemon_pid()
+    kill(pid)
+    until(lambda: tour.stage.checked.daemon_pid() not in (0, pid), "another daemon")
+
+
+ACTS: Final[Mapping[str, Callable[[Tour], None]]] = {
+    "register": _register,
+    "evict": _evict,
+    "short-job": _short_job,
+    "kill-daemon": _kill_daemon,
+}

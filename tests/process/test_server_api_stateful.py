@@ -1,0 +1,1142 @@
+"""Hypothesis against the whole server API: any verbs in any order, kills and restarts among them.
+
+A real server is asked; ``api_oracle`` says what it must answer. All examples share one server:
+each begins with an empty one and leaves it empty. After a failure the next begins with a new one.
+
+The long form, ``pytest -m soak``, takes its size from ``PIPESWITCH_STATEFUL_EXAMPLES`` and
+``..._STEPS``, and tries other examples with another ``..._SEED``. A failure is told as it
+happened; ``..._SHRINK=1`` makes it as small as it can be, with a new server for each try.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import io
+import os
+import re
+import runpy
+import signal
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final, ParamSpec, TypeVar, get_args
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from pipeswitch.client import FINAL_JOB_STATES, Client
+from pipeswitch.connection import Connection
+from pipeswitch.errors import InvalidInput, PipeSwitchError, RemoteProtocolError
+from pipeswitch.programs.export import export_module_to_bundle
+from pipeswitch.testing import RunningServer, server
+from pipeswitch.wire import Op
+from tests.process.api_oracle import OK, Oracle, Outcomes, Program, only
+from tests.process.figures import publishing
+from tests.process.tools import (
+    MARK,
+    Checked,
+    check_identity,
+    eager,
+    gone,
+    is_bit_equal,
+    kill,
+    mlp,
+    until,
+    write_script,
+)
+
+ROOT: Final = Path(__file__).parents[2]
+ANSWER_S: Final = 60.0  # a question that takes longer has no answer
+ARENA_MIB: Final = 12  # 2 of them are arrival words
+STORE_MIB: Final = 6  # two wide models, not three
+ENVIRONMENT: Final = {
+    "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "50ms",
+    "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
+}
+MAX_KILLS: Final = 8  # an example: a job whose workers die ten times without a commit is given up
+MAX_DAEMON_DEATHS: Final = 3  # in a row: after five without an answer in between the server ends
+DEADLY: Final = 13.0
+NO_ROW: Final = 10  # of the embedding
+
+Given = ParamSpec("Given")
+Answered = TypeVar("Answered")
+
+FACTORIES = f"""
+    import os
+    import torch
+
+    class Poison(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 4)
+
+        def forward(self, x):
+            if float(x[0, 0]) == {DEADLY}:
+                os._exit(9)
+            return self.layer(x)
+
+    def poison():
+        torch.manual_seed(4)
+        return Poison().eval()
+
+    def made():
+        torch.manual_seed(5)
+        return torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU()).eval()
+"""
+ENDLESS = """
+    import torch
+    from pipeswitch import job
+
+    print("endless: begins")
+    torch.manual_seed(0)
+    net = torch.nn.Linear(16, 16).to(job.device)
+    optimizer = torch.optim.SGD(net.parameters(), 0.001)
+    data = [torch.randn(64, 16) for _ in range(1000)]
+    for epoch in job.epochs(100_000):
+        for x in job.steps(data, model=net, optimizer=optimizer):
+            net(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+SHORT = """
+    import hashlib
+    import torch
+    from pipeswitch import job
+
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Dropout()).to(job.device)
+    optimizer = torch.optim.Adam(net.parameters(), 0.01)
+    data = [torch.randn(8, 16) for _ in range(20)]
+    for epoch in job.epochs(3):
+        for x in job.steps(data, model=net, optimizer=optimizer):
+            net(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    state = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
+    print("kürzer:", job.step, hashlib.sha256(state).hexdigest())
+"""
+BROKEN = """
+    print("broken: begins")
+    raise ValueError("broken on purpose")
+"""
+SCRIPTS: Final = {"endless": ENDLESS, "short": SHORT, "broken": BROKEN}
+
+
+# ------------------------------------------------------------------------------- programs
+
+
+class Picks(torch.nn.Module):
+    """An index that is out of its range raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.table = torch.nn.Embedding(NO_ROW, 8)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        picked: torch.Tensor = self.table(rows)
+        return picked
+
+
+WIDE: Final = 768
+WIDE_BYTES: Final = 4 * WIDE * (WIDE + 1)
+PROGRAMS: Final = {
+    program.name: program
+    for program in (
+        Program(name="small", batch_max=64),
+        Program(name="other", batch_max=64),
+        Program(name="wide", size_bytes=-(-WIDE_BYTES // 4096) * 4096, batch_max=64),
+        Program(name="picks", batch_max=64),
+        Program(name="made", is_code=True),
+        Program(name="poison", is_code=True, batch_max=1),
+        Program(name="huge", size_bytes=16 << 20, refusal="OutOfDeviceMemory"),
+        Program(name="garbage", refusal="RegistrationRefused"),
+    )
+}
+SERVED: Final = [program.name for program in PROGRAMS.values() if not program.refusal]
+FACTORY_INPUTS: Final[dict[str, Any]] = {
+    "made": {"x": ((1, 16), "float32")},
+    "poison": {"x": ((1, 4), "float32")},
+}
+WIDTHS: Final = {"small": 16, "other": 16, "wide": WIDE, "picks": 3, "made": 16, "poison": 4}
+
+
+def value(program: str, batch: int, seed: int) -> torch.Tensor:
+    """An input that this program can take."""
+    generator = torch.Generator().manual_seed(seed)
+    if program == "picks":
+        return torch.randint(0, NO_ROW, (batch, 3), generator=generator)
+    return torch.randn(batch, WIDTHS[program], generator=generator)
+
+
+def misfit(program: str, how: str) -> tuple[Any, dict[str, Any]]:
+    """Inputs and options of a request that no model takes."""
+    x = value(program, 1, 0)
+    inputs: dict[str, Any] = {
+        "dtype": x.to(torch.int16),
+        "rank": x[None],
+        "width": torch.cat([x, x], dim=1),
+        "rows": x.repeat(1000, 1),
+        "no rows": x[:0],
+        "no input": {},
+        "two inputs": [x, x],
+        "name": {"surprise": x},
+    }
+    options: dict[str, dict[str, Any]] = {
+        "priority": {"priority": "urgent"},
+        "past": {"deadline_ms": -1.0},
+        "never": {"deadline_ms": float("nan")},
+    }
+    return inputs.get(how, x), options.get(how, {})
+
+
+MISFITS: Final = (
+    "dtype", "rank", "width", "rows", "no rows", "no input", "two inputs", "name", "priority",
+    "past", "never",
+)  # fmt: skip
+
+
+class Material:
+    """What all examples use: bundles, scripts, factories, and what the plain modules answer."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.modules: dict[str, torch.nn.Module] = {
+            "small": mlp(16, 2, 1),
+            "other": mlp(16, 2, 2),
+            "wide": mlp(WIDE, 1, 3),
+            "picks": Picks().eval(),
+        }
+        for name, module in self.modules.items():
+            export_module_to_bundle(module, (value(name, 1, 0),), folder / f"{name}.bundle")
+        huge = mlp(1800, 1, 0)  # 12.4 MiB
+        export_module_to_bundle(huge, (torch.zeros(1, 1800),), folder / "huge.bundle")
+        (folder / "garbage.bundle").write_bytes(b"\xff" * 1000)
+        factories = runpy.run_path(str(write_script(folder, "stateful_models.py", FACTORIES)))
+        self.modules |= {name: factories[name]() for name in FACTORY_INPUTS}
+        self.scripts = {
+            kind: write_script(folder, f"{kind}.py", text) for kind, text in SCRIPTS.items()
+        }
+        self.printed = _printed(self.scripts["short"])
+        self.digests: dict[str, str] = {}  # of programs, as servers have told
+
+    @functools.cache  # noqa: B019 - one object, as long as its test
+    def expected(self, program: str, batch: int, seed: int) -> torch.Tensor:
+        answer: torch.Tensor = eager(self.modules[program], value(program, batch, seed))
+        return answer
+
+    def source(self, program: str) -> tuple[Any, dict[str, Any]]:
+        """For ``Client.register``."""
+        if PROGRAMS[program].is_code:
+            inputs = {"inputs": FACTORY_INPUTS[program], "weights": ""}
+            return f"stateful_models:{program}", inputs
+        return self.folder / f"{program}.bundle", {}
+
+
+def _printed(script: Path) -> str:
+    """What a script prints without a server, with one compute thread."""
+
+    def run() -> str:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            runpy.run_path(str(script))
+        return printed.getvalue()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return run()
+    finally:
+        torch.set_num_threads(before)
+
+
+# ------------------------------------------------------------------------------- the stage
+
+
+class Stage:
+    """The server of all examples: started, killed, started again on the same state."""
+
+    def __init__(self, material: Material, folder: Path) -> None:
+        self.material = material
+        self.sent: set[str] = set()  # verbs, since it was last cleared
+        self.ran: Counter[str] = Counter()  # rules
+        self.examples = 0
+        self.is_spoilt = False  # an example failed: what it left behind is not looked at
+        self.threads = ThreadPoolExecutor(16)
+        self._folder = folder
+        self._start()
+
+    def _start(self) -> None:
+        self.mark = uuid.uuid4().hex
+        self._stack = contextlib.ExitStack()
+        running: RunningServer = self._stack.enter_context(
+            server(
+                arena=f"{ARENA_MIB}MiB",
+                host_store=f"{STORE_MIB}MiB",
+                state_dir=self._folder,
+                args=("--threads", "1"),
+                environment={
+                    **ENVIRONMENT,
+                    MARK: self.mark,
+                    "PYTHONPATH": f"{self.material.folder}:{ROOT}",
+                },
+            )
+        )
+        self.checked = Checked(running, self.mark)
+        self._stack.callback(self.checked.client.close)
+        self.clients: dict[bool, Client] = {True: self.checked.client}  # is it the owner's?
+        self.greet(False)
+
+    def greet(self, is_owner: bool) -> None:
+        """Another connection through that door, instead of the one there is."""
+        old = self.clients.get(is_owner)
+        if old is not None:
+            old.close()
+        self.clients[is_owner] = self.checked.running.client(tcp=not is_owner)
+        if is_owner:
+            self.checked.client = self.clients[True]
+        self.clients[is_owner].about()
+        self._stack.callback(self.clients[is_owner].close)
+
+    def restart(self, how: str) -> None:
+        """End the server in one of three ways, and start another on the same state."""
+        process = self.checked.running.process
+        if how == "kill":
+            process.kill()
+        elif how == "signal":
+            process.send_signal(signal.SIGTERM)
+        else:
+            self.checked.client.stop_server(drain_s=20.0)
+        status = process.wait(40)
+        assert status == (-signal.SIGKILL if how == "kill" else 0), self.checked.running.log()
+        self._end()
+        self._start()
+
+    def start_anew(self) -> None:
+        """After a failure: a server that knows nothing."""
+        self._end()
+        self._folder = self._folder.with_name(f"{self._folder.name}-next")
+        self.is_spoilt = False
+        self._start()
+
+    def _end(self) -> None:
+        self._stack.close()
+        gone(self.mark)
+
+    def close(self) -> None:
+        self._end()
+        self.threads.shutdown()
+
+
+# ------------------------------------------------------------------------------- the machine
+
+
+RULES: Final[dict[str, frozenset[str]]] = {}
+"""The verbs that each rule speaks whenever it runs."""
+
+
+def speaks(
+    *verbs: str,
+) -> Callable[[Callable[Given, None]], Callable[Given, None]]:
+    """A rule that sends these verbs; a failure in it spoils the server."""
+
+    def mark(method: Callable[Given, None]) -> Callable[Given, None]:
+        RULES[method.__name__] = frozenset(verbs)
+
+        @functools.wraps(method)
+        def run(*args: Given.args, **given: Given.kwargs) -> None:
+            machine: Any = args[0]
+            stage: Stage = machine.stage
+            stage.sent.clear()
+            stage.is_spoilt = True
+            method(*args, **given)
+            assert stage.sent >= set(verbs), f"only {stage.sent} of {verbs} were sent"
+            stage.ran[method.__name__] += 1
+            stage.is_spoilt = False
+
+        return run
+
+    return mark
+
+
+MODELS = st.sampled_from(["a", "b", "c"])
+JOBS = st.sampled_from(["x", "y"])
+HOSTILE = st.sampled_from(["", "../up", "UPPER", "a" * 65, "sp ace", "ünï", "-a", "a\n", "a\0b"])
+OWNERS = st.booleans()
+PRIORITIES = st.sampled_from(["", "high", "normal", "low"])
+BATCHES = st.integers(1, 4)
+SEEDS = st.integers(0, 3)
+ACTIONS = st.sampled_from(["pause", "resume", "cancel", "show"])
+BURSTS = st.lists(st.tuples(MODELS, BATCHES, SEEDS, OWNERS), min_size=1, max_size=10)
+
+STORM: Final = ("register small", "register other", "unregister", "load", "unload", "infer",
+                "profile")  # fmt: skip
+ORDERS = st.lists(st.tuples(st.sampled_from(STORM), MODELS, OWNERS), min_size=3, max_size=12)
+STORM_OUTCOMES: Final = {
+    "register": only(OK, "AlreadyExists", "HostStoreFull"),
+    "unregister": only(OK, "ModelNotFound", "AlreadyExists"),
+    "load": only(OK, "ModelNotFound"),
+    "unload": only(OK, "ModelNotFound"),
+    "infer": only(OK, "ModelNotFound", "InvalidInput", "OutOfDeviceMemory", "ModelQuarantined"),
+    "profile": only(OK, "ModelNotFound", "InvalidInput", "OutOfDeviceMemory"),
+}
+"""What each may be answered while others of them are under way."""
+
+# A request of each verb that is right, but for the field ``surprise`` that is added to its body.
+BODIES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "infer": {},
+    "ping": {"deep": True},
+    "cancel": {"id": "nobody"},
+    "put": {"digest": "0" * 64, "size_bytes": 1, "offset_bytes": 0, "kind": "bundle"},
+    "register": {"source": "torchvision:resnet18", "weights": "random:0"},
+    "train": {"name": "x", "entry": "json:dumps"},
+    "job": {"name": "x", "action": "show"},
+    "stop": {"drain_ms": 1.0},
+    "trace": {"seconds": 0.1},
+    **{verb: {} for verb in ("profile", "plan", "unregister", "load", "unload", "models", "show",
+                             "ps", "jobs", "stats")},
+}  # fmt: skip
+
+
+class ServerApi(RuleBasedStateMachine):
+    """Each rule asks the server something and the oracle what it must answer."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        if stage.is_spoilt:
+            stage.start_anew()
+        self.stage = stage
+        self.number = stage.examples = stage.examples + 1
+        self.oracle = Oracle((ARENA_MIB - 2) // 2, STORE_MIB << 20)
+        self.lives = 1
+        self.steps = 0
+        self._rebase()
+
+    # ---- asking --------------------------------------------------------------------------------
+
+    def client(self, is_owner: bool = True) -> Client:
+        return self.stage.clients[is_owner]
+
+    def outcome(self, question: Callable[[], Answered]) -> tuple[str, Any]:
+        """OK and the answer, or the error's name and the error. Any other exception is a bug."""
+        asked = self.stage.threads.submit(question)
+        try:
+            return OK, asked.result(ANSWER_S)
+        except PipeSwitchError as error:
+            return type(error).__name__, error
+        except TimeoutError:
+            raise AssertionError(f"no answer within {ANSWER_S} s") from None
+
+    def ask(self, allowed: Outcomes, question: Callable[[], Answered]) -> tuple[str, Any]:
+        outcome, answer = self.outcome(question)
+        assert outcome in allowed, f"{outcome} ({answer}), expected {sorted(allowed)}"
+        return outcome, answer
+
+    def raw(
+        self, op: str, *, is_owner: bool = True, body: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Future[Any]:  # fmt: skip
+        """A request that the SDK has no method for, or whose id is wanted."""
+        connection = self.client(is_owner)._connection
+        return connection.request(op, body=dict(body or {}), **options)
+
+    def job(self, name: str) -> str:
+        """Jobs that are over stay listed: each example has names of its own."""
+        return f"{name}-{self.number}"
+
+    def program(self, name: str) -> str:
+        """Of a registered model; any other has no input to be right or wrong."""
+        model = self.oracle.models.get(name)
+        return model.program.name if model is not None else "small"
+
+    def answered(self, name: str, batch: int, seed: int, outcome: str, answer: Any) -> None:
+        """Account for one request; its result must be the plain module's, bit for bit."""
+        if outcome == OK:
+            expected = self.stage.material.expected(self.program(name), batch, seed)
+            (got,) = answer.outputs.values()
+            assert is_bit_equal(got, expected), f"{name}: {got}, not {expected}"
+            assert answer.timing.epoch > 0
+            assert answer.timing.total_ms >= answer.timing.queue_ms >= 0
+        self.oracle.did_infer(name, outcome)
+
+    def submit(self, requests: Sequence[tuple[str, int, int, bool]]) -> list[Future[Any]]:
+        return [
+            self.client(is_owner).submit(name, value(self.program(name), batch, seed))
+            for name, batch, seed, is_owner in requests
+        ]
+
+    def collect(
+        self, requests: Sequence[tuple[str, int, int, bool]], futures: Sequence[Future[Any]]
+    ) -> None:
+        for (name, batch, seed, _), future in zip(requests, futures, strict=True):
+            allowed = self.oracle.may_infer(name, batch)
+            outcome, answer = self.ask(allowed, functools.partial(future.result, ANSWER_S))
+            self.answered(name, batch, seed, outcome, answer)
+
+    # ---- models --------------------------------------------------------------------------------
+
+    @rule(name=MODELS, program=st.sampled_from(SERVED), max_batch=st.sampled_from([0, 2, 8]),
+          priority=PRIORITIES, pin=st.booleans(), is_owner=OWNERS)  # fmt: skip
+    @speaks()
+    def register(
+        self, name: str, program: str, max_batch: int, priority: str, pin: bool, is_owner: bool
+    ) -> None:
+        self._register(name, program, max_batch, priority, pin, is_owner)
+
+    @rule(name=MODELS, program=st.sampled_from(["small", "made"]), is_owner=st.just(True))
+    @speaks("register")
+    def register_at_once(self, name: str, program: str, is_owner: bool) -> None:
+        """A plain one: there is something to ask for in most examples."""
+        self._register(name, program, 0, "", False, is_owner)
+
+    @rule(name=st.one_of(MODELS, HOSTILE), program=st.sampled_from(["huge", "garbage", "small"]),
+          is_owner=OWNERS)  # fmt: skip
+    @speaks("register", "put")
+    def register_what_may_not_be(self, name: str, program: str, is_owner: bool) -> None:
+        self._register(name, program, 0, "", False, is_owner)
+
+    def _register(
+        self, name: str, program: str, max_batch: int, priority: str, pin: bool, is_owner: bool
+    ) -> None:
+        known = PROGRAMS[program]
+        source, options = self.stage.material.source(program)
+        options |= {"max_batch": max_batch, "priority": priority, "pin": pin}
+        stages: list[tuple[str, float]] = []
+        outcome, row = self.ask(
+            self.oracle.may_register(name, known, max_batch, is_owner=is_owner),
+            lambda: self.client(is_owner).register(
+                name, source, progress=lambda stage, done: stages.append((stage, done)), **options
+            ),
+        )
+        assert all(0.0 <= done <= 1.0 for _, done in stages)
+        if outcome == OK:
+            self.stage.material.digests[program] = row["digest"]
+            assert row["model"] == name
+            assert row["mode"] == ("module" if program == "poison" else "graph")
+            assert row["bytes"] <= known.size_bytes
+            self.oracle.did_register(
+                name, known, row, max_batch=max_batch, priority=priority, is_pinned=pin
+            )
+
+    @rule(name=MODELS, program=st.sampled_from(["small", "made"]), wait_ms=st.integers(0, 60))
+    @speaks("register", "cancel")
+    def cancel_a_registration(self, name: str, program: str, wait_ms: int) -> None:
+        """Taken back: nothing of it is left. Too late: it is registered."""
+        source, options = self.stage.material.source(program)
+        if not PROGRAMS[program].is_code:
+            source = self.client().upload(source, "bundle")
+        inputs = {key: [list(s), d] for key, (s, d) in options.get("inputs", {}).items()}
+        connection = self.client()._connection
+        header = connection._header
+        ids: list[str] = []
+
+        def noted(op: str, model: str, body: dict[str, Any] | None) -> dict[str, Any]:
+            made = header(op, model, body)
+            ids.append(made["id"])
+            return made
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(connection, "_header", noted)
+            future = self.raw("register", model=name, body={"source": source, "inputs": inputs})
+        threading.Event().wait(wait_ms / 1000)  # a moment inside the build, not a condition
+        found = self.raw("cancel", body={"id": ids[0]}).result(ANSWER_S).body["found"]
+        allowed = self.oracle.may_register(name, PROGRAMS[program], 0, is_owner=True)
+        allowed |= {"Cancelled"} if found and name not in self.oracle.models else set()
+        outcome, reply = self.ask(allowed, functools.partial(future.result, ANSWER_S))
+        if outcome == OK:
+            self.oracle.did_register(
+                name, PROGRAMS[program], reply.body, max_batch=0, priority="", is_pinned=False
+            )
+
+    @rule(name=MODELS, is_owner=OWNERS)
+    @speaks("unregister")
+    def unregister(self, name: str, is_owner: bool) -> None:
+        self.ask(self.oracle.may_find(name), lambda: self.client(is_owner).unregister(name))
+        self.oracle.did_unregister(name)
+
+    @rule(name=MODELS, others=BURSTS, is_owner=OWNERS)
+    @speaks("infer", "unregister")
+    def unregister_behind_requests(
+        self, name: str, others: list[tuple[str, int, int, bool]], is_owner: bool
+    ) -> None:
+        """What was asked before is answered first."""
+        requests = [(other, batch, seed, is_owner) for other, batch, seed, _ in others]
+        requests.append((name, 1, 0, is_owner))
+        futures = self.submit(requests)
+        allowed = self.oracle.may_find(name)
+        gone_at = self.raw("unregister", is_owner=is_owner, model=name)
+        self.collect(requests, futures)
+        self.ask(allowed, functools.partial(gone_at.result, ANSWER_S))
+        self.oracle.did_unregister(name)
+
+    @rule(name=MODELS, is_owner=OWNERS)
+    @speaks("load")
+    def load(self, name: str, is_owner: bool) -> None:
+        outcome, row = self.ask(
+            self.oracle.may_find(name), lambda: self.client(is_owner).load(name)
+        )
+        if outcome == OK:
+            assert (row["model"], row["pinned"]) == (name, True)
+            self.oracle.did_pin(name, is_pinned=True)
+
+    @rule(name=MODELS, is_owner=OWNERS)
+    @speaks("unload")
+    def unload(self, name: str, is_owner: bool) -> None:
+        if name in self.oracle.models:
+            self.client(not is_owner).load(name)
+        outcome, row = self.ask(
+            self.oracle.may_find(name), lambda: self.client(is_owner).unload(name)
+        )
+        if outcome == OK:
+            assert (row["model"], row["pinned"]) == (name, False)
+            self.oracle.did_pin(name, is_pinned=False)
+
+    @rule(name=MODELS, batches=st.lists(st.integers(1, 4), max_size=2), is_owner=OWNERS)
+    @speaks("profile")
+    def profile(self, name: str, batches: list[int], is_owner: bool) -> None:
+        outcome, profile = self.ask(
+            self.oracle.may_profile(name, batches),
+            lambda: self.client(is_owner).profile(name, batches),
+        )
+        if outcome == OK:
+            assert profile["digest"] == self.oracle.models[name].digest
+            measured = [one["batch"] for one in profile["batches"]]
+            assert measured == list(dict.fromkeys(batches)) or not batches
+
+    @rule(name=MODELS, is_owner=OWNERS)
+    @speaks("show", "plan", "trace")
+    def look_closer(self, name: str, is_owner: bool) -> None:
+        client = self.client(is_owner)
+        outcome, row = self.ask(self.oracle.may_find(name), lambda: client.show(name))
+        if outcome == OK:
+            assert row["inputs"]
+            assert client.signature(name).batch_max == self.oracle.models[name].batch_max
+        assert {row["name"] for row in client.plan()["models"]} == set(self.oracle.models)
+        assert isinstance(client.trace(0.1)["traceEvents"], list)
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    @rule(name=MODELS, batch=BATCHES, seed=SEEDS, priority=PRIORITIES, is_owner=OWNERS,
+          deadline_ms=st.sampled_from([None, 60_000.0]))  # fmt: skip
+    @speaks("infer")
+    def infer(
+        self, name: str, batch: int, seed: int, priority: str, is_owner: bool,
+        deadline_ms: float | None,
+    ) -> None:  # fmt: skip
+        x = value(self.program(name), batch, seed)
+        outcome, result = self.ask(
+            self.oracle.may_infer(name, batch),
+            lambda: self.client(is_owner).infer(
+                name, x, priority=priority, deadline_ms=deadline_ms
+            ),
+        )
+        self.answered(name, batch, seed, outcome, result)
+
+    @rule(requests=BURSTS)
+    @speaks("infer")
+    def infer_at_once(self, requests: list[tuple[str, int, int, bool]]) -> None:
+        self.collect(requests, self.submit(requests))
+
+    @rule(name=MODELS, how=st.sampled_from(MISFITS), is_owner=OWNERS)
+    @speaks("infer")
+    def infer_what_does_not_fit(self, name: str, how: str, is_owner: bool) -> None:
+        inputs, options = misfit(self.program(name), how)
+        outcome, _ = self.ask(
+            self.oracle.may_infer(name, fits=False),
+            lambda: self.client(is_owner).infer(name, inputs, **options),
+        )
+        self.oracle.did_infer(name, outcome)
+
+    @rule(name=MODELS, deadline_ms=st.sampled_from([1e-6, 0.1, 1.0, 5.0]), is_owner=OWNERS)
+    @speaks("infer")
+    def infer_in_a_hurry(self, name: str, deadline_ms: float, is_owner: bool) -> None:
+        x = value(self.program(name), 1, 0)
+        allowed = self.oracle.may_infer(name)
+        if allowed & {OK, "OutOfDeviceMemory"}:
+            allowed |= {"DeadlineExceeded"}
+        outcome, result = self.ask(
+            allowed, lambda: self.client(is_owner).infer(name, x, deadline_ms=deadline_ms)
+        )
+        self.answered(name, 1, 0, outcome, result)
+
+    @rule(name=MODELS, before=st.integers(0, 3), is_owner=OWNERS)
+    @speaks("infer", "cancel")
+    def take_a_request_back(self, name: str, before: int, is_owner: bool) -> None:
+        """It is answered all the same: with its result, if it was too late."""
+        requests = [(name, 1, 0, is_owner)] * before
+        futures = self.submit(requests)
+        allowed = self.oracle.may_infer(name)
+        future = self.client(is_owner).submit(name, value(self.program(name), 1, 1))
+        body = {"id": self._last_id(is_owner)}
+        found = self.raw("cancel", is_owner=is_owner, body=body).result(ANSWER_S).body["found"]
+        if found:
+            allowed |= {"Cancelled"}
+        self.collect(requests, futures)
+        outcome, result = self.ask(allowed, functools.partial(future.result, ANSWER_S))
+        self.answered(name, 1, 1, outcome, result)
+
+    def _last_id(self, is_owner: bool) -> str:
+        """Of the latest request: ids are numbered, and nobody else uses this client."""
+        connection = self.client(is_owner)._connection
+        made = connection._header("ps", "", None)["id"]  # never sent
+        prefix, number = made.rsplit("-", 1)
+        return f"{prefix}-{int(number) - 1}"
+
+    @rule(name=MODELS, is_owner=OWNERS)
+    @speaks("infer")
+    def infer_what_the_model_dies_of(self, name: str, is_owner: bool) -> None:
+        """Its code raises, or takes its worker down again and again until it is set aside."""
+        program = self.program(name)
+        x = value(program, 1, 0)
+        allowed = self.oracle.may_infer(name)
+        kills = 0
+        if program == "picks":
+            x[:] = NO_ROW + 1
+            allowed = (allowed - {OK}) | {"TaskFailed"} if OK in allowed else allowed
+        elif program == "poison" and OK in allowed:
+            x[:] = DEADLY
+            allowed = (allowed - {OK}) | {"WorkerLost"}
+            kills = 1
+        outcome, result = self.ask(allowed, lambda: self.client(is_owner).infer(name, x))
+        self.answered(name, 1, 0, outcome, result)
+        if kills:
+            self.stage.checked.wait_until_whole()
+
+    @rule(name=MODELS, is_owner=OWNERS)
+    @speaks("prefetch", "stats")
+    def prefetch(self, name: str, is_owner: bool) -> None:
+        self.client(is_owner).prefetch(name)
+        self.client(is_owner).stats()  # behind it
+
+    @rule(name=MODELS, count=st.integers(1, 5))
+    @speaks("infer", "hello")
+    def leave_before_the_answer(self, name: str, count: int) -> None:
+        """Each request ends as something, and nothing of it stays."""
+        before = self.stage.checked.stats()["inference"]
+        requests = [(name, 1, 0, False)] * count
+        with self.stage.checked.running.client(tcp=True) as visitor:
+            visitor.about()
+            for _ in requests:
+                visitor.submit(name, value(self.program(name), 1, 0))
+        after = until(self._quiet, "nothing is in flight")["inference"]
+        moved = {key: after[key] - before[key] for key in before}
+        assert moved["accepted"] == moved["ok"] + moved["error"] + moved["undeliverable"]
+        assert moved["accepted"] + moved["rejected"] <= count
+        self._rebase()
+
+    def _quiet(self) -> Any:
+        stats = self.stage.checked.stats()
+        return stats if stats["inference"]["in_flight"] == 0 and stats["queued"] == 0 else None
+
+    def _rebase(self) -> None:
+        """Count from here on: how many of a visitor's requests arrived is not known."""
+        checked = self.stage.checked
+        counts = checked.stats()["inference"]
+        self.oracle.counts = Counter({key: counts[key] for key in counts if key != "in_flight"})
+        for row in checked.client.models():
+            self.oracle.models[row["name"]].answered = row["requests"]
+
+    @rule(orders=ORDERS, daemon_dies=st.sampled_from([False, False, False, True]))
+    @speaks("models")
+    def ask_for_everything_at_once(
+        self, orders: list[tuple[str, str, bool]], daemon_dies: bool
+    ) -> None:
+        """In an order that only the server knows: each is answered in one of the ways it may be.
+
+        What it came to is then taken over: ``models`` says it, and all the rest must agree.
+        """
+        material, x = self.stage.material, value("small", 1, 0)
+        answers = {
+            material.digests.get(program): material.expected(program, 1, 0)
+            for program in ("small", "other")
+        }
+        bundles = {
+            p: self.client().upload(material.source(p)[0], "bundle") for p in ("small", "other")
+        }
+        futures = []
+        for what, name, is_owner in orders:
+            if what == "infer":
+                futures.append(self.client(is_owner).submit(name, x))
+            else:
+                op, _, program = what.partition(" ")
+                body = {"source": bundles[program]} if program else {}
+                futures.append(self.raw(op, is_owner=is_owner, model=name, body=body))
+        if daemon_dies and self.oracle.daemon_deaths < MAX_DAEMON_DEATHS:
+            kill(self.stage.checked.daemon_pid())
+            self.oracle.daemon_deaths += 1
+        for (what, name, _), future in zip(orders, futures, strict=True):
+            outcome, answer = self.outcome(functools.partial(future.result, ANSWER_S))
+            assert outcome in STORM_OUTCOMES[what.split()[0]], f"{what} {name}: {outcome} {answer}"
+            if what == "infer" and outcome == OK and answer.outputs["y"].shape == x.shape:
+                assert any(is_bit_equal(answer["y"], y) for y in answers.values()), name
+            elif what.startswith("register") and outcome == OK:
+                material.digests[what.split()[1]] = answer.body["digest"]
+        self.stage.checked.wait_until_whole()
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """The models that ``models`` shows are the oracle's."""
+        known = {digest: PROGRAMS[p] for p, digest in self.stage.material.digests.items()}
+        known |= {model.digest: model.program for model in self.oracle.models.values()}
+        rows = {row["name"]: row for row in self.client().models()}
+        for name in set(self.oracle.models) - set(rows):
+            self.oracle.did_unregister(name)
+        for name, row in rows.items():
+            self.oracle.adopt(name, known[row["digest"]], row)
+        self._rebase()
+
+    # ---- jobs ----------------------------------------------------------------------------------
+
+    @rule(name=JOBS, kind=st.sampled_from(sorted(SCRIPTS)), priority=PRIORITIES,
+          is_owner=st.sampled_from([True, True, True, False]))  # fmt: skip
+    @speaks("train")
+    def train(self, name: str, kind: str, priority: str, is_owner: bool) -> None:
+        self._train(self.job(name), kind, priority, is_owner)
+
+    @rule(name=JOBS, kind=st.sampled_from(["endless", "short"]), action=ACTIONS)
+    @speaks("train", "job")
+    def train_at_once(self, name: str, kind: str, action: str) -> None:
+        """There is a job to act on in most examples, and one that may just have begun."""
+        self._train(self.job(name), kind, "", True)
+        self._act(self.job(name), action, False)
+
+    def _train(self, name: str, kind: str, priority: str, is_owner: bool) -> None:
+        script = self.stage.material.scripts[kind]
+        outcome, _ = self.ask(
+            self.oracle.may_train(name, is_owner=is_owner),
+            lambda: self.client(is_owner).train(script, name=name, priority=priority),
+        )
+        if outcome == OK:
+            self.oracle.did_train(name, kind, priority)
+
+    @rule(name=HOSTILE.filter(bool), is_owner=OWNERS, is_there=st.booleans())
+    @speaks("train")
+    def train_what_may_not_be(self, name: str, is_owner: bool, is_there: bool) -> None:
+        if not is_there:
+            name = self.job("x")
+        script = self.stage.material.scripts["short"].with_stem("short" if is_there else "none")
+        self.ask(
+            self.oracle.may_train(name, is_owner=is_owner, is_there=is_there),
+            lambda: self.client(is_owner).train(script, name=name),
+        )
+
+    @rule(name=JOBS, action=ACTIONS, is_owner=OWNERS)
+    @speaks("job")
+    def act(self, name: str, action: str, is_owner: bool) -> None:
+        self._act(self.job(name), action, is_owner)
+
+    @rule(name=HOSTILE, action=ACTIONS, is_owner=OWNERS)
+    @speaks("job")
+    def act_on_no_job(self, name: str, action: str, is_owner: bool) -> None:
+        self._act(name, action, is_owner)
+
+    def _act(self, name: str, action: str, is_owner: bool) -> None:
+        outcome, answer = self.ask(
+            self.oracle.may_act(name, action), lambda: self.client(is_owner).job(name, action)
+        )
+        if outcome == OK:
+            self.oracle.did_act(name, action, answer["job"])
+
+    @rule(name=JOBS, is_owner=OWNERS)
+    @speaks("job")
+    def wait(self, name: str, is_owner: bool) -> None:
+        """For the end: its own, or, where it has none, that of a cancellation."""
+        name = self.job(name)
+        future = self.raw("job", is_owner=is_owner, body={"name": name, "action": "wait"})
+        job = self.oracle.jobs.get(name)
+        if job is not None and not job.end and (job.is_paused or job.kind == "endless"):
+            self._act(name, "cancel", True)
+        outcome, answer = self.outcome(functools.partial(future.result, ANSWER_S))
+        if job is None:
+            assert outcome == "ModelNotFound", answer
+        else:
+            row = answer.body["job"] if outcome == OK else answer.job
+            assert row["state"] in job.states & FINAL_JOB_STATES, row
+            assert outcome == ("TaskFailed" if row["state"] == "failed" else OK)
+            job.end = row["state"]
+            self._judge_log(name)
+
+    @rule(name=JOBS, offset_bytes=st.integers(0, 200), is_owner=OWNERS)
+    @speaks("job", "ping")
+    def read_a_log(self, name: str, offset_bytes: int, is_owner: bool) -> None:
+        name = self.job(name)
+        client = self.client(is_owner)
+        allowed = only(OK if name in self.oracle.jobs else "ModelNotFound")
+        outcome, piece = self.ask(
+            allowed, lambda: client.job(name, "logs", offset_bytes=offset_bytes)
+        )
+        client.about()
+        if outcome == OK:
+            whole = "".join(client.task(name).logs()).encode()
+            assert min(offset_bytes, len(whole)) <= piece["offset_bytes"] <= len(whole)
+            assert piece["end_bytes"] <= len(whole)
+            assert whole.endswith(b"\n") or not whole
+
+    def _judge_log(self, name: str) -> None:
+        """What a job that is over has printed, the last time that it ran."""
+        job = self.oracle.jobs[name]
+        text = "".join(self.client().task(name).logs())
+        if job.kind == "short" and job.end == "done":
+            assert text.endswith(self.stage.material.printed), text
+        elif job.kind == "broken" and job.end == "failed":
+            assert "ValueError: broken on purpose" in text
+
+    # ---- the server ----------------------------------------------------------------------------
+
+    @rule(is_owner=OWNERS)
+    @speaks("ping")
+    def ping(self, is_owner: bool) -> None:
+        client = self.client(is_owner)
+        assert client.ping()["ready"]
+        deep = client.ping(deep=True)
+        assert deep["ready"], deep
+        assert deep["daemon_ms"] is not None
+        assert all(worker["ms"] is not None for worker in deep["workers"]), deep
+        about = client.about()
+        assert about["pid"] == self.stage.checked.pid
+        assert about["is_owner"] is about["accepts_code"] is is_owner
+
+    @rule(is_owner=OWNERS)
+    @speaks("hello", "ping")
+    def say_hello_again(self, is_owner: bool) -> None:
+        self.stage.greet(is_owner)
+
+    @rule(verb=st.sampled_from(sorted(BODIES)), is_owner=OWNERS)
+    @speaks()
+    def say_too_much(self, verb: str, is_owner: bool) -> None:
+        """A field that no verb has."""
+        model = "a" if verb == "register" else next(iter(self.oracle.models), "a")
+        body = {**BODIES[verb], "surprise": 1}
+        if verb in ("job", "train"):
+            body["name"] = next(iter(self.oracle.jobs), "x")
+        future = self.raw(verb, is_owner=is_owner, model=model, body=body)
+        allowed = only("InvalidInput")
+        if verb == "train" and not is_owner:
+            allowed = only("InvalidInput", "PermissionDenied")
+        self.ask(allowed, functools.partial(future.result, ANSWER_S))
+
+    @rule(drain_ms=st.sampled_from([-1.0, float("nan"), 1e300, "soon", None, True]))
+    @speaks("stop")
+    def stop_it_at_no_time(self, drain_ms: Any) -> None:
+        future = self.raw("stop", body={"drain_ms": drain_ms})
+        self.ask(only("InvalidInput"), functools.partial(future.result, ANSWER_S))
+
+    @rule(verb=st.sampled_from(["", "no-such-verb", "INFER", "infer\0"]), is_owner=OWNERS)
+    @speaks("stats")
+    def say_what_is_no_verb(self, verb: str, is_owner: bool) -> None:
+        before = self.client(is_owner).stats()["malformed"]
+        future = self.raw(verb, is_owner=is_owner)
+        with pytest.raises(RemoteProtocolError):
+            future.result(ANSWER_S)
+        assert self.client(is_owner).stats()["malformed"] == before + 1
+
+    @rule(content=st.binary(min_size=2, max_size=50),
+          how=st.sampled_from(["right", "digest", "gap", "too long", "kind", "two frames"]),
+          is_owner=OWNERS)  # fmt: skip
+    @speaks("put")
+    def put(self, content: bytes, how: str, is_owner: bool) -> None:
+        """In two pieces. A file that is there already needs none."""
+        kind = "pickle" if how == "kind" else "safetensors"
+        content += uuid.uuid4().bytes  # never there before
+        digest = hashlib.sha256(content if how != "digest" else b"another").hexdigest()
+        body = {"digest": digest, "size_bytes": len(content), "kind": kind}
+        half = len(content) // 2
+        pieces = [(0, content[:half]), (half, content[half:])]
+        if how == "gap":
+            pieces[1] = (half + 1, content[half + 1 :])
+        elif how == "too long":
+            pieces[1] = (half, content)
+        last: tuple[str, Any] = ("", None)
+        for offset, piece in pieces:
+            frames = [piece, piece] if how == "two frames" else [piece]
+            future = self.raw(
+                "put", is_owner=is_owner, body={**body, "offset_bytes": offset}, frames=frames
+            )
+            last = self.outcome(functools.partial(future.result, ANSWER_S))
+        assert last[0] == (OK if how == "right" else "InvalidInput"), last
+        if how == "right":
+            assert last[1].body["complete"] is True
+            again = self.raw("put", is_owner=is_owner, body={**body, "offset_bytes": 0})
+            assert again.result(ANSWER_S).body["complete"] is True
+
+    # ---- faults --------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.oracle.kills < MAX_KILLS)
+    @rule(which=st.integers(0, 3), requests=BURSTS)
+    @speaks("ps", "infer")
+    def kill_a_worker(self, which: int, requests: list[tuple[str, int, int, bool]]) -> None:
+        pids = sorted(self.stage.checked.worker_pids().items())
+        futures = self.submit(requests)
+        _, pid = pids[which % len(pids)]
+        kill(pid)
+        self.oracle.kills += 1
+        self.collect(requests, futures)
+        until(lambda: pid not in self.stage.checked.worker_pids().values(), "it was reaped")
+        self.stage.checked.wait_until_whole()
+
+    @precondition(
+        lambda self: self.oracle.kills < MAX_KILLS and self.oracle.daemon_deaths < MAX_DAEMON_DEATHS
+    )
+    @rule(requests=BURSTS)
+    @speaks("ps", "infer")
+    def kill_the_memory_daemon(self, requests: list[tuple[str, int, int, bool]]) -> None:
+        pid = self.stage.checked.daemon_pid()
+        futures = self.submit(requests)
+        kill(pid)
+        self.oracle.kills += 1
+        self.oracle.daemon_deaths += 1
+        self.collect(requests, futures)
+        until(lambda: self.stage.checked.row("memory-daemon")["pid"] not in (0, pid), "a new one")
+        self.stage.checked.wait_until_whole()
+
+    @precondition(lambda self: self.steps >= 25 and self.lives == 1)  # it takes seconds
+    @rule(how=st.sampled_from(["kill", "signal", "stop"]))
+    @speaks("hello")
+    def restart(self, how: str) -> None:
+        """Another server on the same state knows what was acknowledged."""
+        rows = {row["name"]: row for row in self.client().jobs()}
+        self.oracle.check_jobs(rows.values())
+        self.lives += 1
+        self.stage.restart(how)
+        self.oracle.restarted({name: row["persisted_step"] for name, row in rows.items()})
+        self.stage.checked.wait_until_whole()
+        until(
+            lambda: all(row["state"] == "ready" for row in self.client().models()),
+            "all models are ready",
+        )
+
+    # ---- always --------------------------------------------------------------------------------
+
+    @invariant()
+    def server_and_oracle_agree(self) -> None:
+        spoilt, self.stage.is_spoilt = self.stage.is_spoilt, True
+        client = self.client(self.steps % 2 == 0)
+        self.steps += 1
+        self.oracle.check_models(client.models())
+        self.oracle.check_jobs(client.jobs())
+        self.oracle.check_ps(client.ps())
+        stats = client.stats()
+        check_identity(stats)
+        self.oracle.check_stats(stats)
+        self.stage.is_spoilt = spoilt
+
+    def teardown(self) -> None:
+        """Back to an empty server: every byte, lease and slab has come back."""
+        if self.stage.is_spoilt:
+            return
+        self.stage.is_spoilt = True
+        checked = self.stage.checked
+        for name, job in self.oracle.jobs.items():
+            if not job.end:
+                with contextlib.suppress(InvalidInput):  # it is over by itself
+                    checked.client.job(name, "cancel")
+        for name in self.oracle.models:
+            checked.client.unregister(name)
+        if self.oracle.daemon_deaths:  # an answer, and they are forgiven
+            checked.client.register("last", self.stage.material.folder / "small.bundle")
+            checked.client.infer("last", value("small", 1, 0))
+            checked.client.unregister("last")
+        checked.wait_until_whole()
+        checked.settle()
+        until(lambda: _is_empty(checked.stats()), "all memory is back")
+        assert checked.client.models() == []
+        self.stage.is_spoilt = False
+
+
+def _is_empty(stats: Mapping[str, Any]) -> bool:
+    return all(
+        stats[f"{what}_free_bytes"] == stats[f"{what}_capacity_bytes"]
+        for what in ("arena", "store", "pool")
+    )
+
+
+# ------------------------------------------------------------------------------- the tests
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
+    return Material(tmp_path_factory.mktemp("material"))
+
+
+@pytest.fixture
+def stage(material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    made = Stage(material, tmp_path / "state")
+    transmit = Connection._transmit
+
+    def noted(link: Any, fields: Mapping[str, Any], frames: Sequence[Any]) -> None:
+        made.sent.add(str(fields["op"]))
+        transmit(link, fields, frames)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Connection, "_transmit", staticmethod(noted))
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def test_every_verb_of_the_protocol_has_a_rule() -> None:
+    section = (ROOT / "docs/protocol.md").read_text().partition("## Verbs")[2].partition("\n## ")[0]
+    documented = set(re.findall(r"\*\*(\w+)\*\*", section))
+    assert documented == set(get_args(Op)), "the document and wire.py list the same verbs"
+    spoken = frozenset().union(*RULES.values()) | {"models", "jobs"}  # asked after every rule
+    assert spoken == documented
+    assert set(BODIES) == documented - {"hello", "prefetch"}
+
+
+def run(stage: Stage, chosen: settings) -> None:
+    def machine() -> ServerApi:
+        return ServerApi(stage)
+
+    run_state_machine_as_test(machine, settings=chosen)  # type: ignore[arg-type]
+
+
+QUICK = settings(
+    max_examples=16,
+    stateful_step_count=30,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],  # a failure is told as it happened
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def test_any_verbs_in_any_order_are_answered_as_the_oracle_says(stage: Stage) -> None:
+    run(stage, QUICK)
+    assert sum(stage.ran.values()) > 200
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_very_many_verbs_in_any_order_are_answered_as_the_oracle_says(stage: Stage) -> None:
+    defaults = (("EXAMPLES", "200"), ("STEPS", "40"), ("SEED", "1"), ("SHRINK", "0"))
+    examples, steps, seed, shrinks = (
+        int(os.environ.get(f"PIPESWITCH_STATEFUL_{name}", default)) for name, default in defaults
+    )
+    chosen = settings(
+        QUICK,
+        max_examples=examples,
+        stateful_step_count=steps,
+        derandomize=False,
+        phases=[Phase.generate, Phase.shrink] if shrinks else [Phase.generate],
+    )
+    with publishing("api-stateful") as figures:
+        try:
+            seeded = hypothesis.seed(seed)
+            seeded(functools.partial(run, stage, chosen))()
+        finally:
+            figures |= {"examples": stage.examples, "rules": dict(stage.ran), "seed": seed}

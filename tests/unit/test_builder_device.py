@@ -1,0 +1,43 @@
+"""A builder computes on the CPU, also where there is a GPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from pipeswitch.errors import RegistrationRefused
+from pipeswitch.messages import BuildSettings, Epoch, ModelName
+from pipeswitch.programs import build as build_module
+from pipeswitch.programs.builder import run
+from pipeswitch.programs.spec import BuildSpec
+from pipeswitch.wire import Channel
+
+
+class Sent:
+    """A channel that nobody reads."""
+
+    def send(self, message: Any) -> None:
+        pass
+
+
+def test_a_builder_sees_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import msgspec
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    seen: list[str | None] = []
+
+    def build(*_: object) -> None:
+        seen.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        raise RegistrationRefused("build", "far enough")
+
+    monkeypatch.setattr(build_module, "build", build)
+    spec = BuildSpec(name="m", source="torchvision:resnet18", weights="random:0", inputs={})
+    settings = BuildSettings(
+        model=ModelName("m"), epoch=Epoch(1), directory=str(tmp_path), threads=1,
+        spec=msgspec.msgpack.encode(spec),
+    )  # fmt: skip
+    assert run(settings, cast(Channel, Sent())) == 0
+    assert seen == [""]
