@@ -928,6 +928,7 @@ class ServerApi(RuleBasedStateMachine):
         if verb == "train" and not is_owner:
             allowed = only("InvalidInput", "PermissionDenied")
         self.ask(allowed, functools.partial(future.result, ANSWER_S))
+        self.oracle.counts["rejected"] += verb == "infer"
 
     @rule(drain_ms=st.sampled_from([-1.0, float("nan"), 1e300, "soon", None, True]))
     @speaks("stop")
