@@ -34,6 +34,7 @@ MAX_QUEUED_CHUNKS: Final = 64  # of all clients together: 256 MiB
 MAX_PARTIALS: Final = 64  # unfinished files of all clients: each holds a descriptor
 KEPT_UPLOADS: Final = 4  # all files together are at most so many of the largest allowed
 MIN_FREE_SHARE: Final = 0.02  # of the disk: commits, journal and logs need it more
+MIN_FREE_BYTES: Final = 256 << 20  # enough for them, however large the disk is
 KEEP_S: Final = 24 * 3600.0  # an upload nobody touched for a day is removed at the next start
 KINDS: Final = ("bundle", "safetensors")  # the file's suffix: how the builder reads it
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
@@ -218,26 +219,29 @@ class Uploads:
         """
         limit_bytes = KEPT_UPLOADS * self._max_upload_bytes
         promised_bytes = size_bytes + sum(p.size_bytes for p in self._partials.values())
+        unwritten_bytes = promised_bytes - sum(p.written_bytes for p in self._partials.values())
         if promised_bytes > limit_bytes:
             raise QueueFull(f"unfinished uploads have {limit_bytes} bytes between them")
+
+        def has_room() -> bool:
+            disk = shutil.disk_usage(self.directory)
+            kept_free_bytes = min(MIN_FREE_SHARE * disk.total, MIN_FREE_BYTES)
+            is_free = disk.free - unwritten_bytes >= kept_free_bytes
+            return is_free and promised_bytes + sum(size for _, size, _ in kept) <= limit_bytes
+
         kept = [
             (facts.st_mtime_ns, facts.st_size, entry.path)
             for entry in os.scandir(self.directory)
             if not entry.name.startswith(".part-") and (facts := entry.stat())
         ]
-        kept_bytes = sum(size for _, size, _ in kept)
-        for _, size, path in sorted(kept):
-            if promised_bytes + kept_bytes <= limit_bytes:
-                break
-            os.unlink(path)
-            kept_bytes -= size
-        disk = shutil.disk_usage(self.directory)
-        unwritten = promised_bytes - sum(p.written_bytes for p in self._partials.values())
-        if disk.free - unwritten < MIN_FREE_SHARE * disk.total:
-            raise PipeSwitchError(
-                f"No space left for an upload of {size_bytes} bytes: {disk.free} are free",
-                hint="free space in the server's state directory",
-            )
+        kept.sort(reverse=True)
+        while not has_room():
+            if not kept:
+                raise PipeSwitchError(
+                    f"No space left for an upload of {size_bytes} bytes",
+                    hint="free space in the server's state directory",
+                )
+            os.unlink(kept.pop()[2])
 
     def _publish(self, key: tuple[str, str], final: Path) -> None:
         """fsync, rename, fsync the folder: after this the name always means these bytes."""

@@ -442,6 +442,7 @@ def test_a_full_disk_refuses_what_cannot_be_kept_and_serves_on(
         with pytest.raises(PipeSwitchError) as refused:
             client.register("other", mlp(64, 2, 2), example_inputs=(torch.zeros(1, 64),))
         assert "No space left" in str(refused.value), refused.value
+        fill(small_disk)  # what the refused upload made free: an older one went
         script = write_script(tmp_path, "hello.py", "from pipeswitch import job\n")
         args = ["x" * 200] * 30  # more than what is left of the journal's last page
         with pytest.raises(ServerUnavailable, match="No space left"):

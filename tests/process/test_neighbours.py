@@ -1,13 +1,12 @@
-"""What other serving systems were bitten by, tried here (docs/threat-model.md lists them all)."""
+"""What others were bitten by, tried here: bytes and connections (docs/threat-model.md)."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
+import itertools
 import os
 import pickle
 import socket
-import stat
 import struct
 import subprocess
 import sys
@@ -19,30 +18,67 @@ import msgspec
 import numpy as np
 import pytest
 from frontend_rig import DEADLINE_S, FakeScheduler, ask, raw_dealer, until
-from hypothesis import given
-from hypothesis import strategies as st
-from process_tools import checked_server
 
 import pipeswitch as ps
-from pipeswitch.controller.admission import check_name
-from pipeswitch.programs.bundle import Graph, Node, check_graph
-from pipeswitch.programs.layout import ValueSpec
+from pipeswitch.controller.events import InferArrived
 from pipeswitch.wire import MAGIC, WireTensor, decode_reply
+from tests.process.bombs import pickled
 
 X = np.ones((1, 4), np.float32)
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\0" + bytes(31)
 READY_BODY = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
+TENSOR = {"name": "x", "dtype": "float32", "shape": [1, 4], "frame": 0}
 READY = bytes([4, len(READY_BODY)]) + READY_BODY
 
 
-class Bomb:
-    """Whoever unpickles it makes a folder."""
+class RawPeer:
+    """A peer that speaks ZMTP 3 by hand, so that a message can be cut anywhere."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, address: str) -> None:
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        self.sock = socket.create_connection((host, int(port)), timeout=DEADLINE_S)
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock.sendall(GREETING + READY)
+        self.session = ""
+        self._stream = self.sock.makefile("rb")
+        self._stream.read(len(GREETING))
+        self._frame()  # the server's READY: before it, our messages would be no messages
 
-    def __reduce__(self) -> Any:
-        return (os.mkdir, (str(self.path),))
+    def _frame(self) -> tuple[int, bytes]:
+        flags = self._stream.read(1)[0]
+        is_long = flags & 2
+        size = int.from_bytes(self._stream.read(8 if is_long else 1), "big")
+        return flags, self._stream.read(size)
+
+    def ask(self, *frames: bytes, **fields: Any) -> Any:
+        """Send a request whole; its reply."""
+        self.sock.sendall(as_bytes(*frames, **fields))
+        return self.reply()
+
+    def reply(self) -> Any:
+        return decode_reply(self.receive())
+
+    def receive(self) -> list[bytes]:
+        """The frames of the next message."""
+        frames, flags = [], 1
+        while flags & 1:
+            flags, frame = self._frame()
+            frames.append(frame)
+        return frames
+
+    def close(self) -> None:
+        self._stream.close()
+        self.sock.close()
+
+
+def as_bytes(*frames: bytes, **fields: Any) -> bytes:
+    """A request as ZMTP 3 sends it."""
+    header = msgspec.msgpack.encode({"v": 1, "id": "1", **fields})
+    *first, last = [MAGIC, header, *frames]
+    return b"".join(
+        bytes([more | 2]) + struct.pack(">Q", len(frame)) + frame
+        for more, frame in [*((1, frame) for frame in first), (0, last)]
+    )
 
 
 @pytest.fixture
@@ -53,23 +89,31 @@ def server(tmp_path: Path) -> Iterator[FakeScheduler]:
     found.close()
 
 
+@pytest.fixture
+def peers(server: FakeScheduler) -> Iterator[list[RawPeer]]:
+    found = [RawPeer(server.doors.tcp.address) for _ in range(2)]
+    yield found
+    for peer in found:
+        peer.close()
+
+
 def test_shadowmq_a_pickle_in_any_frame_stays_bytes(server: FakeScheduler, tmp_path: Path) -> None:
     target = tmp_path / "unpickled"
-    pickled = pickle.dumps(Bomb(target))
+    raw = pickled(target)
     with raw_dealer(server.doors.tcp.address) as sock:
-        for frames in ([pickled], [MAGIC, pickled], [pickled, pickled], [MAGIC, pickled, pickled]):
+        for frames in ([raw], [MAGIC, raw], [raw, raw], [MAGIC, raw, raw]):
             sock.send_multipart(frames)
         session = ask(sock, op="hello").session
         x = WireTensor(name="x", dtype="float32", shape=(1, 4), frame=0)
-        reply = ask(sock, pickled, op="infer", model="m", session=session, inputs=(x,))
+        reply = ask(sock, raw, op="infer", model="m", session=session, inputs=(x,))
         assert reply.error.type == "InvalidInput"
-        header = {"v": 1, "id": "2", "op": "train", "session": session, "body": {"args": pickled}}
+        header = {"v": 1, "id": "2", "op": "train", "session": session, "body": {"args": raw}}
         sock.send_multipart([MAGIC, msgspec.msgpack.encode(header)])
         assert decode_reply(sock.recv_multipart()).error.type in (
             "InvalidInput", "RemoteProtocolError",
         )  # fmt: skip
     assert not target.exists()
-    pickle.loads(pickled)  # it would have
+    pickle.loads(raw)  # it would have
     assert target.exists()
 
 
@@ -120,6 +164,38 @@ def test_zeromq_a_message_that_never_ends_is_cut(server: FakeScheduler) -> None:
     assert server.tcp._peers.hung_up == {"unfinished messages": 1}
 
 
+def test_pipeswitch_requests_that_arrive_in_turns_byte_by_byte_are_not_mixed_up(
+    server: FakeScheduler, peers: list[RawPeer]
+) -> None:
+    """In the original, names and data of two clients meet in two queues."""
+    server.announce("other")
+    sessions = [peer.ask(op="hello").session for peer in peers]
+    data = [np.full((1, 4), n, np.float32) for n in (1, 2)]
+    messages = [
+        as_bytes(x.tobytes(), op="infer", model=model, session=session, inputs=[TENSOR])
+        for x, model, session in zip(data, ("m", "other"), sessions, strict=True)
+    ]
+    for cut in range(max(map(len, messages))):
+        for peer, message in zip(peers, messages, strict=True):
+            peer.sock.sendall(message[cut : cut + 1])
+    for peer, x in zip(peers, data, strict=True):
+        assert peer.receive()[2] == (2 * x).tobytes()
+    seen = [event.model for event in server.seen if isinstance(event, InferArrived)]
+    assert sorted(seen) == ["m", "other"]
+
+
+@pytest.mark.parametrize("came", [(), (0,), (15,), (17,), (4 << 10,), (16, 16)], ids=str)
+def test_pipeswitch_another_number_of_bytes_than_declared_reaches_no_model(
+    server: FakeScheduler, peers: list[RawPeer], came: tuple[int, ...]
+) -> None:
+    """The original asks a client for a length, up to 4 GiB, and does not look how much it read."""
+    session = peers[0].ask(op="hello").session
+    frames = [bytes(size) for size in came]
+    reply = peers[0].ask(*frames, op="infer", model="m", session=session, inputs=[TENSOR])
+    assert reply.error.type in ("InvalidInput", "RemoteProtocolError")
+    assert not server.seen
+
+
 def test_pipeswitch_a_client_that_names_a_model_and_vanishes_holds_nobody_up(
     server: FakeScheduler,
 ) -> None:
@@ -129,65 +205,6 @@ def test_pipeswitch_a_client_that_names_a_model_and_vanishes_holds_nobody_up(
         sock.sendall(GREETING + READY + b"\x01\x04PSW1")
     with ps.Client(server.doors.tcp.address) as client:
         assert client.infer("m", X)["y"][0, 0] == 2.0
-
-
-@given(st.text(max_size=80))
-def test_triton_a_name_never_leads_out_of_its_folder(name: str) -> None:
-    try:
-        accepted = check_name(name, "model")
-    except ps.InvalidInput:
-        return
-    inside = Path("/store", accepted)
-    assert Path(os.path.normpath(inside)) == inside
-    assert inside.parent == Path("/store")
-    assert not accepted.startswith(".")
-
-
-@pytest.mark.parametrize("key", ["if", "x=1, y", "__import__('os')", "a.b", "é", "", "None"])
-def test_torch_a_bundles_words_never_become_code_of_its_own(key: str) -> None:
-    """torch.export's own loader evaluates text of the file; ours makes source of checked words."""
-    value = ValueSpec(name="x", dtype="float32", shape=(1, 4))
-    graph = Graph(
-        version=1,
-        inputs=(value,),
-        weights=(),
-        nodes=(Node("aten.relu.default", ({"v": 0},), {key: 1}),),
-        results=(1,),
-        outputs=(value,),
-        batch_max=1,
-    )
-    with pytest.raises(ps.RegistrationRefused, match="is not an argument's name"):
-        check_graph(graph)
-
-
-def test_a_clients_text_starts_no_line_of_its_own_in_the_log(
-    server: FakeScheduler, caplog: pytest.LogCaptureFixture
-) -> None:
-    text = "x\nERROR forged\r\x1b[2J"
-    with caplog.at_level(logging.DEBUG, "pipeswitch"), raw_dealer(server.doors.tcp.address) as sock:
-        for op in (text, "infer", "show"):
-            header = {"v": 1, "id": "1", "op": op, "model": text, "session": text}
-            sock.send_multipart([MAGIC, msgspec.msgpack.encode(header)])
-            assert decode_reply(sock.recv_multipart()).error is not None
-        session = ask(sock, op="hello").session
-        assert ask(sock, op="show", id="2", model=text, session=session) is not None
-        assert ask(sock, op="infer", id="3", model=text, session=session).error is not None
-    assert caplog.records
-    assert not [r for r in caplog.records if {"\n", "\r", "\x1b"} & set(r.getMessage())]
-
-
-def test_what_the_server_writes_is_its_owners_alone(tmp_path: Path) -> None:
-    """Whatever the umask is: models, logs, journal and both sockets."""
-    state = tmp_path / "state"
-    before = os.umask(0)
-    try:
-        with checked_server(arena="64MiB", state_dir=state) as checked:
-            door = Path(checked.running.ipc_address.removeprefix("ipc://"))
-            for folder in (state, door.parent):
-                assert stat.S_IMODE(folder.stat().st_mode) == 0o700, folder
-            assert door.is_socket()
-    finally:
-        os.umask(before)
 
 
 FLOODED = """
@@ -220,3 +237,91 @@ def test_zeromq_a_flood_and_a_reset_do_not_abort_the_server() -> None:
     command = [sys.executable, "-c", FLOODED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+
+
+def test_zeromq_one_byte_more_than_allowed_is_cut_before_it_is_sent(server: FakeScheduler) -> None:
+    """CVE-2026-55646: a body is read first, and its size looked at afterwards."""
+    peer = RawPeer(server.doors.tcp.address)
+    limit = peer.ask(op="ping").body["max_message_bytes"]
+    peer.sock.sendall(b"\x02" + struct.pack(">Q", limit + 1) + bytes(10))
+    assert is_cut(peer.sock)
+    peer.close()
+
+
+def test_triton_a_message_of_very_many_parts_holds_nobody_up(
+    server: FakeScheduler, peers: list[RawPeer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Triton, very many small chunks of one request end the server."""
+    hostile, good = peers
+    for peer in peers:
+        peer.session = peer.ask(op="hello").session
+    turns = itertools.count()
+    step = server.tcp.step
+    monkeypatch.setattr(server.tcp, "step", lambda: (next(turns), step()))
+    hostile.sock.sendall(b"\x01\x00" * 200_000 + b"\x00\x00")
+    assert is_cut(hostile.sock)
+    x = X.tobytes()
+    reply = good.ask(x, op="infer", model="m", session=good.session, inputs=[TENSOR])
+    assert reply.status == "ok"
+    assert next(turns) > 200  # of the loop, while that one message was read
+    assert server.tcp._peers.hung_up == {"too many parts": 1}
+
+
+def a_web_page_posts(*requests: dict[str, Any]) -> bytes:
+    """What a browser sends for ``fetch(url, {method: "POST", body})``.
+
+    To libzmq the ``P`` is the length of a ZMTP 1 frame. The address is chosen so that another
+    frame ends where the headers do, and the body holds whole messages.
+    """
+    body = b""
+    for request in requests:
+        header = msgspec.msgpack.encode({"v": 1, "id": "1", **request})
+        for more, frame in ((1, MAGIC), (0, header)):
+            body += bytes([1 + len(frame), more]) + frame
+    lines = f" HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    first = b"POST /".ljust(1 + ord("P"), b"A")
+    return first + b"~" + b"B" * (ord("~") - len(lines)) + lines + body
+
+
+def test_ray_a_web_page_on_this_machine_commands_nothing(server: FakeScheduler) -> None:
+    """CVE-2025-62593: a page in a local browser talks to a port that asks for nothing."""
+    host, _, port = server.doors.tcp.address.removeprefix("tcp://").rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as browser:
+        browser.sendall(
+            a_web_page_posts({"op": "hello"}, {"op": "stop"}, {"op": "train", "session": "x"})
+        )
+        until(lambda: server.tcp._malformed_count >= 2)
+        with ps.Client(server.doors.tcp.address) as client:
+            assert client.infer("m", X)["y"][0, 0] == 2.0
+    assert all(isinstance(event, InferArrived) for event in server.seen)
+
+
+def test_uvicorn_half_a_handshake_is_cut_however_slowly_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slow loris: uvicorn keeps connections whose headers never end."""
+    monkeypatch.setattr("pipeswitch.sockets.HANDSHAKE_LIMIT_MS", 300)
+    server = FakeScheduler(tmp_path)
+    host, _, port = server.doors.tcp.address.removeprefix("tcp://").rpartition(":")
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.close)
+        silent = [
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=DEADLINE_S))
+            for _ in range(20)
+        ]
+        for sock in silent:
+            sock.sendall(GREETING[:20])
+        slow = stack.enter_context(socket.create_connection((host, int(port)), timeout=0.05))
+        assert any(is_cut_after(slow, GREETING[n : n + 1]) for n in range(len(GREETING)))
+        assert all(is_cut(sock) for sock in silent)
+
+
+def is_cut_after(sock: socket.socket, byte: bytes) -> bool:
+    """Whether the connection had ended when this was sent, or ends within its timeout."""
+    try:
+        sock.sendall(byte)
+        return is_cut(sock)
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True

@@ -1,0 +1,58 @@
+"""The threat model names tests that exist, and each test of a neighbour's weakness is in it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs/threat-model.md").read_text("utf-8")
+CLASSES = TEXT.partition("## Classes of weakness")[2].partition("\n## ")[0]
+MIN_CLASSES = 20
+
+
+def names_in(path: Path) -> set[str]:
+    return set(re.findall(r"^(?:async )?def (test_\w+)\(", path.read_text("utf-8"), re.MULTILINE))
+
+
+FILES = {
+    path.relative_to(ROOT / "tests").as_posix(): names_in(path)
+    for path in (ROOT / "tests").rglob("test_*.py")
+}
+
+
+def files_called(name: str) -> list[set[str]]:
+    """The tests of each file of this name, which may carry its folder."""
+    return [tests for path, tests in FILES.items() if path == name or path.endswith(f"/{name}")]
+
+
+def test_every_test_the_threat_model_names_exists() -> None:
+    everywhere = set().union(*FILES.values())
+    named = re.findall(r"`((?:unit/|process/)?test_[^`]*)`", TEXT)
+    assert len(named) > 100
+    for name in named:
+        file, _, test = name.rpartition("::")
+        if file:
+            assert any(test in found for found in files_called(file)), name
+        elif name.endswith(".py"):
+            assert files_called(name), name
+        else:
+            assert name in everywhere, name
+
+
+def test_every_class_of_weakness_has_its_test_or_the_reason_why_not() -> None:
+    rows = [line.strip("| ").split(" | ") for line in CLASSES.splitlines() if line[:2] == "| "]
+    tried = [row for row in rows if len(row) == 4 and row[0] != "who"]
+    without = [row for row in rows if len(row) == 2 and row[0] != "weakness"]
+    assert len(tried) + len(without) + 2 == len(rows)
+    assert len(tried) >= MIN_CLASSES
+    assert all(re.fullmatch(r"`[^`]+::test_\w+`(, `[^`]+::test_\w+`)*", row[3]) for row in tried)
+    assert all(row[1].strip() for row in without)
+
+
+def test_every_test_of_a_neighbours_weakness_is_in_the_threat_model() -> None:
+    neighbours = {path: tests for path, tests in FILES.items() if "test_neighbours" in path}
+    assert len(neighbours) == 3
+    for path, tests in neighbours.items():
+        for test in tests:
+            assert f"`{Path(path).name}::{test}`" in CLASSES, f"{path}::{test}"
