@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -669,7 +670,7 @@ def life(directory: Path, name: str) -> None:
     job._install(session)
     session.begin()
     result = Result()
-    script(result, epochs=EPOCHS, **VARIANTS[name])
+    script(result, **{"epochs": EPOCHS, **VARIANTS[name]})
     session.finish()
     (directory / "final").write_text(result.final)
 
@@ -682,8 +683,12 @@ def fork_lives() -> None:
         directory, name = json.loads(line)
         pid = os.fork()
         if pid == 0:
-            life(Path(directory), name)
-            os._exit(0)
+            try:
+                life(Path(directory), name)
+                os._exit(0)
+            finally:  # at once: an end that takes its time would be killed like a life
+                traceback.print_exc()
+                os._exit(1)
         os.write(1, f"{pid}\n".encode())
         _, status = os.waitpid(pid, 0)
         os.write(1, f"{os.waitstatus_to_exitcode(status)}\n".encode())
@@ -732,13 +737,13 @@ def kill_sessions(folder: Path, kills: int, names: Sequence[str], figures: dict[
     figures.update(kills=0, runs=0, differences=0)
     with life_server() as (orders, answers):
         for name in itertools.cycle(names):
-            if figures["kills"] >= kills:
+            if figures["kills"] >= kills and figures["runs"] >= len(names):
                 break
             directory = folder / str(figures["runs"])
             directory.mkdir()
             figures["kills"] += kill_until_it_ends(directory, name, dice, orders, answers)
             figures["runs"] += 1
-            expected = undisturbed(epochs=EPOCHS, **VARIANTS[name])
+            expected = undisturbed(**{"epochs": EPOCHS, **VARIANTS[name]})
             if (directory / "final").read_text() != expected.final:
                 figures["differences"] += 1
             say(f"run {figures['runs']} ({name}): {figures['kills']} of {kills} kills")
