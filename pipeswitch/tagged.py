@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 import struct
 import sys
 from collections import Counter, OrderedDict
@@ -25,6 +26,7 @@ from .errors import InvalidInput
 MAX_DEPTH: Final = 64  # a state dict is a few levels deep; a cycle is not a state dict
 MAX_EXACT_INT: Final = 1 << 53  # beyond, JSON readers other than Python's round to a double
 NUMPY_KINDS: Final = frozenset("biufcmMSU")  # no objects ("O"), no records ("V")
+_NUMPY_DTYPE: Final = re.compile(r"[<>=|][biufcmMSU][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Z]{1,9}\])?")
 TORCH_DTYPES: Final = frozenset({
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
     "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool",
@@ -193,7 +195,10 @@ def _decode_scalar(body: Any, path: str, depth: int, blobs: _Blobs) -> Any:
     import numpy as np
 
     name, hexdigits = body
-    return np.frombuffer(bytes.fromhex(hexdigits), dtype=_numpy_dtype(name))[0]
+    dtype, raw = _numpy_dtype(name), bytes.fromhex(hexdigits)
+    if not dtype.itemsize:  # an empty text, which frombuffer does not read
+        return dtype.type()
+    return np.frombuffer(raw, dtype=dtype)[0]
 
 
 def _decode_tensor(body: Any, path: str, depth: int, blobs: _Blobs) -> Any:
@@ -211,10 +216,10 @@ def _decode_tensor(body: Any, path: str, depth: int, blobs: _Blobs) -> Any:
 def _numpy_dtype(name: Any) -> Any:
     import numpy as np
 
-    dtype = np.dtype(str(name))
-    if dtype.kind not in NUMPY_KINDS:
+    # Checked first: of a text with a comma, numpy parses the parts as Python literals.
+    if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):
         raise ValueError(f"dtype {name!r} is not allowed")
-    return dtype
+    return np.dtype(name)
 
 
 def _blob(blobs: _Blobs, index: Any) -> bytes | memoryview:

@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+LASTING: Final = ("SIGSTOP", "hang", "slow peer")
+LASTS_S: Final = 3.0  # a stopped process is found within two and a half
 RECOVERED_WITHIN_S: Final = 60.0  # no answer to anybody for that long: not survived
 
 
@@ -29,6 +31,11 @@ class Fault:
     fault: str
     at_s: float
     ends_controller: bool = False  # by design: one that has no state left to trust leaves
+
+    def holds_up(self, other: Fault) -> bool:
+        """Whether its own effect may last into the other's recovery."""
+        lasts = self.fault in LASTING or self.component in ("controller", "daemon", "fork server")
+        return lasts and 0 < other.at_s - self.at_s < LASTS_S
 
 
 @dataclass
@@ -116,15 +123,24 @@ class History:
         }
 
     def _dead_worker_ms(self) -> dict[str, Any]:
-        """Of faults that end a worker's process at once: a standby takes over."""
-        seconds = [
-            self.recovery_s(fault)
+        """Of faults that end a worker's process at once, so that a standby takes over.
+
+        ``alone``: no fault that leaves something stopped, slow or away came just before. Of the
+        others, a request may have to wait for that one's end.
+        """
+        kills = [
+            fault
             for fault in self.faults
             if fault.component in ("active worker", "standby worker") and fault.fault == "kill -9"
         ]
+        alone = [kill for kill in kills if not any(other.holds_up(kill) for other in self.faults)]
+        return {"all": self._times(kills), "alone": self._times(alone)}
+
+    def _times(self, faults: list[Fault]) -> dict[str, Any]:
+        seconds = [self.recovery_s(fault) for fault in faults]
         times_ms = sorted(1000.0 * s for s in seconds if s is not None)
         return {
-            "count": len(seconds),
+            "count": len(faults),
             "p50": quantile(times_ms, 0.5),
             "p99": quantile(times_ms, 0.99),
             "max": quantile(times_ms, 1.0),

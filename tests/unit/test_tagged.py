@@ -99,6 +99,9 @@ def test_decoding_anything_raises_nothing_but_invalid_input(data: Any) -> None:
         torch.tensor([1 + 2j]),
         np.arange(6.0).reshape(2, 3).T,
         np.array(["ab", "c"]),
+        np.str_(""),
+        np.bytes_(b""),
+        np.datetime64("2020-01-01T00:00:00", "25s"),
         np.float64("nan"),
         np.random.RandomState(3).get_state(),
     ],
@@ -106,6 +109,13 @@ def test_decoding_anything_raises_nothing_but_invalid_input(data: Any) -> None:
 )
 def test_awkward_values_come_back_bit_for_bit(value: Any) -> None:
     assert same(round_trip(value), value)
+
+
+@pytest.mark.parametrize("name", ["<,", "i4,f4", "(2,)f4", "O", "|V8", "<f4\n", "float32", 4, None])
+def test_a_dtype_is_one_of_numpys_own_names_and_never_parsed(name: Any) -> None:
+    for data in ({"array": [name, [1], 0]}, {"scalar": [name, "00000000"]}):
+        with pytest.raises(InvalidInput, match="is not allowed"):
+            tagged.decode(data, [bytes(4)])
 
 
 def test_what_comes_back_is_a_copy_that_may_be_written() -> None:
