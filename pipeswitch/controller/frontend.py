@@ -81,9 +81,9 @@ from .verbs import LogPiece, Verbs
 
 _logger = logging.getLogger(__name__)
 
-BURST_EVENTS: Final = 256  # of connections, from one door: 1 ms
+BURST_EVENTS: Final = 32  # of connections, from one door: a third of a millisecond
 BURST_PARTS: Final = 1_000  # of one message: libzmq bounds neither their number nor their memory
-BURST_MESSAGES: Final = 64  # from one door before the other and the answers get their turn
+BURST_MESSAGES: Final = 16  # from one door before the other and the answers get their turn
 MAX_CLIENT_REQUESTS: Final = 4096  # unanswered ones of one client
 BUSY_POLL_MS: Final = 2.0  # while a socket is full or libzmq still reads from the pool
 STOP_FLUSH_MS: Final = 1000
