@@ -1,8 +1,8 @@
 """Hostile peers beside one good client: they may cost time, never an answer, nor memory.
 
 The attackers are a process of their own. A tenth of a second apart, each of its connections does
-one more bad thing; one that is closed comes again. The long run prints figures:
-``pytest -m soak tests/process/test_hostile.py -s``.
+one more bad thing; one that is closed comes again, where it is not said to come once. The long
+run prints figures: ``pytest -m soak tests/process/test_hostile.py -s``.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ KINDS = ("idle", "half", "endless", "deaf", "giant")
 ATTACKERS = r"""
 import json, random, selectors, socket, struct, sys, time
 address, count, kinds = (sys.argv[1], int(sys.argv[2])), int(sys.argv[3]), sys.argv[4].split(",")
+comes_again = sys.argv[5] == "again"
 GREETING = b"\xff" + bytes(7) + b"\x01\x7f\x03\x00NULL" + bytes(16) + b"\0" + bytes(31)
 READY = b"\x04\x19\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
 READY = bytes([4, len(READY) - 2]) + READY[2:]
@@ -43,9 +44,11 @@ DEAF = (b"\x01\x04PSW1" + bytes([0, len(PING)]) + PING) * 40     # questions; th
 
 class Peer:
     def __init__(self, kind):
-        self.kind, self.sock = kind, None
+        self.kind, self.sock, self.is_over = kind, None, False
 
     def act(self):
+        if self.is_over:
+            return 0
         if self.sock is None:
             self.sock = socket.socket()
             self.sock.setblocking(False)
@@ -75,7 +78,7 @@ class Peer:
 
     def again(self):
         self.sock.close()
-        self.sock = None
+        self.sock, self.is_over = None, not comes_again
         return 1
 
 peers = [Peer(kinds[n % len(kinds)]) for n in range(count)]
@@ -90,11 +93,14 @@ print(json.dumps({"ended": ended}), flush=True)
 
 
 @contextlib.contextmanager
-def attacked(address: str, count: int, kinds: tuple[str, ...] = KINDS) -> Iterator[dict[str, int]]:
+def attacked(
+    address: str, count: int, kinds: tuple[str, ...] = KINDS, *, comes_again: bool = True
+) -> Iterator[dict[str, int]]:
     """So many hostile connections meanwhile; afterwards ``ended`` says how many were cut."""
     host, port = address.removeprefix("tcp://").split(":")
     found: dict[str, int] = {}
-    command = [sys.executable, "-c", ATTACKERS, host, port, str(count), ",".join(kinds)]
+    how_often = "again" if comes_again else "once"
+    command = [sys.executable, "-c", ATTACKERS, host, port, str(count), ",".join(kinds), how_often]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         preexec_fn=lambda: os.nice(10),
@@ -175,13 +181,15 @@ def good_client(folder: Path, *, with_keys: bool) -> Iterator[tuple[Checked, ps.
 
 
 def measure(
-    checked: Checked, client: ps.Client, count: int, seconds: float, kinds: tuple[str, ...] = KINDS
-) -> dict[str, Any]:
+    checked: Checked, client: ps.Client, count: int, seconds: float,
+    kinds: tuple[str, ...] = KINDS, *, comes_again: bool = True,
+) -> dict[str, Any]:  # fmt: skip
     """Quiet, then attacked; the good client's times and the controller's growth."""
     ask_for(client, min(seconds, 2.0))
     quiet = ask_for(client, seconds)
     address = checked.running.tcp_address
-    with Rss(checked.pid) as rss, attacked(address, count, kinds) as attack:
+    attack_of = attacked(address, count, kinds, comes_again=comes_again)
+    with Rss(checked.pid) as rss, attack_of as attack:
         under_attack = ask_for(client, seconds)
     stats = checked.stats()
     return {
@@ -224,5 +232,18 @@ def test_a_thousand_hostile_connections(
         figures.update(keys=with_keys, kinds=kinds, rss_limit_mib=limit_mib)
         with good_client(tmp_path, with_keys=with_keys) as (checked, client):
             figures.update(measure(checked, client, 1000, 15.0, kinds))
+        say(json.dumps(figures))
+        assert figures["rss_growth_mib"] < limit_mib, figures
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("with_keys", [False, True], ids=["open", "keys"])
+def test_a_thousand_hostile_connections_that_come_once(with_keys: bool, tmp_path: Path) -> None:
+    """Without the storm of new connections, which costs more than what any of them does."""
+    limit_mib = 64 if with_keys else 256
+    with publishing(f"hostile_{'keys' if with_keys else 'open'}_once") as figures:
+        figures.update(keys=with_keys, kinds=KINDS, rss_limit_mib=limit_mib)
+        with good_client(tmp_path, with_keys=with_keys) as (checked, client):
+            figures.update(measure(checked, client, 1000, 15.0, comes_again=False))
         say(json.dumps(figures))
         assert figures["rss_growth_mib"] < limit_mib, figures
