@@ -293,7 +293,7 @@ class Server:
                 key.data()
             self._frontend.step()
             self._handle_inbox()
-            self._processes.look()
+            self._processes.look(self._waited_since_s())
             watchdog.turned()
             self._notifier.beat(time.monotonic())
         self._notifier.tell(STOPPING=1, STATUS=self._effects.left.reason)
@@ -314,13 +314,17 @@ class Server:
         clients_s = self._frontend.wait_s()
         if self._inbox or clients_s == 0.0:
             return 0.0
-        waits_s = [self._processes.seconds_to_look()]
+        waits_s = [self._processes.seconds_to_look(self._waited_since_s())]
         if clients_s is not None:
             waits_s.append(clients_s)
         wakeup_ms = self._scheduler.next_wakeup_ms()
         if wakeup_ms is not None:
             waits_s.append(self._until_s(wakeup_ms))
         return min(waits_s)
+
+    def _waited_since_s(self) -> float | None:
+        since_ms = self._scheduler.waited_since_ms
+        return since_ms / 1000.0 if since_ms is not None else None
 
     @staticmethod
     def _until_s(at_ms: float) -> float:

@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 Kind = Literal["worker", "builder", "daemon"]
 MAX_FAILED_STARTS = 3  # of the fork server in a row: its imports are broken
 LOOK_EVERY_S = 0.5  # for processes that somebody has stopped
-STOPPED_LOOKS = 5  # in a row, then it is as good as dead: about two seconds
+URGENT_LOOK_EVERY_S = 0.03  # while a request has waited that long: it may wait for one of them
+STOPPED_LOOKS = 5  # in a row, then it is as good as dead: two seconds, or 150 ms
 
 
 @dataclass
@@ -72,7 +73,6 @@ class Processes:
         self._by_ticket: dict[int, Child] = {}
         self._by_pid: dict[int, Child] = {}
         self._tickets = 0
-        self._looked_at_s = 0.0
         self._stopped = StoppedLooks()
         self.torch_version = ""
 
@@ -343,29 +343,34 @@ class Processes:
 
     # -- processes that stand still ------------------------------------------------------------
 
-    def seconds_to_look(self) -> float:
-        """Until ``look`` wants to be called again."""
-        return max(0.0, self._looked_at_s + LOOK_EVERY_S - time.monotonic())
+    def seconds_to_look(self, waited_since_s: float | None) -> float:
+        """Until ``look`` wants to be called again; see there."""
+        return max(0.0, self._stopped.due_at_s(waited_since_s) - time.monotonic())
 
-    def look(self) -> None:
-        """What no descriptor tells of, when it is time to look again."""
+    def look(self, waited_since_s: float | None) -> None:
+        """What no descriptor tells of, when it is time to look again.
+
+        Args:
+            waited_since_s: Since when the oldest request waits for its answer, on the monotonic
+                clock; None if nobody waits.
+        """
         now_s = time.monotonic()
-        if now_s < self._looked_at_s + LOOK_EVERY_S:
+        if now_s < self._stopped.due_at_s(waited_since_s):
             return
-        self._looked_at_s = now_s
         if self._is_start_due:
             self.start_server()
-        self._kill_stopped()
+        self._kill_stopped(now_s)
 
-    def _kill_stopped(self) -> None:
-        """Kill whom a SIGSTOP has held for two seconds: no pidfd tells of it, and it may hold the
-        device's turn. Looks are counted, not time, because this process may have been stopped
-        along with the others; a debugger's stop ("t") is left alone.
+    def _kill_stopped(self, now_s: float) -> None:
+        """Kill whom a SIGSTOP has held for ``STOPPED_LOOKS``: no pidfd tells of it, and it may
+        hold the device's turn. Looks are counted, not time, because this process may have been
+        stopped along with the others; a debugger's stop ("t") is left alone.
         """
         watched = {pid: child.name for pid, child in self._by_pid.items()}
         if self._server is not None and self._server_channel is not None:
             watched[self._server.pid] = "fork server"
-        for pid in self._stopped.look(pid for pid in watched if _is_stopped(pid)):
+        stopped = [pid for pid in watched if _is_stopped(pid)]
+        for pid in self._stopped.look(stopped, now_s):
             log.warning("child=%s pid=%d has been stopped, killing it", watched[pid], pid)
             if pid in self._by_pid:
                 self.kill(self._by_pid[pid])
@@ -401,13 +406,25 @@ class Processes:
 
 
 class StoppedLooks:
-    """Counts in how many looks in a row a process was found stopped."""
+    """When to look for stopped processes, and in how many looks in a row each was found so."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}  # pid -> looks in a row
+        self._looked_at_s = 0.0
 
-    def look(self, stopped: Iterable[int]) -> list[int]:
+    def due_at_s(self, waited_since_s: float | None) -> float:
+        """Seldom, but often while a request waits for longer than most of them take.
+
+        What takes the request path's time is worth it only for a request that is held up already.
+        """
+        seldom_s = self._looked_at_s + LOOK_EVERY_S
+        if waited_since_s is None:
+            return seldom_s
+        return min(seldom_s, max(self._looked_at_s, waited_since_s) + URGENT_LOOK_EVERY_S)
+
+    def look(self, stopped: Iterable[int], now_s: float) -> list[int]:
         """The pids that have been stopped for ``STOPPED_LOOKS`` looks; each is told once."""
+        self._looked_at_s = now_s
         counts = {pid: self._counts.get(pid, 0) + 1 for pid in stopped}
         given_up = [pid for pid, count in counts.items() if count >= STOPPED_LOOKS]
         self._counts = {pid: count for pid, count in counts.items() if pid not in given_up}

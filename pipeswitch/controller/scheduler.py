@@ -127,6 +127,12 @@ class Scheduler:
         return min(self.core.due_ms, default=None)
 
     @property
+    def waited_since_ms(self) -> float | None:
+        """When the oldest request came that has no answer yet; None when nobody waits."""
+        oldest = next(iter(self.core.requests.values()), None)
+        return oldest.arrived_at_ms if oldest is not None else None
+
+    @property
     def is_ready(self) -> bool:
         """The daemon owns its memory and a worker can take a request."""
         return self.core.is_daemon_ready and any(

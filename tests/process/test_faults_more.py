@@ -36,12 +36,13 @@ from process_tools import (
     mlp,
     run_plain,
     start_endless_job,
+    stop,
     until,
     write_script,
 )
 
 from pipeswitch.controller.journal import FILE_NAME, JournalFile
-from pipeswitch.controller.processes import Child, Processes, _is_stopped
+from pipeswitch.controller.processes import Child, Processes
 from pipeswitch.errors import (
     AlreadyExists,
     Cancelled,
@@ -289,25 +290,14 @@ def test_a_worker_stopped_while_it_computes_is_replaced_and_its_request_answered
     x = torch.ones(LONG_ROWS, LONG)
     future = running.client.submit("long", x)
     pid = computing_pid(running)
-    kill(pid, signal.SIGSTOP)
+    stop(pid)
     assert future.result(60)["y"].shape == x.shape
-    is_replaced(running, pid)
-
-
-def test_a_deadline_ends_the_wait_for_a_stopped_worker(running: Checked) -> None:
-    x = torch.ones(LONG_ROWS // 2, LONG)
-    running.client.infer("long", x)  # later deadlines are judged by how long this took
-    future = running.client.submit("long", x, deadline_ms=1500.0)
-    pid = computing_pid(running)
-    kill(pid, signal.SIGSTOP)
-    with pytest.raises(DeadlineExceeded):
-        future.result(20)
     is_replaced(running, pid)
 
 
 def test_a_stopped_standby_is_replaced(running: Checked) -> None:
     pid = next(r["pid"] for r in running.rows("worker") if r["state"] == "standby")
-    kill(pid, signal.SIGSTOP)
+    stop(pid)
     answers(running)
     is_replaced(running, pid)
 
@@ -315,8 +305,7 @@ def test_a_stopped_standby_is_replaced(running: Checked) -> None:
 def test_a_worker_that_goes_on_soon_is_left_alone(running: Checked) -> None:
     # No request while it stands still: the server may hand it to the very worker.
     pid = next(r["pid"] for r in running.rows("worker") if r["state"] == "standby")
-    kill(pid, signal.SIGSTOP)
-    until(lambda: _is_stopped(pid), "it stands still")
+    stop(pid)
     kill(pid, signal.SIGCONT)
     answers(running)
     assert pid in running.worker_pids().values()
@@ -324,13 +313,13 @@ def test_a_worker_that_goes_on_soon_is_left_alone(running: Checked) -> None:
 
 def test_a_stopped_memory_daemon_is_replaced(running: Checked) -> None:
     pid = running.daemon_pid()
-    kill(pid, signal.SIGSTOP)
+    stop(pid)
     is_replaced(running, pid)
 
 
 def test_a_stopped_fork_server_is_replaced_and_forks_again(running: Checked) -> None:
     pid = running.fork_server_pid()
-    kill(pid, signal.SIGSTOP)
+    stop(pid)
     is_replaced(running, pid)
     worker = running.worker_pids()[0]
     kill(worker)
@@ -343,7 +332,7 @@ def test_a_worker_stopped_while_it_trains_blocks_nobody_and_the_job_resumes(
     task = start_endless_job(running, tmp_path)
     until(lambda: task.status()["committed_step"] > 0, "it commits")
     pid = next(int(r["pid"]) for r in running.client.ps() if r["name"] == task.name)
-    kill(pid, signal.SIGSTOP)
+    stop(pid)
     answers(running)
     until(lambda: not Path("/proc", str(pid)).exists(), "it was killed")
     committed = task.status()["committed_step"]

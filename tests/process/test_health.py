@@ -23,6 +23,7 @@ from process_tools import (
     kill,
     mlp,
     start_endless_job,
+    stop,
     until,
     write_script,
 )
@@ -109,7 +110,7 @@ def test_a_dead_daemon_is_not_ready_within_a_second(running: Checked) -> None:
 def test_a_daemon_that_is_stopped_is_told_by_the_deep_probe(running: Checked) -> None:
     running.wait_until_whole()
     pid = running.daemon_pid()
-    kill(pid, signal.SIGSTOP)
+    stop(pid)
     answer = running.client.ping(deep=True)
     assert not answer["ready"]
     assert "memory daemon" in answer["why"]
@@ -121,7 +122,7 @@ def test_a_daemon_that_is_stopped_is_told_by_the_deep_probe(running: Checked) ->
 def test_a_standby_that_is_stopped_is_named_and_the_server_is_ready(running: Checked) -> None:
     running.wait_until_whole()
     slot, pid = next(iter(running.worker_pids().items()))
-    kill(pid, signal.SIGSTOP)
+    stop(pid)
     answer = running.client.ping(deep=True)
     assert answer["ready"]
     assert [row["worker"] for row in answer["workers"] if row["ms"] is None] == [slot]
@@ -275,7 +276,7 @@ def test_a_server_that_was_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
     """Its own clock shows that much time has passed without a turn; that is no hang."""
     environment = {**ENVIRONMENT, "PIPESWITCH_SERVER__WATCHDOG": "1s"}
     with checked_server(arena="64MiB", environment=environment) as checked:
-        kill(checked.pid, signal.SIGSTOP)
+        stop(checked.pid)
         time.sleep(2.5)  # the time itself is what is tested
         kill(checked.pid, signal.SIGCONT)
         assert checked.client.ping(deep=True)["ready"]

@@ -28,6 +28,7 @@ from process_tools import (
     run_plain,
     shm_names,
     start_endless_job,
+    stop,
     until,
     write_script,
 )
@@ -323,7 +324,7 @@ def test_a_stopped_client_holds_nobody_up_and_gets_its_answers_when_it_goes_on(
 ) -> None:
     process = start_client(running, tmp_path)
     try:
-        kill(process.pid, signal.SIGSTOP)
+        stop(process.pid)
         for _ in range(20):
             assert running.client.infer("tiny", torch.zeros(1, 16))["y"].shape == (1, 16)
         until(lambda: running.stats()["inference"]["in_flight"] == 0, "its requests are done")

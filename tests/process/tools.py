@@ -89,6 +89,21 @@ def kill(pid: int, number: int = signal.SIGKILL) -> bool:
     return True
 
 
+def stop(pid: int) -> None:
+    """SIGSTOP; returns when no thread of it runs any more: one may still answer until then."""
+    assert kill(pid, signal.SIGSTOP)
+    until(lambda: _stands_still(pid), f"{pid} stands still")
+
+
+def _stands_still(pid: int) -> bool:
+    try:
+        stats = [path.read_bytes() for path in Path("/proc", str(pid), "task").glob("*/stat")]
+    except OSError:  # a thread has just ended
+        return False
+    assert stats, f"{pid} is gone"
+    return all(stat.rpartition(b")")[2].split()[0] == b"T" for stat in stats)
+
+
 # ------------------------------------------------------------------------------- the server
 
 

@@ -6,7 +6,14 @@ import os
 import selectors
 from pathlib import Path
 
-from pipeswitch.controller.processes import STOPPED_LOOKS, Child, Processes, StoppedLooks
+from pipeswitch.controller.processes import (
+    LOOK_EVERY_S,
+    STOPPED_LOOKS,
+    URGENT_LOOK_EVERY_S,
+    Child,
+    Processes,
+    StoppedLooks,
+)
 from pipeswitch.messages import Epoch, Message, Pong
 from pipeswitch.wire import channel_pair
 
@@ -34,16 +41,35 @@ def test_descriptors_that_a_worker_sends_unasked_are_closed(tmp_path: Path) -> N
 
 def test_a_process_found_stopped_often_enough_is_given_up_once() -> None:
     looks = StoppedLooks()
-    seen = [looks.look([PID, OTHER] if turn else [PID]) for turn in range(STOPPED_LOOKS)]
+    seen = [looks.look([PID, OTHER] if turn else [PID], turn) for turn in range(STOPPED_LOOKS)]
     assert seen == [[]] * (STOPPED_LOOKS - 1) + [[PID]]
-    assert looks.look([OTHER]) == [OTHER]
+    assert looks.look([OTHER], STOPPED_LOOKS) == [OTHER]
 
 
 def test_a_process_that_goes_on_between_two_looks_starts_anew() -> None:
     looks = StoppedLooks()
     for _ in range(STOPPED_LOOKS - 1):
-        assert looks.look([PID]) == []
-    assert looks.look([]) == []
+        assert looks.look([PID], 0.0) == []
+    assert looks.look([], 0.0) == []
     for _ in range(STOPPED_LOOKS - 1):
-        assert looks.look([PID]) == []
-    assert looks.look([PID]) == [PID]
+        assert looks.look([PID], 0.0) == []
+    assert looks.look([PID], 0.0) == [PID]
+
+
+def test_looks_are_frequent_only_while_a_request_is_held_up() -> None:
+    looks = StoppedLooks()
+    looks.look([], 100.0)
+    assert looks.due_at_s(None) == 100.0 + LOOK_EVERY_S
+    held_up = looks.due_at_s(waited_since_s=90.0)
+    assert held_up == 100.0 + URGENT_LOOK_EVERY_S
+    looks.look([], held_up)
+    assert looks.due_at_s(waited_since_s=90.0) == held_up + URGENT_LOOK_EVERY_S
+
+
+def test_a_request_that_has_just_come_waits_for_no_look() -> None:
+    looks = StoppedLooks()
+    looks.look([], 100.0)
+    just_now_s = 100.0 + LOOK_EVERY_S / 2
+    assert looks.due_at_s(just_now_s) == just_now_s + URGENT_LOOK_EVERY_S
+    late_s = 100.0 + LOOK_EVERY_S - URGENT_LOOK_EVERY_S / 2
+    assert looks.due_at_s(late_s) == 100.0 + LOOK_EVERY_S  # never later than without it
