@@ -154,17 +154,26 @@ class Fleet:
     # -- warm programs ------------------------------------------------------------------------
 
     def _prepare_idle(self) -> None:
-        """One program at a time per standby, and never all standbys at once if requests wait."""
+        """One program at a time per standby, while no request waits.
+
+        A program may take seconds to load, and its worker takes no task meanwhile: so where two
+        workers are free, one of them always stays ready for the next request.
+        """
         core = self._core
         if core.queue or core.upcoming is not None or core.measuring is not None:
             return
-        for worker in core.workers.values():
-            is_idle = worker.is_free and worker.state.state is WorkerState.STANDBY
-            if not is_idle or worker.preparing is not None:
+        free = [worker for worker in core.workers.values() if worker.is_free]
+        ready = [worker for worker in free if worker.preparing is None]
+        spare = len(ready) - (len(free) > 1)
+        for worker in ready:
+            if spare <= 0:
+                return
+            if worker.state.state is not WorkerState.STANDBY:
                 continue
             name = self._next_to_prepare(worker)
             if name is None:
                 continue
+            spare -= 1
             model = core.models[name]
             assert model.manifest is not None
             worker.preparing = name

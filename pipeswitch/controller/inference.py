@@ -232,8 +232,8 @@ class Inference:
 
     def _dispatch_best(self) -> bool:
         core = self._core
-        if not any(worker.is_free for worker in core.workers.values()):
-            return False  # one will be clean, reaped or respawned: that event pumps again
+        if not self._has_worker():
+            return False  # one will be clean, reaped, prepared or respawned: that pumps again
         views = [(self._view(request), request) for request in core.queue.values()]
         views.sort(key=lambda pair: core.policy.rank(pair[0], core.now_ms))
         blocked: list[Waiting] = []
@@ -246,6 +246,14 @@ class Inference:
                 return True
             blocked.append(view)
         return False
+
+    def _has_worker(self) -> bool:
+        """A worker could begin. One that loads a program cannot, perhaps for seconds: it is given
+        a task only where no task's end makes another one free before."""
+        free = [worker for worker in self._core.workers.values() if worker.is_free]
+        return any(worker.preparing is None for worker in free) or (
+            bool(free) and self._core.current is None
+        )
 
     def _dispatch(self, request: Request) -> bool:
         """Dispatch a request if its model is on the device or can be sent now."""
@@ -286,16 +294,18 @@ class Inference:
         )
 
     def _pick_worker(self, model: Model) -> Worker:
-        """A free worker: warm for the model first, one that prepares another model last."""
+        """A free worker: one that knows the model, then one that is just learning it, then one
+        that must; last, one that is busy with another model's program."""
         version = model.version
 
-        def order(worker: Worker) -> tuple[bool, bool, bool, int]:
-            return (
-                worker.preparing is not None,
-                worker.warm.get(model.name) != version,
-                worker.state.state is WorkerState.CLEANING,
-                worker.slot,
-            )
+        def rank(worker: Worker) -> int:
+            is_warm = worker.warm.get(model.name) == version
+            if worker.preparing is None:
+                return 0 if is_warm else 2
+            return 1 if worker.preparing == model.name and not is_warm else 3
+
+        def order(worker: Worker) -> tuple[int, bool, int]:
+            return rank(worker), worker.state.state is WorkerState.CLEANING, worker.slot
 
         return min((w for w in self._core.workers.values() if w.is_free), key=order)
 

@@ -158,9 +158,15 @@ class Rig:
         self.handle(ev.BuilderExited(model=name, epoch=epoch, status=0))
         self.daemon(ModelStored(model=name, epoch=epoch, load_ms=1.0))
         assert self.error(token) is None
-        for command in self.commands(ev.ToWorker):
-            prepared = ModelPrepared(model=name, digest=f"digest {name}", prepare_ms=1.0)
-            self.worker(command.slot, prepared)
+        self.prepared()
+
+    def prepared(self) -> None:
+        """Every worker ends what it prepares, until none has anything left to prepare."""
+        while busy := [w for w in self.core.workers.values() if w.preparing is not None]:
+            for worker in busy:
+                name = worker.preparing
+                self.worker(worker.slot, ModelPrepared(
+                    model=name, digest=f"digest {name}", prepare_ms=1.0))  # fmt: skip
 
     def built(self, name: str, mib: int, epoch: Any) -> None:
         manifest = self.model_of(f"digest {name}", mib * MIB, 2)
@@ -1320,13 +1326,84 @@ def test_a_request_that_can_never_fit_is_refused_though_a_job_trains(rig: Rig) -
     assert isinstance(rig.error(rig.infer("b")), OutOfDeviceMemory)
 
 
-def test_standbys_prepare_models_they_do_not_know(rig: Rig) -> None:
-    token = rig.ask_register("a")
+def stored(rig: Rig, name: str) -> None:
+    """Registered; nobody has prepared it yet."""
+    token = rig.ask_register(name)
     epoch = rig.commands(ev.StartBuild)[0].epoch
-    rig.built("a", 10, epoch)
-    rig.daemon(ModelStored(model="a", epoch=epoch, load_ms=1.0))
+    rig.built(name, 10, epoch)
+    rig.handle(ev.BuilderExited(model=name, epoch=epoch, status=0))
+    rig.daemon(ModelStored(model=name, epoch=epoch, load_ms=1.0))
     assert rig.error(token) is None
-    assert len(rig.sent(PrepareModel)) == 3
+
+
+def preparing(rig: Rig) -> list[int]:
+    return [slot for slot, worker in rig.core.workers.items() if worker.preparing is not None]
+
+
+def test_standbys_prepare_models_they_do_not_know_and_one_stays_ready(rig: Rig) -> None:
+    stored(rig, "a")
+    assert preparing(rig) == [0, 1]
+    rig.worker(0, ModelPrepared(model="a", digest="digest a", prepare_ms=1.0))
+    assert preparing(rig) == [1, 2]
+    rig.prepared()
+    assert all(worker.warm for worker in rig.core.workers.values())
+
+
+def test_the_only_free_worker_prepares_too(fleet_model: ModuleType) -> None:
+    rig = Rig(fleet_model, standby=1)
+    job = rig.start_training()
+    stored(rig, "a")
+    assert preparing(rig) == [slot for slot in rig.core.workers if slot != job.slot]
+
+
+def test_a_request_for_another_model_meets_a_worker_that_is_ready(rig: Rig) -> None:
+    rig.register("a")
+    rig.make_resident("a")
+    stored(rig, "b")
+    rig.infer("a")
+    assert rig.core.current.slot == 2
+    assert preparing(rig) == [0, 1]
+
+
+def test_a_request_goes_to_who_is_just_learning_its_model(rig: Rig) -> None:
+    stored(rig, "a")
+    rig.infer("a")
+    assert rig.core.current.slot == 0
+    rig.worker(0, ModelPrepared(model="a", digest="digest a", prepare_ms=1.0))
+    rig.done()
+
+
+def test_a_second_request_waits_for_the_first_rather_than_for_a_program(rig: Rig) -> None:
+    """Given to a worker that loads for a second, it would keep the device idle for that long."""
+    rig.register("a")
+    rig.make_resident("a")
+    stored(rig, "b")
+    first, second = rig.infer("a"), rig.infer("a")
+    assert (rig.core.current.token, rig.core.upcoming) == (first, None)
+    rig.done()
+    assert (rig.core.current.token, rig.core.current.slot) == (second, 2)
+    assert preparing(rig) == [0, 1]
+
+
+def test_what_was_prepared_is_given_a_task_at_once(rig: Rig) -> None:
+    rig.register("a")
+    rig.make_resident("a")
+    stored(rig, "b")
+    rig.infer("a")
+    second = rig.infer("a")
+    rig.worker(1, ModelPrepared(model="b", digest="digest b", prepare_ms=1.0))
+    assert (rig.core.upcoming.token, rig.core.upcoming.slot) == (second, 1)
+
+
+def test_where_nobody_computes_a_worker_that_prepares_is_given_the_task(
+    fleet_model: ModuleType,
+) -> None:
+    rig = Rig(fleet_model, standby=1)
+    rig.start_training()
+    rig.register("a")
+    stored(rig, "b")
+    rig.infer("a")
+    assert rig.sent(RunInference)
 
 
 def test_a_worker_that_knows_the_model_is_preferred(rig: Rig) -> None:
