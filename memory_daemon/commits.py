@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import Final
 
 from pipeswitch.commit_area import CommitArea
 from pipeswitch.commit_files import ImageChanged, write_commit
@@ -25,6 +26,9 @@ from pipeswitch.messages import (
 
 log = logging.getLogger(__name__)
 
+NO_COPY: Final = (Epoch(0), 0)
+"""Epoch and number of the last copy of a job that has ordered none."""
+
 PERSIST_TRIES = 3
 """Two commits within one write to disk spoil it; then the newest is tried instead."""
 
@@ -40,7 +44,7 @@ class Commits:
     def __init__(self, device: DeviceMemory) -> None:
         self._device = device
         self._areas: dict[JobName, CommitArea] = {}
-        self._newest_epochs: dict[JobName, Epoch] = {}
+        self._newest: dict[JobName, tuple[Epoch, int]] = {}  # epoch and number of its last copy
 
     def open(self, order: OpenCommits, descriptor: int) -> None:
         """Map a job's area; a second one of the same job takes the first one's place.
@@ -53,7 +57,15 @@ class Commits:
     def close(self, job: JobName) -> None:
         """Forget it; unmapped when nothing under way uses it."""
         self._areas.pop(job, None)
-        self._newest_epochs.pop(job, None)
+        self._newest.pop(job, None)
+
+    def was_accepted(self, order: CommitCopy) -> bool:
+        """Whether this copy, or a later one of its epoch, was ordered before.
+
+        The first order is answered, or was. By now the slice's owner may write it again.
+        """
+        epoch, number = self._newest.get(order.job, NO_COPY)
+        return order.epoch == epoch and order.number <= number
 
     def area_for(self, order: CommitCopy | PersistCommit) -> CommitArea:
         """The area an order may work on.
@@ -66,13 +78,13 @@ class Commits:
             raise RemoteProtocolError(f"job {order.job!r} has no open commit area")
         if isinstance(order, PersistCommit):
             return area
-        newest = self._newest_epochs.get(order.job, Epoch(0))
+        newest, _ = self._newest.get(order.job, NO_COPY)
         if order.epoch < newest:
             raise RemoteProtocolError(f"epoch {order.epoch} is stale: {newest} has committed")
         check_range("slice", order.slice_offset_bytes, order.slice_bytes, self._device.arena_bytes)
         size_bytes = check_pieces(order.slice_offset_bytes, order.slice_bytes, order.ranges)
         check_range("commit image", 0, size_bytes, area.slot_bytes)
-        self._newest_epochs[order.job] = order.epoch
+        self._newest[order.job] = (order.epoch, order.number)
         return area
 
     def copy(self, order: CommitCopy, area: CommitArea) -> StepCommitted:
@@ -94,6 +106,7 @@ class Commits:
         return StepCommitted(
             job=order.job,
             epoch=order.epoch,
+            number=order.number,
             step=order.step,
             copy_ms=now_ms() - began_at_ms,
             error=error,

@@ -160,8 +160,7 @@ class Daemon:
             case CloseCommits(job=job):
                 self._commits.close(job)
             case CommitCopy():
-                area = self._commits.area_for(message)
-                self._to_host_lane.put(message.epoch, lambda: self._commits.copy(message, area))
+                self._commit(message)
             case Ping(epoch=epoch):
                 self._send(Pong(epoch=epoch))
             case PersistCommit():
@@ -169,6 +168,14 @@ class Daemon:
                 self._disk_lane.put(message.epoch, lambda: self._commits.persist(message, area))
             case _:
                 raise RemoteProtocolError(f"a memory daemon takes no {type(message).__name__}")
+
+    def _commit(self, order: CommitCopy) -> None:
+        if self._commits.was_accepted(order):
+            # Not refused: a fault names the epoch, and would end the copy that goes on under it.
+            log.warning("job=%s epoch=%d number=%d repeated", order.job, order.epoch, order.number)
+            return
+        area = self._commits.area_for(order)
+        self._to_host_lane.put(order.epoch, lambda: self._commits.copy(order, area))
 
     def _transmit(self, order: TransmitModel) -> None:
         self._guard.accept(order)

@@ -213,6 +213,7 @@ class CommitCopy(Message, frozen=True):
 
     job: JobName
     epoch: Epoch
+    number: int  # CommitStep's; told again, it is not copied again
     step: int
     slice_offset_bytes: int  # of the slice in ``work``
     slice_bytes: int
@@ -432,9 +433,13 @@ class EvictTask(Message, frozen=True):
 
 
 class CommitStep(Message, frozen=True):
-    """worker -> controller: these pieces of my slice are the state after ``step`` (DESIGN 5)."""
+    """worker -> controller: these pieces of my slice are the state after ``step`` (DESIGN 5).
+
+    They are so until it is answered. The number tells it from one that comes late or again.
+    """
 
     epoch: Epoch
+    number: int  # 1, 2, …: of this epoch's commits
     step: int
     ranges: tuple[ByteRange, ...]
 
@@ -444,6 +449,7 @@ class StepCommitted(Message, frozen=True):
 
     job: JobName
     epoch: Epoch
+    number: int  # CommitStep's
     step: int
     copy_ms: float
     error: str = ""

@@ -41,6 +41,7 @@ class JobHost:
         self._changed = threading.Condition()
         self._lease: LeaseGranted | LeaseRefused | None = None
         self._committed: StepCommitted | None = None
+        self._commit_number = 0  # of the last one that was begun: 1, 2, … in each dispatch
         self._evicting = False
         self._has_leased = False
         self._commits = descriptors[0] if descriptors else -1  # the job's commit area, to read
@@ -89,10 +90,12 @@ class JobHost:
         reach("job.commit")
         with self._changed:
             self._committed = None
+            self._commit_number += 1
         self._view.settle()  # the daemon reads the slice: every kernel before has run
         self._task.send(
             CommitStep(
                 epoch=self._message.epoch,
+                number=self._commit_number,
                 step=step,
                 ranges=tuple(ByteRange(offset_bytes=o, size_bytes=s) for o, s in ranges),
             )
@@ -139,6 +142,8 @@ class JobHost:
 
     def commit_answered(self, message: StepCommitted) -> None:
         with self._changed:
+            if message.number != self._commit_number:
+                return  # told again: the one that is waited for is still being copied
             self._committed = message
             self._changed.notify_all()
 

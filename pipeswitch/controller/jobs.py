@@ -56,6 +56,7 @@ from .records import NO_EPOCH, NO_TURN, Job, Worker
 RATE_WEIGHT: Final = 0.2  # of the newest report in a job's steps per second
 COMMITS = "commits:"  # owner prefix in the host store's ledger
 COMMITS_HEADER_BYTES = 4096  # before the two slots of a commit area
+NO_COPY: Final = (NO_EPOCH, 0)
 
 
 class Jobs:
@@ -265,6 +266,7 @@ class Jobs:
         core = self._core
         job.epoch = core.next_epoch()
         job.turn = Turn(core.next_epoch())
+        job.commit_number = 0
         job.slot = worker.slot
         job.state.apply(TaskEvent.DISPATCHED, f"worker {worker.slot}")
         worker.state.apply(WorkerEvent.ACTIVATED, f"job {job.name}")
@@ -559,16 +561,25 @@ class Jobs:
         )
 
     def commit(self, worker: Worker, message: CommitStep) -> None:
-        """Let the daemon copy the pieces of the slice; it flips and acknowledges."""
+        """Let the daemon copy the pieces of the slice; it flips and acknowledges.
+
+        Each number once: when a commit is acknowledged its owner writes the slice again, so a
+        message that comes late or again would have a torn image copied.
+        """
         job = self._job_of(worker, message.epoch)
-        region = self._memory.arena.get(SLICE + job.name) if job is not None else None
-        if job is None or region is None or not self._core.is_daemon_ready:
+        if job is None or message.number <= job.commit_number:
+            self._core.counts["stale_messages"] += 1
             return
-        job.copying_epoch = job.epoch
+        region = self._memory.arena.get(SLICE + job.name)
+        if region is None or not self._core.is_daemon_ready:
+            return  # nothing is copied, so nothing is acknowledged and the number is not used up
+        job.commit_number = message.number
+        job.copying_epoch, job.copying_number = job.epoch, message.number
         self._core.tell_daemon(
             CommitCopy(
                 job=job.name,
                 epoch=job.epoch,
+                number=message.number,
                 step=message.step,
                 slice_offset_bytes=region.offset_bytes,
                 slice_bytes=region.size_bytes,
@@ -580,10 +591,11 @@ class Jobs:
         """Flipped: tell the worker; write it to disk now and then."""
         core = self._core
         job = core.jobs.get(message.job)
-        if job is None or message.epoch <= job.born_epoch:
-            return  # of an older job of this name
-        if message.epoch == job.copying_epoch:
-            job.copying_epoch = NO_EPOCH
+        told = (message.epoch, message.number)
+        if job is None or told != (job.copying_epoch, job.copying_number):
+            core.counts["stale_messages"] += 1  # of an older job of this name, or told again
+            return
+        job.copying_epoch, job.copying_number = NO_COPY
         if not message.error:
             if core.is_draining:  # there is no later
                 job.persist_due_at_ms = core.now_ms
@@ -633,7 +645,7 @@ class Jobs:
                 job.is_persisting = False
                 job.why = f"commit not on disk: {reason}"
             if job.copying_epoch == epoch:
-                job.copying_epoch = NO_EPOCH
+                job.copying_epoch, job.copying_number = NO_COPY
                 self._restart(job, epoch, f"its commit was refused: {reason}")
 
     def _restart(self, job: Job, epoch: Epoch, reason: str) -> None:
@@ -776,7 +788,7 @@ class Jobs:
         """Slices are gone with the device; commits are not."""
         for job in self._core.jobs.values():
             job.is_persisting = False
-            job.copying_epoch = NO_EPOCH
+            job.copying_epoch, job.copying_number = NO_COPY
 
     def daemon_ready(self) -> None:
         for job in self._core.jobs.values():

@@ -196,6 +196,7 @@ def seeds() -> list[bytes]:
     commit = CommitCopy(
         job=job,
         epoch=Epoch(5),
+        number=1,
         step=1,
         slice_offset_bytes=8192,
         slice_bytes=4096,
@@ -206,7 +207,7 @@ def seeds() -> list[bytes]:
     return [
         _input(store, transmit, CancelTransmit(epoch=Epoch(3)), Ping(epoch=Epoch(4))),
         _input(transmit, msgspec.structs.replace(transmit, epoch=Epoch(9)), store),
-        _input(opened, commit, msgspec.structs.replace(commit, step=2), persist,
+        _input(opened, commit, msgspec.structs.replace(commit, number=2, step=2), commit, persist,
                CloseCommits(job=job), commit),
         _input(Scrub(epoch=Epoch(7), offset_bytes=8192, size_bytes=4096), Exit()),
     ]  # fmt: skip
@@ -232,6 +233,7 @@ TARGET = Target(
         "j",
         "type",
         "epoch",
+        "number",
         "groups",
         "ranges",
     ),

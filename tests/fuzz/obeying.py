@@ -154,7 +154,7 @@ def seeds() -> list[bytes]:
         GrantTurn(epoch=epoch, turn=Turn(4)),
         LeaseGranted(epoch=epoch, offset_bytes=0, size_bytes=4096),
         LeaseRefused(epoch=epoch, error="OutOfDeviceMemory", message="no"),
-        StepCommitted(job=JobName("j"), epoch=epoch, step=1, copy_ms=1.0),
+        StepCommitted(job=JobName("j"), epoch=epoch, number=0, step=1, copy_ms=1.0),
         EvictTask(epoch=epoch),
     ]
     requests: list[Message] = [infer, ForgetModel(model=ModelName("m")), Exit()]

@@ -8,22 +8,18 @@ that each input finds the frontend as the first one did; what it then still hold
 from __future__ import annotations
 
 import functools
-import mmap
 import os
 import queue
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from pipeswitch.board import sealed_memfd
 from pipeswitch.config import Config, ServerConfig
-from pipeswitch.controller.clients import Client, Outbox
+from pipeswitch.controller.clients import Client
 from pipeswitch.controller.doors import Door
 from pipeswitch.controller.events import Announce, Answer, Event, InferArrived
 from pipeswitch.controller.frontend import Frontend
-from pipeswitch.controller.slabs import SlabPool
 from pipeswitch.errors import ServerUnavailable
 from pipeswitch.messages import ModelName
 from pipeswitch.wire import MAGIC, RequestHeader, WireTensor, decode_reply, encode_header
@@ -88,13 +84,7 @@ class _Gate(Frontend):
         self.taken: list[Event] = []
         descriptor = sealed_memfd("fuzz-pool", POOL_BYTES)
         super().__init__(config, descriptor, self.taken.append, now_ms=lambda: CLOCK_MS)
-        self._map = mmap.mmap(descriptor, 0)
         os.close(descriptor)
-        self._pool_view = memoryview(self._map)
-        self._pool = np.frombuffer(self._pool_view, dtype=np.uint8)
-        self._slabs = SlabPool(len(self._map))
-        self._client_budget_bytes = self._slabs.capacity_bytes // 2
-        self._outbox = Outbox(self._client_budget_bytes)
         self._stirred = set()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.owner, self.stranger = _door(is_owner=True), _door(is_owner=False)
@@ -128,7 +118,7 @@ class _Gate(Frontend):
             client, _ = self._clients.greet(door, ROUTE, 0x7FFF_FFFF)
             self._known[door] = client
         if WAITING not in client.requests:
-            self._accept(client, RequestHeader(v=1, op="infer", id=WAITING, model="m"))
+            self.requests.accept(client, RequestHeader(v=1, op="infer", id=WAITING, model="m"))
         return client
 
     def _clean_up(self, door: Door) -> None:
@@ -143,7 +133,7 @@ class _Gate(Frontend):
                 chunk.reply({}, None)
         while self._calls:
             self._calls.popleft()()
-        for token in list(self._pending):
+        for token in self.requests.tokens():
             self._answer(Answer(token=token, error=ServerUnavailable("it is only a test")))
         router: Any = door.router
         sent, router.sent = router.sent, []
@@ -153,7 +143,7 @@ class _Gate(Frontend):
         for client in self._clients.all():
             if client is not self._known[client.door]:
                 self._drop(client, "said hello")
-        if self._slabs.free_bytes != self._slabs.capacity_bytes or self.requests.in_flight:
+        if not self._pool.is_empty or self.requests.counts.in_flight:
             raise AssertionError("a request that was answered still holds something")
         os.eventfd_write(self._wake, 1)
         os.eventfd_read(self._wake)

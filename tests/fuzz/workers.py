@@ -107,6 +107,7 @@ class Stage:
         self._news: list[ev.Event] = []  # of the honest parts, not heard yet
         self._told: dict[Slot, list[Message]] = {}  # what each worker was told, oldest first
         self._answered: set[int] = set()
+        self._copied = (0, 0)  # epoch and number of the last commit
         self._perform(self.scheduler.start(0.0))
         self._rest()
         for model in MODELS:
@@ -201,8 +202,11 @@ class Stage:
                 )  # fmt: skip
             case Scrub(epoch=epoch):
                 answer = Scrubbed(epoch=epoch)
-            case CommitCopy(job=job, epoch=epoch, step=step):
-                answer = StepCommitted(job=job, epoch=epoch, step=step, copy_ms=1.0)
+            case CommitCopy(job=job, epoch=epoch, number=number, step=step):
+                if (epoch, number) <= self._copied:
+                    raise AssertionError(f"commit {number} of epoch {epoch} is copied again")
+                self._copied = (epoch, number)
+                answer = StepCommitted(job=job, epoch=epoch, number=number, step=step, copy_ms=1.0)
             case PersistCommit(job=job, epoch=epoch):
                 answer = CommitPersisted(job=job, epoch=epoch, step=1)
             case Ping(epoch=epoch):
@@ -434,7 +438,8 @@ def worker_messages() -> list[Message]:
         WorkerReady(slot=Slot(0), pid=1),
         ModelPrepared(model=model, digest=model * 64, prepare_ms=1.0),
         LeaseRequest(epoch=epoch, slice_bytes=MIB, state_bytes=MIB),
-        CommitStep(epoch=epoch, step=1, ranges=(ByteRange(offset_bytes=0, size_bytes=8),)),
+        CommitStep(epoch=epoch, number=1, step=1,
+                   ranges=(ByteRange(offset_bytes=0, size_bytes=8),)),
         JobReport(epoch=epoch, kind="progress", values={"step": 3, "epoch": 1, "log": {"a": 1}}),
         JobReport(epoch=epoch, kind="warning", values={"text": "careful", "step": 1}),
         JobReport(epoch=epoch, kind="nan_loss", values={"name": "l", "value": "nan", "step": 1}),
@@ -469,7 +474,7 @@ TARGET = Target(
     run=run,
     seeds=seeds,
     codec=TAGGED_FRAMES,
-    words=("topic", "self", "message", "hint", "data", "step", "epoch", "log", "text", "progress",
-           "warning", "nan_loss", "job", "m", "n", "j", "type", "Parked", "JobEnded",
+    words=("topic", "self", "message", "hint", "data", "step", "epoch", "number", "log", "text",
+           "progress", "warning", "nan_loss", "job", "m", "n", "j", "type", "Parked", "JobEnded",
            "InferenceDone", "JobReport", "LeaseRequest", "CommitStep", "forward", "done"),
 )  # fmt: skip

@@ -7,9 +7,6 @@ from typing import Any, Final
 from .process import SIGNAL, TASK, Process
 
 Action = tuple[Any, ...]
-# Told twice it would copy a slice that its owner writes again: nothing in it tells a repetition
-# from another commit of the same step. A socketpair repeats nothing; another transport might.
-NEVER_TWICE: Final = ("CommitStep",)
 FAR_MS: Final = 1e8  # no jump of the clock goes that far
 
 
@@ -44,12 +41,14 @@ def _of_process(world: Any, slot: int, process: Process) -> list[Action]:
     if process.life == "up":
         if process.may_hear():
             found.append(("hears", slot))
+            if world.repeats:
+                found.append(("hears_twice", slot))
         if process.may_move(world):
             found.append(("moves", slot))
     for channel, queue in ((TASK, process.task_out), (SIGNAL, process.signal_out)):
         if queue:
             found.append(("tells", slot, channel))
-            if world.repeats and queue[0][0] not in NEVER_TWICE:
+            if world.repeats:
                 found.append(("tells_twice", slot, channel))
     return found
 
@@ -75,10 +74,14 @@ def _of_daemon(world: Any) -> list[Action]:
             found.append(("daemon_copies",))
         if daemon.lane:
             found.append(("daemon_works",))
+        if world.repeats and daemon.last_order:
+            found.append(("daemon_hears_again",))
     if daemon.life in ("booting", "up") and world.daemon_kills:
         found.append(("kill_daemon",))
     if daemon.out:
         found.append(("daemon_tells",))
+        if world.repeats:
+            found.append(("daemon_tells_twice",))
     return found
 
 

@@ -106,6 +106,8 @@ class Daemon:
     out: Items = ()
     has_area: bool = False
     newest_commit: Epoch = NO_EPOCH
+    newest_number: int = 0
+    last_order: Items = ()  # as long as it may come again
     kept: Kept | None = None  # as ``Process.kept``
 
     def own(self) -> Daemon:
@@ -122,6 +124,8 @@ class Daemon:
 
     def takes(self, message: Message, world: Any) -> None:
         """The control thread: begins what is asked for, or refuses it."""
+        is_kept = world.repeats and isinstance(message, CommitCopy)
+        self.last_order = (pack(message),) if is_kept else ()
         try:
             self._handle(message, world)
         except RemoteProtocolError as error:
@@ -138,10 +142,10 @@ class Daemon:
             case "OpenCommits":
                 self.has_area = True
             case "CloseCommits":
-                self.has_area, self.newest_commit = False, Epoch(0)
+                self.has_area, self.newest_commit, self.newest_number = False, NO_EPOCH, 0
             case "CommitCopy":
-                self._check_commit(message, world)
-                self.lane += (pack(message),)
+                if self._is_new(message, world):
+                    self.lane += (pack(message),)
             case "PersistCommit":  # at once: the disk is not modelled
                 self.say(CommitPersisted(job=message.job, epoch=message.epoch,
                                          step=world.commits.persist()))  # fmt: skip
@@ -166,14 +170,17 @@ class Daemon:
                  order.groups[0].word, len(order.groups)),
         )  # fmt: skip
 
-    def _check_commit(self, order: CommitCopy, world: Any) -> None:
+    def _is_new(self, order: CommitCopy, world: Any) -> bool:
         commits = Commits(SimpleNamespace(arena_bytes=world.scope.arena_bytes))
         if self.has_area:
             commits._areas[order.job] = world.commits.area
         if self.newest_commit:
-            commits._newest_epochs[order.job] = self.newest_commit
+            commits._newest[order.job] = (self.newest_commit, self.newest_number)
+        if commits.was_accepted(order):
+            return False
         commits.area_for(order)
-        self.newest_commit = commits._newest_epochs[order.job]
+        self.newest_commit, self.newest_number = commits._newest[order.job]
+        return True
 
     # -- work ----------------------------------------------------------------------------------
 
@@ -208,7 +215,7 @@ class Daemon:
         self._write(world, order, self._second_half(world, order))
         self.is_half, self.half = False, 0
         world.commits.flipped()
-        self.say(StepCommitted(job=order.job, epoch=order.epoch, step=order.step, copy_ms=0.0))
+        self.say(acknowledgement(order))
 
     def _write(self, world: Any, order: CommitCopy, fill: Callable[[memoryview], None]) -> None:
         try:
@@ -232,6 +239,13 @@ class Daemon:
         return fill
 
 
+def acknowledgement(order: CommitCopy) -> StepCommitted:
+    """The answer to an order that was carried out."""
+    return StepCommitted(
+        job=order.job, epoch=order.epoch, number=order.number, step=order.step, copy_ms=0.0
+    )
+
+
 def _order_of(copy: Copy) -> TransmitModel:
     """The order of a live copy, as far as the guard looks at it."""
     groups = tuple(
@@ -249,6 +263,6 @@ COPY = Codec(Copy)
 DAEMON = Codec(
     Daemon,
     drop=("kept",),
-    own={"copies": CopiesCodec, "lane": ItemsCodec, "out": ItemsCodec},  # type: ignore[dict-item]
+    own={"copies": CopiesCodec, "lane": ItemsCodec, "out": ItemsCodec, "last_order": ItemsCodec},  # type: ignore[dict-item]
     ordered=("newest_commit",),
 )

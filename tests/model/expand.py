@@ -18,6 +18,7 @@ from .world import World
 # What may happen and need not: rest is reached without any of it.
 FAULTS = frozenset({
     "kill", "kill_early", "struck_early", "kill_daemon", "suspect", "tells_twice",
+    "hears_twice", "daemon_hears_again", "daemon_tells_twice",
     "cancel", "drain", "hint", "passes",
 })  # fmt: skip
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
+
+from memory_daemon.commits import Commits
 from pipeswitch.commit_area import HEADER_BYTES, CommitArea
 from pipeswitch.controller import events as ev
 from pipeswitch.controller.fleet import Fleet
@@ -15,11 +18,10 @@ from pipeswitch.controller.inference import Inference
 from pipeswitch.controller.jobs import Jobs
 from pipeswitch.controller.memory import SLICE, Memory
 from pipeswitch.controller.scheduler import Scheduler
-from pipeswitch.messages import StepCommitted
 from pipeswitch.states import Residency
 
 from .channel import unpack
-from .daemon import Daemon
+from .daemon import Daemon, acknowledgement
 from .scope import Scope
 from .script import Script, after_step
 
@@ -31,6 +33,9 @@ _request_died = Inference.worker_died
 _turn_is_free = Inference.turn_is_free
 _ended = Jobs.ended
 _job_died = Jobs.worker_died
+_commit = Jobs.commit
+_committed = Jobs.committed
+_obey = Script.obey
 _price = Memory._price
 _cancel_prefetches = Memory.cancel_prefetches
 _work_lane = Daemon.work_lane
@@ -44,6 +49,7 @@ CANCELLED = replace(PREEMPTED, requests=2, cancels=1)
 DRAINED = replace(PREEMPTED, requests=0, drains=1)
 HINTED = replace(PREEMPTED, models=2, groups=2, hints=1)
 COMMITTED = replace(FAULTLESS, steps=2, requests=0)
+REPEATED = replace(COMMITTED, repeats=1)
 
 
 def _spare(self: Any, *_: Any) -> None:
@@ -156,8 +162,31 @@ def _turn_over_old_one(self: Inference) -> None:
 def _said_too_early(self: Daemon, world: Any) -> None:
     order = unpack(self.lane[0])
     if type(order).__name__ == "CommitCopy" and not self.is_half:
-        self.say(StepCommitted(job=order.job, epoch=order.epoch, step=order.step, copy_ms=0.0))
+        self.say(acknowledgement(order))
     _work_lane(self, world)
+
+
+def _any_commit(self: Jobs, worker: Any, message: Any) -> None:
+    if worker.job is not None:
+        self._core.jobs[worker.job].commit_number = 0
+    _commit(self, worker, message)
+
+
+def _any_order(self: Commits, order: Any) -> bool:
+    return False
+
+
+def _any_flip(self: Jobs, message: Any) -> None:
+    job = self._core.jobs[message.job]
+    if message.epoch == job.copying_epoch:
+        job.copying_number = message.number
+    _committed(self, message)
+
+
+def _any_acknowledgement(self: Any, message: Any) -> None:
+    if type(message).__name__ == "StepCommitted":
+        message = msgspec.structs.replace(message, number=self.commit_number)
+    _obey(self, message)
 
 
 def _not_zeroed(self: Memory, job: Any) -> None:
@@ -235,6 +264,14 @@ MUTANTS = (
            ((Daemon, "work_lane", _said_too_early),)),
     Mutant("the optimizer does not wait for the commit", COMMITTED,
            ((Script, "is_commit_over", lambda self, world: True),)),
+    Mutant("commit numbers are not compared", replace(REPEATED, is_coarse=True, pauses=1),
+           ((Jobs, "commit", _any_commit),)),
+    Mutant("an order to commit is carried out twice", REPEATED,
+           ((Commits, "was_accepted", _any_order),)),
+    Mutant("an older flip ends the copy under way", REPEATED,
+           ((Jobs, "committed", _any_flip),)),
+    Mutant("an older acknowledgement lets the optimizer write", REPEATED,
+           ((Script, "obey", _any_acknowledgement),)),
     Mutant("a request is begun after its deadline", DEADLINE, ((Inference, "expire", _spare),)),
     Mutant("a request that is taken back is never answered", CANCELLED,
            ((Inference, "cancel", _forgotten),)),

@@ -43,6 +43,7 @@ class Process(Script):
     has_lease: bool = False
     committed: int = -1
     in_flight: int = -1  # step of the commit it has begun and not finished
+    commit_number: int = 0  # of the last one it has begun
     is_acknowledged: bool = False
     kept: Kept | None = None  # as frozen: shared by all states it is in, so not to be changed
 
@@ -98,7 +99,7 @@ class Process(Script):
         self.life, self.status, self.is_doomed = "dead", status, False
         self.task_in = self.signal_in = self.request = ()
         self.gate, self.phase, self.job = None, "", ""
-        self.saved, self.has_lease = NOTHING, False
+        self.saved, self.has_lease, self.commit_number = NOTHING, False, 0
 
     # -- main thread ---------------------------------------------------------------------------
 

@@ -17,7 +17,9 @@ class Scope:
     ``kills``: of workers, each at any step. ``daemon_kills``: of the memory daemon. ``suspicions``:
     the clock jumps to an instant at which the scheduler wants to look again, so that whoever is
     merely slow is taken for hung and killed while it still acts. ``late``: an exit that overtakes
-    what the process had said. ``repeats``: a message of a worker that arrives twice.
+    what the process had said. ``repeats``: a message that arrives twice, the second time before
+    any later one of its channel: from a worker, a signal to one, from the memory daemon, an order
+    to commit to it.
 
     ``is_coarse``: larger moves, for larger scopes; the fine ones take all of this apart. The job
     is there from the start. A process is ready when it is spawned, a signal is heard when it is

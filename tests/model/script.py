@@ -198,7 +198,9 @@ class Script:
     def _begin_commit(self: Any, world: Any) -> None:
         step = world.arena.slice_of(self)[2]
         self.in_flight, self.is_acknowledged = step, False
-        self.say(0, CommitStep(epoch=self.job_epoch, step=step, ranges=()))
+        self.commit_number += 1
+        self.say(0, CommitStep(epoch=self.job_epoch, number=self.commit_number, step=step,
+                               ranges=()))  # fmt: skip
 
     def _finish_commit(self: Any) -> None:
         if self.in_flight >= 0:
@@ -243,7 +245,7 @@ class Script:
             case "LeaseGranted":
                 self.has_lease = True
             case "StepCommitted":
-                self.is_acknowledged = True
+                self.is_acknowledged |= message.number == self.commit_number
             case other:
                 raise AssertionError(f"a worker cannot obey a {other}")
 

@@ -23,6 +23,7 @@ _PHASES: Final = {
     "finish": "is through: commits what is not committed, or ends",
     "over": "leaves: its process exits",
 }  # fmt: skip
+_AGAIN: Final = ", and it will be heard again"
 _PLAIN: Final = {
     "train": "A client submits a training job.",
     "daemon_ready": "The memory daemon has taken its memory.",
@@ -52,8 +53,11 @@ def describe(world: World, action: Action) -> str:
         order = world.daemon.lane[0][0]
         half = " (its first half)" if order == "CommitCopy" and not world.daemon.is_half else ""
         return f"The memory daemon works on {_message(unpack(world.daemon.lane[0]))}{half}."
-    if kind == "daemon_tells":
-        return f"{_message(unpack(world.daemon.out[0]))} of the memory daemon is heard."
+    if kind in ("daemon_tells", "daemon_tells_twice"):
+        again = _AGAIN if kind == "daemon_tells_twice" else ""
+        return f"{_message(unpack(world.daemon.out[0]))} of the memory daemon is heard{again}."
+    if kind == "daemon_hears_again":
+        return f"{_message(unpack(world.daemon.last_order[0]))} reaches the memory daemon again."
     if kind == "late":
         ghost = world.ghosts[rest[0]]
         queue = (ghost.task_out, ghost.signal_out)[rest[1]]
@@ -66,10 +70,11 @@ def _of_worker(world: World, kind: str, rest: list[Any]) -> str:
     who = f"Worker {rest[0]}"
     if kind in ("tells", "tells_twice"):
         queue = (process.task_out, process.signal_out)[rest[1]]
-        again = ", and it will be heard again" if kind == "tells_twice" else ""
+        again = _AGAIN if kind == "tells_twice" else ""
         return f"{_message(unpack(queue[0]))} of worker {rest[0]} is heard{again}."
-    if kind == "hears":
-        return f"{who} hears {_message(unpack(process.signal_in[0]))}."
+    if kind in ("hears", "hears_twice"):
+        again = ", and will hear it again" if kind == "hears_twice" else ""
+        return f"{who} hears {_message(unpack(process.signal_in[0]))}{again}."
     if kind == "ready":
         return f"{who} is up."
     if kind in ("kill", "struck"):
@@ -88,7 +93,7 @@ def _of_worker(world: World, kind: str, rest: list[Any]) -> str:
 
 
 def _message(message: Any) -> str:
-    fields = ("model", "step", "epoch", "turn", "next_turn", "outcome", "residency_epoch")
+    fields = ("model", "step", "number", "epoch", "turn", "next_turn", "outcome", "residency_epoch")
     shown = [f"{name} {getattr(message, name)}" for name in fields if hasattr(message, name)]
     return f"{type(message).__name__}({', '.join(shown)})"
 

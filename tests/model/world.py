@@ -245,6 +245,12 @@ class World:
             process.signal_out = (process.signal_out[0], *process.signal_out)
         self._deliver(process, channel)
 
+    def _do_hears_twice(self, slot: int) -> None:
+        self.repeats -= 1
+        process = self.own(slot)
+        process.signal_in = (process.signal_in[0], *process.signal_in)
+        process.hears(self)
+
     def _do_late(self, index: int, channel: int) -> None:
         ghost = self.ghosts[index] = self.ghosts[index].own(self)
         if len(ghost.task_out) + len(ghost.signal_out) == 1:
@@ -311,6 +317,17 @@ class World:
         if type(message).__name__ == "DaemonFault":
             raise Violation(f"the memory daemon refuses an order: {message.reason}")
         self._from_daemon(message)
+
+    def _do_daemon_tells_twice(self) -> None:
+        self.repeats -= 1
+        daemon = self.own_daemon()
+        daemon.out = (daemon.out[0], *daemon.out)
+        self._do_daemon_tells()
+
+    def _do_daemon_hears_again(self) -> None:
+        self.repeats -= 1
+        daemon = self.own_daemon()
+        daemon.takes(unpack(daemon.last_order[0]), self)
 
     def _from_daemon(self, message: Message) -> None:
         self.handle(ev.FromDaemon(generation=self._daemon_generation, message=message))

@@ -41,6 +41,8 @@ from pipeswitch.messages import (
     ModelStored,
     OpenCommits,
     PersistCommit,
+    Ping,
+    Pong,
     Scrub,
     Scrubbed,
     StepCommitted,
@@ -202,7 +204,7 @@ def transmit(epoch: int, start: int, size: int, *, groups: int = 1, word: int = 
 def commit_copy(epoch: int, step: int, *ranges: tuple[int, int]) -> CommitCopy:
     pieces = tuple(ByteRange(offset_bytes=o, size_bytes=s) for o, s in ranges or ((0, MIB),))
     return CommitCopy(
-        job=JOB, epoch=Epoch(epoch), step=step, slice_offset_bytes=4096,
+        job=JOB, epoch=Epoch(epoch), number=step, step=step, slice_offset_bytes=4096,
         slice_bytes=2 * MIB, ranges=pieces,
     )  # fmt: skip
 
@@ -444,6 +446,22 @@ def test_a_commit_gathers_the_pieces_and_flips(daemon: DaemonRig, area: int) -> 
         data = image_of(step)
         expected = b"".join(data[offset : offset + size] for offset, size in pieces)
         assert committed(area) == (step, expected)
+
+
+def test_a_commit_that_is_ordered_again_is_neither_copied_nor_answered(
+    daemon: DaemonRig, area: int
+) -> None:
+    daemon.open_commits(area)
+    for number in (1, 2):
+        put_slice(daemon, number)
+        assert daemon.ask(commit_copy(3, number), StepCommitted).number == number
+    put_slice(daemon, 7)  # it was answered: the slice's owner goes on
+    for number in (2, 1):
+        daemon.control.send(commit_copy(3, number))
+    daemon.ask(Ping(epoch=Epoch(1)), Pong)  # first: no fault, which would end a copy under way
+    assert committed(area) == (2, image_of(2))
+    answer = daemon.ask(commit_copy(4, 1), StepCommitted)  # first: the thread that copies is one
+    assert (answer.epoch, answer.number) == (4, 1)
 
 
 @pytest.mark.parametrize("visit", [1, 2, 3])

@@ -198,6 +198,7 @@ class Script:
     future_stop: StopTask | None = None
     evict: bool = False
     lease: Span | None = None
+    commits: int = 0  # begun
 
     @property
     def computes(self) -> bool:
@@ -805,10 +806,11 @@ class World:
             case Scrub(epoch=epoch, offset_bytes=start, size_bytes=size):
                 self.dirty = [span for span in self.dirty if span != Span(start, start + size)]
                 daemon.say(lane, Scrubbed(epoch=epoch))
-            case CommitCopy(job=job, epoch=epoch, step=step):
+            case CommitCopy(job=job, epoch=epoch, number=number, step=step):
                 if job in self.commits:
                     self.commits[job] = max(self.commits[job], step)
-                daemon.say(lane, StepCommitted(job=job, epoch=epoch, step=step, copy_ms=0.1))
+                daemon.say(lane, StepCommitted(
+                    job=job, epoch=epoch, number=number, step=step, copy_ms=0.1))  # fmt: skip
             case PersistCommit(job=job, epoch=epoch):
                 error = "disk full" if self.random.random() < self.faults.persist_error else ""
                 step = self.commits.get(job, -1)
@@ -1079,7 +1081,9 @@ class World:
 
     def _commit(self, worker: WorkerProcess, script: Script, phase: str) -> None:
         script.phase = phase
-        worker.say("task", CommitStep(epoch=script.order.epoch, step=script.step, ranges=()))
+        script.commits += 1
+        worker.say("task", CommitStep(epoch=script.order.epoch, number=script.commits,
+                                      step=script.step, ranges=()))  # fmt: skip
 
     def _script_ends(self, worker: WorkerProcess, script: Script, outcome: Any) -> None:
         script.phase = "over"

@@ -48,7 +48,6 @@ from pipeswitch.messages import (
     OpenCommits,
     Parked,
     PersistCommit,
-    PrepareModel,
     RunInference,
     RunJob,
     Scrub,
@@ -221,6 +220,16 @@ class Rig:
         assert self.sent(LeaseGranted)
         assert job.state.state is TaskState.RUNNING
         return job
+
+    def commit(self, job: Any, number: int, step: int) -> None:
+        """It asks for a commit, and nothing more."""
+        message = CommitStep(epoch=job.epoch, number=number, step=step, ranges=())
+        self.worker(job.slot, message)
+
+    def flip(self, job: Any, number: int, step: int) -> None:
+        """The memory daemon answers."""
+        self.daemon(StepCommitted(job=job.name, epoch=job.epoch, number=number, step=step,
+                                  copy_ms=1.0))  # fmt: skip
 
     def park(self, job: Any, next_turn: int = 0) -> None:
         message = Parked(
@@ -1090,20 +1099,75 @@ def test_after_a_crash_the_job_starts_again_and_without_progress_it_fails(rig: R
 
 def test_a_commit_counts_when_the_daemon_flipped_it_and_forgives_deaths(rig: Rig) -> None:
     job = rig.start_training()
-    rig.worker(job.slot, CommitStep(epoch=job.epoch, step=7, ranges=()))
+    rig.commit(job, 1, step=7)
     (copy,) = rig.sent(CommitCopy)
-    assert (copy.step, copy.epoch) == (7, job.epoch)
+    assert (copy.number, copy.step, copy.epoch) == (1, 7, job.epoch)
     assert job.committed_step == -1
     job.deaths_without_progress = 2
-    rig.daemon(StepCommitted(job=job.name, epoch=job.epoch, step=7, copy_ms=1.0))
+    rig.flip(job, 1, step=7)
     assert (job.committed_step, job.deaths_without_progress) == (7, 0)
     assert rig.sent(StepCommitted), "the worker is told"
+
+
+def test_a_commit_that_is_told_again_or_late_is_counted_and_not_copied(rig: Rig) -> None:
+    """Its owner writes the slice again: the image would be torn."""
+    job = rig.start_training()
+    for number, late in ((1, (1,)), (2, (2, 1, 0, -1, -(1 << 63)))):
+        rig.commit(job, number, step=number)
+        assert [copy.number for copy in rig.sent(CommitCopy)] == [number]
+        rig.flip(job, number, step=number)
+        for repeated in late:
+            rig.commit(job, repeated, step=number)
+            assert not rig.sent(CommitCopy)
+    assert rig.core.counts["stale_messages"] == 6
+    assert not job.copying_epoch, "nothing is waited for"
+
+
+def test_numbers_that_leap_shut_out_their_own_sender_alone(rig: Rig) -> None:
+    job = rig.start_training()
+    rig.commit(job, (1 << 64) - 1, step=1)
+    assert rig.sent(CommitCopy)
+    rig.flip(job, (1 << 64) - 1, step=1)
+    rig.commit(job, 2, step=2)
+    assert not rig.sent(CommitCopy)
+    rig.worker_exits(job.slot)
+    (scrub,) = rig.sent(Scrub)
+    rig.daemon(Scrubbed(epoch=scrub.epoch))
+    rig.lease(job)
+    rig.commit(job, 1, step=2)
+    assert rig.sent(CommitCopy), "each dispatch counts anew"
+
+
+def test_a_commit_that_found_no_memory_daemon_has_not_used_its_number_up(rig: Rig) -> None:
+    job = rig.start_training()
+    rig.handle(ev.DaemonExited(generation=rig.core.daemon_generation, status=-9))
+    rig.commit(job, 1, step=1)
+    assert not rig.sent(CommitCopy)
+    assert (job.commit_number, job.copying_epoch) == (0, 0)
+    assert not rig.core.counts["stale_messages"], "it was not late"
+    assert rig.core.workers[job.slot].kill_reason, "who waits for the answer is ended"
+
+
+def test_an_answer_that_is_told_again_does_not_end_the_next_copy(rig: Rig) -> None:
+    """A job that started again before that flip would resume from an older commit."""
+    job = rig.start_training()
+    rig.commit(job, 1, step=1)
+    rig.flip(job, 1, step=1)
+    rig.commit(job, 2, step=2)
+    rig.flip(job, 1, step=1)
+    assert not rig.sent(StepCommitted), "the worker still waits"
+    rig.worker_exits(job.slot)
+    assert job.state.state is TaskState.QUEUED
+    rig.flip(job, 2, step=2)
+    assert job.committed_step == 2
+    assert job.state.state is TaskState.TRANSMITTING, "now it starts from step 2"
 
 
 def test_commits_reach_the_disk_now_and_then_however_often_the_job_is_preempted(rig: Rig) -> None:
     rig.register("a")
     job = rig.start_training()
-    rig.daemon(StepCommitted(job=job.name, epoch=job.epoch, step=1, copy_ms=1.0))
+    rig.commit(job, 1, step=1)
+    rig.flip(job, 1, step=1)
     persisted: list[Any] = []
     for round_index in range(1, 40):
         rig.now_ms = 1000.0 * round_index
@@ -1119,11 +1183,12 @@ def test_commits_reach_the_disk_now_and_then_however_often_the_job_is_preempted(
 
 def test_a_commit_of_an_older_job_of_the_same_name_does_not_count(rig: Rig) -> None:
     old = rig.start_training()
+    rig.commit(old, 1, step=500)
     slot = rig.job_ends(old, "done")
     rig.worker_exits(slot, 0)
     new = rig.train("cifar")
     assert new is not old
-    rig.daemon(StepCommitted(job=old.name, epoch=old.epoch, step=500, copy_ms=1.0))
+    rig.flip(old, 1, step=500)
     assert new.committed_step == -1
 
 
@@ -1131,7 +1196,8 @@ def test_pause_is_answered_when_the_job_holds_no_worker_and_is_on_its_way_to_dis
     rig: Rig,
 ) -> None:
     job = rig.start_training()
-    rig.daemon(StepCommitted(job=job.name, epoch=job.epoch, step=2, copy_ms=1.0))
+    rig.commit(job, 1, step=2)
+    rig.flip(job, 1, step=2)
     token = rig.job_asked("cifar", "pause")
     assert token not in rig.answers
     rig.job_ends(job, "preempted")
@@ -1421,7 +1487,8 @@ def test_a_worker_that_knows_the_model_is_preferred(rig: Rig) -> None:
 def test_drain_finishes_what_was_accepted_evicts_jobs_and_leaves(rig: Rig) -> None:
     rig.register("a")
     job = rig.start_training()
-    rig.daemon(StepCommitted(job=job.name, epoch=job.epoch, step=4, copy_ms=1.0))
+    rig.commit(job, 1, step=4)
+    rig.flip(job, 1, step=4)
     request, waiting = rig.infer("a"), rig.job_asked("cifar", "wait")
     token = rig.token()
     rig.handle(ev.DrainAsked(token=token, grace_ms=60000.0))
