@@ -110,10 +110,15 @@ def _child(order: Fork, descriptors: Sequence[int]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status)
+        _leave(status)
+
+
+def _leave(status: int) -> NoReturn:
+    """Without unwinding: taking torch down takes a second on a busy machine and serves nobody."""
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)
 
 
 def _close_others(descriptors: Sequence[int]) -> None:
@@ -170,7 +175,14 @@ def main(descriptor: int) -> None:
             import_ms=(time.monotonic() - began) * 1000.0,
         )
     )
-    ForkServer(channel).run()
+    status = 70
+    try:
+        ForkServer(channel).run()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        _leave(status)
 
 
 if __name__ == "__main__":

@@ -378,15 +378,18 @@ class Processes:
                 self._server.kill()
 
     def stop(self, timeout_s: float) -> None:
-        """Leave nobody behind: ask all, kill the rest, then the fork server."""
+        """Leave nobody behind: ask the daemon, kill the others, then the fork server.
+
+        Who is just being forked is killed as soon as its pid is known.
+        """
         self._is_stopping = True
-        for child in list(self._by_pid.values()):
+        for child in [*self._by_pid.values(), *self._by_ticket.values()]:
             if child.kind == "daemon":
                 self.send(child, 0, Exit())
             else:
                 self.kill(child)
         deadline = time.monotonic() + timeout_s
-        while self._by_pid and self._server_channel is not None:
+        while (self._by_pid or self._by_ticket) and self._server_channel is not None:
             left = deadline - time.monotonic()
             if left <= 0:
                 break
@@ -398,11 +401,8 @@ class Processes:
         if self._server_channel is not None and self._server is not None:
             self._selector.unregister(self._server_channel)
             self._server_channel.close()
-            try:
-                self._server.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                self._server.kill()
-                self._server.wait()
+            self._server.kill()  # it has no children any more, or is still importing
+            self._server.wait()
 
 
 class StoppedLooks:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import selectors
+import signal
+import subprocess
+import threading
 from pathlib import Path
 
 from pipeswitch.controller.processes import (
@@ -14,7 +17,7 @@ from pipeswitch.controller.processes import (
     Processes,
     StoppedLooks,
 )
-from pipeswitch.messages import Epoch, Message, Pong
+from pipeswitch.messages import ChildExited, Epoch, Forked, Message, Pong
 from pipeswitch.wire import channel_pair
 
 PID, OTHER = 71, 72
@@ -37,6 +40,34 @@ def test_descriptors_that_a_worker_sends_unasked_are_closed(tmp_path: Path) -> N
     for channel in (ours, theirs):
         channel.close()
     os.close(sent)
+
+
+def test_a_stop_also_ends_who_is_just_being_forked(tmp_path: Path) -> None:
+    """Its pid is told after the stop has begun: nobody waits for it, and nobody forgets it."""
+    ours, theirs = channel_pair()
+    exits: list[int] = []
+    sleeper = subprocess.Popen(["sleep", "600"])
+
+    def reap() -> None:  # the fork server's part
+        theirs.send(ChildExited(pid=sleeper.pid, status=sleeper.wait()))
+
+    with selectors.DefaultSelector() as selector, subprocess.Popen(["sleep", "600"]) as server:
+        processes = Processes(selector, tmp_path / "log", lambda reason: None)
+        selector.register(ours, selectors.EVENT_READ, processes._from_server)
+        processes._server_channel, processes._server = ours, server
+        child = Child("worker", "w", [], lambda message, _: None, exits.append)
+        processes._by_ticket[1] = child
+        theirs.send(Forked(ticket=1, pid=sleeper.pid))
+        reaper = threading.Thread(target=reap)
+        reaper.start()
+        try:
+            processes.stop(30.0)
+        finally:
+            sleeper.kill()
+            server.kill()
+            reaper.join()
+    assert exits == [-signal.SIGKILL]
+    theirs.close()
 
 
 def test_a_process_found_stopped_often_enough_is_given_up_once() -> None:
