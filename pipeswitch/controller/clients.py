@@ -1,4 +1,4 @@
-"""Who is connected, what is owed to them, and the bytes on their way out.
+"""Who is connected, and the bytes on their way out.
 
 Owned by the frontend. A client is a session (128 random bits) on one connection; an answer goes
 only to the (routing id, session) pair last seen, because a routing id alone proves nothing.
@@ -11,69 +11,25 @@ import secrets
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import zmq
 
-from ..messages import ModelName
 from ..sockets import DONTWAIT, MORE, send_frames
 from .doors import Door
-from .events import Token
 from .peers import connection_inode, socket_inode
+
+if TYPE_CHECKING:
+    from .requests import Pending
 
 ZERO_COPY_BYTES: Final = 64 << 10  # below, a copy is cheaper than tracking the message
 SLOW_CLIENT_MS: Final = 30_000.0  # a reply nobody reads for this long: the client is dropped
 RELEASE_WAIT_MS: Final = 20.0  # for a reply on its way out, before its bytes are missed
 FD_SETTLE_MS: Final = 1_000.0  # libzmq reports a disconnect shortly before it closes the socket
 
-Outcome = Literal["ok", "error", "undeliverable"]
 
-
-@dataclass(kw_only=True)
-class Counters:
-    """``accepted = ok + error + undeliverable + in_flight``, at every moment (invariant I1)."""
-
-    accepted: int = 0
-    ok: int = 0
-    error: int = 0
-    undeliverable: int = 0
-    rejected: int = 0  # refused before acceptance; not part of the sum
-
-    @property
-    def in_flight(self) -> int:
-        return self.accepted - self.ok - self.error - self.undeliverable
-
-    def settle(self, outcome: Outcome) -> None:
-        """One accepted request got its final answer."""
-        setattr(self, outcome, getattr(self, outcome) + 1)
-
-    def as_dict(self) -> dict[str, int]:
-        """As ``stats`` shows them."""
-        return {
-            "accepted": self.accepted,
-            "ok": self.ok,
-            "error": self.error,
-            "undeliverable": self.undeliverable,
-            "in_flight": self.in_flight,
-            "rejected": self.rejected,
-        }
-
-
-@dataclass(kw_only=True, eq=False)
-class Pending:
-    """An accepted request whose final answer is owed."""
-
-    token: Token
-    request_id: str
-    op: str
-    model: ModelName
-    client: Client
-    request_offset: int | None = None  # of its slabs in the pool
-    reply_offset: int | None = None
-    reply_bytes: int = 0
-    held_bytes: int = 0
-    is_copying: bool = False  # its payload is on the way into the pool
-    is_cancelled: bool = False  # meanwhile
+def _nothing() -> None:
+    """For messages that hold no room and settle no request."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -81,13 +37,16 @@ class Outgoing:
     """A message for one client, until libzmq has taken all of it."""
 
     frames: list[Any]
-    size_bytes: int
     since_ms: float
-    on_sent: Callable[[], None]
-    on_lost: Callable[[], None]
-    on_released: Callable[[], None]  # nothing points at its pool bytes any more
+    on_sent: Callable[[], None] = _nothing
+    on_lost: Callable[[], None] = _nothing
+    on_released: Callable[[], None] = _nothing  # nothing points at its pool bytes any more
     is_zero_copy: bool = False
     is_lost: bool = False  # its client went while libzmq still had it
+    size_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.size_bytes = sum(map(len, self.frames))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -102,7 +61,6 @@ class Client:
     requests: dict[str, Pending] = field(default_factory=dict)
     backlog: deque[Outgoing] = field(default_factory=deque)
     unsent_bytes: int = 0
-    held_bytes: int = 0  # slabs of the pool
     upload_chunks: int = 0
     user_id: str = ""  # the key it came in with; empty where no key is asked for
     is_gone: bool = False

@@ -19,6 +19,7 @@ from ..wire import (
     encode_header,
     pack_dict,
 )
+from .events import Answer
 
 INLINE_BODY_BYTES: Final = 256 << 10  # a larger body travels as a tensor named BODY_TENSOR
 BODY_TENSOR: Final = "body"
@@ -53,6 +54,28 @@ def reply_frames(
     tensor = WireTensor(name=BODY_TENSOR, dtype="uint8", shape=(len(large),), frame=0)
     header = msgspec.structs.replace(header, body={}, outputs=(tensor,))
     return [MAGIC, encode_header(header), large]
+
+
+def answer_frames(request_id: str, session: str, answer: Answer, memory: memoryview) -> list[Any]:
+    """A reply with its outputs, which lie in ``memory`` and are not copied here."""
+    outputs: list[WireTensor] = []
+    tensors: list[Any] = []
+    for number, tensor in enumerate(answer.outputs):
+        outputs.append(
+            WireTensor(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, frame=number)
+        )
+        at = tensor.offset_bytes
+        tensors.append(memory[at : at + tensor.size_bytes])
+    frames = reply_frames(
+        request_id,
+        session,
+        body=answer.body,
+        outputs=tuple(outputs),
+        timing=answer.timing,
+        error=answer.error,
+        more=answer.more,
+    )
+    return [*frames, *tensors]
 
 
 class _Envelope(msgspec.Struct):

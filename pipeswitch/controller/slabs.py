@@ -1,4 +1,4 @@
-"""Slabs of the request/reply pool: pure arithmetic on bytes, owned by the frontend.
+"""Slabs of the request pool (pool.py): pure arithmetic on bytes.
 
 A slab is one aligned range of the pool. Best fit keeps large holes whole; a freed slab is joined
 with its free neighbours at once, so freeing everything leaves one hole.
@@ -43,11 +43,12 @@ class SlabPool:
     def take(self, size_bytes: int) -> int | None:
         """Offset of a slab of at least ``size_bytes``, or None when no hole is large enough."""
         size = aligned(max(size_bytes, 1), SLAB_ALIGN_BYTES)
-        fitting = [(hole, i) for i, (_, hole) in enumerate(self._holes) if hole >= size]
-        if not fitting:
+        index, offset, hole_bytes = -1, 0, 0
+        for i, (start, hole) in enumerate(self._holes):
+            if hole >= size and (index < 0 or hole < hole_bytes):
+                index, offset, hole_bytes = i, start, hole
+        if index < 0:
             return None
-        hole_bytes, index = min(fitting)
-        offset, _ = self._holes[index]
         if hole_bytes == size:
             del self._holes[index]
         else:

@@ -191,9 +191,9 @@ def until(look: Callable[[], Any], at_least: int = 1) -> Any:
 
 
 def assert_balanced(tcp: Frontend) -> None:
-    counters = tcp.requests
+    counters = tcp.requests.counts
     assert counters.accepted == counters.ok + counters.error + counters.undeliverable
-    assert tcp._slabs.slab_count == 0
+    assert tcp._pool.is_empty
 
 
 @contextlib.contextmanager

@@ -132,7 +132,7 @@ def refused(guarded: Guarded, text: str, **options: Any) -> None:
         with pytest.raises(ps.PermissionDenied, match=text) as caught:
             client.models()
         assert caught.value.hint
-    assert guarded.fake.tcp.requests.accepted == 0
+    assert guarded.fake.tcp.requests.counts.accepted == 0
 
 
 def test_an_unknown_key_is_refused_in_words(guarded: Guarded) -> None:
@@ -222,7 +222,7 @@ def test_a_revoked_readers_events_end(guarded: Guarded) -> None:
 
         until(heard)
         guarded.folder.revoke("b")
-        until(lambda: fake.tcp._peers.hung_up["a key was revoked"] >= 1)
+        until(lambda: fake.tcp._intake.peers.hung_up["a key was revoked"] >= 1)
         while reader.poll(50):
             reader.recv_multipart()
         assert not any(heard() for _ in range(20))
@@ -304,5 +304,5 @@ def test_a_thousand_refusals_leave_nothing(guarded: Guarded) -> None:
             sock.close()
     with guarded.client() as client:
         assert client.infer("m", X)["y"][0, 0] == 2.0
-    until(lambda: len(guarded.fake.tcp._peers) == 0)
+    until(lambda: len(guarded.fake.tcp._intake.peers) == 0)
     until(lambda: len(os.listdir("/proc/self/fd")) <= before + 4)

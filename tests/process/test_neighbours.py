@@ -160,8 +160,8 @@ def test_zeromq_a_message_that_never_ends_is_cut(server: FakeScheduler) -> None:
         with contextlib.suppress(OSError):  # reset, broken pipe, or nobody takes any more
             for _ in range(10_000):  # 160 MB
                 sock.sendall(part)
-        until(lambda: server.tcp._peers.hung_up)
-    assert server.tcp._peers.hung_up == {"unfinished messages": 1}
+        until(lambda: server.tcp._intake.peers.hung_up)
+    assert server.tcp._intake.peers.hung_up == {"unfinished messages": 1}
 
 
 def test_pipeswitch_requests_that_arrive_in_turns_byte_by_byte_are_not_mixed_up(
@@ -264,7 +264,7 @@ def test_triton_a_message_of_very_many_parts_holds_nobody_up(
     reply = good.ask(x, op="infer", model="m", session=good.session, inputs=[TENSOR])
     assert reply.status == "ok"
     assert next(turns) > 200  # of the loop, while that one message was read
-    assert server.tcp._peers.hung_up == {"too many parts": 1}
+    assert server.tcp._intake.peers.hung_up == {"too many parts": 1}
 
 
 def a_web_page_posts(*requests: dict[str, Any]) -> bytes:
@@ -290,7 +290,7 @@ def test_ray_a_web_page_on_this_machine_commands_nothing(server: FakeScheduler) 
         browser.sendall(
             a_web_page_posts({"op": "hello"}, {"op": "stop"}, {"op": "train", "session": "x"})
         )
-        until(lambda: server.tcp._malformed_count >= 2)
+        until(lambda: server.tcp._intake.malformed_count >= 2)
         with ps.Client(server.doors.tcp.address) as client:
             assert client.infer("m", X)["y"][0, 0] == 2.0
     assert all(isinstance(event, InferArrived) for event in server.seen)

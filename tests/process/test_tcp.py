@@ -50,7 +50,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeScheduler]:
     yield scheduler
     scheduler.close()
     assert_balanced(scheduler.tcp)
-    scheduler.tcp._slabs.check()
+    scheduler.tcp._pool.check()
 
 
 @pytest.fixture(params=["tcp", "ipc"])
@@ -76,7 +76,7 @@ def test_large_payloads_leave_the_pool_empty(server: FakeScheduler, client: ps.C
     x = np.random.default_rng(0).random((4, 1 << 16), dtype=np.float32)  # 1 MiB
     for _ in range(20):
         assert np.array_equal(client.infer("wide", x=x)["y"], x * 2)
-    until(lambda: server.tcp._slabs.slab_count == 0)
+    until(lambda: server.tcp._pool.is_empty)
 
 
 def test_concurrent_requests_get_their_own_answers(
@@ -113,7 +113,7 @@ def test_a_misfit_is_refused_with_the_signature(
     with pytest.raises(ps.InvalidInput) as caught:
         client.infer("m", inputs)
     assert caught.value.message == text
-    assert server.tcp.requests.rejected == 1
+    assert server.tcp.requests.counts.rejected == 1
 
 
 def test_an_unknown_model_is_answered_with_the_nearest(
@@ -149,7 +149,7 @@ def test_a_cancelled_future_takes_the_request_back(
     assert future.cancel()
     (asked,) = server.wait_for(CancelAsked)
     assert asked.token == arrived.token
-    until(lambda: server.tcp.requests.in_flight == 0)
+    until(lambda: server.tcp.requests.counts.in_flight == 0)
 
 
 class HeldCopier(Copier):
@@ -159,8 +159,8 @@ class HeldCopier(Copier):
         super().__init__()
         self.held: list[Callable[[], None]] = []
 
-    def copy(self, pool: Any, pieces: Any, on_copied: Callable[[], None]) -> None:
-        self.held.append(lambda: Copier.copy(self, pool, pieces, on_copied))
+    def put(self, copy: Callable[[], None]) -> None:
+        self.held.append(lambda: Copier.put(self, copy))
 
 
 @pytest.fixture
@@ -197,8 +197,8 @@ def test_a_request_taken_back_while_it_is_copied_is_answered_once(
     assert future.cancel()
     client.models()  # the cancellation was sent before it
     held.held[0]()
-    until(lambda: server.tcp.requests.in_flight == 0)
-    assert server.tcp.requests.error == 1
+    until(lambda: server.tcp.requests.counts.in_flight == 0)
+    assert server.tcp.requests.counts.error == 1
     assert not [event for event in server.seen if isinstance(event, InferArrived | CancelAsked)]
 
 
@@ -210,8 +210,8 @@ def test_a_client_that_leaves_while_its_payload_is_copied_frees_its_room(
         until(lambda: held.held)
     until(lambda: len(server.tcp._clients) == 0)
     held.held[0]()
-    until(lambda: server.tcp.requests.undeliverable == 1)
-    assert server.tcp._slabs.slab_count == 0
+    until(lambda: server.tcp.requests.counts.undeliverable == 1)
+    until(lambda: server.tcp._pool.is_empty)
 
 
 def test_an_output_outside_of_its_slab_is_not_sent(
@@ -246,8 +246,8 @@ def test_a_client_that_leaves_has_its_requests_taken_back(server: FakeScheduler)
         sock.send_multipart([MAGIC, encode_header(header), bytes(16)])
         server.wait_for(InferArrived)
     server.wait_for(CancelAsked)
-    until(lambda: server.tcp.requests.undeliverable == 1)
-    assert server.tcp.requests.in_flight == 0
+    until(lambda: server.tcp.requests.counts.undeliverable == 1)
+    assert server.tcp.requests.counts.in_flight == 0
 
 
 def test_a_stolen_routing_id_gets_no_late_answer(server: FakeScheduler) -> None:
@@ -267,7 +267,7 @@ def test_a_stolen_routing_id_gets_no_late_answer(server: FakeScheduler) -> None:
         assert ask(impostor, op="ping", id="p").id == "p"
         server.finish(event)
         assert ask(impostor, op="ping", id="q").id == "q"  # nothing came in between
-    assert server.tcp.requests.undeliverable == 1
+    assert server.tcp.requests.counts.undeliverable == 1
     context.term()
 
 
@@ -298,8 +298,8 @@ def test_a_reader_that_never_reads_is_dropped(
         until(lambda: send_more(sock, session))
     with ps.Client(server.doors.tcp.address) as other:
         assert other.infer("wide", np.ones((1, 1 << 18), np.float32))["y"][0, 0] == 2.0
-    until(lambda: server.tcp.requests.in_flight == 0)
-    assert server.tcp.requests.undeliverable > 0
+    until(lambda: server.tcp.requests.counts.in_flight == 0)
+    assert server.tcp.requests.counts.undeliverable > 0
 
 
 # ---- what is not of the protocol ---------------------------------------------------------------
@@ -329,7 +329,7 @@ def test_nonsense_without_an_id_is_counted_and_the_server_goes_on(server: FakeSc
         for frames in ([b""], [b"GET / HTTP/1.1"], [MAGIC], [MAGIC, b"\xc1"], [b""] * 500):
             sock.send_multipart(frames)
         assert ask(sock, op="ping").body["device"] == "cpu"
-    assert server.tcp._malformed_count == 5
+    assert server.tcp._intake.malformed_count == 5
 
 
 @pytest.mark.parametrize("shape", [(-1, 4), (1 << 62, 1 << 62), (1,) * 40, (0, 4), (2, 4)], ids=str)
@@ -542,6 +542,6 @@ def test_a_peer_of_zmtp_1_is_refused_and_harms_nobody(
     host, _, port = server.doors.tcp.address.removeprefix("tcp://").rpartition(":")
     with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as old:
         old.sendall(b"\x01\x00" + b"\x05\x01PSW1" + b"\x03\x00ab")  # anonymous; two frames
-        until(lambda: server.tcp._malformed_count)
+        until(lambda: server.tcp._intake.malformed_count)
         x = np.ones((1, 4), np.float32)
         assert np.array_equal(client.infer("m", x)["y"], x * 2)

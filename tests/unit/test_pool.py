@@ -1,0 +1,242 @@
+"""Room in the request pool: each holder has a share, and what is released is released once."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from typing import Final
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeswitch.board import sealed_memfd
+from pipeswitch.controller.admission import CheckedInput
+from pipeswitch.controller.pool import RequestPool, Room
+from pipeswitch.controller.slabs import SLAB_ALIGN_BYTES as PAGE
+from pipeswitch.errors import QueueFull
+
+PAGES: Final = 16
+SHARE_BYTES: Final = PAGES // 2 * PAGE
+
+
+@pytest.fixture
+def pool() -> Iterator[RequestPool]:
+    made = make_pool()
+    yield made
+    made.check()
+    made.close()
+
+
+def make_pool() -> RequestPool:
+    descriptor = sealed_memfd("pool", PAGES * PAGE)
+    try:
+        return RequestPool(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def release(pool: RequestPool, room: Room) -> None:
+    pool.release_inputs(room)
+    pool.release_reply(room)
+
+
+def refusal(pool: RequestPool, holder: str, input_bytes: int, reply_bytes: int) -> QueueFull:
+    with pytest.raises(QueueFull) as caught:
+        pool.reserve(holder, input_bytes, reply_bytes)
+    pool.check()
+    return caught.value
+
+
+# ---- bytes -------------------------------------------------------------------------------------
+
+
+def test_inputs_lie_in_their_room_and_every_mapping_shows_them() -> None:
+    descriptor = sealed_memfd("pool", PAGES * PAGE)
+    pool = RequestPool(descriptor)
+    pool.reserve("other", 1, 1)
+    room = pool.reserve("a", 96, 8)
+    x = CheckedInput(name="x", dtype="int8", shape=(3,), frame=1, offset_bytes=64, size_bytes=3)
+    mask = CheckedInput(
+        name="mask", dtype="bool", shape=(2,), frame=0, offset_bytes=0, size_bytes=2
+    )
+    placed = room.place((x, mask))
+    assert [(tensor.name, tensor.dtype, tensor.shape) for tensor in placed] == [
+        ("x", "int8", (3,)),
+        ("mask", "bool", (2,)),
+    ]
+    pool.fill(placed, [memoryview(b"abc"), b"de"])
+    with mmap.mmap(descriptor, 0) as workers:
+        at = room.input_offset_bytes
+        for mapping in (workers, pool.memory):
+            assert mapping[at : at + 2] == b"de"
+            assert mapping[at + 64 : at + 67] == b"abc"
+    pool.close()
+    os.close(descriptor)
+
+
+def test_a_reply_that_is_still_on_its_way_outlives_the_pool() -> None:
+    pool = make_pool()
+    room = pool.reserve("a", 4, 4)
+    one = CheckedInput(name="x", dtype="int8", shape=(4,), frame=0, offset_bytes=0, size_bytes=4)
+    placed = room.place((one,))
+    pool.fill(placed, [b"sent"])
+    at = room.input_offset_bytes
+    frame = pool.memory[at : at + 4]
+    pool.close()
+    assert bytes(frame) == b"sent"
+
+
+# ---- shares ------------------------------------------------------------------------------------
+
+
+def test_one_holder_cannot_have_more_than_its_share_and_another_still_has_its_own(
+    pool: RequestPool,
+) -> None:
+    assert pool.share_bytes == SHARE_BYTES
+    pool.reserve("greedy", SHARE_BYTES - PAGE, PAGE)
+    refused = refusal(pool, "greedy", 1, 0)
+    assert refused.data["requested_bytes"] == 1
+    assert f"hold {SHARE_BYTES} bytes" in refused.message
+    pool.reserve("modest", SHARE_BYTES - PAGE, PAGE)
+    assert pool.as_dict()["pool_free_bytes"] == 0
+
+
+def test_a_share_counts_the_bytes_that_were_asked_for_until_the_reply_has_left(
+    pool: RequestPool,
+) -> None:
+    first = pool.reserve("a", 100, 20)
+    second = pool.reserve("a", 1000, 0)
+    assert pool.held_bytes("a") == 1120
+    pool.release_inputs(first)
+    assert pool.held_bytes("a") == 1120
+    pool.release_reply(first)
+    assert pool.held_bytes("a") == 1000
+    release(pool, second)
+    assert pool.held_bytes("a") == 0
+    assert pool.is_empty
+
+
+def test_requests_of_no_bytes_hold_room_as_well(pool: RequestPool) -> None:
+    rooms = [pool.reserve("a", 0, 0) for _ in range(3)]
+    assert len({room.input_offset_bytes for room in rooms}) == 3
+    for room in rooms:
+        release(pool, room)
+    assert pool.is_empty
+
+
+# ---- exhaustion --------------------------------------------------------------------------------
+
+
+def test_a_full_pool_is_refused_with_the_numbers(pool: RequestPool) -> None:
+    pool.reserve("a", SHARE_BYTES, 0)  # and a page for the reply of no bytes
+    pool.reserve("b", SHARE_BYTES - 3 * PAGE, PAGE)
+    refused = refusal(pool, "c", PAGE, PAGE)
+    assert refused.data["requested_bytes"] == 2 * PAGE
+    assert refused.data["largest_free_bytes"] == PAGE
+    assert f"{PAGE} of {PAGES * PAGE} free" in refused.message
+
+
+def test_inputs_that_fit_without_their_reply_hold_nothing(pool: RequestPool) -> None:
+    pool.reserve("a", SHARE_BYTES, 0)
+    pool.reserve("b", 4 * PAGE, PAGE)
+    free_bytes = pool.as_dict()["pool_free_bytes"]
+    assert free_bytes == 2 * PAGE
+    refusal(pool, "c", PAGE, 3 * PAGE)  # the page is there, three are not
+    refusal(pool, "c", 3 * PAGE, PAGE)
+    assert pool.as_dict()["pool_free_bytes"] == free_bytes
+    assert pool.held_bytes("c") == 0
+    pool.reserve("c", PAGE, PAGE)
+
+
+def test_what_was_refused_is_admitted_when_somebody_else_is_done(pool: RequestPool) -> None:
+    held = pool.reserve("a", SHARE_BYTES - PAGE, PAGE)
+    pool.reserve("b", SHARE_BYTES - PAGE, PAGE)
+    refusal(pool, "c", PAGE, PAGE)
+    release(pool, held)
+    pool.reserve("c", PAGE, PAGE)
+
+
+# ---- releasing ---------------------------------------------------------------------------------
+
+
+def test_releasing_inputs_twice_takes_nobody_elses_slab(pool: RequestPool) -> None:
+    room = pool.reserve("a", PAGE, PAGE)
+    at = room.input_offset_bytes
+    pool.release_inputs(room)
+    other = pool.reserve("b", PAGE, PAGE)
+    assert other.input_offset_bytes == at
+    slabs = pool.as_dict()["pool_slabs"]
+    with pytest.raises(KeyError):
+        pool.release_inputs(room)
+    assert pool.as_dict()["pool_slabs"] == slabs
+
+
+def test_releasing_a_reply_twice_gives_nobody_a_larger_share(pool: RequestPool) -> None:
+    first, second = pool.reserve("a", PAGE, PAGE), pool.reserve("a", PAGE, PAGE)
+    release(pool, first)
+    with pytest.raises(KeyError):
+        pool.release_reply(first)
+    assert pool.held_bytes("a") == 2 * PAGE
+    release(pool, second)
+    assert pool.is_empty
+
+
+def test_a_client_that_left_holds_its_room_until_its_requests_end_and_none_after(
+    pool: RequestPool,
+) -> None:
+    """Its inputs may still be copied or read; whoever comes in its place has a share anew."""
+    left = [pool.reserve("gone", PAGE, PAGE) for _ in range(2)]
+    assert pool.held_bytes("gone") == 4 * PAGE
+    back = pool.reserve("back", SHARE_BYTES - PAGE, PAGE)
+    taken = [(room.input_offset_bytes, room.reply_offset_bytes) for room in (*left, back)]
+    assert len({offset for pair in taken for offset in pair}) == 6
+    for room in left:
+        release(pool, room)
+    assert pool.held_bytes("gone") == 0
+    assert not pool.is_empty
+    release(pool, back)
+    assert pool.is_empty
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.sampled_from("abc"), st.integers(0, 6 * PAGE), st.integers(0, 3 * PAGE)),
+            st.tuples(st.sampled_from(["inputs", "reply"]), st.integers(0, 99), st.just(0)),
+        ),
+        max_size=40,
+    )
+)
+def test_any_sequence_keeps_shares_and_slabs_and_ends_empty(
+    steps: list[tuple[str, int, int]],
+) -> None:
+    pool = make_pool()
+    whole: list[Room] = []
+    halves: list[Room] = []  # their inputs are released
+    for what, number, reply_bytes in steps:
+        if what == "inputs":
+            if whole:
+                halves.append(whole.pop(number % len(whole)))
+                pool.release_inputs(halves[-1])
+        elif what == "reply":
+            if halves:
+                pool.release_reply(halves.pop(number % len(halves)))
+        else:
+            try:
+                whole.append(pool.reserve(what, number, reply_bytes))
+            except QueueFull:
+                is_over = pool.held_bytes(what) + number + reply_bytes > SHARE_BYTES
+                assert is_over or not pool.is_empty
+        pool.check()
+        for holder in "abc":
+            held = [room.held_bytes for room in (*whole, *halves) if room.holder == holder]
+            assert pool.held_bytes(holder) == sum(held)
+    for room in whole:
+        pool.release_inputs(room)
+    for room in (*whole, *halves):
+        pool.release_reply(room)
+    pool.check()
+    assert pool.is_empty
+    pool.close()
