@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import importlib
+import io
 import os
+import select
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -17,11 +21,14 @@ import click
 from click.shell_completion import get_completion_class
 
 from . import cli_views as views
+from .addresses import full_address
 from .cli_keys import keys
 from .config import format_bytes
-from .errors import InvalidInput, PipeSwitchError, RegistrationRefused
+from .errors import InvalidInput, PipeSwitchError, RegistrationRefused, ServerUnavailable
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+PING_AGAIN_S: Final = 0.1  # of ping --wait
+EXIT_WAIT_S: Final = 30.0  # from a server's last answer to its end
 EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
 CONVERT: Final = (
     "import sys; from pipeswitch.programs.export import convert_pt2; convert_pt2(*sys.argv[1:])"
@@ -32,6 +39,9 @@ class Cli(click.Group):
     """Every PipeSwitchError becomes ``Error: text`` and a hint, never a traceback."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")  # a locale without ✔, a name without a letter
         try:
             status = super().main(*args, **{**kwargs, "standalone_mode": False})
         except PipeSwitchError as error:
@@ -39,6 +49,11 @@ class Cli(click.Group):
         except click.ClickException as error:
             error.show()
             sys.exit(error.exit_code)
+        except OSError as error:
+            if error.filename is None and error.errno != errno.ENOSPC:
+                raise  # nothing that a user named: a bug here
+            where = f"{error.filename}: " if error.filename is not None else ""
+            _die(PipeSwitchError(f"{where}{error.strerror}"))
         except (KeyboardInterrupt, click.Abort):
             sys.exit(EXIT_INTERRUPTED)
         sys.exit(status if isinstance(status, int) else EXIT_OK)
@@ -72,7 +87,11 @@ def _print_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 @click.pass_context
 def main(ctx: click.Context, host: str | None, key: str | None, server_key: str | None) -> None:
     """One GPU, many models, and a training job that keeps it whenever nobody asks."""
-    ctx.obj = {"address": host, "key": key, "server_key": server_key}
+    ctx.obj = {
+        "address": full_address(host) if host else None,
+        "key": key,
+        "server_key": server_key,
+    }
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -93,7 +112,8 @@ def _completing(ctx: click.Context) -> Any:
 
     given = ctx.find_root().params
     keys = {name: given.get(name) for name in ("key", "server_key")}
-    return Client(given.get("host"), timeout_s=0.5, **keys)
+    host = given.get("host")
+    return Client(full_address(host) if host else None, timeout_s=0.5, **keys)
 
 
 def _model_names(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
@@ -199,17 +219,34 @@ def _part(module: str, name: str) -> Any:
 @json_option
 def stop(drain: str, as_json: bool) -> None:
     """Stop the server: it finishes what it accepted and commits its jobs."""
-    with connected() as client:
-        about = client.about()
-        client.stop_server(_ms("--drain", drain) / 1000)
-    _done({"stopped": about["pid"]}, f"server {about['pid']} stopped", as_json)
+    drain_s = _ms("--drain", drain) / 1000
+    with connected() as client, contextlib.ExitStack() as stack:
+        pid = int(client.about()["pid"])
+        exit_of = _exit_watcher(pid, stack) if client.address.startswith("ipc://") else None
+        client.stop_server(drain_s)
+        if exit_of is not None and not select.select([exit_of], [], [], EXIT_WAIT_S)[0]:
+            raise PipeSwitchError(
+                f"server {pid} agreed to stop and has not left after {EXIT_WAIT_S:g} s",
+                hint=f"see its log; kill {pid}",
+            )
+    _done({"stopped": pid}, f"server {pid} stopped", as_json)
+
+
+def _exit_watcher(pid: int, stack: contextlib.ExitStack) -> int | None:
+    """A descriptor that is readable when the server has left; None: its pid is not of here."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:
+        return None
+    stack.callback(os.close, descriptor)
+    return descriptor
 
 
 def _ms(option: str, text: str) -> float:
     from .config import parse_ms
 
     try:
-        return float(text) if text.replace(".", "", 1).isdigit() else parse_ms(text)
+        return parse_ms(text)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint=option) from None
 
@@ -273,7 +310,8 @@ def _converted(source: str, stack: contextlib.ExitStack) -> str:
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     if child.returncode:
         lines = child.stderr.strip().splitlines() or [f"exit status {child.returncode}"]
-        raise RegistrationRefused(source, lines[-1])
+        reason = lines[-1].removeprefix(f"{RegistrationRefused.__module__}.RegistrationRefused: ")
+        raise RegistrationRefused(source, reason.removeprefix(f"{source}: "))
     return bundle
 
 
@@ -348,7 +386,10 @@ def plan(deadlines: tuple[str, ...], as_json: bool, watch: bool) -> None:
     """Predict switch times, groups and prefixes, and say what the arena holds."""
     from . import cli_profile
 
-    wanted = cli_profile.parse_deadlines(deadlines)
+    try:
+        wanted = cli_profile.parse_deadlines(deadlines)
+    except InvalidInput as error:
+        raise click.BadParameter(error.message, param_hint="--deadline") from None
     _listing(
         lambda c: cli_profile.report(c.plan(), wanted), cli_profile.report_view, as_json, watch
     )
@@ -364,7 +405,7 @@ def plan(deadlines: tuple[str, ...], as_json: bool, watch: bool) -> None:
 @click.option("--output", type=click.Path(), help="Write the last result: y.npy or y.npz.")
 @click.option("-n", "count", type=click.IntRange(1), default=1, help="Number of requests.")
 @click.option("--rate", help="poisson:50 or constant:50 requests a second.")
-@click.option("--deadline", help="50ms, from sending.")
+@click.option("--deadline", help="50ms, from sending; who waits longer is not computed.")
 @click.option("--priority", type=click.Choice(["high", "normal", "low"]), default=None)
 @click.option("--seed", type=int, default=0, help="Of made-up inputs and arrivals.")
 @json_option
@@ -385,9 +426,14 @@ def infer(
 
     if path and is_random:
         raise click.UsageError("--input and --random exclude each other")
-    pace = cli_infer.parse_rate(rate) if rate else None
+    if output:
+        _check_output(output)
+    try:
+        pace = cli_infer.parse_rate(rate) if rate is not None else None
+    except InvalidInput as error:
+        raise click.BadParameter(error.message, param_hint="--rate") from None
     options: dict[str, Any] = {"priority": priority or ""}
-    if deadline:
+    if deadline is not None:
         options["deadline_ms"] = _ms("--deadline", deadline)
     with connected() as client:
         inputs = cli_infer.load_inputs(path, client.signature(name), seed)
@@ -395,12 +441,15 @@ def infer(
         outcomes = cli_infer.run_requests(client, name, inputs, count, pace, options, seed, on_done)
     results = [outcome.result for outcome in outcomes if outcome.result]
     if output and results:
-        _save(output, results[-1].outputs)
+        output = _save(output, results[-1].outputs)
     summary = _summary(outcomes)
     if as_json:
         views.print_json({"requests": [o.row() for o in outcomes], "summary": summary})
-    elif count > 1:
-        _print_summary(summary)
+    else:
+        if count > 1:
+            _print_summary(summary)
+        if output and results:
+            click.echo(f"wrote {output}")
     errors = [outcome.error for outcome in outcomes if outcome.error]
     if errors:
         _die(errors[0])
@@ -421,6 +470,8 @@ def _bill_printer(count: int) -> Callable[[Any], None]:
         notes = ("resident " if bill.resident else "") + (
             f"preempted {bill.preempted}" if bill.preempted else ""
         )
+        if outcome.is_late:
+            notes += f" late: {outcome.deadline_ms:g} ms were given"
         click.echo(f"{number}{numbers}{outcome.total_ms:10.2f}   {notes}")
 
     return show_bill
@@ -430,6 +481,8 @@ def _summary(outcomes: list[Any]) -> dict[str, Any]:
     """Counts, and p50 and p99 of the client's own clock and of the bill."""
     good = [outcome for outcome in outcomes if outcome.result]
     summary: dict[str, Any] = {"ok": len(good), "failed": len(outcomes) - len(good)}
+    if any(outcome.deadline_ms is not None for outcome in outcomes):
+        summary["late"] = sum(outcome.is_late for outcome in good)
     columns = {"client_ms": [outcome.total_ms for outcome in good]}
     for column in views.BILL_COLUMNS:
         columns[column] = [getattr(outcome.result.timing, column) for outcome in good]
@@ -446,17 +499,31 @@ def _print_summary(summary: dict[str, Any]) -> None:
         for column, both in summary.items()
         if isinstance(both, dict)
     ]
-    click.echo(f"\n{summary['ok']} answered, {summary['failed']} failed")
+    late = f", {summary['late']} late" if "late" in summary else ""
+    click.echo(f"\n{summary['ok']} answered{late}, {summary['failed']} failed")
     views.console().print(views.table(rows, ("time", "p50_ms", "p99_ms")))
 
 
-def _save(path: str, outputs: dict[str, Any]) -> None:
+def _check_output(path: str) -> None:
+    """Before anything is asked: a result that cannot be written is lost."""
+    folder = Path(path).absolute().parent
+    if not path.endswith((".npy", ".npz")):
+        raise click.BadParameter(f"{path!r} is neither .npy nor .npz", param_hint="--output")
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(path).is_dir():
+        raise click.BadParameter(f"{path!r} cannot be written", param_hint="--output")
+
+
+def _save(path: str, outputs: dict[str, Any]) -> str:
+    """Write a result; where it is. An .npy file has room for one output."""
     import numpy as np
 
-    if path.endswith(".npz") or len(outputs) > 1:
+    if len(outputs) > 1:
+        path = str(Path(path).with_suffix(".npz"))
+    if path.endswith(".npz"):
         np.savez(path, **outputs)
     else:
         np.save(path, next(iter(outputs.values())))
+    return path
 
 
 # ---- jobs --------------------------------------------------------------------------------------
@@ -582,13 +649,28 @@ def top(as_json: bool) -> None:
 
 @main.command()
 @click.option("--deep", is_flag=True, help="Through scheduler, memory daemon and workers.")
+@click.option("--wait", default="0", metavar="1m", help="Ask for so long, until it would.")
 @json_option
-def ping(deep: bool, as_json: bool) -> None:
+def ping(deep: bool, wait: str, as_json: bool) -> None:
     """Whether the server would serve a request now: exit 0, else 1; 3 when nobody answers."""
-    with connected() as client:
-        answer = client.ping(deep=deep)
+    answer = _ping_until(time.monotonic() + _ms("--wait", wait) / 1000, deep)
     _done(answer, views.ping_line(answer), as_json)
     sys.exit(EXIT_OK if answer["ready"] else EXIT_FAILED)
+
+
+def _ping_until(until_s: float, deep: bool) -> dict[str, Any]:
+    """The first answer that says ready, or the last one; each try looks for the server anew."""
+    while True:
+        is_last = time.monotonic() >= until_s
+        try:
+            with connected() as client:
+                answer: dict[str, Any] = client.ping(deep=deep)
+            if is_last or answer["ready"]:
+                return answer
+        except ServerUnavailable:
+            if is_last:
+                raise
+        time.sleep(PING_AGAIN_S)  # a server that is not there yet can tell nobody
 
 
 @main.command()
@@ -613,7 +695,7 @@ def trace(out: str, seconds: float) -> None:
 )
 @json_option
 def demo(out: str, as_json: bool) -> None:
-    """Serve three models and train a fourth, then print what it cost (about a minute)."""
+    """Serve three models and train a fourth, then print what it cost (two minutes)."""
     sys.exit(_part("pipeswitch.demo", "run")(Path(out), as_json=as_json))
 
 

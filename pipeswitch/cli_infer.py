@@ -18,7 +18,7 @@ IMAGENET_MEAN: Final = (0.485, 0.456, 0.406)
 IMAGENET_STD: Final = (0.229, 0.224, 0.225)
 IMAGE_SUFFIXES: Final = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 RESIZE_OVER_CROP: Final = 256 / 224  # the shorter side before the centre is cut out
-_RATE: Final = re.compile(r"(?:(poisson|constant):)?([0-9.]+)")
+_RATE: Final = re.compile(r"(?:(poisson|constant):)?([0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
 
 
 def load_inputs(path: str | None, signature: Signature, seed: int) -> Any:
@@ -38,9 +38,18 @@ def load_inputs(path: str | None, signature: Signature, seed: int) -> Any:
         return _image(file, signature)
     try:
         loaded = np.load(file, allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        raise InvalidInput(f"{path}: {error}", hint="give .npy, .npz, .jpg or .png") from None
-    return loaded if isinstance(loaded, np.ndarray) else {name: loaded[name] for name in loaded}
+        if isinstance(loaded, np.ndarray):
+            return loaded
+        with loaded:
+            return {name: loaded[name] for name in loaded}
+    except PermissionError:
+        raise
+    except Exception:
+        # A broken .npz raises whatever its decompressor does. And numpy takes what it does not
+        # know for a pickle, and offers to load it unsafely: its text is no help.
+        raise InvalidInput(
+            f"{path} holds no arrays of numbers", hint="give .npy, .npz, .jpg or .png"
+        ) from None
 
 
 def _image(file: Path, signature: Signature) -> Any:
@@ -54,7 +63,11 @@ def _image(file: Path, signature: Signature) -> Any:
             hint="give an .npy with what this model takes",
         )
     height, width = int(spec.shape[2] or 224), int(spec.shape[3] or 224)
-    image = Image.open(file).convert("RGB")
+    try:
+        with Image.open(file) as opened:
+            image = opened.convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise InvalidInput(f"{file} is no image that can be read: {error}") from None
     scale = max(height / image.height, width / image.width) * RESIZE_OVER_CROP
     size = (round(image.width * scale), round(image.height * scale))
     image = image.resize(size, Image.Resampling.BILINEAR)
@@ -87,17 +100,25 @@ def instants(kind: str, per_s: float, count: int, seed: int) -> Iterator[float]:
 class Outcome:
     """What became of one request. ``total_ms`` is the client's own clock."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, deadline_ms: float | None = None) -> None:
         self.number = number
+        self.deadline_ms = deadline_ms
         self.result: Result | None = None
         self.error: PipeSwitchError | None = None
         self.total_ms = 0.0
+
+    @property
+    def is_late(self) -> bool:
+        """Answered after its deadline: what computes already is not thrown away."""
+        limit_ms = self.deadline_ms
+        return self.result is not None and limit_ms is not None and self.total_ms > limit_ms
 
     def row(self) -> dict[str, Any]:
         """As ``--json`` prints it."""
         bill = self.result.timing.as_dict() if self.result else {}
         error = {"error": type(self.error).__name__, "text": str(self.error)} if self.error else {}
-        return {"n": self.number, **bill, "client_ms": round(self.total_ms, 3), **error}
+        late = {"late": self.is_late} if self.deadline_ms is not None else {}
+        return {"n": self.number, **bill, "client_ms": round(self.total_ms, 3), **late, **error}
 
 
 def run_requests(
@@ -115,7 +136,7 @@ def run_requests(
     With a rate the instants are fixed beforehand: a slow answer does not slow the next request
     down (an open loop), so waiting in the server shows.
     """
-    outcomes = [Outcome(number) for number in range(count)]
+    outcomes = [Outcome(number, options.get("deadline_ms")) for number in range(count)]
     if rate is None:
         for outcome in outcomes:
             _watch(outcome, client.submit(model, inputs, **options), time.perf_counter(), on_done)

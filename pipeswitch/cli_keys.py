@@ -41,6 +41,13 @@ def _folder() -> KeyFolder:
     return KeyFolder(click.get_current_context().obj).open()
 
 
+def _folder_for(out: str) -> Path:
+    """Where a secret goes: a folder that is made here is its owner's alone."""
+    folder = Path(out)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
 def _print(row: dict[str, Any], lines: list[str], as_json: bool) -> None:
     if as_json:
         views.print_json(row)
@@ -72,7 +79,7 @@ def keys_client(name: str, out: str, as_json: bool) -> None:
     server = folder.server()
     if server is None:
         raise ConfigError("the server has no key yet", hint="pipeswitch keys server")
-    secret_file, public = make_pair(name, Path(out))
+    secret_file, public = make_pair(name, _folder_for(out))
     folder.admit(name, public)
     row = {
         "client": name,
@@ -95,11 +102,11 @@ def keys_client(name: str, out: str, as_json: bool) -> None:
 @json_option
 def keys_pair(name: str, out: str, as_json: bool) -> None:
     """Make a pair on a client's own machine: its secret never travels."""
-    secret_file, public = make_pair(name, Path(out))
+    secret_file, public = make_pair(name, _folder_for(out))
     row = {"client": name, "key": public.decode(), "secret_file": str(secret_file)}
     lines = [
         f"wrote {secret_file}; on the server:",
-        f"  pipeswitch keys admit {name} '{row['key']}'",
+        f"  pipeswitch keys admit {name} -- '{row['key']}'",  # a key may begin with a dash
     ]
     _print(row, lines, as_json)
 

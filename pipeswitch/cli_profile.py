@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from . import cli_views as views
-from .config import format_bytes, parse_ms
-from .errors import InvalidInput
+from .config import format_bytes, nearest, parse_ms
+from .errors import InvalidInput, ModelNotFound
 from .planning import CapacityReport, ModelDemand, ModelReport, capacity_report
 from .profile import Profile
 from .profiling.fit import MIB
@@ -85,7 +85,18 @@ def parse_deadlines(texts: Sequence[str]) -> dict[str, float]:
 
 
 def report(answer: Mapping[str, Any], deadlines: Mapping[str, float]) -> dict[str, Any]:
-    """The capacity report of a server's profiles, and the models it can say nothing about."""
+    """The capacity report of a server's profiles, and the models it can say nothing about.
+
+    Raises:
+        ModelNotFound: a deadline is for a model that is not there.
+    """
+    names = [model["name"] for model in answer["models"]]
+    for name in deadlines:
+        if name and name not in names:
+            raise ModelNotFound(
+                f'no model "{name}" to have a deadline{nearest(name, names)}',
+                hint="pipeswitch models",
+            )
     demands, unknown = [], []
     for model in answer["models"]:
         if model["profile"] is None:

@@ -20,8 +20,8 @@ from typing import Any, Final
 import zmq
 
 from .addresses import as_seen_from, default_address
-from .connection import Connection, Reply
-from .errors import InvalidInput, ServerUnavailable
+from .connection import Connection, Reply, as_wait_s
+from .errors import Cancelled, InvalidInput, ServerUnavailable
 from .keys import keys_from
 from .sockets import make_subscriber
 from .tensors import Result, Signature, from_reply, to_frames
@@ -91,6 +91,9 @@ class Client:
     ) -> Future[Result]:
         """Send a request; the future holds its Result. ``future.cancel()`` takes it back.
 
+        The future's callbacks run in the thread that reads the answers: they may ``submit``, and
+        ``close``, but not wait for an answer of this client (that is an ``InvalidInput``).
+
         Args:
             model: its registered name.
             inputs: one array or tensor, a sequence of them in call order, or a mapping by name.
@@ -129,12 +132,18 @@ class Client:
     ) -> dict[str, Any]:
         """What ``Connection.request`` takes for an inference."""
         tensors, frames, wants_torch = to_frames(named if inputs is None else inputs)
+        if not isinstance(priority or "", str):
+            raise InvalidInput(f"priority must be a text, got {priority!r:.80}")
+        try:
+            deadline_ms = None if deadline_ms is None else float(deadline_ms)
+        except (TypeError, ValueError, OverflowError):
+            raise InvalidInput(f"deadline_ms must be a number, got {deadline_ms!r:.80}") from None
         return {
             "model": model,
             "inputs": tensors,
             "frames": frames,
             "deadline_ms": deadline_ms,
-            "priority": priority,
+            "priority": priority or "",
             "is_safe": True,
             "convert": lambda reply: from_reply(model, reply, wants_torch),
         }
@@ -171,7 +180,7 @@ class Client:
             priority: of its requests, unless they say otherwise.
             pin: keep it on the device.
             max_batch: largest dynamic batch; 0: the server's default.
-            progress: called as the work proceeds.
+            progress: called as the work proceeds; what it raises ends the wait, not the work.
 
         Raises:
             RegistrationRefused, AlreadyExists, HostStoreFull, OutOfDeviceMemory, PermissionDenied.
@@ -414,12 +423,12 @@ class Client:
         Raises:
             ServerUnavailable: nobody answers within ``timeout_s``.
         """
-        began_s = time.monotonic()
+        began_s, wait_s = time.monotonic(), as_wait_s(timeout_s)
         future = self._connection.request(
             "ping", body={"deep": True} if deep else None, is_safe=True
         )
         try:
-            answer: dict[str, Any] = future.result(timeout_s).body
+            answer: dict[str, Any] = future.result(wait_s).body
         except TimeoutError:
             future.cancel()
             raise ServerUnavailable(
@@ -447,12 +456,16 @@ class Client:
             *topics: prefixes: ``switch. model. job. worker. queue.``
             timeout_s: end after this long without a record; None: never.
         """
-        return _records(self.subscribe(*topics), timeout_s)
+        wait_s = as_wait_s(timeout_s)
+        return _records(self.subscribe(*topics), wait_s)
 
     def subscribe(self, *topics: str) -> zmq.Socket[bytes]:
         """The bare subscription behind ``events``: ``[topic, msgpack]``; the caller closes it."""
         address = as_seen_from(self.address, str(self.about()["events"]))
-        subscriber = make_subscriber(self._connection.context, self._connection.keys)
+        try:
+            subscriber = make_subscriber(self._connection.context, self._connection.keys)
+        except zmq.ContextTerminated:
+            raise Cancelled("this client is closed") from None
         for topic in topics or ("",):
             subscriber.subscribe(topic)
         subscriber.connect(address)
@@ -497,9 +510,9 @@ class Task:
             TaskFailed: its script raised.
             TimeoutError: it is not over after ``timeout_s``.
         """
-        body = {"name": self.name, "action": "wait"}
+        body, wait_s = {"name": self.name, "action": "wait"}, as_wait_s(timeout_s)
         future = self._client._connection.request("job", body=body, is_safe=True)
-        row: dict[str, Any] = future.result(timeout_s).body["job"]
+        row: dict[str, Any] = future.result(wait_s).body["job"]
         return row
 
     def logs(self, follow: bool = False) -> Iterator[str]:

@@ -23,9 +23,14 @@ from typing import Any, Final, Literal
 from .errors import ConfigError
 
 DEFAULT_LISTEN: Final = "tcp://127.0.0.1:5555"
+_PORT: Final = r"\*|[0-9]{1,4}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-4]"
+LISTEN_PATTERN: Final = (
+    rf"tcp://([^:/\s]+|\[[^\]\s]+\]):({_PORT})"  # the port after it is taken too
+)
 NAME_PATTERN: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 """Names of models, jobs and servers: safe as a file name, a topic and a column (RELIABILITY 2)."""
 
+MAX_MS: Final = 480 * 3600e3  # 20 days: what waits for it counts milliseconds in 31 bits
 PRIORITIES: Final[Mapping[str, int]] = {"high": 0, "normal": 1, "low": 2}  # 0 is the most urgent
 
 _SIZE_UNITS: Final = {
@@ -133,6 +138,10 @@ class _Checked:
 def _problem(value: Any, metadata: Mapping[str, Any]) -> str:
     """Why this value of this setting cannot be, or nothing."""
     low, high = metadata.get("low"), metadata.get("high")
+    if metadata.get("kind") == "ms" and value > MAX_MS:
+        return f"longer than {MAX_MS / 3600e3:.0f}h"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{value} is not a number to reckon with"
     if low is not None and value < low:
         return f"{value} is below {low}"
     if high is not None and value > high:
@@ -142,7 +151,10 @@ def _problem(value: Any, metadata: Mapping[str, Any]) -> str:
         return f"{value!r} is none of {', '.join(choices)}{nearest(str(value), choices)}"
     pattern = metadata.get("pattern")
     if pattern is not None and value and not re.fullmatch(pattern, value):
-        return f"{value!r} does not match {pattern}"
+        example = metadata.get("example")
+        return f"{value!r} " + (
+            f"is not of the form {example}" if example else f"does not match {pattern}"
+        )
     return ""
 
 
@@ -151,8 +163,9 @@ class ServerConfig(_Checked):
     """``[server]``: the doors and what may come through them."""
 
     listen: str = _setting(
-        DEFAULT_LISTEN, "text", "where clients connect; events are published on the next port"
-    )
+        DEFAULT_LISTEN, "text", "where clients connect; events are published on the next port",
+        pattern=LISTEN_PATTERN, example=DEFAULT_LISTEN,
+    )  # fmt: skip
     name: str = _setting(
         "", "text", "of the owner's ipc socket; empty: the port", pattern=NAME_PATTERN.pattern
     )
@@ -335,6 +348,7 @@ class Config(_Checked):
     profiles_dir: str = ""
 
 
+PROFILES_VARIABLE: Final = "PIPESWITCH_PROFILES_DIR"  # the one setting outside the sections
 SECTIONS: Final[Mapping[str, type[_Checked]]] = {
     "server": ServerConfig,
     "device": DeviceConfig,
@@ -365,6 +379,8 @@ def _parser_model(section: str, cls: type[_Checked]) -> Any:
         parse = {"size": parse_size, "ms": parse_ms, "amount": Amount.parse}.get(kind)
 
         def read(value: Any) -> Any:
+            if kind in ("count", "number") and isinstance(value, bool):
+                raise ValueError(f"{value} is not a number")
             value = parse(value) if parse else value
             if kind == "list" and isinstance(value, str):
                 value = [part.strip() for part in value.split(",") if part.strip()]
@@ -412,8 +428,15 @@ def _root_model() -> Any:
     return pydantic.create_model("pipeswitch", __config__=settings, **fields)
 
 
-def parse(raw: Mapping[str, Any], where: str = "") -> Config:
+def parse(
+    raw: Mapping[str, Any], where: str = "", origins: Mapping[str, str] | None = None
+) -> Config:
     """Check a tree of settings as TOML gives it.
+
+    Args:
+        raw: sections by name.
+        where: the file's name, for errors.
+        origins: ``section.key`` of what did not come from the file, and where it came from.
 
     Raises:
         ConfigError: with every problem, one per line, and ``data["errors"]`` as a list.
@@ -423,10 +446,16 @@ def parse(raw: Mapping[str, Any], where: str = "") -> Config:
     try:
         tree = _root_model().model_validate(dict(raw))
     except pydantic.ValidationError as error:
-        errors = [_explain(dict(problem)) for problem in error.errors()]
-        raise _errors(errors, where) from None
+        errors = [
+            _placed(_explain(dict(problem)), problem["loc"], where, origins or {})
+            for problem in error.errors()
+        ]
+        raise _errors(errors) from None
     sections = {name: _from_parsed(cls, getattr(tree, name)) for name, cls in SECTIONS.items()}
     models = tuple(_from_parsed(ModelConfig, model) for model in tree.model)
+    names = [model.name for model in models]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise _errors([_at(where, f"[[model]] name: {name!r} is there twice") for name in twice])
     return Config(**sections, models=models, profiles_dir=tree.profiles_dir)
 
 
@@ -434,18 +463,27 @@ def _from_parsed(cls: type[Any], parsed: Any) -> Any:
     return cls(**{item.name: getattr(parsed, _key(item)) for item in dataclasses.fields(cls)})
 
 
-def _errors(errors: list[str], where: str) -> ConfigError:
-    prefix = f"{where}: " if where else ""
-    text = "\n".join(prefix + line for line in errors)
+def _errors(errors: list[str]) -> ConfigError:
     return ConfigError(
-        text, hint="pipeswitch config init writes a commented example", errors=errors
+        "\n".join(errors), hint="pipeswitch config init writes a commented example", errors=errors
     )
+
+
+def _at(where: str, text: str) -> str:
+    return f"{where}: {text}" if where else text
+
+
+def _placed(text: str, place: tuple[int | str, ...], where: str, origins: Mapping[str, str]) -> str:
+    """An error with what it is about: a variable, the command line, else the file."""
+    return _at(origins.get(".".join(map(str, place[:2])), where), text)
 
 
 def _explain(problem: dict[str, Any]) -> str:
     """One pydantic error in the file's own words."""
     place = [str(part) for part in problem["loc"]]
     key = place[-1]
+    if place == ["model"]:
+        return "model: write [[model]] above each model, with two brackets"
     if problem["type"] == "extra_forbidden":
         if len(place) == 1:
             known = [*SECTIONS, "model", "profiles_dir"]
@@ -467,6 +505,8 @@ def _from_environment(environ: Mapping[str, str]) -> tuple[dict[str, Any], list[
     """Settings of the form ``PIPESWITCH_SECTION__KEY``, and what is wrong with the others."""
     tree: dict[str, Any] = {}
     errors = []
+    if PROFILES_VARIABLE in environ:
+        tree["profiles_dir"] = environ[PROFILES_VARIABLE]
     for name, value in sorted(environ.items()):
         if not name.startswith("PIPESWITCH_") or "__" not in name:
             continue
@@ -515,17 +555,24 @@ def load(
         tree = _read_toml(Path(path))
     from_environment, errors = _from_environment(environ)
     _merge(tree, from_environment)
+    origins = {
+        f"{section}.{key}": f"$PIPESWITCH_{section.upper()}__{key.upper()}"
+        for section in SECTIONS
+        for key in from_environment.get(section, {})
+    }
     for section, values in (flags or {}).items():
         if isinstance(values, Mapping):
-            _merge(tree, {section: {k: v for k, v in values.items() if v is not None}})
+            given = {key: value for key, value in values.items() if value is not None}
+            _merge(tree, {section: given})
+            origins |= {f"{section}.{key}": "command line" for key in given}
         elif values is not None:
             tree[section] = values
     try:
-        config = parse(tree, str(path or ""))
+        config = parse(tree, str(path or ""), origins)
     except ConfigError as error:
-        raise _errors([*error.data["errors"], *errors], str(path or "")) from None
+        raise _errors([*error.data["errors"], *errors]) from None
     if errors:
-        raise _errors(errors, str(path or ""))
+        raise _errors(errors)
     return _with_directories(config, environ)
 
 
@@ -561,12 +608,26 @@ def _with_directories(config: Config, environ: Mapping[str, str]) -> Config:
         runtime_dir=str(Path(runtime).expanduser().absolute()),
         keys_dir=str(Path(config.server.keys_dir or Path(state, "keys")).expanduser().absolute()),
     )
-    return dataclasses.replace(config, server=server)
+    models = tuple(
+        dataclasses.replace(
+            model,
+            source=_absolute_file(model.source, ".bundle"),
+            weights=_absolute_file(model.weights, ".safetensors"),
+        )
+        for model in config.models
+    )
+    return dataclasses.replace(config, server=server, models=models)
+
+
+def _absolute_file(text: str, suffix: str) -> str:
+    """A file of a [[model]] may be named from the folder the server is started in."""
+    return str(Path(text).expanduser().absolute()) if text.endswith(suffix) else text
 
 
 def example() -> str:
     """The commented file that ``config init`` writes: every setting with its default."""
     lines = ["# PipeSwitch. Flags win over PIPESWITCH_SECTION__KEY, which win over this file.", ""]
+    lines += ['profiles_dir = ""  # measured profiles of models; empty: those that come along', ""]
     for name, cls in SECTIONS.items():
         lines.append(f"[{name}]")
         lines += [_example_line(item) for item in dataclasses.fields(cls)]  # type: ignore[arg-type]

@@ -110,8 +110,11 @@ def _locked(root: Path) -> Iterator[None]:
                 f"a server (pid {owner or 'unknown'}) already owns {root} and its device",
                 hint="pipeswitch stop, or choose another --state-dir",
             ) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        except OSError as error:
+            raise ConfigError(f"state directory {root}: {error.strerror}") from None
         yield
     finally:
         os.close(descriptor)

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from pipeswitch.bench import run
+from pipeswitch.benchmarks import child
 from pipeswitch.benchmarks.pipeline import makespan, optimal_makespan, typical
 from pipeswitch.benchmarks.trials import Arm, Run, interleave, quantile
 from pipeswitch.errors import InvalidInput
@@ -115,3 +116,13 @@ def test_an_unknown_benchmark_or_model_is_named():
         run(["nonsense"])
     with pytest.raises(InvalidInput, match="vgg"):
         run(["switch"], models=["vgg"])
+
+
+def test_a_benchmarks_child_ends_in_silence_at_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(order: dict[str, str]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(child.VERBS, "ready", interrupted)
+    with pytest.raises(SystemExit) as caught:
+        child.main("ready", "{}")
+    assert caught.value.code == 130

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from pipeswitch import cli_infer
 from pipeswitch import cli_views as views
+from pipeswitch.addresses import default_address
 from pipeswitch.cli import main
 from pipeswitch.client import job_name
 from pipeswitch.config import Config
+from pipeswitch.controller import main as controller
 from pipeswitch.controller.admission import parse_input
-from pipeswitch.errors import InvalidInput
+from pipeswitch.errors import ConfigError, InvalidInput, ServerUnavailable
 
 NOBODY = {"PIPESWITCH_HOST": "ipc:///nonexistent/pipeswitch.sock"}
 
@@ -118,7 +126,7 @@ def test_a_wrong_input_is_a_usage_error() -> None:
 def test_rates_are_read() -> None:
     assert cli_infer.parse_rate("poisson:50") == ("poisson", 50.0)
     assert cli_infer.parse_rate("10") == ("constant", 10.0)
-    for wrong in ("uniform:5", "poisson:", "0", "poisson:0"):
+    for wrong in ("uniform:5", "poisson:", "0", "poisson:0", "poisson:1.2.3", "."):
         with pytest.raises(InvalidInput):
             cli_infer.parse_rate(wrong)
 
@@ -159,3 +167,240 @@ def test_flags_reach_the_server_as_settings(monkeypatch: pytest.MonkeyPatch) -> 
     assert config.device.arena.fraction == 0.5
     assert config.host.store.size_bytes == 1 << 30
     assert config.workers.standby == 1
+
+
+class NobodysServer:
+    """A client whose verbs answer as a test says."""
+
+    address = "ipc:///nowhere"
+
+    def __init__(self, **answers: Any) -> None:
+        self._answers = answers
+
+    def __enter__(self) -> NobodysServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __getattr__(self, verb: str) -> Any:
+        return self._answers[verb]
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> None:
+    """Every command of this test talks to that client."""
+    monkeypatch.setattr("pipeswitch.client.Client", lambda **_: NobodysServer(**answers))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [("--rate", "poisson:1.2.3"), ("--rate", ""), ("--deadline", "50"), ("--deadline", ""),
+     ("--output", "/nonexistent/y.npy"), ("--output", "y.txt")],
+)  # fmt: skip
+def test_what_infer_cannot_use_is_a_usage_error_before_anything_is_sent(args: tuple[str]) -> None:
+    assert run("infer", "m", *args, env=NOBODY)[0] == 2
+
+
+def test_a_time_without_a_unit_is_never_guessed() -> None:
+    status, _, text = run("stop", "--drain", "30", env=NOBODY)
+    assert status == 2
+    assert "30" in text
+    assert "50ms or 5s" in text
+    assert run("plan", "--deadline", "m=5q", env=NOBODY)[0] == 2
+
+
+@pytest.mark.parametrize("name", ["x.npy", "x.npz", "x.jpg", "x.png"])
+def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"garbage")
+    image = SimpleNamespace(shape=(None, 3, 224, 224), dtype="float32")
+    signature: Any = SimpleNamespace(inputs=[image], batch_min=1)
+    with pytest.raises(InvalidInput) as caught:
+        cli_infer.load_inputs(str(path), signature, seed=0)
+    assert "pickle" not in str(caught.value)
+
+
+def test_objects_in_an_npz_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.npz"
+    np.savez(path, x=np.array([{}], dtype=object))
+    with pytest.raises(InvalidInput, match="holds no arrays of numbers"):
+        cli_infer.load_inputs(str(path), SimpleNamespace(), seed=0)  # type: ignore[arg-type]
+
+
+def test_an_answer_after_its_deadline_is_told_to_be_late() -> None:
+    outcome = cli_infer.Outcome(0, deadline_ms=50.0)
+    outcome.result, outcome.total_ms = SimpleNamespace(timing=SimpleNamespace(as_dict=dict)), 60.0  # type: ignore[assignment]
+    assert outcome.row()["late"] is True
+    outcome.total_ms = 40.0
+    assert outcome.row()["late"] is False
+    assert "late" not in cli_infer.Outcome(0).row()
+
+
+def test_several_outputs_are_saved_under_the_name_that_is_told(tmp_path: Path) -> None:
+    from pipeswitch.cli import _save
+
+    two = {"a": np.zeros(1), "b": np.ones(2)}
+    written = _save(str(tmp_path / "y.npy"), two)
+    assert written == str(tmp_path / "y.npz")
+    assert sorted(np.load(written)) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "args", [("trace", "/nonexistent/o.json"), ("config", "init", "/nonexistent/p.toml")]
+)
+def test_a_file_that_cannot_be_written_is_told_without_a_traceback(
+    args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answering(monkeypatch, trace=lambda seconds: {"traceEvents": []})
+    status, _, text = run(*args)
+    assert (status, text) == (1, f"Error: {args[-1]}: No such file or directory\n")
+
+
+def test_a_full_disk_is_told_and_other_faults_keep_their_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail_with(number: int) -> Any:
+        def stats() -> None:
+            raise OSError(number, os.strerror(number))
+
+        return stats
+
+    answering(monkeypatch, stats=fail_with(errno.ENOSPC))
+    assert run("stats")[::2] == (1, "Error: No space left on device\n")
+    answering(monkeypatch, stats=fail_with(errno.EBADF))
+    assert isinstance(CliRunner().invoke(main, ["stats"]).exception, OSError)
+
+
+def test_marks_that_a_terminal_does_not_know_do_not_end_a_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", "from pipeswitch.cli import main; main()", "config", "init"],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"1GiB?" in done.stdout  # an ellipsis in the text of [device] prefix
+
+
+@pytest.mark.parametrize(
+    ("named", "address"),
+    [
+        ("gpu1", "tcp://gpu1:5555"),
+        ("127.0.0.1:6000", "tcp://127.0.0.1:6000"),
+        ("tcp://gpu1", "tcp://gpu1:5555"),
+        ("[::1]:6000", "tcp://[::1]:6000"),
+        ("[::1]", "tcp://[::1]:5555"),
+        ("::1", "tcp://[::1]:5555"),
+        ("ipc:///run/a.sock", "ipc:///run/a.sock"),
+    ],
+)
+def test_host_takes_what_pipeswitch_host_takes(
+    named: str, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def client(**options: Any) -> NobodysServer:
+        asked.append(options["address"])
+        return NobodysServer(stats=dict)
+
+    monkeypatch.setattr("pipeswitch.client.Client", client)
+    assert run("--host", named, "stats")[0] == 0
+    assert asked == [address]
+    assert default_address({"PIPESWITCH_HOST": named}) == address
+
+
+def test_ping_waits_for_a_server_that_is_not_there_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Any] = [
+        ServerUnavailable("nobody"),
+        {"ready": False, "why": "its engine is not up", "total_ms": 1.0},
+        {"ready": True, "why": "", "total_ms": 1.0},
+    ]
+
+    def ping(deep: bool) -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("pipeswitch.cli.PING_AGAIN_S", 0.0)
+    answering(monkeypatch, ping=ping)
+    assert run("ping", "--wait", "1m")[:2] == (0, "ready 1.0 ms\n")
+    assert not answers
+
+
+def test_ping_does_not_wait_unless_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def ping(deep: bool) -> Any:
+        asked.append(deep)
+        raise ServerUnavailable("nobody")
+
+    answering(monkeypatch, ping=ping)
+    assert run("ping")[0] == 3
+    assert asked == [False]
+
+
+def test_stop_is_over_when_the_server_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert server.stdin is not None
+    monkeypatch.setattr("pipeswitch.cli.EXIT_WAIT_S", 0.0)
+    answering(monkeypatch, about=lambda: {"pid": server.pid}, stop_server=lambda drain_s: None)
+    status, _, text = run("stop")
+    assert status == 1
+    assert "has not left" in text
+    monkeypatch.setattr("pipeswitch.cli.EXIT_WAIT_S", 30.0)
+    answering(
+        monkeypatch,
+        about=lambda: {"pid": server.pid},
+        stop_server=lambda drain_s: server.communicate(b"\n"),
+    )
+    assert run("stop")[:2] == (0, f"server {server.pid} stopped\n")
+
+
+def test_a_pt2_file_that_is_none_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse = (
+        "import sys; from pipeswitch.errors import RegistrationRefused; "
+        "raise RegistrationRefused(sys.argv[1], 'torch.export.load: it is not a zip file')"
+    )
+    monkeypatch.setattr("pipeswitch.cli.CONVERT", refuse)  # what it says, without torch
+    path = tmp_path / "x.pt2"
+    path.write_text("garbage")
+    status, _, text = run("register", "m", str(path), env=NOBODY)
+    assert (status, text) == (1, f"Error: {path}: torch.export.load: it is not a zip file\n")
+
+
+def test_the_folder_of_a_clients_keys_is_made(tmp_path: Path) -> None:
+    out = tmp_path / "for" / "eve"
+    assert run("keys", "--keys-dir", str(tmp_path / "k"), "pair", "eve", "--out", str(out))[0] == 0
+    assert (out / "eve.key_secret").is_file()
+    assert out.stat().st_mode & 0o777 == 0o700
+    status, _, text = run("keys", "--keys-dir", "/proc/k", "pair", "eve", "--out", "/proc/eve")
+    assert (status, text) == (1, "Error: /proc/eve: No such file or directory\n")
+
+
+def test_the_line_that_admits_a_client_works_for_a_key_that_begins_with_a_dash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = "-h" + 38 * "a"
+    monkeypatch.setattr(
+        "pipeswitch.cli_keys.make_pair", lambda name, out: (out / "eve.key_secret", key.encode())
+    )
+    _, text, _ = run("keys", "--keys-dir", str(tmp_path), "pair", "eve", "--out", str(tmp_path))
+    _, verb, *words = shlex.split(text.splitlines()[1])
+    assert run(verb, "--keys-dir", str(tmp_path), *words)[:2] == (0, "eve is admitted\n")
+    assert key in run("keys", "--keys-dir", str(tmp_path), "ls")[1]
+
+
+def test_a_state_directory_on_a_full_disk_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pwrite(descriptor: int, data: bytes, offset: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with (
+        pytest.raises(ConfigError, match=f"{tmp_path}: No space left"),
+        controller._locked(tmp_path),
+    ):
+        pass

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from pipeswitch import cli_profile
-from pipeswitch.errors import InvalidInput
+from pipeswitch.errors import InvalidInput, ModelNotFound
 from pipeswitch.profile import UNKNOWN_DEVICE, Check, Profile
 from pipeswitch.profiling.fit import MIB
 from pipeswitch.profiling.measuring import Measurement, Program, Run
@@ -108,6 +108,11 @@ def test_a_deadline_that_only_a_prefix_holds_is_called_so() -> None:
     assert made["models"][0]["zero_prefix_ms"] < between < made["models"][0]["cold_ms"]
     made = cli_profile.report(answer(profile("m0", 10.0)), {"": between})
     assert "with prefix" in text_of(cli_profile.report_view(made))
+
+
+def test_a_deadline_for_a_model_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ModelNotFound, match='did you mean "m0"'):
+        cli_profile.report(answer(profile("m0", 10.0)), {"mm0": 5.0})
 
 
 @pytest.mark.parametrize("text", ["", "soon", "m1=", "m1=-5ms"])

@@ -133,3 +133,68 @@ def test_the_schema_names_every_section() -> None:
 def test_values_are_frozen() -> None:
     with pytest.raises(AttributeError):
         ServerConfig().listen = "x"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("toml", "text"),
+    [
+        ('[model]\nname = "m"', "write [[model]] above each model"),
+        ('[server]\nlisten = "gpu1"', "'gpu1' is not of the form tcp://127.0.0.1:5555"),
+        ('[server]\nlisten = "ipc:///x"', "is not of the form"),
+        ('[server]\nlisten = "tcp://127.0.0.1:65535"', "is not of the form"),
+        ("[device]\nlink_gbps = nan", "[device] link_gbps: nan is not a number"),
+        ("[device]\nlink_gbps = inf", "[device] link_gbps: inf is not a number"),
+        ("[workers]\nstandby = true", "[workers] standby: True is not a number"),
+        ('[server]\nwatchdog = "99999999999h"', "[server] watchdog: longer than 480h"),
+        (2 * '[[model]]\nname = "m"\nsource = "a:b"\n', "[[model]] name: 'm' is there twice"),
+    ],
+)
+def test_what_no_server_could_start_with_is_refused(toml: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(tomllib.loads(toml), "p.toml")
+    assert str(caught.value).startswith("p.toml: ")
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "listen", ["tcp://127.0.0.1:5555", "tcp://[::1]:0", "tcp://*:65534", "tcp://gpu1.local:*"]
+)
+def test_addresses_to_listen_at(listen: str) -> None:
+    assert parse({"server": {"listen": listen}}).server.listen == listen
+
+
+def test_an_error_names_the_variable_or_the_command_line_it_came_from(tmp_path: Path) -> None:
+    path = tmp_path / "p.toml"
+    path.write_text('[scheduler]\npolicy = "lifo"')
+    with pytest.raises(ConfigError) as caught:
+        load(
+            path,
+            environ={"PIPESWITCH_WORKERS__STANDBY": "x"},
+            flags={"device": {"arena": "many", "name": None}},
+        )
+    device, workers, scheduler = caught.value.data["errors"]
+    assert device.startswith("command line: [device] arena")
+    assert workers.startswith("$PIPESWITCH_WORKERS__STANDBY: [workers] standby")
+    assert scheduler.startswith(f"{path}: [scheduler] policy")
+
+
+def test_the_folder_of_profiles_comes_from_all_three_places(tmp_path: Path) -> None:
+    path = tmp_path / "p.toml"
+    path.write_text('profiles_dir = "file"')
+    variable = {"PIPESWITCH_PROFILES_DIR": "variable"}
+    assert load(path, environ={}).profiles_dir == "file"
+    assert load(path, environ=variable).profiles_dir == "variable"
+    assert load(path, environ=variable, flags={"profiles_dir": "flag"}).profiles_dir == "flag"
+    assert tomllib.loads(example())["profiles_dir"] == ""
+
+
+def test_files_of_models_may_be_named_from_the_servers_folder(tmp_path: Path) -> None:
+    path = tmp_path / "p.toml"
+    path.write_text(
+        '[[model]]\nname = "a"\nsource = "a.bundle"\n'
+        '[[model]]\nname = "b"\nsource = "torchvision:resnet18"\nweights = "w.safetensors"\n'
+    )
+    first, second = load(path, environ={}).models
+    assert first.source == str(Path("a.bundle").absolute())
+    assert second.source == "torchvision:resnet18"
+    assert second.weights == str(Path("w.safetensors").absolute())
