@@ -116,6 +116,8 @@ class AsyncClient:
             while True:
                 topic, body = await subscriber.recv_multipart()
                 yield {"topic": topic.decode("utf-8", "replace"), **unpack_dict(body)}
+        except zmq.ContextTerminated:
+            return  # the client was closed
         finally:
             subscriber.close(0)
             plain.close(0)

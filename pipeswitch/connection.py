@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
+import math
 import os
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -26,6 +28,7 @@ import zmq
 
 from .errors import (
     Cancelled,
+    InvalidInput,
     PermissionDenied,
     PipeSwitchError,
     RemoteProtocolError,
@@ -52,11 +55,15 @@ from .wire import (
     encode_header,
 )
 
+logger = logging.getLogger(__name__)
+
 MAX_TRIES: Final = 3  # of a safe call over broken connections
 MAX_REPLY_BYTES: Final = 1 << 32  # of one frame; the server we chose is trusted more than a client
 ZERO_COPY_BYTES: Final = 64 << 10
 BODY_TENSOR: Final = "body"
 CLOSE_FLUSH_MS: Final = 200
+CLOSE_WAIT_S: Final = 1.0  # for the context: a subscription that somebody still holds keeps it
+MAX_WAIT_S: Final = 2_000_000.0  # a poll counts milliseconds in 31 bits; longer is for ever
 MAX_BROKEN_HANDSHAKES: Final = 3  # in a row with keys: it is not a server that just restarts
 MAX_EVENTS: Final = 16  # of a connection, at one look
 _BROKEN: Final = int(zmq.EVENT_DISCONNECTED)
@@ -76,6 +83,44 @@ class Reply:
     timing: dict[str, Any]
     outputs: tuple[WireTensor, ...]
     frames: Sequence[Any]  # buffers that keep the received message alive
+
+
+def as_wait_s(timeout_s: float | None) -> float | None:
+    """A caller's timeout as what waits can take it; None: for ever.
+
+    Raises:
+        InvalidInput: it is not a number.
+    """
+    if timeout_s is None:
+        return None
+    try:
+        seconds = float(timeout_s)
+    except (TypeError, ValueError, OverflowError):
+        seconds = math.nan
+    if math.isnan(seconds):
+        raise InvalidInput(f"timeout_s must be a number of seconds, got {timeout_s!r}")
+    return seconds if seconds <= MAX_WAIT_S else None
+
+
+class _Answer(Future[Any]):
+    """A future that refuses to be waited for by the one thread that could fulfil it.
+
+    Callbacks of futures run in the thread that reads the answers, as in any executor.
+    """
+
+    def __init__(self, check_thread: Callable[[], None]) -> None:
+        super().__init__()
+        self._check_thread = check_thread
+
+    def result(self, timeout: float | None = None) -> Any:
+        if not self.done():
+            self._check_thread()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        if not self.done():
+            self._check_thread()
+        return super().exception(timeout)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -116,10 +161,11 @@ class Connection:
     """One client's connection. ``request`` and ``call`` may be called from any thread."""
 
     def __init__(self, address: str, timeout_s: float, keys: ClientKeys | None = None) -> None:
+        wait_s = as_wait_s(timeout_s)
+        self._timeout_s = MAX_WAIT_S if wait_s is None else wait_s
         self.address = address
         self.keys = keys
         self.context: zmq.Context[Any] = zmq.Context()
-        self._timeout_s = timeout_s
         self._pid = os.getpid()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._posts: deque[Callable[[], None]] = deque()
@@ -131,8 +177,13 @@ class Connection:
         self._is_closing = False
         self._lock = threading.Lock()  # of _is_closing against late posts
         self._role = threading.Lock()  # its holder owns socket, link, poller and calls
+        self._holder = 0  # the thread that has it
         self._needed = threading.Event()  # the background thread must take the role
         self._thread = threading.Thread(target=self._run, name="pipeswitch-client", daemon=True)
+        # The context waits for its last socket, and a subscription is its reader's to close.
+        self._ending = threading.Thread(
+            target=self.context.term, name="pipeswitch-client-end", daemon=True
+        )
         self._thread.start()
 
     # ---- any thread ----------------------------------------------------------------------------
@@ -173,13 +224,16 @@ class Connection:
             PipeSwitchError: what the future would have raised.
         """
         self._check_process()
+        self._check_thread()
         if not self._role.acquire(blocking=False):
             return self.request(op, **options).result()
+        self._holder = threading.get_ident()
         try:
             future = self.request(op, is_quiet=True, **options)
             while not future.done() and not self._is_closing:
-                self._turn()
+                self._guard(self._turn)
         finally:
+            self._holder = 0
             self._role.release()
             if not self._is_idle or self._is_closing:
                 self._needed.set()  # others' calls are under way: back to the thread
@@ -205,7 +259,7 @@ class Connection:
             header=header,
             frames=frames,
             is_safe=is_safe,
-            future=Future(),
+            future=_Answer(self._check_thread),
             convert=convert,
             on_progress=on_progress,
         )
@@ -222,6 +276,15 @@ class Connection:
                 hint="make a new pipeswitch.Client() after the fork",
             )
 
+    def _check_thread(self) -> None:
+        """Who reads the answers cannot wait for one: nobody would read it."""
+        if self._holder == threading.get_ident():
+            raise InvalidInput(
+                "a callback runs in the thread that reads this client's answers: it cannot wait "
+                "for one",
+                hint="submit there and wait elsewhere, or use another Client",
+            )
+
     def notify(self, op: str, *, model: str = "") -> None:
         """Send something that has no answer; forgotten when there is no connection."""
         self._check_process()
@@ -234,19 +297,28 @@ class Connection:
         self._post(send)
 
     def close(self) -> None:
-        """Stop the thread; calls without an answer end in Cancelled. Idempotent."""
+        """Stop the thread; calls without an answer end in Cancelled. Idempotent.
+
+        Subscriptions end too, at their next look; who holds one without looking does not hold
+        this up. From a future's callback it returns at once, and the rest follows.
+        """
         if os.getpid() != self._pid:
             return  # the socket and its thread are the parent's
         with self._lock:
             if self._is_closing:
                 return
             self._is_closing = True
-        self._rouse()
+            self._rouse()
+        if self._holder == threading.get_ident():
+            return
         self._thread.join()
-        os.close(self._wake)
-        self.context.term()
+        self._ending.join(CLOSE_WAIT_S)
 
     def _header(self, op: str, model: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        try:
+            model.encode()
+        except (AttributeError, UnicodeEncodeError):
+            raise InvalidInput(f"{model!r:.80} is not a name") from None
         request_id = f"{self._prefix}-{next(self._numbers)}"
         return {"v": VERSION, "op": op, "id": request_id, "model": model, "body": body or {}}
 
@@ -272,21 +344,46 @@ class Connection:
 
     def _run(self) -> None:
         """The background thread: hello at once, then I/O whenever calls are under way."""
-        with self._role:
+        with self._holding():
             self._poller.register(self._wake, zmq.POLLIN)
-            self._open()
+            self._guard(self._open)
         while True:
-            with self._role:
+            with self._holding():
                 while not self._is_idle and not (self._is_closing and not self._posts):
-                    self._turn()
+                    self._guard(self._turn)
                 if self._is_closing:
                     break
             self._needed.wait()
             self._needed.clear()
-        with self._role:
+        with self._holding():
             for call in list(self._calls.values()):
                 self._fail(call, Cancelled("the client was closed"))
             self._shut(CLOSE_FLUSH_MS)
+        with self._lock:  # who closes us has written to it
+            os.close(self._wake)
+        self._ending.start()
+
+    @contextlib.contextmanager
+    def _holding(self) -> Iterator[None]:
+        with self._role:
+            self._holder = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._holder = 0
+
+    def _guard(self, action: Callable[[], None]) -> None:
+        """Whatever goes wrong here ends the calls with an error.
+
+        A thread that ended instead would leave them, and all later ones, waiting for ever.
+        """
+        try:
+            action()
+        except Exception as error:
+            logger.exception("client=%s failed", self.address)
+            self._shut()
+            reason = f"the connection to {self.address} failed: {type(error).__name__}: {error}"
+            self._fail_all(lambda: PipeSwitchError(reason))
 
     @property
     def _is_idle(self) -> bool:
@@ -427,7 +524,11 @@ class Connection:
 
     def _send(self, link: _Link, call: _Call) -> None:
         call.is_sent = True
-        self._transmit(link, call.header, call.frames)
+        try:
+            self._transmit(link, call.header, call.frames)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            op = call.header["op"]
+            self._fail(call, InvalidInput(f"{op}: what was given cannot be sent: {error}"))
 
     @staticmethod
     def _transmit(link: _Link, fields: dict[str, Any], frames: Sequence[Any]) -> None:
@@ -475,8 +576,7 @@ class Connection:
         if call is None:
             return
         if header.more:
-            if call.on_progress is not None:
-                call.on_progress(header.body)
+            self._progressed(call, header.body)
             return
         if header.error is not None:
             error = _error(header)
@@ -492,6 +592,16 @@ class Connection:
             call.future.set_result(call.convert(_reply(header, frames)))
         except Exception as error:  # a bad reply, or the caller's own convert
             call.future.set_exception(error)
+
+    def _progressed(self, call: _Call, body: dict[str, Any]) -> None:
+        """Tell the caller; an error of its callback is its answer, and no one else's."""
+        try:
+            if call.on_progress is not None:
+                call.on_progress(body)
+        except Exception as error:
+            del self._calls[call.header["id"]]
+            if call.future.set_running_or_notify_cancel():
+                call.future.set_exception(error)
 
     def _greet_again(self) -> None:
         for call in self._calls.values():

@@ -89,7 +89,15 @@ class ReplyHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     error: WireError | None = None
 
 
-_encoder = msgspec.msgpack.Encoder()
+def _plain(value: Any) -> Any:
+    """numpy's scalars travel as the numbers and texts they are."""
+    plain = value.item() if hasattr(value, "item") else value
+    if type(plain) in (bool, int, float, str):
+        return plain
+    raise TypeError(f"a {type(value).__name__} cannot travel")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 _request_decoder = msgspec.msgpack.Decoder(RequestHeader)
 _reply_decoder = msgspec.msgpack.Decoder(ReplyHeader)
 _message_decoder = msgspec.msgpack.Decoder(AnyMessage)

@@ -15,8 +15,8 @@ from pipeswitch.programs.executor import (
     Program,
 )
 from pipeswitch.programs.layout import Manifest
-from pipeswitch.programs.sources import factory
 from pipeswitch.programs.spec import BUNDLE_FILE
+from pipeswitch.programs.torch_settings import construct_on_meta
 
 __all__ = ["BoundProgram", "Program", "load_program"]
 
@@ -34,6 +34,5 @@ def load_program(
     """
     if manifest.mode == "graph":
         return GraphProgram(manifest, read_bundle(Path(directory) / BUNDLE_FILE).graph, device)
-    with torch.device("meta"):
-        module = factory(manifest.source)()
-    return ModuleProgram(manifest, module, device)
+    module, settings = construct_on_meta(manifest.source)
+    return ModuleProgram(manifest, module, device, settings)

@@ -138,7 +138,7 @@ def infer(
             view.quiesce()
         ended_at_ms = now_ms()
         groups.ends_ms.append(ended_at_ms)
-    except Exception as error:  # the one place where a model's own code may fail
+    except BaseException as error:  # the one place where a model's own code may fail, or sys.exit
         if view.is_lost(error):
             fault = view.fault()
             if fault is not None:  # tried again it would break one worker after the other
@@ -175,7 +175,7 @@ def _write(
     return pool.write(names, outputs, message.reply_offset_bytes, message.reply_bytes)
 
 
-def _failure(message: RunInference, error: Exception) -> InferenceFailed:
+def _failure(message: RunInference, error: BaseException) -> InferenceFailed:
     if isinstance(error, PipeSwitchError):
         wire = to_wire(error)
         return InferenceFailed(
@@ -184,10 +184,18 @@ def _failure(message: RunInference, error: Exception) -> InferenceFailed:
             message=wire["message"],
             data={key: str(value) for key, value in wire["data"].items()},
         )
-    kind, text = type(error).__name__, str(error)[:2000]
+    kind, text = type(error).__name__, _text(error)
     return InferenceFailed(
         epoch=message.epoch,
         error="TaskFailed",
         message=f'"{message.model}" raised {kind}: {text}',
         data={"type": kind, "text": text},
     )
+
+
+def _text(error: BaseException) -> str:
+    """What it says, as it can travel: its text is the model's own code too."""
+    try:
+        return str(error)[:2000].encode("utf-8", "replace").decode()
+    except Exception:
+        return "(no text: its __str__ raised)"

@@ -27,6 +27,7 @@ from .module_mode import build_module
 from .partition import Weight, default_plan, layers_of_graph, place
 from .sources import Loaded, example_specs, load_source
 from .spec import BUNDLE_FILE, BuildSpec, load_manifest, save_manifest
+from .torch_settings import TorchSettings
 from .verify import Plain, acceptable_inputs, compare, load_image
 
 __all__ = ["BuildSpec", "build", "load_manifest"]
@@ -77,6 +78,7 @@ def _build_bundle(spec: BuildSpec, out_dir: Path, progress: Progress) -> Manifes
 def _build_module(spec: BuildSpec, out_dir: Path, progress: Progress) -> Manifest:
     progress("build", 0.0)
     loaded = load_source(spec)
+    settings = TorchSettings.now()  # before the module has run: what it sets when it is made
     specs = example_specs(loaded.inputs)
     examples = acceptable_inputs(specs, 1, lambda inputs: _plain_outputs(loaded.module, inputs))
     progress("export", 0.0)
@@ -98,6 +100,7 @@ def _build_module(spec: BuildSpec, out_dir: Path, progress: Progress) -> Manifes
             reason.part, f"{reason.reason}; module mode needs package.module:factory"
         )
     (out_dir / BUNDLE_FILE).unlink(missing_ok=True)
+    settings.apply()
     return build_module(spec, loaded, examples, out_dir, reason, progress)
 
 

@@ -6,7 +6,7 @@ nothing here: the groups' argument tuples already point at the region.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from .bundle import Graph
 from .export import flatten_outputs
 from .graph import CompiledGraph, Environment
 from .layout import Manifest, TensorSpec
+from .torch_settings import TorchSettings
 
 TensorFor = Callable[[TensorSpec], torch.Tensor]
 BeforeGroup = Callable[[int], None]
@@ -110,6 +111,39 @@ class BoundGraph:
 # --- module mode ---------------------------------------------------------------------------------
 
 
+class _Awaited(dict[str, Any]):
+    """A submodule's parameters or buffers: whoever reads one waits for its group first.
+
+    The pre-hooks know the order that was measured. On another path a weight may be read before
+    its submodule is entered, or by another one (a tied table, a functional call), and what lies
+    there until it has arrived is another model's.
+    """
+
+    def __init__(
+        self, held: Mapping[str, Any], groups: Mapping[str, int], open_group: BeforeGroup
+    ) -> None:
+        super().__init__(held)
+        self._groups = groups
+        self._open_group = open_group
+
+    def __getitem__(self, key: str) -> Any:
+        if key in self._groups:
+            self._open_group(self._groups[key])
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if super().__contains__(key) else default
+
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()  # of our own, so that dict() and ** read item by item
+
+    def values(self) -> Any:
+        return [self[key] for key in self]
+
+    def items(self) -> Any:
+        return [(key, self[key]) for key in self]
+
+
 class ModuleProgram:
     """The operator's own module, built on meta, with pre-hooks where its groups begin.
 
@@ -118,10 +152,15 @@ class ModuleProgram:
     """
 
     def __init__(
-        self, manifest: Manifest, module: nn.Module, device: torch.device | str = "cpu"
+        self,
+        manifest: Manifest,
+        module: nn.Module,
+        device: torch.device | str = "cpu",
+        settings: TorchSettings | None = None,
     ) -> None:
-        """Hook ``module``, which this program owns from now on."""
+        """Hook ``module``, which this program owns from now on; it runs with ``settings``."""
         self.manifest = manifest
+        self._settings = settings or TorchSettings.now()
         self.device = torch.device(device)
         self.module = module
         self._bound: BoundModule | None = None
@@ -135,6 +174,23 @@ class ModuleProgram:
             found[name].register_forward_pre_hook(self._hook(group))
         for child in module.modules():
             child.training = False
+        self._await_reads()
+
+    def _await_reads(self) -> None:
+        """Let no weight be read before it has arrived, whatever path the module takes."""
+        tensors, aliases = self.manifest.tensors, self.manifest.extra["aliases"]
+        groups = {
+            tensors[index].name: number
+            for number, group in enumerate(self.manifest.groups)
+            for index in group.tensors
+        }
+        for path, owner in self.module.named_modules():
+            for attribute in ("_parameters", "_buffers"):
+                held = vars(owner)[attribute]
+                names = {key: f"{path}.{key}" if path else key for key in held}
+                of_keys = {key: groups.get(aliases.get(n, n)) for key, n in names.items()}
+                known = {key: group for key, group in of_keys.items() if group is not None}
+                vars(owner)[attribute] = _Awaited(held, known, self._open)
 
     def bind(self, tensor_for: TensorFor) -> BoundModule:
         """Make parameters over one region; they are put into the module when it runs."""
@@ -148,8 +204,7 @@ class ModuleProgram:
         return enter
 
     def _open(self, group: int) -> None:
-        while self._opened <= group:
-            assert self._before_group is not None
+        while self._before_group is not None and self._opened <= group:
             self._before_group(self._opened)
             self._opened += 1
 
@@ -163,12 +218,19 @@ class ModuleProgram:
             self._bound = bound
         self._before_group, self._opened = before_group, 0
         try:
-            with torch.inference_mode():
-                outputs = list(flatten_outputs(self.module(*inputs)).values())
+            with self._settings.inside(), torch.inference_mode():
+                outputs = self._in_order(flatten_outputs(self.module(*inputs)))
             self._open(len(self.manifest.groups) - 1)  # a path not taken: same calls every time
         finally:
             self._before_group = None
         return outputs
+
+    def _in_order(self, outputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """As declared: on another path a mapping may have another order, or other keys."""
+        declared = [value.name for value in self.manifest.outputs]
+        if set(declared) != outputs.keys():
+            raise ValueError(f"it returned {', '.join(outputs)} instead of {', '.join(declared)}")
+        return [outputs[name] for name in declared]
 
 
 class BoundModule:

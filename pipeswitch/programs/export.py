@@ -18,6 +18,7 @@ from torch import nn
 
 from ..errors import PipeSwitchError, RegistrationRefused
 from .bundle import Graph, Node, check_graph, write_bundle
+from .checking import BatchMatters, check_program
 from .graph import mutations
 from .layout import ITEM_BYTES, ValueSpec
 from .operators import DROPPED_AT_EXPORT, split_target
@@ -410,6 +411,8 @@ class _Encoder:
         args = [self._argument(argument, name) for argument in node.args]
         kwargs = {key: self._argument(value, name) for key, value in node.kwargs.items()}
         kwargs.pop("pin_memory", None)  # a wish about host memory; ours lies where it lies
+        if _takes_default_dtype(node):
+            kwargs["dtype"] = {"dtype": dtype_name(node.meta["val"].dtype, f"operator {name}")}
         self._values[node.name] = {"v": ("n", len(self._nodes))}
         self._nodes.append((name, args, kwargs))
 
@@ -502,6 +505,19 @@ def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
+def _takes_default_dtype(node: Any) -> bool:
+    """It makes a tensor of a dtype that this process has set, and a worker has not."""
+    if torch.get_default_dtype() is torch.float32 or not isinstance(
+        node.target, torch._ops.OpOverload
+    ):
+        return False
+    takes_dtype = any(entry.name == "dtype" for entry in node.target._schema.arguments)
+    has_tensors = any(
+        isinstance(argument.meta.get("val"), torch.Tensor) for argument in node.all_input_nodes
+    )
+    return takes_dtype and not has_tensors and node.kwargs.get("dtype") is None
+
+
 def _writes(target: Any) -> bool:
     return any(a.alias_info is not None and a.alias_info.is_write for a in target._schema.arguments)
 
@@ -581,34 +597,48 @@ def write_program(path: str | os.PathLike[str], program: Program) -> None:
     )
 
 
-def _check_that_it_repeats(module: nn.Module, example_inputs: Any) -> None:
-    """A request must have one answer: what counts its calls or draws numbers has many.
+def _checked_program(
+    module: nn.Module, example_inputs: Any, input_names: Sequence[str] | None, max_batch: int
+) -> Program:
+    """Export, and once more with a fixed batch where other batches have other bits.
 
-    An exported graph holds Python state as the constant it was, so such a module would be served
-    with another answer than its own.
-
-    Raises:
-        RegistrationRefused: two runs on the example inputs differ.
+    A request must have one answer, the module's own: what counts its calls or draws numbers has
+    many, and an exported graph holds Python state as the constant it was.
     """
+    program = export_module(module, example_inputs, input_names=input_names, max_batch=max_batch)
     _, inputs, keywords = _named_inputs(module, example_inputs, None)
     flat = _Flat(module, keywords)
+
+    def plain(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return list(flat(*values))
+
+    with _served(module), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            check_program(program.graph, program.weights, plain, inputs)
+        except BatchMatters as why:
+            program = export_module(module, example_inputs, input_names=input_names, max_batch=1)
+            program.notes.append(f"batch is fixed: {why}")
+            check_program(program.graph, program.weights, plain, inputs)
+    return program
+
+
+@contextlib.contextmanager
+def _served(module: nn.Module) -> Iterator[None]:
+    """The module as it is served: in eval mode, its parameters frozen (products of matrices choose
+    their kernel by that too)."""
     modes = [(child, child.training) for child in module.modules()]
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     _set_mode(module)
     try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            first, second = (flat(*(value.clone() for value in inputs)) for _ in range(2))
+        for parameter in trained:
+            parameter.requires_grad = False
+        yield
     finally:
+        for parameter in trained:
+            parameter.requires_grad = True
         for child, training in modes:
             child.training = training
-    for one, other in zip(first, second, strict=True):
-        if one.shape != other.shape or not torch.equal(one.nan_to_num(), other.nan_to_num()):
-            raise RegistrationRefused(
-                "module",
-                "two runs on the example inputs differ: it keeps state between calls or draws "
-                "random numbers",
-                hint="make forward depend on its inputs and weights alone",
-            )
 
 
 def export_module_to_bundle(
@@ -628,10 +658,7 @@ def export_module_to_bundle(
         RegistrationRefused: it cannot be a program; says which part, why and what to do.
     """
     try:
-        program = export_module(
-            module, example_inputs, input_names=input_names, max_batch=max_batch
-        )
-        _check_that_it_repeats(module, example_inputs)
+        program = _checked_program(module, example_inputs, input_names, max_batch)
     except PipeSwitchError:
         raise
     except Exception as error:  # torch on a module nobody has tried

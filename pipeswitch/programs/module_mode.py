@@ -26,6 +26,7 @@ from .layout import Manifest, ValueSpec
 from .partition import Layer, Weight, default_plan, place
 from .sources import Loaded
 from .spec import WEIGHTS_FILE, BuildSpec
+from .torch_settings import TorchSettings
 from .verify import compare, load_image
 
 
@@ -54,7 +55,7 @@ def build_module(
             f"buffers {', '.join(changed[:8])}",
             f"the module changes them in eval mode; an eviction would lose that ({why})",
         )
-    names, layers, triggers = _layers(module, tensors, order, why)
+    names, layers, triggers = _layers(tensors, aliases, order, why)
     path = out_dir / WEIGHTS_FILE
     write_safetensors(
         path,
@@ -130,7 +131,7 @@ def _measure(
         child.register_forward_pre_hook(hook(name)) for name, child in module.named_modules()
     ]
     try:
-        with torch.no_grad():
+        with TorchSettings.now().inside(), torch.no_grad():
             outputs = flatten_outputs(module(*[value.clone() for value in examples]))
     finally:
         for handle in handles:
@@ -142,20 +143,26 @@ def _measure(
 
 
 def _layers(
-    module: nn.Module, tensors: dict[str, torch.Tensor], order: list[str], why: Exception
+    tensors: dict[str, torch.Tensor], aliases: dict[str, str], order: list[str], why: Exception
 ) -> tuple[list[str], list[Layer], list[str]]:
     """Weights by first use, layers, and the submodule that opens each layer.
 
     A weight belongs to the submodule that owns it, or, when that one is never entered (attention
-    reads its projection's weight without calling it), to the nearest ancestor that is.
+    reads its projection's weight without calling it), to the nearest ancestor that is. A tied one
+    has several owners, and belongs to the first that is entered.
     """
-    entered = set(order)
+    position = {name: index for index, name in enumerate(order)}
+    first_owner: dict[str, str] = {}
+    for name in (*tensors, *aliases):
+        owner = name.rpartition(".")[0]
+        while owner not in position:
+            owner = owner.rpartition(".")[0]  # the root is always entered, and is its own end
+        tensor = aliases.get(name, name)
+        if tensor not in first_owner or position[owner] < position[first_owner[tensor]]:
+            first_owner[tensor] = owner
     by_trigger: dict[str, list[str]] = {}
     for name in tensors:
-        owner = name.rpartition(".")[0]
-        while owner not in entered:
-            owner = owner.rpartition(".")[0]  # the root is always entered, and is its own end
-        by_trigger.setdefault(owner, []).append(name)
+        by_trigger.setdefault(first_owner[name], []).append(name)
     triggers = [name for name in order if name in by_trigger]
     if not any(triggers):
         raise RegistrationRefused(
@@ -212,8 +219,11 @@ def _verify(
 
             return bound.run(inputs, arrive)
 
+    settings = TorchSettings.now()
+
     def plain(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return list(flatten_outputs(loaded.module(*inputs)).values())
+        with settings.inside():  # each run starts with them, as in a worker
+            return list(flatten_outputs(loaded.module(*inputs)).values())
 
     difference = compare(manifest, Arriving(), plain, examples)
     if difference:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -9,10 +10,12 @@ import numpy as np
 import torch
 
 from ..errors import RegistrationRefused
+from .checking import same_bits, workers_default_dtype
 from .executor import BoundProgram
-from .export import tensor_bytes
 from .layout import Manifest, ValueSpec
 from .requests import random_inputs
+
+__all__ = ["Plain", "acceptable_inputs", "compare", "load_image", "same_bits", "to_tensors"]
 
 Plain = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
@@ -24,7 +27,9 @@ def compare(
     opened: list[int] = []
     with torch.no_grad():
         expected = plain([value.clone() for value in inputs])
-    found = bound.run([value.clone() for value in inputs], opened.append)
+    # A module brings what it sets along; a graph runs with what a worker has.
+    with workers_default_dtype() if manifest.mode == "graph" else contextlib.nullcontext():
+        found = bound.run([value.clone() for value in inputs], opened.append)
     if opened != list(range(len(manifest.groups))):
         return "its groups did not open once each and in order"
     if len(found) != len(expected):
@@ -38,13 +43,6 @@ def compare(
                 return f"output {name!r} of the plain module differs from run to run"
             return f"output {name!r} differs from the plain module's"
     return ""
-
-
-def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Equal in dtype, shape and every bit (so a NaN equals itself, and 0.0 is not -0.0)."""
-    if left.dtype != right.dtype or left.shape != right.shape:
-        return False
-    return bytes(tensor_bytes(left.contiguous())) == bytes(tensor_bytes(right.contiguous()))
 
 
 def acceptable_inputs(specs: Sequence[ValueSpec], batch: int, plain: Plain) -> list[torch.Tensor]:

@@ -517,11 +517,17 @@ class Early(nn.Module):
         return self.second(x) if float(x.sum()) < 1e9 else x
 
 
-MODULE_MODE: dict[str, Any] = {"branching": (Branching, {"x": ((2, 3, 8), "float32")})}
+MODULE_MODE: dict[str, Any] = {
+    "branching": (Branching, {"x": ((2, 3, 8), "float32")}),
+    "early": (Early, {"x": ((2, 8), "float32")}),
+}
 
 
-def test_a_model_that_does_not_export_runs_in_module_mode_and_says_why(programs: Any) -> None:
-    spec = factory_spec("branching", MODULE_MODE["branching"][1])
+@pytest.mark.parametrize("name", MODULE_MODE)
+def test_a_model_that_does_not_export_runs_in_module_mode_and_says_why(
+    name: str, programs: Any
+) -> None:
+    spec = factory_spec(name, MODULE_MODE[name][1])
     manifest, bound, arena = programs(spec)
     assert manifest.mode == "module"
     assert "export" in manifest.mode_reason
@@ -635,7 +641,6 @@ REFUSED: dict[str, Any] = {
     "stray": (Stray, {"x": ((2, 3, 8), "float32")}, "shift"),
     "counting": (Counting, {"x": ((2, 3, 8), "float32")}, "calls"),
     "flat": (Flat, X, "none with weights to hook"),
-    "early": (Early, X, "differs"),
     "no_module": (lambda: 7, X, "int"),
     "no_inputs": (Nothing, {}, "--input"),
 }

@@ -1,0 +1,138 @@
+"""What torch keeps for a whole process, so that one model's code cannot set it for another's.
+
+In module mode an operator's code runs in a worker that computes other models too. What it sets
+(a default dtype, a matmul precision, an autocast that it never leaves) changes their bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from .sources import factory
+
+_Setting = tuple[Callable[[], Any], Callable[[Any], object]]
+_MIXED: Final = "mixed"
+_SUBNORMAL: Final = 5e-324
+
+
+def _of(owner: Any, attribute: str) -> _Setting:
+    return (lambda: getattr(owner, attribute)), (lambda value: setattr(owner, attribute, value))
+
+
+def _deterministic() -> tuple[bool, bool]:
+    is_on = torch.are_deterministic_algorithms_enabled()
+    return is_on, torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _is_flushing() -> bool:
+    """Whether this thread takes subnormal numbers for zero; torch tells nobody."""
+    return _SUBNORMAL * 1.0 == 0.0
+
+
+def _set_default_device(device: torch.device) -> None:
+    # Setting "cpu" would put a handler before every call; None takes the handler away.
+    torch.set_default_device(None if device.type == "cpu" else device)
+
+
+def _matmul_precision() -> str:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # it was set by the finer names, which are restored by themselves
+        return _MIXED
+
+
+def _set_matmul_precision(value: str) -> None:
+    if value != _MIXED:
+        torch.set_float32_matmul_precision(value)
+
+
+def _set_deterministic(value: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+def _settings() -> tuple[_Setting, ...]:
+    backends: Any = torch.backends
+    autocast: list[_Setting] = []
+    for kind in ("cpu", "cuda"):
+        autocast += [
+            (partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)),
+            (partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)),
+        ]
+    precisions = (
+        backends, backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn,
+        backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn,
+    )  # fmt: skip
+    return (
+        (torch.get_default_dtype, torch.set_default_dtype),
+        (torch.get_default_device, _set_default_device),
+        (torch.get_num_threads, torch.set_num_threads),
+        (torch.is_grad_enabled, torch.set_grad_enabled),
+        (_deterministic, _set_deterministic),
+        (_is_flushing, torch.set_flush_denormal),
+        *autocast,
+        (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+        *(_of(owner, "fp32_precision") for owner in precisions),
+        (_matmul_precision, _set_matmul_precision),
+        (backends.mha.get_fastpath_enabled, backends.mha.set_fastpath_enabled),
+        (backends.cuda.flash_sdp_enabled, backends.cuda.enable_flash_sdp),
+        (backends.cuda.mem_efficient_sdp_enabled, backends.cuda.enable_mem_efficient_sdp),
+        (backends.cuda.math_sdp_enabled, backends.cuda.enable_math_sdp),
+        (backends.cuda.cudnn_sdp_enabled, backends.cuda.enable_cudnn_sdp),
+        *(_of(backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
+        *(_of(backends.mkldnn, name) for name in ("enabled", "deterministic")),
+    )
+
+
+@dataclass(frozen=True)
+class TorchSettings:
+    """The settings at one instant, in the order of ``_settings``."""
+
+    values: tuple[Any, ...]
+
+    @classmethod
+    def now(cls) -> TorchSettings:
+        return cls(tuple(get() for get, _ in _settings()))
+
+    def apply(self) -> None:
+        """Make them so again; what is so already is not touched."""
+        for (get, set_), wanted in zip(_settings(), self.values, strict=True):
+            if get() != wanted:
+                set_(wanted)
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Run something with these, then what there was before."""
+        before = TorchSettings.now()
+        self.apply()
+        try:
+            yield
+        finally:
+            before.apply()
+
+
+_of_imports: dict[str, TorchSettings] = {}  # a package sets what it sets once, when it is imported
+
+
+def construct_on_meta(source: str) -> tuple[torch.nn.Module, TorchSettings]:
+    """What ``package.module:factory`` makes, without data, and what it has set for itself.
+
+    Raises:
+        RegistrationRefused: it cannot be imported.
+    """
+    package = source.partition(":")[0]
+    before = TorchSettings.now()
+    try:
+        _of_imports.get(package, before).apply()
+        construct = factory(source)
+        _of_imports.setdefault(package, TorchSettings.now())
+        with torch.device("meta"):
+            module = construct()
+        return module, TorchSettings.now()
+    finally:
+        before.apply()
