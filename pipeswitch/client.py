@@ -19,11 +19,11 @@ from typing import Any, Final
 
 import zmq
 
-from .addresses import as_seen_from, default_address
+from .addresses import as_seen_from, default_address, full_address
 from .connection import Connection, Reply, as_wait_s
 from .errors import Cancelled, InvalidInput, ServerUnavailable
 from .keys import keys_from
-from .sockets import make_subscriber
+from .sockets import connect, make_subscriber
 from .tensors import Result, Signature, from_reply, to_frames
 from .wire import unpack_dict
 
@@ -43,8 +43,9 @@ class Client:
     """A connection to a server. Use it as a context manager, from any number of threads.
 
     Args:
-        address: ``tcp://host:port`` or ``ipc://path``; default: ``PIPESWITCH_HOST``, else the
-            owner's ipc socket if a server listens there, else ``tcp://127.0.0.1:5555``.
+        address: ``host:port``, ``tcp://host:port`` or ``ipc://path``; default:
+            ``PIPESWITCH_HOST``, else the owner's ipc socket if a server listens there, else
+            ``tcp://127.0.0.1:5555``.
         timeout_s: how long a server may take to answer the first hello.
         key: this client's ``.key_secret`` file; default: ``PIPESWITCH_KEY``. TCP only.
         server_key: the server's public key, or its file; default: ``PIPESWITCH_SERVER_KEY``.
@@ -61,7 +62,7 @@ class Client:
         key: str | os.PathLike[str] | None = None,
         server_key: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.address = address or default_address(os.environ)
+        self.address = full_address(address) if address else default_address(os.environ)
         keys = None
         if not self.address.startswith("ipc://"):  # the owner's door asks for none
             keys = keys_from(key, server_key, os.environ)
@@ -98,7 +99,8 @@ class Client:
             model: its registered name.
             inputs: one array or tensor, a sequence of them in call order, or a mapping by name.
                 They are not copied: leave them unchanged until the result is there.
-            deadline_ms: from now; later answers are worth nothing and are not computed.
+            deadline_ms: from now. A request that still waits then is not computed and ends in
+                ``DeadlineExceeded``; one that computes already is answered, though late.
             priority: high, normal or low; empty: the model's own.
             **named: inputs by name, instead of ``inputs``.
         """
@@ -468,7 +470,7 @@ class Client:
             raise Cancelled("this client is closed") from None
         for topic in topics or ("",):
             subscriber.subscribe(topic)
-        subscriber.connect(address)
+        connect(subscriber, address)
         return subscriber
 
     def _ask(

@@ -39,6 +39,7 @@ from .keys import ClientKeys
 from .sockets import (
     DONTWAIT,
     Caps,
+    connect,
     is_readable,
     make_dealer,
     next_events,
@@ -422,7 +423,7 @@ class Connection:
         sock = make_dealer(self.context, Caps(max_message_bytes=MAX_REPLY_BYTES), self.keys)
         monitor = watch_connections(sock, _WATCHED)  # before there is anything to miss
         try:
-            sock.connect(self.address)
+            connect(sock, self.address)
         except zmq.ZMQError as error:
             sock.disable_monitor()
             monitor.close(0)

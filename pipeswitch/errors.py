@@ -94,7 +94,7 @@ class PermissionDenied(PipeSwitchError):
 
 
 class DeadlineExceeded(PipeSwitchError):
-    """The deadline passed before an answer could be given."""
+    """The deadline passed before the request was computed, or its task hung beyond it."""
 
     exit_code = 5
 

@@ -13,7 +13,13 @@ is imported when ``job.device`` is asked for outside the server, not before.
 What resuming means for a script: it runs again from the top; finished epochs and finished loops
 are skipped, and the loop in which it stopped goes on with the next batch. So names first bound
 inside a loop body may be missing after a loop that had already finished: bind them before it;
-and count with ``job.step``, since ``enumerate`` starts anew.
+and count with ``job.step``, since ``enumerate`` (``islice``, ``zip`` with a range) starts anew.
+
+What a loop changes and ``job.steps`` was not given, starts anew as well: a best loss, a hidden
+state that is carried along, a target network, a random generator of the script's own. Keep plain
+values in a dict and pass it as ``extra_state``; pass every network as ``model``. A script must not
+skip epochs by a checkpoint of its own: ``job`` does. ``atexit`` hooks run when the script has
+ended, not when it is evicted.
 """
 
 from __future__ import annotations
@@ -82,11 +88,14 @@ def steps(
 
     Args:
         loader: a DataLoader, or any iterable of batches.
-        model: everything that is trained; its parameters and buffers are committed.
+        model: everything that is trained; its parameters and buffers are committed, and what
+            ``Module.get_extra_state`` gives.
         optimizer: every optimizer the body steps, one or several.
         scheduler: anything with ``state_dict`` and ``load_state_dict``, one or several.
-        extra_state: further objects with these two methods (an EMA, a GradScaler), or a
-            ``torch.Generator``, ``numpy.random.Generator``, ``random.Random``; one or a dict.
+        extra_state: further objects with these two methods (an EMA, a GradScaler); a
+            ``torch.Generator``, ``numpy.random.Generator``, ``RandomState``, ``random.Random``; a
+            dict of plain values and tensors, which is filled again in place; one, or a dict of
+            such by name. Generators that hang on the loader are found without being named.
         name: names a loop outside ``job.epochs``; by default they are counted.
     """
     return _session.steps(

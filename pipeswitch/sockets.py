@@ -91,6 +91,16 @@ def make_dealer(
     return sock
 
 
+def connect(sock: zmq.Socket[bytes], address: str) -> None:
+    """To an address as ``addresses.full_address`` makes it. ZMQError: it is none.
+
+    IPv6 only where it is written as a number: else a name that has both, like ``localhost``,
+    would lead to an address the server does not listen on.
+    """
+    sock.setsockopt(zmq.IPV6, int("[" in address))
+    sock.connect(address)
+
+
 def make_publisher(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
     """The server's event publisher; what comes in are subscriptions, a few bytes each."""
     caps = Caps(max_message_bytes=4096, send_queue=SUBSCRIBER_QUEUE_MESSAGES)

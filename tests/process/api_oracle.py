@@ -25,6 +25,8 @@ REJECTIONS: Final = frozenset({"InvalidInput", "ModelNotFound", "QueueFull"})  #
 MOVING: Final = frozenset(
     {"queued", "transmitting", "running", "stopping", "suspended", "evicting"}
 )
+ELSEWHERE: Final = frozenset({"host", "partial", "transmitting"})  # not, or not yet on the device
+CLASSES: Final = ("high", "normal", "low")  # the first goes first
 PS_WORDS: Final[Mapping[str, str]] = {"running": "active", "stopping": "active"}
 FINITE: Final[Mapping[str, str]] = {
     "short": "done",
@@ -62,6 +64,12 @@ class KnownModel:
     digest: str
     is_quarantined: bool = False
     answered: int = 0  # requests with a result, in this life of the server
+    stays: bool = False  # seen on the device, pinned, and nothing but its user may take it away
+
+    @property
+    def residencies(self) -> frozenset[str]:
+        """Where its bytes may be now, as ``models`` says it."""
+        return ELSEWHERE | {"pinned" if self.is_pinned else "resident"}
 
     @property
     def batch_max(self) -> int:
@@ -101,10 +109,12 @@ class Oracle:
     Args:
         arena_slots: of ``SLOT_BYTES``, without the arrival words.
         store_bytes: of the host store.
+        digests: of what was registered so far, by program and largest batch: they never change.
     """
 
     arena_slots: int
     store_bytes: int
+    digests: dict[tuple[str, int], str]
     models: dict[str, KnownModel] = field(default_factory=dict)
     jobs: dict[str, KnownJob] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)  # of inference, since the server began
@@ -118,6 +128,18 @@ class Oracle:
         pinned = [m.program.slots for n, m in self.models.items() if m.is_pinned and n != name]
         free = self.arena_slots - sum(pinned)
         return free > 0 and -(-free // (len(pinned) + 1)) >= slots
+
+    def has_no_place(self, slots: int, name: str = "") -> bool:
+        """Whether the pinned models that lie on the device leave less than that."""
+        there = [m.program.slots for n, m in self.models.items() if m.stays and n != name]
+        return self.arena_slots - sum(there) < slots
+
+    def device_lost(self) -> None:
+        """The memory daemon died: pinned models come back, but not at once."""
+        self.kills += 1
+        self.daemon_deaths += 1
+        for model in self.models.values():
+            model.stays = False
 
     def _may_store(self, program: Program) -> Outcomes:
         free = self.store_bytes - sum(m.program.size_bytes for m in self.models.values())
@@ -154,14 +176,22 @@ class Oracle:
         if old is not None:
             assert row["digest"] == old.digest
             return
+        max_batch = max_batch or DEFAULT_MAX_BATCH
+        self.know_digest(program.name, max_batch, row["digest"])
         self.models[name] = KnownModel(
             program=program,
-            max_batch=max_batch or DEFAULT_MAX_BATCH,
+            max_batch=max_batch,
             priority=priority or "normal",
             is_pinned=is_pinned,
             digest=row["digest"],
         )
         self._memory_changed()
+
+    def know_digest(self, program: str, max_batch: int, digest: str) -> None:
+        """The same program has the same digest for ever, and no other has it."""
+        assert self.digests.setdefault((program, max_batch), digest) == digest, program
+        others = {name for (name, _), known in self.digests.items() if known == digest}
+        assert others == {program}, f"{others} have one digest"
 
     def adopt(self, name: str, program: Program, row: Mapping[str, Any]) -> None:
         """Believe a row of ``models``: it came of requests whose order nobody knows."""
@@ -183,12 +213,22 @@ class Oracle:
     def did_unregister(self, name: str) -> None:
         self.models.pop(name, None)
 
-    def did_pin(self, name: str, *, is_pinned: bool) -> None:
+    def did_pin(self, name: str, row: Mapping[str, Any], *, is_pinned: bool) -> None:
+        """``load`` or ``unload`` was answered with ``row``."""
         model = self.models[name]
         model.is_pinned = is_pinned
-        if is_pinned:
-            model.is_quarantined = False
+        model.is_quarantined &= not is_pinned
+        model.stays &= is_pinned
+        assert (row["model"], row["pinned"]) == (name, is_pinned)
+        assert row["state"] in model.residencies, row
         self._memory_changed()
+
+    def comes_to_the_device(self, name: str) -> bool:
+        """Whether it is pinned and nothing is in its way: no other pinned one, no job."""
+        model = self.models[name]
+        is_alone = all(job.end for job in self.jobs.values())
+        has_place = self.has_certain_place(model.program.slots, name)
+        return model.is_pinned and not model.is_quarantined and is_alone and has_place
 
     def _memory_changed(self) -> None:
         if not self.has_certain_place(1):
@@ -217,9 +257,15 @@ class Oracle:
             return only("InvalidInput")
         if model.is_quarantined:
             return only("ModelQuarantined")
+        if self.has_no_place(model.program.slots, name):
+            return only("OutOfDeviceMemory")
         if not self.has_certain_place(model.program.slots, name):
             return only(OK, "OutOfDeviceMemory")
         return only(OK)
+
+    def class_of(self, name: str, priority: str) -> int:
+        """Of a request with that priority; empty: the model's own. 0 is the most urgent."""
+        return CLASSES.index(priority or self.models[name].priority)
 
     def did_infer(self, name: str, outcome: str) -> None:
         if outcome in REJECTIONS:
@@ -228,6 +274,7 @@ class Oracle:
         self.counts["accepted"] += 1
         self.counts["ok" if outcome == OK else "error"] += 1
         if outcome == OK:
+            self.counts["inferences"] += 1
             self.models[name].answered += 1
             self.daemon_deaths = 0
         elif outcome == "WorkerLost":
@@ -297,7 +344,7 @@ class Oracle:
         self.counts.clear()
         self.daemon_deaths = 0
         for model in self.models.values():
-            model.answered, model.is_quarantined = 0, False
+            model.answered, model.is_quarantined, model.stays = 0, False, False
         self.jobs = {name: job for name, job in self.jobs.items() if not job.end}
         for name, job in self.jobs.items():
             job.committed_step = persisted.get(name, -1)
@@ -306,13 +353,22 @@ class Oracle:
         """``models`` shows what was registered, and nothing else."""
         by_name = {row["name"]: row for row in rows}
         assert set(by_name) == set(self.models), f"{sorted(by_name)}, not {sorted(self.models)}"
-        for name, model in self.models.items():
-            row = by_name[name]
-            state = "quarantined" if model.is_quarantined else "ready"
-            shown = (row["state"], row["digest"], row["pinned"], row["priority"], row["requests"])
-            known = (state, model.digest, model.is_pinned, model.priority, model.answered)
-            assert shown == known, f"{name}: {shown}, not {known}"
-            assert row["batch"] == [1, model.batch_max], row
+        for name, row in by_name.items():
+            self.check_model(name, row)
+
+    def check_model(self, name: str, row: Mapping[str, Any]) -> None:
+        """Its row in ``models``, or in ``show``."""
+        model = self.models[name]
+        state = "quarantined" if model.is_quarantined else "ready"
+        shown = (row["state"], row["digest"], row["pinned"], row["priority"], row["requests"])
+        known = (state, model.digest, model.is_pinned, model.priority, model.answered)
+        assert shown == known, f"{name}: {shown}, not {known}"
+        assert row["batch"] == [1, model.batch_max], row
+        assert row["residency"] in model.residencies, row
+        # A new profile cuts other groups: the model leaves the device for that, and comes back.
+        is_there = row["residency"] == "pinned" and not row["profile"]
+        assert is_there or not model.stays or row["profile"], f"{name} was pinned, and left: {row}"
+        model.stays = is_there
 
     def check_jobs(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """``jobs`` shows this test's jobs; others are of earlier ones, and over."""
@@ -336,11 +392,16 @@ class Oracle:
             allowed = {"failed"} if model.is_quarantined else states
             assert models[name]["state"] in allowed, models[name]
             assert models[name]["prio"] == model.priority, models[name]
+            assert int(models[name]["device"]) in (0, model.program.slots * SLOT_BYTES)
+            assert model.is_pinned or models[name]["why"] != "pinned", models[name]
         for name, job in self.jobs.items():
             row = by_kind["job"][name]
             assert row["state"] in {PS_WORDS.get(state, state) for state in job.states}, row
             assert row["prio"] == job.priority, row
-        assert len(by_kind["daemon"]) == 1
+        (daemon,) = by_kind["daemon"].values()
+        if not self.jobs:  # a slice that is being zeroed is in no row
+            held = sum(int(row["device"]) for row in models.values())
+            assert int(daemon["device"]) == held, (daemon, models)
         pids = [row["pid"] for row in by_kind["worker"].values() if row["pid"]]
         assert len(pids) == len(set(pids)), f"one process in two slots: {pids}"
 
@@ -348,6 +409,8 @@ class Oracle:
         """Every request is counted once, as what it ended as."""
         assert stats["models"] == len(self.models)
         assert stats["draining"] is False
+        assert stats["queued"] == 0
+        assert stats["inferences"] == self.counts["inferences"]
         shown = {key: stats["inference"][key] for key in ("accepted", "ok", "error", "rejected")}
         assert shown == {key: self.counts[key] for key in shown}, f"{shown}, not {self.counts}"
         assert stats["inference"]["in_flight"] == 0

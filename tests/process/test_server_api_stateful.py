@@ -4,16 +4,19 @@ A real server is asked; ``api_oracle`` says what it must answer. All examples sh
 each begins with an empty one and leaves it empty. After a failure the next begins with a new one.
 
 The long form, ``pytest -m soak``, takes its size from ``PIPESWITCH_STATEFUL_EXAMPLES`` and
-``..._STEPS``, and tries other examples with another ``..._SEED``. A failure is told as it
-happened; ``..._SHRINK=1`` makes it as small as it can be, with a new server for each try.
+``..._STEPS``, and tries other examples with another ``..._SEED``; as it is, it stays under half an
+hour on two busy cores. A failure is told as it happened; ``..._SHRINK=1`` makes it as small as it
+can be, with a new server for each try.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import io
+import itertools
 import os
 import re
 import runpy
@@ -43,6 +46,7 @@ from pipeswitch.client import FINAL_JOB_STATES, Client
 from pipeswitch.connection import Connection
 from pipeswitch.errors import InvalidInput, PipeSwitchError, RemoteProtocolError
 from pipeswitch.programs.export import export_module_to_bundle
+from pipeswitch.programs.spec import DEFAULT_MAX_BATCH
 from pipeswitch.testing import RunningServer, server
 from pipeswitch.wire import Op
 from tests.process.api_oracle import OK, Oracle, Outcomes, Program, only
@@ -62,23 +66,31 @@ from tests.process.tools import (
 
 ROOT: Final = Path(__file__).parents[2]
 ANSWER_S: Final = 60.0  # a question that takes longer has no answer
-ARENA_MIB: Final = 12  # 2 of them are arrival words
+ARENA_MIB: Final = 10  # 2 of them are arrival words; two wide models and nothing else
 STORE_MIB: Final = 6  # two wide models, not three
 ENVIRONMENT: Final = {
     "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "50ms",
+    "PIPESWITCH_SCHEDULER__MAX_WAIT": "600s",  # priorities hold, however long one waits
     "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
 }
 MAX_KILLS: Final = 8  # an example: a job whose workers die ten times without a commit is given up
 MAX_DAEMON_DEATHS: Final = 3  # in a row: after five without an answer in between the server ends
 DEADLY: Final = 13.0
+HELD: Final = 17.0  # computes until the gate is opened
+HOLDER: Final = "holder"  # the name of the model that can; no other rule asks for it
+SHORT_DEADLINE_MS: Final = 5.0  # of a request that cannot run before it
+RESTART_EVERY: Final = 14  # examples: once in the short form
 NO_ROW: Final = 10  # of the embedding
 
 Given = ParamSpec("Given")
 Answered = TypeVar("Answered")
 
 FACTORIES = f"""
+    import fcntl
     import os
     import torch
+
+    GATE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "gate")
 
     class Poison(torch.nn.Module):
         def __init__(self):
@@ -88,6 +100,9 @@ FACTORIES = f"""
         def forward(self, x):
             if float(x[0, 0]) == {DEADLY}:
                 os._exit(9)
+            if float(x[0, 0]) == {HELD}:
+                with open(GATE) as gate:
+                    fcntl.flock(gate, fcntl.LOCK_SH)
             return self.layer(x)
 
     def poison():
@@ -233,7 +248,16 @@ class Material:
             kind: write_script(folder, f"{kind}.py", text) for kind, text in SCRIPTS.items()
         }
         self.printed = _printed(self.scripts["short"])
-        self.digests: dict[str, str] = {}  # of programs, as servers have told
+        self.digests: dict[tuple[str, int], str] = {}  # as servers have told; see ``Oracle``
+        self._gate = folder / "gate"
+        self._gate.touch()
+
+    @contextlib.contextmanager
+    def shut_gate(self) -> Iterator[None]:
+        """Whoever computes a held input waits in the kernel until this ends."""
+        with self._gate.open() as gate:
+            fcntl.flock(gate, fcntl.LOCK_EX)
+            yield
 
     @functools.cache  # noqa: B019 - one object, as long as its test
     def expected(self, program: str, batch: int, seed: int) -> torch.Tensor:
@@ -373,6 +397,7 @@ def speaks(
     return mark
 
 
+WAYS_TO_END: Final = ("stop", "kill", "signal")
 MODELS = st.sampled_from(["a", "b", "c"])
 JOBS = st.sampled_from(["x", "y"])
 HOSTILE = st.sampled_from(["", "../up", "UPPER", "a" * 65, "sp ace", "ünï", "-a", "a\n", "a\0b"])
@@ -385,6 +410,18 @@ BURSTS = st.lists(st.tuples(MODELS, BATCHES, SEEDS, OWNERS), min_size=1, max_siz
 
 STORM: Final = ("register small", "register other", "unregister", "load", "unload", "infer",
                 "profile")  # fmt: skip
+FATES = st.lists(
+    st.tuples(
+        st.sampled_from(["a", "b", "c", HOLDER]), PRIORITIES,
+        st.sampled_from(["runs", "runs", "taken back", "late"]), OWNERS,
+    ),
+    min_size=2, max_size=8,
+)  # fmt: skip
+SURE_FATES: Final = [
+    (HOLDER, "low", "runs", True), (HOLDER, "high", "runs", True), (HOLDER, "high", "runs", True),
+    (HOLDER, "", "taken back", False), (HOLDER, "", "late", True),
+]  # fmt: skip
+"""The holder itself can always be asked."""
 ORDERS = st.lists(st.tuples(st.sampled_from(STORM), MODELS, OWNERS), min_size=3, max_size=12)
 STORM_OUTCOMES: Final = {
     "register": only(OK, "AlreadyExists", "HostStoreFull"),
@@ -421,7 +458,8 @@ class ServerApi(RuleBasedStateMachine):
             stage.start_anew()
         self.stage = stage
         self.number = stage.examples = stage.examples + 1
-        self.oracle = Oracle((ARENA_MIB - 2) // 2, STORE_MIB << 20)
+        slots = (ARENA_MIB - 2) // 2
+        self.oracle = Oracle(slots, STORE_MIB << 20, stage.material.digests)
         self.lives = 1
         self.steps = 0
         self._rebase()
@@ -471,6 +509,7 @@ class ServerApi(RuleBasedStateMachine):
             assert is_bit_equal(got, expected), f"{name}: {got}, not {expected}"
             assert answer.timing.epoch > 0
             assert answer.timing.total_ms >= answer.timing.queue_ms >= 0
+            assert answer.timing.resident or not self.oracle.models[name].stays, name
         self.oracle.did_infer(name, outcome)
 
     def submit(self, requests: Sequence[tuple[str, int, int, bool]]) -> list[Future[Any]]:
@@ -524,7 +563,6 @@ class ServerApi(RuleBasedStateMachine):
         )
         assert all(0.0 <= done <= 1.0 for _, done in stages)
         if outcome == OK:
-            self.stage.material.digests[program] = row["digest"]
             assert row["model"] == name
             assert row["mode"] == ("module" if program == "poison" else "graph")
             assert row["bytes"] <= known.size_bytes
@@ -565,6 +603,9 @@ class ServerApi(RuleBasedStateMachine):
     @rule(name=MODELS, is_owner=OWNERS)
     @speaks("unregister")
     def unregister(self, name: str, is_owner: bool) -> None:
+        self._unregister(name, is_owner)
+
+    def _unregister(self, name: str, is_owner: bool) -> None:
         self.ask(self.oracle.may_find(name), lambda: self.client(is_owner).unregister(name))
         self.oracle.did_unregister(name)
 
@@ -586,28 +627,50 @@ class ServerApi(RuleBasedStateMachine):
     @rule(name=MODELS, is_owner=OWNERS)
     @speaks("load")
     def load(self, name: str, is_owner: bool) -> None:
-        outcome, row = self.ask(
-            self.oracle.may_find(name), lambda: self.client(is_owner).load(name)
-        )
-        if outcome == OK:
-            assert (row["model"], row["pinned"]) == (name, True)
-            self.oracle.did_pin(name, is_pinned=True)
+        self._pin(name, True, is_owner)
 
     @rule(name=MODELS, is_owner=OWNERS)
-    @speaks("unload")
+    @speaks("load", "unload")
     def unload(self, name: str, is_owner: bool) -> None:
-        if name in self.oracle.models:
-            self.client(not is_owner).load(name)
+        self._pin(name, True, not is_owner)
+        self._pin(name, False, is_owner)
+
+    def _pin(self, name: str, is_pinned: bool, is_owner: bool) -> None:
+        """Load or unload; a pinned one that nothing hinders is brought to the device."""
+        client = self.client(is_owner)
         outcome, row = self.ask(
-            self.oracle.may_find(name), lambda: self.client(is_owner).unload(name)
+            self.oracle.may_find(name),
+            lambda: client.load(name) if is_pinned else client.unload(name),
         )
         if outcome == OK:
-            assert (row["model"], row["pinned"]) == (name, False)
-            self.oracle.did_pin(name, is_pinned=False)
+            self.oracle.did_pin(name, row, is_pinned=is_pinned)
+            if self.oracle.comes_to_the_device(name):
+                until(lambda: client.show(name)["residency"] == "pinned", f"{name} is brought")
+
+    @rule(programs=st.permutations(["wide", "wide", "small"]), is_owner=OWNERS)
+    @speaks("unregister", "register")
+    def crowd_the_device(self, programs: list[str], is_owner: bool) -> None:
+        """More than it can hold: idle ones make room, pinned ones do not until they may again."""
+        names = ("a", "b", "c")
+        for name in names:
+            self._unregister(name, is_owner)
+        for name, program in zip(names, programs, strict=True):
+            self._register(name, program, 0, "", False, is_owner)
+        known = [name for name in names if name in self.oracle.models]
+        wide = [name for name in known if self.oracle.models[name].program.slots > 1]
+        for pinned in (wide[:1], wide, []):
+            for name in wide:
+                self._pin(name, name in pinned, is_owner)
+            self.oracle.check_models(self.client().models())
+            # Who is asked least goes first, unless it must stay.
+            for name in [name for name in known if name not in pinned] * 3 + known:
+                self._infer(name, is_owner)
 
     @rule(name=MODELS, batches=st.lists(st.integers(1, 4), max_size=2), is_owner=OWNERS)
     @speaks("profile")
     def profile(self, name: str, batches: list[int], is_owner: bool) -> None:
+        if name in self.oracle.models:
+            self.oracle.models[name].stays = False  # its own copy is timed
         outcome, profile = self.ask(
             self.oracle.may_profile(name, batches),
             lambda: self.client(is_owner).profile(name, batches),
@@ -623,9 +686,13 @@ class ServerApi(RuleBasedStateMachine):
         client = self.client(is_owner)
         outcome, row = self.ask(self.oracle.may_find(name), lambda: client.show(name))
         if outcome == OK:
+            self.oracle.check_model(name, row)
             assert row["inputs"]
             assert client.signature(name).batch_max == self.oracle.models[name].batch_max
-        assert {row["name"] for row in client.plan()["models"]} == set(self.oracle.models)
+        planned = {row["name"]: row["profile"] for row in client.plan()["models"]}
+        assert set(planned) == set(self.oracle.models)
+        for name, profile in planned.items():
+            assert profile is None or profile["digest"] == self.oracle.models[name].digest
         assert isinstance(client.trace(0.1)["traceEvents"], list)
 
     # ---- requests ------------------------------------------------------------------------------
@@ -645,6 +712,12 @@ class ServerApi(RuleBasedStateMachine):
             ),
         )
         self.answered(name, batch, seed, outcome, result)
+
+    def _infer(self, name: str, is_owner: bool) -> None:
+        x = value(self.program(name), 1, 0)
+        allowed = self.oracle.may_infer(name)
+        outcome, result = self.ask(allowed, lambda: self.client(is_owner).infer(name, x))
+        self.answered(name, 1, 0, outcome, result)
 
     @rule(requests=BURSTS)
     @speaks("infer")
@@ -696,9 +769,98 @@ class ServerApi(RuleBasedStateMachine):
         prefix, number = made.rsplit("-", 1)
         return f"{prefix}-{int(number) - 1}"
 
+    @rule(fates=FATES)
+    @speaks()
+    def wait_behind_a_held_one(self, fates: list[tuple[str, str, str, bool]]) -> None:
+        """While the device is held, nothing behind is left to chance.
+
+        1. One holds it, another is dispatched and waits for its turn: all later ones are queued.
+        2. What is taken back, or too late, is answered so at once, and never runs.
+        3. The device is let go: the others run in the order of their classes; requests of one
+           class, model and connection in the order they came.
+        """
+        if not self._has_holder():
+            return
+        x = value("poison", 1, 0)
+        x[0, 0] = HELD
+        expected = eager(self.stage.material.modules["poison"], x)
+        fates = [one for one in fates if self.oracle.may_infer(one[0]) == {OK}] + SURE_FATES
+        with self.stage.material.shut_gate():
+            holder = self.client().submit(HOLDER, x, priority="high")
+            until(lambda: self.stage.checked.row(HOLDER)["state"] == "active", "it is held")  # 1.
+            behind = self.client().submit(HOLDER, value("poison", 1, 1), priority="high")
+            self._wait_until_queued(0)
+            run = self._queue_up(fates)  # 2.
+        outcome, answer = self.ask(only(OK), functools.partial(holder.result, ANSWER_S))
+        assert is_bit_equal(answer["y"], expected)
+        self.oracle.did_infer(HOLDER, outcome)
+        self.answered(HOLDER, 1, 1, *self.ask(only(OK), functools.partial(behind.result, ANSWER_S)))
+        self._judge_order(run)  # 3.
+
+    def _has_holder(self) -> bool:
+        """There is that model, or there is now, and a request for it is served for certain."""
+        if HOLDER not in self.oracle.models:
+            self._register(HOLDER, "poison", 0, "high", False, True)
+        return self.oracle.may_infer(HOLDER) == {OK}
+
+    def _waiting(self) -> tuple[int, int]:
+        """Requests in flight, and how many of them are queued."""
+        stats = self.stage.checked.stats()
+        return stats["inference"]["in_flight"], stats["queued"]
+
+    def _queue_up(
+        self, fates: Sequence[tuple[str, str, str, bool]]
+    ) -> list[tuple[tuple[str, str, bool], Future[Any]]]:
+        """Send these, and see those that are taken back or late end; the rest of them."""
+        run = []
+        taken_back = []
+        for name, priority, fate, is_owner in fates:
+            deadline_ms = SHORT_DEADLINE_MS if fate == "late" else None
+            future = self.client(is_owner).submit(
+                name, value(self.program(name), 1, 0), priority=priority, deadline_ms=deadline_ms
+            )
+            if fate == "runs":
+                run.append(((name, priority, is_owner), future))
+            elif fate == "taken back":
+                taken_back.append((name, self._last_id(is_owner), is_owner, future))
+            else:
+                outcome, _ = self.ask(
+                    only("DeadlineExceeded"), functools.partial(future.result, ANSWER_S)
+                )
+                self.oracle.did_infer(name, outcome)
+            self._wait_until_queued(len(run) + len(taken_back))
+        for name, request_id, is_owner, future in taken_back:
+            found = self.raw("cancel", is_owner=is_owner, body={"id": request_id})
+            assert found.result(ANSWER_S).body["found"] is True
+            outcome, _ = self.ask(only("Cancelled"), functools.partial(future.result, ANSWER_S))
+            self.oracle.did_infer(name, outcome)
+        assert self._waiting() == (2 + len(run), len(run))
+        return run
+
+    def _wait_until_queued(self, count: int) -> None:
+        """So many, behind the one that computes and the one that goes next."""
+        until(lambda: self._waiting() == (2 + count, count), f"{count} are queued")
+
+    def _judge_order(self, run: Sequence[tuple[tuple[str, str, bool], Future[Any]]]) -> None:
+        """Epochs are numbered as they are dispatched."""
+        ran: list[tuple[int, str, bool, int]] = []
+        for (name, priority, is_owner), future in run:
+            outcome, answer = self.ask(only(OK), functools.partial(future.result, ANSWER_S))
+            self.answered(name, 1, 0, outcome, answer)
+            urgency = self.oracle.class_of(name, priority)
+            ran.append((urgency, name, is_owner, answer.timing.epoch))
+        for one, other in itertools.combinations(ran, 2):
+            if one[0] != other[0]:
+                assert (one[0] < other[0]) == (one[3] < other[3]), f"a lower class was first: {ran}"
+            elif one[:3] == other[:3]:
+                assert one[3] < other[3], f"the later one was first: {ran}"
+
     @rule(name=MODELS, is_owner=OWNERS)
     @speaks("infer")
     def infer_what_the_model_dies_of(self, name: str, is_owner: bool) -> None:
+        self._infer_what_it_dies_of(name, is_owner)
+
+    def _infer_what_it_dies_of(self, name: str, is_owner: bool) -> None:
         """Its code raises, or takes its worker down again and again until it is set aside."""
         program = self.program(name)
         x = value(program, 1, 0)
@@ -715,6 +877,22 @@ class ServerApi(RuleBasedStateMachine):
         self.answered(name, 1, 0, outcome, result)
         if kills:
             self.stage.checked.wait_until_whole()
+
+    @precondition(lambda self: self.oracle.kills < MAX_KILLS)
+    @rule(is_owner=OWNERS, unpins=st.booleans())
+    @speaks()
+    def pardon_what_was_set_aside(self, is_owner: bool, unpins: bool) -> None:
+        """It takes workers down, is refused, loaded, and then served again."""
+        if not self._has_holder():
+            return
+        self.oracle.kills += 1
+        self._infer_what_it_dies_of(HOLDER, is_owner)
+        self.oracle.check_models(self.client().models())
+        self._infer(HOLDER, not is_owner)
+        self._pin(HOLDER, True, is_owner)
+        self._infer(HOLDER, is_owner)
+        if unpins:
+            self._pin(HOLDER, False, is_owner)
 
     @rule(name=MODELS, is_owner=OWNERS)
     @speaks("prefetch", "stats")
@@ -745,8 +923,10 @@ class ServerApi(RuleBasedStateMachine):
     def _rebase(self) -> None:
         """Count from here on: how many of a visitor's requests arrived is not known."""
         checked = self.stage.checked
-        counts = checked.stats()["inference"]
+        stats = checked.stats()
+        counts = stats["inference"]
         self.oracle.counts = Counter({key: counts[key] for key in counts if key != "in_flight"})
+        self.oracle.counts["inferences"] = stats["inferences"]
         for row in checked.client.models():
             self.oracle.models[row["name"]].answered = row["requests"]
 
@@ -760,13 +940,11 @@ class ServerApi(RuleBasedStateMachine):
         What it came to is then taken over: ``models`` says it, and all the rest must agree.
         """
         material, x = self.stage.material, value("small", 1, 0)
-        answers = {
-            material.digests.get(program): material.expected(program, 1, 0)
-            for program in ("small", "other")
-        }
+        answers = [material.expected(program, 1, 0) for program in ("small", "other", "made")]
         bundles = {
             p: self.client().upload(material.source(p)[0], "bundle") for p in ("small", "other")
         }
+        pid = self.stage.checked.daemon_pid()
         futures = []
         for what, name, is_owner in orders:
             if what == "infer":
@@ -775,23 +953,25 @@ class ServerApi(RuleBasedStateMachine):
                 op, _, program = what.partition(" ")
                 body = {"source": bundles[program]} if program else {}
                 futures.append(self.raw(op, is_owner=is_owner, model=name, body=body))
-        if daemon_dies and self.oracle.daemon_deaths < MAX_DAEMON_DEATHS:
-            kill(self.stage.checked.daemon_pid())
-            self.oracle.daemon_deaths += 1
+        daemon_dies = daemon_dies and self._may_kill_the_daemon()
+        if daemon_dies:
+            self._kill_the_daemon(pid)
         for (what, name, _), future in zip(orders, futures, strict=True):
             outcome, answer = self.outcome(functools.partial(future.result, ANSWER_S))
             assert outcome in STORM_OUTCOMES[what.split()[0]], f"{what} {name}: {outcome} {answer}"
             if what == "infer" and outcome == OK and answer.outputs["y"].shape == x.shape:
-                assert any(is_bit_equal(answer["y"], y) for y in answers.values()), name
+                assert any(is_bit_equal(answer["y"], y) for y in answers), name
             elif what.startswith("register") and outcome == OK:
-                material.digests[what.split()[1]] = answer.body["digest"]
+                program = what.split()[1]
+                self.oracle.know_digest(program, DEFAULT_MAX_BATCH, answer.body["digest"])
+        if daemon_dies:  # until then ``models`` may speak of a device that is no more
+            self._wait_for_another_daemon(pid)
         self.stage.checked.wait_until_whole()
         self._adopt()
 
     def _adopt(self) -> None:
         """The models that ``models`` shows are the oracle's."""
-        known = {digest: PROGRAMS[p] for p, digest in self.stage.material.digests.items()}
-        known |= {model.digest: model.program for model in self.oracle.models.values()}
+        known = {digest: PROGRAMS[p] for (p, _), digest in self.oracle.digests.items()}
         rows = {row["name"]: row for row in self.client().models()}
         for name in set(self.oracle.models) - set(rows):
             self.oracle.did_unregister(name)
@@ -882,9 +1062,12 @@ class ServerApi(RuleBasedStateMachine):
         client.about()
         if outcome == OK:
             whole = "".join(client.task(name).logs()).encode()
-            assert min(offset_bytes, len(whole)) <= piece["offset_bytes"] <= len(whole)
-            assert piece["end_bytes"] <= len(whole)
+            end_bytes = piece["end_bytes"]  # when it was read: a job that lives goes on printing
+            assert min(offset_bytes, end_bytes) <= piece["offset_bytes"] <= end_bytes
             assert whole.endswith(b"\n") or not whole
+            if self.oracle.jobs[name].end:
+                assert end_bytes <= len(whole)
+                assert piece["text"].encode() in whole
 
     def _judge_log(self, name: str) -> None:
         """What a job that is over has printed, the last time that it ran."""
@@ -902,10 +1085,14 @@ class ServerApi(RuleBasedStateMachine):
     def ping(self, is_owner: bool) -> None:
         client = self.client(is_owner)
         assert client.ping()["ready"]
-        deep = client.ping(deep=True)
-        assert deep["ready"], deep
-        assert deep["daemon_ms"] is not None
-        assert all(worker["ms"] is not None for worker in deep["workers"]), deep
+
+        def all_answer() -> bool:
+            deep = client.ping(deep=True)
+            times_ms = [deep["daemon_ms"], *(worker["ms"] for worker in deep["workers"])]
+            return bool(deep["ready"]) and None not in times_ms
+
+        # Short jobs use their workers up: for a moment there may be none that has started.
+        until(all_answer, "the daemon and the workers answer")
         about = client.about()
         assert about["pid"] == self.stage.checked.pid
         assert about["is_owner"] is about["accepts_code"] is is_owner
@@ -989,26 +1176,36 @@ class ServerApi(RuleBasedStateMachine):
         until(lambda: pid not in self.stage.checked.worker_pids().values(), "it was reaped")
         self.stage.checked.wait_until_whole()
 
-    @precondition(
-        lambda self: self.oracle.kills < MAX_KILLS and self.oracle.daemon_deaths < MAX_DAEMON_DEATHS
-    )
+    def _may_kill_the_daemon(self) -> bool:
+        return self.oracle.kills < MAX_KILLS and self.oracle.daemon_deaths < MAX_DAEMON_DEATHS
+
+    @precondition(_may_kill_the_daemon)
     @rule(requests=BURSTS)
     @speaks("ps", "infer")
     def kill_the_memory_daemon(self, requests: list[tuple[str, int, int, bool]]) -> None:
         pid = self.stage.checked.daemon_pid()
         futures = self.submit(requests)
-        kill(pid)
-        self.oracle.kills += 1
-        self.oracle.daemon_deaths += 1
+        self._kill_the_daemon(pid)
         self.collect(requests, futures)
-        until(lambda: self.stage.checked.row("memory-daemon")["pid"] not in (0, pid), "a new one")
+        self._wait_for_another_daemon(pid)
         self.stage.checked.wait_until_whole()
 
-    @precondition(lambda self: self.steps >= 25 and self.lives == 1)  # it takes seconds
-    @rule(how=st.sampled_from(["kill", "signal", "stop"]))
+    def _kill_the_daemon(self, pid: int) -> None:
+        kill(pid)
+        self.oracle.device_lost()
+
+    def _wait_for_another_daemon(self, pid: int) -> None:
+        until(lambda: self.stage.checked.row("memory-daemon")["pid"] not in (0, pid), "a new one")
+
+    @precondition(lambda self: self.steps >= 32 and self.number % 4 == 1 and self.lives == 1)
+    @rule(how=st.sampled_from(WAYS_TO_END))
     @speaks("hello")
     def restart(self, how: str) -> None:
-        """Another server on the same state knows what was acknowledged."""
+        """Another server on the same state knows what was acknowledged. It takes seconds."""
+        self._restart(how)
+
+    def _restart(self, how: str) -> None:
+        self._leave_marks()
         rows = {row["name"]: row for row in self.client().jobs()}
         self.oracle.check_jobs(rows.values())
         self.lives += 1
@@ -1019,6 +1216,18 @@ class ServerApi(RuleBasedStateMachine):
             lambda: all(row["state"] == "ready" for row in self.client().models()),
             "all models are ready",
         )
+
+    def _leave_marks(self) -> None:
+        """What a server could forget is there: pins, their ends, a name given back, a pause."""
+        for name in ("a", "b", "c"):
+            self._register(name, "small", 0, "low", True, True)  # refused, where there is one
+        self._unregister("c", True)
+        self._pin("a", True, True)
+        self._pin("a", False, True)
+        self._pin("b", True, True)
+        name = self.job("held")
+        self._train(name, "endless", "normal", True)
+        self._act(name, "pause", True)
 
     # ---- always --------------------------------------------------------------------------------
 
@@ -1040,6 +1249,9 @@ class ServerApi(RuleBasedStateMachine):
         if self.stage.is_spoilt:
             return
         self.stage.is_spoilt = True
+        if self.number % RESTART_EVERY == 0 and self.lives == 1:
+            self._restart(WAYS_TO_END[self.number // RESTART_EVERY % len(WAYS_TO_END)])
+            self.server_and_oracle_agree()
         checked = self.stage.checked
         for name, job in self.oracle.jobs.items():
             if not job.end:
@@ -1105,13 +1317,15 @@ def run(stage: Stage, chosen: settings) -> None:
     run_state_machine_as_test(machine, settings=chosen)  # type: ignore[arg-type]
 
 
+SHARP: Final = {"wait_behind_a_held_one", "crowd_the_device", "pardon_what_was_set_aside"}
 QUICK = settings(
-    max_examples=16,
+    max_examples=RESTART_EVERY,
     stateful_step_count=30,
     deadline=None,
     derandomize=True,
     database=None,
     phases=[Phase.generate],  # a failure is told as it happened
+    report_multiple_bugs=False,
     suppress_health_check=list(HealthCheck),
 )
 
@@ -1119,12 +1333,13 @@ QUICK = settings(
 def test_any_verbs_in_any_order_are_answered_as_the_oracle_says(stage: Stage) -> None:
     run(stage, QUICK)
     assert sum(stage.ran.values()) > 200
+    assert stage.ran.keys() >= SHARP, "the rules that leave least to chance were tried"
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_very_many_verbs_in_any_order_are_answered_as_the_oracle_says(stage: Stage) -> None:
-    defaults = (("EXAMPLES", "200"), ("STEPS", "40"), ("SEED", "1"), ("SHRINK", "0"))
+    defaults = (("EXAMPLES", "80"), ("STEPS", "40"), ("SEED", "1"), ("SHRINK", "0"))
     examples, steps, seed, shrinks = (
         int(os.environ.get(f"PIPESWITCH_STATEFUL_{name}", default)) for name, default in defaults
     )

@@ -44,6 +44,13 @@ from pipeswitch.programs.spec import BuildSpec
 from pipeswitch.wire import MAGIC, RequestHeader, WireTensor, decode_reply, encode_header
 
 
+def has_ipv6() -> bool:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::1", 0))
+        return True
+    return False
+
+
 @pytest.fixture
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeScheduler]:
     scheduler = FakeScheduler(tmp_path_factory.mktemp("s"))
@@ -440,7 +447,8 @@ def test_logs_are_paged_at_characters(server: FakeScheduler, client: ps.Client) 
         list(client.task("absent").logs())
 
 
-def test_events_reach_subscribers_of_their_topic(server: FakeScheduler, client: ps.Client) -> None:
+def first_event(server: FakeScheduler, client: ps.Client) -> dict[str, Any]:
+    """Of the topic ``switch.``, while two topics are published."""
     events = client.events("switch.", timeout_s=DEADLINE_S)
     publishing = threading.Event()
 
@@ -452,11 +460,31 @@ def test_events_reach_subscribers_of_their_topic(server: FakeScheduler, client: 
     thread = threading.Thread(target=publish)
     thread.start()
     try:
-        assert next(events) == {"topic": "switch.m", "n": 2}
+        return next(events)
     finally:
         publishing.set()
         thread.join()
         events.close()  # type: ignore[attr-defined]
+
+
+def test_events_reach_subscribers_of_their_topic(server: FakeScheduler, client: ps.Client) -> None:
+    assert first_event(server, client) == {"topic": "switch.m", "n": 2}
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
+def test_an_ipv6_address_is_reached_as_it_is_written_and_its_events_too(tmp_path: Path) -> None:
+    scheduler = FakeScheduler(tmp_path, listen="tcp://[::1]:0")
+    try:
+        scheduler.announce("m")
+        address = scheduler.doors.tcp.address
+        for written in (address, address.removeprefix("tcp://")):
+            with ps.Client(written) as client:
+                assert client.address == address
+                x = np.ones((1, 4), np.float32)
+                assert np.array_equal(client.infer("m", x)["y"], 2 * x)
+                assert first_event(scheduler, client) == {"topic": "switch.m", "n": 2}
+    finally:
+        scheduler.close()
 
 
 def test_the_async_client_has_the_same_answers(server: FakeScheduler) -> None:
