@@ -61,6 +61,7 @@ class Point:
     training: bytes  # of each module: its training flag
     gradients: list[tuple[str, torch.Tensor, int]]  # left over, with their versions
     gradients_copied: bool
+    sparse_gradients: Mapping[str, torch.Tensor]  # left over, copied
 
 
 class SavedImage:
@@ -132,10 +133,13 @@ class Committer:
         if not self._has_state:  # after the first step; later changes are met at the commits
             self._has_state = any(o.state for o in self._objects.optimizers.values())
             self._adopt()
-        self._layout.snapshot_buffers()
+        self._layout.gather_parameters()
+        odd_buffers = self._layout.snapshot_buffers()
         parameters = self._objects.parameters
         gradients = [(n, p.grad, version(p.grad)) for n, p in parameters.items()
-                     if p.grad is not None]  # fmt: skip
+                     if p.grad is not None and not p.grad.is_sparse]  # fmt: skip
+        sparse = {n: p.grad.coalesce().clone() for n, p in parameters.items()
+                  if p.grad is not None and p.grad.is_sparse}  # fmt: skip
         if self._copies_gradients:
             self._copy_gradients(gradients)
         return Point(
@@ -143,17 +147,24 @@ class Committer:
             RandomState(self._device),
             data,
             entry,
-            captured(options_of(self._objects), None if last is None else last.options),
+            captured(
+                options_of(self._objects, odd_buffers), None if last is None else last.options
+            ),
             [(version(p), p.requires_grad) for p in parameters.values()],
             bytes([module.training for module in self._objects.modules]),
             gradients,
             self._copies_gradients,
+            sparse,
         )
 
     def parameters_are_intact(self, point: Point) -> bool:
         """No parameter was written since; what goes through ``.data`` is not seen."""
         parameters = self._objects.parameters.values()
         return all(version(p) == mark[0] for p, mark in zip(parameters, point.marks, strict=True))
+
+    def sum_of_parameters(self) -> int:
+        """Tells of writes that versions do not show; a pass over the parameters."""
+        return self._layout.sum_of_parameters()
 
     def is_intact(self, point: Point) -> bool:
         """The point can still be committed exactly."""
@@ -170,8 +181,10 @@ class Committer:
 
         Raises:
             OutOfDeviceMemory: the state outgrew its area.
+            InvalidInput: the models are no longer those that the loop began with.
         """
         self.finish()
+        self._objects.refuse_other_structure()
         layout = self._layout
         self._adopt()
         if point.gradients and not point.gradients_copied:
@@ -258,6 +271,10 @@ class Committer:
             "requires_grad": bytes(mark[1] for mark in point.marks),
             "training": point.training,
             "gradients": [name for name, *_ in point.gradients],
+            "sparse_gradients": {
+                name: (gradient.indices(), gradient.values(), tuple(gradient.shape))
+                for name, gradient in point.sparse_gradients.items()
+            },
             "optimizers": {k: self._optimizer_values(k) for k in self._objects.optimizers},
             "state_capacity": self._layout.state.capacity_bytes,
         }
@@ -304,6 +321,7 @@ class Committer:
 
     def _restore_tensors(self, saved: SavedImage) -> None:
         layout, objects = self._layout, self._objects
+        layout.bring_parameters_home()
         stored = saved.content["tensors"]
         for name in (*objects.parameters, *objects.buffers):
             place = layout.places[name]
@@ -324,6 +342,10 @@ class Committer:
                 place = layout.gradient_places[name]
                 layout.write(place.offset_bytes, saved.blob(place.name))
                 parameter.grad = torch.empty_like(parameter).copy_(layout.view(place))
+        for name, (indices, values, shape) in saved.values["sparse_gradients"].items():
+            gradient = torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True)
+            objects.parameters[name].grad = gradient.to(objects.parameters[name].device)
+        layout.restore_odd_buffers(saved.options["odd_buffers"])
 
     def _restore_optimizer(
         self, saved: SavedImage, key: str, optimizer: torch.optim.Optimizer
@@ -341,9 +363,13 @@ class Committer:
             optimizer.state[parameter][state_key] = value
 
 
-def options_of(objects: TrainedObjects) -> dict[str, Any]:
+def options_of(
+    objects: TrainedObjects, odd_buffers: Mapping[str, torch.Tensor | None] | None = None
+) -> dict[str, Any]:
     """Everything small that a step boundary must pin: lr, momentum, scheduler, extra_state."""
     return {
+        "odd_buffers": dict(odd_buffers or {}),
+        "modules": {path: m.get_extra_state() for path, m in objects.with_extra_state.items()},
         "groups": {
             key: [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
             for key, optimizer in objects.optimizers.items()
@@ -364,6 +390,8 @@ def load_options(objects: TrainedObjects, options: Mapping[str, Any]) -> None:
             raise InvalidInput(f"{kind}: committed {sorted(options[kind])}, now {sorted(items)}")
         for key, item in items.items():
             load_state(item, options[kind][key])
+    for path, module in objects.with_extra_state.items():
+        module.set_extra_state(options["modules"][path])
     for key, optimizer in objects.optimizers.items():
         stored = options["groups"].get(key, [])
         if len(stored) != len(optimizer.param_groups):

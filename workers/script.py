@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import os
 import runpy
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +42,8 @@ def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
         session.begin()
         with _clean_exit():
             _run_entry(message)
+        if not gate.is_evicting:
+            _join_threads()
         if gate.is_evicting:
             outcome = "preempted"  # it was asked to go, and goes: resumes near its end
         else:
@@ -47,13 +51,18 @@ def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
     except TaskPreempted:
         reach("job.evicted")
         outcome = "preempted"
-    except SystemExit as leaving:
-        outcome, kind, text = "failed", "SystemExit", f"exit status {leaving.code}"[:2000]
     except BaseException as error:  # user code may raise anything, KeyboardInterrupt included
-        traceback.print_exc()
-        outcome, kind, text = "failed", type(error).__name__, str(error)[:2000]
+        if gate.is_evicting:  # it caught its preemption and leaves in its own way; or begins anew
+            outcome = "preempted"
+        elif isinstance(error, SystemExit):
+            outcome, kind, text = "failed", "SystemExit", f"exit status {error.code}"[:2000]
+        else:
+            traceback.print_exc()
+            outcome, kind, text = "failed", type(error).__name__, str(error)[:2000]
     finally:
         session.close()
+    if outcome != "preempted":
+        _run_exit_hooks()
     _flush()
     return JobEnded(
         epoch=message.epoch,
@@ -86,6 +95,21 @@ def _run_entry(message: RunJob) -> None:
     sys.argv = [message.entry, *message.args]
     function = getattr(importlib.import_module(module_name), attribute or "main")
     function()
+
+
+def _join_threads() -> None:
+    """Wait for the script's threads as the interpreter's end does: one of them may train."""
+    shutdown = getattr(threading, "_shutdown", None)  # wakes idle pools first; no public name
+    if shutdown is not None:
+        shutdown()
+
+
+def _run_exit_hooks() -> None:
+    """What the script registered with ``atexit``; a worker leaves without the interpreter's end."""
+    run = getattr(atexit, "_run_exitfuncs", None)
+    if run is not None:
+        with contextlib.suppress(BaseException):  # it has printed its traceback
+            run()
 
 
 def _let_children_be_ended() -> None:

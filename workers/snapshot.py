@@ -12,6 +12,7 @@ import random
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Final
 
 import numpy as np
@@ -24,6 +25,9 @@ from pipeswitch.job import InexactResumeWarning
 
 from .torch_private import advance_sampler, is_plain_map_loader, version
 
+MAX_LOOKED_AT: Final = 500  # objects, on the way from a loader to the generators behind it
+MAX_DEPTH: Final = 5
+MAX_PARTS: Final = 32  # of a list or dict: longer ones are data
 SMALL_BYTES: Final = 1 << 16  # attachments up to here are copied at once; larger ones are watched
 
 
@@ -109,10 +113,13 @@ def named(value: Any, what: str) -> dict[str, Any]:
     """One object, several or a dict of them, as a dict with stable names."""
     if value is None:
         return {}
-    if hasattr(value, "state_dict") or isinstance(value, _GENERATORS):
+    if has_state(value):
         return {what: value}
     if isinstance(value, Mapping):
-        return {str(key): item for key, item in value.items()}
+        keys = [key if isinstance(key, str) else str(index) for index, key in enumerate(value)]
+        if len(set(keys)) < len(keys):
+            raise InvalidInput(f"{what}: keys that look alike", hint="use names: strings")
+        return dict(zip(keys, value.values(), strict=True))
     if isinstance(value, Iterable):
         return {str(index): item for index, item in enumerate(value)}
     raise InvalidInput(
@@ -121,17 +128,43 @@ def named(value: Any, what: str) -> dict[str, Any]:
     )
 
 
-_GENERATORS: Final = (torch.Generator, np.random.Generator, random.Random)
+GENERATORS: Final = (
+    torch.Generator, np.random.Generator, np.random.RandomState, random.Random
+)  # fmt: skip
+_NOTES: Final = (dict, list)  # of plain values: the best loss so far, a hidden state
+
+
+def has_state(value: Any) -> bool:
+    """It can be captured and put back by itself."""
+    return hasattr(value, "state_dict") or isinstance(value, GENERATORS)
+
+
+def named_extras(value: Any) -> dict[str, Any]:
+    """``extra_state`` by name. A dict without stateful objects is itself one: a script's notes."""
+    if type(value) is dict and not any(map(has_state, value.values())):
+        return {"extra_state": value}
+    extras = named(value, "extra_state")
+    for name, item in extras.items():
+        if not (has_state(item) or type(item) in _NOTES):
+            raise InvalidInput(
+                f"extra_state {name!r}: a {type(item).__name__} has no state_dict()",
+                hint="put numbers and tensors of your own into a dict: extra_state={'mine': {...}}",
+            )
+    return extras
 
 
 def state_of(item: Any) -> Any:
-    """The state of one scheduler, EMA, GradScaler or generator."""
+    """The state of one scheduler, EMA, GradScaler, generator, or of a script's notes."""
     if isinstance(item, torch.Generator):
         return item.get_state()
     if isinstance(item, np.random.Generator):
         return item.bit_generator.state
+    if isinstance(item, np.random.RandomState):
+        return item.get_state(legacy=False)
     if isinstance(item, random.Random):
         return item.getstate()
+    if type(item) in _NOTES:
+        return item
     return item.state_dict()
 
 
@@ -141,37 +174,63 @@ def load_state(item: Any, state: Any) -> None:
         item.set_state(state)
     elif isinstance(item, np.random.Generator):
         item.bit_generator.state = state
+    elif isinstance(item, np.random.RandomState):
+        item.set_state(state)
     elif isinstance(item, random.Random):
         item.setstate(state)
+    elif type(item) is dict:
+        item.clear()
+        item.update(state)
+    elif type(item) is list:
+        item[:] = state
     else:
         item.load_state_dict(state)
 
 
 @dataclass(frozen=True)
 class DataState:
-    """Where a loader stood: its own generators and, where it has one, its ``state_dict()``."""
+    """Where a loader stood: its generators and, where it has one, its ``state_dict()``."""
 
-    generators: list[torch.Tensor]
+    generators: dict[str, Any]  # by where they were found: their states
     own: Any  # of the loader or its dataset; None without
 
 
 class DataPosition:
-    """One loader's place in its data: captured, and taken up again without fetching the data."""
+    """One loader's place in its data: captured, and taken up again without fetching the data.
 
-    def __init__(self, loader: Any) -> None:
+    Args:
+        loader: what ``job.steps`` was given.
+        extras: of ``extra_state``; generators among them may be what a sampler draws from.
+    """
+
+    def __init__(self, loader: Any, extras: Mapping[str, Any]) -> None:
         self._loader = loader
-        self._generators = _generators_of(loader)
+        self._generators = generators_of(loader)
+        known = {id(generator) for generator in self._generators.values()}
+        for name, item in extras.items():
+            if isinstance(item, GENERATORS) and id(item) not in known:
+                self._generators[f"extra_state.{name}"] = item
         self._keeper = _state_keeper(loader)
 
     def capture(self) -> DataState:
         """Cheap; called at every commit point, with no fetch under way."""
         own = None if self._keeper is None else self._keeper.state_dict()
-        return DataState([generator.get_state() for generator in self._generators], own)
+        return DataState({path: state_of(g) for path, g in self._generators.items()}, own)
 
     def restore_generators(self, state: DataState) -> None:
-        """Put the loader's own generators back."""
-        for generator, value in zip(self._generators, state.generators, strict=True):
-            generator.set_state(value)
+        """Put the loader's generators back.
+
+        Raises:
+            InvalidInput: one is not where it was: made in the loop, or the script changed.
+        """
+        for path, value in state.generators.items():
+            if path not in self._generators:
+                raise InvalidInput(
+                    f"the random generator {path} was there when the loop was committed, and is "
+                    "not now",
+                    hint="make it before the first job.steps",
+                )
+            load_state(self._generators[path], value)
 
     def open_new(self) -> Iterator[Any]:
         """An iterator from the start."""
@@ -232,18 +291,39 @@ class DataPosition:
         return True
 
 
-def _generators_of(loader: Any) -> list[torch.Generator]:
-    """The loader's and its samplers' own generators (public attributes), each once."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    owners = (
-        loader,
-        getattr(loader, "sampler", None),
-        batch_sampler,
-        getattr(batch_sampler, "sampler", None),
-        getattr(loader, "dataset", None),
-    )
-    found = {id(g): g for g in (getattr(owner, "generator", None) for owner in owners)}
-    return [g for g in found.values() if isinstance(g, torch.Generator)]
+def generators_of(loader: Any) -> dict[str, Any]:
+    """Random generators that hang on the loader: its own, its sampler's, its dataset's, ….
+
+    Follows attributes (``loader.dataset.transform.rng``) and short lists and dicts.
+
+    Returns:
+        By the path to it, each generator once.
+    """
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    todo: list[tuple[str, Any, int]] = [("loader", loader, 0)]
+    while todo and len(seen) < MAX_LOOKED_AT:
+        path, owner, depth = todo.pop(0)
+        if id(owner) in seen:
+            continue
+        seen.add(id(owner))
+        if isinstance(owner, GENERATORS):
+            found[path] = owner
+        elif depth < MAX_DEPTH:
+            todo += [(f"{path}.{name}", item, depth + 1) for name, item in _parts_of(owner)]
+    return found
+
+
+def _parts_of(owner: Any) -> list[tuple[str, Any]]:
+    """Where a generator may hang on ``owner``, with names that the next start finds too."""
+    if isinstance(owner, (list, tuple)) and len(owner) <= MAX_PARTS:
+        return [(str(index), item) for index, item in enumerate(owner)]
+    if type(owner) is dict and len(owner) <= MAX_PARTS:
+        return [(name, item) for name, item in owner.items() if isinstance(name, str)]
+    if isinstance(owner, (type, ModuleType, torch.Tensor)):
+        return []
+    attributes = getattr(owner, "__dict__", {})
+    return [(name, item) for name, item in attributes.items() if name != "_iterator"]
 
 
 def _state_keeper(loader: Any) -> Any:

@@ -61,6 +61,24 @@ def bytes_of_their_own(memory: torch.Tensor, offset_bytes: int, size_bytes: int)
     return made
 
 
+def registered_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor | None]]:
+    """A module's own buffers, those that are None too; without them where the name is gone."""
+    buffers = getattr(module, "_buffers", None)
+    if buffers is None:
+        return list(module.named_buffers(recurse=False))
+    return list(buffers.items())
+
+
+def has_aliases(tensor: torch.Tensor) -> bool:
+    """Other tensors lie in this one's storage: views, ``.data``, a ``state_dict()``.
+
+    False where this torch cannot tell.
+    """
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    storage = tensor.untyped_storage()
+    return count is not None and int(count(storage._cdata)) > 2  # the tensor and ``storage``
+
+
 def version(tensor: torch.Tensor) -> int:
     """Counts in-place writes (autograd's own counter); not those through ``.data``."""
     return tensor._version

@@ -5,6 +5,7 @@ Life of a loop, in numbered steps:
    commit if the job has one for this place of the script, or skips a finished loop.
 2. Between two bodies stands a *boundary*. If every optimizer has stepped since the last point, it
    is a commit point: captured, and committed when the interval is over. Then the gate is looked at.
+   A body that was seen to write parameters behind torch's back (``.data``) overlaps no commit.
 3. The next batch is fetched with the device given up; the body runs with the hooks of
    ``hooks.py`` looking at the gate at every layer, forward and backward.
 4. ``optimizer.step()`` first waits for the commit under way, and is never interrupted.
@@ -29,17 +30,18 @@ import torch
 
 from pipeswitch.commit_image import compact_image
 from pipeswitch.errors import HostStoreFull, InvalidInput, OutOfDeviceMemory
-from pipeswitch.job import as_number, warn_if_not_finite
+from pipeswitch.job import InexactResumeWarning, as_number, warn_if_not_finite
 
 from .committing import COMMIT_SHARE, PAST, Committer, Point, Position, SavedImage, options_of
 from .gate import Gate
 from .hooks import Removable, hook_modules, hook_optimizer, use_gate
-from .snapshot import Captured, DataPosition, RandomState, named
-from .training_slice import TrainedObjects, TrainingSlice, history_bytes
+from .snapshot import Captured, DataPosition, RandomState, named, named_extras
+from .training_slice import TrainedObjects, TrainingSlice, history_bytes, sparse_gradient_bytes
 
 FIRST_COMMIT_GAP_MS: Final = 50.0  # of each start of the script
 REPORT_EVERY_MS: Final = 100.0  # a fast loop must not flood the controller
 SPARE_STATE_BYTES: Final = 256 << 10  # random generators, the JSON, and room to grow
+JSON_NAMES: Final = 16  # how often the JSON names each parameter: its tensors, and their owners
 MAX_PAST_PHASES: Final = 4  # each costs its image once more, in every commit
 
 _Batch = TypeVar("_Batch")
@@ -124,7 +126,15 @@ class TrainingSession:
         self._data: DataPosition | None = None
         self._stepped: set[str] = set()
         self._optimizer_depth = 0
+        self._open_loop: object | None = None
+        self._in_body = False
         self._body_is_clean = False  # the last body did not write parameters before its step
+        self._parameters_sum: int | None = None  # at the last point; None: this body is not watched
+        # Of this script's bodies: one left its parameters alone before its step, bit by bit; one
+        # did not, and no version counter told (``.data``).
+        bodies = (False, False) if self._saved is None else self._saved.values["bodies"]
+        self._was_watched: bool = bodies[0]
+        self._writes_unseen: bool = bodies[1]
         self._warned: set[str] = set()
         self._log: dict[str, float] = {}
         self._report_at_ms = 0.0
@@ -143,7 +153,19 @@ class TrainingSession:
         use_gate(self._gate)
 
     def finish(self) -> None:
-        """Call when the script has ended well: commits its end and gives the device up."""
+        """Call when the script has ended well: commits its end and gives the device up.
+
+        Raises:
+            InvalidInput: it ended before it came to the loop in which it was interrupted.
+        """
+        if self._saved is not None:
+            place = self._saved.position
+            raise InvalidInput(
+                f"the script ended before it came to the place of its last commit (step "
+                f"{place.step}, {place.name}, epoch {place.epoch}): nothing was restored",
+                hint="under a server job.epochs and job.steps resume: a script must not skip "
+                "loops itself, by a checkpoint of its own or a limit of time",
+            )
         self._report(final=True)
         self._end_phase(force=True)
         committed = self._committer.committed if self._committer is not None else None
@@ -179,6 +201,9 @@ class TrainingSession:
         self._in_epochs = True
         saved = self._saved_for_phase()
         first = 0 if saved is None else saved.position.epoch
+        if saved is not None and saved.position.phase == self._phase:
+            self._refuse_other_count(count, saved.values["epochs"])
+        self._entry["epochs"] = count
         try:
             for epoch in range(first, count):
                 self._epoch, self._loop = epoch, 0
@@ -192,6 +217,15 @@ class TrainingSession:
             self._in_epochs, self._epoch = False, -1
             if not self._is_unwinding:
                 self._end_phase()
+
+    def _refuse_other_count(self, count: int, committed: int) -> None:
+        """Where a script skips epochs by itself, ``job`` would skip others on top of them."""
+        if count != committed:
+            raise InvalidInput(
+                f"job.epochs({count}) was job.epochs({committed}) when the job was committed",
+                hint="job.epochs skips what is finished: give it the whole number, and let the "
+                "script not resume from a checkpoint of its own",
+            )
 
     def steps(
         self,
@@ -208,30 +242,36 @@ class TrainingSession:
             named(model, "model"),
             named(optimizer, "optimizer"),
             named(scheduler, "scheduler"),
-            named(extra_state, "extra_state"),
+            named_extras(extra_state),
         )
+        if self._open_loop is not None:  # left by ``break``, and something still refers to it
+            self._end_loop()
+        self._open_loop = this_loop = object()
         if not self._in_epochs:
             self._phase += 1
             self._loop = 0
             self._entry["epoch_random"] = RandomState(self.device).values()
+            self._entry["epochs"] = 0
         place = Position(
             self._phase, self._epoch, self._loop, 0, False, name or f"steps-{self._phase}",
             self._step,
         )  # fmt: skip
         self._loop += 1
         self._bind(objects)
-        self._data = DataPosition(loader)
+        self._data = DataPosition(loader, objects.extras)
         if "loader" not in self._warned and self._data.warn_if_inexact():
             self._warned.add("loader")
             self._host.report("warning", what="inexact_resume", step=self._step)
         iterator = self._open(place)
         try:
             if iterator is not None:
-                yield from self._run(iterator)
+                yield from self._run(iterator, this_loop)
         finally:
-            if not self._is_unwinding:
-                self._end_loop()
-            self._gate.leave()
+            if self._open_loop is this_loop:
+                self._open_loop = None
+                if not self._is_unwinding:
+                    self._end_loop()
+                self._gate.leave()
 
     def log(self, values: Mapping[str, Any]) -> None:
         """See ``pipeswitch.job.log``: numbers are read when they are due, or cheap to read."""
@@ -257,9 +297,13 @@ class TrainingSession:
             return
         self._release()
         past = sum(len(image) + 64 for image in self._past.values())
+        objects.refuse_shared_memory()
+        self._warn_of_what_is_lost(objects)
         self._layout = TrainingSlice(objects, self._state_bytes(objects), past)
         memory = self._lease(self._layout, objects)
         self._layout.bind(memory)
+        if self._bound_phase < 0:
+            self._compare_beginnings()
         self._committer = Committer(self._host, self._layout, self._past, self.device)
         self._objects, self._bound_phase, self._point = objects, self._phase, None
         self._stepped.clear()
@@ -296,6 +340,43 @@ class TrainingSession:
         self._remove_hooks()
         self._layout.unbind()
 
+    def _compare_beginnings(self) -> None:
+        """Every life of a script makes the same models, unless it loads what it saved itself."""
+        assert self._layout is not None
+        now = self._layout.sum_of_parameters()
+        self._entry["beginning"] = now if self._saved is None else self._saved.values["beginning"]
+        if self._entry["beginning"] != now:
+            warnings.warn(
+                "the models began with other values than in this job's first life. If the script "
+                "loads a checkpoint of its own, it must not skip epochs or loops by it as well: "
+                "job resumes where it stopped",
+                InexactResumeWarning,
+                stacklevel=5,
+            )
+
+    def _warn_of_what_is_lost(self, objects: TrainedObjects) -> None:
+        """Say once what a resumed script will not find as it was."""
+        if "lost" in self._warned:
+            return
+        self._warned.add("lost")
+        groups = [g for o in objects.optimizers.values() for g in o.param_groups]
+        if not objects.schedulers and any("initial_lr" in group for group in groups):
+            warnings.warn(
+                "job.steps: a scheduler drives the optimizer and was not passed; a resumed script "
+                "starts it anew. Pass scheduler=…",
+                InexactResumeWarning,
+                stacklevel=5,
+            )
+        aliased = objects.aliased()
+        if aliased:
+            warnings.warn(
+                f"job.steps: {', '.join(aliased[:4])}: other tensors share this memory (a view, "
+                "`.data`, a state_dict()) and will keep the values of now. Take them in the loop, "
+                "or clone them",
+                UserWarning,
+                stacklevel=5,
+            )
+
     def _warn_of_many_phases(self) -> None:
         if "phases" not in self._warned:
             self._warned.add("phases")
@@ -311,8 +392,10 @@ class TrainingSession:
         options = Captured(options_of(objects))
         tensors = 4 * len(objects.parameters) + len(objects.buffers)
         now = len(str(options.data)) + sum(len(part) for part in options.read()) + 400 * tensors
+        now += JSON_NAMES * sum(map(len, objects.parameters))
         before = 0 if self._saved is None else int(self._saved.values["state_capacity"])
         history = sum(map(history_bytes, objects.optimizers.values()))
+        history += sparse_gradient_bytes(objects.modules)
         return max(before, now + now // 4 + history + SPARE_STATE_BYTES)
 
     def _remove_hooks(self) -> None:
@@ -389,7 +472,7 @@ class TrainingSession:
 
     # ------------------------------------------------------------------------- the loop
 
-    def _run(self, iterator: Iterator[Any]) -> Iterator[Any]:
+    def _run(self, iterator: Iterator[Any], this_loop: object) -> Iterator[Any]:
         while True:
             self._unwind_if_evicted()
             self._gate.leave("loader")
@@ -399,7 +482,14 @@ class TrainingSession:
                 return
             self._gate.enter()
             self._body_is_clean = False
+            self._in_body = True
             yield batch
+            if self._open_loop is not this_loop:
+                raise InvalidInput(
+                    "job.steps inside job.steps: a loop began in the body of this one",
+                    hint="make the inner one a plain loop over its loader",
+                )
+            self._in_body = False
             self._step += 1
             position = self._position
             self._position = replace(position, batches=position.batches + 1, step=self._step)
@@ -423,12 +513,14 @@ class TrainingSession:
         self._capture()
         if self._host.now_ms() >= self._next_commit_at_ms and self._saved is None:
             self._begin_commit()
-            if not (self._overlap and self._body_is_clean):
+            is_clean = self._body_is_clean and self._was_watched and not self._writes_unseen
+            if not (self._overlap and is_clean):
                 self._finish_commit()
 
     def _end_loop(self) -> None:
         """After the last batch, or a ``break``: what follows must find the state as it is now."""
         self._optimizer_depth, self._gate.in_optimizer_step = 0, False
+        self._in_body = False
         if self._saved is None and not (self._point and self._is_whole(self._point)):
             self._position = replace(self._position, finished=True, step=self._step)
             self._capture()
@@ -463,14 +555,38 @@ class TrainingSession:
         assert self._data is not None
         self._finish_commit()
         self._point = self._committer.capture(
-            self._position, self._data.capture(), dict(self._entry), self._point
+            self._position,
+            self._data.capture(),
+            {**self._entry, "bodies": (self._was_watched, self._writes_unseen)},
+            self._point,
         )
         self._stepped.clear()
+        is_due = self._host.now_ms() >= self._next_commit_at_ms
+        watch = (is_due or not self._was_watched) and not self._writes_unseen
+        self._parameters_sum = self._committer.sum_of_parameters() if watch else None
+
+    def _look_for_unseen_writes(self) -> None:
+        """Has the body written parameters through ``.data``, where no version counter tells?
+
+        Such a body must not overlap a commit, nor may its point be committed in mid-step. The
+        first bodies are watched, and those behind a commit: a pass over the parameters.
+        """
+        before, self._parameters_sum = self._parameters_sum, None
+        assert self._committer is not None
+        if before is None or not self._body_is_clean:
+            return
+        if before == self._committer.sum_of_parameters():
+            self._was_watched = True
+            return
+        self._writes_unseen = True
+        self._next_commit_at_ms = self._host.now_ms()  # the one under way may be of both states
 
     def _commit_point(self) -> None:
         """Commit the last point, unless it is committed or cannot be; waits."""
         assert self._committer is not None
         self._finish_commit()
+        if self._in_body and (self._writes_unseen or not self._was_watched):
+            return
         point = self._point
         if point is not None and self._committer.committed is not point:
             if not self._stepped and self._committer.is_intact(point):
@@ -529,6 +645,7 @@ class TrainingSession:
             self._gate.check("boundary")
             if self._point is not None and self._committer is not None and not self._stepped:
                 self._body_is_clean = self._committer.parameters_are_intact(self._point)
+                self._look_for_unseen_writes()
             self._finish_commit()
             self._gate.in_optimizer_step = True
         self._optimizer_depth += 1

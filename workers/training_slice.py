@@ -14,16 +14,18 @@ import copy
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from pipeswitch.errors import InvalidInput, OutOfDeviceMemory
 from pipeswitch.programs.layout import aligned
 
-from .torch_private import bytes_of_their_own
+from .torch_private import bytes_of_their_own, has_aliases, registered_buffers
 
 TENSOR_BYTES: Final = 64  # cache line, and what torch's own cpu allocator aligns to
 AREA_BYTES: Final = 512
@@ -121,22 +123,29 @@ class TrainedObjects:
     extras: Mapping[str, Any]
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    owners: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)  # of each buffer
+    owners: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)  # of buffers, None too
     modules: list[nn.Module] = field(default_factory=list)
+    groups: dict[str, list[int]] = field(default_factory=dict)  # parameters in each group
+    with_extra_state: dict[str, nn.Module] = field(default_factory=dict)  # torch's own hook for it
 
     def __post_init__(self) -> None:
         seen: set[int] = set()
         for key, model in self.models.items():
             for path, module in model.named_modules(prefix=key):
                 self.modules.append(module)
+                if type(module).get_extra_state is not nn.Module.get_extra_state:
+                    self.with_extra_state[path] = module
                 for name, parameter in module.named_parameters(recurse=False):
                     self._add(f"{path}.{name}", parameter, seen)
-                for name, buffer in module.named_buffers(recurse=False):
-                    if id(buffer) not in seen:
+                for name, buffer in registered_buffers(module):
+                    if buffer is not None and id(buffer) in seen:
+                        continue
+                    self.owners[f"{path}.{name}"] = (module, name)
+                    if buffer is not None:
                         seen.add(id(buffer))
                         self.buffers[f"{path}.{name}"] = buffer
-                        self.owners[f"{path}.{name}"] = (module, name)
         for key, optimizer in self.optimizers.items():
+            self.groups[key] = [len(group["params"]) for group in optimizer.param_groups]
             for g, group in enumerate(optimizer.param_groups):
                 for i, parameter in enumerate(group["params"]):
                     self._add(f"optimizer.{key}.{g}.{i}", parameter, seen)
@@ -145,9 +154,63 @@ class TrainedObjects:
         if id(parameter) in seen:
             return
         seen.add(id(parameter))
+        if is_lazy(parameter) or parameter.device.type == "meta":
+            raise InvalidInput(
+                f"{name} has no values yet",
+                hint="materialize lazy modules before job.steps: run one forward",
+            )
         if parameter.layout is not torch.strided or parameter.is_quantized:
             raise InvalidInput(f"{name}: only dense parameters can be trained here")
         self.parameters[name] = parameter  # type: ignore[assignment]
+
+    def refuse_other_structure(self) -> None:
+        """A resumed script builds its models anew, as they are before the loop.
+
+        Raises:
+            InvalidInput: layers or parameters came or went since.
+        """
+        now = TrainedObjects(self.models, self.optimizers, self.schedulers, self.extras)
+        ours = {name: id(parameter) for name, parameter in self.parameters.items()}
+        theirs = {name: id(parameter) for name, parameter in now.parameters.items()}
+        changed = sorted(name for name, _ in ours.items() ^ theirs.items())
+        changed += sorted(self.owners.keys() ^ now.owners.keys())
+        if not changed and list(map(type, self.modules)) != list(map(type, now.modules)):
+            changed = ["a layer"]
+        if not changed and self.groups != now.groups:
+            changed = ["a parameter group"]
+        if changed:
+            raise InvalidInput(
+                f"{', '.join(changed[:4])}: added, replaced or removed since the loop began; a "
+                "resumed script would build the model without that",
+                hint="change models between two job.epochs (or two job.steps outside of one), "
+                "not within",
+            )
+
+    def refuse_shared_memory(self) -> None:
+        """Every parameter gets a place of its own, so none may lie in another tensor's memory.
+
+        Raises:
+            InvalidInput: two of them overlap, or a parameter and a buffer.
+        """
+        spans = []
+        for name, tensor in (*self.parameters.items(), *self.buffers.items()):
+            if tensor.numel():
+                start = tensor.data_ptr()
+                reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+                end = start + (reach + 1) * tensor.element_size()
+                spans.append((tensor.device.type, start, end, name))
+        spans.sort()
+        for one, other in pairwise(spans):
+            is_parameter = one[3] in self.parameters or other[3] in self.parameters
+            if is_parameter and one[0] == other[0] and other[1] < one[2]:
+                raise InvalidInput(
+                    f"{one[3]} and {other[3]} lie in the same memory",
+                    hint="to tie weights, assign the Parameter itself: b.weight = a.weight",
+                )
+
+    def aliased(self) -> list[str]:
+        """Parameters whose memory something else of the script refers to."""
+        return [name for name, parameter in self.parameters.items() if has_aliases(parameter)]
 
     def is_same(self, other: TrainedObjects) -> bool:
         """The very same objects."""
@@ -199,6 +262,15 @@ def history_bytes(optimizer: torch.optim.Optimizer) -> int:
     return total
 
 
+def sparse_gradient_bytes(modules: Iterable[nn.Module]) -> int:
+    """Bytes of the largest sparse gradients that embeddings may leave behind."""
+    total = 0
+    for module in modules:
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            total += _bytes_of(module.weight) + 8 * module.num_embeddings
+    return total
+
+
 def _on_meta(state: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: (value.to("meta") if value.dim() else value.clone())
@@ -240,6 +312,7 @@ class TrainingSlice:
         self.gradient_places: dict[str, Place] = {}
         self._buffer_places: dict[str, Place] = {}
         self._homes: dict[tuple[str, int, Any], tuple[Place, torch.Tensor]] = {}
+        self._homes_of_parameters: list[tuple[str, nn.Parameter, int]] = []  # and their addresses
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._bound: dict[int, torch.Tensor] = {}  # by offset: a replaced one is let go
         for name, parameter in objects.parameters.items():
@@ -264,6 +337,11 @@ class TrainingSlice:
         self._memory = memory
         for name, parameter in self.objects.parameters.items():
             self._move(parameter, self.places[name])
+        self._homes_of_parameters = [
+            (name, parameter, memory.data_ptr() + self.places[name].offset_bytes)
+            for name, parameter in self.objects.parameters.items()
+            if parameter.numel()
+        ]
         for name, buffer in self.objects.buffers.items():
             self._move(buffer, self._buffer_places[name])
         self.adopt_optimizer_state()
@@ -321,6 +399,8 @@ class TrainingSlice:
 
         Its own storage, so that ``torch.save`` of a parameter does not write the arena.
         """
+        if not place.size_bytes:
+            return torch.empty(place.shape, dtype=place.dtype, device=self._memory.device)
         raw = self.bytes_at(place.offset_bytes, place.size_bytes)
         flat = raw.view(place.dtype)
         return flat.as_strided(place.shape, place.stride, flat.storage_offset())
@@ -332,23 +412,63 @@ class TrainingSlice:
         part = self._memory[offset_bytes : offset_bytes + size_bytes]
         return torch.from_numpy(part.numpy())
 
-    def snapshot_buffers(self) -> None:
-        """Copy the live buffers to the snapshot: one copy, plus those the model replaced.
+    def gather_parameters(self) -> None:
+        """Copy home what the script has put elsewhere by ``parameter.data = …``.
+
+        Such a parameter stays where it is: something else of the script may refer to it.
 
         Raises:
-            InvalidInput: a buffer changed its shape or type.
+            InvalidInput: it changed its shape or type.
         """
+        for name, parameter in self._moved():
+            place = self.places[name]
+            if not _fits(place, parameter):
+                raise InvalidInput(
+                    f"{name} was {place.dtype}{list(place.shape)} when the loop began and is "
+                    f"{parameter.dtype}{list(parameter.shape)} now; cannot commit",
+                    hint="change shapes between two job.epochs, not within",
+                )
+            with torch.no_grad():
+                self.view(place).copy_(parameter)
+
+    def bring_parameters_home(self) -> None:
+        """Let every parameter lie in the slice again; its values are about to be restored."""
+        for name, parameter in self._moved():
+            with torch.no_grad():
+                rebind(parameter, self.view(self.places[name]))
+
+    def _moved(self) -> list[tuple[str, nn.Parameter]]:
+        return [
+            (name, p) for name, p, address in self._homes_of_parameters if p.data_ptr() != address
+        ]
+
+    def sum_of_parameters(self) -> int:
+        """Changes when any of their bits does, in all likelihood; a pass over their memory."""
+        used = self.bytes_at(self.parameters.offset_bytes, self.parameters.used_bytes)
+        return int(used.view(torch.int64).sum()) if used.numel() else 0
+
+    def snapshot_buffers(self) -> dict[str, torch.Tensor | None]:
+        """Copy the live buffers to the snapshot: one copy, plus those the model replaced.
+
+        Returns:
+            What has no place in it: buffers that are None, or have another shape or type by now.
+        """
+        odd: dict[str, torch.Tensor | None] = {}
         size = self.snapshot.used_bytes
         if size:
             target = self.bytes_at(self.snapshot.offset_bytes, size)
             target.copy_(self.bytes_at(self.buffers.offset_bytes, size))
         for name, (module, key) in self.objects.owners.items():
             now = getattr(module, key, None)
-            if now is not self.objects.buffers[name]:
-                place = self.places[name]
-                if now is None or not _fits(place, now):
-                    raise InvalidInput(f"buffer {name} changed its shape or type; cannot commit")
+            first = self.objects.buffers.get(name)
+            if now is first and (first is None or first.numel()):
+                continue
+            place = self.places.get(name)
+            if now is None or place is None or not _fits(place, now):
+                odd[name] = now
+            elif now is not first:
                 self.view(place).copy_(now)
+        return odd
 
     def write(self, offset_bytes: int, raw: memoryview | bytes) -> None:
         """Copy bytes into the slice."""
@@ -358,14 +478,20 @@ class TrainingSlice:
         elif len(raw):
             target.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
 
+    def restore_odd_buffers(self, odd: Mapping[str, torch.Tensor | None]) -> None:
+        """What ``snapshot_buffers`` returned, back on its modules."""
+        for name, value in odd.items():
+            module, key = self.objects.owners[name]
+            setattr(module, key, None if value is None else value.to(self._memory.device))
+
     def restore_buffer(self, name: str, raw: memoryview) -> None:
         """Write a committed buffer back into the one that the model uses now."""
         module, key = self.objects.owners[name]
         place = self._buffer_places[name]
         self.write(place.offset_bytes, raw)
         now = getattr(module, key, None)
-        if now is not None and now is not self.objects.buffers[name]:
-            now.copy_(self.view(place))
+        if now is not self.objects.buffers[name]:  # replaced since; it may have another shape
+            setattr(module, key, self.objects.buffers[name])
 
     def _move(self, tensor: torch.Tensor, place: Place) -> None:
         with torch.no_grad():
