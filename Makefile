@@ -4,6 +4,7 @@ VENV   ?= .venv
 OUT    ?= demo-out
 MINUTES ?= 2
 SECONDS ?= 60
+JOBS   ?= 2
 GPU_PYTHON ?= $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,python3)
 SEED   ?= 1
 SOAKS  ?= test_training_kills test_training_exact test_durability test_server_soak test_hostile
@@ -28,8 +29,8 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)  ## Serve three models beside a training job and measure it; needs no GPU.
 	$(BIN)/pipeswitch demo --out $(OUT)
 
-test: $(STAMP)  ## The whole test suite, on the cpu device.
-	$(BIN)/python -m pytest
+test: $(STAMP)  ## The whole test suite, on the cpu device, two files at a time (JOBS=1: one).
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)  ## ruff, its formatter, the bans, bandit, mypy.
 	$(BIN)/ruff check $(LINTED)

@@ -1244,10 +1244,26 @@ class ServerApi(RuleBasedStateMachine):
         self.oracle.check_stats(stats)
         self.stage.is_spoilt = spoilt
 
+    def _be_sharp(self) -> None:
+        """The rules that leave least to chance, where chance has not chosen them before: what a
+        machine draws depends on what the server answered, and so on its load."""
+        sharp: dict[str, Callable[[], None]] = {
+            "wait_behind_a_held_one": lambda: self.wait_behind_a_held_one([]),
+            "pardon_what_was_set_aside": lambda: self.pardon_what_was_set_aside(True, False),
+            "crowd_the_device": lambda: self.crowd_the_device(["wide", "small", "wide"], True),
+        }
+        assert sharp.keys() == SHARP
+        for name, ask in sharp.items():
+            if name not in self.stage.ran:
+                ask()
+                self.server_and_oracle_agree()
+
     def teardown(self) -> None:
         """Back to an empty server: every byte, lease and slab has come back."""
         if self.stage.is_spoilt:
             return
+        if self.number % RESTART_EVERY == RESTART_EVERY - 1:
+            self._be_sharp()
         self.stage.is_spoilt = True
         if self.number % RESTART_EVERY == 0 and self.lives == 1:
             self._restart(WAYS_TO_END[self.number // RESTART_EVERY % len(WAYS_TO_END)])
@@ -1333,7 +1349,7 @@ QUICK = settings(
 def test_any_verbs_in_any_order_are_answered_as_the_oracle_says(stage: Stage) -> None:
     run(stage, QUICK)
     assert sum(stage.ran.values()) > 200
-    assert stage.ran.keys() >= SHARP, "the rules that leave least to chance were tried"
+    assert stage.ran.keys() >= SHARP
 
 
 @pytest.mark.soak

@@ -237,7 +237,8 @@ def checked_server(*, settles: bool = True, status: int = 0, **options: Any) -> 
                 assert "the grace period is over" not in running.log(), "it waited for nothing"
     finally:
         gone(mark)
-    assert shm_names() <= names, f"left in /dev/shm: {shm_names() - names}"
+    # Loaders of scripts in another test come and go there.
+    until(lambda: shm_names() <= names, f"nothing is left in /dev/shm beside {names}")
 
 
 # ------------------------------------------------------------------------------- training
