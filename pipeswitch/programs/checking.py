@@ -82,11 +82,8 @@ def check_program(
             hint=_why(plain, inputs, _run(program, inputs)),
         )
     for other in _at_another_batch(graph, inputs):
-        try:
-            expected = _run(plain, other)
-        except Exception:  # whatever a model's code raises: it does not take this batch
-            continue
-        if not _all_same(expected, _run(program, other)):
+        answer = _run_if_it_takes(plain, other)
+        if answer is not None and not _all_same(answer, _run(program, other)):
             raise BatchMatters(f"at batch {other[0].shape[0]} it does not compute the same bits")
 
 
@@ -101,6 +98,14 @@ def _program(graph: Graph, weights: Sequence[torch.Tensor]) -> Compute:
             return compiled.finish(environment, weights)
 
     return compute
+
+
+def _run_if_it_takes(plain: Compute, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """None: whatever the model's code raises, it does not take this batch."""
+    try:
+        return _run(plain, inputs)
+    except Exception:
+        return None
 
 
 def _run(compute: Compute, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
