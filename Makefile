@@ -4,7 +4,7 @@ VENV   ?= .venv
 OUT    ?= demo-out
 MINUTES ?= 2
 SECONDS ?= 60
-JOBS   ?= 2
+JOBS   ?= 0
 GPU_PYTHON ?= $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,python3)
 SEED   ?= 1
 SOAKS  ?= test_training_kills test_training_exact test_durability test_server_soak test_hostile
@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)  ## Serve three models beside a training job and measure it; needs no GPU.
 	$(BIN)/pipeswitch demo --out $(OUT)
 
-test: $(STAMP)  ## The whole test suite, on the cpu device, two files at a time (JOBS=1: one).
+test: $(STAMP)  ## The whole test suite, on the cpu device; JOBS=2: two files at a time.
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)  ## ruff, its formatter, the bans, bandit, mypy.

@@ -91,7 +91,8 @@ def kill(pid: int, number: int = signal.SIGKILL) -> bool:
 
 def stop(pid: int) -> None:
     """SIGSTOP; returns when no thread of it runs any more: one may still answer until then."""
-    assert kill(pid, signal.SIGSTOP)
+    is_there = kill(pid, signal.SIGSTOP)
+    assert is_there, f"{pid} is gone"
     until(lambda: _stands_still(pid), f"{pid} stands still")
 
 
