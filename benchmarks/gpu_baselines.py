@@ -19,7 +19,7 @@ STARTED_AT_MS = now_ms()
 
 
 def _build(order: dict[str, Any]) -> Any:
-    from pipeswitch.programs.sources import load_source
+    from pipeswitch.programs.build.sources import load_source
     from pipeswitch.programs.spec import BuildSpec
 
     inputs = {name: (tuple(shape), dtype) for name, (shape, dtype) in order["inputs"].items()}

@@ -91,8 +91,8 @@ def _measure(model: GpuModel, folder: Path) -> None:
 
 def _inputs(model: GpuModel) -> dict[str, Any]:
     """One request's arrays at the largest batch, by input name."""
+    from pipeswitch.programs.build.sources import example_specs, load_source
     from pipeswitch.programs.requests import random_inputs
-    from pipeswitch.programs.sources import example_specs, load_source
     from pipeswitch.programs.spec import BuildSpec
 
     shapes = dict(model.inputs)

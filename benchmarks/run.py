@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from pipeswitch.cli import main
+from pipeswitch.cli.main import main
 
 if __name__ == "__main__":
     main(["bench", *sys.argv[1:]])

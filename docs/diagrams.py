@@ -1,6 +1,6 @@
 """Write the state diagrams of ``architecture.md`` again: ``python docs/diagrams.py``.
 
-They are generated from ``pipeswitch/states.py``; ``tests/unit/test_docs.py`` compares them.
+They are generated from ``pipeswitch/scheduler/states.py``; ``tests/unit/test_docs.py`` compares them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeswitch import states
+from pipeswitch.scheduler import states
 
 DOCUMENT = Path(__file__).parent / "architecture.md"
 TABLES: dict[str, Mapping[tuple[Any, Any], enum.Enum]] = {

@@ -7,14 +7,14 @@ import os
 from pathlib import Path
 from typing import Final
 
-from pipeswitch.commit_area import CommitArea
-from pipeswitch.commit_files import ImageChanged, write_commit
+from pipeswitch.commits.area import CommitArea
+from pipeswitch.commits.files import ImageChanged, write_commit
 from pipeswitch.devices import DeviceMemory
 from pipeswitch.devices.orders import check_pieces, check_range
 from pipeswitch.devices.waiting import now_ms
 from pipeswitch.errors import RemoteProtocolError
 from pipeswitch.failpoints import reach
-from pipeswitch.messages import (
+from pipeswitch.ipc.messages import (
     CommitCopy,
     CommitPersisted,
     Epoch,

@@ -19,7 +19,7 @@ from pipeswitch.devices.orders import check_range
 from pipeswitch.devices.waiting import now_ms
 from pipeswitch.errors import RemoteProtocolError
 from pipeswitch.failpoints import reach
-from pipeswitch.messages import (
+from pipeswitch.ipc.messages import (
     CancelTransmit,
     CloseCommits,
     CommitCopy,
@@ -40,7 +40,7 @@ from pipeswitch.messages import (
     TransmitEnded,
     TransmitModel,
 )
-from pipeswitch.wire import Channel
+from pipeswitch.wire.frames import Channel
 
 from .commits import Commits
 from .store import UnusableModel, load_model

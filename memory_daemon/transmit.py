@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pipeswitch.devices.orders import check_order
 from pipeswitch.errors import RemoteProtocolError
-from pipeswitch.messages import Epoch, TransmitModel
+from pipeswitch.ipc.messages import Epoch, TransmitModel
 
 
 class _Span(NamedTuple):

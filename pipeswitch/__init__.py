@@ -40,9 +40,9 @@ from .errors import (
 
 if TYPE_CHECKING:
     from . import job
-    from .aio import AsyncClient
-    from .client import Client, Task
-    from .tensors import Result, Timing
+    from .client.aio import AsyncClient
+    from .client.client import Client, Task
+    from .client.tensors import Result, Timing
 
 __all__ = [
     "AlreadyExists",
@@ -75,11 +75,11 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Client": ("client", "Client"),
-    "Task": ("client", "Task"),
-    "AsyncClient": ("aio", "AsyncClient"),
-    "Result": ("tensors", "Result"),
-    "Timing": ("tensors", "Timing"),
+    "Client": ("client.client", "Client"),
+    "Task": ("client.client", "Task"),
+    "AsyncClient": ("client.aio", "AsyncClient"),
+    "Result": ("client.tensors", "Result"),
+    "Timing": ("client.tensors", "Timing"),
     "job": ("job", None),
 }
 

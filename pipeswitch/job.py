@@ -50,7 +50,7 @@ class NonFiniteLossWarning(UserWarning):
 
 
 class Session(Protocol):
-    """What stands behind ``job`` inside the server (``workers/training.py``)."""
+    """What stands behind ``job`` inside the server (``workers/training/session.py``)."""
 
     @property
     def device(self) -> str: ...

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Final, NoReturn
 
 from .failpoints import enable, reach
-from .messages import (
+from .ipc.messages import (
     BuildSettings,
     ChildExited,
     DaemonSettings,
@@ -32,7 +32,7 @@ from .messages import (
     ForkServerReady,
     WorkerSettings,
 )
-from .wire import Channel, channel_from, decode_message
+from .wire.frames import Channel, channel_from, decode_message
 
 PR_SET_NAME: Final = 15
 KEEP_BELOW: Final = 3  # stdin, stdout, stderr
@@ -142,7 +142,7 @@ def _run(order: Fork, descriptors: Sequence[int]) -> int:
             run_daemon(settings, channel_from(descriptors[0]), descriptors[1:])
             return 0
         case BuildSettings():
-            from .programs.builder import run as run_builder
+            from .programs.build.builder import run as run_builder
 
             return run_builder(settings, channel_from(descriptors[0]))
         case _:
@@ -162,7 +162,7 @@ def main(descriptor: int) -> None:
 
     import workers.main  # noqa: F401
 
-    from .programs import builder  # noqa: F401
+    from .programs.build import builder  # noqa: F401
 
     # Nobody's garbage collector looks at torch's 190,000 objects again: that would take 0.2 s in
     # the middle of a task, and make each child a private copy of the pages they lie on.

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .client import Client
+from .client.client import Client
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 40.0
@@ -83,7 +83,7 @@ def server(
     with tempfile.TemporaryDirectory(prefix="pipeswitch-", dir=short) as folder:
         root = Path(state_dir) if state_dir is not None else Path(folder) / "state"
         command = [
-            sys.executable, "-P", "-c", "from pipeswitch.cli import main; main()", "serve",
+            sys.executable, "-P", "-c", "from pipeswitch.cli.main import main; main()", "serve",
             "--device", "cpu", "--listen", "tcp://127.0.0.1:0", "--arena", arena,
             "--host-store", host_store, "--state-dir", str(root), *args,
         ]  # fmt: skip

@@ -19,7 +19,7 @@ from pipeswitch.devices import PoolView
 from pipeswitch.devices.opening import open_view
 from pipeswitch.devices.waiting import now_ms
 from pipeswitch.failpoints import reach
-from pipeswitch.messages import (
+from pipeswitch.ipc.messages import (
     Cleaned,
     EvictTask,
     Exit,
@@ -40,14 +40,14 @@ from pipeswitch.messages import (
     WorkerReady,
     WorkerSettings,
 )
-from pipeswitch.wire import Channel, channel_from
+from pipeswitch.wire.frames import Channel, channel_from
 
-from .gate import Gate, Where
-from .hooks import use_pace
-from .host import JobHost
-from .inference import Programs, infer
-from .pool import RequestPool
-from .script import run_script
+from .inference.pool import RequestPool
+from .inference.task import Programs, infer
+from .training.gate import Gate, Where
+from .training.hooks import use_pace
+from .training.host import JobHost
+from .training.script import run_script
 
 STATUS_FAILED = 70  # as of any child that an exception ends (launch.py)
 PREFAULT_BYTES = 8 << 20  # a piece holds the interpreter for less than a millisecond

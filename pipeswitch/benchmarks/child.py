@@ -39,9 +39,9 @@ def write_weights(order: dict[str, Any]) -> None:
     from safetensors.torch import save_file
 
     from pipeswitch.errors import RegistrationRefused
-    from pipeswitch.programs.module_mode import build_module
+    from pipeswitch.programs.build.module_mode import build_module
+    from pipeswitch.programs.build.sources import example_specs
     from pipeswitch.programs.requests import random_inputs
-    from pipeswitch.programs.sources import example_specs
     from pipeswitch.programs.spec import save_manifest
 
     from . import plain

@@ -25,7 +25,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..client import Client
+from ..client.client import Client
 from .models import MODELS, BenchModel
 from .serving import TWINS, Training, serving
 from .setting import Setting, end, read_line, spawn, tell

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ..board import sealed_memfd
 from ..devices.cpu import Link
+from ..ipc.board import sealed_memfd
 from ..programs.layout import Manifest
 from ..programs.spec import load_manifest, weights_file
 

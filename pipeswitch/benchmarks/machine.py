@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from ..controller.machine import cpu_count
+from ..machine import cpu_count
 
 QUIET_LOAD: Final = 0.5  # load average of the last minute, before anything of ours runs
 QUIET_SHARE: Final = 0.05  # of all cores' time, taken by others during the run

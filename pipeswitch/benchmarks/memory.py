@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from ..devices.cpu import CpuDeviceMemory
-from ..grouping import bucket
+from ..planning.grouping import bucket
 from .models import MODELS, BenchModel
 from .rig import Rig
 from .setting import Setting

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..client import Client
+from ..client.client import Client
 from .models import MLP_WIDTH, MODELS, BenchModel, mlp
 from .plans import QUIET, compare_plans
 from .serving import TWINS, ask, serving

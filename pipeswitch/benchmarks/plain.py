@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..programs.sources import Loaded, _constructor, load_source
+from ..programs.build.sources import Loaded, _constructor, load_source
 from ..programs.spec import BuildSpec
 
 Order = dict[str, Any]

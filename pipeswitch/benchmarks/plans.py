@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from ..controller.machine import cpu_count
-from ..grouping import Plan, bucket
+from ..machine import cpu_count
 from ..planning import LayerCosts, LinkCost, bound, least_prefix, makespan, robust_plan
+from ..planning.grouping import Plan, bucket
 from .models import BenchModel
 from .rig import Rig, Switch
 from .setting import Setting

@@ -15,9 +15,9 @@ from typing import Any, Final
 import numpy as np
 import zmq
 
-from ..client import Client
+from ..client.client import Client
 from ..testing import server
-from ..wire import ReplyHeader, WireTensor, encode_header
+from ..wire.frames import ReplyHeader, WireTensor, encode_header
 from .trials import Arm, Numbers, Run, now_ms, quantile
 
 SOURCE: Final = "pipeswitch.benchmarks.factories:first_column"

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ..board import BOARD_BYTES, new_bell, sealed_memfd
 from ..devices.cpu import CpuDeviceMemory
-from ..messages import Epoch, GroupCopy, ModelName, TransmitEnded, TransmitModel
+from ..ipc.board import BOARD_BYTES, new_bell, sealed_memfd
+from ..ipc.messages import Epoch, GroupCopy, ModelName, TransmitEnded, TransmitModel
 from ..programs.layout import REGION_ALIGN_BYTES, Manifest, aligned
 from .lane import fill, packed
 from .setting import Setting, end, read_line, spawn, tell

@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from ..devices.cpu import CpuPoolView
-from ..programs.build import build
+from ..programs.build.program import build
 from ..programs.bundle import read_bundle
 from ..programs.executor import BoundGraph, GraphProgram
 from ..programs.layout import GroupSpec

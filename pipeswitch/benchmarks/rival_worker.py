@@ -13,9 +13,9 @@ import torchvision  # noqa: F401 - the fork server imports it once, for all work
 from torch import nn
 
 from ..devices.cpu import MADV_POPULATE_READ, Link
-from ..devices.views import bytes_over, tensor_over
 from ..programs.executor import ModuleProgram
 from ..programs.layout import TensorSpec
+from ..programs.views import bytes_over, tensor_over
 from . import plain
 from .lane import bytes_of, copy_paced, open_mapping, packed
 from .rival import Style

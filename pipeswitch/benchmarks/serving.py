@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator
 from typing import Any, Final
 
-from ..client import Client, Task
-from ..tensors import Result
+from ..client.client import Client, Task
+from ..client.tensors import Result
 from ..testing import RunningServer, server
 from .models import MIB, BenchModel
 from .trials import Numbers, now_ms

@@ -14,10 +14,10 @@ import queue
 from collections.abc import Sequence
 from typing import Any, Final
 
-from ..board import new_bell, sealed_memfd
 from ..devices.cpu import CpuDeviceMemory
-from ..grouping import bucket, spans
-from ..messages import Epoch, GroupCopy, ModelName, TransmitEnded, TransmitModel
+from ..ipc.board import new_bell, sealed_memfd
+from ..ipc.messages import Epoch, GroupCopy, ModelName, TransmitEnded, TransmitModel
+from ..planning.grouping import bucket, spans
 from ..programs.layout import REGION_ALIGN_BYTES, TENSOR_ALIGN_BYTES, aligned
 from .models import MIB
 from .pipeline import PlainCopy

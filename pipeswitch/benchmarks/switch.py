@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..client import Client
+from ..client.client import Client
 from .baselines import BASELINES, NEEDS_CUDA, ReadyModel, StopAndStart
 from .models import MODELS, QUICK_MODELS, SWITCH_MODELS
 from .rival import PUBLISHED, SERIAL, TO_DEVICE

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..client import Client
+from ..client.client import Client
 from .baselines import ReadyModel, StopAndStart
 from .models import MODELS, BenchModel
 from .rival import Rival

@@ -2,10 +2,10 @@
 
 The same script runs plain and as a job in turns, on as many threads, commits included (as often
 as the default configuration has them). The plain script runs twice: as it is, and with the
-allocator's settings of a worker (``workers/heap.py``), which make the job faster than a plain
-script: without them its cost is judged against what it gains. Rounds are compared pairwise, since
-a process has its own luck with its heap. Then a job that runs for ever is interrupted by requests
-at random moments.
+allocator's settings of a worker (``workers/training/heap.py``), which make the job faster than a
+plain script: without them its cost is judged against what it gains. Rounds are compared pairwise,
+since a process has its own luck with its heap. Then a job that runs for ever is
+interrupted by requests at random moments.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..client import Client
+from ..client.client import Client
 from ..testing import server
 from .baselines import TRAIN_MODULE
 from .request_path import SOURCE

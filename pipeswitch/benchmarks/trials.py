@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..controller.machine import cpu_count
+from ..machine import cpu_count
 from .machine import Others, warnings_of
 from .models import missing
 

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import msgspec
 
-from ..board import Board, new_bell, ring, sealed_memfd
-from ..commit_area import CommitArea, create_area
-from ..commit_files import load_commit
+from ..commits.area import CommitArea, create_area
+from ..commits.files import load_commit
 from ..errors import PipeSwitchError, RegistrationRefused, ServerUnavailable
 from ..failpoints import reach
-from ..messages import (
+from ..frontend.frontend import Frontend
+from ..ipc.board import Board, new_bell, ring, sealed_memfd
+from ..ipc.messages import (
     BuildDone,
     BuildFailed,
     BuildSettings,
@@ -37,12 +38,11 @@ from ..messages import (
     StoreModel,
     WorkerSettings,
 )
-from ..profile import Profile
-from ..profiling import files as profile_files
-from ..programs.builder import work_prefix
+from ..planning import files as profile_files
+from ..planning.profile import Profile
+from ..programs.build.builder import work_prefix
 from ..programs.spec import load_manifest
-from ..timeline import Timeline
-from .events import (
+from ..scheduler.events import (
     Announce,
     Answer,
     BuilderExited,
@@ -75,9 +75,9 @@ from .events import (
     Warn,
     WorkerExited,
 )
-from .frontend import Frontend
 from .journal import JournalFile
 from .processes import Child, Processes
+from .timeline import Timeline
 
 log = logging.getLogger(__name__)
 

@@ -38,16 +38,16 @@ from ..devices.choosing import (
 )
 from ..errors import ConfigError, PipeSwitchError
 from ..failpoints import reach
-from ..messages import JobName, ModelName
-from ..profile import Identity
-from . import admission
+from ..frontend import admission
+from ..frontend.frontend import Frontend
+from ..ipc.messages import JobName, ModelName
+from ..machine import available_bytes, cpu_count, processor_name
+from ..planning.profile import Identity
+from ..scheduler.events import DrainAsked, Event, Leave, Query, RegisterAsked, Tick, Token
+from ..scheduler.scheduler import Scheduler, SchedulerSettings
 from .effects import Effects, Memory, Places, Sizes
-from .events import DrainAsked, Event, Leave, Query, RegisterAsked, Tick, Token
-from .frontend import Frontend
 from .journal import FILE_NAME, JournalFile
-from .machine import available_bytes, cpu_count, processor_name
 from .processes import Processes
-from .scheduler import Scheduler, SchedulerSettings
 from .tracing import Tracer
 from .watchdog import LoopWatchdog, Notifier
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from ..timeline import Timeline
-from ..wire import pack_dict
-from .events import Answer, Token
+from ..scheduler.events import Answer, Token
+from ..wire.frames import pack_dict
+from .timeline import Timeline
 
 
 class Tracer:

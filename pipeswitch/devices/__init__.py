@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
-from ..board import Board
 from ..errors import PipeSwitchError
-from ..messages import ByteRange, Epoch, TransmitEnded, TransmitModel
+from ..ipc.board import Board
+from ..ipc.messages import ByteRange, Epoch, TransmitEnded, TransmitModel
 
 if TYPE_CHECKING:
     import torch

@@ -24,8 +24,8 @@ from typing import Any, Final
 
 from ..config import Amount, DeviceConfig
 from ..errors import ConfigError, PipeSwitchError
-from ..messages import CudaOptions
-from .cuda_ladder import TESTS, Ladder, Outcome, Wishes, choose
+from ..ipc.messages import CudaOptions
+from .cuda.ladder import TESTS, Ladder, Outcome, Wishes, choose
 
 REAL_PACKAGE: Final = "cuda.bindings"
 SELFTEST_S: Final = 90.0  # in all; a test that hangs is cut short by the program itself
@@ -146,7 +146,7 @@ def examine(
             kind="no driver",
         )
     order = {"package": package, "index": index, "tests": with_tests}
-    program = ("-P", "-X", "faulthandler", "-m", "pipeswitch.devices.cuda_selftest")
+    program = ("-P", "-X", "faulthandler", "-m", "pipeswitch.devices.cuda.selftest")
     command = [sys.executable, *program, json.dumps(order)]
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryFile() as complaints:

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ..board import Board, ring, seal_against_writers, sealed_memfd
 from ..errors import RemoteProtocolError
 from ..failpoints import reach
-from ..messages import ByteRange, Epoch, GroupCopy, TransmitEnded, TransmitModel
+from ..ipc.board import Board, ring, seal_against_writers, sealed_memfd
+from ..ipc.messages import ByteRange, Epoch, GroupCopy, TransmitEnded, TransmitModel
 from ..programs.layout import TensorSpec
 from .orders import WORD_BYTES, WORD_MASK, check_range, check_slice_reads
 from .transmissions import OnEnd, Transmission, TransmissionQueue
@@ -286,13 +286,13 @@ class CpuPoolView:
 
     @cached_property
     def _models(self) -> torch.UntypedStorage:
-        from .views import bytes_over
+        from ..programs.views import bytes_over
 
         return bytes_over(self._models_map)
 
     @cached_property
     def _work(self) -> torch.UntypedStorage:
-        from .views import bytes_over
+        from ..programs.views import bytes_over
 
         return bytes_over(self._work_map)
 
@@ -319,7 +319,7 @@ class CpuPoolView:
             raise RemoteProtocolError(
                 f"a region at {region_offset_bytes} overlaps the arrival words"
             )
-        from .views import tensor_over
+        from ..programs.views import tensor_over
 
         return tensor_over(self._models, spec, region_offset_bytes)
 
@@ -333,7 +333,7 @@ class CpuPoolView:
             name="slice", dtype="uint8", shape=(size_bytes,), offset_bytes=offset_bytes,
             size_bytes=size_bytes, file_offset_bytes=0,
         )  # fmt: skip
-        from .views import tensor_over
+        from ..programs.views import tensor_over
 
         return tensor_over(self._work, spec, 0)
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from ..errors import ConfigError
-from ..messages import CudaOptions, DaemonSettings, WorkerSettings
+from ..ipc.messages import CudaOptions, DaemonSettings, WorkerSettings
 from . import DeviceMemory, PoolView
 from .cpu import CpuDeviceMemory, CpuPoolView
 
@@ -42,8 +42,8 @@ def open_memory(settings: DaemonSettings, descriptors: Sequence[int]) -> DeviceM
         )
     if settings.cuda is None:
         raise ConfigError(f"no device {settings.device!r}")
-    from .cuda_bindings import Cuda
-    from .cuda_memory import CudaDeviceMemory
+    from .cuda.bindings import Cuda
+    from .cuda.memory import CudaDeviceMemory
 
     _show_only(settings.cuda)
     return CudaDeviceMemory(
@@ -94,9 +94,9 @@ def open_view(
         )
     if len(arena) != 1:
         raise ConfigError(f"a cuda arena comes with one memfd, {len(arena)} came")
-    from .cuda_bindings import Cuda
-    from .cuda_torch import torch_side
-    from .cuda_view import CudaPoolView
+    from .cuda.bindings import Cuda
+    from .cuda.torch import torch_side
+    from .cuda.view import CudaPoolView
 
     _show_only(options)
     side = torch_side(options.package, 0)

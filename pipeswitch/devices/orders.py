@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..errors import RemoteProtocolError
-from ..messages import ByteRange, TransmitModel
+from ..ipc.messages import ByteRange, TransmitModel
 
 WORD_BYTES = 4
 WORD_MASK = 0xFFFF_FFFF

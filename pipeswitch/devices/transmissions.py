@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 from ..errors import RemoteProtocolError
-from ..messages import Epoch, TransmitEnded, TransmitModel
+from ..ipc.messages import Epoch, TransmitEnded, TransmitModel
 from .orders import check_order
 from .waiting import now_ms
 

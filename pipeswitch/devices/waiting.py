@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from ..board import Board, ring
+from ..ipc.board import Board, ring
 
 
 def now_ms() -> float:

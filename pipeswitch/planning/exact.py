@@ -29,8 +29,8 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from ..grouping import Plan
 from .costs import LayerCosts, LinkCost
+from .grouping import Plan
 
 SAME: Final = 1e-12
 """Relative difference below which two totals are the same: rounding of a sum of 500 terms."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..grouping import Plan, spans
 from .costs import LayerCosts, LinkCost
+from .grouping import Plan, spans
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..grouping import Plan
 from .costs import LayerCosts
 from .exact import SAME, Groupings, best_groupings
+from .grouping import Plan
 
 
 @dataclass(frozen=True, slots=True)

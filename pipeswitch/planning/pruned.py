@@ -22,8 +22,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..grouping import Plan
 from .costs import LayerCosts
+from .grouping import Plan
 
 DEFAULT_VISIT_LIMIT = 200_000
 """Some seconds; link-bound models of 80 layers need far more."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from ..grouping import Plan, per_layer
 from .costs import LayerCosts
 from .exact import plan_groups
+from .grouping import Plan, per_layer
 from .prediction import makespan
 
 SCENARIOS: Final = ((1.0, 1.0), (1.2, 1.0), (1.0, 1.2))

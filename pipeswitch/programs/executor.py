@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ..errors import LocalProtocolError, RegistrationRefused
+from .build.export import flatten_outputs
 from .bundle import Graph
-from .export import flatten_outputs
 from .graph import CompiledGraph, Environment
 from .layout import Manifest, TensorSpec
 from .torch_settings import TorchSettings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..grouping import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, Plan, bucket
+from ..planning.grouping import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, Plan, bucket
 from .bundle import Graph, weights_of_node
 from .groups import cut
 from .layout import TENSOR_ALIGN_BYTES, GroupSpec, LayerSpec, TensorSpec, aligned

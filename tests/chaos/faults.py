@@ -20,8 +20,8 @@ import torch
 import zmq
 
 from pipeswitch.errors import PipeSwitchError
-from pipeswitch.sockets import Caps, make_dealer
-from pipeswitch.wire import MAGIC
+from pipeswitch.wire.frames import MAGIC
+from pipeswitch.wire.sockets import Caps, make_dealer
 
 from ..process.tools import kill, until
 from .stage import Stage
@@ -128,7 +128,7 @@ def _register(stage: Stage) -> None:
 
 VICTIM = """
     import sys, torch
-    from pipeswitch.client import Client
+    from pipeswitch.client.client import Client
     client = Client(sys.argv[1])
     futures = [client.submit("a", torch.ones(1, 512)) for _ in range(64)]
     print("sent", flush=True)

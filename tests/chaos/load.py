@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import zmq
 
-from pipeswitch.client import Client, Task
+from pipeswitch.client.client import Client, Task
 from pipeswitch.errors import (
     AlreadyExists,
     ModelNotFound,
@@ -26,8 +26,14 @@ from pipeswitch.errors import (
     ServerUnavailable,
     TaskFailed,
 )
-from pipeswitch.sockets import Caps, make_dealer
-from pipeswitch.wire import MAGIC, RequestHeader, WireTensor, decode_reply, encode_header
+from pipeswitch.wire.frames import (
+    MAGIC,
+    RequestHeader,
+    WireTensor,
+    decode_reply,
+    encode_header,
+)
+from pipeswitch.wire.sockets import Caps, make_dealer
 
 from ..process.tools import eager, is_bit_equal, mlp, run_plain, write_script
 from .history import Outcome

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeswitch.client import Client
+from pipeswitch.client.client import Client
 from pipeswitch.failpoints import VARIABLE
 from pipeswitch.testing import RunningServer, server
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import msgspec
 
-from pipeswitch import tagged
-from pipeswitch.commit_area import CommitArea
-from pipeswitch.commit_files import RECORD_NAME, CommitRecord, load_commit
-from pipeswitch.commit_image import (
+from pipeswitch.commits import tagged
+from pipeswitch.commits.area import CommitArea
+from pipeswitch.commits.files import RECORD_NAME, CommitRecord, load_commit
+from pipeswitch.commits.image import (
     HEADER_BYTES,
     compact_image,
     dump_json,

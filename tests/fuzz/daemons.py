@@ -15,9 +15,9 @@ import msgspec
 
 from memory_daemon import daemon as daemon_module
 from memory_daemon.daemon import Daemon, Work
-from pipeswitch.commit_area import HEADER_BYTES, create_area
+from pipeswitch.commits.area import HEADER_BYTES, create_area
 from pipeswitch.errors import RemoteProtocolError
-from pipeswitch.messages import (
+from pipeswitch.ipc.messages import (
     ByteRange,
     CancelTransmit,
     CloseCommits,
@@ -36,7 +36,7 @@ from pipeswitch.messages import (
     TransmitEnded,
     TransmitModel,
 )
-from pipeswitch.wire import decode_message, encode_message
+from pipeswitch.wire.frames import decode_message, encode_message
 
 from .target import MSGPACK_FRAMES, Target, join_frames, split_frames
 

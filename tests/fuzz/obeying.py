@@ -11,10 +11,10 @@ import os
 import threading
 from typing import Any
 
-from pipeswitch.board import sealed_memfd
-from pipeswitch.commit_area import create_area
+from pipeswitch.commits.area import create_area
 from pipeswitch.errors import RemoteProtocolError
-from pipeswitch.messages import (
+from pipeswitch.ipc.board import sealed_memfd
+from pipeswitch.ipc.messages import (
     Epoch,
     EvictTask,
     Exit,
@@ -33,17 +33,17 @@ from pipeswitch.messages import (
     StopTask,
     Turn,
 )
-from pipeswitch.wire import decode_message, encode_message
-from workers.gate import Gate, GateState
-from workers.host import JobHost
-from workers.pool import RequestPool
+from pipeswitch.wire.frames import decode_message, encode_message
+from workers.inference.pool import RequestPool
+from workers.training.gate import Gate, GateState
+from workers.training.host import JobHost
 
 from .target import MSGPACK_FRAMES, Target, join_frames, split_frames
 
 POOL_BYTES = 1 << 16
 SLOT_BYTES = 4096
 REFUSED = (ValueError, KeyError, TypeError, RuntimeError, OverflowError)
-"""What a request's own mistakes may raise: it fails, its worker lives (workers/inference.py)."""
+"""What a request's own mistakes may raise: it fails, its worker lives (inference/task.py)."""
 
 
 class _View:

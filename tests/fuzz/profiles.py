@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from pipeswitch.profile import Profile, ProfileError, decode, encode
-from pipeswitch.profiling.planned import plan_of, predict
+from pipeswitch.planning.planned import plan_of, predict
+from pipeswitch.planning.profile import Profile, ProfileError, decode, encode
 
 from .target import JSON_TEXT, Target
 from .worlds import profile_of

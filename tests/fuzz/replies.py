@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from pipeswitch.connection import _error, _reply
+from pipeswitch.client.connection import _error, _reply
+from pipeswitch.client.tensors import from_reply
 from pipeswitch.errors import PipeSwitchError, RemoteProtocolError
-from pipeswitch.tensors import from_reply
-from pipeswitch.wire import (
+from pipeswitch.wire.frames import (
     MAGIC,
     ReplyHeader,
     WireError,

@@ -14,15 +14,21 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pipeswitch.board import sealed_memfd
 from pipeswitch.config import Config, ServerConfig
-from pipeswitch.controller.clients import Client
-from pipeswitch.controller.doors import Door
-from pipeswitch.controller.events import Announce, Answer, Event, InferArrived
-from pipeswitch.controller.frontend import Frontend
 from pipeswitch.errors import ServerUnavailable
-from pipeswitch.messages import ModelName
-from pipeswitch.wire import MAGIC, RequestHeader, WireTensor, decode_reply, encode_header
+from pipeswitch.frontend.clients import Client
+from pipeswitch.frontend.frontend import Frontend
+from pipeswitch.frontend.listeners import Door
+from pipeswitch.ipc.board import sealed_memfd
+from pipeswitch.ipc.messages import ModelName
+from pipeswitch.scheduler.events import Announce, Answer, Event, InferArrived
+from pipeswitch.wire.frames import (
+    MAGIC,
+    RequestHeader,
+    WireTensor,
+    decode_reply,
+    encode_header,
+)
 
 from .target import MSGPACK_FRAMES, Target, join_frames, split_frames
 from .worlds import manifest_of

@@ -21,12 +21,10 @@ from typing import Any, Final
 
 import msgspec
 
-from pipeswitch.controller import events as ev
-from pipeswitch.controller.core import SchedulerSettings
-from pipeswitch.controller.replies import output_outside, reply_frames
-from pipeswitch.controller.scheduler import Scheduler
+from pipeswitch.controller.timeline import Timeline
 from pipeswitch.errors import RemoteProtocolError
-from pipeswitch.messages import (
+from pipeswitch.frontend.replies import output_outside, reply_frames
+from pipeswitch.ipc.messages import (
     BuildDone,
     BuildFailed,
     BuildProgress,
@@ -67,8 +65,10 @@ from pipeswitch.messages import (
     Turn,
     WorkerReady,
 )
-from pipeswitch.timeline import Timeline
-from pipeswitch.wire import decode_message, encode_message, pack_dict
+from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.core import SchedulerSettings
+from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.wire.frames import decode_message, encode_message, pack_dict
 
 from .target import TAGGED_FRAMES, Target, join_frames, split_frames
 from .worlds import manifest_of

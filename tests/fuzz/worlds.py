@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeswitch.profile import (
+from pipeswitch.planning.profile import (
     UNKNOWN_DEVICE,
     VERSION,
     BatchProfile,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from pipeswitch.devices.choosing import has_driver_library
-from pipeswitch.devices.cuda_bindings import Cuda, NoCudaDevice
+from pipeswitch.devices.cuda.bindings import Cuda, NoCudaDevice
 
 
 @pytest.fixture(scope="session")

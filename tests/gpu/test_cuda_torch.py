@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeswitch.devices.cuda_bindings import Cuda
-from pipeswitch.devices.cuda_graphs import DeviceProgram, GraphBudget
-from pipeswitch.devices.cuda_torch import CudaTorch, TorchSide
+from pipeswitch.devices.cuda.bindings import Cuda
+from pipeswitch.devices.cuda.graphs import DeviceProgram, GraphBudget
+from pipeswitch.devices.cuda.torch import CudaTorch, TorchSide
 from pipeswitch.programs.executor import BoundProgram
 from pipeswitch.programs.layout import TensorSpec
-from workers.torch_private import bytes_of_their_own
-from workers.training_slice import rebind
+from workers.training.slice import rebind
+from workers.training.torch_private import bytes_of_their_own
 
 pytestmark = pytest.mark.gpu
 
@@ -92,9 +92,9 @@ def test_a_jobs_tensor_has_a_storage_of_its_own(cuda: Cuda, side: CudaTorch) -> 
 def bound_resnet(side: TorchSide, folder: Path) -> BoundProgram:
     """ResNet-18 as a worker would have it: built, packed, its region on the device."""
     from memory_daemon.store import load_model
-    from pipeswitch.programs.build import build
+    from pipeswitch.programs.build.program import build
     from pipeswitch.programs.spec import BuildSpec
-    from workers.execute import load_program
+    from workers.inference.load import load_program
 
     inputs = {"x": ((2, 3, 64, 64), "float32")}
     wanted = BuildSpec(name="r", source="torchvision:resnet18", weights="random:0", inputs=inputs)
@@ -131,8 +131,8 @@ def test_the_slice_serves_in_a_process_of_its_own_also_after_a_failed_capture() 
     """Its cap and its pool are for the life of a process."""
     code = f"""
 import torch
-from pipeswitch.devices.cuda_bindings import Cuda
-from pipeswitch.devices.cuda_torch import CudaTorch
+from pipeswitch.devices.cuda.bindings import Cuda
+from pipeswitch.devices.cuda.torch import CudaTorch
 cuda = Cuda.load()
 cuda.set_device(0)
 side = CudaTorch(0)

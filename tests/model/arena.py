@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pipeswitch.messages import LeaseGranted, RunInference, Scrub, TransmitModel
+from pipeswitch.ipc.messages import LeaseGranted, RunInference, Scrub, TransmitModel
 
 from .channel import Data, unpack
 from .daemon import Copies, Copy

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from pipeswitch.controller.records import Activation, Job, Model, Request, Worker
-from pipeswitch.controller.scheduler import Scheduler
-from pipeswitch.regions import Region, Regions
+from pipeswitch.scheduler.records import Activation, Job, Model, Request, Worker
+from pipeswitch.scheduler.regions import Region, Regions
+from pipeswitch.scheduler.scheduler import Scheduler
 
 from .frozen import Add, Codec, Next, Still
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, Final, NewType
 
-from pipeswitch import messages as m
+from pipeswitch.ipc import messages as m
 
 from .frozen import EPOCHS, Add, Next
 

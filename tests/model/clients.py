@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any, Final, Literal
 
-from pipeswitch.controller import events as ev
 from pipeswitch.errors import Cancelled, DeadlineExceeded, PipeSwitchError, ServerUnavailable
-from pipeswitch.messages import JobName, ModelName, RunInference
+from pipeswitch.ipc.messages import JobName, ModelName, RunInference
+from pipeswitch.scheduler import events as ev
 
 from .violation import require
 

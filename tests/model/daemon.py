@@ -9,11 +9,10 @@ from typing import Any, Final
 
 from memory_daemon.commits import Commits
 from memory_daemon.transmit import TransmitGuard
-from pipeswitch.commit_area import _RECORD_WORDS, HEADER_BYTES, MAGIC, CommitArea
-from pipeswitch.controller.records import NO_EPOCH
+from pipeswitch.commits.area import _RECORD_WORDS, HEADER_BYTES, MAGIC, CommitArea
 from pipeswitch.devices.orders import check_range
 from pipeswitch.errors import RemoteProtocolError
-from pipeswitch.messages import (
+from pipeswitch.ipc.messages import (
     CommitCopy,
     CommitPersisted,
     DaemonFault,
@@ -26,6 +25,7 @@ from pipeswitch.messages import (
     TransmitEnded,
     TransmitModel,
 )
+from pipeswitch.scheduler.records import NO_EPOCH
 
 from .channel import IMAGE_BYTES, Items, ItemsCodec, pack, unpack
 from .frozen import Add, Codec, Kept, Next

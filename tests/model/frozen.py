@@ -22,7 +22,7 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
-from pipeswitch.states import Machine
+from pipeswitch.scheduler.states import Machine
 
 Add = Callable[[int], None]
 Next = Callable[[], int]
@@ -106,8 +106,8 @@ class Codec:
         self._lines_in.append(f"d[{name!r}] = " + into.format(f"t[{index}]"))
 
     def _machine(self, name: str, annotation: str) -> None:
-        import pipeswitch.controller.records as records
-        import pipeswitch.states as states
+        import pipeswitch.scheduler.records as records
+        import pipeswitch.scheduler.states as states
 
         state, event = annotation.removeprefix("Machine[").removesuffix("]").split(", ")
         kind: type[Enum] = getattr(records, state)

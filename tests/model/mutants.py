@@ -11,14 +11,14 @@ from unittest.mock import patch
 import msgspec
 
 from memory_daemon.commits import Commits
-from pipeswitch.commit_area import HEADER_BYTES, CommitArea
-from pipeswitch.controller import events as ev
-from pipeswitch.controller.fleet import Fleet
-from pipeswitch.controller.inference import Inference
-from pipeswitch.controller.jobs import Jobs
-from pipeswitch.controller.memory import SLICE, Memory
-from pipeswitch.controller.scheduler import Scheduler
-from pipeswitch.states import Residency
+from pipeswitch.commits.area import HEADER_BYTES, CommitArea
+from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.arena import SLICE, Memory
+from pipeswitch.scheduler.fleet import Fleet
+from pipeswitch.scheduler.inference import Inference
+from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.states import Residency
+from pipeswitch.scheduler.training import Jobs
 
 from .channel import unpack
 from .daemon import Daemon, acknowledgement

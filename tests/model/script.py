@@ -1,4 +1,4 @@
-"""A training script in a worker, around the real gate: what ``workers/training.py`` does to it.
+"""A training script in a worker, around the real gate: what ``training/session.py`` does to it.
 
 Its state is three bytes in its slice: two halves of the parameters and the data position. Step
 *k* appends digit *k* to each half, one half after the other, so that every half-done, lost or
@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 from pipeswitch.errors import TaskPreempted
-from pipeswitch.messages import CommitStep, JobEnded, LeaseRequest
-from workers.gate import Gate, GateState
+from pipeswitch.ipc.messages import CommitStep, JobEnded, LeaseRequest
+from workers.training.gate import Gate, GateState
 
 from .frozen import Add, Next
 

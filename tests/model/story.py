@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from pipeswitch.controller import events as ev
+from pipeswitch.scheduler import events as ev
 
 from .channel import unpack
 from .choices import Action

@@ -5,10 +5,7 @@ from __future__ import annotations
 import marshal
 from typing import Any, Final
 
-from pipeswitch.controller import events as ev
-from pipeswitch.controller.core import SchedulerSettings
-from pipeswitch.controller.scheduler import Scheduler
-from pipeswitch.messages import (
+from pipeswitch.ipc.messages import (
     BuildDone,
     DaemonReady,
     LeaseGranted,
@@ -23,6 +20,9 @@ from pipeswitch.messages import (
     TransmitModel,
     WorkerReady,
 )
+from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.core import SchedulerSettings
+from pipeswitch.scheduler.scheduler import Scheduler
 
 from .arena import Arena
 from .channel import pack, unpack

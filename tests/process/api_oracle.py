@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from pipeswitch.client import FINAL_JOB_STATES
+from pipeswitch.client.client import FINAL_JOB_STATES
 from pipeswitch.config import NAME_PATTERN
 from pipeswitch.programs.spec import DEFAULT_MAX_BATCH
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from pipeswitch.client import Client
+from pipeswitch.client.client import Client
 
 from ..chaos.stage import Stage
 from .tools import is_bit_equal, run_plain

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import torch
 
-from pipeswitch.client import FINAL_JOB_STATES, Client
+from pipeswitch.client.client import FINAL_JOB_STATES, Client
 from pipeswitch.errors import PipeSwitchError
 from pipeswitch.failpoints import REACHED
 

@@ -17,9 +17,12 @@ import numpy as np
 import zmq
 
 import pipeswitch as ps
-from pipeswitch.board import sealed_memfd
 from pipeswitch.config import Config, ServerConfig
-from pipeswitch.controller.events import (
+from pipeswitch.frontend.frontend import Frontend, Posted
+from pipeswitch.ipc.board import sealed_memfd
+from pipeswitch.ipc.messages import ModelName, SlabTensor
+from pipeswitch.programs.layout import Manifest, ValueSpec
+from pipeswitch.scheduler.events import (
     Announce,
     Answer,
     CancelAsked,
@@ -31,10 +34,7 @@ from pipeswitch.controller.events import (
     RegisterAsked,
     TrainAsked,
 )
-from pipeswitch.controller.frontend import Frontend, Posted
-from pipeswitch.messages import ModelName, SlabTensor
-from pipeswitch.programs.layout import Manifest, ValueSpec
-from pipeswitch.wire import MAGIC, RequestHeader, decode_reply, encode_header
+from pipeswitch.wire.frames import MAGIC, RequestHeader, decode_reply, encode_header
 
 POOL_BYTES = 8 << 20
 DEADLINE_S = 10.0

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from pipeswitch.bench import BENCHMARKS
 from pipeswitch.benchmarks.baselines import BASELINES
 from pipeswitch.benchmarks.models import BenchModel
 from pipeswitch.benchmarks.rig import Rig
 from pipeswitch.benchmarks.rival import PUBLISHED, Rival
 from pipeswitch.benchmarks.setting import Setting
+from pipeswitch.cli.bench import BENCHMARKS
 
 SOURCE = "pipeswitch.benchmarks.factories:small_mlp"
 pytestmark = pytest.mark.slow

@@ -30,7 +30,7 @@ from process_tools import (
     write_script,
 )
 
-from pipeswitch.client import FINAL_JOB_STATES
+from pipeswitch.client.client import FINAL_JOB_STATES
 from pipeswitch.errors import InvalidInput, TaskFailed
 
 FAKES = str(Path(__file__).resolve().parents[1] / "fakes")
@@ -178,7 +178,7 @@ def test_a_job_beside_requests_ends_with_the_plain_runs_bits(
 
 
 def serve(tmp_path: Path, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    code = "from pipeswitch.cli import main; main()"
+    code = "from pipeswitch.cli.main import main; main()"
     return subprocess.run(
         [
             sys.executable, "-P", "-c", code, "serve", *args, "--listen", "tcp://127.0.0.1:0",

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeswitch.demo import DemoModel, Plan, run
+from pipeswitch.demo.run import DemoModel, Plan, run
 
 pytestmark = pytest.mark.slow
 
@@ -62,7 +62,7 @@ def folder() -> Iterator[Path]:
 
 def test_control_c_in_the_middle_leaves_no_process_and_no_file_behind(folder: Path) -> None:
     demo = subprocess.Popen(
-        [sys.executable, "-P", "-c", "from pipeswitch.cli import main; main()",
+        [sys.executable, "-P", "-c", "from pipeswitch.cli.main import main; main()",
          "demo", "--out", str(folder / "out")],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -94,7 +94,7 @@ def test_a_folder_that_cannot_be_written_is_said_before_anything_starts(tmp_path
     file = tmp_path / "taken"
     file.write_text("")
     ended = subprocess.run(
-        [sys.executable, "-P", "-c", "from pipeswitch.cli import main; main()",
+        [sys.executable, "-P", "-c", "from pipeswitch.cli.main import main; main()",
          "demo", "--out", str(file / "below")],
         capture_output=True,
         text=True,

@@ -24,16 +24,23 @@ import torch
 from fake_cuda import World
 from fake_cuda.host_torch import HostTorch
 
-from pipeswitch.board import BOARD_BYTES, new_bell, ring, sealed_memfd
 from pipeswitch.devices import DeviceMemory, PoolView
 from pipeswitch.devices.choosing import has_driver_library
 from pipeswitch.devices.cpu import CpuDeviceMemory, CpuPoolView
-from pipeswitch.devices.cuda_bindings import Cuda, NoCudaDevice
-from pipeswitch.devices.cuda_memory import CudaDeviceMemory
-from pipeswitch.devices.cuda_torch import TorchSide
-from pipeswitch.devices.cuda_view import CudaPoolView, Waits
+from pipeswitch.devices.cuda.bindings import Cuda, NoCudaDevice
+from pipeswitch.devices.cuda.memory import CudaDeviceMemory
+from pipeswitch.devices.cuda.torch import TorchSide
+from pipeswitch.devices.cuda.view import CudaPoolView, Waits
 from pipeswitch.errors import LocalProtocolError, RemoteProtocolError
-from pipeswitch.messages import ByteRange, Epoch, GroupCopy, ModelName, TransmitEnded, TransmitModel
+from pipeswitch.ipc.board import BOARD_BYTES, new_bell, ring, sealed_memfd
+from pipeswitch.ipc.messages import (
+    ByteRange,
+    Epoch,
+    GroupCopy,
+    ModelName,
+    TransmitEnded,
+    TransmitModel,
+)
 from pipeswitch.programs.layout import TensorSpec
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -238,7 +245,7 @@ class GpuRig(FakeCudaRig):
         return self._cuda_memory
 
     def _look(self, slot: int, on_wake: Callable[[], None] | None) -> PoolView:
-        from pipeswitch.devices.cuda_torch import CudaTorch
+        from pipeswitch.devices.cuda.torch import CudaTorch
 
         cuda = _OwnHandle(self._cuda, self._cuda_memory.base)
         return self._view_over(cuda, CudaTorch(0), slot, on_wake)
@@ -271,9 +278,9 @@ def say(text):
 
 CUDA_CHILD: Final = f"""
 import os, random, signal, sys
-from pipeswitch.devices.cuda_bindings import Cuda
-from pipeswitch.devices.cuda_torch import torch_side
-from pipeswitch.devices.cuda_view import CudaPoolView
+from pipeswitch.devices.cuda.bindings import Cuda
+from pipeswitch.devices.cuda.torch import torch_side
+from pipeswitch.devices.cuda.view import CudaPoolView
 handle, waits, package = bytes.fromhex(sys.argv[1]), sys.argv[2], sys.argv[3]
 words, board, *bells = map(int, sys.argv[4:{6 + BELL_COUNT}])
 arguments = sys.argv[{6 + BELL_COUNT}:]

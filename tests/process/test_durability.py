@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipeswitch.client import FINAL_JOB_STATES
-from pipeswitch.commit_files import load_commit
+from pipeswitch.client.client import FINAL_JOB_STATES
+from pipeswitch.commits.files import load_commit
 from pipeswitch.errors import PipeSwitchError
 from pipeswitch.failpoints import POINTS, VARIABLE
 from tests.process.figures import publishing, say

@@ -55,9 +55,9 @@ from pipeswitch.errors import (
     ServerUnavailable,
     WorkerLost,
 )
-from pipeswitch.messages import Exit
-from pipeswitch.sockets import Caps, make_dealer
-from pipeswitch.wire import MAGIC, channel_pair
+from pipeswitch.ipc.messages import Exit
+from pipeswitch.wire.frames import MAGIC, channel_pair
+from pipeswitch.wire.sockets import Caps, make_dealer
 
 SEED = 1121
 ENVIRONMENT = {

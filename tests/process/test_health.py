@@ -28,7 +28,7 @@ from process_tools import (
     write_script,
 )
 
-from pipeswitch.client import Client
+from pipeswitch.client.client import Client
 from pipeswitch.errors import DeadlineExceeded, PipeSwitchError, ServerUnavailable
 
 ENVIRONMENT = {
@@ -47,7 +47,7 @@ def running() -> Iterator[Checked]:
 
 def cli(address: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-P", "-c", "from pipeswitch.cli import main; main()",
+        [sys.executable, "-P", "-c", "from pipeswitch.cli.main import main; main()",
          "--host", address, *words],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
@@ -191,8 +191,8 @@ def test_two_deaths_of_the_fork_server_lose_nobody_it_has_forked(running: Checke
 
 PLANTED = """
 import sys
-from pipeswitch.cli import main
-from pipeswitch.controller.listing import Listing
+from pipeswitch.cli.main import main
+from pipeswitch.scheduler.listing import Listing
 
 def for_ever(self):
     while True:
@@ -206,7 +206,7 @@ main()
 def serve_until_it_ends(
     folder: Path,
     *,
-    program: str = "from pipeswitch.cli import main; main()",
+    program: str = "from pipeswitch.cli.main import main; main()",
     environment: Mapping[str, str] | None = None,
     when_ready: object = None,
 ) -> tuple[subprocess.CompletedProcess[str], str]:

@@ -24,7 +24,7 @@ import torch
 from process_tools import Checked, checked_server, mlp, until
 
 import pipeswitch as ps
-from pipeswitch.keys import KeyFolder, make_pair
+from pipeswitch.wire.keys import KeyFolder, make_pair
 from tests.process.figures import publishing, say
 
 X = np.ones((1, 64), np.float32)

@@ -15,11 +15,17 @@ from frontend_rig import DEADLINE_S, FakeScheduler, until
 
 import pipeswitch as ps
 from pipeswitch.config import ServerConfig
-from pipeswitch.controller.doors import open_doors
-from pipeswitch.controller.events import InferArrived, Publish
-from pipeswitch.keys import KeyFolder, client_keys, make_pair
-from pipeswitch.sockets import Caps, make_dealer
-from pipeswitch.wire import MAGIC, RequestHeader, WireTensor, decode_reply, encode_header
+from pipeswitch.frontend.listeners import open_doors
+from pipeswitch.scheduler.events import InferArrived, Publish
+from pipeswitch.wire.frames import (
+    MAGIC,
+    RequestHeader,
+    WireTensor,
+    decode_reply,
+    encode_header,
+)
+from pipeswitch.wire.keys import KeyFolder, client_keys, make_pair
+from pipeswitch.wire.sockets import Caps, make_dealer
 
 X = np.ones((1, 4), np.float32)
 
@@ -264,7 +270,7 @@ def test_a_session_belongs_to_the_key_that_made_it(guarded: Guarded) -> None:
 
 def _ghost(guarded: Guarded, routing_id: bytes, session: str) -> Any:
     """The victim's session as it is while its connection's end has not been noticed."""
-    from pipeswitch.controller.clients import Client
+    from pipeswitch.frontend.clients import Client
 
     public = guarded.folder.clients()["a"].decode()
     return Client(

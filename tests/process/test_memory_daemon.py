@@ -19,10 +19,10 @@ from typing import Final, TypeVar
 import msgspec
 import pytest
 
-from pipeswitch.board import new_bell, sealed_memfd
-from pipeswitch.commit_area import CommitArea, create_area
-from pipeswitch.commit_files import load_commit
-from pipeswitch.messages import (
+from pipeswitch.commits.area import CommitArea, create_area
+from pipeswitch.commits.files import load_commit
+from pipeswitch.ipc.board import new_bell, sealed_memfd
+from pipeswitch.ipc.messages import (
     ByteRange,
     CancelTransmit,
     CloseCommits,
@@ -53,7 +53,7 @@ from pipeswitch.messages import (
 )
 from pipeswitch.programs.layout import Manifest, TensorSpec
 from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE
-from pipeswitch.wire import channel_pair, encode_message
+from pipeswitch.wire.frames import channel_pair, encode_message
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 MIB: Final = 1 << 20
@@ -77,8 +77,8 @@ import os, sys
 import msgspec
 from memory_daemon.main import run
 from pipeswitch import commit_area, commit_files
-from pipeswitch.messages import DaemonSettings
-from pipeswitch.wire import channel_from
+from pipeswitch.ipc.messages import DaemonSettings
+from pipeswitch.wire.frames import channel_from
 settings, point, visit, control, *descriptors = sys.argv[1:]
 left = int(visit)
 def reach(name):

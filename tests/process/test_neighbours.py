@@ -20,8 +20,8 @@ import pytest
 from frontend_rig import DEADLINE_S, FakeScheduler, ask, raw_dealer, until
 
 import pipeswitch as ps
-from pipeswitch.controller.events import InferArrived
-from pipeswitch.wire import MAGIC, WireTensor, decode_reply
+from pipeswitch.scheduler.events import InferArrived
+from pipeswitch.wire.frames import MAGIC, WireTensor, decode_reply
 from tests.process.bombs import pickled
 
 X = np.ones((1, 4), np.float32)
@@ -209,7 +209,7 @@ def test_pipeswitch_a_client_that_names_a_model_and_vanishes_holds_nobody_up(
 
 FLOODED = """
 import socket, sys, time, zmq
-from pipeswitch.sockets import Caps, make_router
+from pipeswitch.wire.sockets import Caps, make_router
 context = zmq.Context()
 router = make_router(context, Caps(max_message_bytes=1 << 20))
 port = router.bind_to_random_port("tcp://127.0.0.1")
@@ -300,7 +300,7 @@ def test_uvicorn_half_a_handshake_is_cut_however_slowly_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slow loris: uvicorn keeps connections whose headers never end."""
-    monkeypatch.setattr("pipeswitch.sockets.HANDSHAKE_LIMIT_MS", 300)
+    monkeypatch.setattr("pipeswitch.wire.sockets.HANDSHAKE_LIMIT_MS", 300)
     server = FakeScheduler(tmp_path)
     host, _, port = server.doors.tcp.address.removeprefix("tcp://").rpartition(":")
     with contextlib.ExitStack() as stack:

@@ -16,7 +16,7 @@ import pytest
 from process_tools import Checked, checked_server, marked_pids, until, write_script
 
 import pipeswitch as ps
-from pipeswitch.client import FINAL_JOB_STATES
+from pipeswitch.client.client import FINAL_JOB_STATES
 from tests.process.bombs import Bomb, pickled
 
 X = np.ones((1, 4), np.float32)

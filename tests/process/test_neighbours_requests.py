@@ -22,15 +22,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipeswitch as ps
-from pipeswitch.board import sealed_memfd
-from pipeswitch.controller.admission import check_name
-from pipeswitch.controller.events import Query
-from pipeswitch.controller.uploads import KEPT_UPLOADS
+from pipeswitch.frontend.admission import check_name
+from pipeswitch.frontend.uploads import KEPT_UPLOADS
+from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.programs.bundle import Graph, Node, check_graph
 from pipeswitch.programs.layout import ITEM_BYTES, ValueSpec
 from pipeswitch.programs.operators import ALLOWED
 from pipeswitch.programs.spec import BuildSpec
-from pipeswitch.wire import MAGIC, Op, decode_reply
+from pipeswitch.scheduler.events import Query
+from pipeswitch.wire.frames import MAGIC, Op, decode_reply
 from tests.process.bombs import pickled
 
 ROOT = Path(__file__).parents[2]
@@ -158,7 +158,7 @@ def test_torch_pretrained_weights_are_never_unpickled(
     source: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hubs deliver pickles; found in the cache here, as after a download."""
-    from pipeswitch.programs.sources import load_source
+    from pipeswitch.programs.build.sources import load_source
 
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0")  # and restored at the end
@@ -312,8 +312,8 @@ def test_vllm_uploads_leave_room_on_the_disk_for_others(
     server: FakeScheduler, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert stranger.put(b"x", hashlib.sha256(b"x").hexdigest(), 1).error is None
-    monkeypatch.setattr("pipeswitch.controller.uploads.MIN_FREE_SHARE", 1.0)
-    monkeypatch.setattr("pipeswitch.controller.uploads.MIN_FREE_BYTES", 1 << 60)
+    monkeypatch.setattr("pipeswitch.frontend.uploads.MIN_FREE_SHARE", 1.0)
+    monkeypatch.setattr("pipeswitch.frontend.uploads.MIN_FREE_BYTES", 1 << 60)
     reply = stranger.put(b"y", "0" * 64, 1)
     assert "No space left" in reply.error.message
     assert list(Path(server.config.server.state_dir, "uploads").iterdir()) == []  # it went first

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipeswitch.controller.peers import (
+from pipeswitch.frontend.connections import (
     HELLO_S,
     SESSIONLESS_BYTES,
     SESSIONLESS_MESSAGES,

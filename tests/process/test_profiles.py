@@ -22,8 +22,8 @@ from process_tools import (
 )
 
 from pipeswitch.errors import InvalidInput, ModelNotFound, PipeSwitchError
-from pipeswitch.grouping import spans
-from pipeswitch.profile import Profile, decode, encode
+from pipeswitch.planning.grouping import spans
+from pipeswitch.planning.profile import Profile, decode, encode
 
 WIDTH = 256
 DEPTH = 24  # layers of 257 KiB: 6 MiB, more groups than one bucket makes

@@ -16,7 +16,7 @@ import torch
 import zmq
 from process_tools import Checked, checked_server, eager, is_bit_equal, mlp, until
 
-from pipeswitch.client import Client
+from pipeswitch.client.client import Client
 from pipeswitch.errors import (
     AlreadyExists,
     HostStoreFull,
@@ -28,8 +28,8 @@ from pipeswitch.errors import (
     RegistrationRefused,
     TaskFailed,
 )
-from pipeswitch.sockets import Caps, make_dealer
-from pipeswitch.wire import MAGIC, RequestHeader, encode_header
+from pipeswitch.wire.frames import MAGIC, RequestHeader, encode_header
+from pipeswitch.wire.sockets import Caps, make_dealer
 
 X = torch.linspace(-1, 1, 16).reshape(1, 16)
 
@@ -348,7 +348,7 @@ def test_raw_bytes_on_the_port_disturb_nobody(running: Checked, said: bytes) -> 
 def serve_once(tmp_path: Path, *args: str) -> tuple[int, str]:
     """Run a server that cannot start; its status and what it said."""
     done = subprocess.run(
-        [sys.executable, "-P", "-c", "from pipeswitch.cli import main; main()", "serve",
+        [sys.executable, "-P", "-c", "from pipeswitch.cli.main import main; main()", "serve",
          "--device", "cpu", "--arena", "16MiB", "--host-store", "32MiB", *args],
         capture_output=True,
         text=True,

@@ -33,7 +33,7 @@ from process_tools import (
     write_script,
 )
 
-from pipeswitch.client import Client
+from pipeswitch.client.client import Client
 from pipeswitch.errors import ModelQuarantined, PipeSwitchError, ServerUnavailable, WorkerLost
 
 SEED = 1121
@@ -277,7 +277,7 @@ def test_random_kills_under_load_lose_and_duplicate_nothing(
 CLIENT = """
     import sys
     import numpy as np
-    from pipeswitch.client import Client
+    from pipeswitch.client.client import Client
     client = Client(sys.argv[1])
     futures = [client.submit("wide", np.zeros((1, 1024), "float32")) for _ in range(20)]
     futures += [client.submit("other", np.zeros((1, 1024), "float32")) for _ in range(5)]

@@ -21,8 +21,14 @@ from process_tools import (
     until,
 )
 
-from pipeswitch.sockets import Caps, make_dealer
-from pipeswitch.wire import MAGIC, RequestHeader, WireTensor, decode_reply, encode_header
+from pipeswitch.wire.frames import (
+    MAGIC,
+    RequestHeader,
+    WireTensor,
+    decode_reply,
+    encode_header,
+)
+from pipeswitch.wire.sockets import Caps, make_dealer
 
 WIDTH = 512
 DEPTH = 5  # 5 MiB of weights and some: regions of 6 MiB

@@ -28,8 +28,11 @@ from frontend_rig import (
 
 import pipeswitch as ps
 from pipeswitch.config import Config
-from pipeswitch.controller.copying import Copier
-from pipeswitch.controller.events import (
+from pipeswitch.frontend.copying import Copier
+from pipeswitch.frontend.frontend import Frontend
+from pipeswitch.ipc.messages import SlabTensor
+from pipeswitch.programs.spec import BuildSpec
+from pipeswitch.scheduler.events import (
     Answer,
     CancelAsked,
     InferArrived,
@@ -38,10 +41,13 @@ from pipeswitch.controller.events import (
     RegisterAsked,
     TrainAsked,
 )
-from pipeswitch.controller.frontend import Frontend
-from pipeswitch.messages import SlabTensor
-from pipeswitch.programs.spec import BuildSpec
-from pipeswitch.wire import MAGIC, RequestHeader, WireTensor, decode_reply, encode_header
+from pipeswitch.wire.frames import (
+    MAGIC,
+    RequestHeader,
+    WireTensor,
+    decode_reply,
+    encode_header,
+)
 
 
 def has_ipv6() -> bool:
@@ -287,7 +293,7 @@ def test_a_chosen_routing_id_is_refused(server: FakeScheduler) -> None:
 def test_a_reader_that_never_reads_is_dropped(
     server: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeswitch.controller.clients.SLOW_CLIENT_MS", 300.0)
+    monkeypatch.setattr("pipeswitch.frontend.clients.SLOW_CLIENT_MS", 300.0)
     server.announce("wide", width=1 << 18)
     x = WireTensor(name="x", dtype="float32", shape=(1, 1 << 18), frame=0)
     numbers = itertools.count()

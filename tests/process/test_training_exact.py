@@ -28,14 +28,14 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from pipeswitch import job
-from pipeswitch.commit_area import CommitArea
-from pipeswitch.commit_files import load_commit, read_record, write_commit
-from pipeswitch.commit_image import parse_image
+from pipeswitch.commits.area import CommitArea
+from pipeswitch.commits.files import load_commit, read_record, write_commit
+from pipeswitch.commits.image import parse_image
 from pipeswitch.errors import TaskPreempted
 from tests.process.figures import publishing, say
-from workers.gate import Gate
-from workers.snapshot import Captured, captured
-from workers.training import TrainingSession
+from workers.training.gate import Gate
+from workers.training.session import TrainingSession
+from workers.training.snapshot import Captured, captured
 
 Body = Callable[[], None]
 SAMPLES, BATCH = 40, 8
@@ -561,7 +561,7 @@ def test_options_that_stay_are_captured_once_and_tensors_each_time() -> None:
 
 FAULTS = """
 import resource
-from workers.heap import keep_freed_memory
+from workers.training.heap import keep_freed_memory
 keep_freed_memory()
 for _ in range(20):
     block = b"x" * (48 << 20)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeswitch.client import FINAL_JOB_STATES, Task
+from pipeswitch.client.client import FINAL_JOB_STATES, Task
 from pipeswitch.errors import TaskFailed
 from pipeswitch.testing import RunningServer, server
 

@@ -22,10 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeswitch.controller import events as ev
-from pipeswitch.controller.core import SchedulerSettings
-from pipeswitch.controller.scheduler import Scheduler
-from pipeswitch.messages import (
+from pipeswitch.ipc.messages import (
     BuildDone,
     BuildFailed,
     BuildProgress,
@@ -68,7 +65,8 @@ from pipeswitch.messages import (
     TransmitModel,
     WorkerReady,
 )  # fmt: skip
-from pipeswitch.profile import (
+from pipeswitch.planning.files import Found
+from pipeswitch.planning.profile import (
     UNKNOWN_DEVICE,
     VERSION,
     BatchProfile,
@@ -77,9 +75,11 @@ from pipeswitch.profile import (
     Overheads,
     Profile,
 )
-from pipeswitch.profiling.files import Found
 from pipeswitch.programs.groups import cut, layer_bytes
 from pipeswitch.programs.layout import LayerSpec, Manifest, TensorSpec
+from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.core import SchedulerSettings
+from pipeswitch.scheduler.scheduler import Scheduler
 
 MIB = 1 << 20
 LAYERS_PER_GROUP = 2
@@ -182,7 +182,7 @@ class Process:
 
 @dataclass
 class Script:
-    """A training script in a worker, with the gate's states (workers/gate.py)."""
+    """A training script in a worker, with the gate's states (workers/training/gate.py)."""
 
     order: RunJob
     slot: int

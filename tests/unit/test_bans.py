@@ -67,7 +67,7 @@ METHODS = {
     "recv_serialized": "decodes with whatever it is given: wire.py",
 }
 KEYWORDS = {("allow_pickle", True), ("weights_only", False), ("trust_remote_code", True)}
-SOCKETS = "pipeswitch/sockets.py"  # the only place that makes ZeroMQ sockets
+SOCKETS = "pipeswitch/wire/sockets.py"  # the only place that makes ZeroMQ sockets
 MEASURING = "pipeswitch/benchmarks/"  # its bare servers and clients are what is compared with
 
 

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from pipeswitch.bench import run
 from pipeswitch.benchmarks import child
 from pipeswitch.benchmarks.pipeline import makespan, optimal_makespan, typical
 from pipeswitch.benchmarks.trials import Arm, Run, interleave, quantile
+from pipeswitch.cli.bench import run
 from pipeswitch.errors import InvalidInput
 
 FACTS = {"device": "cpu", "torch": "2.15.0", "commit": "0123456789ab"}

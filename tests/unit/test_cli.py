@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from pipeswitch import cli_infer
-from pipeswitch import cli_views as views
-from pipeswitch.addresses import default_address
-from pipeswitch.cli import main
-from pipeswitch.client import job_name
+from pipeswitch.cli import infer as cli_infer
+from pipeswitch.cli import views
+from pipeswitch.cli.main import main
+from pipeswitch.client.client import job_name
 from pipeswitch.config import Config
 from pipeswitch.controller import main as controller
-from pipeswitch.controller.admission import parse_input
 from pipeswitch.errors import ConfigError, InvalidInput, ServerUnavailable
+from pipeswitch.frontend.admission import parse_input
+from pipeswitch.wire.addresses import default_address
 
 NOBODY = {"PIPESWITCH_HOST": "ipc:///nonexistent/pipeswitch.sock"}
 
@@ -100,10 +100,11 @@ def test_version_is_one_line() -> None:
 
 def test_the_command_line_never_imports_torch() -> None:
     code = (
-        "import sys; from click.testing import CliRunner; from pipeswitch.cli import main\n"
+        "import sys; from click.testing import CliRunner; from pipeswitch.cli.main import main\n"
         "for verb in (['ps', '--help'], ['doctor'], ['config', 'schema']):\n"
         "    CliRunner().invoke(main, verb)\n"
-        "import pipeswitch.client, pipeswitch.cli_infer, pipeswitch.doctor, pipeswitch.aio\n"
+        "import pipeswitch.client.client, pipeswitch.cli.infer, pipeswitch.cli.doctor\n"
+        "import pipeswitch.client.aio\n"
         "assert 'torch' not in sys.modules, 'torch was imported'\n"
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
@@ -157,7 +158,7 @@ def test_flags_reach_the_server_as_settings(monkeypatch: pytest.MonkeyPatch) -> 
         started.append(config)
         return 0
 
-    monkeypatch.setattr("pipeswitch.cli._part", lambda module, name: serve)
+    monkeypatch.setattr("pipeswitch.cli.main._part", lambda module, name: serve)
     flags = ["--listen", "tcp://127.0.0.1:6000", "--arena", "0.5", "--host-store", "1GiB",
              "--standby", "1", "--allow-code", "a.*", "--allow-code", "b.*"]  # fmt: skip
     assert run("serve", *flags)[0] == 0
@@ -189,7 +190,7 @@ class NobodysServer:
 
 def answering(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> None:
     """Every command of this test talks to that client."""
-    monkeypatch.setattr("pipeswitch.client.Client", lambda **_: NobodysServer(**answers))
+    monkeypatch.setattr("pipeswitch.client.client.Client", lambda **_: NobodysServer(**answers))
 
 
 @pytest.mark.parametrize(
@@ -237,7 +238,7 @@ def test_an_answer_after_its_deadline_is_told_to_be_late() -> None:
 
 
 def test_several_outputs_are_saved_under_the_name_that_is_told(tmp_path: Path) -> None:
-    from pipeswitch.cli import _save
+    from pipeswitch.cli.main import _save
 
     two = {"a": np.zeros(1), "b": np.ones(2)}
     written = _save(str(tmp_path / "y.npy"), two)
@@ -273,7 +274,14 @@ def test_a_full_disk_is_told_and_other_faults_keep_their_traceback(
 
 def test_marks_that_a_terminal_does_not_know_do_not_end_a_command() -> None:
     done = subprocess.run(
-        [sys.executable, "-P", "-c", "from pipeswitch.cli import main; main()", "config", "init"],
+        [
+            sys.executable,
+            "-P",
+            "-c",
+            "from pipeswitch.cli.main import main; main()",
+            "config",
+            "init",
+        ],
         capture_output=True,
         env={**os.environ, "PYTHONIOENCODING": "latin-1"},
     )
@@ -302,7 +310,7 @@ def test_host_takes_what_pipeswitch_host_takes(
         asked.append(options["address"])
         return NobodysServer(stats=dict)
 
-    monkeypatch.setattr("pipeswitch.client.Client", client)
+    monkeypatch.setattr("pipeswitch.client.client.Client", client)
     assert run("--host", named, "stats")[0] == 0
     assert asked == [address]
     assert default_address({"PIPESWITCH_HOST": named}) == address
@@ -321,7 +329,7 @@ def test_ping_waits_for_a_server_that_is_not_there_yet(monkeypatch: pytest.Monke
             raise answer
         return answer
 
-    monkeypatch.setattr("pipeswitch.cli.PING_AGAIN_S", 0.0)
+    monkeypatch.setattr("pipeswitch.cli.main.PING_AGAIN_S", 0.0)
     answering(monkeypatch, ping=ping)
     assert run("ping", "--wait", "1m")[:2] == (0, "ready 1.0 ms\n")
     assert not answers
@@ -342,12 +350,12 @@ def test_ping_does_not_wait_unless_it_is_told_to(monkeypatch: pytest.MonkeyPatch
 def test_stop_is_over_when_the_server_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     server = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     assert server.stdin is not None
-    monkeypatch.setattr("pipeswitch.cli.EXIT_WAIT_S", 0.0)
+    monkeypatch.setattr("pipeswitch.cli.main.EXIT_WAIT_S", 0.0)
     answering(monkeypatch, about=lambda: {"pid": server.pid}, stop_server=lambda drain_s: None)
     status, _, text = run("stop")
     assert status == 1
     assert "has not left" in text
-    monkeypatch.setattr("pipeswitch.cli.EXIT_WAIT_S", 30.0)
+    monkeypatch.setattr("pipeswitch.cli.main.EXIT_WAIT_S", 30.0)
     answering(
         monkeypatch,
         about=lambda: {"pid": server.pid},
@@ -363,7 +371,7 @@ def test_a_pt2_file_that_is_none_is_told_in_one_line(
         "import sys; from pipeswitch.errors import RegistrationRefused; "
         "raise RegistrationRefused(sys.argv[1], 'torch.export.load: it is not a zip file')"
     )
-    monkeypatch.setattr("pipeswitch.cli.CONVERT", refuse)  # what it says, without torch
+    monkeypatch.setattr("pipeswitch.cli.main.CONVERT", refuse)  # what it says, without torch
     path = tmp_path / "x.pt2"
     path.write_text("garbage")
     status, _, text = run("register", "m", str(path), env=NOBODY)
@@ -384,7 +392,7 @@ def test_the_line_that_admits_a_client_works_for_a_key_that_begins_with_a_dash(
 ) -> None:
     key = "-h" + 38 * "a"
     monkeypatch.setattr(
-        "pipeswitch.cli_keys.make_pair", lambda name, out: (out / "eve.key_secret", key.encode())
+        "pipeswitch.cli.keys.make_pair", lambda name, out: (out / "eve.key_secret", key.encode())
     )
     _, text, _ = run("keys", "--keys-dir", str(tmp_path), "pair", "eve", "--out", str(tmp_path))
     _, verb, *words = shlex.split(text.splitlines()[1])

@@ -10,12 +10,12 @@ import msgspec
 import pytest
 from rich.console import Console, RenderableType
 
-from pipeswitch import cli_profile
+from pipeswitch.cli import profile as cli_profile
 from pipeswitch.errors import InvalidInput, ModelNotFound
-from pipeswitch.profile import UNKNOWN_DEVICE, Check, Profile
-from pipeswitch.profiling.fit import MIB
-from pipeswitch.profiling.measuring import Measurement, Program, Run
-from pipeswitch.profiling.planned import plan_of, predict
+from pipeswitch.planning.fit import MIB
+from pipeswitch.planning.measuring import Measurement, Program, Run
+from pipeswitch.planning.planned import plan_of, predict
+from pipeswitch.planning.profile import UNKNOWN_DEVICE, Check, Profile
 
 LAYERS = 6
 

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeswitch import commit_area, commit_files
-from pipeswitch.board import sealed_memfd
-from pipeswitch.commit_area import Commit, CommitArea, area_bytes, create_area
-from pipeswitch.commit_files import load_commit, read_record, write_commit
+from pipeswitch.commits import area as commit_area
+from pipeswitch.commits import files as commit_files
+from pipeswitch.commits.area import Commit, CommitArea, area_bytes, create_area
+from pipeswitch.commits.files import load_commit, read_record, write_commit
 from pipeswitch.errors import RemoteProtocolError
+from pipeswitch.ipc.board import sealed_memfd
 
 SLOT_BYTES = 10_000
 COMMIT_POINTS = ["commit.struck", "commit.copied", "commit.recorded", "commit.flipped"]

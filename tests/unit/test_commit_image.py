@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from safetensors import deserialize
 
-from pipeswitch.commit_image import HEADER_BYTES, dump_json, pack_header, safetensors_head
+from pipeswitch.commits.image import HEADER_BYTES, dump_json, pack_header, safetensors_head
 
 
 def entry(dtype: str, shape: list[int], stride: list[int], offset: int, size: int) -> Any:

@@ -10,7 +10,7 @@ import pytest
 from fake_cuda import World
 
 from pipeswitch.devices.choosing import has_driver_library
-from pipeswitch.devices.cuda_bindings import (
+from pipeswitch.devices.cuda.bindings import (
     HANDLE_BYTES,
     HARMLESS_ERRORS,
     NO_GPU_ERRORS,
@@ -64,7 +64,7 @@ def test_a_driver_call_without_the_library_is_a_typed_error() -> None:
 def test_the_real_bindings_import_and_answer_without_a_driver() -> None:
     """In a process of its own: nothing else may have loaded them."""
     code = """
-from pipeswitch.devices.cuda_bindings import Cuda, CudaError, NoCudaDevice
+from pipeswitch.devices.cuda.bindings import Cuda, CudaError, NoCudaDevice
 cuda = Cuda.load()
 try:
     cuda.device_count()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeswitch.devices.cuda_capture import CaptureBroke, CudaRecorder, no_collector
+from pipeswitch.devices.cuda.capture import CaptureBroke, CudaRecorder, no_collector
 
 SLICE = (0, 7)
 

@@ -11,7 +11,7 @@ from pipeswitch.config import DeviceConfig
 from pipeswitch.devices import choosing
 from pipeswitch.devices.choosing import ChosenDevice, choose_device, examine, only_server_on
 from pipeswitch.errors import ConfigError, PipeSwitchError
-from pipeswitch.messages import CudaOptions
+from pipeswitch.ipc.messages import CudaOptions
 
 GPU = ChosenDevice("cuda:0", "", uuid="GPU-1", title="Fake GPU", options=CudaOptions())
 

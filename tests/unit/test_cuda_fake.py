@@ -10,7 +10,7 @@ import pytest
 from fake_cuda import World
 from fake_cuda.host_torch import TapeRecorder
 
-from pipeswitch.devices.cuda_bindings import Cuda, CudaError
+from pipeswitch.devices.cuda.bindings import Cuda, CudaError
 
 
 @pytest.fixture

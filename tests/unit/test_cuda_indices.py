@@ -8,8 +8,8 @@ import pytest
 import torch
 from fake_cuda.host_torch import TapeRecorder
 
-from pipeswitch.devices.cuda_graphs import DeviceProgram, GraphBudget
-from pipeswitch.devices.cuda_indices import check_indices, index_limits
+from pipeswitch.devices.cuda.graphs import DeviceProgram, GraphBudget
+from pipeswitch.devices.cuda.indices import check_indices, index_limits
 from pipeswitch.errors import InvalidInput
 from pipeswitch.programs.bundle import Graph, Node
 from pipeswitch.programs.executor import GraphProgram

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipeswitch.config import Amount, DeviceConfig
 from pipeswitch.devices.choosing import arena_size, private_size, slice_size
-from pipeswitch.devices.cuda_ladder import TESTS, Ladder, Outcome, Wishes, choose
+from pipeswitch.devices.cuda.ladder import TESTS, Ladder, Outcome, Wishes, choose
 from pipeswitch.errors import ConfigError
 
 ALL_GOOD = {name: Outcome(True) for name in TESTS}

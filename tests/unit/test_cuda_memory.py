@@ -11,12 +11,19 @@ from queue import Queue
 import pytest
 from fake_cuda import World
 
-from pipeswitch.board import new_bell, sealed_memfd
-from pipeswitch.devices import cuda_pinned
-from pipeswitch.devices.cuda_bindings import Cuda, CudaError
-from pipeswitch.devices.cuda_memory import RING_WORDS, CudaDeviceMemory, chunks
+from pipeswitch.devices.cuda import pinned as cuda_pinned
+from pipeswitch.devices.cuda.bindings import Cuda, CudaError
+from pipeswitch.devices.cuda.memory import RING_WORDS, CudaDeviceMemory, chunks
 from pipeswitch.errors import RemoteProtocolError
-from pipeswitch.messages import ByteRange, Epoch, GroupCopy, ModelName, TransmitEnded, TransmitModel
+from pipeswitch.ipc.board import new_bell, sealed_memfd
+from pipeswitch.ipc.messages import (
+    ByteRange,
+    Epoch,
+    GroupCopy,
+    ModelName,
+    TransmitEnded,
+    TransmitModel,
+)
 
 MIB = 1 << 20
 ARENA_BYTES = STORE_BYTES = 8 * MIB
@@ -237,7 +244,7 @@ def test_reading_a_slice_never_shows_a_staging_buffer_too_early() -> None:
 
 
 def test_reading_more_than_both_staging_buffers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeswitch.devices import cuda_memory
+    from pipeswitch.devices.cuda import memory as cuda_memory
 
     monkeypatch.setattr(cuda_memory, "BOUNCE_BYTES", 1000)
     rig = Rig()

@@ -11,18 +11,18 @@ import torch
 from fake_cuda import Stream, World
 from fake_cuda.host_torch import HostTorch, TapeRecorder
 
-from pipeswitch.board import BOARD_BYTES, new_bell, sealed_memfd
-from pipeswitch.devices.cuda_bindings import Cuda, CudaError
-from pipeswitch.devices.cuda_capture import CaptureBroke
-from pipeswitch.devices.cuda_graphs import DeviceProgram, GraphBudget
-from pipeswitch.devices.cuda_slice import SEGMENT_BYTES, Segments
-from pipeswitch.devices.cuda_torch import tensor_at
-from pipeswitch.devices.cuda_view import CudaPoolView, Waits
+from pipeswitch.devices.cuda.bindings import Cuda, CudaError
+from pipeswitch.devices.cuda.capture import CaptureBroke
+from pipeswitch.devices.cuda.graphs import DeviceProgram, GraphBudget
+from pipeswitch.devices.cuda.slice import SEGMENT_BYTES, Segments
+from pipeswitch.devices.cuda.torch import tensor_at
+from pipeswitch.devices.cuda.view import CudaPoolView, Waits
 from pipeswitch.errors import LocalProtocolError, RemoteProtocolError
+from pipeswitch.ipc.board import BOARD_BYTES, new_bell, sealed_memfd
 from pipeswitch.programs.bundle import Graph, Node
 from pipeswitch.programs.executor import BoundGraph, GraphProgram
 from pipeswitch.programs.layout import GroupSpec, Manifest, TensorSpec, ValueSpec
-from workers.torch_private import bytes_of_their_own
+from workers.training.torch_private import bytes_of_their_own
 
 MIB = 1 << 20
 WORDS = 64

@@ -7,7 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from pipeswitch import demo, demo_report
+from pipeswitch.demo import report as demo_report
+from pipeswitch.demo import run as demo
 
 BILL = {"queue_ms": 1.0, "switch_ms": 2.0, "copy_ms": 3.0, "stall_ms": 4.0, "compute_ms": 5.0}
 

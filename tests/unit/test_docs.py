@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeswitch import messages, states
+from pipeswitch.ipc import messages
+from pipeswitch.scheduler import states
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "profiles/README.md"])
@@ -92,7 +93,7 @@ def test_the_reliability_page_is_what_its_generator_makes_of_the_files() -> None
 
 
 def test_the_readme_shows_only_flags_and_verbs_that_exist() -> None:
-    from pipeswitch.cli import main
+    from pipeswitch.cli.main import main
 
     text = (ROOT / "README.md").read_text()
     lines = [line for line in text.splitlines() if line.startswith("pipeswitch ")]

@@ -50,16 +50,16 @@ def test_the_kept_corpus_is_small_and_belongs_to_targets() -> None:
 
 
 BROKEN = {
-    "request": "pipeswitch.controller.frontend.decode_request",
+    "request": "pipeswitch.frontend.frontend.decode_request",
     "reply": "tests.fuzz.replies.decode_reply",
     "bundle": "pipeswitch.programs.bundle._json_object",
     "graph": "pipeswitch.programs.bundle.check_graph",
-    "commit": "pipeswitch.commit_image.json.loads",
-    "profile": "pipeswitch.profile._check",
+    "commit": "pipeswitch.commits.image.json.loads",
+    "profile": "pipeswitch.planning.profile._check",
     "packet": "tests.fuzz.packets.decode_message",
     "daemon": "memory_daemon.transmit.check_order",
-    "worker": "pipeswitch.controller.jobs.Jobs._job_of",
-    "order": "workers.gate.Gate.grant",
+    "worker": "pipeswitch.scheduler.training.Jobs._job_of",
+    "order": "workers.training.gate.Gate.grant",
 }
 """A target -> something in its way that raises what nobody promised."""
 
@@ -82,7 +82,7 @@ def test_a_target_lets_an_escape_out(name: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_good_request_is_admitted_and_its_bytes_lie_in_the_pool() -> None:
-    from pipeswitch.controller.events import InferArrived
+    from pipeswitch.scheduler.events import InferArrived
     from tests.fuzz import requests
 
     events = requests._gate().hear(split_frames(requests.seeds()[0]))
@@ -104,8 +104,8 @@ def test_each_verb_gets_past_its_checks() -> None:
 
 
 def test_a_worker_of_the_stage_computes_and_trains() -> None:
-    from pipeswitch.messages import JobEnded
-    from pipeswitch.states import TaskState
+    from pipeswitch.ipc.messages import JobEnded
+    from pipeswitch.scheduler.states import TaskState
     from tests.fuzz import workers
 
     stage = workers.Stage()

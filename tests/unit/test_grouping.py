@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.grouping import bucket, check_plan, one_shot, per_layer, spans
+from pipeswitch.planning.grouping import bucket, check_plan, one_shot, per_layer, spans
 
 SIZES = st.lists(st.integers(0, 1 << 30), max_size=200)
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from pipeswitch.controller import events as ev
-from pipeswitch.controller.health import SILENT_AFTER_MS
-from pipeswitch.controller.scheduler import Scheduler, SchedulerSettings
-from pipeswitch.messages import DaemonReady, Message, Ping, Pong, Slot, WorkerReady
+from pipeswitch.ipc.messages import DaemonReady, Message, Ping, Pong, Slot, WorkerReady
+from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.health import SILENT_AFTER_MS
+from pipeswitch.scheduler.scheduler import Scheduler, SchedulerSettings
 
 
 class Server:

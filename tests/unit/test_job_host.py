@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from pipeswitch.errors import PipeSwitchError
-from pipeswitch.messages import CommitStep, Epoch, JobName, Message, RunJob, StepCommitted, Turn
-from workers.host import JobHost
+from pipeswitch.ipc.messages import CommitStep, Epoch, JobName, Message, RunJob, StepCommitted, Turn
+from workers.training.host import JobHost
 
 EPOCH = Epoch(7)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.controller.job_logs import CHUNK_BYTES, read_piece, whole_characters
-from pipeswitch.messages import JobName
+from pipeswitch.frontend.job_logs import CHUNK_BYTES, read_piece, whole_characters
+from pipeswitch.ipc.messages import JobName
 
 
 @given(st.text(max_size=30), st.integers(0, 120))

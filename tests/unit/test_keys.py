@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 import pipeswitch as ps
-from pipeswitch.cli_keys import keys
-from pipeswitch.keys import AllowList, KeyFolder, client_keys, make_pair, read_public
+from pipeswitch.cli.keys import keys
+from pipeswitch.wire.keys import AllowList, KeyFolder, client_keys, make_pair, read_public
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.grouping import bucket, check_plan, one_shot, per_layer
 from pipeswitch.planning import (
     LayerCosts,
     LinkCost,
@@ -24,6 +23,7 @@ from pipeswitch.planning import (
     pipeswitch_plan,
     plan_groups,
 )
+from pipeswitch.planning.grouping import bucket, check_plan, one_shot, per_layer
 
 CLOSE = 1e-9  # relative: sums in another order
 

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from pipeswitch.grouping import check_plan, one_shot
 from pipeswitch.planning import LayerCosts, LinkCost, makespan, plan_groups, robust_plan
 from pipeswitch.planning.costs import TransferCurve
+from pipeswitch.planning.grouping import check_plan, one_shot
 
 MIB = 1 << 20
 

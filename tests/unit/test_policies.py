@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.policies import Fifo, Priority, Resident, Waiting, make_policy
+from pipeswitch.scheduler.policies import Fifo, Priority, Resident, Waiting, make_policy
 
 PRIORITY = Priority(max_wait_ms=2000.0)
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.board import sealed_memfd
-from pipeswitch.controller.admission import CheckedInput
-from pipeswitch.controller.pool import RequestPool, Room
-from pipeswitch.controller.slabs import SLAB_ALIGN_BYTES as PAGE
 from pipeswitch.errors import QueueFull
+from pipeswitch.frontend.admission import CheckedInput
+from pipeswitch.frontend.request_pool import RequestPool, Room
+from pipeswitch.frontend.slabs import SLAB_ALIGN_BYTES as PAGE
+from pipeswitch.ipc.board import sealed_memfd
 
 PAGES: Final = 16
 SHARE_BYTES: Final = PAGES // 2 * PAGE

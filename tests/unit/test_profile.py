@@ -11,9 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.grouping import check_plan
-from pipeswitch.planning import makespan
-from pipeswitch.profile import (
+from pipeswitch.planning import files, makespan
+from pipeswitch.planning.drift import Drift
+from pipeswitch.planning.fit import MIB, fit_link, quantile, spread
+from pipeswitch.planning.grouping import check_plan
+from pipeswitch.planning.planned import costs_of, plan_of, predict
+from pipeswitch.planning.profile import (
     VERSION,
     BatchProfile,
     Check,
@@ -26,10 +29,6 @@ from pipeswitch.profile import (
     decode,
     encode,
 )
-from pipeswitch.profiling import files
-from pipeswitch.profiling.drift import Drift
-from pipeswitch.profiling.fit import MIB, fit_link, quantile, spread
-from pipeswitch.profiling.planned import costs_of, plan_of, predict
 
 DIGEST = "ab" * 32
 HERE = Identity(device="cpu", name="a processor", cores=4, threads=3, link_bytes_per_s=0.0,

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.profile import UNKNOWN_DEVICE, Profile, decode, encode
-from pipeswitch.profiling.fit import MIB
-from pipeswitch.profiling.measuring import (
+from pipeswitch.planning.fit import MIB
+from pipeswitch.planning.measuring import (
     LEAST_REPEATS,
     MOST_REPEATS,
     Measurement,
@@ -16,7 +15,8 @@ from pipeswitch.profiling.measuring import (
     Run,
     Trial,
 )
-from pipeswitch.profiling.planned import plan_of, predict
+from pipeswitch.planning.planned import plan_of, predict
+from pipeswitch.planning.profile import UNKNOWN_DEVICE, Profile, decode, encode
 
 ALPHA_MS, MS_PER_MIB, WAKE_MS, GAP_MS, CALL_MS = 0.2, 2.0, 0.05, 0.01, 0.1
 

@@ -256,7 +256,7 @@ def test_nothing_dangerous_is_on_the_closed_list() -> None:
 def test_the_controllers_side_of_programs_imports_no_torch() -> None:
     code = (
         "import sys, pipeswitch.programs.layout, pipeswitch.programs.bundle, "
-        "pipeswitch.programs.spec, pipeswitch.programs.partition, pipeswitch.grouping, "
+        "pipeswitch.programs.spec, pipeswitch.programs.partition, pipeswitch.planning.grouping, "
         "pipeswitch.programs.requests; sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

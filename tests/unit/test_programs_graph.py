@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from pipeswitch.devices.views import bytes_over, tensor_over
 from pipeswitch.errors import LocalProtocolError, RegistrationRefused
 from pipeswitch.programs.bundle import Graph, Node, check_graph
 from pipeswitch.programs.graph import CompiledGraph, check_no_mutation, check_on_meta
 from pipeswitch.programs.layout import TensorSpec, ValueSpec
 from pipeswitch.programs.partition import layers_of_graph
+from pipeswitch.programs.views import bytes_over, tensor_over
 
 X = {"v": 0}
 W = {"v": 1}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.regions import Region, Regions
+from pipeswitch.scheduler.regions import Region, Regions
 
 OWNERS = [f"o{index}" for index in range(8)]
 STEPS = st.lists(

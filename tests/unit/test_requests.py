@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from pipeswitch.board import sealed_memfd
-from pipeswitch.controller.clients import Client, Outgoing
-from pipeswitch.controller.events import Answer
-from pipeswitch.controller.pool import RequestPool
-from pipeswitch.controller.requests import Pending, Requests
 from pipeswitch.errors import InvalidInput, QueueFull, TaskFailed
-from pipeswitch.messages import SlabTensor
-from pipeswitch.wire import RequestHeader, decode_reply
+from pipeswitch.frontend.clients import Client, Outgoing
+from pipeswitch.frontend.request_pool import RequestPool
+from pipeswitch.frontend.requests import Pending, Requests
+from pipeswitch.ipc.board import sealed_memfd
+from pipeswitch.ipc.messages import SlabTensor
+from pipeswitch.scheduler.events import Answer
+from pipeswitch.wire.frames import RequestHeader, decode_reply
 
 POOL_BYTES = 1 << 20
 LARGE_BYTES = 128 << 10  # a frame of this size is sent without a copy

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from pipeswitch.controller import events as ev
-from pipeswitch.controller.core import Core
-from pipeswitch.controller.fleet import Fleet
-from pipeswitch.controller.inference import Inference
-from pipeswitch.controller.jobs import Jobs
-from pipeswitch.controller.memory import SLICE, Memory
-from pipeswitch.controller.records import Model
-from pipeswitch.controller.scheduler import Scheduler
-from pipeswitch.states import Residency
+from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.arena import SLICE, Memory
+from pipeswitch.scheduler.core import Core
+from pipeswitch.scheduler.fleet import Fleet
+from pipeswitch.scheduler.inference import Inference
+from pipeswitch.scheduler.records import Model
+from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.states import Residency
+from pipeswitch.scheduler.training import Jobs
 
 Patch = pytest.MonkeyPatch
 MOST_LIVES = 400

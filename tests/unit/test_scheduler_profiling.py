@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeswitch.controller import events as ev
-from pipeswitch.controller.inference import batch_of
-from pipeswitch.messages import EvictTask, RunInference, SlabTensor, TransmitModel
-from pipeswitch.profile import UNKNOWN_DEVICE, Profile
-from pipeswitch.profiling.files import Found
+from pipeswitch.ipc.messages import EvictTask, RunInference, SlabTensor, TransmitModel
+from pipeswitch.planning.files import Found
+from pipeswitch.planning.profile import UNKNOWN_DEVICE, Profile
 from pipeswitch.programs.layout import ValueSpec
-from pipeswitch.states import Residency, TaskState
+from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.inference import batch_of
+from pipeswitch.scheduler.states import Residency, TaskState
 
 BATCH = 4
 

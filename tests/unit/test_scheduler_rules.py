@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from pipeswitch.controller import events as ev
 from pipeswitch.errors import (
     AlreadyExists,
     Cancelled,
@@ -26,7 +25,7 @@ from pipeswitch.errors import (
     TaskFailed,
     WorkerLost,
 )
-from pipeswitch.messages import (
+from pipeswitch.ipc.messages import (
     BuildDone,
     CancelTransmit,
     Cleaned,
@@ -60,7 +59,8 @@ from pipeswitch.messages import (
     TransmitModel,
     WorkerReady,
 )
-from pipeswitch.states import Residency, TaskState, WorkerState
+from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.states import Residency, TaskState, WorkerState
 
 MIB = 1 << 20
 

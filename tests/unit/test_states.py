@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeswitch.errors import InvalidTransition
-from pipeswitch.states import (
+from pipeswitch.scheduler.states import (
     MODEL_TRANSITIONS,
     RESIDENCY_TRANSITIONS,
     TASK_FINAL,

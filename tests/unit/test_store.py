@@ -12,7 +12,7 @@ import pytest
 from memory_daemon.store import UnusableModel, load_model
 from memory_daemon.transmit import TransmitGuard
 from pipeswitch.errors import RemoteProtocolError
-from pipeswitch.messages import Epoch, GroupCopy, ModelName, TransmitModel
+from pipeswitch.ipc.messages import Epoch, GroupCopy, ModelName, TransmitModel
 from pipeswitch.programs.layout import Manifest, TensorSpec
 from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE, WEIGHTS_FILE
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch import tagged
+from pipeswitch.commits import tagged
 from pipeswitch.errors import InvalidInput
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeswitch.messages import Epoch, ModelName, RunInference
+from pipeswitch.ipc.messages import Epoch, ModelName, RunInference
 from pipeswitch.programs.layout import Manifest, ValueSpec
-from workers.trials import MadeUpInputs
+from workers.inference.trials import MadeUpInputs
 
 MANIFEST = Manifest(
     digest="d", mode="graph", mode_reason="", source="bundle", total_bytes=0, tensors=(), groups=(),

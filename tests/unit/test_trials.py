@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from pipeswitch.errors import Cancelled
-from pipeswitch.messages import RunInference
+from pipeswitch.ipc.messages import RunInference
 from pipeswitch.programs.layout import ValueSpec
-from workers.trials import MadeUpInputs, run_trial
+from workers.inference.trials import MadeUpInputs, run_trial
 
 GROUPS = 3
 ROWS = 10  # of a table that made-up integers may miss

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch import wire
 from pipeswitch.errors import ERRORS_BY_NAME, PipeSwitchError, RemoteProtocolError, from_wire
 from pipeswitch.errors import to_wire as error_to_wire
-from pipeswitch.messages import AnyMessage, Epoch, InferenceFailed, JobReport, Message
-from pipeswitch.wire import (
+from pipeswitch.ipc.messages import AnyMessage, Epoch, InferenceFailed, JobReport, Message
+from pipeswitch.wire import frames as wire
+from pipeswitch.wire.frames import (
     MAGIC,
     MAX_NESTING,
     ReplyHeader,

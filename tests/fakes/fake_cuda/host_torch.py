@@ -12,9 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeswitch.devices.cuda_torch import Recorder
-from pipeswitch.devices.views import tensor_over
+from pipeswitch.devices.cuda.torch import Recorder
 from pipeswitch.programs.layout import TensorSpec
+from pipeswitch.programs.views import tensor_over
 
 from . import Stream, World
 

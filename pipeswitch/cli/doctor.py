@@ -1,0 +1,235 @@
+"""``pipeswitch doctor``: can this machine serve, and what to do where it cannot. No torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from ..config import Config, format_bytes
+from ..devices import choosing
+from ..devices.cuda import ladder as cuda_ladder
+from ..errors import PipeSwitchError
+from ..frontend.listeners import parse_listen
+from ..ipc import board
+from ..wire.addresses import default_address
+
+COPY_BYTES: Final = 128 << 20  # larger than any cache
+COPY_ROUNDS: Final = 5
+LOW_MEMORY_BYTES: Final = 4 << 30
+LOW_FILES: Final = 1024
+OLD_TORCH: Final = (2, 11)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check: what was found, and what to do when it is not good."""
+
+    name: str
+    status: Literal["ok", "warn", "fail"]
+    text: str
+    advice: str = ""
+
+    def row(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def examine(config: Config) -> list[Finding]:
+    """Run every check; a check that itself breaks is a finding too."""
+    checks: list[Callable[[], list[Finding]]] = [
+        _software,
+        _gpu,
+        lambda: _cuda(config),
+        _memory,
+        _kernel,
+        lambda: _doors(config),
+        _copy_speed,
+        _limits,
+    ]
+    findings: list[Finding] = []
+    for check in checks:
+        try:
+            findings += check()
+        except (OSError, ValueError, PipeSwitchError) as error:
+            findings.append(Finding("check", "fail", f"could not look: {error}"))
+    return findings
+
+
+def _software() -> list[Finding]:
+    found = [Finding("python", "ok", f"{platform.python_version()} on {platform.platform()}")]
+    for package in ("torch", "torchvision", "numpy", "pyzmq"):
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found.append(Finding(package, "fail", "not installed", f"pip install {package}"))
+            continue
+        is_old = package == "torch" and tuple(map(int, version.split(".")[:2])) < OLD_TORCH
+        advice = "pip install -U torch torchvision (2.11 or newer)" if is_old else ""
+        found.append(Finding(package, "fail" if is_old else "ok", version, advice))
+    return found
+
+
+def _gpu() -> list[Finding]:
+    cards = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    version = Path("/proc/driver/nvidia/version")
+    if not version.is_file():
+        nodes = sorted(Path("/dev").glob("nvidia[0-9]*"))
+        if nodes:
+            return [Finding("gpu", "warn", f"{len(nodes)} device nodes, but no driver is loaded",
+                            "load the nvidia kernel module")]  # fmt: skip
+        return [Finding("gpu", "ok", "no NVIDIA device: the cpu device is used")]
+    found = [Finding("driver", "ok", version.read_text().splitlines()[0])]
+    for card in cards:
+        facts = dict(line.split(":", 1) for line in card.read_text().splitlines() if ":" in line)
+        found.append(Finding("gpu", "ok", facts.get("Model", "unknown").strip()))
+    return found
+
+
+def _cuda(config: Config) -> list[Finding]:
+    """What the self-test says, rung by rung; takes seconds, and only where there is a driver."""
+    name, bindings = config.device.name, config.device.bindings
+    is_real = bindings == choosing.REAL_PACKAGE
+    if name == "cpu":
+        return []
+    if is_real and not choosing.has_driver_library():
+        return [Finding("cuda", "ok", "no driver library (libcuda.so.1): the cpu device is used")]
+    index = int(name.partition(":")[2] or 0)
+    try:
+        found = choosing.examine(bindings, index, with_tests=True)
+    except PipeSwitchError as error:
+        return [Finding("cuda", "fail" if name.startswith("cuda") else "warn", error.message,
+                        error.hint)]  # fmt: skip
+    device = found.pop("device")
+    versions = f"driver for CUDA {device['driver'] // 1000}, runtime {device['runtime'] // 1000}"
+    size = f"{format_bytes(device['free_bytes'])} of {format_bytes(device['device_bytes'])} free"
+    findings = [Finding("cuda", "ok", f"{device['name']}, {size}, {versions}")]
+    if device["free_bytes"] < 0.8 * device["device_bytes"]:
+        advice = "nvidia-smi says who; a smaller --arena leaves them room"
+        findings.append(Finding("cuda neighbours", "warn", "others use this GPU too", advice))
+    for test in cuda_ladder.TESTS:
+        outcome = found.get(test, {"is_ok": False, "text": "it did not run"})
+        is_needed = test in cuda_ladder.REQUIRED
+        bad: Literal["warn", "fail"] = "fail" if is_needed else "warn"
+        advice = "" if outcome["is_ok"] else _cuda_advice(test)
+        findings.append(
+            Finding(f"cuda {test}", "ok" if outcome["is_ok"] else bad, outcome["text"], advice)
+        )
+    return findings
+
+
+def _cuda_advice(test: str) -> str:
+    """What to do about a test that fails; the rung below serves meanwhile, where there is one."""
+    if test == "ipc":
+        return "daemon and workers need one IPC and PID namespace: in a container --ipc=host"
+    if test == "memory":
+        return "nvidia-smi: is the GPU in exclusive mode, in MIG mode, or full?"
+    return "the server uses what works instead; [device] in the config can name it"
+
+
+def _meminfo(key: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def cgroup_limit_bytes() -> int | None:
+    """The memory limit of this process's control group (v2 or v1); None when there is none."""
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(path).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit() and int(text) < 1 << 60:
+            return int(text)
+    return None
+
+
+def _memory() -> list[Finding]:
+    total, available = _meminfo("MemTotal"), _meminfo("MemAvailable")
+    limit = cgroup_limit_bytes()
+    usable = min(available, limit) if limit is not None else available
+    text = f"{format_bytes(available)} of {format_bytes(total)} available"
+    if limit is not None:
+        text += f", the control group allows {format_bytes(limit)}"
+    if usable < LOW_MEMORY_BYTES:
+        return [Finding("memory", "warn", text, "serve few models: --arena and --host-store small")]
+    return [Finding("memory", "ok", text)]
+
+
+def _kernel() -> list[Finding]:
+    """What the shared memory rests on: memfd, seals, eventfd, pidfd."""
+    found = []
+    descriptors: list[int] = []
+    try:
+        descriptors.append(board.sealed_memfd("doctor", 1 << 20))
+        board.seal_against_writers(descriptors[0])
+        found.append(Finding("memfd and seals", "ok", "work"))
+    except (OSError, AttributeError) as error:
+        found.append(Finding("memfd and seals", "fail", str(error), "Linux 5.1 or newer is needed"))
+    makers: dict[str, Callable[[], int]] = {
+        "eventfd": lambda: os.eventfd(0),
+        "pidfd": lambda: os.pidfd_open(os.getpid()),
+    }
+    for name, make in makers.items():
+        try:
+            descriptors.append(make())
+            found.append(Finding(name, "ok", "works"))
+        except (OSError, AttributeError) as error:
+            found.append(Finding(name, "fail", str(error), "Linux 5.3 or newer is needed"))
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return found
+
+
+def _doors(config: Config) -> list[Finding]:
+    host, port = parse_listen(config.server.listen)
+    found = []
+    for number in (port, port + 1):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, number))
+            except OSError as error:
+                advice = "a server runs there already, or choose --listen"
+                found.append(Finding(f"port {number}", "warn", f"{error.strerror}", advice))
+            else:
+                found.append(Finding(f"port {number}", "ok", "free"))
+    found.append(Finding("client address", "ok", default_address(os.environ)))
+    return found
+
+
+def _copy_speed() -> list[Finding]:
+    """Best of a few plain copies on one thread: what the cpu device's link can be at most."""
+    import numpy as np
+
+    source = np.ones(COPY_BYTES, dtype=np.uint8)
+    target = np.zeros_like(source)
+    best_s = float("inf")
+    for _ in range(COPY_ROUNDS):
+        begin_s = time.perf_counter()
+        np.copyto(target, source)
+        best_s = min(best_s, time.perf_counter() - begin_s)
+    text = f"{COPY_BYTES / best_s / 1e9:.1f} GB/s, one thread, {COPY_BYTES >> 20} MiB"
+    return [Finding("memory copy", "ok", text)]
+
+
+def _limits() -> list[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    cores = len(os.sched_getaffinity(0))
+    found = [Finding("cores", "ok" if cores > 1 else "warn", str(cores),
+                     "" if cores > 1 else "copy and compute share one core")]  # fmt: skip
+    if soft < LOW_FILES:
+        advice = f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}"
+        found.append(Finding("open files", "warn", str(soft), advice))
+    else:
+        found.append(Finding("open files", "ok", str(soft)))
+    return found

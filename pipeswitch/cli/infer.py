@@ -1,0 +1,173 @@
+"""The ``infer`` verb: inputs from files or made up, one request or a stream, and the bill."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Final
+
+from ..client.client import Client
+from ..client.tensors import Result, Signature
+from ..errors import InvalidInput, PipeSwitchError
+
+IMAGENET_MEAN: Final = (0.485, 0.456, 0.406)
+IMAGENET_STD: Final = (0.229, 0.224, 0.225)
+IMAGE_SUFFIXES: Final = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+RESIZE_OVER_CROP: Final = 256 / 224  # the shorter side before the centre is cut out
+_RATE: Final = re.compile(r"(?:(poisson|constant):)?([0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
+
+
+def load_inputs(path: str | None, signature: Signature, seed: int) -> Any:
+    """A request's inputs: made up when there is no file.
+
+    ``.npy`` is one array, ``.npz`` inputs by name, an image is resized, cropped and normalised
+    as the torchvision classifiers expect and repeated to the model's smallest batch.
+    """
+    import numpy as np
+
+    if path is None:
+        return signature.random(seed=seed)
+    file = Path(path)
+    if not file.is_file():
+        raise InvalidInput(f"no file {path!r}")
+    if file.suffix.lower() in IMAGE_SUFFIXES:
+        return _image(file, signature)
+    try:
+        loaded = np.load(file, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            return loaded
+        with loaded:
+            return {name: loaded[name] for name in loaded}
+    except PermissionError:
+        raise
+    except Exception:
+        # A broken .npz raises whatever its decompressor does. And numpy takes what it does not
+        # know for a pickle, and offers to load it unsafely: its text is no help.
+        raise InvalidInput(
+            f"{path} holds no arrays of numbers", hint="give .npy, .npz, .jpg or .png"
+        ) from None
+
+
+def _image(file: Path, signature: Signature) -> Any:
+    import numpy as np
+    from PIL import Image
+
+    spec = signature.inputs[0]
+    if len(signature.inputs) != 1 or len(spec.shape) != 4 or spec.shape[1] != 3:
+        raise InvalidInput(
+            "an image goes to a model with one input [batch, 3, height, width]",
+            hint="give an .npy with what this model takes",
+        )
+    height, width = int(spec.shape[2] or 224), int(spec.shape[3] or 224)
+    try:
+        with Image.open(file) as opened:
+            image = opened.convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise InvalidInput(f"{file} is no image that can be read: {error}") from None
+    scale = max(height / image.height, width / image.width) * RESIZE_OVER_CROP
+    size = (round(image.width * scale), round(image.height * scale))
+    image = image.resize(size, Image.Resampling.BILINEAR)
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    image = image.crop((left, top, left + width, top + height))
+    pixels = np.asarray(image, dtype=np.float32) / 255
+    mean, std = (np.asarray(v, dtype=np.float32) for v in (IMAGENET_MEAN, IMAGENET_STD))
+    pixels = (pixels - mean) / std
+    batch = spec.shape[0] or signature.batch_min
+    return np.repeat(pixels.transpose(2, 0, 1)[None], batch, axis=0).astype(spec.dtype)
+
+
+def parse_rate(text: str) -> tuple[str, float]:
+    """``poisson:50`` or ``constant:50``, in requests a second; a bare number is constant."""
+    match = _RATE.fullmatch(text)
+    if match is None or not float(match.group(2)) > 0:
+        raise InvalidInput(f"--rate {text!r} is not of the form poisson:50")
+    return match.group(1) or "constant", float(match.group(2))
+
+
+def instants(kind: str, per_s: float, count: int, seed: int) -> Iterator[float]:
+    """When each request is due, in seconds from the start."""
+    source = random.Random(seed)
+    at_s = 0.0
+    for _ in range(count):
+        yield at_s
+        at_s += source.expovariate(per_s) if kind == "poisson" else 1 / per_s
+
+
+class Outcome:
+    """What became of one request. ``total_ms`` is the client's own clock."""
+
+    def __init__(self, number: int, deadline_ms: float | None = None) -> None:
+        self.number = number
+        self.deadline_ms = deadline_ms
+        self.result: Result | None = None
+        self.error: PipeSwitchError | None = None
+        self.total_ms = 0.0
+
+    @property
+    def is_late(self) -> bool:
+        """Answered after its deadline: what computes already is not thrown away."""
+        limit_ms = self.deadline_ms
+        return self.result is not None and limit_ms is not None and self.total_ms > limit_ms
+
+    def row(self) -> dict[str, Any]:
+        """As ``--json`` prints it."""
+        bill = self.result.timing.as_dict() if self.result else {}
+        error = {"error": type(self.error).__name__, "text": str(self.error)} if self.error else {}
+        late = {"late": self.is_late} if self.deadline_ms is not None else {}
+        return {"n": self.number, **bill, "client_ms": round(self.total_ms, 3), **late, **error}
+
+
+def run_requests(
+    client: Client,
+    model: str,
+    inputs: Any,
+    count: int,
+    rate: tuple[str, float] | None,
+    options: dict[str, Any],
+    seed: int,
+    on_done: Callable[[Outcome], None],
+) -> list[Outcome]:
+    """Send ``count`` requests; without a rate each waits for the one before it.
+
+    With a rate the instants are fixed beforehand: a slow answer does not slow the next request
+    down (an open loop), so waiting in the server shows.
+    """
+    outcomes = [Outcome(number, options.get("deadline_ms")) for number in range(count)]
+    if rate is None:
+        for outcome in outcomes:
+            _watch(outcome, client.submit(model, inputs, **options), time.perf_counter(), on_done)
+        return outcomes
+    begin_s = time.perf_counter()
+    sent: list[tuple[Outcome, Future[Result], float]] = []
+    for outcome, due_s in zip(outcomes, instants(*rate, count, seed), strict=True):
+        time.sleep(max(0.0, begin_s + due_s - time.perf_counter()))
+        at_s = time.perf_counter()
+        future = client.submit(model, inputs, **options)
+        future.add_done_callback(_stamper(outcome, at_s))
+        sent.append((outcome, future, at_s))
+    for outcome, future, at_s in sent:
+        _watch(outcome, future, at_s, on_done)
+    return outcomes
+
+
+def _stamper(outcome: Outcome, at_s: float) -> Callable[[Future[Result]], None]:
+    def stamp(_: Future[Result]) -> None:
+        outcome.total_ms = (time.perf_counter() - at_s) * 1000
+
+    return stamp
+
+
+def _watch(
+    outcome: Outcome, future: Future[Result], at_s: float, on_done: Callable[[Outcome], None]
+) -> None:
+    try:
+        outcome.result = future.result()
+    except PipeSwitchError as error:
+        outcome.error = error
+    if not outcome.total_ms:
+        outcome.total_ms = (time.perf_counter() - at_s) * 1000
+    on_done(outcome)

@@ -1,0 +1,142 @@
+"""``pipeswitch keys``: who may come in where other machines can reach the server.
+
+These commands only write files in the server's folder of keys; a running server looks there at
+each handshake, and once a second for clients that are in already.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..errors import ConfigError
+from ..wire.keys import KeyFolder, make_pair, read_public
+from . import views
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+name_argument = click.argument("name")
+
+
+@click.group()
+@click.option("--config", "path", type=click.Path(), help="The server's configuration file.")
+@click.option("--state-dir", type=click.Path(), help="The server's, as in serve.")
+@click.option("--keys-dir", type=click.Path(), help="Where they are (default: STATE_DIR/keys).")
+@click.pass_context
+def keys(ctx: click.Context, path: str | None, state_dir: str | None, keys_dir: str | None) -> None:
+    """The server's key, and the clients it admits.
+
+    Off loopback every client needs a key that was admitted here; on loopback only with
+    --auth keys. A change counts from the next handshake on, without a restart.
+    """
+    from ..config import load
+
+    server = {"state_dir": state_dir, "keys_dir": keys_dir}
+    config = load(path, flags={"server": server})
+    ctx.obj = Path(config.server.keys_dir)
+
+
+def _folder() -> KeyFolder:
+    return KeyFolder(click.get_current_context().obj).open()
+
+
+def _folder_for(out: str) -> Path:
+    """Where a secret goes: a folder that is made here is its owner's alone."""
+    folder = Path(out)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def _print(row: dict[str, Any], lines: list[str], as_json: bool) -> None:
+    if as_json:
+        views.print_json(row)
+    else:
+        click.echo("\n".join(lines))
+
+
+@keys.command("server")
+@click.option("--show", is_flag=True, help="Only print the public key; make nothing.")
+@json_option
+def keys_server(show: bool, as_json: bool) -> None:
+    """Make the server's pair, once; its public key is what clients are told."""
+    folder = _folder()
+    found = folder.server() if show else folder.make_server()
+    if found is None:
+        raise ConfigError(f"{folder.path} holds no server key", hint="pipeswitch keys server")
+    public = found.public.decode()
+    _print({"server_key": public, "folder": str(folder.path)}, [public], as_json)
+
+
+@keys.command("client")
+@name_argument
+@click.option("--out", type=click.Path(file_okay=False), default=".", show_default=True,
+              help="Where the client's two files are written.")  # fmt: skip
+@json_option
+def keys_client(name: str, out: str, as_json: bool) -> None:
+    """Make a pair for a client and admit it; move NAME.key_secret to the client's machine."""
+    folder = _folder()
+    server = folder.server()
+    if server is None:
+        raise ConfigError("the server has no key yet", hint="pipeswitch keys server")
+    secret_file, public = make_pair(name, _folder_for(out))
+    folder.admit(name, public)
+    row = {
+        "client": name,
+        "key": public.decode(),
+        "secret_file": str(secret_file),
+        "server_key": server.public.decode(),
+    }
+    lines = [
+        f"{name} is admitted. On its machine, with {secret_file.name} there:",
+        f"  export PIPESWITCH_KEY={secret_file.name}",
+        f"  export PIPESWITCH_SERVER_KEY='{row['server_key']}'",
+    ]
+    _print(row, lines, as_json)
+
+
+@keys.command("pair")
+@name_argument
+@click.option("--out", type=click.Path(file_okay=False), default=".", show_default=True,
+              help="Where the two files are written.")  # fmt: skip
+@json_option
+def keys_pair(name: str, out: str, as_json: bool) -> None:
+    """Make a pair on a client's own machine: its secret never travels."""
+    secret_file, public = make_pair(name, _folder_for(out))
+    row = {"client": name, "key": public.decode(), "secret_file": str(secret_file)}
+    lines = [
+        f"wrote {secret_file}; on the server:",
+        f"  pipeswitch keys admit {name} -- '{row['key']}'",  # a key may begin with a dash
+    ]
+    _print(row, lines, as_json)
+
+
+@keys.command("admit")
+@name_argument
+@click.argument("key")
+@json_option
+def keys_admit(name: str, key: str, as_json: bool) -> None:
+    """Admit a client by its public KEY: 40 characters, or its NAME.key file."""
+    public = read_public(key)
+    _folder().admit(name, public)
+    _print({"client": name, "key": public.decode()}, [f"{name} is admitted"], as_json)
+
+
+@keys.command("ls")
+@json_option
+def keys_ls(as_json: bool) -> None:
+    """List the clients that may come in."""
+    rows = [{"name": name, "key": key.decode()} for name, key in _folder().clients().items()]
+    if as_json:
+        views.print_json(rows)
+    else:
+        views.console().print(views.table(rows, ("name", "key")))
+
+
+@keys.command("revoke")
+@name_argument
+@json_option
+def keys_revoke(name: str, as_json: bool) -> None:
+    """Keep a client out: connections it has end within a second or two."""
+    _folder().revoke(name)
+    _print({"revoked": name}, [f"{name} is kept out"], as_json)

@@ -1,0 +1,163 @@
+"""What ``profile`` and ``plan`` print: a measurement in short, and what an arena can promise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from ..config import format_bytes, nearest, parse_ms
+from ..errors import InvalidInput, ModelNotFound
+from ..planning import CapacityReport, ModelDemand, ModelReport, capacity_report
+from ..planning.fit import MIB
+from ..planning.planned import costs_of
+from ..planning.profile import Profile
+from . import views
+
+MIN_AGE_S: Final = 1.0  # below, a rate of requests means nothing
+
+PROFILE_COLUMNS: Final = ("plan", "groups", "predicted_ms", "measured_ms", "spread_ms", "trials")
+BATCH_COLUMNS: Final = ("batch", "switch_compute_ms", "resident_compute_ms", "trials")
+PLAN_COLUMNS: Final = ("model", "size", "groups", "switch_ms", "resident_ms", "bound_ms",
+                       "prefix", "share", "deadline_ms", "holds", "why")  # fmt: skip
+PLAN_TITLES: Final = {"prefix": "PREFIX FOR 0", "share": "OF IT"}
+
+
+def profile_view(row: Mapping[str, Any]) -> RenderableType:
+    """A profile in a screen: link, overheads, batches, and how good the predictions are."""
+    profile = msgspec.convert(row, Profile)
+    link, overheads, ours = profile.link, profile.overheads, profile.identity
+    sizes = sum(layer.size_bytes for layer in profile.layers)
+    gb_per_s = f"{MIB / 1e6 / link.beta_ms_per_mib:.2f} GB/s" if link.beta_ms_per_mib else "∞"
+    head = Text(
+        f"{profile.model}: {len(profile.layers)} layers, {format_bytes(sizes)}, on {ours.device} "
+        f"({ours.name}, {ours.threads} of {ours.cores} cores compute), torch {ours.torch}\n"
+        f"link {link.alpha_ms:.3f} ms + {link.beta_ms_per_mib:.4f} ms/MiB ({gb_per_s}), off by "
+        f"{link.residual_p50:.1%} (p50) and {link.residual_p90:.1%} (p90) over "
+        f"{link.samples} sizes\n"
+        f"a group costs {overheads.sigma_ms:.4f} ms + {overheads.launch_ms:.4f} ms to call; "
+        f"waking up takes {overheads.wake_ms:.4f} ms\n"
+    )
+    batches = [
+        {
+            "batch": batch.batch,
+            "switch_compute_ms": sum(batch.switch_ms),
+            "resident_compute_ms": sum(batch.resident_ms),
+            "trials": batch.trials,
+        }
+        for batch in profile.batches
+    ]
+    checks = [
+        {**msgspec.structs.asdict(check), "plan": _name(check.plan, profile),
+         "groups": len(check.plan)}
+        for check in profile.checks
+    ]  # fmt: skip
+    return Group(
+        head, views.table(batches, BATCH_COLUMNS), Text(""), views.table(checks, PROFILE_COLUMNS)
+    )
+
+
+def _name(plan: Sequence[int], profile: Profile) -> str:
+    if tuple(plan) == profile.checks[-1].plan:
+        return "planned"
+    if len(plan) == len(profile.layers):
+        return "per layer"
+    return "one shot" if len(plan) == 1 else "buckets"
+
+
+def parse_deadlines(texts: Sequence[str]) -> dict[str, float]:
+    """``50ms`` for all models (key ""), ``NAME=50ms`` for one; in ms.
+
+    Raises:
+        InvalidInput: not of that form.
+    """
+    found: dict[str, float] = {}
+    for text in texts:
+        name, _, value = text.rpartition("=")
+        try:
+            found[name] = parse_ms(value)
+        except ValueError as error:
+            raise InvalidInput(f"deadline {text!r}: {error}", hint="50ms or NAME=50ms") from None
+    return found
+
+
+def report(answer: Mapping[str, Any], deadlines: Mapping[str, float]) -> dict[str, Any]:
+    """The capacity report of a server's profiles, and the models it can say nothing about.
+
+    Raises:
+        ModelNotFound: a deadline is for a model that is not there.
+    """
+    names = [model["name"] for model in answer["models"]]
+    for name in deadlines:
+        if name and name not in names:
+            raise ModelNotFound(
+                f'no model "{name}" to have a deadline{nearest(name, names)}',
+                hint="pipeswitch models",
+            )
+    demands, unknown = [], []
+    for model in answer["models"]:
+        if model["profile"] is None:
+            row = {key: model[key] for key in ("name", "bytes", "grouping", "grouping_why")}
+            unknown.append(row)
+            continue
+        profile = msgspec.convert(model["profile"], Profile)
+        demands.append(
+            ModelDemand(
+                name=model["name"],
+                costs=costs_of(profile),
+                total_bytes=model["bytes"],
+                requests_per_s=model["requests"] / max(model["age_s"], MIN_AGE_S),
+                deadline_ms=deadlines.get(model["name"], deadlines.get("")),
+            )
+        )
+    made = msgspec.to_builtins(capacity_report(demands, answer["arena_bytes"]))
+    return {**made, "without_profile": unknown}
+
+
+def report_view(made: Mapping[str, Any]) -> RenderableType:
+    """The report as a table; models without a profile stand below, with what to do."""
+    capacity = msgspec.convert(
+        {key: value for key, value in made.items() if key != "without_profile"}, CapacityReport
+    )
+    rows = [_row(model) for model in capacity.models]
+    rows += [
+        {"model": row["name"], "size": format_bytes(row["bytes"]), "groups": "",
+         "why": f"{row['grouping_why']} (pipeswitch profile {row['name']})"}
+        for row in made["without_profile"]
+    ]  # fmt: skip
+    if not rows:
+        return Text("no models (pipeswitch register)")
+    columns = [name for name in PLAN_COLUMNS if any(row.get(name) for row in rows)]
+    count = len(capacity.models)
+    lines = [f"arena {format_bytes(capacity.arena_bytes)}"]
+    if count:
+        lines.append(
+            f"{capacity.fit_count} of {count} profiled models are resident together "
+            f"({format_bytes(capacity.total_bytes)} in all); with "
+            f"{format_bytes(capacity.landing_bytes)} kept free to land in, "
+            f"{format_bytes(capacity.prefix_budget_bytes)} can hold prefixes"
+        )
+    return Group(views.table(rows, columns, PLAN_TITLES), Text("\n" + "; ".join(lines)))
+
+
+def _row(model: ModelReport) -> dict[str, Any]:
+    holds = {True: "yes", False: "no", None: ""}[model.holds_cold]
+    if model.holds_cold is False and model.holds_with_zero_prefix:
+        holds = "with prefix"
+    share = model.zero_prefix_bytes / model.total_bytes if model.total_bytes else 0.0
+    return {
+        "model": model.name,
+        "size": format_bytes(model.total_bytes),
+        "groups": model.group_count,
+        "switch_ms": model.cold_ms,
+        "resident_ms": model.resident_ms,
+        "bound_ms": model.bound_ms,
+        "prefix": format_bytes(model.zero_prefix_bytes) if model.zero_prefix_bytes else "none",
+        "share": f"{share:.0%}",
+        "deadline_ms": model.deadline_ms,
+        "holds": holds,
+        "why": "" if model.fits else "it does not fit into the arena",
+    }

@@ -1,0 +1,596 @@
+"""The SDK: ``Client`` talks to a server from any thread; one background thread does the I/O.
+
+Safe retries only: when the connection breaks, requests that change nothing (or the same thing
+twice) are sent again to the server that answers next; others end in ServerUnavailable. Tensors
+are numpy or torch; torch is never imported here unless a module is exported or torch came in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Final
+
+import zmq
+
+from ..errors import Cancelled, InvalidInput, ServerUnavailable
+from ..wire.addresses import as_seen_from, default_address, full_address
+from ..wire.frames import unpack_dict
+from ..wire.keys import keys_from
+from ..wire.sockets import connect, make_subscriber
+from .connection import Connection, Reply, as_wait_s
+from .tensors import Result, Signature, from_reply, to_frames
+
+CONNECT_TIMEOUT_S: Final = 2.5
+CHUNK_BYTES: Final = 4 << 20
+PING_TIMEOUT_S: Final = 5.0  # a whole server answers in milliseconds, a silent part costs 1 s
+LOG_POLL_MS: Final = 500  # between looks at a log that is followed when no event came
+
+Progress = Callable[[str, float], None]
+"""Called with a stage's name and the fraction of the whole, 0 to 1."""
+
+Inputs = Mapping[str, tuple[Sequence[int], str]]
+"""``{name: (shape, dtype)}``."""
+
+
+class Client:
+    """A connection to a server. Use it as a context manager, from any number of threads.
+
+    Args:
+        address: ``host:port``, ``tcp://host:port`` or ``ipc://path``; default:
+            ``PIPESWITCH_HOST``, else the owner's ipc socket if a server listens there, else
+            ``tcp://127.0.0.1:5555``.
+        timeout_s: how long a server may take to answer the first hello.
+        key: this client's ``.key_secret`` file; default: ``PIPESWITCH_KEY``. TCP only.
+        server_key: the server's public key, or its file; default: ``PIPESWITCH_SERVER_KEY``.
+
+    Every verb raises an error of ``pipeswitch.errors``: ``ServerUnavailable`` when nobody answers,
+    ``PermissionDenied`` when the server does not know the key.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        timeout_s: float = CONNECT_TIMEOUT_S,
+        key: str | os.PathLike[str] | None = None,
+        server_key: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.address = full_address(address) if address else default_address(os.environ)
+        keys = None
+        if not self.address.startswith("ipc://"):  # the owner's door asks for none
+            keys = keys_from(key, server_key, os.environ)
+        self._connection = Connection(self.address, timeout_s, keys)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the connection; what still waits for an answer ends in Cancelled."""
+        self._connection.close()
+
+    # ---- inference -----------------------------------------------------------------------------
+
+    def submit(
+        self,
+        model: str,
+        inputs: Any = None,
+        /,
+        *,
+        deadline_ms: float | None = None,
+        priority: str = "",
+        **named: Any,
+    ) -> Future[Result]:
+        """Send a request; the future holds its Result. ``future.cancel()`` takes it back.
+
+        The future's callbacks run in the thread that reads the answers: they may ``submit``, and
+        ``close``, but not wait for an answer of this client (that is an ``InvalidInput``).
+
+        Args:
+            model: its registered name.
+            inputs: one array or tensor, a sequence of them in call order, or a mapping by name.
+                They are not copied: leave them unchanged until the result is there.
+            deadline_ms: from now. A request that still waits then is not computed and ends in
+                ``DeadlineExceeded``; one that computes already is answered, though late.
+            priority: high, normal or low; empty: the model's own.
+            **named: inputs by name, instead of ``inputs``.
+        """
+        return self._connection.request(
+            "infer", **self._request(model, inputs, deadline_ms, priority, named)
+        )
+
+    def infer(
+        self,
+        model: str,
+        inputs: Any = None,
+        /,
+        *,
+        deadline_ms: float | None = None,
+        priority: str = "",
+        **named: Any,
+    ) -> Result:
+        """``submit`` and wait for the result; alone on this client it saves two thread switches."""
+        result: Result = self._connection.call(
+            "infer", **self._request(model, inputs, deadline_ms, priority, named)
+        )
+        return result
+
+    @staticmethod
+    def _request(
+        model: str,
+        inputs: Any,
+        deadline_ms: float | None,
+        priority: str,
+        named: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """What ``Connection.request`` takes for an inference."""
+        tensors, frames, wants_torch = to_frames(named if inputs is None else inputs)
+        if not isinstance(priority or "", str):
+            raise InvalidInput(f"priority must be a text, got {priority!r:.80}")
+        try:
+            deadline_ms = None if deadline_ms is None else float(deadline_ms)
+        except (TypeError, ValueError, OverflowError):
+            raise InvalidInput(f"deadline_ms must be a number, got {deadline_ms!r:.80}") from None
+        return {
+            "model": model,
+            "inputs": tensors,
+            "frames": frames,
+            "deadline_ms": deadline_ms,
+            "priority": priority or "",
+            "is_safe": True,
+            "convert": lambda reply: from_reply(model, reply, wants_torch),
+        }
+
+    def prefetch(self, model: str) -> None:
+        """A hint that requests for ``model`` follow; it is not answered."""
+        self._connection.notify("prefetch", model=model)
+
+    # ---- models --------------------------------------------------------------------------------
+
+    def register(
+        self,
+        name: str,
+        source: Any,
+        *,
+        weights: str | os.PathLike[str] = "",
+        inputs: Inputs | None = None,
+        example_inputs: Any = None,
+        priority: str = "",
+        pin: bool = False,
+        max_batch: int = 0,
+        progress: Progress | None = None,
+    ) -> dict[str, Any]:
+        """Make a model servable; returns when requests for it are accepted.
+
+        Args:
+            name: what requests will call it.
+            source: ``torchvision:NAME``, ``hf:NAME``, a ``.bundle`` or ``.pt2`` file of this
+                machine, ``package.module:factory`` (of the server's), or an ``nn.Module``,
+                which is exported here and sent as graph and safetensors.
+            weights: ``random:SEED``, ``pretrained`` or a safetensors file of this machine.
+            inputs: shapes and dtypes where the source does not know them.
+            example_inputs: for a module: what its ``forward`` takes.
+            priority: of its requests, unless they say otherwise.
+            pin: keep it on the device.
+            max_batch: largest dynamic batch; 0: the server's default.
+            progress: called as the work proceeds; what it raises ends the wait, not the work.
+
+        Raises:
+            RegistrationRefused, AlreadyExists, HostStoreFull, OutOfDeviceMemory, PermissionDenied.
+        """
+        with contextlib.ExitStack() as stack:
+            weights = os.fspath(weights or "")
+            if weights and not isinstance(source, str | os.PathLike):
+                raise InvalidInput("a module brings its own weights", hint="leave weights out")
+            signature = _signature(inputs)
+            source = self._as_source(source, example_inputs, max_batch, progress, stack)
+            if weights.endswith(".safetensors"):
+                weights = self.upload(weights, "safetensors", progress)
+        future = self._connection.request(
+            "register",
+            model=name,
+            body={
+                "source": source,
+                "weights": weights,
+                "inputs": signature,
+                "priority": priority,
+                "pin": pin,
+                "max_batch": max_batch,
+            },
+            is_safe=True,  # the same registration again is a no-op
+            on_progress=_progress_caller(progress),
+        )
+        row: dict[str, Any] = future.result().body
+        return row
+
+    def _as_source(
+        self,
+        source: Any,
+        example_inputs: Any,
+        max_batch: int,
+        progress: Progress | None,
+        stack: contextlib.ExitStack,
+    ) -> str:
+        """What the server is told; files and modules become uploads first."""
+        if not isinstance(source, str | os.PathLike):
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeswitch-export-"))
+            return self._export(source, example_inputs, max_batch, Path(folder), progress)
+        text = os.fspath(source)
+        if text.endswith(".pt2"):
+            if not os.path.isfile(text):
+                raise InvalidInput(f"no file {text!r}")
+            from ..programs.build.export import convert_pt2
+
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeswitch-export-"))
+            bundle = Path(folder, "program.bundle")
+            _report(progress, "export", 0.0)
+            convert_pt2(text, bundle)
+            return self.upload(bundle, "bundle", progress)
+        if text.endswith(".bundle"):
+            return self.upload(text, "bundle", progress)
+        return text
+
+    def _export(
+        self,
+        module: Any,
+        example_inputs: Any,
+        max_batch: int,
+        folder: Path,
+        progress: Progress | None,
+    ) -> str:
+        if example_inputs is None:
+            raise InvalidInput(
+                "a module is exported by running it once",
+                hint="give example_inputs=(x,), what its forward takes",
+            )
+        from ..programs.build.export import export_module_to_bundle
+
+        bundle = folder / "program.bundle"
+        _report(progress, "export", 0.0)
+        options: dict[str, Any] = {"max_batch": max_batch} if max_batch else {}
+        export_module_to_bundle(module, example_inputs, bundle, **options)
+        return self.upload(bundle, "bundle", progress)
+
+    def upload(
+        self, path: str | os.PathLike[str], kind: str, progress: Progress | None = None
+    ) -> str:
+        """Send a file in chunks, as many on their way as the server gives credit for.
+
+        Returns:
+            ``put:DIGEST``, to name in ``register``. A file the server has is not sent again.
+        """
+        try:
+            with open(path, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+                size = os.fstat(file.fileno()).st_size
+                self._send_file(file, digest, size, kind, progress)
+        except FileNotFoundError:
+            raise InvalidInput(f"no file {os.fspath(path)!r}") from None
+        return f"put:{digest}"
+
+    def _send_file(
+        self, file: Any, digest: str, size: int, kind: str, progress: Progress | None
+    ) -> None:
+        body = {"digest": digest, "size_bytes": size, "kind": kind}
+        first = self._connection.request("put", body={**body, "offset_bytes": 0}).result().body
+        waiting: list[Future[Reply]] = []
+        file.seek(0)
+        offset = 0
+        while offset < size and not first["complete"]:
+            if len(waiting) >= int(first["credit"]):
+                waiting.pop(0).result()
+            chunk = file.read(CHUNK_BYTES)
+            frames = [chunk]
+            waiting.append(
+                self._connection.request(
+                    "put", body={**body, "offset_bytes": offset}, frames=frames
+                )
+            )
+            offset += len(chunk)
+            _report(progress, "upload", offset / size)
+        for future in waiting:
+            future.result()
+
+    def unregister(self, name: str) -> dict[str, Any]:
+        """Drop a model; requests that wait for it are answered first."""
+        return self._ask("unregister", model=name, is_safe=False)
+
+    def load(self, name: str) -> dict[str, Any]:
+        """Pin a model on the device (and give a quarantined one another chance)."""
+        return self._ask("load", model=name)
+
+    def unload(self, name: str) -> dict[str, Any]:
+        """Unpin a model: the server decides again whether it is resident."""
+        return self._ask("unload", model=name)
+
+    def models(self) -> list[dict[str, Any]]:
+        """One row for each registered model."""
+        rows: list[dict[str, Any]] = self._ask("models")["models"]
+        return rows
+
+    def show(self, name: str) -> dict[str, Any]:
+        """One model in full, its signature included."""
+        row: dict[str, Any] = self._ask("show", model=name)["model"]
+        return row
+
+    def profile(
+        self, name: str, batches: Sequence[int] = (), *, progress: Progress | None = None
+    ) -> dict[str, Any]:
+        """Measure a model layer by layer, when no request waits; its profile.
+
+        Args:
+            name: of a model that is ready.
+            batches: sizes to time, the groups are made for the first; default: the one its
+                requests come with.
+            progress: called as the work proceeds.
+        """
+        future = self._connection.request(
+            "profile",
+            model=name,
+            body={"batches": list(batches)},
+            is_safe=True,  # measured twice at worst
+            on_progress=_progress_caller(progress),
+        )
+        row: dict[str, Any] = future.result().body["profile"]
+        return row
+
+    def plan(self) -> dict[str, Any]:
+        """Each model's profile and the arena: what ``pipeswitch plan`` reckons with."""
+        return self._ask("plan")
+
+    def signature(self, name: str) -> Signature:
+        """A model's inputs and batch range, to make requests from."""
+        return Signature.from_row(self.show(name))
+
+    # ---- jobs ----------------------------------------------------------------------------------
+
+    def train(
+        self,
+        entry: str | os.PathLike[str],
+        *,
+        name: str = "",
+        args: Sequence[str] = (),
+        priority: str = "",
+    ) -> Task:
+        """Start a training script as a background job.
+
+        Args:
+            entry: a script's path on the server's machine (a relative one is made absolute here)
+                or ``package.module:function``.
+            name: of the job; default: the script's own, in the allowed letters.
+            args: its command line.
+            priority: among jobs.
+        """
+        text = os.fspath(entry)
+        is_script = text.endswith(".py") or os.sep in text
+        body = {
+            "name": name or job_name(text),
+            "entry": os.path.abspath(text) if is_script else text,
+            "args": [str(arg) for arg in args],
+            "priority": priority,
+        }
+        self._connection.request("train", body=body).result()
+        return Task(self, str(body["name"]))
+
+    def task(self, name: str) -> Task:
+        """The handle of a job that is there already."""
+        return Task(self, name)
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """One row for each job."""
+        rows: list[dict[str, Any]] = self._ask("jobs")["jobs"]
+        return rows
+
+    def job(self, name: str, action: str, **fields: Any) -> dict[str, Any]:
+        """One action on a job: show, pause, resume, cancel, wait, logs."""
+        is_safe = action in ("show", "wait", "logs")
+        return self._ask("job", body={"name": name, "action": action, **fields}, is_safe=is_safe)
+
+    # ---- the server ----------------------------------------------------------------------------
+
+    def ps(self) -> list[dict[str, Any]]:
+        """Models, jobs and processes, with what they do now."""
+        rows: list[dict[str, Any]] = self._ask("ps")["rows"]
+        return rows
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and sizes."""
+        return self._ask("stats")
+
+    def trace(self, seconds: float = 10.0) -> dict[str, Any]:
+        """The last ``seconds`` of the server's timeline, as Chrome/Perfetto trace JSON."""
+        trace: dict[str, Any] = self._ask("trace", body={"seconds": seconds})["trace"]
+        return trace
+
+    def about(self) -> dict[str, Any]:
+        """What the server says of itself: pid, device, addresses."""
+        return self._ask("ping")
+
+    def ping(self, *, deep: bool = False, timeout_s: float = PING_TIMEOUT_S) -> dict[str, Any]:
+        """Whether the server would serve a request now: ``{"ready": …, "why": …, "total_ms": …}``.
+
+        Deep asks scheduler, memory daemon and every worker, and disturbs no task: also
+        ``controller_ms`` (there and back), ``daemon_ms`` and ``workers``, each with its ``ms``
+        (None: silent).
+
+        Raises:
+            ServerUnavailable: nobody answers within ``timeout_s``.
+        """
+        began_s, wait_s = time.monotonic(), as_wait_s(timeout_s)
+        future = self._connection.request(
+            "ping", body={"deep": True} if deep else None, is_safe=True
+        )
+        try:
+            answer: dict[str, Any] = future.result(wait_s).body
+        except TimeoutError:
+            future.cancel()
+            raise ServerUnavailable(
+                f"no answer from {self.address} within {timeout_s:g} s", hint="see the server's log"
+            ) from None
+        total_ms = (time.monotonic() - began_s) * 1000.0
+        if not deep:
+            why = "" if answer["ready"] else "its engine is not up"
+            return {"ready": answer["ready"], "why": why, "total_ms": total_ms}
+        controller_ms = total_ms - answer.pop("engine_ms")
+        return {**answer, "controller_ms": controller_ms, "total_ms": total_ms}
+
+    def stop_server(self, drain_s: float = 30.0) -> None:
+        """Ask the server to finish what it accepted and leave; returns when it agrees or left."""
+        with contextlib.suppress(ServerUnavailable):
+            body = {"drain_ms": drain_s * 1000}
+            self._ask("stop", body=body, is_safe=False)
+
+    def events(self, *topics: str, timeout_s: float | None = None) -> Iterator[dict[str, Any]]:
+        """Records as the server publishes them; each has ``topic``. No topic: all of them.
+
+        The subscription is made before this returns; records before it are not replayed.
+
+        Args:
+            *topics: prefixes: ``switch. model. job. worker. queue.``
+            timeout_s: end after this long without a record; None: never.
+        """
+        wait_s = as_wait_s(timeout_s)
+        return _records(self.subscribe(*topics), wait_s)
+
+    def subscribe(self, *topics: str) -> zmq.Socket[bytes]:
+        """The bare subscription behind ``events``: ``[topic, msgpack]``; the caller closes it."""
+        address = as_seen_from(self.address, str(self.about()["events"]))
+        try:
+            subscriber = make_subscriber(self._connection.context, self._connection.keys)
+        except zmq.ContextTerminated:
+            raise Cancelled("this client is closed") from None
+        for topic in topics or ("",):
+            subscriber.subscribe(topic)
+        connect(subscriber, address)
+        return subscriber
+
+    def _ask(
+        self, op: str, *, model: str = "", body: dict[str, Any] | None = None, is_safe: bool = True
+    ) -> dict[str, Any]:
+        reply = self._connection.call(op, model=model, body=body, is_safe=is_safe)
+        answer: dict[str, Any] = reply.body
+        return answer
+
+
+class Task:
+    """A training job's handle. Rows have the keys of ``pipeswitch jobs --json``."""
+
+    def __init__(self, client: Client, name: str) -> None:
+        self._client = client
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"Task({self.name!r})"
+
+    def status(self) -> dict[str, Any]:
+        """Its row now."""
+        return self._row("show")
+
+    def pause(self) -> dict[str, Any]:
+        """Commit, give the device back, hold until ``resume``."""
+        return self._row("pause")
+
+    def resume(self) -> dict[str, Any]:
+        return self._row("resume")
+
+    def cancel(self) -> dict[str, Any]:
+        return self._row("cancel")
+
+    def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """Block until the job is over; its last row.
+
+        Raises:
+            TaskFailed: its script raised.
+            TimeoutError: it is not over after ``timeout_s``.
+        """
+        body, wait_s = {"name": self.name, "action": "wait"}, as_wait_s(timeout_s)
+        future = self._client._connection.request("job", body=body, is_safe=True)
+        row: dict[str, Any] = future.result(wait_s).body["job"]
+        return row
+
+    def logs(self, follow: bool = False) -> Iterator[str]:
+        """The log from its start, in pieces; ``follow`` goes on until the job is over."""
+        subscriber = self._client.subscribe("job.")
+        offset = 0
+        try:
+            while True:
+                # Asked before reading: what is written before the end is read after it.
+                is_over = not follow or self.status()["state"] in FINAL_JOB_STATES
+                while True:
+                    piece = self._client.job(self.name, "logs", offset_bytes=offset)
+                    if piece["text"]:
+                        yield piece["text"]
+                    is_at_end = piece["offset_bytes"] in (offset, piece["end_bytes"])
+                    offset = piece["offset_bytes"]
+                    if is_at_end:
+                        break
+                if is_over:
+                    return
+                subscriber.poll(LOG_POLL_MS)
+                while subscriber.poll(0):  # any news will do: the log itself is read
+                    subscriber.recv_multipart()
+        finally:
+            subscriber.close(0)
+
+    def _row(self, action: str) -> dict[str, Any]:
+        row: dict[str, Any] = self._client.job(self.name, action)["job"]
+        return row
+
+
+FINAL_JOB_STATES: Final = frozenset({"done", "failed", "cancelled", "expired"})
+
+
+def job_name(entry: str) -> str:
+    """A job's name made from its script or module: ``My Train.py`` becomes ``my-train``."""
+    stem = entry.split(":")[0].rsplit(".", 1)[-1] if ":" in entry else Path(entry).stem
+    letters = [c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in stem.lower()]
+    return "".join(letters).strip("._-")[:64] or "job"
+
+
+def _signature(inputs: Inputs | None) -> dict[str, list[Any]]:
+    """Declared inputs as they travel.
+
+    Raises:
+        InvalidInput: they are not ``{name: (shape, dtype)}``.
+    """
+    try:
+        return {key: [list(shape), dtype] for key, (shape, dtype) in (inputs or {}).items()}
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InvalidInput(
+            f"inputs are not {{name: (shape, dtype)}}: {error}",
+            hint='inputs={"x": ((8, 3, 224, 224), "float32")}',
+        ) from error
+
+
+def _progress_caller(progress: Progress | None) -> Callable[[dict[str, Any]], None] | None:
+    if progress is None:
+        return None
+    return lambda body: progress(str(body.get("stage", "")), float(body.get("fraction", 0.0)))
+
+
+def _report(progress: Progress | None, stage: str, fraction: float) -> None:
+    if progress is not None:
+        progress(stage, fraction)
+
+
+def _records(subscriber: zmq.Socket[bytes], timeout_s: float | None) -> Iterator[dict[str, Any]]:
+    try:
+        while True:
+            wait_ms = None if timeout_s is None else round(timeout_s * 1000)
+            if not subscriber.poll(wait_ms):
+                return
+            topic, body = subscriber.recv_multipart()
+            yield {"topic": topic.decode("utf-8", "replace"), **unpack_dict(body)}
+    except zmq.ContextTerminated:
+        return  # the client was closed by another thread
+    finally:
+        subscriber.close(0)

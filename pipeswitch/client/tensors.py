@@ -1,0 +1,217 @@
+"""Arrays and tensors to wire frames and back. numpy is imported on use, torch never.
+
+numpy has no bfloat16: such outputs become float32 (every bfloat16 value is one exactly), or
+torch.bfloat16 when torch tensors came in.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from ..errors import InvalidInput, RemoteProtocolError
+from ..programs.layout import ITEM_BYTES, ValueSpec
+from ..wire.frames import MAX_DIMS, MAX_TENSORS, WireTensor
+
+if TYPE_CHECKING:
+    from .connection import Reply
+
+RANDOM_BATCH: Final = 1  # of ``Signature.random`` unless told otherwise
+
+
+@dataclass(frozen=True)
+class Bits:
+    """An array whose bytes are of a dtype numpy does not have (``bfloat16`` as uint16)."""
+
+    array: Any
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A reply's bill (INTERFACE): where the time went, in milliseconds."""
+
+    queue_ms: float = 0.0
+    switch_ms: float = 0.0
+    copy_ms: float = 0.0
+    stall_ms: float = 0.0
+    compute_ms: float = 0.0
+    total_ms: float = 0.0
+    resident: bool = False
+    preempted: str | bool = ""
+    worker: int = -1
+    epoch: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict)  # what a newer server adds
+
+    @classmethod
+    def from_wire(cls, values: Mapping[str, Any]) -> Timing:
+        if values.keys() <= _BILL_FIELDS:
+            return cls(**values)
+        own = {key: value for key, value in values.items() if key in _BILL_FIELDS}
+        return cls(**own, extra={k: v for k, v in values.items() if k not in _BILL_FIELDS})
+
+    def as_dict(self) -> dict[str, Any]:
+        """As ``--json`` prints it."""
+        own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "extra"}
+        return {**own, **self.extra}
+
+
+_BILL_FIELDS: Final = frozenset(Timing.__dataclass_fields__) - {"extra"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """The answer to one request: ``r["y"]``, ``r.outputs``, ``r.timing.switch_ms``."""
+
+    model: str
+    request_id: str
+    outputs: dict[str, Any]
+    timing: Timing
+
+    def __getitem__(self, name: str) -> Any:
+        return self.outputs[name]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a model takes, as ``show`` tells it."""
+
+    inputs: tuple[ValueSpec, ...]
+    batch_min: int
+    batch_max: int
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> Signature:
+        inputs = tuple(
+            ValueSpec(name=name, dtype=dtype, shape=tuple(shape))
+            for name, (shape, dtype) in row["inputs"].items()
+        )
+        low, high = row["batch"]
+        return cls(inputs, low, high)
+
+    def random(self, batch: int = 0, seed: int = 0) -> list[Any]:
+        """Made-up inputs in call order; batch 0: one, or what the model asks for at least."""
+        from ..programs.requests import random_value
+
+        size = batch or max(RANDOM_BATCH, self.batch_min)
+        values = [(spec, random_value(spec, size, seed)) for spec in self.inputs]
+        return [Bits(v, s.dtype) if s.dtype == "bfloat16" else v for s, v in values]
+
+
+def to_frames(given: Any) -> tuple[tuple[WireTensor, ...], list[Any], bool]:
+    """Headers and buffers of a request's inputs, and whether torch tensors were among them.
+
+    Nothing is copied unless an array is not contiguous. A mapping names its inputs; a list or
+    tuple of arrays is in call order; anything else is one array.
+
+    Raises:
+        InvalidInput: a dtype that does not travel, or too many.
+    """
+    named = _named(given)
+    if len(named) > MAX_TENSORS:
+        raise InvalidInput(f"{len(named)} inputs are more than {MAX_TENSORS}")
+    headers, frames, wants_torch = [], [], False
+    for number, (name, value) in enumerate(named):
+        wants_torch = wants_torch or _is_torch(value)
+        dtype, shape, buffer = _as_bytes(name, value)
+        headers.append(WireTensor(name=name, dtype=dtype, shape=shape, frame=number))
+        frames.append(buffer)
+    return tuple(headers), frames, wants_torch
+
+
+def _named(given: Any) -> list[tuple[str, Any]]:
+    if isinstance(given, Mapping):
+        return [(str(name), value) for name, value in given.items()]
+    if isinstance(given, list | tuple) and all(hasattr(v, "dtype") for v in given):
+        return [("", value) for value in given]
+    return [("", given)]
+
+
+def _is_torch(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _as_bytes(name: str, value: Any) -> tuple[str, tuple[int, ...], memoryview]:
+    import numpy as np
+
+    part = f'input "{name}"' if name else "an input"
+    if _is_torch(value):
+        value = _torch_as_numpy(value)
+    if isinstance(value, Bits):
+        array, dtype = np.ascontiguousarray(value.array), value.dtype
+    else:
+        try:
+            plain = np.asarray(value)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise InvalidInput(f"{part} is no array: {error}") from error
+        if not plain.dtype.isnative:
+            plain = plain.astype(plain.dtype.newbyteorder("="))
+        # ascontiguousarray makes a scalar an array of one: its shape is asked before.
+        array, dtype = np.ascontiguousarray(plain).reshape(plain.shape), plain.dtype.name
+    if dtype not in ITEM_BYTES:
+        raise InvalidInput(
+            f"{part} has dtype {dtype}, which does not travel",
+            hint=f"one of {', '.join(ITEM_BYTES)}",
+        )
+    raw: Any = array.reshape(-1).view(np.uint8)
+    return dtype, tuple(array.shape), memoryview(raw)
+
+
+def _torch_as_numpy(tensor: Any) -> Any:
+    torch: Any = sys.modules["torch"]
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise InvalidInput(
+            f"a {tensor.layout} tensor cannot be sent", hint="send a dense one: x.to_dense()"
+        )
+    name = str(tensor.dtype).removeprefix("torch.")
+    if tensor.is_meta or name not in ITEM_BYTES:
+        reason = "has no data" if tensor.is_meta else f"has dtype {name}, which does not travel"
+        raise InvalidInput(f"an input {reason}", hint=f"one of {', '.join(ITEM_BYTES)}")
+    tensor = tensor.detach().resolve_neg().cpu().contiguous()
+    if tensor.dtype is torch.bfloat16:
+        return Bits(tensor.view(torch.int16).numpy(), "bfloat16")
+    return tensor.numpy()
+
+
+def from_reply(model: str, reply: Reply, wants_torch: bool) -> Result:
+    """Outputs as the caller's kind of array; numpy ones share the received message's memory.
+
+    Raises:
+        RemoteProtocolError: a frame is not as large as its header says, or has an odd shape.
+    """
+    outputs: dict[str, Any] = {}
+    for tensor in reply.outputs:
+        buffer = reply.frames[tensor.frame]
+        size = math.prod(tensor.shape) * ITEM_BYTES.get(tensor.dtype, 0)
+        if size != len(buffer) or tensor.dtype not in ITEM_BYTES:
+            raise RemoteProtocolError(f"output {tensor.name} is {len(buffer)} bytes, not {size}")
+        if len(tensor.shape) > MAX_DIMS or min(tensor.shape, default=0) < 0:
+            raise RemoteProtocolError(
+                f"output {tensor.name} has no shape: {tensor.shape[:MAX_DIMS]}"
+            )
+        make = _torch_tensor if wants_torch else _numpy_array
+        try:
+            outputs[tensor.name] = make(buffer, tensor.dtype, tensor.shape)
+        except (ValueError, TypeError, RuntimeError, OverflowError) as error:  # 2^63 times nothing
+            raise RemoteProtocolError(f"output {tensor.name}: {error}") from None
+    return Result(model, reply.request_id, outputs, Timing.from_wire(reply.timing))
+
+
+def _numpy_array(buffer: Any, dtype: str, shape: Sequence[int]) -> Any:
+    import numpy as np
+
+    if dtype == "bfloat16":
+        bits = np.frombuffer(buffer, dtype=np.uint16).astype(np.uint32) << np.uint32(16)
+        return bits.view(np.float32).reshape(shape)
+    return np.frombuffer(buffer, dtype=np.dtype(dtype)).reshape(shape)
+
+
+def _torch_tensor(buffer: Any, dtype: str, shape: Sequence[int]) -> Any:
+    torch: Any = sys.modules["torch"]
+    if not len(buffer):
+        return torch.empty(tuple(shape), dtype=getattr(torch, dtype))
+    return torch.frombuffer(buffer, dtype=getattr(torch, dtype)).reshape(tuple(shape))

@@ -1,0 +1,1 @@
+"""A job's commits: the shared area, its image, the files on disk."""

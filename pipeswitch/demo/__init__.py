@@ -1,0 +1,1 @@
+"""``make demo``: three models beside a training job, measured against two baselines."""

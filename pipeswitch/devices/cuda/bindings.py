@@ -1,0 +1,358 @@
+"""CUDA calls, typed: the only module that knows how ``cuda.bindings`` speaks.
+
+Every call either returns plain integers and bytes or raises: ``CudaError`` names the call and the
+code, ``NoCudaDevice`` says that there is no GPU to be had, in either of the two ways in which that
+shows (the driver library is missing: calls of ``driver`` raise; it is there and sees no device:
+calls of ``runtime`` return an error). The bindings are passed in, so the error paths are tested
+with a fake of them. Importing this module, and ``cuda.bindings``, needs no driver.
+
+Differences between cuda-bindings 13.0 and 13.5 that are met here: ``cudaIpcMemHandle_t`` lost
+``reserved`` (its 64 bytes are read through ``getPtr``), and a missing driver raises another type.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ...errors import ConfigError, PipeSwitchError
+
+PACKAGE: Final = "cuda.bindings"
+HANDLE_BYTES: Final = 64  # of an IPC handle
+
+STREAM_NON_BLOCKING: Final = 0x1  # does not wait for the legacy default stream
+EVENT_BLOCKING_SYNC: Final = 0x1  # a waiting thread sleeps instead of spinning
+EVENT_DISABLE_TIMING: Final = 0x2
+IPC_LAZY_PEER_ACCESS: Final = 0x1
+WAIT_VALUE_EQ: Final = 0x1  # CU_STREAM_WAIT_VALUE_EQ: exactly the epoch, as on the cpu device
+
+NOT_READY: Final = "cudaErrorNotReady"
+DEVICE_ASSERT: Final = "cudaErrorAssert"
+NO_CONTEXT: Final = "CUDA_ERROR_INVALID_CONTEXT"  # the driver interface makes none by itself
+NO_GPU_ERRORS: Final = frozenset(
+    {
+        "cudaErrorInsufficientDriver",  # also: no driver library at all
+        "cudaErrorNoDevice",
+        "cudaErrorInitializationError",
+        "cudaErrorSystemDriverMismatch",
+        "cudaErrorSystemNotReady",
+        "cudaErrorStubLibrary",
+        "cudaErrorDevicesUnavailable",
+    }
+)
+HARMLESS_ERRORS: Final = frozenset(
+    {
+        "cudaErrorInvalidValue",
+        "cudaErrorMemoryAllocation",
+        "cudaErrorInvalidDevice",
+        "cudaErrorNotSupported",
+        "cudaErrorNotPermitted",
+        "cudaErrorHostMemoryAlreadyRegistered",
+        "cudaErrorHostMemoryNotRegistered",
+        "cudaErrorAlreadyMapped",
+        "cudaErrorInvalidResourceHandle",
+        "cudaErrorOperatingSystem",
+        "cudaErrorMapBufferObjectFailed",
+        "cudaErrorDeviceUninitialized",
+        "CUDA_ERROR_INVALID_VALUE",
+        "CUDA_ERROR_NOT_SUPPORTED",
+        "CUDA_ERROR_NOT_PERMITTED",
+        "CUDA_ERROR_OUT_OF_MEMORY",
+        "CUDA_ERROR_INVALID_HANDLE",
+        "CUDA_ERROR_INVALID_CONTEXT",
+    }
+)
+"""After one of these the context goes on. Every other error is taken for *sticky*: each later
+call fails too, and only a new process gets a working context (CUDA_NOTES 7)."""
+
+
+class NoCudaDevice(ConfigError):
+    """There is no GPU to be had; ``kind`` is ``no driver``, ``no device`` or ``no bindings``."""
+
+
+class CudaError(PipeSwitchError):
+    """A CUDA call failed. ``call`` and ``code`` say which and how; ``is_sticky``: for good."""
+
+    def __init__(self, call: str, code: str, text: str, **data: Any) -> None:
+        super().__init__(f"{call}: {code} ({text})", call=call, code=code, **data)
+
+    @property
+    def is_sticky(self) -> bool:
+        """Nothing works in this process any more: leave, and be replaced."""
+        return str(self.data["code"]) not in HARMLESS_ERRORS | NO_GPU_ERRORS
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What a device says of itself; asking makes no context."""
+
+    index: int
+    name: str
+    uuid: str
+    total_bytes: int
+    compute_capability: str
+    multiprocessors: int
+    copy_engines: int
+    can_register_host: bool
+
+
+class Cuda:
+    """The calls PipeSwitch makes. Pointers, streams and events are plain integers.
+
+    Args:
+        runtime: ``cuda.bindings.runtime`` or a fake of it.
+        driver: ``cuda.bindings.driver`` or a fake of it.
+    """
+
+    def __init__(self, runtime: Any, driver: Any) -> None:
+        self._runtime = runtime
+        self._driver = driver
+
+    @classmethod
+    def load(cls, package: str = PACKAGE) -> Cuda:
+        """Import the bindings.
+
+        Raises:
+            NoCudaDevice: they are not installed.
+        """
+        try:
+            runtime = importlib.import_module(f"{package}.runtime")
+            driver = importlib.import_module(f"{package}.driver")
+        except ImportError as error:
+            raise NoCudaDevice(
+                f"the CUDA bindings are not installed ({error})",
+                hint="pip install torch from the default index brings them; or --device cpu",
+                kind="no bindings",
+            ) from None
+        return cls(runtime, driver)
+
+    # -- devices -------------------------------------------------------------------------------
+
+    def device_count(self) -> int:
+        """Devices that CUDA sees, at least one.
+
+        Raises:
+            NoCudaDevice: in words, for either form of "no GPU".
+        """
+        try:
+            count = int(self._ask("cudaGetDeviceCount"))
+        except CudaError as error:
+            if error.data["code"] not in NO_GPU_ERRORS:
+                raise
+            raise self._no_device(str(error.data["code"])) from None
+        if count == 0:
+            raise self._no_device("cudaErrorNoDevice")
+        return count
+
+    def _no_device(self, code: str) -> NoCudaDevice:
+        """Tell "no driver" from "a driver without a device" from "a driver that is too old"."""
+        version = 0
+        with contextlib.suppress(CudaError):
+            version = int(self._ask("cudaDriverGetVersion"))
+        if code == "cudaErrorNoDevice":
+            return NoCudaDevice(
+                "the NVIDIA driver is loaded, but shows this process no GPU",
+                hint="look at nvidia-smi and CUDA_VISIBLE_DEVICES; in a container give it the GPU "
+                "(--gpus all); or serve --device cpu",
+                kind="no device", code=code,
+            )  # fmt: skip
+        if version == 0:
+            return NoCudaDevice(
+                "no NVIDIA driver on this machine (its library libcuda.so.1 is not found)",
+                hint="install the driver, in a container give it the GPU (--gpus all); "
+                "or serve --device cpu",
+                kind="no driver", code=code,
+            )  # fmt: skip
+        return NoCudaDevice(
+            f"the NVIDIA driver (for CUDA {version // 1000}.{version % 1000 // 10}) cannot be used "
+            f"with this torch: {code}",
+            hint="update the driver, or install a torch built for this CUDA; or serve --device cpu",
+            kind="no driver", code=code,
+        )  # fmt: skip
+
+    def facts(self, index: int) -> DeviceFacts:
+        """What the device at ``index`` says of itself."""
+        found = self._ask("cudaGetDeviceProperties", index)
+        name = found.name
+        raw = bytes(found.uuid.bytes)[:16].hex()
+        parts = (raw[:8], raw[8:12], raw[12:16], raw[16:20], raw[20:])
+        return DeviceFacts(
+            index=index,
+            name=name.decode(errors="replace") if isinstance(name, bytes) else str(name),
+            uuid="GPU-" + "-".join(parts),
+            total_bytes=int(found.totalGlobalMem),
+            compute_capability=f"{int(found.major)}.{int(found.minor)}",
+            multiprocessors=int(found.multiProcessorCount),
+            copy_engines=int(found.asyncEngineCount),
+            can_register_host=bool(getattr(found, "hostRegisterSupported", 1)),
+        )
+
+    def versions(self) -> tuple[int, int]:
+        """(driver, runtime), as 1000 times major + 10 times minor."""
+        return int(self._ask("cudaDriverGetVersion")), int(self._ask("cudaRuntimeGetVersion"))
+
+    def set_device(self, index: int) -> None:
+        """Make the device current in this *thread*; makes its context if there is none."""
+        self._do("cudaSetDevice", index)
+
+    def memory_info(self) -> tuple[int, int]:
+        """(free, total) bytes of the current device."""
+        free, total = self._ask("cudaMemGetInfo")
+        return int(free), int(total)
+
+    def synchronize_device(self) -> None:
+        """Wait for all work of this process's context. Never on a request's path."""
+        self._do("cudaDeviceSynchronize")
+
+    def still_works(self) -> bool:
+        """After an error of unknown weight: whether the context goes on. Waits for the device.
+
+        What a driver says when it does not pin memory depends on kernel, container and virtual
+        machine; that nobody knows the code is no reason to give the device up.
+        """
+        try:
+            self.synchronize_device()
+        except CudaError:
+            return False
+        return True
+
+    # -- memory --------------------------------------------------------------------------------
+
+    def malloc(self, size_bytes: int) -> int:
+        return int(self._ask("cudaMalloc", size_bytes))
+
+    def free(self, pointer: int) -> None:
+        """Waits for the device."""
+        self._do("cudaFree", pointer)
+
+    def fill(self, pointer: int, value: int, size_bytes: int, stream: int) -> None:
+        """Set bytes, in the stream's order."""
+        if size_bytes:
+            self._do("cudaMemsetAsync", pointer, value, size_bytes, stream)
+
+    def copy_to_device(self, target: int, source: int, size_bytes: int, stream: int) -> None:
+        """Host to device, in the stream's order; the source must stay until it has run."""
+        kind = self._runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
+        self._do("cudaMemcpyAsync", target, source, size_bytes, kind, stream)
+
+    def copy_to_host(self, target: int, source: int, size_bytes: int, stream: int) -> None:
+        """Device to host, in the stream's order."""
+        kind = self._runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
+        self._do("cudaMemcpyAsync", target, source, size_bytes, kind, stream)
+
+    def allocate_pinned(self, size_bytes: int) -> int:
+        """Pinned host memory of the driver's own."""
+        return int(self._ask("cudaHostAlloc", size_bytes, 0))
+
+    def free_pinned(self, pointer: int) -> None:
+        self._do("cudaFreeHost", pointer)
+
+    def register(self, pointer: int, size_bytes: int) -> None:
+        """Pin host memory that is mapped already."""
+        self._do("cudaHostRegister", pointer, size_bytes, 0)
+
+    def unregister(self, pointer: int) -> None:
+        """Before it is unmapped, never after."""
+        self._do("cudaHostUnregister", pointer)
+
+    # -- other processes -----------------------------------------------------------------------
+
+    def export_handle(self, pointer: int) -> bytes:
+        """64 bytes with which another process on this machine opens a ``malloc``."""
+        handle = self._ask("cudaIpcGetMemHandle", pointer)
+        return ctypes.string_at(int(handle.getPtr()), HANDLE_BYTES)
+
+    def open_handle(self, data: bytes) -> int:
+        """Map another process's allocation; its address here.
+
+        Raises:
+            CudaError: also for our own handle, or when the two share no IPC namespace.
+        """
+        if len(data) != HANDLE_BYTES:
+            raise CudaError(
+                "cudaIpcOpenMemHandle", "cudaErrorInvalidValue", f"a handle of {len(data)} bytes"
+            )
+        handle = self._runtime.cudaIpcMemHandle_t()
+        ctypes.memmove(int(handle.getPtr()), data, HANDLE_BYTES)
+        return int(self._ask("cudaIpcOpenMemHandle", handle, IPC_LAZY_PEER_ACCESS))
+
+    def close_handle(self, pointer: int) -> None:
+        self._do("cudaIpcCloseMemHandle", pointer)
+
+    # -- streams and events --------------------------------------------------------------------
+
+    def stream(self) -> int:
+        return int(self._ask("cudaStreamCreateWithFlags", STREAM_NON_BLOCKING))
+
+    def synchronize(self, stream: int) -> None:
+        self._do("cudaStreamSynchronize", stream)
+
+    def destroy_stream(self, stream: int) -> None:
+        self._do("cudaStreamDestroy", stream)
+
+    def event(self) -> int:
+        """An event to wait for without spinning; it keeps no time."""
+        return int(
+            self._ask("cudaEventCreateWithFlags", EVENT_BLOCKING_SYNC | EVENT_DISABLE_TIMING)
+        )
+
+    def record(self, event: int, stream: int) -> None:
+        self._do("cudaEventRecord", event, stream)
+
+    def wait(self, event: int) -> None:
+        """Block this thread until the event's last record has run."""
+        self._do("cudaEventSynchronize", event)
+
+    def is_done(self, event: int) -> bool:
+        """Whether the event's last record has run."""
+        try:
+            self._do("cudaEventQuery", event)
+        except CudaError as error:
+            if error.data["code"] != NOT_READY:
+                raise
+            return False
+        return True
+
+    def destroy_event(self, event: int) -> None:
+        self._do("cudaEventDestroy", event)
+
+    def wait_value(self, stream: int, pointer: int, value: int) -> None:
+        """The stream goes on when the word at ``pointer`` is exactly ``value``."""
+        self._drive("cuStreamWaitValue32", stream, pointer, value, WAIT_VALUE_EQ)
+
+    def write_value(self, stream: int, pointer: int, value: int) -> None:
+        """The stream writes a word, behind what it was given before."""
+        self._drive("cuStreamWriteValue32", stream, pointer, value, 0)
+
+    # -- calling -------------------------------------------------------------------------------
+
+    def _do(self, name: str, *arguments: Any) -> None:
+        self._checked(name, getattr(self._runtime, name), arguments)
+
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        values = self._checked(name, getattr(self._runtime, name), arguments)
+        return values[0] if len(values) == 1 else values
+
+    def _drive(self, name: str, *arguments: Any) -> None:
+        self._checked(name, getattr(self._driver, name), arguments)
+
+    def _checked(self, name: str, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """All bindings return ``(error, values…)``; without a driver those of ``driver`` raise."""
+        try:
+            error, *values = call(*arguments)
+        except RuntimeError as problem:  # DynamicLibNotFoundError is one
+            raise CudaError(name, "cudaErrorInsufficientDriver", str(problem)) from None
+        if int(error) != 0:
+            raise CudaError(name, str(getattr(error, "name", error)), self._text_of(name, error))
+        return values
+
+    def _text_of(self, name: str, error: Any) -> str:
+        """The runtime's own words; the driver interface gives a code only."""
+        explain = getattr(self._runtime, "cudaGetErrorString", None)
+        if explain is None or not name.startswith("cuda"):
+            return f"code {int(error)}"
+        return bytes(explain(error)[1]).decode(errors="replace")

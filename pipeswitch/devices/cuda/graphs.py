@@ -1,0 +1,187 @@
+"""A program on the cuda device: inputs copied in, groups run eagerly or replayed as CUDA graphs.
+
+One graph per layer group (CUDA_NOTES 4): the waits for arrival words stay between the replays, so
+a group still starts when it has arrived, and no Python runs per layer. A graph is captured behind
+the first eager run of its input shapes, when the answer has been sent: by then every kernel is
+loaded and every workspace taken, and a capture computes nothing. It is valid at one address of the
+weights: another home means another ``DeviceProgram``.
+
+What a graph costs in driver memory is measured; above the budget the least recently used shapes
+run eagerly again. A capture that fails leaves its shapes eager for good, and says why, once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...programs.executor import BeforeGroup, BoundGraph, BoundProgram
+from .bindings import CudaError
+from .indices import check_indices, index_limits
+
+if TYPE_CHECKING:
+    from .torch import Recorder, Replayable
+
+log = logging.getLogger(__name__)
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+class GraphBudget:
+    """Driver memory that captured graphs of one worker may take together."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self._held: OrderedDict[tuple[int, Shapes], tuple[int, Callable[[], None]]] = OrderedDict()
+
+    def add(self, key: tuple[int, Shapes], size_bytes: int, drop: Callable[[], None]) -> None:
+        """Account for captured shapes; others are dropped, oldest first, until all fit."""
+        self._held[key] = (size_bytes, drop)
+        self.used_bytes += size_bytes
+        while self.used_bytes > self.limit_bytes and self._held:
+            oldest = next(iter(self._held))
+            log.info("graphs=dropped bytes=%d of=%d", self._held[oldest][0], self.limit_bytes)
+            self._held[oldest][1]()
+            self.remove(oldest)
+
+    def touch(self, key: tuple[int, Shapes]) -> None:
+        """These shapes were used now."""
+        self._held.move_to_end(key)
+
+    def remove(self, key: tuple[int, Shapes]) -> None:
+        """They are gone."""
+        size_bytes, _ = self._held.pop(key, (0, None))
+        self.used_bytes -= size_bytes
+
+
+@dataclass(frozen=True)
+class _Captured:
+    inputs: list[torch.Tensor]
+    groups: list[Replayable]
+    outputs: list[torch.Tensor]
+
+
+class DeviceProgram:
+    """A bound program (see ``BoundProgram``) whose inputs come from host memory.
+
+    Used by the worker's main thread, inside ``TorchSide.computing``.
+    """
+
+    def __init__(
+        self,
+        bound: BoundProgram,
+        device: str,
+        recorder: Recorder | None,
+        budget: GraphBudget,
+    ) -> None:
+        self.manifest = bound.manifest
+        self._bound = bound
+        self._device = device
+        self._recorder = recorder if isinstance(bound, BoundGraph) else None
+        self._limits: dict[int, int] = {}  # of the inputs that are indices
+        if isinstance(bound, BoundGraph):
+            self._limits = index_limits(bound.graph, bound.manifest.tensors)
+        self._budget = budget
+        self._captured: dict[Shapes, _Captured] = {}
+        self._wanted: Shapes | None = None  # ran eagerly, not captured yet
+        self._refused: set[Shapes] = set()
+
+    @property
+    def may_use_slice(self) -> bool:
+        """A graph program keeps nothing between two runs; a module may cache tensors."""
+        return isinstance(self._bound, BoundGraph)
+
+    def run(self, inputs: Sequence[torch.Tensor], before_group: BeforeGroup) -> list[torch.Tensor]:
+        """As ``BoundProgram.run``; returns when everything is enqueued, not when it has run.
+
+        The inputs must stay until then. Outputs of a replay are overwritten by the next one.
+
+        Raises:
+            InvalidInput: an index out of its table's range; nothing was enqueued.
+        """
+        check_indices(self._limits, self.manifest.inputs, inputs)
+        shapes = _shapes(inputs)
+        captured = self._captured.get(shapes)
+        if captured is None:
+            if self._recorder is not None and shapes not in self._refused:
+                self._wanted = shapes
+            moved = [value.to(self._device, non_blocking=True) for value in inputs]
+            return self._bound.run(moved, before_group)
+        self._budget.touch((id(self), shapes))
+        with torch.inference_mode():
+            for place, value in zip(captured.inputs, inputs, strict=True):
+                place.copy_(value, non_blocking=True)
+        for index, group in enumerate(captured.groups):
+            before_group(index)
+            group.replay()
+        return captured.outputs
+
+    def is_captured(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether a run with these would be a replay."""
+        return _shapes(inputs) in self._captured
+
+    @property
+    def is_capture_wanted(self) -> bool:
+        """Shapes ran eagerly that could be captured."""
+        return self._wanted is not None
+
+    def improve(self) -> None:
+        """Capture the shapes that ran eagerly last. For an idle moment: takes up to a second.
+
+        Inside ``TorchSide.computing(in_slice=False)``: a pool that is entered cannot be captured
+        into.
+        """
+        shapes, self._wanted = self._wanted, None
+        if shapes is None or self._recorder is None or shapes in self._captured:
+            return
+        before = self._recorder.free_bytes()
+        try:
+            with self._recorder.session(), torch.inference_mode():
+                captured = self._capture(shapes, self._recorder)
+        except CudaError:  # sticky: this process is replaced
+            raise
+        except Exception as error:  # the lower rung serves: eager
+            log.warning("graphs=refused shapes=%s cause=%s", shapes, error)
+            self._refused.add(shapes)
+            return
+        cost = max(0, before - self._recorder.free_bytes())
+        if cost > self._budget.limit_bytes:
+            log.warning("graphs=too-large bytes=%d budget=%d", cost, self._budget.limit_bytes)
+            self._refused.add(shapes)
+            return
+        self._captured[shapes] = captured
+        self._budget.add((id(self), shapes), cost, lambda: self._drop(shapes))
+        log.info("graphs=captured count=%d bytes=%d", len(captured.groups), cost)
+
+    def close(self) -> None:
+        """Let all captured graphs go: the program has another home, or is forgotten."""
+        for shapes in list(self._captured):
+            self._drop(shapes)
+            self._budget.remove((id(self), shapes))
+
+    def _drop(self, shapes: Shapes) -> None:
+        self._captured.pop(shapes, None)
+
+    def _capture(self, shapes: Shapes, recorder: Recorder) -> _Captured:
+        assert isinstance(self._bound, BoundGraph)
+        bound = self._bound
+        inputs = [
+            torch.zeros(shape, dtype=getattr(torch, dtype), device=self._device)
+            for dtype, shape in shapes
+        ]
+        environment = bound.start(inputs)
+        groups = [
+            recorder.record(lambda index=index: bound.run_group(index, environment))  # type: ignore[misc]
+            for index in range(len(self.manifest.groups))
+        ]
+        return _Captured(inputs, groups, bound.finish(environment))
+
+
+def _shapes(inputs: Sequence[torch.Tensor]) -> Shapes:
+    return tuple((str(v.dtype).removeprefix("torch."), tuple(v.shape)) for v in inputs)

@@ -1,0 +1,99 @@
+"""Integer inputs that are indices: looked at on the host, before the device sees them.
+
+On the cpu device an index out of range is an exception. On a GPU it is an assertion in a kernel:
+the context is gone, and with it the worker. What a graph looks up with a request's own input (token
+ids, positions) can be known before, and such a request costs nobody but its sender. Indices that a
+model computes, or that a module-mode program takes, are not seen here: they cost one worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import torch
+
+from ...errors import InvalidInput
+from ...programs.bundle import Graph
+from ...programs.layout import TensorSpec, ValueSpec
+
+LOOKUPS: Final[Mapping[str, tuple[int, int]]] = {
+    "aten.embedding.default": (0, 1),
+    "aten.embedding_bag.default": (0, 1),
+    "aten.embedding_bag.padding_idx": (0, 1),
+    "aten._embedding_bag.default": (0, 1),
+    "aten.index_select.default": (0, 2),
+}
+"""Operators that take rows of a table: positions of the table and of the indices."""
+
+KEEPS_VALUES: Final = frozenset(
+    f"aten.{name}"
+    for name in (
+        "view.default", "reshape.default", "_unsafe_view.default", "flatten.using_ints",
+        "unsqueeze.default", "squeeze.default", "squeeze.dim", "squeeze.dims", "expand.default",
+        "permute.default", "transpose.int", "t.default", "alias.default", "detach.default",
+        "clone.default", "contiguous.default", "lift_fresh_copy.default", "to.dtype",
+        "to.device", "to.dtype_layout", "_to_copy.default",
+    )
+)  # fmt: skip
+"""Operators whose result holds every value of their first argument, and no others. A slice is not
+one: what it leaves out may be anything."""
+
+
+def index_limits(graph: Graph, tensors: Sequence[TensorSpec]) -> dict[int, int]:
+    """Input number -> rows of the smallest table that is looked up with it."""
+    input_count, first_node_value = len(graph.inputs), graph.first_node_value
+    source = {  # value -> the input whose values it holds
+        index: index
+        for index, spec in enumerate(graph.inputs)
+        if spec.dtype.startswith(("int", "uint"))
+    }
+    limits: dict[int, int] = {}
+    for position, node in enumerate(graph.nodes):
+        if node.target in KEEPS_VALUES and node.args:
+            found = source.get(_value(node.args[0]))
+            if found is not None:
+                source[first_node_value + position] = found
+            continue
+        places = LOOKUPS.get(node.target)
+        if places is None or len(node.args) <= max(places):
+            continue
+        if node.target == "aten.index_select.default" and node.args[1] != 0:
+            continue
+        table, indices = (_value(node.args[place]) for place in places)
+        looked_up = source.get(indices)
+        if looked_up is None or not input_count <= table < first_node_value:
+            continue
+        shape = tensors[table - input_count].shape
+        if shape:
+            limits[looked_up] = min(shape[0], limits.get(looked_up, shape[0]))
+    return limits
+
+
+def _value(argument: object) -> int:
+    """The number of the value that an argument names; -1 for a constant."""
+    return int(argument["v"]) if isinstance(argument, dict) and "v" in argument else -1
+
+
+def check_indices(
+    limits: Mapping[int, int], specs: Sequence[ValueSpec], inputs: Sequence[torch.Tensor]
+) -> None:
+    """Refuse inputs that would be looked up outside of their table.
+
+    Args:
+        inputs: in host memory.
+
+    Raises:
+        InvalidInput: names the input, the value and the table's size.
+    """
+    for number, rows in limits.items():
+        value = inputs[number]
+        if not value.numel():
+            continue
+        lowest, highest = (int(bound) for bound in torch.aminmax(value))
+        if lowest < 0 or highest >= rows:
+            wrong = lowest if lowest < 0 else highest
+            raise InvalidInput(
+                f'input "{specs[number].name}" holds the index {wrong}: its table has {rows} rows',
+                hint=f"0 to {rows - 1} are valid",
+            )

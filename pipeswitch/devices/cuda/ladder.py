@@ -1,0 +1,138 @@
+"""Which CUDA mechanisms to use: a pure decision from wishes and the self-test's results.
+
+Each rung is a switch of the configuration with the rung below as its fallback (CUDA_NOTES 0): CPU
+flags and ordinary memory work on any driver; the device waiting by itself, the activation slice
+and CUDA graphs are used where the self-test saw them work on this very machine. A wish never
+overrules a failed test: the lower rung serves, and says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
+
+from ...errors import ConfigError
+
+Waits = Literal["cpu", "gpu"]
+Words = Literal["copy", "write"]
+Activations = Literal["private", "slice"]
+Graphs = Literal["off", "on"]
+
+AUTO: Final = "auto"
+REQUIRED: Final = ("memory", "ipc")
+"""Without these there is no cuda device at all: the arena, and sharing it with workers."""
+
+TESTS: Final = (*REQUIRED, "wait-copy", "wait-write", "slice", "graph")
+"""In the order in which the self-test runs them; a hang loses those behind it."""
+
+
+class Outcome(NamedTuple):
+    """One test of the self-test."""
+
+    is_ok: bool
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the configuration asks for; ``auto`` leaves it to the self-test."""
+
+    waits: str = AUTO
+    words: str = AUTO
+    activations: str = AUTO
+    graphs: str = AUTO
+
+    @property
+    def needs_test(self) -> bool:
+        """Somebody wants to be told what works."""
+        return AUTO in (self.waits, self.words, self.activations, self.graphs)
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The rungs that serve, and for each why it is not the one above."""
+
+    waits: Waits = "cpu"
+    words: Words = "copy"
+    activations: Activations = "private"
+    graphs: Graphs = "off"
+    reasons: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return (
+            f"waits={self.waits} words={self.words} activations={self.activations} "
+            f"graphs={self.graphs}"
+        )
+
+
+def choose(wishes: Wishes, results: Mapping[str, Outcome] | None) -> Ladder:
+    """The highest rungs that were asked for and work.
+
+    Args:
+        results: by test name; a missing one did not run. None: no self-test was wanted, and the
+            wishes, which then name every rung, are taken at their word.
+
+    Raises:
+        ConfigError: a required test failed; there is no lower rung.
+    """
+    if results is not None:
+        for name in REQUIRED:
+            outcome = results.get(name, Outcome(False, "it did not run"))
+            if not outcome.is_ok:
+                raise ConfigError(
+                    f"the cuda device does not pass its self-test: {name}: {outcome.text}",
+                    hint="pipeswitch doctor says more; pipeswitch serve --device cpu works",
+                    test=name,
+                )
+    reasons: list[str] = []
+    waits, words = _waits(wishes, results, reasons)
+    has_slice = _rung(wishes.activations, "private", "slice", "slice", results, reasons)
+    has_graphs = _rung(wishes.graphs, "off", "on", "graph", results, reasons)
+    return Ladder(
+        waits=waits,
+        words=words,
+        activations="slice" if has_slice else "private",
+        graphs="on" if has_graphs else "off",
+        reasons=tuple(reasons),
+    )
+
+
+def _waits(
+    wishes: Wishes, results: Mapping[str, Outcome] | None, reasons: list[str]
+) -> tuple[Waits, Words]:
+    """1. The device waits, words by copies. 2. The same, words by stream writes. 3. CPU flags."""
+    asked: Words = "write" if wishes.words == "write" else "copy"
+    if wishes.waits == "cpu":
+        reasons.append("waits=cpu: asked for")
+        return "cpu", asked
+    if results is None:
+        return "gpu", asked
+    order: tuple[Words, ...] = ("copy", "write") if asked == "copy" else ("write", "copy")
+    for words in order:
+        outcome = results.get(f"wait-{words}", Outcome(False, "it did not run"))
+        if outcome.is_ok:
+            return "gpu", words
+        reasons.append(f"not words={words} with waits=gpu: {outcome.text}")
+    reasons.append("waits=cpu: the device cannot wait for a word")
+    return "cpu", "copy"
+
+
+def _rung(
+    wish: str,
+    lower: str,
+    upper: str,
+    test: str,
+    results: Mapping[str, Outcome] | None,
+    reasons: list[str],
+) -> bool:
+    """Whether the upper rung serves."""
+    if wish == lower:
+        reasons.append(f"{test}={lower}: asked for")
+        return False
+    if results is None:
+        return wish == upper
+    outcome = results.get(test, Outcome(False, "it did not run"))
+    if not outcome.is_ok:
+        reasons.append(f"not {upper}: {test}: {outcome.text}")
+    return outcome.is_ok

@@ -1,0 +1,388 @@
+"""The cuda device, the memory daemon's side: one ``cudaMalloc``, a pinned store, copy streams.
+
+The daemon runs no kernel and never imports ``torch.cuda``. Behind every group's bytes, on the same
+stream, goes its arrival word: a 4-byte copy from a pinned ring (it stays on the copy engine beside
+a worker that keeps the multiprocessors busy), or a stream write where the config says so. When the
+copy thread sees that a group's event has run, it writes the same word into a host page and rings
+the bells: workers that wait on the CPU look there, workers that let the GPU wait do not.
+
+Only a *window* of bytes is under way at a time, so a cancelled transmission ends within a
+millisecond or two, and still the link never waits for this thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+
+from ...errors import RemoteProtocolError
+from ...ipc.board import ring, sealed_memfd
+from ...ipc.messages import ByteRange, Epoch, GroupCopy, TransmitEnded, TransmitModel
+from ..orders import WORD_BYTES, WORD_MASK, check_range, check_slice_reads
+from ..transmissions import OnEnd, Transmission, TransmissionQueue
+from ..waiting import now_ms
+from .bindings import Cuda, CudaError
+from .pinned import PinnedBuffer, PinnedMapping, next_boundary
+
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES: Final = 16 << 20  # one copy call; a cancel takes effect between two
+WINDOW_BYTES: Final = 64 << 20  # under way at once: 1.2 ms at 55 GB/s
+RING_WORDS: Final = 4096  # sources of word copies; one is not reused before its copy has run
+BOUNCE_BYTES: Final = 8 << 20
+BOUNCE_COUNT: Final = 2  # one is filled by the copy engine while the other is emptied by us
+
+WordWriter = Literal["copy", "write"]
+
+
+class _Mark(NamedTuple):
+    """An event behind a chunk; ``word`` is the group's that ends here, or -1."""
+
+    event: int
+    size_bytes: int
+    word: int
+
+
+class CudaDeviceMemory:
+    """The memory daemon's side (see ``DeviceMemory``).
+
+    Threads: ``transmit`` and ``cancel`` are called by the control thread, ``store_view`` by the
+    store lane, ``read_slice`` and ``scrub`` by the to-host lane, and the copy thread is ours.
+    """
+
+    def __init__(
+        self,
+        cuda: Cuda,
+        *,
+        index: int,
+        store: int,
+        bells: Sequence[int],
+        arena_bytes: int,
+        store_bytes: int,
+        words: int,
+        extra_bytes: int = 0,
+        word_writer: WordWriter = "copy",
+        window_bytes: int = WINDOW_BYTES,
+        on_lost: Callable[[], None] | None = None,
+    ) -> None:
+        """Make the context and take the memory. The descriptors stay the caller's.
+
+        Args:
+            extra_bytes: behind the arena, for the workers' activation slice; nobody copies there.
+            on_lost: called once, on whatever thread, when the context is broken for good.
+
+        Raises:
+            CudaError: no such device, or not enough memory on it.
+            RemoteProtocolError: sizes that contradict each other.
+        """
+        if words * WORD_BYTES > arena_bytes:
+            raise RemoteProtocolError(f"{words} words do not fit in {arena_bytes} bytes")
+        check_range("store", 0, store_bytes, os.fstat(store).st_size)
+        self.arena_bytes = arena_bytes
+        self.store_bytes = store_bytes
+        self.word_count = words
+        self._cuda, self._index = cuda, index
+        self._bells = tuple(bells)
+        self._word_writer = word_writer
+        self._window_bytes = window_bytes
+        self._on_lost = on_lost
+        cuda.set_device(index)
+        self._base = cuda.malloc(arena_bytes + extra_bytes)
+        self._to_device, self._to_host = cuda.stream(), cuda.stream()
+        cuda.fill(self._base, 0, arena_bytes, self._to_device)
+        cuda.synchronize(self._to_device)
+        self._store = PinnedMapping(cuda, store, store_bytes)
+        self._ring = PinnedBuffer(cuda, RING_WORDS * WORD_BYTES)
+        self._ring_words = self._ring.array.view(np.uint32)
+        self._ring_next = 0
+        self._bounces = [PinnedBuffer(cuda, BOUNCE_BYTES) for _ in range(BOUNCE_COUNT)]
+        self._bounce_events = [cuda.event() for _ in range(BOUNCE_COUNT)]
+        self._words_descriptor = sealed_memfd("pipeswitch-words", words * WORD_BYTES, reserve=True)
+        self._words_map = mmap.mmap(self._words_descriptor, words * WORD_BYTES)
+        self._host_words = memoryview(self._words_map).cast("I")
+        self._idle_events: list[int] = []
+        self._transmissions = TransmissionQueue(
+            self._perform,
+            arena_bytes=arena_bytes,
+            store_bytes=store_bytes,
+            words=words,
+            prepare=self._enter_device,
+        )
+
+    # -- what workers map ----------------------------------------------------------------------
+
+    def export_descriptors(self) -> list[int]:
+        """[host copy of the arrival words], owned by this object."""
+        return [self._words_descriptor]
+
+    def export_handle(self) -> bytes:
+        """The IPC handle of arena and slice: one allocation, opened once by each worker.
+
+        Raises:
+            CudaError: this driver or container does not share memory between processes.
+        """
+        self._cuda.set_device(self._index)
+        return self._cuda.export_handle(self._base)
+
+    def use_word_writer(self, writer: WordWriter) -> None:
+        """How arrival words are written from the next group on; for the self-test."""
+        self._word_writer = writer
+
+    @property
+    def base(self) -> int:
+        """The arena's address in this process; for tests and the self-test."""
+        return self._base
+
+    # -- host store ----------------------------------------------------------------------------
+
+    def store_view(self, offset_bytes: int, size_bytes: int) -> memoryview:
+        """A writable view of the host store, pinned (blocks).
+
+        Raises:
+            RemoteProtocolError: outside of the store.
+            OSError: the machine has no memory for these pages.
+        """
+        check_range("store view", offset_bytes, size_bytes, self.store_bytes)
+        with self._watched():
+            self._cuda.set_device(self._index)
+            self._store.pin(offset_bytes, size_bytes)
+        return self._store.view(offset_bytes, size_bytes)
+
+    # -- host to device ------------------------------------------------------------------------
+
+    def transmit(self, order: TransmitModel, on_end: OnEnd) -> None:
+        """Queue a transmission; ``on_end`` comes exactly once, on the copy thread.
+
+        Raises:
+            RemoteProtocolError: out of bounds, or this epoch is being transmitted already.
+        """
+        self._transmissions.put(order, on_end)
+
+    def cancel(self, epoch: Epoch) -> None:
+        """Enqueue no further chunk of it; unknown means that it has just ended, and is fine."""
+        self._transmissions.cancel(epoch)
+
+    def _enter_device(self) -> None:
+        """First on the copy thread: the device is current by thread."""
+        with self._watched():
+            self._cuda.set_device(self._index)
+
+    def _perform(self, job: Transmission) -> TransmitEnded:
+        """Enqueue and follow; an error in between ends it incomplete, like a cancel."""
+        order = job.order
+        started_at_ms = now_ms()
+        flight = _Flight(self, order.epoch)
+        try:
+            with self._watched():
+                try:
+                    self._enqueue(job, flight)
+                finally:
+                    flight.land_all()  # no byte is written after this, whatever happened
+        except Exception:
+            log.exception("transmission=%d failed", order.epoch)
+        ended = job.ended(started_at_ms, flight.ends_at_ms, flight.enqueued_bytes)
+        if not ended.is_complete:
+            self._ring_all()  # whoever waits for a group that will not come looks up once more
+        return ended
+
+    def _enqueue(self, job: Transmission, flight: _Flight) -> None:
+        for group in job.order.groups:
+            for offset, size in chunks(group):
+                flight.make_room(size)
+                if job.cancelled.is_set():
+                    return  # perhaps in the middle of this group: its word must not rise
+                self._cuda.copy_to_device(
+                    self._base + group.arena_offset_bytes + offset,
+                    self._store.address + group.store_offset_bytes + offset,
+                    size,
+                    self._to_device,
+                )
+                flight.enqueued(size, -1)
+            if job.cancelled.is_set():
+                return
+            self._write_word(group.word, job.order.epoch & WORD_MASK)
+            flight.enqueued(0, group.word)
+
+    def _write_word(self, word: int, value: int) -> None:
+        """Behind the data, on the same stream: who sees the word sees the data."""
+        target = self._base + word * WORD_BYTES
+        if self._word_writer == "write":
+            self._cuda.write_value(self._to_device, target, value)
+            return
+        slot, self._ring_next = self._ring_next, (self._ring_next + 1) % RING_WORDS
+        self._ring_words[slot] = value
+        source = self._ring.address + slot * WORD_BYTES
+        self._cuda.copy_to_device(target, source, WORD_BYTES, self._to_device)
+
+    # -- device to host ------------------------------------------------------------------------
+
+    def read_slice(self, offset_bytes: int, ranges: Sequence[ByteRange], into: memoryview) -> None:
+        """Concatenate pieces of a training slice into ``into`` (blocks).
+
+        The worker has waited for its kernels before it asked (``PoolView.settle``). Through
+        two pinned buffers in turns: ``into`` is a job's commit area, which is not pinned.
+
+        Raises:
+            RemoteProtocolError: a piece out of bounds, or ``into`` of another size.
+        """
+        check_slice_reads(offset_bytes, ranges, len(into), self.arena_bytes)
+        target = np.frombuffer(into, dtype=np.uint8)
+        filling: deque[tuple[int, int, int]] = deque()  # (buffer, position, size)
+        with self._watched():
+            self._cuda.set_device(self._index)
+            position = 0
+            for number, (start, size) in enumerate(_pieces(offset_bytes, ranges)):
+                buffer = number % BOUNCE_COUNT
+                if len(filling) == BOUNCE_COUNT:
+                    self._empty(target, *filling.popleft())
+                self._cuda.copy_to_host(
+                    self._bounces[buffer].address, self._base + start, size, self._to_host
+                )
+                self._cuda.record(self._bounce_events[buffer], self._to_host)
+                filling.append((buffer, position, size))
+                position += size
+            while filling:
+                self._empty(target, *filling.popleft())
+
+    def _empty(
+        self,
+        target: np.ndarray[tuple[int], np.dtype[np.uint8]],
+        buffer: int,
+        position: int,
+        size: int,
+    ) -> None:
+        self._cuda.wait(self._bounce_events[buffer])
+        np.copyto(target[position : position + size], self._bounces[buffer].array[:size])
+
+    def scrub(self, offset_bytes: int, size_bytes: int) -> None:
+        """Make a released range read as zeros (blocks).
+
+        Raises:
+            RemoteProtocolError: outside of the arena.
+        """
+        check_range("scrub", offset_bytes, size_bytes, self.arena_bytes)
+        with self._watched():
+            self._cuda.set_device(self._index)
+            self._cuda.fill(self._base + offset_bytes, 0, size_bytes, self._to_host)
+            self._cuda.synchronize(self._to_host)
+
+    # -- end -----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Cancel what is under way, end the copy thread, let the memory go.
+
+        The workers are gone, or have closed their mapping: freeing under them is undefined.
+        """
+        self._transmissions.close()
+        self._host_words.release()
+        self._words_map.close()
+        os.close(self._words_descriptor)
+        cuda = self._cuda
+        cuda.set_device(self._index)
+        for event in (*self._idle_events, *self._bounce_events):
+            cuda.destroy_event(event)
+        for stream in (self._to_device, self._to_host):
+            cuda.synchronize(stream)
+            cuda.destroy_stream(stream)
+        del self._ring_words
+        for buffer in (self._ring, *self._bounces):
+            buffer.close()
+        self._store.close()
+        cuda.free(self._base)
+
+    # -- shared with a flight ------------------------------------------------------------------
+
+    def _landed(self, word: int, value: int) -> None:
+        self._host_words[word] = value
+        self._ring_all()
+
+    def _ring_all(self) -> None:
+        for bell in self._bells:
+            ring(bell)
+
+    def _watched(self) -> _Watch:
+        return _Watch(self._on_lost)
+
+
+class _Flight:
+    """The chunks of one transmission that are under way, oldest first."""
+
+    def __init__(self, memory: CudaDeviceMemory, epoch: int) -> None:
+        self._memory = memory
+        self._value = epoch & WORD_MASK
+        self._marks: deque[_Mark] = deque()
+        self._bytes = 0
+        self.enqueued_bytes = 0
+        self.ends_at_ms: list[float] = []
+
+    def make_room(self, size_bytes: int) -> None:
+        """Wait until ``size_bytes`` more fit into the window; one chunk always does."""
+        memory = self._memory
+        while self._marks and self._bytes + size_bytes > memory._window_bytes:
+            self._land_oldest()
+        while self._marks and memory._cuda.is_done(self._marks[0].event):
+            self._land_oldest()
+
+    def enqueued(self, size_bytes: int, word: int) -> None:
+        """A chunk (or a word, ``size_bytes`` 0) was enqueued: put an event behind it."""
+        memory = self._memory
+        if len(self._marks) >= RING_WORDS // 2:  # many tiny groups: no ring slot twice
+            self._land_oldest()
+        event = memory._idle_events.pop() if memory._idle_events else memory._cuda.event()
+        memory._cuda.record(event, memory._to_device)
+        self._marks.append(_Mark(event, size_bytes, word))
+        self._bytes += size_bytes
+        self.enqueued_bytes += size_bytes
+
+    def land_all(self) -> None:
+        while self._marks:
+            self._land_oldest()
+
+    def _land_oldest(self) -> None:
+        mark = self._marks.popleft()
+        memory = self._memory
+        memory._idle_events.append(mark.event)
+        memory._cuda.wait(mark.event)
+        self._bytes -= mark.size_bytes
+        if mark.word >= 0:
+            self.ends_at_ms.append(now_ms())  # before the bell: a woken worker takes the core
+            memory._landed(mark.word, self._value)
+
+
+class _Watch:
+    """Around CUDA calls: a sticky error means that this process can do nothing any more."""
+
+    def __init__(self, on_lost: Callable[[], None] | None) -> None:
+        self._on_lost = on_lost
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, CudaError) and error.is_sticky and self._on_lost is not None:
+            log.critical("device=lost cause=%s", error)
+            self._on_lost()
+
+
+def chunks(group: GroupCopy) -> Iterator[tuple[int, int]]:
+    """(offset in the group, bytes) of its copies; none crosses the end of a registration."""
+    done = 0
+    while done < group.size_bytes:
+        source = group.store_offset_bytes + done
+        size = min(CHUNK_BYTES, group.size_bytes - done, next_boundary(source) - source)
+        yield done, size
+        done += size
+
+
+def _pieces(offset_bytes: int, ranges: Sequence[ByteRange]) -> Iterator[tuple[int, int]]:
+    """(offset in the arena, bytes) of each copy into a staging buffer."""
+    for piece in ranges:
+        for done in range(0, piece.size_bytes, BOUNCE_BYTES):
+            size = min(BOUNCE_BYTES, piece.size_bytes - done)
+            yield offset_bytes + piece.offset_bytes + done, size

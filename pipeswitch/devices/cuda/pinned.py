@@ -1,0 +1,109 @@
+"""Host memory that the copy engines can reach: the store's mapping, and small buffers."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+from typing import Final
+
+import numpy as np
+
+from .bindings import Cuda, CudaError
+
+log = logging.getLogger(__name__)
+
+PIN_BYTES: Final = 64 << 20
+"""Pinned at once. Small enough that no driver refuses it, large enough that the calls do not
+count; no copy crosses the boundary of two registrations (CUDA_NOTES 5)."""
+
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+
+class PinnedMapping:
+    """A mapping of a memfd, pinned piece by piece as its places come into use.
+
+    Where the driver refuses (a container without the right to, no support), copies go through the
+    driver's own staging buffers: slower, and just as correct. ``refusal`` says so.
+    """
+
+    def __init__(self, cuda: Cuda, descriptor: int, size_bytes: int) -> None:
+        self._cuda = cuda
+        self._descriptor = descriptor
+        self._size_bytes = size_bytes
+        self._map = mmap.mmap(descriptor, size_bytes)
+        self.array: Bytes = np.frombuffer(self._map, dtype=np.uint8)
+        self.address = int(self.array.ctypes.data)
+        self.refusal = ""
+        self._pinned: set[int] = set()  # indices of pieces
+
+    def view(self, offset_bytes: int, size_bytes: int) -> memoryview:
+        """Writable bytes of a place; the caller has checked the bounds."""
+        return memoryview(self._map)[offset_bytes : offset_bytes + size_bytes]
+
+    def pin(self, offset_bytes: int, size_bytes: int) -> None:
+        """Take the pages of a place and pin the pieces it touches (blocks: 0.3 s a GiB or so).
+
+        Raises:
+            OSError: the machine has no memory for these pages.
+            CudaError: the context is broken.
+        """
+        if not size_bytes:
+            return
+        os.posix_fallocate(self._descriptor, offset_bytes, size_bytes)
+        first, last = offset_bytes // PIN_BYTES, (offset_bytes + size_bytes - 1) // PIN_BYTES
+        for piece in range(first, last + 1):
+            if piece not in self._pinned and not self.refusal:
+                self._pin_piece(piece)
+
+    def _pin_piece(self, piece: int) -> None:
+        start = piece * PIN_BYTES
+        size = min(PIN_BYTES, self._size_bytes - start)
+        # Pinning touches every page: a full machine must be an OSError, not a signal.
+        os.posix_fallocate(self._descriptor, start, size)
+        try:
+            self._cuda.register(self.address + start, size)
+        except CudaError as error:
+            if not self._cuda.still_works():
+                raise
+            self.refusal = str(error)
+            log.warning("pinning=refused offset=%d cause=%s: copies are staged", start, error)
+            return
+        self._pinned.add(piece)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """How much is pinned."""
+        return sum(min(PIN_BYTES, self._size_bytes - p * PIN_BYTES) for p in self._pinned)
+
+    def close(self) -> None:
+        """Unpin, then unmap; in this order (CUDA_NOTES 5)."""
+        for piece in sorted(self._pinned):
+            self._cuda.unregister(self.address + piece * PIN_BYTES)
+        self._pinned.clear()
+        del self.array
+        try:
+            self._map.close()
+        except BufferError:  # somebody holds a view; the mapping goes with the last of them
+            log.debug("unmap=later bytes=%d", self._size_bytes)
+
+
+class PinnedBuffer:
+    """Pinned memory of the driver's own, for staging and for the sources of arrival words."""
+
+    def __init__(self, cuda: Cuda, size_bytes: int) -> None:
+        self._cuda = cuda
+        self.address = cuda.allocate_pinned(size_bytes)
+        raw = (ctypes.c_uint8 * size_bytes).from_address(self.address)
+        self.array: Bytes = np.ctypeslib.as_array(raw)
+
+    def close(self) -> None:
+        """Nothing may refer to ``array`` any more."""
+        del self.array
+        self._cuda.free_pinned(self.address)
+
+
+def next_boundary(offset_bytes: int) -> int:
+    """Where the registration that ``offset_bytes`` lies in ends."""
+    return (offset_bytes // PIN_BYTES + 1) * PIN_BYTES

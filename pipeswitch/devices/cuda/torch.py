@@ -1,0 +1,263 @@
+"""Everything a worker needs of ``torch.cuda``, and the private names of torch it is done with.
+
+A stand-in for the bindings (``fake_cuda`` of the tests) brings its own ``torch_side``, so that the
+whole system runs over a fake GPU: there tensors are host tensors over the fake's memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from ...programs.layout import TensorSpec
+from ...programs.views import place_in, tensor_over
+from .capture import CaptureBroke, CudaRecorder, no_collector
+from .slice import Segments, make_pool, reserve
+
+
+class Replayable(Protocol):
+    """Captured work."""
+
+    def replay(self) -> None:
+        """Enqueue it on the current stream."""
+        ...
+
+
+class Recorder(Protocol):
+    """Captures work instead of doing it."""
+
+    def session(self) -> AbstractContextManager[None]:
+        """Around all captures of one program: no garbage is collected meanwhile."""
+        ...
+
+    def record(self, run: Callable[[], None]) -> Replayable: ...
+
+    def free_bytes(self) -> int:
+        """Free device memory, to see what captured work costs."""
+        ...
+
+
+class TorchSide(Protocol):
+    """One worker's torch, on its device. Made after the fork."""
+
+    device: str
+    stream: int  # the one stream this worker computes on, as a handle
+
+    def current_stream(self) -> int | None:
+        """The stream that this thread's code computes on, as a handle; a script may change it.
+
+        None while the script captures a graph of its own there: nothing may be asked then.
+        """
+        ...
+
+    def storage(self, pointer: int, size_bytes: int) -> torch.UntypedStorage:
+        """All of a mapping as one storage; nothing is copied, nothing owned."""
+        ...
+
+    def tensor(
+        self, storage: torch.UntypedStorage, spec: TensorSpec, offset_bytes: int
+    ) -> torch.Tensor:
+        """The tensor of ``spec``; bounds are checked."""
+        ...
+
+    def computing(self, *, in_slice: bool) -> AbstractContextManager[None]:
+        """What runs inside is enqueued on ``stream``; its memory comes from the slice."""
+        ...
+
+    def take_slice(self, pointer: int, size_bytes: int) -> None:
+        """From now on ``computing(in_slice=True)`` allocates here."""
+        ...
+
+    def check_slice(self) -> str:
+        """Compute in the slice.
+
+        Raises:
+            RuntimeError: results are wrong, lie elsewhere, or torch asked for more memory.
+        """
+        ...
+
+    def check_failed_capture(self, recorder: Recorder) -> None:
+        """Capture what cannot be captured, then compute as a task does.
+
+        Raises:
+            RuntimeError: the capture was not refused, or nothing works after it.
+        """
+        ...
+
+    def cap_private(self, size_bytes: int) -> None:
+        """The most that this process may allocate outside of the slice; 0: no cap."""
+        ...
+
+    def warm_up(self) -> None:
+        """Load libraries and take their workspaces, so that no request does."""
+        ...
+
+    def recorder(self) -> Recorder: ...
+
+
+def torch_side(package: str, index: int) -> TorchSide:
+    """The stand-in's own, or the real one; makes this process's context."""
+    made = getattr(importlib.import_module(package), "torch_side", None)
+    side: TorchSide = CudaTorch(index) if made is None else made(index)
+    return side
+
+
+class _Mapped:
+    """``__cuda_array_interface__`` over a raw pointer; torch keeps it as long as the storage."""
+
+    def __init__(self, pointer: int, size_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+class CudaTorch:
+    """The real one."""
+
+    def __init__(self, index: int) -> None:
+        torch.cuda.set_device(index)
+        self.device = f"cuda:{index}"
+        self._index = index
+        make_stream: Any = torch.cuda.Stream  # untyped in torch
+        self._stream: torch.cuda.Stream = make_stream(device=index)
+        self.stream = int(self._stream.cuda_stream)
+        self._pool: torch.cuda.MemPool | None = None
+        self._segments: Segments | None = None
+
+    def current_stream(self) -> int | None:
+        """See ``TorchSide``."""
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        return int(torch.cuda.current_stream(self._index).cuda_stream)
+
+    def storage(self, pointer: int, size_bytes: int) -> torch.UntypedStorage:
+        """See ``TorchSide``."""
+        return storage_at(pointer, size_bytes, self.device)
+
+    def tensor(
+        self, storage: torch.UntypedStorage, spec: TensorSpec, offset_bytes: int
+    ) -> torch.Tensor:
+        """See ``TorchSide``."""
+        return tensor_at(storage, spec, offset_bytes)
+
+    @contextlib.contextmanager
+    def computing(self, *, in_slice: bool) -> Iterator[None]:
+        """See ``TorchSide``."""
+        with torch.cuda.stream(self._stream):
+            if self._pool is None or not in_slice:
+                yield
+                return
+            with torch.cuda.use_mem_pool(self._pool), no_collector():
+                yield
+
+    def take_slice(self, pointer: int, size_bytes: int) -> None:
+        """See ``TorchSide``."""
+        segments = Segments(pointer, size_bytes)
+        pool = make_pool(segments)
+        reserve(pool, segments, self._stream)
+        self._pool, self._segments = pool, segments
+
+    def check_slice(self) -> str:
+        """See ``TorchSide``: convolutions and products of several sizes."""
+        assert self._segments is not None
+        before = self._segments.calls
+        torch.manual_seed(0)
+        image = torch.randn(4, 8, 64, 64, device=self.device)
+        weight = torch.randn(8, 8, 3, 3, device=self.device)
+        results = []
+        for in_slice in (False, True):
+            with self.computing(in_slice=in_slice), torch.inference_mode():
+                value = image
+                for _ in range(4):
+                    value = torch.relu(torch.nn.functional.conv2d(value, weight, padding=1))
+                results.append(value @ value.transpose(2, 3))
+            self._stream.synchronize()
+        if not self._segments.holds(results[1].data_ptr()):
+            raise RuntimeError("a result lies outside of the slice")
+        if self._segments.calls != before:
+            raise RuntimeError(f"torch asked {self._segments.calls - before} times for more")
+        if not torch.allclose(results[0], results[1], rtol=1e-3, atol=1e-3):
+            raise RuntimeError("results in the slice differ from those outside")
+        return f"{self._segments.calls} segments"
+
+    def check_failed_capture(self, recorder: Recorder) -> None:
+        """See ``TorchSide``: a value that the host wants to see cannot be captured."""
+        ones = torch.ones(8, device=self.device)
+        try:
+            with recorder.session():
+                recorder.record(lambda: ones.sum().item())  # type: ignore[arg-type]
+        except CaptureBroke as error:
+            raise RuntimeError(error.message) from None
+        except RuntimeError:
+            pass
+        else:
+            raise RuntimeError("a copy to the host was captured")
+        with self.computing(in_slice=True):
+            total = float((torch.ones(1024, device=self.device) * 2).sum())
+            torch.rand(8, device=self.device)  # the generator left its capture, too
+        if total != 2048:
+            raise RuntimeError(f"after a failed capture 1024 twos are {total}")
+
+    def cap_private(self, size_bytes: int) -> None:
+        """See ``TorchSide``. The slice's segments count as allocated, so they are added."""
+        if size_bytes:
+            total = torch.cuda.get_device_properties(self._index).total_memory
+            slice_bytes = 0 if self._segments is None else self._segments.size_bytes
+            share = (size_bytes + slice_bytes) / total
+            torch.cuda.set_per_process_memory_fraction(min(1.0, share), self._index)
+
+    def warm_up(self) -> None:
+        """See ``TorchSide``. Outside of the slice: cached workspaces stay for ever."""
+        with torch.cuda.stream(self._stream), torch.inference_mode():
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                square = torch.ones(64, 64, device=self.device, dtype=dtype)
+                torch.addmm(square[0], square, square)  # cuBLASLt, with its own workspace
+                torch.mm(square, square)  # cuBLAS
+                torch.bmm(square[None], square[None])
+                image = torch.ones(1, 8, 16, 16, device=self.device, dtype=dtype)
+                weight = torch.ones(8, 8, 3, 3, device=self.device, dtype=dtype)
+                torch.nn.functional.conv2d(image, weight)
+        self._stream.synchronize()
+
+    def recorder(self) -> Recorder:
+        """See ``TorchSide``."""
+        return CudaRecorder(self._stream, self._index, self._pool)
+
+
+def storage_at(pointer: int, size_bytes: int, device: str) -> torch.UntypedStorage:
+    """A storage over device memory that is not torch's."""
+    return torch.as_tensor(_Mapped(pointer, size_bytes), device=device).untyped_storage()
+
+
+def tensor_at(storage: torch.UntypedStorage, spec: TensorSpec, offset_bytes: int) -> torch.Tensor:
+    """As ``views.tensor_over``, by the constructor that needs no driver and a third of the time.
+
+    ``_construct_CUDA_Tensor_From_Storage_And_Metadata`` is private and checks no bounds: we do.
+    Where this torch does not have it, the public way.
+
+    Raises:
+        LocalProtocolError: the spec's numbers contradict each other or the storage.
+    """
+    construct = getattr(torch._C, "_construct_CUDA_Tensor_From_Storage_And_Metadata", None)
+    if construct is None:
+        return tensor_over(storage, spec, offset_bytes)
+    first_item, strides = place_in(storage.nbytes(), spec, offset_bytes)
+    made: torch.Tensor = construct(
+        {
+            "size": spec.shape,
+            "stride": tuple(strides),
+            "dtype": getattr(torch, spec.dtype),
+            "storage_offset": first_item,
+        },
+        storage,
+    )
+    return made

@@ -1,0 +1,257 @@
+"""The cuda device, a worker's side: the daemon's allocation opened once, tensors over it."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import TYPE_CHECKING, Final, Literal
+
+from ...errors import RemoteProtocolError, TaskFailed
+from ...ipc.board import Board
+from ...programs.layout import TensorSpec
+from ..orders import WORD_BYTES, WORD_MASK
+from ..waiting import Waiter
+from .bindings import DEVICE_ASSERT, NO_CONTEXT, Cuda, CudaError
+from .training import RunAhead
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...programs.executor import BoundProgram
+    from .graphs import DeviceProgram
+    from .torch import TorchSide
+
+log = logging.getLogger(__name__)
+
+Waits = Literal["cpu", "gpu"]
+DEFAULT_GRAPH_BYTES: Final = 1 << 30
+
+
+class CudaPoolView:
+    """A worker's side (see ``PoolView``); made after the fork, by the main thread.
+
+    One trust domain: unlike the cpu device's, this mapping can be written by every worker, and a
+    model's code that writes to its weights is stopped at registration only.
+    """
+
+    def __init__(
+        self,
+        cuda: Cuda,
+        side: TorchSide,
+        *,
+        index: int,
+        handle: bytes,
+        words_descriptor: int,
+        board: int,
+        bell: int,
+        bells: Sequence[int],
+        arena_bytes: int,
+        words: int,
+        waits: Waits = "cpu",
+        use_graphs: bool = False,
+        graph_bytes: int = DEFAULT_GRAPH_BYTES,
+        on_wake: Callable[[], None] | None = None,
+    ) -> None:
+        """Open the handle, map the host's copy of the words; descriptors stay the caller's.
+
+        Args:
+            waits: who waits for a group: this thread, or the device itself.
+
+        Raises:
+            CudaError: the allocation cannot be opened here.
+        """
+        self._cuda, self._side, self._index = cuda, side, index
+        self._waits = waits
+        self._words_bytes = words * WORD_BYTES
+        self._arena_bytes = arena_bytes
+        self._waiter = Waiter(board=board, bell=bell, bells=bells, on_wake=on_wake)
+        cuda.set_device(index)
+        self._base = cuda.open_handle(handle)
+        self._words_map = mmap.mmap(words_descriptor, self._words_bytes, prot=mmap.PROT_READ)
+        self._words = memoryview(self._words_map).cast("I")
+        self._pinned_pools: list[int] = []
+        self._use_graphs = use_graphs
+        self._graph_bytes = graph_bytes
+
+    @property
+    def device(self) -> str:
+        """Where this worker's tensors live, in torch's words."""
+        return self._side.device
+
+    @property
+    def board(self) -> Board:
+        return self._waiter.board
+
+    @cached_property
+    def _arena(self) -> torch.UntypedStorage:
+        return self._side.storage(self._base, self._arena_bytes)
+
+    def prefault(self, offset_bytes: int, size_bytes: int) -> None:
+        """Nothing: device memory has no page faults."""
+
+    # -- tensors -------------------------------------------------------------------------------
+
+    def tensor(self, spec: TensorSpec, region_offset_bytes: int) -> torch.Tensor:
+        """A tensor over a model's region.
+
+        Raises:
+            RemoteProtocolError, LocalProtocolError: out of bounds, over the arrival words, or a
+                wrong size.
+        """
+        if region_offset_bytes < self._words_bytes:
+            raise RemoteProtocolError(
+                f"a region at {region_offset_bytes} overlaps the arrival words"
+            )
+        return self._side.tensor(self._arena, spec, region_offset_bytes)
+
+    def slice_bytes(self, offset_bytes: int, size_bytes: int) -> torch.Tensor:
+        """A writable uint8 tensor over a training slice.
+
+        Raises:
+            LocalProtocolError: out of bounds.
+        """
+        spec = TensorSpec(
+            name="slice", dtype="uint8", shape=(size_bytes,), offset_bytes=offset_bytes,
+            size_bytes=size_bytes, file_offset_bytes=0,
+        )  # fmt: skip
+        return self._side.tensor(self._arena, spec, 0)
+
+    def take_slice(self, size_bytes: int) -> None:
+        """From now on programs allocate behind the arena; call once, before any other thread."""
+        self._side.take_slice(self._base + self._arena_bytes, size_bytes)
+
+    # -- programs ------------------------------------------------------------------------------
+
+    @cached_property
+    def _program_maker(self) -> Callable[[BoundProgram], DeviceProgram]:
+        from .graphs import DeviceProgram, GraphBudget
+
+        budget = GraphBudget(self._graph_bytes)
+        recorder = self._side.recorder() if self._use_graphs else None
+        return lambda bound: DeviceProgram(bound, self.device, recorder, budget)
+
+    def program(self, bound: BoundProgram) -> DeviceProgram:
+        """The program as this device runs it: inputs copied in, groups as graphs if allowed."""
+        return self._program_maker(bound)
+
+    def can_improve(self, program: BoundProgram) -> bool:
+        """Whether shapes that ran eagerly could be captured."""
+        return bool(getattr(program, "is_capture_wanted", False))
+
+    def improve(self, program: BoundProgram) -> None:
+        """An idle moment of this worker: capture graphs of what ran eagerly, if that is wanted."""
+        from .graphs import DeviceProgram
+
+        if isinstance(program, DeviceProgram):
+            with self._side.computing(in_slice=False):
+                program.improve()
+
+    def drop(self, program: BoundProgram) -> None:
+        """The program is bound anew elsewhere, or forgotten: its graphs go."""
+        from .graphs import DeviceProgram
+
+        if isinstance(program, DeviceProgram):
+            program.close()
+
+    def computing(self, program: BoundProgram | None) -> AbstractContextManager[None]:
+        """Around everything that a task enqueues, its copies in and out included."""
+        in_slice = bool(getattr(program, "may_use_slice", False))
+        return self._side.computing(in_slice=in_slice)
+
+    def pin(self, pointer: int, size_bytes: int) -> None:
+        """Pin the request pool for this process, so that copies from and to slabs are async."""
+        try:
+            self._cuda.register(pointer, size_bytes)
+        except CudaError as error:
+            if not self._cuda.still_works():
+                raise
+            log.warning("pool=pageable cause=%s: copies are staged", error)
+        else:
+            self._pinned_pools.append(pointer)
+
+    # -- waiting -------------------------------------------------------------------------------
+
+    def wait_group(self, word: int, epoch: int) -> float:
+        """Return when the group has arrived, or when the device has been told to wait for it.
+
+        Milliseconds this thread was blocked: 0 where the device waits.
+        """
+        words, wanted = self._words, epoch & WORD_MASK
+        if words[word] == wanted:  # the host's copy rises last: the bytes are there
+            return 0.0
+        if self._waits == "cpu":
+            return self._waiter.wait(lambda: words[word] == wanted)
+        address = self._base + word * WORD_BYTES
+        try:
+            self._cuda.wait_value(self._side.stream, address, wanted)
+        except CudaError as error:
+            if error.data["code"] != NO_CONTEXT:
+                raise
+            self._cuda.set_device(self._index)  # a model's own thread entered its next layer
+            self._cuda.wait_value(self._side.stream, address, wanted)
+        return 0.0
+
+    def wait_turn(self, turn: int) -> float:
+        """Block until the board's turn is exactly ``turn``; milliseconds blocked."""
+        return self._waiter.wait_turn(turn)
+
+    def raise_turn(self, turn: int, slot: int) -> None:
+        """Give the device away: write the turn, ring that slot's bell."""
+        self._waiter.raise_turn(turn, slot)
+
+    def quiesce(self) -> None:
+        """Block until everything that was enqueued on this worker's stream has run.
+
+        Raises:
+            CudaError: something that was enqueued failed.
+        """
+        self._cuda.synchronize(self._side.stream)
+
+    def settle(self) -> None:
+        """Block until this process's work on *all* its streams has run. Any thread.
+
+        For training only: a script may use streams of its own. Other processes are not waited for.
+        """
+        self._cuda.set_device(self._index)
+        self._cuda.synchronize_device()
+
+    def pacer(self) -> Callable[[], None]:
+        """Keeps a training script at most two groups ahead (``cuda_training.py``)."""
+        return RunAhead(self._cuda, self._side.current_stream).look
+
+    def is_lost(self, error: BaseException) -> bool:
+        """Whether the context is broken: then this process must leave and be replaced."""
+        if isinstance(error, CudaError) and error.is_sticky:
+            return True
+        try:
+            self.quiesce()
+        except CudaError as problem:
+            return problem.is_sticky
+        return False
+
+    def fault(self) -> TaskFailed | None:
+        """A kernel's assertion is the model's word on its input: it says the same everywhere.
+
+        Anything else that breaks a context may be the device's doing, and is tried again.
+        """
+        try:
+            self.quiesce()
+        except CudaError as problem:
+            if problem.data["code"] == DEVICE_ASSERT:
+                text = "an assertion failed on the device: mostly an index out of its range"
+                return TaskFailed(text, type="DeviceAssert", text=str(problem))
+        return None
+
+    def close(self) -> None:
+        """Close the mapping; every tensor over it is void from now on."""
+        self.__dict__.pop("_arena", None)
+        self.__dict__.pop("_program_maker", None)
+        for pointer in self._pinned_pools:
+            self._cuda.unregister(pointer)
+        self._words.release()
+        self._words_map.close()
+        self._waiter.close()
+        self._cuda.close_handle(self._base)

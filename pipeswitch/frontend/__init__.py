@@ -1,0 +1,1 @@
+"""The clients' side of the server: bytes to events, answers to bytes."""

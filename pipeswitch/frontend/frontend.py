@@ -1,0 +1,527 @@
+"""Clients' side of the controller: their bytes to typed events, answers to their bytes.
+
+It owns the sockets and runs in the controller's one loop (docs/adr/0009). It decides nothing
+about models or devices: a message that is well formed and allowed becomes an event for the
+scheduler, an answer becomes a message. Its parts: ``Intake`` (what comes in), ``RequestPool`` (the
+memory of inputs and replies), ``Requests`` (what is owed), ``ClientTable`` and ``Outbox`` (to whom,
+and on its way). The protocol: docs/protocol.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import re
+import selectors
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import zmq
+
+from ..config import Config
+from ..errors import (
+    Cancelled,
+    InvalidInput,
+    ModelNotFound,
+    PipeSwitchError,
+    QueueFull,
+    RemoteProtocolError,
+    ServerUnavailable,
+)
+from ..failpoints import reach
+from ..ipc.messages import ModelName
+from ..scheduler.events import (
+    Announce,
+    Answer,
+    CancelAsked,
+    Event,
+    InferArrived,
+    PrefetchHint,
+    Publish,
+    Retract,
+)
+from ..wire.frames import VERSION, RequestHeader, decode_request, pack_dict
+from ..wire.sockets import DONTWAIT, is_readable, send_frames
+from . import admission
+from .admission import Body
+from .clients import RELEASE_WAIT_MS, Client, ClientTable, Outbox, Outgoing
+from .connections import hang_up
+from .copying import INLINE_COPY_BYTES, Copier
+from .intake import Intake, read_subscriptions
+from .job_logs import read_piece
+from .listeners import Door, Doors, open_doors
+from .replies import envelope_id, reply_frames, wrong_version
+from .request_pool import RequestPool, Room
+from .requests import Pending, Requests
+from .uploads import CREDIT_CHUNKS, Uploads
+from .verbs import LogPiece, Verbs
+
+_logger = logging.getLogger(__name__)
+
+MAX_CLIENT_REQUESTS: Final = 4096  # unanswered ones of one client
+BUSY_POLL_MS: Final = 2.0  # while a socket is full or libzmq still reads from the pool
+STOP_FLUSH_MS: Final = 1000
+SLOW: Final = "slow or gone"  # why a client is dropped that the monitor has not reported
+REVOKED: Final = "its key was revoked"
+_ROUTING_ID: Final = re.compile(rb"\0[\s\S]{4}")  # as libzmq makes them itself
+
+MODEL_VERBS: Final = ("show", "load", "unload", "unregister")
+Posted = Answer | Publish | Announce | Retract
+"""The scheduler's commands that are performed here."""
+
+
+class Frontend:
+    """All client traffic of one server. Everything but ``_call_soon`` belongs to the loop's thread.
+
+    ``open`` binds, ``watch`` names the descriptors to wait for; then, after each wait of at most
+    ``wait_s``, ``step`` does what there is to do. ``close`` answers what is left.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        pool_descriptor: int,
+        take: Callable[[Event], None],
+        *,
+        facts: Mapping[str, Any] | None = None,
+        is_ready: Callable[[], bool] = lambda: True,
+        now_ms: Callable[[], float] = lambda: time.monotonic() * 1000,
+    ) -> None:
+        """Map the pool; nothing is opened yet.
+
+        Args:
+            config: with absolute ``server.state_dir`` and ``server.runtime_dir``.
+            pool_descriptor: a sealed memfd, the request pool; it stays the caller's.
+            take: takes an event for the scheduler, to be handled later.
+            facts: what ``hello`` and ``ping`` tell about the server (device, arena_bytes…).
+            is_ready: whether a request would be served now.
+            now_ms: the monotonic clock.
+        """
+        self._config = config
+        self._take = take
+        self._facts = dict(facts or {})
+        self._is_ready = is_ready
+        self._now_ms = now_ms
+        self._pool = RequestPool(pool_descriptor)
+        self._max_message_bytes = config.server.max_message_bytes
+        state = Path(config.server.state_dir)
+        self._log_directory = state / "logs"
+        self._uploads = Uploads(state / "uploads", config.server.max_upload_bytes)
+        self._copier = Copier()
+        self._verbs = Verbs(
+            allow_code=config.server.allow_code, uploads_dir=str(self._uploads.directory)
+        )
+        self._models: dict[str, Announce] = {}
+        self._clients = ClientTable()
+        self._intake = Intake(config.server, self._clients, now_ms)
+        self._outbox = Outbox(max(self._pool.share_bytes, self._max_message_bytes))
+        self.requests = Requests(self._pool, now_ms)
+        self._dropped_count = 0  # clients that did not read
+        self._calls: deque[Callable[[], None]] = deque()  # from the copier and the upload writer
+        self._ops: dict[str, Callable[[Client, RequestHeader, Sequence[Any]], None]] = {
+            "infer": self._infer,
+            "prefetch": self._prefetch,
+            "cancel": self._cancel,
+            "put": self._put,
+        }
+
+    # ---- life ----------------------------------------------------------------------------------
+
+    def open(self) -> Doors:
+        """Bind both doors, start the helper threads; the doors' addresses.
+
+        Raises:
+            ConfigError: an address or folder cannot be used.
+            PipeSwitchError: a port or the ipc name is in use.
+        """
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._context: zmq.Context[Any] = zmq.Context()
+        try:
+            self._doors = open_doors(self._context, self._config.server)
+        except PipeSwitchError:
+            self._context.term()
+            os.close(self._wake)
+            raise
+        self._sockets = self._doors.sockets
+        self._stirred = set(self._sockets)  # may have something to read: see wait_s
+        self._uploads.start()
+        self._copier.start()
+        return self._doors
+
+    def watch(self, selector: selectors.BaseSelector) -> None:
+        """Register what ends a wait; each key's data is a callable, as the loop expects."""
+        for sock in self._sockets:
+            stir = functools.partial(self._stirred.add, sock)
+            selector.register(sock, selectors.EVENT_READ, stir)
+        selector.register(self._wake, selectors.EVENT_READ, self._hear)
+
+    def unwatch(self, selector: selectors.BaseSelector) -> None:
+        """Before ``close``."""
+        for sock in self._sockets:
+            selector.unregister(sock)
+        selector.unregister(self._wake)
+
+    def close(self) -> None:
+        """Answer what is left with ServerUnavailable, flush, close everything."""
+        self._uploads.stop()
+        self._copier.stop()  # what they post is sent
+        self._finish()
+        self._doors.close()
+        self._context.term()
+        os.close(self._wake)
+        self._pool.close()
+
+    def _hear(self) -> None:
+        os.eventfd_read(self._wake)
+
+    def _call_soon(self, call: Callable[[], None]) -> None:
+        """From any thread; never blocks."""
+        self._calls.append(call)
+        with contextlib.suppress(BlockingIOError):  # the counter is full: it will wake anyway
+            os.eventfd_write(self._wake, 1)
+
+    # ---- the loop's part -----------------------------------------------------------------------
+
+    def wait_s(self) -> float | None:
+        """How long the loop may wait; None: until a descriptor wakes it.
+
+        A libzmq descriptor tells of a *change*, and any use of its socket may swallow that: a
+        socket that was used since the last wait has to be asked (zmq_getsockopt(3), ZMQ_FD).
+        """
+        is_quiet = self._outbox.is_idle and not self._clients.has_suspects
+        if not is_quiet:
+            self._stirred.update(self._sockets)
+        for sock in [sock for sock in self._stirred if not is_readable(sock)]:
+            self._stirred.discard(sock)
+        if self._calls or self._stirred:
+            return 0.0
+        return self._intake.peers.wait_s(self._now_ms() / 1000) if is_quiet else BUSY_POLL_MS / 1000
+
+    def step(self) -> None:
+        """One turn. Who left is learnt before anything is sent or received."""
+        if self._stirred or self._clients.has_suspects:
+            for client in self._intake.gone(self._doors):
+                self._drop(client, "disconnected")
+        while self._calls:
+            self._calls.popleft()()
+        for door in self._doors.all:
+            if door.router in self._stirred:
+                for frames in self._intake.messages(door):
+                    self._hear_message(door, frames)
+            if door.publisher in self._stirred:
+                read_subscriptions(door)
+        if not self._outbox.is_idle:
+            for client in self._outbox.sweep(self._now_ms()):
+                self._drop(client, SLOW)
+        for client in self._intake.revoked(self._doors):
+            self._drop(client, REVOKED)
+
+    def perform(self, posted: Posted) -> None:
+        """Carry out a command of the scheduler's, now."""
+        match posted:
+            case Answer():
+                self._answer(posted)
+            case Publish(topic=topic, body=body):
+                frames = [topic.encode(), pack_dict(body)]
+                for door in self._doors.all:
+                    self._stirred.add(door.publisher)
+                    with contextlib.suppress(zmq.Again):
+                        send_frames(door.publisher, frames, DONTWAIT)
+            case Announce(model=model):
+                self._models[model] = posted
+            case Retract(model=model):
+                self._models.pop(model, None)
+
+    def answer_soon(self, answer: Answer) -> None:
+        """``perform`` from any thread; never blocks."""
+        self._call_soon(lambda: self._answer(answer))
+
+    def _finish(self) -> None:
+        """Orderly end: what was posted, then an answer for everyone still waiting, then flush."""
+        while self._calls:
+            self._calls.popleft()()
+        for token in self.requests.tokens():
+            error = ServerUnavailable("the server stopped", hint="pipeswitch serve")
+            self._answer(Answer(token=token, error=error))
+        until_ms = self._now_ms() + STOP_FLUSH_MS
+        while not self._outbox.is_idle and self._now_ms() < until_ms:
+            for client in self._outbox.sweep(self._now_ms()):
+                self._drop(client, SLOW)
+            self._doors.tcp.monitor.poll(int(BUSY_POLL_MS))  # a client that leaves ends the wait
+        for client in self._clients.all():
+            self._outbox.drop(client)
+        for door in self._doors.all:
+            door.router.setsockopt(zmq.LINGER, STOP_FLUSH_MS)
+
+    # ---- in ------------------------------------------------------------------------------------
+
+    def _hear_message(self, door: Door, frames: Sequence[zmq.Frame]) -> None:
+        """One message. Nothing a client sends may raise out of here."""
+        reach("frontend.message")
+        routing_id = bytes(frames[0].buffer)
+        parts = [frame.buffer for frame in frames[1:]]
+        request_id = ""
+        client: Client | None = None
+        try:
+            if not self._intake.admits(door, frames):
+                return
+            if not _ROUTING_ID.fullmatch(routing_id):
+                request_id = envelope_id(parts)
+                raise RemoteProtocolError(
+                    "a client must not choose its routing id", hint="leave ZMQ_ROUTING_ID unset"
+                )
+            try:
+                header = decode_request(parts)
+            except RemoteProtocolError as error:
+                request_id = envelope_id(parts)
+                raise wrong_version(parts) or error from None
+            request_id = header.id
+            if header.op == "hello":
+                self._hello(door, routing_id, frames[0], header)
+            elif header.op == "ping" and not header.body:
+                self._send_now(door, routing_id, reply_frames(header.id, body=self._about(door)))
+            else:
+                client = self._intake.sender(door, routing_id, frames[0], header.session)
+                self._dispatch(client, header, parts[2:])
+        except PipeSwitchError as error:
+            self._refuse(door, routing_id, client, request_id, error)
+
+    def _dispatch(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
+        perform = self._ops.get(header.op, self._ask)
+        if perform == self._ask and header.op not in self._verbs:
+            raise InvalidInput(f"{header.op} is not served by this release")
+        if header.id in client.requests:
+            raise InvalidInput(f"request id {header.id!r} is already waiting for its answer")
+        if len(client.requests) >= MAX_CLIENT_REQUESTS:
+            raise QueueFull(f"{len(client.requests)} requests of this client wait already")
+        try:
+            perform(client, header, tensors)
+        except PipeSwitchError as error:
+            self.requests.reject(header.op, error)
+            raise
+
+    def _refuse(
+        self,
+        door: Door,
+        routing_id: bytes,
+        client: Client | None,
+        request_id: str,
+        error: PipeSwitchError,
+    ) -> None:
+        """A typed error when there is an id to answer to; otherwise counted and dropped."""
+        if isinstance(error, RemoteProtocolError):
+            self._intake.complain(door, error)
+        if not request_id:
+            return
+        if client is not None:
+            self._reply(client, request_id, error=error)
+        else:
+            self._send_now(door, routing_id, reply_frames(request_id, error=error))
+
+    # ---- verbs ---------------------------------------------------------------------------------
+
+    def _about(self, door: Door) -> dict[str, Any]:
+        """What anybody may know."""
+        return {
+            "server": "pipeswitch",
+            "protocol": VERSION,
+            "pid": os.getpid(),
+            "events": door.events_address,
+            "accepts_code": door.is_owner or bool(self._config.server.allow_code),
+            "is_owner": door.is_owner,
+            "max_message_bytes": self._max_message_bytes,
+            "credit": CREDIT_CHUNKS,
+            "ready": self._is_ready(),
+            **self._facts,
+        }
+
+    def _hello(
+        self, door: Door, routing_id: bytes, frame: zmq.Frame, header: RequestHeader
+    ) -> None:
+        client, replaced = self._intake.greet(door, routing_id, frame)
+        if replaced is not None:
+            self._drop(replaced, "said hello again")
+        self._reply(client, header.id, body=self._about(door))
+
+    def _infer(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
+        if header.body:
+            Body("infer", header.body).done()
+        announced = admission.find_model(header.model, self._models)
+        admitted = admission.check_infer(
+            header, [len(tensor) for tensor in tensors], announced, self._max_message_bytes
+        )
+        priority = admission.priority_number(header.priority, announced.priority)
+        deadline_at_ms = admission.deadline_at_ms(header.deadline_ms, self._now_ms())
+        room = self._reserve(client, admitted)
+        payload = [tensors[item.frame] for item in admitted.inputs]
+        pending = self.requests.accept(client, header, room)
+        reach("frontend.accepted")
+        event = InferArrived(
+            token=pending.token,
+            request_id=header.id,
+            model=pending.model,
+            digest=announced.manifest.digest,
+            priority=priority,
+            deadline_at_ms=deadline_at_ms,
+            inputs=room.place(admitted.inputs),
+            reply_offset_bytes=room.reply_offset_bytes,
+            reply_bytes=room.reply_bytes,
+        )
+        if admitted.input_bytes <= INLINE_COPY_BYTES:
+            self._pool.fill(event.inputs, payload)
+            self._take(event)
+        else:
+            pending.is_copying = True
+            self._take(PrefetchHint(model=event.model))  # its transfer need not wait for the copy
+            self._copier.put(functools.partial(self._copy, payload, pending, event))
+
+    def _reserve(self, client: Client, admitted: admission.Admitted) -> Room:
+        """Room for a request and its reply, or QueueFull with the numbers."""
+        wanted = (client.session, admitted.input_bytes, admitted.reply_bytes)
+        try:
+            return self._pool.reserve(*wanted)
+        except QueueFull:
+            self._outbox.release(RELEASE_WAIT_MS)  # a reply that was just read is still in it
+            return self._pool.reserve(*wanted)
+
+    def _copy(self, payload: Sequence[Any], pending: Pending, event: InferArrived) -> None:
+        """On the copier's thread: a large payload into the pool."""
+        self._pool.fill(event.inputs, payload)
+        self._call_soon(lambda: self._copied(pending, event))
+
+    def _copied(self, pending: Pending, event: InferArrived) -> None:
+        """A large payload is in the pool. Only now can the scheduler be asked to take it back."""
+        pending.is_copying = False
+        reach("frontend.copied")
+        if pending.is_cancelled:
+            error = Cancelled(f"request {pending.request_id} was taken back")
+            self._answer(Answer(token=pending.token, error=error))
+        else:
+            self._take(event)
+
+    def _take_back(self, pending: Pending) -> None:
+        if pending.is_copying:
+            pending.is_cancelled = True
+        else:
+            self._take(CancelAsked(token=pending.token))
+
+    def _prefetch(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
+        """A hint; it has no answer."""
+        if header.model in self._models:
+            self._take(PrefetchHint(model=ModelName(header.model)))
+
+    def _cancel(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
+        body = Body("cancel", header.body)
+        request_id = body.text("id")
+        body.done()
+        pending = client.requests.get(request_id)
+        if pending is not None:
+            self._take_back(pending)
+        self._reply(client, header.id, body={"found": pending is not None})
+
+    def _put(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
+        if len(tensors) > 1:
+            raise InvalidInput("put: a chunk is one frame")
+        if client.upload_chunks >= CREDIT_CHUNKS:
+            raise InvalidInput(f"put: at most {CREDIT_CHUNKS} chunks may be unanswered")
+
+        def reply(body: dict[str, Any], error: PipeSwitchError | None) -> None:
+            def send() -> None:
+                client.upload_chunks -= 1
+                self._reply(client, header.id, body=body, error=error)
+
+            self._call_soon(send)
+
+        self._uploads.offer(client.session, header, tensors[0] if tensors else b"", reply)
+        client.upload_chunks += 1
+
+    def _ask(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
+        """A verb that is one question to the scheduler."""
+        asked = self._verbs.parse(header, is_owner=client.door.is_owner)
+        if isinstance(asked, LogPiece):  # the only one that is answered here
+            piece = read_piece(self._log_directory, asked.job, asked.offset_bytes)
+            self._reply(client, header.id, body=piece)
+        else:
+            self._take(asked(self.requests.accept(client, header).token))
+
+    # ---- out -----------------------------------------------------------------------------------
+
+    def _answer(self, answer: Answer) -> None:
+        """One reply to an accepted request; a final one ends it."""
+        pending = self.requests.find(answer.token)
+        if pending is None:
+            return  # it had its final answer
+        client = pending.client
+        if pending.op == "stats" and not client.is_gone:
+            answer = dataclasses.replace(answer, body=self._completed(answer.body))
+        elif isinstance(answer.error, ModelNotFound) and pending.op in MODEL_VERBS:
+            error = admission.model_not_found(pending.model, self._models)
+            answer = Answer(token=answer.token, error=error)
+        if not answer.more:
+            outgoing = self.requests.end(pending, answer)
+            if outgoing is not None:
+                self._send(client, outgoing)
+        elif not client.is_gone:
+            self._send(client, self.requests.progress(pending, answer))
+
+    def _completed(self, body: dict[str, Any]) -> dict[str, Any]:
+        """What ``stats`` tells, with what only this thread knows: counters, clients, pool."""
+        allowed, peers = self._doors.tcp.allowed, self._intake.peers
+        self._outbox.release(RELEASE_WAIT_MS)  # who asks after an answer sees it counted
+        return {
+            **body,
+            **self.requests.counts.as_dict(),
+            "inference": self.requests.inference.as_dict(),
+            "clients": len(self._clients),
+            "malformed": self._intake.malformed_count,
+            "queue_full": self.requests.queue_full_count,
+            "slow_clients": self._dropped_count,
+            "connections": len(peers),
+            "hung_up": dict(peers.hung_up),
+            "refused_keys": allowed.refused_count if allowed is not None else 0,
+            **self._pool.as_dict(),
+        }
+
+    def _reply(self, client: Client, request_id: str, **fields: Any) -> None:
+        """A reply that settles nothing; ``fields`` as of ``reply_frames``."""
+        frames = reply_frames(request_id, client.session, **fields)
+        self._send(client, Outgoing(frames=frames, since_ms=self._now_ms()))
+
+    def _send(self, client: Client, outgoing: Outgoing) -> None:
+        self._stirred.add(client.door.router)
+        if client.is_gone:
+            outgoing.on_lost()
+            outgoing.on_released()
+        elif not self._outbox.send(client, outgoing, self._now_ms()):
+            self._drop(client, SLOW)
+
+    def _send_now(self, door: Door, routing_id: bytes, frames: list[bytes]) -> None:
+        """To a peer without a session: now or never, nothing is kept for it."""
+        self._stirred.add(door.router)
+        with contextlib.suppress(zmq.ZMQError):
+            door.router.send(routing_id, zmq.SNDMORE | zmq.DONTWAIT)
+            door.router.send_multipart(frames, zmq.DONTWAIT)
+
+    def _drop(self, client: Client, cause: str) -> None:
+        """The client is gone, or is to be: its waiting requests are taken back. Idempotent."""
+        if client.is_gone:
+            return
+        self._clients.remove(client)
+        self._outbox.drop(client)
+        if cause in (SLOW, REVOKED):
+            hang_up(client.fd, client.inode)
+            self._dropped_count += cause == SLOW
+        _logger.info(
+            "client=%s gone cause=%s waiting=%d", client.session[:8], cause, len(client.requests)
+        )
+        self._uploads.forget(client.session)
+        for pending in client.requests.values():
+            if pending.op in ("infer", "register", "profile"):
+                self._take_back(pending)
+        client.requests.clear()

@@ -1,0 +1,238 @@
+"""What comes in by the doors: whole messages, and the news of their connections.
+
+Owned by the frontend. Each connection that is not the owner's is told to ``Peers``, which judges
+it; libzmq's news of it may come after its first message, so a message is news as well. Everything
+is taken in bursts: neither a storm of connections nor an endless message holds up the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+import zmq
+
+from ..config import ServerConfig
+from ..errors import PermissionDenied, RemoteProtocolError
+from ..wire.frames import MAX_TENSORS
+from ..wire.sockets import DONTWAIT, is_readable, next_events
+from .clients import Client, ClientTable
+from .connections import Peers
+from .listeners import ACCEPTED, Door, Doors
+
+_logger = logging.getLogger(__name__)
+
+BURST_EVENTS: Final = 32  # of connections, from one door: a third of a millisecond
+BURST_PARTS: Final = 1_000  # of one message: libzmq bounds neither their number nor their memory
+BURST_MESSAGES: Final = 16  # from one door before the other and the answers get their turn
+COMPLAINTS_PER_MINUTE: Final = 10
+KEYS_LOOK_MS: Final = 1000.0  # between looks at the allow-list, for clients that are in already
+_SRCFD: Final = int(zmq.SRCFD)
+
+
+class Intake:
+    """Connections and messages of both doors, within their limits."""
+
+    def __init__(
+        self, config: ServerConfig, clients: ClientTable, now_ms: Callable[[], float]
+    ) -> None:
+        self._clients = clients
+        self._now_ms = now_ms
+        self.peers = Peers(
+            max_count=config.max_connections,
+            client_bytes=config.pool_bytes,  # more than its requests could ever take
+            total_bytes=2 * config.pool_bytes,
+        )
+        self.malformed_count = 0  # messages that were not of the protocol
+        self._complaints: deque[float] = deque()  # when they were written
+        self._overlong: dict[zmq.Socket[bytes], list[zmq.Frame]] = {}  # still being read
+        self._admitted: frozenset[bytes] = frozenset()  # when it was last looked at
+        self._keys_look_at_ms = 0.0
+
+    # ---- connections ---------------------------------------------------------------------------
+
+    def gone(self, doors: Doors) -> list[Client]:
+        """Read the news of connections; clients whose own has ended."""
+        now_ms = self._now_ms()
+        gone = self._clients.settle_suspects(now_ms) if self._clients.has_suspects else []
+        for door in doors.all:
+            for event, fd in next_events(door.monitor, BURST_EVENTS):
+                if event != ACCEPTED:
+                    gone += self._clients.disconnected(door, fd, now_ms)
+                self._note(door, event, fd, now_ms)
+            for event, fd in next_events(door.readers, BURST_EVENTS):
+                self._note(door, event, fd, now_ms, is_subscriber=True)
+        return gone
+
+    def revoked(self, doors: Doors) -> list[Client]:
+        """Look at connections and keys when it is time; clients whose key is not admitted now."""
+        if not self.peers:
+            return []
+        now_ms = self._now_ms()
+        self.peers.tick(now_ms / 1000)
+        if doors.tcp.allowed is None or now_ms <= self._keys_look_at_ms:
+            return []
+        self._keys_look_at_ms = now_ms + KEYS_LOOK_MS
+        admitted = doors.tcp.allowed.keys()
+        if self._admitted - admitted:
+            self.peers.end_subscribers()
+        self._admitted = admitted
+        return [
+            client
+            for client in self._clients.all()
+            if client.user_id and client.user_id.encode() not in admitted
+        ]
+
+    def _note(
+        self, door: Door, event: int, fd: int, now_ms: float, *, is_subscriber: bool = False
+    ) -> None:
+        """A connection came or went; the owner's own are not limited."""
+        if door.is_owner:
+            return
+        if event == ACCEPTED:
+            self.peers.accepted(
+                fd,
+                int(door.events_local if is_subscriber else door.local),
+                now_ms / 1000,
+                is_subscriber=is_subscriber,
+                is_keyed=door.allowed is not None,
+            )
+        else:
+            self.peers.disconnected(fd)
+
+    def _hang_up(self, door: Door, frame: zmq.Frame, cause: str) -> None:
+        """End the connection this frame came from; the owner's own are not judged."""
+        fd = -1 if door.is_owner else _descriptor(frame)
+        if fd >= 0:
+            if not self.peers.knows(fd):
+                self._note(door, ACCEPTED, fd, self._now_ms())
+            self.peers.end(fd, cause)
+
+    # ---- messages ------------------------------------------------------------------------------
+
+    def messages(self, door: Door) -> Iterator[list[zmq.Frame]]:
+        """Whole messages that wait at a door: routing id and parts."""
+        for _ in range(BURST_MESSAGES):
+            if not is_readable(door.router):
+                return
+            begun = self._overlong.pop(door.router, None)
+            frames = begun or [_next_frame(door)]
+            for _ in range(BURST_PARTS):
+                if not frames[-1].more:
+                    break
+                frame = _next_frame(door)  # a message comes whole
+                if len(frames) < MAX_TENSORS + 4:
+                    frames.append(frame)
+                else:
+                    frames[-1] = frame  # too many: only the last one's `more` matters now
+            if frames[-1].more:
+                self._overlong[door.router] = frames  # the others get their turn
+                if begun is None:  # once: its descriptor's number may be another's by and by
+                    self._hang_up(door, frames[0], "too many parts")
+                return
+            yield frames
+
+    def admits(self, door: Door, frames: Sequence[zmq.Frame]) -> bool:
+        """Whether to look at a message; not while its connection is being hung up.
+
+        Raises:
+            RemoteProtocolError: libzmq does not know its connection.
+        """
+        if door.is_owner:
+            return True
+        fd = _known_descriptor(frames[0])
+        now_ms = self._now_ms()
+        if not self.peers.knows(fd):
+            self._note(door, ACCEPTED, fd, now_ms)
+        return self.peers.took(fd, frames[1:], now_ms / 1000) or not self.peers.knows(fd)
+
+    def greet(
+        self, door: Door, routing_id: bytes, frame: zmq.Frame
+    ) -> tuple[Client, Client | None]:
+        """A new session for this frame's connection, and the one it replaces.
+
+        Raises:
+            RemoteProtocolError, PermissionDenied: the connection, or its key, is not known.
+        """
+        fd = _known_descriptor(frame)
+        client, replaced = self._clients.greet(door, routing_id, fd, _user_id(door, frame))
+        if not door.is_owner:
+            self.peers.greeted(fd)
+        return client, replaced
+
+    def sender(self, door: Door, routing_id: bytes, frame: zmq.Frame, session: str) -> Client:
+        """Whose message it is.
+
+        Raises:
+            RemoteProtocolError: nobody's: this session did not come by this connection.
+            PermissionDenied: its key is not known.
+        """
+        client = self._clients.find(door, routing_id, session, _user_id(door, frame))
+        if client is None:
+            raise RemoteProtocolError(
+                "this session is not known here: say hello first", reason="unknown_session"
+            )
+        return client
+
+    def complain(self, door: Door, error: RemoteProtocolError) -> None:
+        """Count a malformed message; at most COMPLAINTS_PER_MINUTE lines, whatever is sent."""
+        self.malformed_count += 1
+        now_ms = self._now_ms()
+        while self._complaints and now_ms - self._complaints[0] > 60_000:
+            self._complaints.popleft()
+        if len(self._complaints) < COMPLAINTS_PER_MINUTE:
+            self._complaints.append(now_ms)
+            _logger.warning(
+                "refused door=%s malformed=%d cause=%r",
+                door.address,
+                self.malformed_count,
+                error.message[:200],
+            )
+
+
+def read_subscriptions(door: Door) -> None:
+    """XPUB hands us subscriptions; libzmq applies them itself, nothing else is to be done."""
+    with contextlib.suppress(zmq.Again):
+        for _ in range(BURST_MESSAGES):
+            door.publisher.recv(DONTWAIT)
+
+
+def _next_frame(door: Door) -> zmq.Frame:
+    frame: zmq.Frame = door.router.recv(DONTWAIT, copy=False)
+    return frame
+
+
+def _descriptor(routing_frame: zmq.Frame) -> int:
+    """Of the connection a message came by; -1 where libzmq does not know it.
+
+    It knows for ZMTP 3 only. Bytes that do not begin as a greeting are taken for a peer of ZMTP 1,
+    so anybody can send messages without one.
+    """
+    try:
+        return int(routing_frame.get(_SRCFD))
+    except zmq.ZMQError:
+        return -1
+
+
+def _known_descriptor(routing_frame: zmq.Frame) -> int:
+    fd = _descriptor(routing_frame)
+    if fd < 0:
+        raise RemoteProtocolError("the peer speaks ZMTP 1 or 2, or none at all")
+    return fd
+
+
+def _user_id(door: Door, frame: zmq.Frame) -> str:
+    """The key this message's sender proved to have; empty where none is asked for.
+
+    Raises:
+        PermissionDenied: libzmq does not say: it must not happen, and nothing is served then.
+    """
+    if door.allowed is None:
+        return ""
+    try:
+        return str(frame.get("User-Id"))
+    except (zmq.ZMQError, KeyError):
+        raise PermissionDenied("this connection has not proved a key") from None

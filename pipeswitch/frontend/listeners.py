@@ -1,0 +1,295 @@
+"""Where clients come in: a TCP address and the owner's ipc socket, each with its event publisher.
+
+TCP is open on loopback; where other machines can reach it, or the owner says so, each client
+needs a CURVE key that is on the allow-list. The ipc socket lies in a folder that is the owner's
+alone, so whoever reaches it is the owner: that door accepts code, and asks for no key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import ipaddress
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from ..config import ServerConfig
+from ..errors import ConfigError, PipeSwitchError
+from ..wire.addresses import is_live
+from ..wire.keys import AllowList, KeyFolder, ServerKeys
+from ..wire.private import private_directory
+from ..wire.sockets import (
+    ZAP_DOMAIN,
+    Caps,
+    make_publisher,
+    make_router,
+    require_keys,
+    watch_connections,
+)
+
+_logger = logging.getLogger(__name__)
+
+MAX_SOCKET_PATH: Final = 100  # sun_path has 108 bytes, ".events" and the NUL included
+PORT_TRIES: Final = 50  # for port 0: the next port must be free too
+ACCEPTED: Final = int(zmq.EVENT_ACCEPTED)
+_WATCHED: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Door:
+    """One bound ROUTER with its event publisher, and the monitors of their connections."""
+
+    router: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    publisher: zmq.Socket[bytes]
+    readers: zmq.Socket[bytes]  # the publisher's monitor
+    address: str
+    events_address: str
+    is_owner: bool  # whoever comes in here is the server's owner
+    allowed: AllowList | None = None  # the keys that may come in; None: no key is asked for
+
+    @functools.cached_property
+    def local(self) -> int | str:
+        """The router's own end as its connections name it: TCP port or path."""
+        return _local(self.address)
+
+    @functools.cached_property
+    def events_local(self) -> int | str:
+        """The publisher's."""
+        return _local(self.events_address)
+
+
+def _local(address: str) -> int | str:
+    scheme, _, rest = address.partition("://")
+    return int(rest.rpartition(":")[2]) if scheme == "tcp" else rest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """What the TCP doors ask for: the server proves itself, and each client is on a list."""
+
+    keys: ServerKeys
+    allowed: AllowList
+
+
+@dataclass(kw_only=True)
+class Doors:
+    """All of the server's client sockets. Made and closed on the frontend's behalf."""
+
+    tcp: Door
+    ipc: Door
+    _authenticator: ThreadAuthenticator | None = None
+    _paths: list[Path] = field(default_factory=list)
+
+    @property
+    def all(self) -> tuple[Door, Door]:
+        return (self.tcp, self.ipc)
+
+    @property
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """All that can become readable."""
+        return [
+            sock
+            for door in self.all
+            for sock in (door.router, door.monitor, door.publisher, door.readers)
+        ]
+
+    def close(self) -> None:
+        """Close every socket and remove the ipc files."""
+        for door in self.all:
+            for sock, monitor in ((door.router, door.monitor), (door.publisher, door.readers)):
+                sock.disable_monitor()
+                monitor.close(0)
+                sock.close(0)
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+
+
+def parse_listen(listen: str) -> tuple[str, int]:
+    """Host and port of ``tcp://host:port`` (port ``*`` or 0: any free one).
+
+    Raises:
+        ConfigError: not of that form.
+    """
+    scheme, _, rest = listen.partition("://")
+    host, _, port = rest.rpartition(":")
+    host = host.strip("[]")
+    if scheme != "tcp" or not host or not (port == "*" or (port.isdigit() and int(port) < 65535)):
+        raise ConfigError(f"listen = {listen!r} is not of the form tcp://127.0.0.1:5555")
+    return host, 0 if port == "*" else int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address; a name other than localhost may mean any."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def find_access(config: ServerConfig, host: str) -> Access | None:
+    """What clients at this TCP address must prove; None: nothing, only this machine reaches it.
+
+    Raises:
+        ConfigError: keys are needed and there is none of the server's, or no client is admitted.
+    """
+    if config.auth == "auto" and is_loopback(host):
+        return None
+    path = Path(config.keys_dir or Path(config.state_dir, "keys"))
+    folder = KeyFolder(path).open()
+    keys = folder.server()
+    missing = "the server has no key" if keys is None else "no client is admitted"
+    if keys is None or not folder.clients():
+        where = f"--keys-dir {path}"
+        raise ConfigError(
+            f"{config.listen} needs clients' keys"
+            + ("" if is_loopback(host) else ", other machines can reach it")
+            + f": {missing}",
+            hint=f"pipeswitch keys {where} server; then, for each client: "
+            f"pipeswitch keys {where} client NAME. Or listen on 127.0.0.1",
+        )
+    return Access(keys=keys, allowed=AllowList(folder))
+
+
+def open_doors(context: zmq.Context[Any], config: ServerConfig) -> Doors:
+    """Bind everything or nothing.
+
+    Raises:
+        ConfigError: the address, the folder or the name cannot be used.
+        PipeSwitchError: the port, the next one, or the ipc name is in use.
+    """
+    host, port = parse_listen(config.listen)
+    access = find_access(config, host)
+    caps = Caps(max_message_bytes=config.max_message_bytes)
+    with contextlib.ExitStack() as undo:
+        authenticator = None
+        if access is not None:  # it must answer before anybody can ask
+            authenticator = _start_authenticator(context, access)
+            undo.callback(authenticator.stop)
+        tcp, ipc, ipc_events = (
+            make_router(context, caps), make_router(context, caps), make_publisher(context)
+        )  # fmt: skip
+        for sock in (tcp, ipc, ipc_events):
+            undo.callback(sock.close, 0)
+        tcp_events, port = _bind_tcp(context, tcp, host, port, access)
+        undo.callback(tcp_events.close, 0)
+        paths = _bind_ipc(config, ipc, ipc_events, port)
+        undo.pop_all()
+    shown = f"[{host}]" if ":" in host else host
+    addresses = [f"tcp://{shown}:{port}", f"tcp://{shown}:{port + 1}"]
+    allowed = access.allowed if access is not None else None
+    return Doors(
+        tcp=_door(tcp, tcp_events, addresses, is_owner=False, allowed=allowed),
+        ipc=_door(ipc, ipc_events, [f"ipc://{path}" for path in paths], is_owner=True),
+        _authenticator=authenticator,
+        _paths=paths,
+    )
+
+
+def _door(
+    router: zmq.Socket[bytes],
+    publisher: zmq.Socket[bytes],
+    addresses: Sequence[str],
+    *,
+    is_owner: bool,
+    allowed: AllowList | None = None,
+) -> Door:
+    return Door(
+        router=router,
+        monitor=watch_connections(router, _WATCHED),
+        publisher=publisher,
+        readers=watch_connections(publisher, _WATCHED),
+        address=addresses[0],
+        events_address=addresses[1],
+        is_owner=is_owner,
+        allowed=allowed,
+    )
+
+
+def _start_authenticator(context: zmq.Context[Any], access: Access) -> ThreadAuthenticator:
+    authenticator = ThreadAuthenticator(context, log=logging.getLogger(f"{__name__}.zap"))
+    authenticator.configure_curve_callback(ZAP_DOMAIN, access.allowed)
+    authenticator.start()
+    return authenticator
+
+
+def _bind_tcp(
+    context: zmq.Context[Any],
+    router: zmq.Socket[bytes],
+    host: str,
+    port: int,
+    access: Access | None,
+) -> tuple[zmq.Socket[bytes], int]:
+    """Bind the router and, on the next port, the publisher; port 0 tries until a pair is free."""
+    shown = host
+    if ":" in host:
+        router.setsockopt(zmq.IPV6, 1)
+        shown = f"[{host}]"
+    if access is not None:
+        require_keys(router, access.keys)
+    for tries_left in reversed(range(1 if port else PORT_TRIES)):
+        publisher = make_publisher(context)
+        publisher.setsockopt(zmq.IPV6, int(":" in host))
+        if access is not None:
+            require_keys(publisher, access.keys)
+        address = f"tcp://{shown}:{port or '*'}"
+        bound = ""
+        try:
+            router.bind(address)
+            bound = router.getsockopt_string(zmq.LAST_ENDPOINT)
+            first = int(bound.rpartition(":")[2])
+            address = f"tcp://{shown}:{first + 1}"
+            publisher.bind(address)
+        except zmq.ZMQError as error:
+            publisher.close(0)
+            if bound:
+                router.unbind(bound)
+            if tries_left and error.errno == zmq.EADDRINUSE:
+                continue
+            raise _bind_failed(address, error) from None
+        else:
+            return publisher, first
+    raise AssertionError("unreachable: the last try raises")
+
+
+def _bind_failed(address: str, error: zmq.ZMQError) -> PipeSwitchError:
+    if error.errno == zmq.EADDRINUSE:
+        return PipeSwitchError(
+            f"{address} is in use",
+            hint="stop the other server (pipeswitch stop) or choose --listen tcp://127.0.0.1:6555; "
+            "the port after it is needed too",
+        )
+    return ConfigError(f"cannot listen on {address}: {error.strerror}")
+
+
+def _bind_ipc(
+    config: ServerConfig, router: zmq.Socket[bytes], publisher: zmq.Socket[bytes], port: int
+) -> list[Path]:
+    """Bind ``<name>.sock`` and ``<name>.sock.events``; a dead server's files are removed."""
+    directory = private_directory(Path(config.runtime_dir), "[server] runtime_dir")
+    path = directory / f"{config.name or port}.sock"
+    if len(str(path).encode()) > MAX_SOCKET_PATH:
+        raise ConfigError(
+            f"{path} is too long for a socket ({MAX_SOCKET_PATH} bytes)",
+            hint="set [server] runtime_dir to a shorter folder",
+        )
+    paths = [path, path.with_name(f"{path.name}.events")]
+    for one in paths:
+        if one.exists():
+            if is_live(one):
+                raise PipeSwitchError(f"{one} is in use", hint="another server has that name")
+            _logger.info("socket=%s removed cause=dead_server", one)
+            one.unlink()
+    for sock, one in zip((router, publisher), paths, strict=True):
+        try:
+            sock.bind(f"ipc://{one}")
+        except zmq.ZMQError as error:
+            raise _bind_failed(f"ipc://{one}", error) from None
+    return paths

@@ -1,0 +1,173 @@
+"""The request pool: shared memory where requests' inputs and their replies lie.
+
+One sealed memfd, mapped here and by every worker (``workers/inference/pool.py``): a payload is
+copied into it once, and a large reply goes to its client from it. An accepted inference holds a
+``Room``: a slab with its inputs, released when its answer is known, and a slab for its reply,
+released when libzmq has sent it. Whoever holds room has a share of the pool, so that none can fill
+it alone.
+
+Owned by the frontend and used by its thread alone, except ``fill``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from ..errors import QueueFull
+from ..ipc.messages import SlabTensor
+from .admission import CheckedInput
+from .slabs import SlabPool
+
+SHARES: Final = 2  # a client may hold half of the pool: it can fill its half, never everybody's
+_RELEASED: Final = -1  # no slab lies there, so releasing it again is a KeyError
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class Room:
+    """What one request holds of the pool. Offsets are bytes from the pool's start."""
+
+    holder: str  # whose share it is of: a client's session
+    held_bytes: int  # as asked for; slabs are whole pages
+    input_offset_bytes: int
+    reply_offset_bytes: int
+    reply_bytes: int
+
+    def place(self, inputs: Sequence[CheckedInput]) -> tuple[SlabTensor, ...]:
+        """Where the inputs lie in it, in call order."""
+        at = self.input_offset_bytes
+        return tuple(
+            [
+                SlabTensor(
+                    name=item.name,
+                    dtype=item.dtype,
+                    shape=item.shape,
+                    offset_bytes=at + item.offset_bytes,
+                    size_bytes=item.size_bytes,
+                )
+                for item in inputs
+            ]
+        )
+
+
+class RequestPool:
+    """The mapping, its slabs, and who holds how much of them.
+
+    Invariants (``check``): those of the slabs; nobody holds more than a share, or holds bytes
+    while no slab is taken.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        """Map the memfd; the descriptor stays the caller's."""
+        self._map = mmap.mmap(descriptor, 0)
+        self.memory = memoryview(self._map)
+        self._bytes = np.frombuffer(self.memory, dtype=np.uint8)
+        self._slabs = SlabPool(len(self._map))
+        self._held_bytes: dict[str, int] = {}  # by holder; only of those that hold something
+        self.share_bytes = max(self._slabs.capacity_bytes // SHARES, 1)
+
+    def close(self) -> None:
+        """Unmap. What is still with libzmq keeps the mapping until it is sent."""
+        del self._bytes
+        with contextlib.suppress(BufferError):
+            self.memory.release()
+            self._map.close()
+
+    # ---- room ----------------------------------------------------------------------------------
+
+    def reserve(self, holder: str, input_bytes: int, reply_bytes: int) -> Room:
+        """Room for a request's inputs and for its reply, or for neither.
+
+        Raises:
+            QueueFull: over the holder's share, or no hole is large enough; with the numbers.
+        """
+        wanted_bytes = input_bytes + reply_bytes
+        held_bytes = self._held_bytes.get(holder, 0)
+        if held_bytes + wanted_bytes > self.share_bytes:
+            raise QueueFull(
+                f"this client's waiting requests hold {held_bytes} bytes of the pool, "
+                f"{wanted_bytes} more are over its share of {self.share_bytes}",
+                hint="wait for answers, or raise [server] pool",
+                requested_bytes=wanted_bytes,
+            )
+        input_offset = self._slabs.take(input_bytes)
+        reply_offset = self._slabs.take(reply_bytes)
+        if input_offset is None or reply_offset is None:
+            for offset in (input_offset, reply_offset):
+                if offset is not None:
+                    self._slabs.free(offset)
+            raise QueueFull(
+                f"the request pool is full: {wanted_bytes} bytes wanted, "
+                f"{self._slabs.free_bytes} of {self._slabs.capacity_bytes} free",
+                hint="try again, or raise [server] pool",
+                requested_bytes=wanted_bytes,
+                largest_free_bytes=self._slabs.largest_free_bytes,
+            )
+        self._held_bytes[holder] = held_bytes + wanted_bytes
+        return Room(
+            holder=holder,
+            held_bytes=wanted_bytes,
+            input_offset_bytes=input_offset,
+            reply_offset_bytes=reply_offset,
+            reply_bytes=reply_bytes,
+        )
+
+    def release_inputs(self, room: Room) -> None:
+        """Nobody reads them any more. KeyError: they were released before."""
+        offset, room.input_offset_bytes = room.input_offset_bytes, _RELEASED
+        self._slabs.free(offset)
+
+    def release_reply(self, room: Room) -> None:
+        """It has left, or never will: the last of this room, and it counts to the share no more.
+
+        KeyError: it was released before.
+        """
+        offset, room.reply_offset_bytes = room.reply_offset_bytes, _RELEASED
+        self._slabs.free(offset)
+        left_bytes = self._held_bytes.get(room.holder, 0) - room.held_bytes
+        if left_bytes:
+            self._held_bytes[room.holder] = left_bytes
+        else:  # perhaps for the second time: a request of no bytes holds a room too
+            self._held_bytes.pop(room.holder, None)
+
+    # ---- bytes ---------------------------------------------------------------------------------
+
+    def fill(self, tensors: Sequence[SlabTensor], payload: Sequence[Any]) -> None:
+        """Copy each tensor's buffer to its place.
+
+        Any thread may, and numpy releases the interpreter lock meanwhile.
+        """
+        for tensor, data in zip(tensors, payload, strict=True):
+            source = np.frombuffer(data, dtype=np.uint8)
+            at = tensor.offset_bytes
+            np.copyto(self._bytes[at : at + len(source)], source)
+
+    # ---- shown ---------------------------------------------------------------------------------
+
+    def held_bytes(self, holder: str) -> int:
+        """How much of its share a holder has taken."""
+        return self._held_bytes.get(holder, 0)
+
+    def as_dict(self) -> dict[str, int]:
+        """As ``stats`` shows it."""
+        return {
+            "pool_capacity_bytes": self._slabs.capacity_bytes,
+            "pool_free_bytes": self._slabs.free_bytes,
+            "pool_slabs": self._slabs.slab_count,
+        }
+
+    @property
+    def is_empty(self) -> bool:
+        """Nobody holds anything."""
+        return not self._slabs.slab_count and not self._held_bytes
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        self._slabs.check()
+        assert all(0 <= held <= self.share_bytes for held in self._held_bytes.values())
+        assert len(self._held_bytes) <= self._slabs.slab_count

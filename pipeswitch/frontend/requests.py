@@ -1,0 +1,173 @@
+"""Accepted requests: each is owed exactly one final answer, and counted once (invariant I1).
+
+From its acceptance a request is pending, until its final answer becomes a message. It is counted
+``ok`` or ``error`` when libzmq has taken that message, ``undeliverable`` when its client is gone.
+Owned by the frontend.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..errors import PipeSwitchError, QueueFull, TaskFailed
+from ..failpoints import reach
+from ..ipc.messages import ModelName
+from ..scheduler.events import Answer, Token
+from ..wire.frames import RequestHeader
+from .clients import ZERO_COPY_BYTES, Client, Outgoing
+from .replies import answer_frames, output_outside
+from .request_pool import RequestPool, Room
+
+_logger = logging.getLogger(__name__)
+
+Outcome = Literal["ok", "error", "undeliverable"]
+
+
+@dataclass(kw_only=True)
+class Counters:
+    """``accepted = ok + error + undeliverable + in_flight``, at every moment (invariant I1)."""
+
+    accepted: int = 0
+    ok: int = 0
+    error: int = 0
+    undeliverable: int = 0
+    rejected: int = 0  # refused before acceptance; not part of the sum
+
+    @property
+    def in_flight(self) -> int:
+        return self.accepted - self.ok - self.error - self.undeliverable
+
+    def settle(self, outcome: Outcome) -> None:
+        """One accepted request got its final answer."""
+        setattr(self, outcome, getattr(self, outcome) + 1)
+
+    def as_dict(self) -> dict[str, int]:
+        """As ``stats`` shows them."""
+        return {
+            "accepted": self.accepted,
+            "ok": self.ok,
+            "error": self.error,
+            "undeliverable": self.undeliverable,
+            "in_flight": self.in_flight,
+            "rejected": self.rejected,
+        }
+
+
+@dataclass(kw_only=True, eq=False)
+class Pending:
+    """An accepted request whose final answer is owed."""
+
+    token: Token
+    request_id: str
+    op: str
+    model: ModelName
+    client: Client
+    room: Room | None = None  # an inference's, in the pool
+    is_copying: bool = False  # its payload is on the way into the pool
+    is_cancelled: bool = False  # meanwhile
+
+
+class Requests:
+    """All and only the requests that wait for their final answer; the counts of all there were."""
+
+    def __init__(self, pool: RequestPool, now_ms: Callable[[], float]) -> None:
+        self._pool = pool
+        self._now_ms = now_ms
+        self._pending: dict[Token, Pending] = {}
+        self._last_token = 0
+        self.counts = Counters()  # every accepted request, whatever its verb
+        self.inference = Counters()  # the ones of verb infer among them
+        self.queue_full_count = 0  # refused or failed for want of room
+
+    def accept(self, client: Client, header: RequestHeader, room: Room | None = None) -> Pending:
+        """From here on exactly one final answer is owed, and its room is this request's."""
+        self._last_token += 1
+        pending = Pending(
+            token=Token(self._last_token),
+            request_id=header.id,
+            op=header.op,
+            model=ModelName(header.model),
+            client=client,
+            room=room,
+        )
+        self._pending[pending.token] = pending
+        client.requests[header.id] = pending
+        self.counts.accepted += 1
+        self.inference.accepted += header.op == "infer"
+        return pending
+
+    def reject(self, op: str, error: PipeSwitchError) -> None:
+        """Count one that was refused before it was accepted."""
+        self.counts.rejected += 1
+        self.inference.rejected += op == "infer"
+        self.queue_full_count += isinstance(error, QueueFull)
+
+    def find(self, token: Token) -> Pending | None:
+        """The request; None when nothing is owed any more: it had its final answer."""
+        pending = self._pending.get(token)
+        if pending is None:
+            _logger.debug("token=%d not found cause=not_owed", token)
+        return pending
+
+    def tokens(self) -> list[Token]:
+        """Of all that wait."""
+        return list(self._pending)
+
+    def progress(self, pending: Pending, answer: Answer) -> Outgoing:
+        """The message of an answer that more will follow."""
+        return Outgoing(frames=self._frames(pending, answer), since_ms=self._now_ms())
+
+    def end(self, pending: Pending, answer: Answer) -> Outgoing | None:
+        """The message of a final answer; None: its client is gone. The request ends here.
+
+        It is counted, and its reply's slab is free, when the message has left or is lost.
+        """
+        reach("frontend.reply")
+        client = pending.client
+        del self._pending[pending.token]
+        client.requests.pop(pending.request_id, None)
+        if pending.room is not None:
+            self._pool.release_inputs(pending.room)
+        if client.is_gone:
+            self._settle(pending, "undeliverable")
+            self._release(pending)
+            return None
+        self.queue_full_count += isinstance(answer.error, QueueFull)
+        answer = self._checked(pending, answer)
+        frames = self._frames(pending, answer)
+        outcome: Outcome = "ok" if answer.error is None else "error"
+        return Outgoing(
+            frames=frames,
+            since_ms=self._now_ms(),
+            on_sent=lambda: self._settle(pending, outcome),
+            on_lost=lambda: self._settle(pending, "undeliverable"),
+            on_released=lambda: self._release(pending),
+            is_zero_copy=any(len(frame) >= ZERO_COPY_BYTES for frame in frames),
+        )
+
+    def _checked(self, pending: Pending, answer: Answer) -> Answer:
+        """The answer, or an error in its place when it names bytes outside of its own reply."""
+        room = pending.room
+        at, size = (room.reply_offset_bytes, room.reply_bytes) if room is not None else (0, 0)
+        bad_output = output_outside(answer.outputs, at, size)
+        if not bad_output:
+            return answer
+        _logger.error("request=%s output refused cause=%s", pending.request_id, bad_output)
+        error = TaskFailed(f"{pending.model}: the worker's output does not fit: {bad_output}")
+        return Answer(token=answer.token, error=error)
+
+    def _frames(self, pending: Pending, answer: Answer) -> list[Any]:
+        return answer_frames(pending.request_id, pending.client.session, answer, self._pool.memory)
+
+    def _settle(self, pending: Pending, outcome: Outcome) -> None:
+        self.counts.settle(outcome)
+        if pending.op == "infer":
+            self.inference.settle(outcome)
+
+    def _release(self, pending: Pending) -> None:
+        """Nothing points at its reply any more."""
+        if pending.room is not None:
+            self._pool.release_reply(pending.room)

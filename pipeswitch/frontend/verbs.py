@@ -1,0 +1,185 @@
+"""Requests that are one question to the scheduler: checked, then typed events. Pure but for paths.
+
+A verb is parsed before it is accepted: ``Verbs.parse`` raises, or returns what makes the event
+once the request has its token. The verbs and their fields: docs/protocol.md.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ..errors import InvalidInput
+from ..ipc.messages import JobName, ModelName
+from ..scheduler.events import (
+    DrainAsked,
+    Event,
+    JobAsked,
+    PinAsked,
+    PingAsked,
+    ProfileAsked,
+    Query,
+    RegisterAsked,
+    Token,
+    TrainAsked,
+    UnregisterAsked,
+)
+from ..wire.frames import RequestHeader
+from . import admission
+from .admission import Body
+
+_logger = logging.getLogger(__name__)
+
+MAX_DRAIN_MS: Final = 86_400_000.0
+MAX_TRACE_S: Final = 3600.0
+JOB_ACTIONS: Final = ("show", "pause", "resume", "cancel", "wait")
+
+Asked = Callable[[Token], Event]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogPiece:
+    """``job logs``: read from disk and answered without the scheduler."""
+
+    job: JobName
+    offset_bytes: int
+
+
+class Verbs:
+    """Parses the control verbs of one server."""
+
+    def __init__(self, *, allow_code: Sequence[str], uploads_dir: str) -> None:
+        self._allow_code = tuple(allow_code)
+        self._uploads_dir = uploads_dir
+        self._parsers: dict[str, Callable[[RequestHeader, bool], Asked | LogPiece]] = {
+            "register": self._register,
+            "unregister": _unregister,
+            "load": _pin,
+            "unload": _pin,
+            "train": self._train,
+            "job": _job,
+            "models": _query,
+            "show": _query,
+            "ps": _query,
+            "ping": _ping,
+            "jobs": _query,
+            "stats": _query,
+            "plan": _query,
+            "profile": _profile,
+            "trace": _query,
+            "stop": _stop,
+        }
+
+    def __contains__(self, op: str) -> bool:
+        return op in self._parsers
+
+    def parse(self, header: RequestHeader, *, is_owner: bool) -> Asked | LogPiece:
+        """The event this request stands for.
+
+        Raises:
+            PipeSwitchError: a field is missing, unknown or out of range, or not allowed here.
+        """
+        return self._parsers[header.op](header, is_owner)
+
+    def _register(self, header: RequestHeader, is_owner: bool) -> Asked:
+        name = admission.check_name(header.model, "model")
+        body = Body("register", header.body)
+        source = admission.check_source(
+            body.text("source"),
+            body.text("weights", ""),
+            is_owner=is_owner,
+            allow_code=self._allow_code,
+            uploads_dir=self._uploads_dir,
+        )
+        inputs = body.signature("inputs")
+        priority = admission.priority_number(body.text("priority", ""), default=1)
+        is_pinned = body.flag("pin")
+        spec, digest = admission.encode_spec(name, source, inputs, body.count("max_batch", 0))
+        body.done()
+        return lambda token: RegisterAsked(
+            token=token,
+            model=ModelName(name),
+            spec=spec,
+            spec_digest=digest,
+            priority=priority,
+            is_pinned=is_pinned,
+        )
+
+    def _train(self, header: RequestHeader, is_owner: bool) -> Asked:
+        body = Body("train", header.body)
+        job = JobName(admission.check_name(body.text("name"), "job"))
+        entry = admission.check_entry(
+            body.text("entry"), is_owner=is_owner, allow_code=self._allow_code
+        )
+        args = body.texts("args")
+        priority = admission.priority_number(body.text("priority", ""), default=2)
+        body.done()
+        return lambda token: TrainAsked(
+            token=token, job=job, entry=entry, args=args, priority=priority
+        )
+
+
+def _unregister(header: RequestHeader, _: bool) -> Asked:
+    Body("unregister", header.body).done()
+    return lambda token: UnregisterAsked(token=token, model=ModelName(header.model))
+
+
+def _pin(header: RequestHeader, _: bool) -> Asked:
+    Body(header.op, header.body).done()
+    pin = header.op == "load"
+    return lambda token: PinAsked(token=token, model=ModelName(header.model), pin=pin)
+
+
+def _job(header: RequestHeader, _: bool) -> Asked | LogPiece:
+    body = Body("job", header.body)
+    job = JobName(admission.check_name(body.text("name"), "job"))
+    action: Any = body.text("action")
+    if action == "logs":
+        offset = body.count("offset_bytes", 0)
+        body.done()
+        return LogPiece(job=job, offset_bytes=offset)
+    if action not in JOB_ACTIONS:
+        raise InvalidInput(
+            f"job: action {action[:40]!r} is none of {', '.join((*JOB_ACTIONS, 'logs'))}"
+        )
+    body.done()
+    return lambda token: JobAsked(token=token, job=job, action=action)
+
+
+def _profile(header: RequestHeader, _: bool) -> Asked:
+    body = Body("profile", header.body)
+    batches = body.counts("batches")
+    body.done()
+    return lambda token: ProfileAsked(token=token, model=ModelName(header.model), batches=batches)
+
+
+def _ping(header: RequestHeader, _: bool) -> Asked:
+    """``ping`` without a body asks the loop alone and is answered by it, without a session."""
+    body = Body("ping", header.body)
+    is_deep = body.flag("deep")
+    body.done()
+    if not is_deep:
+        raise InvalidInput("ping: deep is true, or there is no body")
+    return lambda token: PingAsked(token=token)
+
+
+def _query(header: RequestHeader, _: bool) -> Asked:
+    body = Body(header.op, header.body)
+    seconds = body.number("seconds", 10.0, MAX_TRACE_S) if header.op == "trace" else 0.0
+    body.done()
+    what: Any = header.op
+    return lambda token: Query(token=token, what=what, name=header.model, seconds=seconds)
+
+
+def _stop(header: RequestHeader, _: bool) -> Asked:
+    body = Body("stop", header.body)
+    grace_ms = body.number("drain_ms", 30_000.0, MAX_DRAIN_MS)
+    body.done()
+
+    def asked(token: Token) -> Event:
+        _logger.info("stop asked grace_ms=%.0f", grace_ms)
+        return DrainAsked(token=token, grace_ms=grace_ms)
+
+    return asked

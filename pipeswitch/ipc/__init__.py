@@ -1,0 +1,1 @@
+"""Between our own processes: messages, the channel that carries them, the board."""

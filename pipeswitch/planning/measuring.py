@@ -1,0 +1,306 @@
+"""One profile being measured: which run comes next, and what all of them say. Pure.
+
+A *trial* is one run of the real program on the real device, under a plan: *cold*, when the model
+streams in meanwhile, or *resident*. Trials of the finest plan (each layer a group) time the
+layers; coarser plans show larger copies and what a group costs; the planned groups come last and
+tell how good the prediction is. The first trial under each plan is not counted: it compiles the
+groups and touches their memory. The very first tells how many trials there is time for.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Final
+
+from msgspec.structs import replace
+
+from .fit import fit_link, spread
+from .grouping import Plan, spans
+from .profile import (
+    VERSION,
+    BatchProfile,
+    Check,
+    Identity,
+    LayerProfile,
+    LinkProfile,
+    Overheads,
+    Profile,
+)
+
+LEAST_REPEATS: Final = 5  # of each kind of trial
+MOST_REPEATS: Final = 25  # of a short one: more samples, steadier medians
+BLOCK_MS: Final = 1000.0  # about so long is spent on trials of one kind
+ONE_SHOT: Final[Plan] = (0,)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run to be made."""
+
+    plan: Plan
+    batch: int
+    is_cold: bool
+    is_counted: bool
+
+
+@dataclass(frozen=True)
+class Run:
+    """When each group of one run was copied and computed; instants of one clock, in ms.
+
+    ``copy_ends_ms`` is empty when the model was resident.
+    """
+
+    copy_started_ms: float
+    copy_ends_ms: tuple[float, ...]
+    begins_ms: tuple[float, ...]
+    ends_ms: tuple[float, ...]
+
+    @property
+    def makespan_ms(self) -> float:
+        """From the start of the first copy to the end of the last group."""
+        return self.ends_ms[-1] - self.copy_started_ms
+
+    @property
+    def compute_ms(self) -> list[float]:
+        return [end - begin for begin, end in zip(self.begins_ms, self.ends_ms, strict=True)]
+
+    @property
+    def copy_ms(self) -> list[float]:
+        return [end - start for start, end in pairwise((self.copy_started_ms, *self.copy_ends_ms))]
+
+    @property
+    def gaps_ms(self) -> list[float]:
+        """Between the end of a group and the beginning of the next."""
+        return [
+            begin - end for end, begin in zip(self.ends_ms[:-1], self.begins_ms[1:], strict=True)
+        ]
+
+    @property
+    def wakes_ms(self) -> list[float]:
+        """From a copy's end to the beginning of its group, where the worker stood waiting."""
+        free_at_ms = (self.copy_started_ms, *self.ends_ms[:-1])
+        return [
+            begin - arrived
+            for free, arrived, begin in zip(
+                free_at_ms, self.copy_ends_ms, self.begins_ms, strict=True
+            )
+            if arrived > free
+        ]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a measurement has to know of a program."""
+
+    model: str
+    digest: str
+    layer_bytes: tuple[int, ...]
+    labels: tuple[str, ...]
+    built_plan: Plan  # the groups it has without a profile
+
+    @property
+    def finest(self) -> Plan:
+        return tuple(range(len(self.layer_bytes)))
+
+
+Planner = Callable[[Profile], Plan]
+Predictor = Callable[[Profile, Plan, int], float]
+
+
+class Measurement:
+    """The trials of one program, in order, and the profile they make.
+
+    Args:
+        program: what is measured.
+        batches: sizes to time; plans are made for the first.
+        identity: of the device.
+        plan: makes groups from a profile.
+        predict: the makespan in ms of a plan at a batch size.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        batches: Sequence[int],
+        identity: Identity,
+        plan: Planner,
+        predict: Predictor,
+    ) -> None:
+        self._program = program
+        self._batches = tuple(dict.fromkeys(batches))
+        self._identity = identity
+        self._plan = plan
+        self._predict = predict
+        self._repeats = LEAST_REPEATS
+        self._runs: dict[Trial, list[Run]] = defaultdict(list)
+        self._profile: Profile | None = None
+        self._planned: Plan = ()
+        self._trials = self._first_trials()
+        self._done = 0
+
+    def _first_trials(self) -> list[Trial]:
+        finest = self._program.finest
+        trials: list[Trial] = []
+        for batch in self._batches:
+            trials += self._block(finest, batch, has_resident=True)
+        for plan in dict.fromkeys((self._program.built_plan, ONE_SHOT)):
+            if plan != finest:
+                trials += self._block(plan, self._batches[0], has_resident=plan == ONE_SHOT)
+        return trials
+
+    def _block(self, plan: Plan, batch: int, *, has_resident: bool) -> list[Trial]:
+        block = [Trial(plan, batch, is_cold=True, is_counted=False)]
+        block += [Trial(plan, batch, is_cold=True, is_counted=True)] * self._repeats
+        if has_resident:
+            block += [Trial(plan, batch, is_cold=False, is_counted=True)] * self._repeats
+        return block
+
+    @property
+    def next(self) -> Trial | None:
+        """The run to be made now; None when the profile is complete."""
+        return self._trials[self._done] if self._done < len(self._trials) else None
+
+    @property
+    def fraction(self) -> float:
+        """Done of the whole, 0 to 1; the planned groups' own trials are part of it early."""
+        total = len(self._trials) + (0 if self._profile is not None else self._repeats + 1)
+        return self._done / total
+
+    def take(self, run: Run | None) -> bool:
+        """The result of ``next``; False when its times mean nothing and it is made again."""
+        trial = self.next
+        assert trial is not None
+        if run is None or not len(run.begins_ms) == len(run.ends_ms) == len(trial.plan):
+            return False
+        if trial.is_cold and len(run.copy_ends_ms) != len(trial.plan):
+            return False
+        if trial.is_counted:
+            self._runs[trial].append(run)
+        if not self._done:
+            fitting = int(BLOCK_MS / max(run.makespan_ms, 1.0))
+            self._repeats = min(max(fitting, LEAST_REPEATS), MOST_REPEATS)
+            self._trials = self._first_trials()
+        self._done += 1
+        if self._done == len(self._trials) and self._profile is None:
+            self._profile = self._measured()
+            self._planned = self._plan(self._profile)
+            if not self._cold(self._planned):
+                self._trials += self._block(self._planned, self._batches[0], has_resident=False)
+        return True
+
+    def profile(self, measured_at: str) -> Profile:
+        """The finished profile; ``next`` is None.
+
+        Args:
+            measured_at: now, as ISO 8601.
+        """
+        assert self._profile is not None
+        plans = dict.fromkeys(trial.plan for trial in self._runs)
+        others = [plan for plan in plans if plan != self._planned]
+        checks = tuple(self._check(plan) for plan in (*others, self._planned))
+        finished: Profile = replace(self._profile, measured_at=measured_at, checks=checks)
+        return finished
+
+    def _cold(self, plan: Plan, batch: int | None = None) -> list[Run]:
+        batch = self._batches[0] if batch is None else batch
+        return self._runs.get(Trial(plan, batch, is_cold=True, is_counted=True), [])
+
+    def _resident(self, plan: Plan, batch: int) -> list[Run]:
+        return self._runs.get(Trial(plan, batch, is_cold=False, is_counted=True), [])
+
+    def _check(self, plan: Plan) -> Check:
+        assert self._profile is not None
+        times = [run.makespan_ms for run in self._cold(plan)]
+        return Check(
+            plan=plan,
+            batch=self._batches[0],
+            predicted_ms=_round(self._predict(self._profile, plan, self._batches[0])),
+            measured_ms=_round(median(times)),
+            spread_ms=_round(spread(times)),
+            trials=len(times),
+        )
+
+    # -- from runs to numbers -----------------------------------------------------------------
+
+    def _measured(self) -> Profile:
+        program = self._program
+        copies = [run.copy_ms for run in self._cold(program.finest)]
+        layers = tuple(
+            LayerProfile(
+                label=label,
+                size_bytes=size,
+                copy_ms=_round(median(times)),
+                copy_spread_ms=_round(spread(times)),
+            )
+            for label, size, times in zip(
+                program.labels, program.layer_bytes, zip(*copies, strict=True), strict=True
+            )
+        )
+        return Profile(
+            version=VERSION,
+            model=program.model,
+            digest=program.digest,
+            measured_at="",
+            identity=self._identity,
+            layers=layers,
+            batches=tuple(self._batch(batch) for batch in self._batches),
+            link=self._link(),
+            overheads=self._overheads(),
+        )
+
+    def _batch(self, batch: int) -> BatchProfile:
+        finest = self._program.finest
+        switch = list(zip(*(r.compute_ms for r in self._cold(finest, batch)), strict=True))
+        resident = list(zip(*(r.compute_ms for r in self._resident(finest, batch)), strict=True))
+        return BatchProfile(
+            batch=batch,
+            switch_ms=tuple(_round(median(times)) for times in switch),
+            switch_spread_ms=tuple(_round(spread(times)) for times in switch),
+            resident_ms=tuple(_round(median(times)) for times in resident),
+            resident_spread_ms=tuple(_round(spread(times)) for times in resident),
+            trials=self._repeats,
+        )
+
+    def _link(self) -> LinkProfile:
+        """From the copies of every plan: a median for each group, whatever its size."""
+        samples: list[tuple[int, float]] = []
+        sizes = self._program.layer_bytes
+        for plan in dict.fromkeys(trial.plan for trial in self._runs):
+            times = zip(*(run.copy_ms for run in self._cold(plan)), strict=True)
+            groups = [sum(sizes[first:end]) for first, end in spans(plan, len(sizes))]
+            samples += [(size, median(ms)) for size, ms in zip(groups, times, strict=True)]
+        link = fit_link(samples)
+        return replace(
+            link,
+            alpha_ms=_round(link.alpha_ms),
+            beta_ms_per_mib=_round(link.beta_ms_per_mib),
+            residual_p50=_round(link.residual_p50),
+            residual_p90=_round(link.residual_p90),
+        )
+
+    def _overheads(self) -> Overheads:
+        """Sigma from groups that were there, wake from groups that were waited for, launch from
+        the same layers computed as many groups and as one."""
+        finest, batch = self._program.finest, self._batches[0]
+        gaps = [ms for run in self._resident(finest, batch) for ms in run.gaps_ms]
+        wakes = [ms for trial, runs in self._runs.items() if trial.is_cold
+                 for run in runs for ms in run.wakes_ms]  # fmt: skip
+        fine = [sum(run.compute_ms) for run in self._resident(finest, batch)]
+        whole = [sum(run.compute_ms) for run in self._resident(ONE_SHOT, batch)]
+        launch = 0.0
+        if len(finest) > 1 and whole:
+            launch = max(0.0, (median(fine) - median(whole)) / (len(finest) - 1))
+        return Overheads(
+            sigma_ms=_round(max(0.0, median(gaps)) if gaps else 0.0),
+            launch_ms=_round(launch),
+            wake_ms=_round(max(0.0, median(wakes)) if wakes else 0.0),
+        )
+
+
+def _round(value: float) -> float:
+    """A tenth of a microsecond is more than any clock here knows."""
+    return round(value, 4)

@@ -1,0 +1,59 @@
+"""From a profile to groups and predictions: the bridge to the planner. Pure."""
+
+from __future__ import annotations
+
+from . import LayerCosts, LinkCost, best_groupings, least_prefix, makespan, prefix_of, robust_plan
+from .fit import MIB
+from .grouping import Plan
+from .profile import Profile
+
+
+def costs_of(profile: Profile, batch: int | None = None) -> LayerCosts:
+    """What the planner takes; ``batch`` defaults to the first that was measured.
+
+    A layer's time was measured as a group of its own, so it holds one call of a subgraph: that
+    part is paid once for each group, and belongs to sigma. What a waiting worker needs to wake up
+    is not in sigma: the link goes on meanwhile, so it delays all groups once, together.
+
+    On the cpu device the copy takes memory bandwidth and cores from the computation, so its times
+    are those of a switch. A GPU's copy engine takes nothing, and the GPU itself waits for a group,
+    inside what is measured: its times are those of a resident run.
+
+    Raises:
+        ValueError: that batch was not measured.
+    """
+    times = profile.batches[0] if batch is None else profile.batch(batch)
+    if times is None:
+        raise ValueError(f"batch {batch} was not measured")
+    layer_ms = times.switch_ms if profile.identity.device == "cpu" else times.resident_ms
+    launch_ms = profile.overheads.launch_ms
+    return LayerCosts(
+        layer_bytes=tuple(layer.size_bytes for layer in profile.layers),
+        compute_ms=tuple(max(0.0, ms - launch_ms) for ms in layer_ms),
+        link=LinkCost(profile.link.alpha_ms, profile.link.beta_ms_per_mib / MIB),
+        sigma_ms=profile.overheads.sigma_ms + launch_ms,
+    )
+
+
+def plan_of(profile: Profile, prefix_limit_bytes: int = 0) -> tuple[Plan, int]:
+    """Groups, and how many of the first are worth keeping when the model has to leave.
+
+    The plan of least regret at the first batch (``planning/robust.py``); with the least prefix that
+    hides the copy of the rest, or as much of it as the limit allows; never the whole model. Inside
+    it the groups are those of a cold switch, which is what the first one is.
+    """
+    costs = costs_of(profile)
+    groupings = best_groupings(costs)
+    cold = robust_plan(costs)
+    wanted = least_prefix(costs, groupings=groupings).layer_count
+    most_bytes = min(prefix_limit_bytes, costs.total_bytes - 1)
+    layers = sum(offset <= most_bytes for offset in costs.offsets_bytes[1 : wanted + 1])
+    if not costs.offsets_bytes[layers]:
+        return cold, 0
+    inside = tuple(start for start in cold if start < layers)
+    return (*inside, *prefix_of(costs, groupings, layers).plan[1:]), len(inside)
+
+
+def predict(profile: Profile, plan: Plan, batch: int) -> float:
+    """From the start of the first copy to the end of the last group, in ms."""
+    return makespan(plan, costs_of(profile, batch)).total_ms + profile.overheads.wake_ms

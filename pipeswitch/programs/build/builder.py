@@ -1,0 +1,92 @@
+"""Entry of a builder: a forked child that builds one model and exits (DESIGN 3).
+
+A bad model can take this process down and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from ...errors import PipeSwitchError, RegistrationRefused, to_wire
+from ...failpoints import reach
+from ...ipc.messages import BuildDone, BuildFailed, BuildProgress, BuildSettings
+from ...wire.frames import Channel
+from ..spec import BuildSpec
+
+
+def run(settings: BuildSettings, channel: Channel) -> int:
+    """Build into a temporary folder, then rename it to the program's digest."""
+    # A program is built on the CPU, and is the same wherever it is built. Torch's export asks for
+    # a GPU, and would make a context of half a gigabyte beside an arena that has taken the rest.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    import torch
+
+    from .program import build
+
+    torch.set_num_threads(settings.threads)
+
+    def progress(stage: str, fraction: float) -> None:
+        channel.send(
+            BuildProgress(
+                model=settings.model, epoch=settings.epoch, stage=stage, fraction=fraction
+            )
+        )
+
+    root = Path(settings.directory)
+    try:
+        work = Path(tempfile.mkdtemp(prefix=work_prefix(settings.epoch), dir=root))
+    except OSError as error:
+        reason = f"{os.strerror(error.errno or 0)}: {root}"
+        _fail(channel, settings, RegistrationRefused("build", reason))
+        return 0
+    try:
+        spec = msgspec.msgpack.decode(settings.spec, type=BuildSpec)
+        reach("build.begin")
+        manifest = build(spec, work, progress)
+        reach("build.write")
+        _publish(work, root / manifest.digest)
+    except PipeSwitchError as error:
+        _fail(channel, settings, error)
+        return 0
+    except (Exception, SystemExit) as error:  # a model's own code may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        _fail(channel, settings, RegistrationRefused("build", reason[:2000]))
+        return 0
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    reach("build.published")
+    channel.send(BuildDone(model=settings.model, epoch=settings.epoch, digest=manifest.digest))
+    return 0
+
+
+def work_prefix(epoch: int) -> str:
+    """How the folder of an unfinished build is called; a killed builder leaves it behind."""
+    return f".build-{epoch}-"
+
+
+def _publish(work: Path, target: Path) -> None:
+    """The same digest is the same program: whoever was first wins."""
+    try:
+        os.rename(work, target)
+    except OSError:
+        if not (target / "manifest.json").is_file():
+            raise
+
+
+def _fail(channel: Channel, settings: BuildSettings, error: PipeSwitchError) -> None:
+    wire = to_wire(error)
+    channel.send(
+        BuildFailed(
+            model=settings.model,
+            epoch=settings.epoch,
+            error=wire["type"],
+            message=wire["message"],
+            hint=wire["hint"],
+            data=msgspec.to_builtins(wire["data"], enc_hook=str),
+        )
+    )

@@ -1,0 +1,250 @@
+"""Module mode: for the operator's own code that does not export.
+
+No graph: the worker constructs the module on meta, puts in parameters over the region, and
+pre-hooks on submodules wait for the group that holds what the submodule needs. The order is
+measured by running the module once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from ..views import tensor_over
+from ...errors import RegistrationRefused
+from ..bundle import read_safetensors_header, write_safetensors
+from ..executor import ModuleProgram
+from .export import dtype_name, flatten_outputs, tensor_bytes
+from ..groups import needs
+from ..layout import Manifest, ValueSpec
+from ..partition import Layer, Weight, default_plan, place
+from .sources import Loaded
+from ..spec import WEIGHTS_FILE, BuildSpec
+from ..torch_settings import TorchSettings
+from .verify import compare, load_image
+
+
+def build_module(
+    spec: BuildSpec,
+    loaded: Loaded,
+    examples: Sequence[torch.Tensor],
+    out_dir: Path,
+    why: RegistrationRefused,
+    progress: Callable[[str, float], None],
+) -> Manifest:
+    """Build ``loaded`` in module mode into ``out_dir``; ``why`` it did not export.
+
+    Raises:
+        RegistrationRefused: no submodules to hook, or it changes its weights, or it keeps
+            tensors that are neither parameters nor buffers, or its outputs are not tensors.
+    """
+    progress("partition", 0.0)
+    module = loaded.module
+    tensors, aliases = _tensors(module)
+    before = _hash_tensors(tensors)
+    order, outputs = _measure(module, examples)
+    changed = [name for name, digest in _hash_tensors(tensors).items() if digest != before[name]]
+    if changed:
+        raise RegistrationRefused(
+            f"buffers {', '.join(changed[:8])}",
+            f"the module changes them in eval mode; an eviction would lose that ({why})",
+        )
+    names, layers, triggers = _layers(tensors, aliases, order, why)
+    path = out_dir / WEIGHTS_FILE
+    write_safetensors(
+        path,
+        [(n, dtype_name(tensors[n].dtype, n), tuple(tensors[n].shape)) for n in names],
+        (tensor_bytes(tensors[n].contiguous()) for n in names),
+        {},
+    )
+    file_tensors, _ = read_safetensors_header(path)
+    weights = [Weight(t.name, t.dtype, t.shape, t.size_bytes) for t in file_tensors]
+    plan = default_plan(layers, weights, spec.bucket_bytes)
+    specs, layer_specs, groups, total_bytes = place(
+        layers, weights, plan, [t.file_offset_bytes for t in file_tensors]
+    )
+    manifest = Manifest(
+        digest="",
+        mode="module",
+        mode_reason=str(why),
+        source=spec.source,
+        total_bytes=total_bytes,
+        tensors=specs,
+        groups=groups,
+        inputs=tuple(
+            ValueSpec(name=name, dtype=dtype, shape=tuple(shape))
+            for name, (shape, dtype) in loaded.inputs.items()
+        ),
+        outputs=outputs,
+        triggers=tuple(triggers[group.first_node] for group in groups),
+        layers=layer_specs,
+        extra={"aliases": aliases, "needs": needs(triggers, groups)},
+    )
+    progress("verify", 0.0)
+    sha256 = _verify(manifest, loaded, examples, path)
+    progress("pack", 0.0)
+    digest = hashlib.sha256(msgspec.json.encode([manifest.source, manifest.inputs, sha256]))
+    return msgspec.structs.replace(manifest, digest=digest.hexdigest(), weights_sha256=sha256)
+
+
+def _tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Parameters and buffers by their first name, and the other names of tied ones."""
+    found: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    first_name: dict[int, str] = {}
+    for name, tensor in [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]:
+        dtype_name(tensor.dtype, f"weight {name!r}")
+        if id(tensor) in first_name:
+            aliases[name] = first_name[id(tensor)]
+        else:
+            first_name[id(tensor)] = name
+            found[name] = tensor.detach()
+    return found, aliases
+
+
+def _hash_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    return {
+        name: hashlib.sha256(tensor_bytes(tensor.contiguous())).digest()
+        for name, tensor in tensors.items()
+    }
+
+
+def _measure(
+    module: nn.Module, examples: Sequence[torch.Tensor]
+) -> tuple[list[str], tuple[ValueSpec, ...]]:
+    """Names of submodules in the order they are first entered, and the outputs' signature."""
+    order: dict[str, None] = {}
+
+    def hook(name: str) -> Callable[[nn.Module, Any], None]:
+        return lambda entered, inputs: order.setdefault(name)
+
+    handles = [
+        child.register_forward_pre_hook(hook(name)) for name, child in module.named_modules()
+    ]
+    try:
+        with TorchSettings.now().inside(), torch.no_grad():
+            outputs = flatten_outputs(module(*[value.clone() for value in examples]))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return list(order), tuple(
+        ValueSpec(name=n, dtype=dtype_name(v.dtype, f"output {n!r}"), shape=tuple(v.shape))
+        for n, v in outputs.items()
+    )
+
+
+def _layers(
+    tensors: dict[str, torch.Tensor], aliases: dict[str, str], order: list[str], why: Exception
+) -> tuple[list[str], list[Layer], list[str]]:
+    """Weights by first use, layers, and the submodule that opens each layer.
+
+    A weight belongs to the submodule that owns it, or, when that one is never entered (attention
+    reads its projection's weight without calling it), to the nearest ancestor that is. A tied one
+    has several owners, and belongs to the first that is entered.
+    """
+    position = {name: index for index, name in enumerate(order)}
+    first_owner: dict[str, str] = {}
+    for name in (*tensors, *aliases):
+        owner = name.rpartition(".")[0]
+        while owner not in position:
+            owner = owner.rpartition(".")[0]  # the root is always entered, and is its own end
+        tensor = aliases.get(name, name)
+        if tensor not in first_owner or position[owner] < position[first_owner[tensor]]:
+            first_owner[tensor] = owner
+    by_trigger: dict[str, list[str]] = {}
+    for name in tensors:
+        by_trigger.setdefault(first_owner[name], []).append(name)
+    triggers = [name for name in order if name in by_trigger]
+    if not any(triggers):
+        raise RegistrationRefused(
+            "submodules", f"there are none with weights to hook, so no groups to stream ({why})"
+        )
+    if len(triggers) and triggers[0] != order[0]:
+        triggers.insert(0, order[0])  # the root opens the first group: nothing runs before it
+    names: list[str] = []
+    layers: list[Layer] = []
+    for index, trigger in enumerate(triggers):
+        own = by_trigger.get(trigger, [])
+        layers.append(Layer(index, index + 1, tuple(range(len(names), len(names) + len(own)))))
+        names += own
+    return names, layers, triggers
+
+
+def _verify(
+    manifest: Manifest, loaded: Loaded, examples: Sequence[torch.Tensor], path: Path
+) -> str:
+    """Run as a worker will: on meta, with weights that appear group by group.
+
+    What has not arrived is poison (0xFF: NaN, or an index that does not exist), so a weight that
+    is read before its group opens shows.
+    """
+    image = load_image(path, manifest)
+    sha256 = hashlib.sha256(tensor_bytes(image)).hexdigest()
+    arena = torch.full_like(image, 0xFF)
+    try:
+        with torch.device("meta"):
+            copy = loaded.construct()
+    except Exception as error:
+        raise RegistrationRefused(
+            "factory", f"it cannot be constructed on the meta device: {str(error)[:300]}"
+        ) from error
+    _refuse_stray_tensors(copy)
+    bound = ModuleProgram(manifest, copy).bind(
+        lambda tensor: tensor_over(arena.untyped_storage(), tensor, 0)
+    )
+
+    class Arriving:
+        """The bound program with groups that arrive when they are waited for."""
+
+        def __init__(self) -> None:
+            self.manifest = manifest
+
+        def run(
+            self, inputs: Sequence[torch.Tensor], before_group: Callable[[int], None]
+        ) -> list[torch.Tensor]:
+            def arrive(index: int) -> None:
+                before_group(index)
+                group = manifest.groups[index]
+                part = slice(group.offset_bytes, group.offset_bytes + group.size_bytes)
+                arena[part] = image[part]
+
+            return bound.run(inputs, arrive)
+
+    settings = TorchSettings.now()
+
+    def plain(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        with settings.inside():  # each run starts with them, as in a worker
+            return list(flatten_outputs(loaded.module(*inputs)).values())
+
+    difference = compare(manifest, Arriving(), plain, examples)
+    if difference:
+        raise RegistrationRefused("verification", f"in module mode, {difference}")
+    if hashlib.sha256(tensor_bytes(arena)).hexdigest() != sha256:
+        raise RegistrationRefused("weights", "running the module changes them")
+    return sha256
+
+
+def _refuse_stray_tensors(module: nn.Module) -> None:
+    """Refuse tensors that a worker's meta copy would have no data for."""
+    for path, owner in module.named_modules():
+        held = {id(t) for t in (*owner.parameters(), *owner.buffers())}
+        for key, value in vars(owner).items():
+            if key in ("_parameters", "_buffers", "_modules"):
+                continue
+            items = value if isinstance(value, list | tuple) else [value]
+            if isinstance(value, dict):
+                items = list(value.values())
+            if any(isinstance(item, torch.Tensor) and id(item) not in held for item in items):
+                raise RegistrationRefused(
+                    f"attribute {f'{path}.{key}' if path else key!r}",
+                    "it is a tensor but not a parameter or buffer: use register_buffer",
+                )

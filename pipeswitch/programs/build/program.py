@@ -1,0 +1,232 @@
+"""Registration: from a source to a verified program on disk (graph mode, or module mode).
+
+Runs in a short-lived child that has torch. Whatever goes wrong with a model ends in
+``RegistrationRefused``; a program that was written has computed the plain module's bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import nn
+
+from ..views import tensor_over
+from ...errors import PipeSwitchError, RegistrationRefused
+from ..bundle import Bundle, Graph, read_bundle
+from ..executor import BoundProgram, GraphProgram
+from .export import Program, export_module, flatten_outputs, tensor_bytes, write_program
+from ..graph import check_no_mutation, check_on_meta
+from ..groups import regrouped
+from ..layout import Manifest
+from .module_mode import build_module
+from ..partition import Weight, default_plan, layers_of_graph, place
+from .sources import Loaded, example_specs, load_source
+from ..spec import BUNDLE_FILE, BuildSpec, load_manifest, save_manifest
+from ..torch_settings import TorchSettings
+from .verify import Plain, acceptable_inputs, compare, load_image
+
+__all__ = ["BuildSpec", "build", "load_manifest"]
+
+Progress = Callable[[str, float], None]
+
+
+def build(spec: BuildSpec, out_dir: Path, progress: Progress) -> Manifest:
+    """Build a model into ``out_dir``: program.bundle (or weights.safetensors), manifest.json.
+
+    Args:
+        spec: what to build.
+        out_dir: an existing or new folder; owned by the caller, also when this raises.
+        progress: told (stage, fraction done) as stages "build", "export", "partition", "verify"
+            and "pack" begin and end.
+
+    Raises:
+        RegistrationRefused: the model cannot be served; says which part and why.
+    """
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        if spec.source.endswith(".bundle"):
+            manifest = _build_bundle(spec, out_dir, progress)
+        else:
+            manifest = _build_module(spec, out_dir, progress)
+        save_manifest(out_dir, manifest)
+        progress("pack", 1.0)
+        return manifest
+    except PipeSwitchError:
+        raise
+    except Exception as error:  # a model's own code, or torch on a model nobody has tried
+        raise RegistrationRefused(
+            f"model {spec.name!r}", f"{type(error).__name__}: {str(error)[:500]}"
+        ) from error
+
+
+def _build_bundle(spec: BuildSpec, out_dir: Path, progress: Progress) -> Manifest:
+    progress("build", 0.0)
+    path = out_dir / BUNDLE_FILE
+    try:
+        shutil.copyfile(spec.source, path)  # then only the copy is looked at: it cannot change
+    except OSError as error:
+        raise RegistrationRefused(f"source {spec.source!r}", str(error)) from error
+    bundle = read_bundle(path)
+    return _finish_graph(spec, path, bundle, None, [], progress)
+
+
+def _build_module(spec: BuildSpec, out_dir: Path, progress: Progress) -> Manifest:
+    progress("build", 0.0)
+    loaded = load_source(spec)
+    settings = TorchSettings.now()  # before the module has run: what it sets when it is made
+    specs = example_specs(loaded.inputs)
+    examples = acceptable_inputs(specs, 1, lambda inputs: _plain_outputs(loaded.module, inputs))
+    progress("export", 0.0)
+    is_factory = not spec.source.startswith(("torchvision:", "hf:"))
+    try:
+        return _export(spec, loaded, examples, out_dir, spec.max_batch, progress)
+    except _BatchMatters as error:
+        note = str(error)
+        try:
+            return _export(spec, loaded, examples, out_dir, 1, progress, [note])
+        except RegistrationRefused as refusal:
+            reason = refusal
+    except RegistrationRefused as refusal:
+        reason = refusal
+    if not (is_factory or spec.allow_module_mode):
+        raise reason
+    if not is_factory:
+        raise RegistrationRefused(
+            reason.part, f"{reason.reason}; module mode needs package.module:factory"
+        )
+    (out_dir / BUNDLE_FILE).unlink(missing_ok=True)
+    settings.apply()
+    return build_module(spec, loaded, examples, out_dir, reason, progress)
+
+
+class _BatchMatters(Exception):
+    """The program's bits are right at the declared batch, and not at another."""
+
+
+def _export(
+    spec: BuildSpec,
+    loaded: Loaded,
+    examples: list[torch.Tensor],
+    out_dir: Path,
+    max_batch: int,
+    progress: Progress,
+    notes: Sequence[str] = (),
+) -> Manifest:
+    program: Program = export_module(
+        loaded.module, examples, input_names=list(loaded.inputs), max_batch=max_batch
+    )
+    path = out_dir / BUNDLE_FILE
+    write_program(path, program)
+    bundle = read_bundle(path)  # what we write, we accept
+
+    def plain(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return _plain_outputs(loaded.module, inputs)
+
+    return _finish_graph(spec, path, bundle, plain, [*notes, *program.notes], progress)
+
+
+def _plain_outputs(module: nn.Module, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return list(flatten_outputs(module(*inputs)).values())
+
+
+def _finish_graph(
+    spec: BuildSpec,
+    path: Path,
+    bundle: Bundle,
+    plain: Plain | None,
+    notes: list[str],
+    progress: Progress,
+) -> Manifest:
+    graph = bundle.graph
+    progress("partition", 0.0)
+    check_no_mutation(graph)
+    manifest = _graph_manifest(spec, bundle, notes)
+    image = load_image(path, manifest)
+    program = GraphProgram(manifest, graph, "cpu")
+    bound = program.bind(lambda tensor: tensor_over(image.untyped_storage(), tensor, 0))
+    weights = [tensor_over(image.untyped_storage(), tensor, 0) for tensor in manifest.tensors]
+    largest_bytes = max(
+        check_on_meta(graph, weights, batch) for batch in {graph.batch_min, graph.batch_max}
+    )
+    progress("verify", 0.0)
+    digest_before = hashlib.sha256(tensor_bytes(image)).hexdigest()
+    if plain is None:
+        whole = GraphProgram(regrouped(manifest, (0,)), graph, "cpu")
+        everything = whole.bind(lambda t: tensor_over(image.untyped_storage(), t, 0))
+        plain = _without_waiting(everything)
+    _verify_graph(spec, manifest, bound, plain, progress)
+    if hashlib.sha256(tensor_bytes(image)).hexdigest() != digest_before:
+        raise RegistrationRefused("weights", "running the program changes them")
+    progress("pack", 0.0)
+    return msgspec.structs.replace(
+        manifest,
+        digest=_digest(manifest, graph, digest_before),
+        weights_sha256=digest_before,
+        extra={**manifest.extra, "largest_value_bytes": largest_bytes},
+    )
+
+
+def _graph_manifest(spec: BuildSpec, bundle: Bundle, notes: list[str]) -> Manifest:
+    graph = bundle.graph
+    layers = layers_of_graph(graph)
+    weights = [Weight(t.name, t.dtype, t.shape, t.size_bytes) for t in bundle.tensors]
+    plan = default_plan(layers, weights, spec.bucket_bytes)
+    offsets = [tensor.file_offset_bytes for tensor in bundle.tensors]
+    tensors, specs, groups, total_bytes = place(layers, weights, plan, offsets)
+    if tuple(tensor.name for tensor in tensors) != graph.weights:
+        raise RegistrationRefused("bundle weights", "they are not in order of first use")
+    return Manifest(
+        digest="",
+        mode="graph",
+        mode_reason="",
+        source="bundle" if spec.source.endswith(".bundle") else spec.source,
+        total_bytes=total_bytes,
+        tensors=tensors,
+        groups=groups,
+        inputs=graph.inputs,
+        outputs=graph.outputs,
+        batch_min=graph.batch_min,
+        batch_max=graph.batch_max,
+        layers=specs,
+        extra={"notes": notes},
+    )
+
+
+def _without_waiting(bound: BoundProgram) -> Plain:
+    return lambda inputs: bound.run(inputs, lambda index: None)
+
+
+def _verify_graph(
+    spec: BuildSpec, manifest: Manifest, bound: BoundProgram, plain: Plain, progress: Progress
+) -> None:
+    batches = _batches_to_try(spec, manifest)
+    for done, batch in enumerate(batches):
+        inputs = acceptable_inputs(manifest.inputs, batch, plain)
+        difference = compare(manifest, bound, plain, inputs)
+        if difference and batch != batches[0]:
+            raise _BatchMatters(f"batch is fixed: at batch {batch} {difference}")
+        if difference:
+            raise RegistrationRefused("verification", difference)
+        progress("verify", (done + 1) / len(batches))
+
+
+def _batches_to_try(spec: BuildSpec, manifest: Manifest) -> list[int]:
+    """The declared batch first; where it is dynamic, also 1 (or 2): extents of 1 broadcast."""
+    if not any(None in value.shape for value in manifest.inputs):
+        return [1]
+    declared = next((shape[0] for shape, _ in spec.inputs.values() if shape), 1)
+    declared = min(max(declared, manifest.batch_min), manifest.batch_max)
+    other = 2 if declared == 1 else 1
+    return [declared, *([other] if manifest.batch_min <= other <= manifest.batch_max else [])]
+
+
+def _digest(manifest: Manifest, graph: Graph, weights_sha256: str) -> str:
+    digest = hashlib.sha256(msgspec.json.encode(graph, order="deterministic"))
+    digest.update(weights_sha256.encode())
+    digest.update(msgspec.json.encode([manifest.inputs, manifest.outputs]))
+    return digest.hexdigest()

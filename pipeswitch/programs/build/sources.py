@@ -1,0 +1,294 @@
+"""Where a model comes from: ``torchvision:``, ``hf:``, or ``package.module:factory``."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from ...errors import RegistrationRefused
+from ..layout import ITEM_BYTES, ValueSpec
+from ..spec import BuildSpec
+
+InputShapes = dict[str, tuple[tuple[int, ...], str]]
+
+_FACTORY: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+# What these names mean without asking the hub: their published configurations are the defaults
+# of their classes. Others need a local folder or a filled cache.
+_WELL_KNOWN: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
+    "bert-base-uncased": ("bert", {}),
+    "bert-large-uncased": (
+        "bert",
+        {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
+         "intermediate_size": 4096},
+    ),
+    "distilbert": ("distilbert", {}),
+    "distilbert-base-uncased": ("distilbert", {}),
+    "gpt2": ("gpt2", {}),
+    "gpt2-medium": ("gpt2", {"n_embd": 1024, "n_layer": 24, "n_head": 16}),
+    "roberta-base": (
+        "roberta",
+        {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1,
+         "layer_norm_eps": 1e-5},
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class Loaded:
+    """A module with data on the host, and the inputs it is to be built for."""
+
+    module: nn.Module
+    inputs: InputShapes
+    construct: Callable[[], nn.Module]  # the same structure again, for a worker's meta copy
+
+
+def load_source(spec: BuildSpec) -> Loaded:
+    """Construct the module a spec names (not for bundles).
+
+    Raises:
+        RegistrationRefused: no such model, weights that cannot be had or do not fit.
+    """
+    construct, inputs = _constructor(spec)
+    module = _with_weights(spec, construct)
+    for child in module.modules():
+        child.training = False
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    return Loaded(module, _checked_inputs(spec.inputs or inputs), construct)
+
+
+def _constructor(spec: BuildSpec) -> tuple[Callable[[], nn.Module], InputShapes]:
+    scheme, _, name = spec.source.partition(":")
+    if scheme == "torchvision":
+        return _torchvision(name, spec.weights == "pretrained")
+    if scheme == "hf":
+        return _transformers(name, spec)
+    if _FACTORY.fullmatch(spec.source):
+        if spec.weights == "pretrained":
+            raise RegistrationRefused(
+                "weights", "a factory has no 'pretrained'; it may load its own"
+            )
+        return factory(spec.source), {}
+    raise RegistrationRefused(
+        f"source {spec.source!r}",
+        "expected torchvision:NAME, hf:NAME, a path ending in .bundle, or package.module:factory",
+    )
+
+
+def factory(source: str) -> Callable[[], nn.Module]:
+    """Import ``package.module:factory``. This runs the operator's code.
+
+    Raises:
+        RegistrationRefused: it cannot be imported, or is not callable.
+    """
+    module_name, _, attribute = source.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except Exception as error:
+        raise RegistrationRefused(
+            f"source {source!r}", f"cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    if not callable(found):
+        raise RegistrationRefused(f"source {source!r}", "it is not callable")
+
+    def construct() -> nn.Module:
+        made = found()
+        if not isinstance(made, nn.Module):
+            raise RegistrationRefused(
+                f"source {source!r}", f"it returned a {type(made).__name__}, not an nn.Module"
+            )
+        return made
+
+    return construct
+
+
+def _torchvision(name: str, is_pretrained: bool) -> tuple[Callable[[], nn.Module], InputShapes]:
+    try:
+        import torchvision
+    except ImportError as error:
+        raise RegistrationRefused("source", f"torchvision cannot be imported: {error}") from error
+    known = torchvision.models.list_models()
+    if name not in known:
+        import difflib
+
+        near = difflib.get_close_matches(name, known, 1)
+        raise RegistrationRefused(
+            f"torchvision model {name!r}",
+            "there is none of that name" + (f"; did you mean {near[0]!r}?" if near else ""),
+        )
+    side = 299 if name == "inception_v3" else 224
+
+    def construct() -> nn.Module:
+        # torch.hub unpickles what it downloaded, or finds in its folder; there is no parameter.
+        os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+        weights = "DEFAULT" if is_pretrained else None
+        builder = inspect.signature(torchvision.models.get_model_builder(name))
+        has_backbone = "weights_backbone" in builder.parameters
+        # A segmenter's or detector's backbone would be downloaded, whatever its own weights are.
+        more = {"weights_backbone": None} if has_backbone else {}
+        module: nn.Module = torchvision.models.get_model(name, weights=weights, **more)
+        return module
+
+    return construct, {"x": ((1, 3, side, side), "float32")}
+
+
+class _TokensToTensors(nn.Module):
+    """A transformers model with positional inputs and plain outputs.
+
+    Answers with ``logits`` where the model has a head, else with ``last_hidden_state``.
+    """
+
+    def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.model = model
+        self._names = names
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        keywords: dict[str, Any] = dict(zip(self._names, inputs, strict=True))
+        if hasattr(self.model.config, "use_cache"):
+            keywords["use_cache"] = False  # a request stands alone; a cache would be an output
+        outputs = self.model(**keywords, return_dict=True)
+        found = outputs["logits"] if "logits" in outputs else outputs["last_hidden_state"]
+        assert isinstance(found, torch.Tensor)
+        return found
+
+
+def _transformers(name: str, spec: BuildSpec) -> tuple[Callable[[], nn.Module], InputShapes]:
+    try:
+        import transformers
+    except ImportError as error:
+        raise RegistrationRefused(
+            f"source hf:{name}", "transformers is not installed: pip install 'pipeswitch[hf]'"
+        ) from error
+    inputs: InputShapes = spec.inputs or {
+        "input_ids": ((1, 128), "int64"),
+        "attention_mask": ((1, 128), "int64"),
+    }
+    names = tuple(inputs)
+    if spec.weights == "pretrained":
+
+        def construct() -> nn.Module:
+            model = transformers.AutoModel.from_pretrained(
+                name, trust_remote_code=False, use_safetensors=True
+            )
+            return _TokensToTensors(model, names)
+
+        return construct, inputs
+    config = _config(transformers, name)
+    auto: Any = transformers.AutoModel  # untyped upstream
+
+    def construct_random() -> nn.Module:
+        return _TokensToTensors(auto.from_config(config), names)
+
+    return construct_random, inputs
+
+
+def _config(transformers: Any, name: str) -> Any:
+    if name in _WELL_KNOWN:
+        model_type, changes = _WELL_KNOWN[name]
+        return transformers.AutoConfig.for_model(model_type, **changes)
+    try:
+        return transformers.AutoConfig.from_pretrained(
+            name, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # a hub client's errors share no base class
+        raise RegistrationRefused(
+            f"source hf:{name}",
+            f"no local folder or cached configuration; known by name: {', '.join(_WELL_KNOWN)}",
+        ) from error
+
+
+def _with_weights(spec: BuildSpec, construct: Callable[[], nn.Module]) -> nn.Module:
+    weights = spec.weights
+    is_factory = bool(_FACTORY.fullmatch(spec.source)) and not spec.source.startswith(
+        ("torchvision:", "hf:")
+    )
+    if not weights and not is_factory:
+        raise RegistrationRefused(
+            "weights",
+            f"{spec.source} needs --weights: a .safetensors file, pretrained or random:SEED",
+        )
+    if weights.startswith("random:"):
+        seed = weights.removeprefix("random:")
+        if not re.fullmatch(r"\d{1,18}", seed):
+            raise RegistrationRefused(f"weights {weights!r}", "expected random:SEED, a number")
+        torch.manual_seed(int(seed))
+    elif weights not in ("", "pretrained") and not weights.endswith(".safetensors"):
+        raise RegistrationRefused(
+            f"weights {weights!r}", "expected random:SEED, pretrained or a .safetensors file"
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the libraries' advice to whoever writes the model
+            module = construct()
+    except RegistrationRefused:
+        raise
+    except Exception as error:
+        if weights == "pretrained":
+            raise RegistrationRefused(
+                "weights pretrained",
+                f"cannot be had here ({type(error).__name__}: {str(error)[:200]}); give a "
+                ".safetensors file, or random:SEED to try the system",
+            ) from error
+        raise RegistrationRefused(
+            f"source {spec.source!r}", f"raised {type(error).__name__}: {str(error)[:300]}"
+        ) from error
+    if weights.endswith(".safetensors"):
+        _load_file(module, weights)
+    return module
+
+
+def _load_file(module: nn.Module, path: str) -> None:
+    from safetensors.torch import load_file
+
+    try:
+        state = load_file(path)
+    except Exception as error:  # OSError, or the safetensors crate's own error
+        raise RegistrationRefused(f"weights {path!r}", f"cannot be read: {error}") from error
+    target = module.model if isinstance(module, _TokensToTensors) else module
+    try:
+        found = target.load_state_dict(state, strict=False)
+    except RuntimeError as error:  # a shape differs
+        raise RegistrationRefused(f"weights {path!r}", str(error)[:500]) from error
+    tied = _tied_names(target, set(state))
+    missing = [name for name in found.missing_keys if name not in tied]
+    if missing or found.unexpected_keys:
+        raise RegistrationRefused(
+            f"weights {path!r}",
+            f"missing {', '.join(missing[:5]) or 'none'}; "
+            f"unexpected {', '.join(found.unexpected_keys[:5]) or 'none'}",
+        )
+
+
+def _tied_names(module: nn.Module, present: set[str]) -> set[str]:
+    """Names that another, present name stands for: a file holds a tied weight once."""
+    by_tensor: dict[int, list[str]] = {}
+    for name, tensor in module.named_parameters(remove_duplicate=False):
+        by_tensor.setdefault(id(tensor), []).append(name)
+    return {name for names in by_tensor.values() if present & set(names) for name in names}
+
+
+def _checked_inputs(inputs: Mapping[str, tuple[tuple[int, ...], str]]) -> InputShapes:
+    if not inputs:
+        raise RegistrationRefused("inputs", "this source needs them: --input 8x3x224x224:float32")
+    for name, (shape, dtype) in inputs.items():
+        if dtype not in ITEM_BYTES:
+            raise RegistrationRefused(f"input {name!r}", f"dtype {dtype!r} is not known")
+        if any(extent < 1 for extent in shape):
+            raise RegistrationRefused(f"input {name!r}", f"{shape} has an extent below 1")
+    return dict(inputs)
+
+
+def example_specs(inputs: InputShapes) -> list[ValueSpec]:
+    """The declared inputs as value specs with a fixed shape."""
+    return [ValueSpec(name=n, dtype=d, shape=tuple(s)) for n, (s, d) in inputs.items()]

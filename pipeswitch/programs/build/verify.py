@@ -1,0 +1,85 @@
+"""Does a program compute the plain module's bits? Used by registration, and by tests."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ...errors import RegistrationRefused
+from .checking import same_bits, workers_default_dtype
+from ..executor import BoundProgram
+from ..layout import Manifest, ValueSpec
+from ..requests import random_inputs
+
+__all__ = ["Plain", "acceptable_inputs", "compare", "load_image", "same_bits", "to_tensors"]
+
+Plain = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+
+
+def compare(
+    manifest: Manifest, bound: BoundProgram, plain: Plain, inputs: Sequence[torch.Tensor]
+) -> str:
+    """What differs between group-wise and plain execution, bit for bit; empty when nothing."""
+    opened: list[int] = []
+    with torch.no_grad():
+        expected = plain([value.clone() for value in inputs])
+    # A module brings what it sets along; a graph runs with what a worker has.
+    with workers_default_dtype() if manifest.mode == "graph" else contextlib.nullcontext():
+        found = bound.run([value.clone() for value in inputs], opened.append)
+    if opened != list(range(len(manifest.groups))):
+        return "its groups did not open once each and in order"
+    if len(found) != len(expected):
+        return f"{len(found)} outputs instead of {len(expected)}"
+    for index, (theirs, ours) in enumerate(zip(expected, found, strict=True)):
+        if not same_bits(theirs, ours):
+            with torch.no_grad():
+                again = plain([value.clone() for value in inputs])[index]
+            name = manifest.outputs[index].name
+            if not same_bits(theirs, again):
+                return f"output {name!r} of the plain module differs from run to run"
+            return f"output {name!r} differs from the plain module's"
+    return ""
+
+
+def acceptable_inputs(specs: Sequence[ValueSpec], batch: int, plain: Plain) -> list[torch.Tensor]:
+    """Made-up inputs that ``plain`` can run on.
+
+    Nobody says what an integer input means: where random ones are no valid indices (a table of
+    ten rows, the offsets of bags), zeros usually are.
+    """
+    inputs = to_tensors(specs, batch)
+    if all(value.is_floating_point() or value.dtype is torch.bool for value in inputs):
+        return inputs
+    try:
+        with torch.no_grad():
+            plain([value.clone() for value in inputs])
+    except Exception:  # whatever a model's code raises; raised again if zeros do not help
+        return [v if v.is_floating_point() else torch.zeros_like(v) for v in inputs]
+    return inputs
+
+
+def to_tensors(specs: Sequence[ValueSpec], batch: int) -> list[torch.Tensor]:
+    """Made-up inputs as torch tensors."""
+    tensors = []
+    for spec, value in zip(specs, random_inputs(specs, batch), strict=True):
+        tensor = torch.from_numpy(np.array(value, order="C"))
+        is_bfloat16 = spec.dtype == "bfloat16"
+        tensors.append(tensor.view(torch.bfloat16) if is_bfloat16 else tensor)
+    return tensors
+
+
+def load_image(path: Path, manifest: Manifest) -> torch.Tensor:
+    """The packed region image, as the host store will hold it; paddings are zero."""
+    image = torch.zeros(max(manifest.total_bytes, 1), dtype=torch.uint8)
+    view = image.numpy().data
+    with path.open("rb") as file:
+        for tensor in manifest.tensors:
+            file.seek(tensor.file_offset_bytes)
+            end = tensor.offset_bytes + tensor.size_bytes
+            if file.readinto(view[tensor.offset_bytes : end]) != tensor.size_bytes:
+                raise RegistrationRefused(f"weight {tensor.name!r}", "the file is too short")
+    return image[: manifest.total_bytes]

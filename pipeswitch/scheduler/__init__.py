@@ -1,0 +1,1 @@
+"""Decides everything, performs nothing: no file, socket, thread, clock or torch."""

@@ -1,0 +1,251 @@
+"""Rows for people: ``ps``, ``models``, ``jobs``, ``stats``. Reads the records, changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from .arena import Memory
+from .core import Core
+from .records import Job, Model, Worker
+from .states import ModelState, Residency, TaskState, WorkerState
+from .training import Jobs
+from .trials import Profiling
+
+PRIORITY_NAMES = {0: "high", 1: "normal", 2: "low"}
+
+
+class Listing:
+    """Answers queries from the scheduler's own state, so every listing is consistent."""
+
+    def __init__(self, core: Core, memory: Memory, jobs: Jobs, profiling: Profiling) -> None:
+        self._core = core
+        self._memory = memory
+        self._jobs = jobs
+        self._profiling = profiling
+
+    def models(self) -> list[dict[str, Any]]:
+        return [self.model(model) for model in self._core.models.values()]
+
+    def model(self, model: Model) -> dict[str, Any]:
+        """One model in full."""
+        manifest = model.manifest
+        row: dict[str, Any] = {
+            "name": model.name,
+            "state": model.state.state.value,
+            "residency": model.residency.state.value,
+            "priority": PRIORITY_NAMES.get(model.priority, str(model.priority)),
+            "pinned": model.want_pinned,
+            "requests": model.use_count,
+            "reason": model.reason,
+            "digest": "",
+            "source": "",
+            "mode": "",
+            "mode_reason": "",
+            "bytes": 0,
+            "groups": 0,
+            "inputs": {},
+            "outputs": {},
+            "batch": [1, 1],
+        }
+        if manifest is not None:
+            row |= {
+                "digest": manifest.digest,
+                "source": manifest.source,
+                "mode": manifest.mode,
+                "mode_reason": manifest.mode_reason,
+                "bytes": manifest.total_bytes,
+                "groups": len(manifest.groups),
+                "inputs": {v.name: [list(v.shape), v.dtype] for v in manifest.inputs},
+                "outputs": {v.name: [list(v.shape), v.dtype] for v in manifest.outputs},
+                "batch": [manifest.batch_min, manifest.batch_max],
+            }
+        return row | self._profiling.row(model)
+
+    def plan(self) -> dict[str, Any]:
+        """What ``pipeswitch plan`` reckons with: each model's profile, and the arena."""
+        return {
+            "arena_bytes": self._memory.leasable_bytes,
+            "models": [
+                {
+                    "name": model.name,
+                    "bytes": model.manifest.total_bytes,
+                    "grouping": model.plan_source,
+                    "grouping_why": model.plan_why,
+                    "requests": model.use_count,
+                    "age_s": (self._core.now_ms - model.registered_at_ms) / 1000.0,
+                    "profile": None
+                    if model.profile is None
+                    else msgspec.to_builtins(model.profile),
+                }
+                for model in self._core.models.values()
+                if model.manifest is not None
+            ],
+        }
+
+    def jobs(self) -> list[dict[str, Any]]:
+        return [self._jobs.row(job) for job in self._core.jobs.values()]
+
+    def ps(self) -> list[dict[str, Any]]:
+        """Models, jobs, workers and the memory daemon: INTERFACE's columns plus ``pid``."""
+        core = self._core
+        rows = [self._ps_model(model) for model in core.models.values()]
+        rows += [self._ps_job(job) for job in core.jobs.values()]
+        rows += [self._ps_worker(worker) for worker in core.workers.values()]
+        rows.append(
+            self._row(
+                "memory-daemon",
+                "daemon",
+                "active" if core.is_daemon_ready else "starting",
+                pid=core.daemon_pid,
+                device=f"{self._memory.leasable_bytes - self._memory.arena.free_bytes}",
+            )
+        )
+        return rows
+
+    def _row(
+        self,
+        name: str,
+        kind: str,
+        state: str,
+        *,
+        worker: int | None = None,
+        device: str = "",
+        host: str = "",
+        prio: int | None = None,
+        last_used_at_ms: float = 0.0,
+        why: str = "",
+        pid: int = 0,
+    ) -> dict[str, Any]:
+        idle_ms = self._core.now_ms - last_used_at_ms if last_used_at_ms else None
+        return {
+            "name": name,
+            "kind": kind,
+            "state": state,
+            "worker": worker,
+            "device": device,
+            "host": host,
+            "prio": "" if prio is None else PRIORITY_NAMES.get(prio, str(prio)),
+            "last_used": None if idle_ms is None else round(idle_ms / 1000.0, 3),
+            "why": why,
+            "pid": pid,
+        }
+
+    def _ps_model(self, model: Model) -> dict[str, Any]:
+        core = self._core
+        slot = next(
+            (a.slot for a in (core.current, core.upcoming) if a and a.model == model.name), None
+        )
+        stored = self._memory.store.get(model.name)
+        return self._row(
+            model.name,
+            "model",
+            self._model_state(model, slot is not None),
+            worker=slot,
+            device=f"{self._memory.held_bytes(model)}",
+            host=f"{stored.size_bytes if stored else 0}",
+            prio=model.priority,
+            last_used_at_ms=model.last_used_at_ms,
+            why=self._model_why(model),
+            pid=core.workers[slot].pid if slot is not None else 0,
+        )
+
+    def _model_state(self, model: Model, is_active: bool) -> str:
+        if model.state.state in (ModelState.QUARANTINED, ModelState.FAILED):
+            return "failed"
+        if model.state.state is not ModelState.READY:
+            return str(model.state.state.value)
+        if is_active and self._core.current and self._core.current.model == model.name:
+            return "active"
+        if model.residency.state is Residency.TRANSMITTING:
+            return "transmitting"
+        if model.residency.state in (Residency.RESIDENT, Residency.PINNED):
+            return "resident"
+        return "host"
+
+    def _model_why(self, model: Model) -> str:
+        if model.reason:
+            return model.reason
+        if model.unregister_tokens:
+            return "being unregistered"
+        waiting = sum(r.model == model.name for r in self._core.waiting)
+        if waiting:
+            return f"{waiting} waiting"
+        if model.residency.state is Residency.PARTIAL:
+            return "its prefix is kept"
+        return "pinned" if model.want_pinned else ""
+
+    def _ps_job(self, job: Job) -> dict[str, Any]:
+        worker = self._core.workers.get(job.slot) if job.slot is not None else None
+        region = self._memory.arena.get(f"slice:{job.name}")
+        words: dict[TaskState, str] = {TaskState.RUNNING: "active", TaskState.STOPPING: "active"}
+        return self._row(
+            job.name,
+            "job",
+            words.get(job.state.state, job.state.state.value),
+            worker=job.slot,
+            device=f"{region.size_bytes if region else 0}",
+            host=f"{2 * job.commit_slot_bytes}",
+            prio=job.priority,
+            last_used_at_ms=job.last_ran_at_ms,
+            why=job.error or job.why,
+            pid=worker.pid if worker is not None else 0,
+        )
+
+    def _ps_worker(self, worker: Worker) -> dict[str, Any]:
+        core = self._core
+        task = worker.job or next(
+            (a.model for a in (core.current, core.upcoming) if a and a.slot == worker.slot), ""
+        )
+        why = worker.kill_reason or (f"preparing {worker.preparing}" if worker.preparing else task)
+        return self._row(
+            f"worker-{worker.slot}",
+            "worker",
+            worker.state.state.value,
+            worker=worker.slot,
+            why=why if worker.state.state is not WorkerState.STANDBY or worker.preparing else "",
+            pid=worker.pid,
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and sizes; the frontend adds accepted/ok/error/undeliverable/in_flight."""
+        core, memory = self._core, self._memory
+        counts = core.counts
+        return {
+            "queued": len(core.waiting),
+            "switches": counts["switches"],
+            "preemptions": counts["preemptions"],
+            "evictions": counts["evictions"],
+            "job_evictions": counts["job_evictions"],
+            "inferences": counts["inferences"],
+            "transmissions": counts["transmissions"],
+            "transmitted_bytes": counts["transmitted_bytes"],
+            "commits": counts["commits"],
+            "worker_restarts": counts["worker_restarts"],
+            "daemon_restarts": counts["daemon_restarts"],
+            "stale_messages": counts["stale_messages"],
+            "arena_capacity_bytes": memory.leasable_bytes,
+            "arena_free_bytes": memory.arena.free_bytes,
+            "arena_leases": self._leases(),
+            "store_capacity_bytes": memory.store.capacity_bytes,
+            "store_free_bytes": memory.store.free_bytes,
+            "models": len(core.models),
+            "jobs": len(core.jobs),
+            "workers": len(core.workers),
+            "device": core.settings.device,
+            "policy": core.policy.name,
+            "draining": core.is_draining,
+            "ready": core.is_daemon_ready
+            and any(w.state.state is not WorkerState.DEAD for w in core.workers.values()),
+        }
+
+    def _leases(self) -> int:
+        """Regions somebody computes in or copies into now: models in use, training slices."""
+        core = self._core
+        in_use = sum(
+            model.users > 0 or model.residency.state is Residency.TRANSMITTING
+            for model in core.models.values()
+        )
+        slices = sum(":" in region.owner for region in self._memory.arena)
+        return in_use + slices

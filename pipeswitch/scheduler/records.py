@@ -1,0 +1,269 @@
+"""What the scheduler remembers of a model, a request, a job, a worker. Owned by the scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..errors import PipeSwitchError
+from ..ipc.messages import (
+    Epoch,
+    InferenceDone,
+    JobName,
+    ModelName,
+    SlabTensor,
+    Slot,
+    TransmitEnded,
+    Turn,
+)
+from ..planning.drift import Drift
+from ..planning.grouping import Plan
+from ..planning.profile import Profile
+from ..programs.layout import Manifest
+from .events import Token
+from .states import (
+    MODEL_TRANSITIONS,
+    RESIDENCY_TRANSITIONS,
+    TASK_TRANSITIONS,
+    WORKER_TRANSITIONS,
+    Machine,
+    ModelEvent,
+    ModelState,
+    Residency,
+    ResidencyEvent,
+    TaskEvent,
+    TaskState,
+    WorkerEvent,
+    WorkerState,
+)
+
+NO_EPOCH = Epoch(0)
+NO_TURN = Turn(0)
+Version = tuple[str, Plan]  # digest and groups: what a worker has loaded
+BYSTANDER = "not its fault: "  # begins the kill reason of a worker that did nothing wrong
+
+
+@dataclass
+class Model:
+    """A registered program and where its bytes are."""
+
+    name: ModelName
+    spec: bytes
+    spec_digest: str
+    priority: int
+    want_pinned: bool
+    build_epoch: Epoch
+    registered_at_ms: float
+    state: Machine[ModelState, ModelEvent] = field(init=False)
+    residency: Machine[Residency, ResidencyEvent] = field(init=False)
+    manifest: Manifest | None = None  # in the groups of ``plan``
+    built: Manifest | None = None  # in the groups it was built with
+    plan: Plan = ()  # empty: as built
+    plan_source: str = "buckets"
+    plan_why: str = "it has no profile"
+    next_plan: tuple[Plan, str, str] | None = None  # plan, source, why: when it can be cut
+    profile: Profile | None = None  # the one its plan was made from
+    profile_plan: Plan = ()
+    profile_prefix: int = 0  # how many of its groups are worth keeping
+    prefix_groups: int = 0  # of the plan in force; kept from its next transmission on
+    kept_groups: int = 0  # of the region it has: how it is split in two
+    kept_bytes: int = 0  # that were there when it was sent last
+    predicted_ms: dict[int, float] = field(default_factory=dict)  # a cold switch, by batch
+    bias: float = 1.0  # measured over predicted when the profile was made
+    drift: Drift = field(default_factory=Drift)
+    last_batch: int = 0  # of the last request; 0: none yet
+    reason: str = ""  # why it failed or is quarantined
+    register_tokens: list[Token] = field(default_factory=list)
+    unregister_tokens: list[Token] = field(default_factory=list)
+    home_bytes: int = -1  # sticky arena offset: cached views stay valid (DESIGN 6)
+    first_word: int = -1
+    store_offset_bytes: int = -1
+    residency_epoch: Epoch = NO_EPOCH
+    transmit_started_at_ms: float = 0.0
+    transmit_ended_at_ms: float = 0.0
+    transmission: TransmitEnded | None = None  # the last complete one
+    is_prefetch: bool = False  # in flight only because of a hint: may be cancelled
+    is_abandoned: bool = False  # its transmission was cancelled or broke off: not to be used
+    retry_at_ms: float = 0.0  # after a transmission that broke off
+    users: int = 0  # dispatched tasks that read it now
+    last_used_at_ms: float = 0.0
+    use_count: int = 0
+    longest_ms: float = 0.0  # from the turn to the outputs, of all its runs
+    deaths: int = 0  # workers it killed since its last success
+
+    def __post_init__(self) -> None:
+        self.state = Machine(f"model {self.name}", ModelState.BUILDING, MODEL_TRANSITIONS)
+        self.residency = Machine(f"model {self.name}", Residency.HOST, RESIDENCY_TRANSITIONS)
+
+    @property
+    def version(self) -> Version:
+        """What a worker must have loaded to run it; it has a manifest."""
+        assert self.manifest is not None
+        return (self.manifest.digest, self.plan)
+
+    @property
+    def is_on_device(self) -> bool:
+        """Resident or on its way: nothing needs to be sent for it."""
+        return not self.is_abandoned and self.residency.state in (
+            Residency.TRANSMITTING,
+            Residency.RESIDENT,
+            Residency.PINNED,
+        )
+
+
+@dataclass
+class Request:
+    """One accepted inference request."""
+
+    token: Token
+    request_id: str
+    model: ModelName
+    priority: int
+    deadline_at_ms: float | None
+    inputs: tuple[SlabTensor, ...]
+    reply_offset_bytes: int
+    reply_bytes: int
+    arrived_at_ms: float
+    trial_batch: int = 0  # a trial, which nobody waits for; 0: a client's request
+    state: Machine[TaskState, TaskEvent] = field(init=False)
+    deaths: int = 0  # workers that died while computing it
+
+    def __post_init__(self) -> None:
+        self.state = Machine(f"request {self.request_id}", TaskState.QUEUED, TASK_TRANSITIONS)
+
+
+Wanted = Literal["run", "pause", "cancel", "drain"]
+
+
+@dataclass
+class Job:
+    """A training job from its acceptance to its end."""
+
+    name: JobName
+    entry: str
+    args: tuple[str, ...]
+    priority: int
+    submitted_at_ms: float
+    state: Machine[TaskState, TaskEvent] = field(init=False)
+    born_epoch: Epoch = NO_EPOCH  # epochs up to it speak of an older job of this name
+    epoch: Epoch = NO_EPOCH  # of its current dispatch
+    turn: Turn = NO_TURN
+    stopped_turn: Turn = NO_TURN  # the last one it was asked to give up: one stop for each
+    slot: Slot | None = None
+    wanted: Wanted = "run"  # what to do when it has unwound
+    waiters: list[Token] = field(default_factory=list)
+    answer_on_change: list[Token] = field(default_factory=list)
+    commit_slot_bytes: int = 0  # 0: no commit area yet
+    committed_step: int = -1
+    persisted_step: int = -1
+    is_persisting: bool = False
+    persist_epoch: Epoch = NO_EPOCH  # names the write under way
+    copying_epoch: Epoch = NO_EPOCH  # of the dispatch whose commit the daemon copies now
+    copying_number: int = 0  # of that commit
+    commit_number: int = 0  # of this dispatch's commits: the last that the daemon was told of
+    persist_due_at_ms: float = 0.0  # the next write to disk may begin
+    step: int = 0
+    epoch_index: int = 0
+    lease_bytes: int = 0
+    lease_asked_bytes: int = 0  # waiting for memory
+    cycle_began_at_ms: float = 0.0
+    stop_asked_at_ms: float = 0.0
+    evict_asked_at_ms: float = 0.0
+    last_ran_at_ms: float = 0.0
+    suspensions: int = 0
+    evictions: int = 0
+    restarts: int = 0  # after a crash of its worker
+    deaths_without_progress: int = 0
+    reported_at_ms: float = 0.0
+    steps_recomputed: int = 0
+    last_log: dict[str, object] = field(default_factory=dict)
+    steps_per_s: float = 0.0
+    error: str = ""
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        self.state = Machine(f"job {self.name}", TaskState.QUEUED, TASK_TRANSITIONS)
+
+
+@dataclass
+class Worker:
+    """A slot and the process in it."""
+
+    slot: Slot
+    generation: int = 0
+    pid: int = 0
+    state: Machine[WorkerState, WorkerEvent] = field(init=False)
+    warm: dict[ModelName, Version] = field(default_factory=dict)  # what it has loaded
+    unpreparable: set[tuple[ModelName, Version]] = field(default_factory=set)
+    preparing: ModelName | None = None
+    task_epoch: Epoch = NO_EPOCH
+    job: JobName | None = None  # from its dispatch until the process is reaped
+    may_raise: Turn = NO_TURN  # the turn it was told to raise and may still write to the board
+    retired_at_ms: float | None = None  # its script is over and the process about to leave
+    deaths: int = 0  # in a row, without a task ended well
+    respawn_at_ms: float | None = None
+    kill_reason: str = ""
+    started_at_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.state = Machine(f"worker {self.slot}", WorkerState.DEAD, WORKER_TRANSITIONS)
+
+    @property
+    def is_alive(self) -> bool:
+        """Not reaped: it may still write what it could ever write."""
+        return self.state.state is not WorkerState.DEAD
+
+    @property
+    def is_bystander(self) -> bool:
+        """It was killed for what others did: no fault of the task on it."""
+        return self.kill_reason.startswith(BYSTANDER)
+
+    @property
+    def is_free(self) -> bool:
+        """May be given a task."""
+        is_idle = self.state.state in (WorkerState.STANDBY, WorkerState.CLEANING)
+        return is_idle and self.job is None and not self.kill_reason
+
+
+@dataclass
+class Activation:
+    """An inference task on a worker: computing, or dispatched and waiting for its turn."""
+
+    epoch: Epoch
+    slot: Slot
+    token: Token
+    model: ModelName
+    dispatched_at_ms: float
+    was_resident: bool
+    residency_epoch: Epoch = NO_EPOCH  # of the copy it reads
+    kept_bytes: int = 0  # of its prefix, which were there before
+    is_trial: bool = False
+    trial_stop_at_ms: float | None = None  # when a trial was told to leave
+    began_at_ms: float = 0.0  # when it was given the turn
+    hung_why: str = ""  # it computed for too long: its worker is killed
+    preempted: str = ""  # the job that stepped aside for it
+    stop_asked_at_ms: float = 0.0
+
+    @property
+    def turn(self) -> Turn:
+        return Turn(self.epoch)
+
+
+@dataclass(frozen=True)
+class EndedTrial:
+    """A trial's end: its times, or why there are none (no error: the daemon died)."""
+
+    activation: Activation
+    message: InferenceDone | None = None
+    error: PipeSwitchError | None = None
+
+
+@dataclass(frozen=True)
+class ColdSwitch:
+    """A request whose model streamed in while it ran; the end of the copy may be told later."""
+
+    model: ModelName
+    residency_epoch: Epoch
+    batch: int
+    turn_at_ms: float
+    ended_at_ms: float

@@ -1,0 +1,193 @@
+"""Arithmetic on bytes: who owns which range of an arena or a store. Pure.
+
+Accounting identity, checked always: free + reserved = capacity; a live region has one owner;
+regions never overlap (invariant I3).
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ..programs.layout import aligned
+
+
+@dataclass(frozen=True, order=True)
+class Region:
+    """A reserved range, in bytes from the start."""
+
+    offset_bytes: int
+    size_bytes: int
+    owner: str
+
+    @property
+    def end_bytes(self) -> int:
+        return self.offset_bytes + self.size_bytes
+
+
+@dataclass(frozen=True)
+class Window:
+    """A place where a region would fit once its victims have left."""
+
+    offset_bytes: int
+    victims: tuple[Region, ...]
+    cost: float
+
+
+class Regions:
+    """A ledger of one contiguous range of bytes.
+
+    Sizes are rounded up to ``align_bytes`` and offsets are multiples of it.
+    """
+
+    def __init__(self, capacity_bytes: int, align_bytes: int) -> None:
+        if capacity_bytes < 0 or align_bytes <= 0:
+            raise ValueError(f"capacity {capacity_bytes} and alignment {align_bytes} make no arena")
+        self.capacity_bytes = capacity_bytes - capacity_bytes % align_bytes
+        self.align_bytes = align_bytes
+        self._regions: list[Region] = []  # sorted by offset
+        self._by_owner: dict[str, Region] = {}
+        self._reserved_bytes = 0
+
+    def __iter__(self) -> Iterator[Region]:
+        return iter(self._regions)
+
+    def __len__(self) -> int:
+        return len(self._regions)
+
+    def get(self, owner: str) -> Region | None:
+        """The owner's region, if it has one."""
+        return self._by_owner.get(owner)
+
+    @property
+    def free_bytes(self) -> int:
+        return self.capacity_bytes - self._reserved_bytes
+
+    @property
+    def largest_free_bytes(self) -> int:
+        """The longest hole."""
+        return max((end - start for start, end in self._holes()), default=0)
+
+    def _holes(self) -> Iterator[tuple[int, int]]:
+        cursor = 0
+        for region in self._regions:
+            if region.offset_bytes > cursor:
+                yield cursor, region.offset_bytes
+            cursor = region.end_bytes
+        if cursor < self.capacity_bytes:
+            yield cursor, self.capacity_bytes
+
+    def overlapping(self, offset_bytes: int, size_bytes: int) -> list[Region]:
+        """Regions that share a byte with the range, in order."""
+        end = offset_bytes + size_bytes
+        first = bisect.bisect_left(self._regions, offset_bytes, key=lambda r: r.end_bytes)
+        found = []
+        for region in self._regions[first:]:
+            if region.offset_bytes >= end:
+                break
+            if region.end_bytes > offset_bytes:
+                found.append(region)
+        return found
+
+    def reserve(self, owner: str, size_bytes: int, at_bytes: int | None = None) -> Region | None:
+        """Take a range for ``owner``: at ``at_bytes``, else in the smallest hole that fits.
+
+        Returns:
+            None when it does not fit there now; nothing was changed.
+
+        Raises:
+            ValueError: the owner already holds a region, or the request makes no sense.
+        """
+        if owner in self._by_owner:
+            raise ValueError(f"{owner} already holds a region")
+        size = aligned(size_bytes, self.align_bytes)
+        if size <= 0:
+            raise ValueError(f"{owner} asks for {size_bytes} bytes")
+        offset = self._best_fit(size) if at_bytes is None else at_bytes
+        if offset is None or offset % self.align_bytes or offset < 0:
+            return None
+        if offset + size > self.capacity_bytes or self.overlapping(offset, size):
+            return None
+        region = Region(offset, size, owner)
+        bisect.insort(self._regions, region)
+        self._by_owner[owner] = region
+        self._reserved_bytes += size
+        return region
+
+    def _best_fit(self, size: int) -> int | None:
+        fitting = [(end - start, start) for start, end in self._holes() if end - start >= size]
+        return min(fitting)[1] if fitting else None
+
+    def release(self, owner: str) -> Region:
+        """Give the owner's range back.
+
+        Raises:
+            KeyError: it holds none.
+        """
+        region = self._by_owner.pop(owner)
+        self._regions.remove(region)
+        self._reserved_bytes -= region.size_bytes
+        return region
+
+    def clear(self) -> None:
+        """Forget every region (the memory itself is gone)."""
+        self._regions.clear()
+        self._by_owner.clear()
+        self._reserved_bytes = 0
+
+    def cheapest_window(
+        self, size_bytes: int, cost: Callable[[Region], float | None]
+    ) -> Window | None:
+        """Where a region fits at the least total cost of evicted owners.
+
+        ``cost`` of a region is None when its owner must stay. Candidates start where a hole or a
+        region starts, or end where one ends: an optimal window can always be slid to such a place
+        without touching more owners. Ties go to the lower offset.
+        """
+        size = aligned(size_bytes, self.align_bytes)
+        starts = {0, self.capacity_bytes - size}
+        for region in self._regions:
+            starts.update((region.end_bytes, region.offset_bytes, region.offset_bytes - size))
+        best: Window | None = None
+        for start in sorted(starts):
+            if start < 0 or start + size > self.capacity_bytes:
+                continue
+            window = self._window_at(start, size, cost)
+            if window is not None and (best is None or window.cost < best.cost):
+                best = window
+        return best
+
+    def window_at(
+        self, offset_bytes: int, size_bytes: int, cost: Callable[[Region], float | None]
+    ) -> Window | None:
+        """The window at exactly this place; None when an owner there must stay."""
+        size = aligned(size_bytes, self.align_bytes)
+        if offset_bytes < 0 or offset_bytes + size > self.capacity_bytes:
+            return None
+        return self._window_at(offset_bytes, size, cost)
+
+    def _window_at(
+        self, start: int, size: int, cost: Callable[[Region], float | None]
+    ) -> Window | None:
+        victims = self.overlapping(start, size)
+        total = 0.0
+        for victim in victims:
+            price = cost(victim)
+            if price is None:
+                return None
+            total += price
+        return Window(start, tuple(victims), total)
+
+    def check(self) -> None:
+        """Assert the accounting identity and that no two regions overlap."""
+        cursor = 0
+        for region in self._regions:
+            assert region.offset_bytes >= cursor, f"{region} overlaps its neighbour"
+            assert region.offset_bytes % self.align_bytes == 0, f"{region} is not aligned"
+            assert self._by_owner[region.owner] is region, f"{region} has another owner"
+            cursor = region.end_bytes
+        assert cursor <= self.capacity_bytes, "a region ends beyond the capacity"
+        reserved = sum(region.size_bytes for region in self._regions)
+        assert reserved == self._reserved_bytes, f"{reserved} != {self._reserved_bytes}"
+        assert len(self._by_owner) == len(self._regions), "an owner without a region"

@@ -1,0 +1,335 @@
+"""Registration: build in a child, load into the host store, announce; and the way back."""
+
+from __future__ import annotations
+
+from ..errors import (
+    AlreadyExists,
+    Cancelled,
+    ModelNotFound,
+    PipeSwitchError,
+    RegistrationRefused,
+    ServerUnavailable,
+    from_wire,
+    to_wire,
+)
+from ..ipc.messages import (
+    BuildDone,
+    BuildFailed,
+    BuildProgress,
+    Epoch,
+    ForgetModel,
+    ModelName,
+    ModelStored,
+    StoreFailed,
+    StoreModel,
+)
+from ..programs.layout import Manifest
+from .arena import Memory
+from .core import Core
+from .events import (
+    Announce,
+    Answer,
+    BuilderExited,
+    CancelAsked,
+    Journal,
+    KillBuild,
+    PinAsked,
+    RegisterAsked,
+    Retract,
+    StartBuild,
+    Token,
+    ToWorker,
+    UnregisterAsked,
+)
+from .inference import Inference
+from .records import Model
+from .states import ModelEvent, ModelState, Residency, ResidencyEvent, WorkerState
+
+
+class Registry:
+    """All registered models. Builds run one after the other: each uses every core."""
+
+    def __init__(self, core: Core, memory: Memory, inference: Inference) -> None:
+        self._core = core
+        self._memory = memory
+        self._inference = inference
+        self._waiting_builds: list[ModelName] = []
+        self._builders: set[Epoch] = set()  # from StartBuild until the process is gone
+
+    # -- register -----------------------------------------------------------------------------
+
+    def register(self, event: RegisterAsked) -> None:
+        """Outcomes: 1. same name and spec: a no-op; 2. same name, other spec: an error;
+        3. a build starts; progress and one final answer follow."""
+        core = self._core
+        if core.is_draining:
+            core.refuse(event.token, ServerUnavailable("the server is draining"))
+            return
+        old = core.models.get(event.model)
+        if old is not None and old.spec_digest == event.spec_digest and not old.unregister_tokens:
+            if old.manifest is not None and old.state.state in (
+                ModelState.READY,
+                ModelState.QUARANTINED,
+            ):
+                self._answer_registered(old, event.token)  # 1.
+            else:
+                old.register_tokens.append(event.token)
+            return
+        if old is not None:
+            is_leaving = bool(old.unregister_tokens)
+            error = AlreadyExists(
+                f'"{event.model}" is '
+                f"{'being unregistered' if is_leaving else 'registered from something else'}",
+                hint=f"pipeswitch unregister {event.model}, or choose another name",
+            )
+            core.refuse(event.token, error)
+            return
+        model = Model(
+            name=event.model,
+            spec=event.spec,
+            spec_digest=event.spec_digest,
+            priority=event.priority,
+            want_pinned=event.is_pinned,
+            build_epoch=core.next_epoch(),
+            registered_at_ms=core.now_ms,
+        )
+        model.register_tokens.append(event.token)
+        core.models[model.name] = model
+        self._waiting_builds.append(model.name)
+
+    def pump(self) -> None:
+        """Start the next build; finish unregistrations whose model is idle now."""
+        core = self._core
+        while self._waiting_builds and len(self._builders) < core.settings.max_builds:
+            model = core.models[self._waiting_builds.pop(0)]
+            self._builders.add(model.build_epoch)
+            core.emit(StartBuild(model=model.name, epoch=model.build_epoch, spec=model.spec))
+        for model in [m for m in core.models.values() if m.unregister_tokens]:
+            self._finish_unregister(model)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Nobody waits for a registration or for its end."""
+        models = self._core.models.values()
+        return not any(model.register_tokens or model.unregister_tokens for model in models)
+
+    def refuse_all(self, error: PipeSwitchError) -> None:
+        """The server cannot go on: nobody is left without an answer."""
+        for model in self._core.models.values():
+            for token in (*model.register_tokens, *model.unregister_tokens):
+                self._core.refuse(token, error)
+            model.register_tokens.clear()
+            model.unregister_tokens.clear()
+
+    def progress(self, message: BuildProgress) -> None:
+        model = self._of(message.model, message.epoch)
+        if model is None:
+            return
+        for token in model.register_tokens:
+            self._core.emit(
+                Answer(
+                    token=token,
+                    more=True,
+                    body={"stage": message.stage, "fraction": message.fraction},
+                )
+            )
+
+    def built(self, message: BuildDone, manifest: Manifest) -> Model | None:
+        """The directory is complete: take room and let the daemon load it; the model if so.
+
+        From here on requests are admitted, and wait: after a restart they come before the bytes do.
+        """
+        model = self._of(message.model, message.epoch)
+        if model is None or model.state.state is not ModelState.BUILDING:
+            return None
+        model.manifest = model.built = manifest
+        model.state.apply(ModelEvent.BUILT, f"digest {manifest.digest[:12]}")
+        try:
+            self._memory.store_model(model)
+        except PipeSwitchError as error:
+            self._refuse(model, error)
+            return None
+        self._core.emit(Announce(model=model.name, manifest=manifest, priority=model.priority))
+        self.store_again(model)
+        return model
+
+    def store_again(self, model: Model) -> None:
+        """(Re)send the load order; there may be no daemon now, or the one that had it died."""
+        assert model.manifest is not None
+        self._core.tell_daemon(
+            StoreModel(
+                model=model.name,
+                epoch=model.build_epoch,
+                directory=model.manifest.digest,
+                store_offset_bytes=model.store_offset_bytes,
+                size_bytes=model.manifest.total_bytes,
+            )
+        )
+
+    def stored(self, message: ModelStored) -> None:
+        """Complete: requests may be dispatched."""
+        core = self._core
+        model = self._of(message.model, message.epoch)
+        if model is None or model.state.state is not ModelState.STORING:
+            return
+        assert model.manifest is not None
+        model.state.apply(ModelEvent.STORED, f"{message.load_ms:.0f} ms")
+        self._inference.stored(model)
+        self._remember(model, accepts=tuple(model.register_tokens))
+        core.publish("model.registered", model=model.name, bytes=model.manifest.total_bytes)
+        for token in model.register_tokens:
+            self._answer_registered(model, token)
+        model.register_tokens.clear()
+
+    def _remember(self, model: Model, accepts: tuple[Token, ...] = ()) -> None:
+        """In the journal: the next server has it again, pinned or not, without a build."""
+        assert model.manifest is not None
+        entry = {
+            "kind": "model",
+            "name": model.name,
+            "spec": model.spec,
+            "spec_digest": model.spec_digest,
+            "digest": model.manifest.digest,
+            "priority": model.priority,
+            "pin": model.want_pinned,
+        }
+        self._core.emit(Journal(entry=entry, accepts=accepts))
+
+    def store_failed(self, message: StoreFailed) -> None:
+        model = self._of(message.model, message.epoch)
+        if model is not None and model.state.state is ModelState.STORING:
+            self._refuse(model, RegistrationRefused("weights", message.reason))
+
+    def refused(self, epoch: Epoch, reason: str) -> None:
+        """The daemon could not carry out an order in a way nobody expected: no answer follows."""
+        for model in list(self._core.models.values()):
+            if model.build_epoch == epoch and model.state.state is ModelState.STORING:
+                self._refuse(model, RegistrationRefused("weights", reason))
+
+    def build_failed(self, message: BuildFailed) -> None:
+        model = self._of(message.model, message.epoch)
+        if model is not None and model.state.state is ModelState.BUILDING:
+            error = from_wire(message.error, message.message, message.hint, message.data)
+            self._refuse(model, error)
+
+    def builder_exited(self, event: BuilderExited) -> None:
+        """A builder that died without a word: its model's code brought it down."""
+        model = self._of(event.model, event.epoch)
+        self._builders.discard(event.epoch)
+        if model is not None and model.state.state is ModelState.BUILDING:
+            reason = f"the builder process ended with status {event.status} before it was done"
+            self._refuse(model, RegistrationRefused("build", reason))
+
+    def _of(self, name: ModelName, epoch: Epoch) -> Model | None:
+        model = self._core.models.get(name)
+        return model if model is not None and model.build_epoch == epoch else None
+
+    def _refuse(self, model: Model, error: PipeSwitchError) -> None:
+        """Nothing stays behind of a model that was refused; the name is free again."""
+        core = self._core
+        if model.state.state is ModelState.STORING:  # it may have been announced
+            core.emit(Retract(model=model.name))
+            self._inference.not_stored(model, error)
+        model.state.apply(ModelEvent.REFUSED, type(error).__name__)
+        self._memory.forget_model(model)
+        del core.models[model.name]
+        for token in (*model.register_tokens, *model.unregister_tokens):
+            core.refuse(token, error)
+        core.publish("model.refused", model=model.name, error=to_wire(error))
+
+    def _answer_registered(self, model: Model, token: Token) -> None:
+        manifest = model.manifest
+        assert manifest is not None
+        self._core.answer(
+            token,
+            model=model.name,
+            digest=manifest.digest,
+            mode=manifest.mode,
+            mode_reason=manifest.mode_reason,
+            bytes=manifest.total_bytes,
+            groups=len(manifest.groups),
+        )
+
+    def cancel(self, event: CancelAsked) -> None:
+        """The client that registers has gone or given up.
+
+        While its bytes are being stored it is too late: the model is registered in a moment, and
+        the answer says so.
+        """
+        core = self._core
+        for model in list(core.models.values()):
+            is_building = model.state.state is ModelState.BUILDING
+            if event.token not in model.register_tokens or not is_building:
+                continue
+            model.register_tokens.remove(event.token)
+            error = Cancelled(f'registration of "{model.name}" cancelled')
+            core.refuse(event.token, error)
+            if not model.register_tokens:
+                if model.build_epoch in self._builders:
+                    core.emit(KillBuild(model=model.name, epoch=model.build_epoch))
+                else:
+                    self._waiting_builds.remove(model.name)
+                self._refuse(model, error)
+
+    # -- unregister, load, unload -------------------------------------------------------------
+
+    def unregister(self, event: UnregisterAsked) -> None:
+        """No new request is admitted; the answer comes when the queued ones are through."""
+        core = self._core
+        model = core.models.get(event.model)
+        if model is None:
+            core.refuse(event.token, _not_found(event.model))
+            return
+        if model.state.state in (ModelState.BUILDING, ModelState.STORING):
+            error = AlreadyExists(
+                f'"{event.model}" is still being registered', hint="wait until it is ready"
+            )
+            core.refuse(event.token, error)
+            return
+        if not model.unregister_tokens:
+            core.emit(Retract(model=model.name))
+        model.unregister_tokens.append(event.token)
+
+    def _finish_unregister(self, model: Model) -> None:
+        core = self._core
+        is_waited_for = any(r.model == model.name for r in core.queue.values())
+        if model.users or is_waited_for or model.residency.state is Residency.TRANSMITTING:
+            return
+        self._memory.forget_model(model)
+        del core.models[model.name]
+        for worker in core.workers.values():
+            worker.unpreparable = {key for key in worker.unpreparable if key[0] != model.name}
+            if model.name in worker.warm and worker.state.state is not WorkerState.DEAD:
+                del worker.warm[model.name]
+                if worker.job is None:
+                    core.emit(ToWorker(slot=worker.slot, message=ForgetModel(model=model.name)))
+        core.emit(Journal(entry={"kind": "model-gone", "name": model.name}))
+        core.publish("model.unregistered", model=model.name)
+        for token in model.unregister_tokens:
+            core.answer(token, model=model.name)
+
+    def pin(self, event: PinAsked) -> None:
+        """``load`` pins and brings to the device, and pardons; ``unload`` unpins."""
+        core = self._core
+        model = core.models.get(event.model)
+        if model is None or model.unregister_tokens:
+            core.refuse(event.token, _not_found(event.model))
+            return
+        model.want_pinned = event.pin
+        if event.pin:
+            if model.state.state is ModelState.QUARANTINED:
+                model.state.apply(ModelEvent.PARDONED, "asked by the user")
+                model.deaths, model.reason = 0, ""
+            if model.residency.state is Residency.RESIDENT:
+                model.residency.apply(ResidencyEvent.PIN, "asked by the user")
+            # One that is not on the device is brought when nothing waits (Memory.bring_pinned).
+        elif model.residency.state is Residency.PINNED:
+            model.residency.apply(ResidencyEvent.UNPIN, "asked by the user")
+        if model.manifest is not None and model.state.state is not ModelState.STORING:
+            self._remember(model)
+        core.answer(event.token, model=model.name, pinned=event.pin,
+                    state=model.residency.state.value)  # fmt: skip
+
+
+def _not_found(name: str) -> ModelNotFound:
+    return ModelNotFound(f'no model "{name}"', hint="pipeswitch models")

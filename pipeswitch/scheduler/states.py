@@ -1,0 +1,265 @@
+"""All states and all transitions, one table each; nothing else decides what may follow what.
+
+Glossary. Each record (a request, a job, a worker, a model) is owned by the scheduler.
+
+Task (an inference request or a training job; ``ps`` shows jobs and running requests):
+  QUEUED        accepted and waiting for its turn to be dispatched; also an evicted job.
+  TRANSMITTING  dispatched to a worker: its model's groups still stream, or its script starts up.
+  RUNNING       has the device's turn; later groups may still stream (PipeSwitch 4.2).
+  STOPPING      was asked to step aside and has not parked yet.
+  SUSPENDED     parked in place: its worker waits inside the step, its memory stays.
+  EVICTING      commits its last step and unwinds, because its memory (or the user) wants it gone.
+  PAUSED        held by the user until ``resume``; holds no worker and no device memory.
+  DONE, FAILED, CANCELLED, EXPIRED   final.
+
+Worker (a slot; the process behind it changes):
+  STARTING   forked, not yet ready.           STANDBY    ready, holds no task.
+  ACTIVE     holds a dispatched task.         SUSPENDED  holds a parked training job.
+  CLEANING   drops the last task's references while the next task already transmits elsewhere.
+  DEAD       exited; the supervisor replaces it.
+
+Residency (a model on the device):
+  HOST          only in the host store.       TRANSMITTING  groups are being copied in.
+  RESIDENT      complete on the device.       PINNED        complete, and never a victim.
+  PARTIAL       a resident prefix: its first groups stay, the rest must be sent again.
+
+Registration (a model on the server):
+  BUILDING  a builder child exports and packs it.
+  STORING   the daemon loads it into the host store.
+  READY     may be asked for.
+  QUARANTINED  killed too many workers in a row; refused until it is pardoned.
+  FAILED    was refused; its name is free again.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Mapping
+from typing import Final, Generic, TypeVar
+
+from ..errors import InvalidTransition
+
+
+class TaskState(enum.Enum):
+    QUEUED = "queued"
+    TRANSMITTING = "transmitting"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    SUSPENDED = "suspended"
+    EVICTING = "evicting"
+    PAUSED = "paused"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+
+class TaskEvent(enum.Enum):
+    DISPATCHED = "dispatched"
+    STARTED = "started"
+    STOP_REQUESTED = "stop_requested"
+    PARKED = "parked"
+    TURN_GIVEN = "turn_given"
+    EVICT_REQUESTED = "evict_requested"
+    UNWOUND = "unwound"
+    FINISHED = "finished"
+    ERROR = "error"
+    WORKER_DIED = "worker_died"
+    PAUSE = "pause"
+    RESUME = "resume"
+    CANCEL = "cancel"
+    EXPIRE = "expire"
+
+
+_S, _E = TaskState, TaskEvent
+TASK_FINAL: Final = frozenset({_S.DONE, _S.FAILED, _S.CANCELLED, _S.EXPIRED})
+TASK_ON_WORKER: Final = frozenset(
+    {_S.TRANSMITTING, _S.RUNNING, _S.STOPPING, _S.SUSPENDED, _S.EVICTING}
+)
+TASK_LIVE: Final = frozenset(TaskState) - TASK_FINAL
+
+TASK_TRANSITIONS: Final[Mapping[tuple[TaskState, TaskEvent], TaskState]] = {
+    (_S.QUEUED, _E.DISPATCHED): _S.TRANSMITTING,
+    (_S.QUEUED, _E.PAUSE): _S.PAUSED,
+    (_S.QUEUED, _E.CANCEL): _S.CANCELLED,
+    (_S.QUEUED, _E.EXPIRE): _S.EXPIRED,
+    (_S.PAUSED, _E.RESUME): _S.QUEUED,
+    (_S.PAUSED, _E.CANCEL): _S.CANCELLED,
+    (_S.TRANSMITTING, _E.STARTED): _S.RUNNING,  # later groups still stream
+    (_S.TRANSMITTING, _E.FINISHED): _S.DONE,  # so short that only its end was reported
+    (_S.TRANSMITTING, _E.STOP_REQUESTED): _S.STOPPING,  # a job whose script is still starting
+    (_S.TRANSMITTING, _E.EVICT_REQUESTED): _S.EVICTING,
+    (_S.RUNNING, _E.STOP_REQUESTED): _S.STOPPING,
+    (_S.RUNNING, _E.EVICT_REQUESTED): _S.EVICTING,  # pause or cancel by the user
+    (_S.RUNNING, _E.FINISHED): _S.DONE,
+    (_S.STOPPING, _E.PARKED): _S.SUSPENDED,
+    (_S.STOPPING, _E.FINISHED): _S.DONE,  # it ended before it saw the stop
+    (_S.STOPPING, _E.EVICT_REQUESTED): _S.EVICTING,
+    (_S.SUSPENDED, _E.TURN_GIVEN): _S.RUNNING,  # in place: nothing was lost
+    (_S.SUSPENDED, _E.FINISHED): _S.DONE,  # its script ended while it needed no device
+    (_S.SUSPENDED, _E.EVICT_REQUESTED): _S.EVICTING,
+    (_S.EVICTING, _E.STOP_REQUESTED): _S.EVICTING,  # it parks before it unwinds
+    (_S.EVICTING, _E.PARKED): _S.EVICTING,  # also: the park crossed the eviction on the wire
+    (_S.EVICTING, _E.UNWOUND): _S.QUEUED,  # resumes from its last commit
+    (_S.EVICTING, _E.FINISHED): _S.DONE,
+    **{(state, _E.WORKER_DIED): _S.QUEUED for state in TaskState if state in TASK_ON_WORKER},
+    **{(state, _E.ERROR): _S.FAILED for state in TaskState if state in TASK_LIVE},
+}
+
+
+class WorkerState(enum.Enum):
+    STARTING = "starting"
+    STANDBY = "standby"
+    ACTIVE = "active"
+    SUSPENDED = "suspended"
+    CLEANING = "cleaning"
+    DEAD = "dead"
+
+
+class WorkerEvent(enum.Enum):
+    READY = "ready"
+    ACTIVATED = "activated"
+    PARKED = "parked"
+    TURN_GIVEN = "turn_given"
+    TASK_ENDED = "task_ended"
+    CLEANED = "cleaned"
+    EXITED = "exited"
+    RESPAWNED = "respawned"
+
+
+_W, _V = WorkerState, WorkerEvent
+WORKER_TRANSITIONS: Final[Mapping[tuple[WorkerState, WorkerEvent], WorkerState]] = {
+    (_W.STARTING, _V.READY): _W.STANDBY,
+    (_W.STANDBY, _V.ACTIVATED): _W.ACTIVE,
+    (_W.CLEANING, _V.ACTIVATED): _W.ACTIVE,  # it reads the next task when it has cleaned
+    (_W.CLEANING, _V.CLEANED): _W.STANDBY,
+    (_W.ACTIVE, _V.PARKED): _W.SUSPENDED,
+    (_W.ACTIVE, _V.TASK_ENDED): _W.CLEANING,
+    (_W.SUSPENDED, _V.TURN_GIVEN): _W.ACTIVE,
+    (_W.SUSPENDED, _V.TASK_ENDED): _W.CLEANING,
+    **{(state, _V.EXITED): _W.DEAD for state in WorkerState if state is not _W.DEAD},
+    (_W.DEAD, _V.RESPAWNED): _W.STARTING,
+}
+
+
+class Residency(enum.Enum):
+    HOST = "host"
+    TRANSMITTING = "transmitting"
+    RESIDENT = "resident"
+    PINNED = "pinned"
+    PARTIAL = "partial"
+
+
+class ResidencyEvent(enum.Enum):
+    TRANSMIT = "transmit"
+    ARRIVED = "arrived"
+    ABANDONED = "abandoned"
+    PIN = "pin"
+    UNPIN = "unpin"
+    EVICTED = "evicted"
+    EVICTED_TO_PREFIX = "evicted_to_prefix"
+    DEVICE_LOST = "device_lost"
+
+
+_R, _T = Residency, ResidencyEvent
+RESIDENCY_TRANSITIONS: Final[Mapping[tuple[Residency, ResidencyEvent], Residency]] = {
+    (_R.HOST, _T.TRANSMIT): _R.TRANSMITTING,
+    (_R.PARTIAL, _T.TRANSMIT): _R.TRANSMITTING,
+    (_R.TRANSMITTING, _T.ARRIVED): _R.RESIDENT,
+    (_R.TRANSMITTING, _T.ABANDONED): _R.HOST,
+    (_R.RESIDENT, _T.PIN): _R.PINNED,
+    (_R.PINNED, _T.UNPIN): _R.RESIDENT,
+    (_R.RESIDENT, _T.EVICTED): _R.HOST,
+    (_R.PARTIAL, _T.EVICTED): _R.HOST,
+    (_R.RESIDENT, _T.EVICTED_TO_PREFIX): _R.PARTIAL,
+    **{(state, _T.DEVICE_LOST): _R.HOST for state in Residency},
+}
+
+
+class ModelState(enum.Enum):
+    BUILDING = "building"
+    STORING = "storing"
+    READY = "ready"
+    QUARANTINED = "quarantined"
+    FAILED = "failed"
+
+
+class ModelEvent(enum.Enum):
+    BUILT = "built"
+    STORED = "stored"
+    POISONED = "poisoned"
+    PARDONED = "pardoned"
+    REFUSED = "refused"
+
+
+_M, _N = ModelState, ModelEvent
+MODEL_TRANSITIONS: Final[Mapping[tuple[ModelState, ModelEvent], ModelState]] = {
+    (_M.BUILDING, _N.BUILT): _M.STORING,
+    (_M.BUILDING, _N.REFUSED): _M.FAILED,
+    (_M.STORING, _N.STORED): _M.READY,
+    (_M.STORING, _N.REFUSED): _M.FAILED,
+    (_M.READY, _N.POISONED): _M.QUARANTINED,
+    (_M.QUARANTINED, _N.PARDONED): _M.READY,  # `load NAME` gives it another chance
+}
+
+
+State = TypeVar("State", bound=enum.Enum)
+Event = TypeVar("Event", bound=enum.Enum)
+
+STORY_LENGTH: Final = 12  # enough to read a whole preemption back, small enough to keep for all
+
+
+class Machine(Generic[State, Event]):
+    """One record's state, its table, and the last transitions with what caused them.
+
+    ``apply`` is the only way a state changes. An event with no row raises InvalidTransition and
+    changes nothing; the error prints the story.
+    """
+
+    __slots__ = ("_steps", "_table", "key", "state")
+
+    def __init__(self, key: str, state: State, table: Mapping[tuple[State, Event], State]) -> None:
+        self.key = key
+        self.state = state
+        self._steps: deque[tuple[State, State, Event, str]] = deque(maxlen=STORY_LENGTH)
+        self._table = table
+
+    @property
+    def story(self) -> list[str]:
+        """The last transitions as text, made when somebody reads it: a request has six."""
+        return [
+            f"{source.value}->{target.value} {event.value} {cause}".rstrip()
+            for source, target, event, cause in self._steps
+        ]
+
+    def allows(self, event: Event) -> bool:
+        """Whether the table has a row for ``event`` now."""
+        return (self.state, event) in self._table
+
+    def apply(self, event: Event, cause: str = "") -> State:
+        """Follow the table; returns the new state."""
+        try:
+            target = self._table[(self.state, event)]
+        except KeyError:
+            raise InvalidTransition(
+                f"{self.key}: no transition for {event.value} in {self.state.value}; "
+                f"story: {'; '.join(self.story) or 'none'}",
+                key=self.key,
+                state=self.state.value,
+                event=event.value,
+                story=self.story,
+            ) from None
+        self._steps.append((self.state, target, event, cause))
+        self.state = target
+        return target
+
+
+def diagram(name: str, table: Mapping[tuple[State, Event], State]) -> str:
+    """A Mermaid state diagram generated from a table (docs/architecture.md shows these)."""
+    lines = [f"%% {name}: generated from pipeswitch/scheduler/states.py", "stateDiagram-v2"]
+    merged: dict[tuple[str, str], list[str]] = {}
+    for (source, event), target in table.items():
+        merged.setdefault((source.value, target.value), []).append(event.value)
+    lines += [f"    {s} --> {t}: {', '.join(events)}" for (s, t), events in merged.items()]
+    return "\n".join(lines)

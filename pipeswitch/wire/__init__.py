@@ -1,0 +1,1 @@
+"""Between clients and server: frames, sockets, keys, addresses."""

@@ -1,0 +1,71 @@
+"""Which server a client means when nobody says: the owner's ipc socket, else loopback TCP."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..config import DEFAULT_LISTEN, default_runtime_dir
+
+
+def default_address(environ: Mapping[str, str]) -> str:
+    """In this order:
+
+    1. ``PIPESWITCH_HOST``, as ``full_address`` reads it;
+    2. the owner's ipc socket of the default port, when a server listens on it;
+    3. the only live ipc socket of the owner, when there is exactly one;
+    4. ``tcp://127.0.0.1:5555``.
+    """
+    named = environ.get("PIPESWITCH_HOST", "").strip()
+    if named:
+        return full_address(named)
+    directory = default_runtime_dir(environ)
+    port = DEFAULT_LISTEN.rpartition(":")[2]
+    if is_live(directory / f"{port}.sock"):
+        return f"ipc://{directory / f'{port}.sock'}"
+    live = [path for path in sorted(directory.glob("*.sock")) if is_live(path)]
+    return f"ipc://{live[0]}" if len(live) == 1 else DEFAULT_LISTEN
+
+
+def full_address(named: str) -> str:
+    """An address as people write it: TCP is meant without a scheme, 5555 without a port.
+
+    >>> [full_address(text) for text in ("gpu1", "[::1]:6000", "::1", "ipc:///run/a.sock")]
+    ['tcp://gpu1:5555', 'tcp://[::1]:6000', 'tcp://[::1]:5555', 'ipc:///run/a.sock']
+    """
+    scheme, found, rest = named.partition("://")
+    if not found:
+        scheme, rest = "tcp", named
+    if scheme != "tcp":
+        return named
+    if rest.count(":") > 1 and not rest.startswith("["):
+        rest = f"[{rest}]"  # a bare IPv6 address
+    has_port = re.search(r":[^:\]]*$", rest)
+    return f"tcp://{rest}" if has_port else f"tcp://{rest}:{DEFAULT_LISTEN.rpartition(':')[2]}"
+
+
+def as_seen_from(address: str, told: str) -> str:
+    """An address that a server told its client at ``address``: "every interface" means that one.
+
+    >>> as_seen_from("tcp://gpu1:5555", "tcp://0.0.0.0:5556")
+    'tcp://gpu1:5556'
+    """
+    host, _, port = told.rpartition(":")
+    if host not in ("tcp://0.0.0.0", "tcp://[::]", "tcp://*"):
+        return told
+    return f"{address.rpartition(':')[0]}:{port}"
+
+
+def is_live(path: Path) -> bool:
+    """Whether somebody listens on this unix socket; a dead server's file does not count."""
+    if not path.is_socket():
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True

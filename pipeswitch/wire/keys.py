@@ -1,0 +1,278 @@
+"""CURVE keys: the server's own, the clients' it admits, and the pair a client brings.
+
+A folder (0700) holds ``server.key_secret`` and ``clients/NAME.key``, one public key for each
+client that may come in; the files are pyzmq's certificates. CURVE alone proves that a peer *has*
+a key: whether that key may come in is the allow-list's business (ZAP, RELIABILITY 2). Removing a
+file revokes the key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from ..config import NAME_PATTERN
+from ..errors import AlreadyExists, ConfigError, InvalidInput, ModelNotFound
+from .private import check_private, private_directory
+
+KEY_CHARACTERS: Final = 40  # 32 bytes in Z85
+SETTING: Final = "[server] keys_dir"
+SERVER_NAME: Final = "server"
+SETTLED_NS: Final = 100_000_000  # a folder changed more recently may change again unnoticed
+
+
+@dataclass(frozen=True)
+class ClientKeys:
+    """What a client presents and whom it expects; Z85 text of 40 bytes each."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+    server: bytes
+
+
+@dataclass(frozen=True)
+class ServerKeys:
+    """The server's own pair; Z85 text of 40 bytes each."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+
+def read_public(text_or_path: str) -> bytes:
+    """A public key, given as its 40 characters or as a certificate file.
+
+    Raises:
+        InvalidInput: it is neither.
+    """
+    if Path(text_or_path).is_file():
+        return _read(Path(text_or_path))[0]
+    return _checked(text_or_path.encode(), text_or_path)
+
+
+def client_keys(key: str, server_key: str) -> ClientKeys | None:
+    """What a client was given: a secret certificate file, and the server's public key.
+
+    Raises:
+        ConfigError: only one of the two was given, or the file holds no secret key.
+        InvalidInput: one of them is no key.
+    """
+    if not key and not server_key:
+        return None
+    if not key or not server_key:
+        missing = "its own (.key_secret)" if server_key else "the server's public one"
+        raise ConfigError(
+            f"a client needs two keys, {missing} was not given",
+            hint="key= and server_key=, PIPESWITCH_KEY and PIPESWITCH_SERVER_KEY, "
+            "or --key and --server-key",
+        )
+    public, secret = _read(Path(key))
+    if secret is None:
+        raise ConfigError(f"{key} holds no secret key", hint="name the .key_secret file")
+    return ClientKeys(public, secret, read_public(server_key))
+
+
+def keys_from(
+    key: str | os.PathLike[str] | None,
+    server_key: str | os.PathLike[str] | None,
+    environ: Mapping[str, str],
+) -> ClientKeys | None:
+    """``client_keys`` of what was named, or else of ``PIPESWITCH_KEY`` and its ``SERVER_KEY``."""
+    return client_keys(
+        os.fspath(environ.get("PIPESWITCH_KEY", "") if key is None else key),
+        os.fspath(environ.get("PIPESWITCH_SERVER_KEY", "") if server_key is None else server_key),
+    )
+
+
+def _checked(key: bytes, shown: object) -> bytes:
+    from zmq.utils import z85
+
+    with contextlib.suppress(ValueError, KeyError, ArithmeticError):
+        if len(key) == KEY_CHARACTERS and len(z85.decode(key)) == 32:
+            return key
+    raise InvalidInput(f"{shown} is neither a key of {KEY_CHARACTERS} characters nor a key's file")
+
+
+def _read(path: Path) -> tuple[bytes, bytes | None]:
+    """Public and secret key of a certificate file.
+
+    Raises:
+        InvalidInput: it cannot be read, or what it holds is no key.
+    """
+    from zmq.auth import load_certificate
+
+    try:
+        public, secret = load_certificate(path)
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"{path} is not a key's file: {error}") from None
+    return _checked(public, path), None if secret is None else _checked(secret, path)
+
+
+class KeyFolder:
+    """The server's side of the keys, on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.clients_path = path / "clients"
+
+    def open(self) -> KeyFolder:
+        """Make the folder and its ``clients``, or check that both are the owner's alone."""
+        private_directory(self.path, SETTING)
+        private_directory(self.clients_path, SETTING)
+        return self
+
+    def make_server(self) -> ServerKeys:
+        """A new pair for the server.
+
+        Raises:
+            AlreadyExists: it has one; another would lock out every client that knows it.
+        """
+        if self._server_file.exists():
+            raise AlreadyExists(
+                f"{self._server_file} exists, clients know its public key",
+                hint="pipeswitch keys server --show prints it",
+            )
+        make_pair(SERVER_NAME, self.path)
+        found = self.server()
+        assert found is not None
+        return found
+
+    def server(self) -> ServerKeys | None:
+        """The server's pair; None when none was made.
+
+        Raises:
+            ConfigError: others may read it, or it is damaged.
+        """
+        if not self._server_file.exists():
+            return None
+        check_private(self._server_file, SETTING)
+        try:
+            public, secret = _read(self._server_file)
+        except InvalidInput as error:
+            raise ConfigError(error.message) from None
+        if secret is None:
+            raise ConfigError(f"{self._server_file} holds no secret key")
+        return ServerKeys(public, secret)
+
+    def admit(self, name: str, public: bytes) -> None:
+        """Let the holder of this key in from now on.
+
+        Raises:
+            AlreadyExists: the name has another key, or the key another name.
+        """
+        _check_name(name)
+        for other, key in self.clients().items():
+            if other == name and key != public:
+                raise AlreadyExists(
+                    f"{name} has another key", hint=f"pipeswitch keys revoke {name}"
+                )
+            if key == public and other != name:
+                raise AlreadyExists(f"{other} has this key already")
+        text = f'# admitted client\ncurve\n    public-key = "{public.decode()}"\n'
+        _write(self._client_file(name), text)
+
+    def revoke(self, name: str) -> None:
+        """Keep the holder of this name's key out from now on.
+
+        Raises:
+            ModelNotFound: no client has that name.
+        """
+        _check_name(name)
+        try:
+            self._client_file(name).unlink()
+        except FileNotFoundError:
+            raise ModelNotFound(f'no client "{name}"', hint="pipeswitch keys ls") from None
+
+    def clients(self) -> dict[str, bytes]:
+        """Admitted public keys by name. A file that is no certificate admits nobody."""
+        found = {}
+        with contextlib.suppress(FileNotFoundError):
+            for path in sorted(self.clients_path.glob("*.key")):
+                with contextlib.suppress(InvalidInput):
+                    found[path.stem] = _read(path)[0]
+        return found
+
+    @property
+    def _server_file(self) -> Path:
+        return self.path / f"{SERVER_NAME}.key_secret"
+
+    def _client_file(self, name: str) -> Path:
+        return self.clients_path / f"{name}.key"
+
+
+def _check_name(name: str) -> None:
+    if not NAME_PATTERN.fullmatch(name):
+        raise InvalidInput(f"{name!r} is not a name: {NAME_PATTERN.pattern}")
+
+
+def make_pair(name: str, folder: Path) -> tuple[Path, bytes]:
+    """A client's (or the server's) new pair: ``NAME.key`` and ``NAME.key_secret`` (0600).
+
+    Returns:
+        The secret's file and the public key.
+
+    Raises:
+        AlreadyExists: one of the files is there.
+    """
+    from zmq.auth import create_certificates
+
+    _check_name(name)
+    targets = [folder / f"{name}.key", folder / f"{name}.key_secret"]
+    for path in targets:
+        if path.exists():
+            raise AlreadyExists(f"{path} is there already, it is not overwritten")
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".making-") as private:  # 0700
+        for made, path in zip(create_certificates(private, name), targets, strict=True):
+            os.chmod(made, 0o600)
+            os.rename(made, path)
+    return targets[1], _read(targets[0])[0]
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all: a reader never sees half a file."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")  # 0600
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.rename(temporary, path)
+
+
+class AllowList:
+    """Which clients' keys may come in, as the folder says now.
+
+    Asked by libzmq's authentication thread at each handshake, and by the server's loop about
+    clients that are in already. The folder is read again when it has changed.
+    """
+
+    def __init__(self, folder: KeyFolder) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._seen: tuple[int, int] | None = None  # the folder's inode and mtime_ns
+        self._keys: frozenset[bytes] = frozenset()
+        self.refused_count = 0  # handshakes with a key that is not on the list
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """pyzmq's credentials provider: may this public key (Z85) come in? Never raises."""
+        is_admitted = key in self.keys()
+        self.refused_count += not is_admitted
+        return is_admitted
+
+    def keys(self) -> frozenset[bytes]:
+        """The admitted keys. A folder that cannot be read admits nobody."""
+        with self._lock:
+            try:
+                facts = os.stat(self._folder.clients_path)
+                stamp = (facts.st_ino, facts.st_mtime_ns)
+                if stamp != self._seen:
+                    self._keys = frozenset(self._folder.clients().values())
+                    # A change within the same tick of the file system's clock has no new stamp.
+                    is_settled = abs(time.time_ns() - facts.st_mtime_ns) > SETTLED_NS
+                    self._seen = stamp if is_settled else None
+            except OSError:
+                self._keys, self._seen = frozenset(), None
+            return self._keys

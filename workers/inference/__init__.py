@@ -1,0 +1,1 @@
+"""One request: load the program, wait for each group, run it."""

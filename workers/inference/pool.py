@@ -1,0 +1,86 @@
+"""The request/reply pool as a worker sees it: tensors over slabs, no copies."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+import torch
+
+from pipeswitch.errors import InvalidInput
+from pipeswitch.ipc.messages import SlabTensor
+from pipeswitch.programs.layout import ITEM_BYTES
+
+REPLY_ALIGN_BYTES = 64
+
+
+class RequestPool:
+    """A mapping of the pool memfd."""
+
+    def __init__(self, descriptor: int, size_bytes: int) -> None:
+        self._size_bytes = size_bytes
+        self._storage = torch.frombuffer(
+            mmap.mmap(descriptor, size_bytes), dtype=torch.uint8
+        ).untyped_storage()
+
+    @property
+    def address(self) -> int:
+        """Where it is mapped in this process."""
+        return self._storage.data_ptr()
+
+    @property
+    def size_bytes(self) -> int:
+        return self._size_bytes
+
+    def tensor(self, slab: SlabTensor) -> torch.Tensor:
+        """A tensor over a request's slab; it stays valid until the reply is sent."""
+        return self._view(slab.dtype, slab.shape, slab.offset_bytes, slab.size_bytes)
+
+    def _view(
+        self, dtype_name: str, shape: Sequence[int], offset_bytes: int, size_bytes: int
+    ) -> torch.Tensor:
+        item = ITEM_BYTES[dtype_name]
+        if offset_bytes % item or not 0 <= offset_bytes <= self._size_bytes - size_bytes:
+            raise ValueError(f"slab at {offset_bytes}+{size_bytes} lies outside of the pool")
+        dtype = getattr(torch, dtype_name)
+        strides, step = [], 1
+        for extent in reversed(shape):
+            strides.append(step)
+            step *= max(1, extent)
+        tensor = torch.empty(0, dtype=dtype)
+        return tensor.set_(self._storage, offset_bytes // item, tuple(shape), strides[::-1])
+
+    def write(
+        self,
+        names: Sequence[str],
+        outputs: Sequence[torch.Tensor],
+        offset_bytes: int,
+        room_bytes: int,
+    ) -> tuple[SlabTensor, ...]:
+        """Copy outputs into a reply slab; from a device this is enqueued, not done, on return.
+
+        Raises:
+            InvalidInput: they need more room than their declared shapes said.
+        """
+        slabs, cursor = [], 0
+        for name, output in zip(names, outputs, strict=True):
+            dtype_name = str(output.dtype).removeprefix("torch.")
+            size = output.numel() * output.element_size()
+            if dtype_name not in ITEM_BYTES or cursor + size > room_bytes:
+                raise InvalidInput(
+                    f'output "{name}" is {dtype_name}{list(output.shape)}: it does not fit into '
+                    f"the {room_bytes} bytes its declared shape asked for"
+                )
+            slab = SlabTensor(
+                name=name,
+                dtype=dtype_name,
+                shape=tuple(output.shape),
+                offset_bytes=offset_bytes + cursor,
+                size_bytes=size,
+            )
+            self._view(dtype_name, slab.shape, slab.offset_bytes, size).copy_(
+                output, non_blocking=True
+            )
+            slabs.append(slab)
+            cursor += -(-size // REPLY_ALIGN_BYTES) * REPLY_ALIGN_BYTES
+        return tuple(slabs)

@@ -1,0 +1,201 @@
+"""One inference task: group by group, each as soon as it has arrived (PipeSwitch 4.2)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from pipeswitch.devices import PoolView
+from pipeswitch.devices.waiting import now_ms
+from pipeswitch.errors import PipeSwitchError, to_wire
+from pipeswitch.failpoints import reach
+from pipeswitch.ipc.messages import (
+    InferenceDone,
+    InferenceFailed,
+    ModelName,
+    PrepareModel,
+    RunInference,
+    SlabTensor,
+)
+from pipeswitch.programs.groups import regrouped
+from pipeswitch.programs.spec import load_manifest
+from pipeswitch.wire.frames import Channel
+
+from .load import BoundProgram, Program, load_program
+from .pool import RequestPool
+from .trials import MadeUpInputs, run_trial
+
+Wanted = RunInference | PrepareModel
+Version = tuple[str, tuple[int, ...]]  # digest and plan: what a loaded program was made for
+
+
+class Programs:
+    """Structures this worker has loaded, and their parameters bound at home addresses."""
+
+    def __init__(self, view: PoolView) -> None:
+        self._view = view
+        self._programs: dict[ModelName, tuple[Version, Program]] = {}
+        self._bound: dict[ModelName, tuple[Version, int, BoundProgram]] = {}
+        # An index out of range is an exception on cpu; on cuda it costs the whole process.
+        self.made_up = MadeUpInputs(zero_integers=view.device != "cpu")
+
+    def prepare(self, message: PrepareModel) -> None:
+        """Load the structure; bind when the model has a home already."""
+        self._program(message)
+        if message.arena_offset_bytes >= 0:
+            self.bound(message)
+
+    def _program(self, wanted: Wanted) -> Program:
+        version = (wanted.digest, wanted.plan)
+        known = self._programs.get(wanted.model)
+        if known is not None and known[0] == version:
+            return known[1]
+        manifest = regrouped(load_manifest(Path(wanted.directory)), wanted.plan)
+        program = load_program(wanted.directory, manifest, self._view.device)
+        self._programs[wanted.model] = (version, program)
+        self._unbind(wanted.model)
+        return program
+
+    def bound(self, wanted: Wanted) -> BoundProgram:
+        """The program with its parameters over its region; cached: it seldom moves."""
+        version, offset = (wanted.digest, wanted.plan), wanted.arena_offset_bytes
+        known = self._bound.get(wanted.model)
+        if known is not None and known[:2] == (version, offset):
+            return known[2]
+        program = self._program(wanted)
+        self._unbind(wanted.model)
+        bound = self._view.program(program.bind(lambda spec: self._view.tensor(spec, offset)))
+        self._bound[wanted.model] = (version, offset, bound)
+        return bound
+
+    def _unbind(self, model: ModelName) -> None:
+        known = self._bound.pop(model, None)
+        if known is not None:
+            self._view.drop(known[2])
+
+    def forget(self, model: ModelName) -> None:
+        self._programs.pop(model, None)
+        self._unbind(model)
+
+    def clear(self) -> None:
+        for model in list(self._programs):
+            self.forget(model)
+
+
+class _Groups:
+    """Called before each group: waits for its arrival word, keeps the times for the bill."""
+
+    def __init__(self, view: PoolView, message: RunInference) -> None:
+        self._view = view
+        self._first_word = message.first_word
+        self._epoch = message.residency_epoch
+        self._is_trial = message.trial_batch > 0
+        self.begins_ms: list[float] = []
+        self.ends_ms: list[float] = []
+        self.stall_ms = 0.0
+
+    def __call__(self, index: int) -> None:
+        if self._is_trial:
+            self._view.quiesce()  # a trial measures what a group computes, not its enqueueing
+        if self.begins_ms:
+            self.ends_ms.append(now_ms())
+        self.stall_ms += self._view.wait_group(self._first_word + index, self._epoch)
+        reach("worker.infer.group")
+        self.begins_ms.append(now_ms())
+
+
+def infer(
+    message: RunInference,
+    programs: Programs,
+    pool: RequestPool,
+    view: PoolView,
+    task: Channel,
+    slot: int,
+) -> bool:
+    """Run one request and report; whether the report said that this worker is clean again.
+
+    The model's own failure leaves this worker in order.
+    """
+    received_at_ms = now_ms()
+    try:
+        reach("worker.infer.received")
+        bound = programs.bound(message)
+        inputs = [pool.tensor(slab) for slab in message.inputs]
+        view.wait_turn(message.epoch)
+        turn_at_ms = now_ms()
+        reach("worker.infer.turn")
+        view.board.write_begun(slot, message.epoch)  # from here on a death may be the model's
+        groups = _Groups(view, message)
+        slabs: tuple[SlabTensor, ...] = ()
+        with view.computing(bound):
+            if message.trial_batch:
+                run_trial(bound, message, programs.made_up, groups, view, slot)
+            else:
+                outputs = bound.run(inputs, groups)
+                reach("worker.infer.outputs")
+                slabs = _write(bound, outputs, message, pool)
+            view.quiesce()
+        ended_at_ms = now_ms()
+        groups.ends_ms.append(ended_at_ms)
+    except BaseException as error:  # the one place where a model's own code may fail, or sys.exit
+        if view.is_lost(error):
+            fault = view.fault()
+            if fault is not None:  # tried again it would break one worker after the other
+                task.send(_failure(message, fault))
+            raise  # this process ends and is replaced; without an answer the request is tried again
+        view.wait_turn(message.epoch)  # an early failure still ends its turn in order
+        task.send(_failure(message, error))
+        return False  # the error's traceback still holds the task's tensors
+    is_clean = not view.can_improve(bound)
+    reach("worker.infer.done")
+    task.send(
+        InferenceDone(
+            epoch=message.epoch,
+            outputs=slabs,
+            received_at_ms=received_at_ms,
+            turn_at_ms=turn_at_ms,
+            first_group_at_ms=groups.begins_ms[0] if groups.begins_ms else turn_at_ms,
+            ended_at_ms=ended_at_ms,
+            stall_ms=groups.stall_ms,
+            is_clean=is_clean,
+            group_begins_at_ms=tuple(groups.begins_ms),
+            group_ends_at_ms=tuple(groups.ends_ms),
+        )
+    )
+    if not is_clean:
+        view.improve(bound)
+    return is_clean
+
+
+def _write(
+    bound: BoundProgram, outputs: list[torch.Tensor], message: RunInference, pool: RequestPool
+) -> tuple[SlabTensor, ...]:
+    names = [value.name for value in bound.manifest.outputs]
+    return pool.write(names, outputs, message.reply_offset_bytes, message.reply_bytes)
+
+
+def _failure(message: RunInference, error: BaseException) -> InferenceFailed:
+    if isinstance(error, PipeSwitchError):
+        wire = to_wire(error)
+        return InferenceFailed(
+            epoch=message.epoch,
+            error=wire["type"],
+            message=wire["message"],
+            data={key: str(value) for key, value in wire["data"].items()},
+        )
+    kind, text = type(error).__name__, _text(error)
+    return InferenceFailed(
+        epoch=message.epoch,
+        error="TaskFailed",
+        message=f'"{message.model}" raised {kind}: {text}',
+        data={"type": kind, "text": text},
+    )
+
+
+def _text(error: BaseException) -> str:
+    """What it says, as it can travel: its text is the model's own code too."""
+    try:
+        return str(error)[:2000].encode("utf-8", "replace").decode()
+    except Exception:
+        return "(no text: its __str__ raised)"

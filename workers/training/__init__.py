@@ -1,0 +1,1 @@
+"""One training job: session, slice, gate, commits."""

@@ -1,0 +1,165 @@
+"""What a training session asks of its process: leases, commits, reports."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pipeswitch.commits.area import HEADER_BYTES, SLOT_COUNT, CommitArea
+from pipeswitch.devices import PoolView
+from pipeswitch.devices.waiting import now_ms
+from pipeswitch.errors import PipeSwitchError, TaskPreempted, from_wire
+from pipeswitch.failpoints import reach
+from pipeswitch.ipc.messages import (
+    ByteRange,
+    CommitStep,
+    JobReport,
+    LeaseGranted,
+    LeaseRefused,
+    LeaseRequest,
+    RunJob,
+    StepCommitted,
+)
+from pipeswitch.wire.frames import Channel
+
+
+class JobHost:
+    """``TrainingHost`` over the worker's channels. The main thread asks, the termination
+    thread delivers the answers."""
+
+    def __init__(
+        self, message: RunJob, task: Channel, view: PoolView, descriptors: Sequence[int]
+    ) -> None:
+        self._message = message
+        self._task = task
+        self._view = view
+        self.device = view.device
+        self._changed = threading.Condition()
+        self._lease: LeaseGranted | LeaseRefused | None = None
+        self._committed: StepCommitted | None = None
+        self._commit_number = 0  # of the last one that was begun: 1, 2, … in each dispatch
+        self._evicting = False
+        self._has_leased = False
+        self._commits = descriptors[0] if descriptors else -1  # the job's commit area, to read
+
+    def now_ms(self) -> float:
+        return now_ms()
+
+    # -- main thread ---------------------------------------------------------------------------
+
+    def lease(self, slice_bytes: int, state_bytes: int) -> torch.Tensor:
+        """Ask for the job's slice and wait; the caller has left the device.
+
+        Raises:
+            OutOfDeviceMemory, HostStoreFull: it can never fit.
+            TaskPreempted: the job was evicted while it waited.
+        """
+        reach("job.lease")
+        with self._changed:
+            self._lease = None
+        self._view.settle()  # what still reads the former slice: it may be given to another
+        self._task.send(
+            LeaseRequest(
+                epoch=self._message.epoch, slice_bytes=slice_bytes, state_bytes=state_bytes
+            )
+        )
+        answer = self._await_lease()
+        if answer is None:
+            raise TaskPreempted("evicted while waiting for device memory")
+        if isinstance(answer, LeaseRefused):
+            raise from_wire(answer.error, answer.message, "", answer.data)
+        slice_tensor = self._view.slice_bytes(answer.offset_bytes, slice_bytes)
+        if self._has_leased:
+            slice_tensor.zero_()  # the first slice again, for the next phase
+        self._has_leased = True
+        reach("job.leased")
+        return slice_tensor
+
+    def _await_lease(self) -> LeaseGranted | LeaseRefused | None:
+        """The answer; None when an eviction came first."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._lease is not None or self._evicting)
+            return self._lease
+
+    def begin_commit(self, step: int, ranges: Sequence[tuple[int, int]]) -> None:
+        """Let the daemon copy these pieces of the slice; returns at once."""
+        reach("job.commit")
+        with self._changed:
+            self._committed = None
+            self._commit_number += 1
+        self._view.settle()  # the daemon reads the slice: every kernel before has run
+        self._task.send(
+            CommitStep(
+                epoch=self._message.epoch,
+                number=self._commit_number,
+                step=step,
+                ranges=tuple(ByteRange(offset_bytes=o, size_bytes=s) for o, s in ranges),
+            )
+        )
+
+    def wait_commit(self) -> float:
+        """Wait for the acknowledgement of the last ``begin_commit``; its duration in ms.
+
+        Raises:
+            PipeSwitchError: the daemon could not copy it; the older commit is intact.
+        """
+        with self._changed:
+            while self._committed is None:
+                self._changed.wait()
+            answer = self._committed
+        if answer.error:
+            raise PipeSwitchError(f"commit of step {answer.step} failed: {answer.error}")
+        reach("job.committed")
+        return answer.copy_ms
+
+    def restore(self) -> memoryview | None:
+        """The last committed image as it is now (a private copy), or None."""
+        reach("job.restore")
+        image = _last_image(self._commits) if self._commits >= 0 else None
+        return memoryview(image) if image is not None else None
+
+    def report(self, kind: str, /, **values: Any) -> None:
+        reach("job.report")
+        self._task.send(JobReport(epoch=self._message.epoch, kind=kind, values=values))
+
+    # -- termination thread --------------------------------------------------------------------
+
+    def lease_answered(
+        self, message: LeaseGranted | LeaseRefused, descriptors: Sequence[int]
+    ) -> None:
+        """An answer to ``lease``; a granted one brings the commit area, which may be a new one."""
+        with self._changed:
+            for descriptor in descriptors:  # nobody reads the old one: the main thread waits here
+                if self._commits >= 0:
+                    os.close(self._commits)
+                self._commits = descriptor
+            self._lease = message
+            self._changed.notify_all()
+
+    def commit_answered(self, message: StepCommitted) -> None:
+        with self._changed:
+            if message.number != self._commit_number:
+                return  # told again: the one that is waited for is still being copied
+            self._committed = message
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """An eviction was asked for: a wait for memory ends."""
+        with self._changed:
+            self._evicting = True
+            self._changed.notify_all()
+
+
+def _last_image(descriptor: int) -> bytes | None:
+    """A private copy of the newest complete commit (the area goes on being written)."""
+    slot_bytes = (os.fstat(descriptor).st_size - HEADER_BYTES) // SLOT_COUNT
+    area = CommitArea(descriptor, slot_bytes)
+    try:
+        commit = area.newest()
+        return bytes(area.image(commit)) if commit is not None else None
+    finally:
+        area.close()

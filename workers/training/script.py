@@ -1,0 +1,149 @@
+"""Run a user's training script in this worker and say how it ended (DESIGN 5)."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import os
+import runpy
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from pipeswitch import job as job_api
+from pipeswitch.errors import TaskPreempted
+from pipeswitch.failpoints import reach
+from pipeswitch.ipc.messages import JobEnded, RunJob
+
+from .gate import Gate
+from .heap import keep_freed_memory
+from .host import JobHost
+from .session import TrainingSession
+
+Outcome = Literal["done", "preempted", "failed"]
+
+
+def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
+    """Run ``message.entry`` from the top; ``TaskPreempted`` is caught here and nowhere else."""
+    session = TrainingSession(host, gate, commit_every_ms=message.commit_every_ms)
+    job_api._install(session)
+    outcome: Outcome = "done"
+    kind, text = "", ""
+    try:
+        _redirect_output(message.log_path)
+        _let_children_be_ended()
+        keep_freed_memory()
+        reach("job.start")
+        session.begin()
+        with _clean_exit():
+            _run_entry(message)
+        if not gate.is_evicting:
+            _join_threads()
+        if gate.is_evicting:
+            outcome = "preempted"  # it was asked to go, and goes: resumes near its end
+        else:
+            session.finish()
+    except TaskPreempted:
+        reach("job.evicted")
+        outcome = "preempted"
+    except BaseException as error:  # user code may raise anything, KeyboardInterrupt included
+        if gate.is_evicting:  # it caught its preemption and leaves in its own way; or begins anew
+            outcome = "preempted"
+        elif isinstance(error, SystemExit):
+            outcome, kind, text = "failed", "SystemExit", f"exit status {error.code}"[:2000]
+        else:
+            traceback.print_exc()
+            outcome, kind, text = "failed", type(error).__name__, str(error)[:2000]
+    finally:
+        session.close()
+    if outcome != "preempted":
+        _run_exit_hooks()
+    _flush()
+    return JobEnded(
+        epoch=message.epoch,
+        outcome=outcome,
+        step=session.step,
+        error_type=kind,
+        error_text=text,
+    )
+
+
+@contextlib.contextmanager
+def _clean_exit() -> Iterator[None]:
+    """``sys.exit(0)`` ends a script as its last line does."""
+    try:
+        yield
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0):
+            raise
+
+
+def _run_entry(message: RunJob) -> None:
+    if message.entry.endswith(".py"):
+        path = Path(message.entry).resolve()
+        sys.path.insert(0, str(path.parent))
+        sys.argv = [str(path), *message.args]
+        os.chdir(path.parent)
+        runpy.run_path(str(path), run_name="__main__")
+        return
+    module_name, _, attribute = message.entry.partition(":")
+    sys.argv = [message.entry, *message.args]
+    function = getattr(importlib.import_module(module_name), attribute or "main")
+    function()
+
+
+def _join_threads() -> None:
+    """Wait for the script's threads as the interpreter's end does: one of them may train."""
+    shutdown = getattr(threading, "_shutdown", None)  # wakes idle pools first; no public name
+    if shutdown is not None:
+        shutdown()
+
+
+def _run_exit_hooks() -> None:
+    """What the script registered with ``atexit``; a worker leaves without the interpreter's end."""
+    run = getattr(atexit, "_run_exitfuncs", None)
+    if run is not None:
+        with contextlib.suppress(BaseException):  # it has printed its traceback
+            run()
+
+
+def _let_children_be_ended() -> None:
+    """The script's own processes obey SIGTERM and SIGINT, which this one does not.
+
+    An ignored signal stays ignored across exec, and a pool that ends its children with SIGTERM
+    would wait for them for ever; a handler does not, and after a fork it is taken out.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stay)
+        signal.siginterrupt(number, False)
+    os.register_at_fork(after_in_child=_obey_signals)
+
+
+def _stay(number: int, frame: object) -> None:
+    """Who leaves when is the controller's decision."""
+
+
+def _obey_signals() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _redirect_output(path: str) -> None:
+    """stdout and stderr of the job, of its C code too, go to its log."""
+    _flush()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def _flush() -> None:
+    """What a full disk does not take is lost; the job's outcome is not."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()

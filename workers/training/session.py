@@ -1,0 +1,670 @@
+"""What stands behind ``job`` in a worker: loops that can be suspended, evicted, resumed (DESIGN 5).
+
+Life of a loop, in numbered steps:
+1. ``steps`` sizes and leases the slice (first loop of a phase), binds the tensors, restores the
+   commit if the job has one for this place of the script, or skips a finished loop.
+2. Between two bodies stands a *boundary*. If every optimizer has stepped since the last point, it
+   is a commit point: captured, and committed when the interval is over. Then the gate is looked at.
+   A body that was seen to write parameters behind torch's back (``.data``) overlaps no commit.
+3. The next batch is fetched with the device given up; the body runs with the hooks of
+   ``hooks.py`` looking at the gate at every layer, forward and backward.
+4. ``optimizer.step()`` first waits for the commit under way, and is never interrupted.
+5. An eviction commits the last point, if nothing has moved since, and unwinds the script; else
+   the job resumes from its last commit. At most the current step is recomputed.
+
+A *phase* is a ``job.epochs`` or a ``job.steps`` outside of one. The end of a phase is always
+committed, and kept in the images of the later ones: a resumed script replays a finished phase
+from its end (no batches), so what stands between two phases finds the state it had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, Protocol, TypeVar
+
+import torch
+
+from pipeswitch.commits.image import compact_image
+from pipeswitch.errors import HostStoreFull, InvalidInput, OutOfDeviceMemory
+from pipeswitch.job import InexactResumeWarning, as_number, warn_if_not_finite
+
+from .commits import COMMIT_SHARE, PAST, Committer, Point, Position, SavedImage, options_of
+from .gate import Gate
+from .hooks import Removable, hook_modules, hook_optimizer, use_gate
+from .slice import TrainedObjects, TrainingSlice, history_bytes, sparse_gradient_bytes
+from .snapshot import Captured, DataPosition, RandomState, named, named_extras
+
+FIRST_COMMIT_GAP_MS: Final = 50.0  # of each start of the script
+REPORT_EVERY_MS: Final = 100.0  # a fast loop must not flood the controller
+SPARE_STATE_BYTES: Final = 256 << 10  # random generators, the JSON, and room to grow
+JSON_NAMES: Final = 16  # how often the JSON names each parameter: its tensors, and their owners
+MAX_PAST_PHASES: Final = 4  # each costs its image once more, in every commit
+
+_Batch = TypeVar("_Batch")
+
+
+class TrainingHost(Protocol):
+    """What a training session needs of the worker process."""
+
+    device: str
+
+    def lease(self, slice_bytes: int, state_bytes: int) -> torch.Tensor:
+        """A zeroed, writable uint8 tensor over the slice; blocks until granted.
+
+        A second call (the next phase) gives the first slice back: nothing refers to it any more.
+        The last commit stays what it was until the next one.
+
+        Args:
+            slice_bytes: of parameters, buffers, gradients, optimizer state and the state area.
+            state_bytes: of the largest commit image.
+
+        Raises:
+            OutOfDeviceMemory: it can never fit.
+        """
+        ...
+
+    def begin_commit(self, step: int, ranges: Sequence[tuple[int, int]]) -> None:
+        """Start to copy these (offset, size) of the slice, in order, as the next commit."""
+        ...
+
+    def wait_commit(self) -> float:
+        """Block until the last ``begin_commit`` was acknowledged; its duration in ms."""
+        ...
+
+    def restore(self) -> memoryview | None:
+        """The last commit, read-only; valid until the next ``begin_commit``."""
+        ...
+
+    def report(self, kind: str, /, **values: Any) -> None:
+        """Tell the controller: progress, log, warnings, events. Does not block."""
+        ...
+
+    def now_ms(self) -> float:
+        """Monotonic."""
+        ...
+
+
+class TrainingSession:
+    """``job`` inside the server; made by the worker before the script, used by its main thread.
+
+    Args:
+        commit_every_ms: time between two commits, reached by doubling from a short one.
+        overlap_commits: let the copy overlap the next forward and backward. Used only once a
+            body was seen to leave its parameters alone before ``optimizer.step()``.
+    """
+
+    def __init__(
+        self,
+        host: TrainingHost,
+        gate: Gate,
+        *,
+        commit_every_ms: float = 5_000.0,
+        overlap_commits: bool = True,
+    ) -> None:
+        self._host, self._gate = host, gate
+        self._commit_every_ms, self._overlap = commit_every_ms, overlap_commits
+        self._commit_gap_ms = min(FIRST_COMMIT_GAP_MS, commit_every_ms)
+        self._next_commit_at_ms = host.now_ms() + self._commit_gap_ms
+        image = host.restore()
+        self._saved = None if image is None else SavedImage(image)  # until it was resumed
+        self._past: dict[int, bytes] = {} if self._saved is None else self._saved.past()
+        self._phase = -1  # of the newest loop
+        self._epoch, self._loop, self._in_epochs = -1, 0, False
+        self._position = Position(0, -1, 0, 0, False, "", 0)
+        self._step = 0
+        self._entry: dict[str, Any] = {}
+        self._objects: TrainedObjects | None = None
+        self._layout: TrainingSlice | None = None
+        self._committer: Committer | None = None
+        self._bound_phase = -1
+        self._hooks: list[Removable] = []
+        self._point: Point | None = None
+        self._data: DataPosition | None = None
+        self._stepped: set[str] = set()
+        self._optimizer_depth = 0
+        self._open_loop: object | None = None
+        self._in_body = False
+        self._body_is_clean = False  # the last body did not write parameters before its step
+        self._parameters_sum: int | None = None  # at the last point; None: this body is not watched
+        # Of this script's bodies: one left its parameters alone before its step, bit by bit; one
+        # did not, and no version counter told (``.data``).
+        bodies = (False, False) if self._saved is None else self._saved.values["bodies"]
+        self._was_watched: bool = bodies[0]
+        self._writes_unseen: bool = bodies[1]
+        self._warned: set[str] = set()
+        self._log: dict[str, float] = {}
+        self._report_at_ms = 0.0
+        self._over = False
+        gate.before_unwind = self._commit_before_unwinding
+
+    # ------------------------------------------------------------------------- the worker's
+
+    def begin(self) -> None:
+        """Call right before the script: its random generators start as in its first run."""
+        if self._saved is not None:
+            self._saved.random("script_random").restore(self.device)
+            self._entry["script_random"] = self._saved.values["script_random"]
+        else:
+            self._entry["script_random"] = RandomState(self.device).values()
+        use_gate(self._gate)
+
+    def finish(self) -> None:
+        """Call when the script has ended well: commits its end and gives the device up.
+
+        Raises:
+            InvalidInput: it ended before it came to the loop in which it was interrupted.
+        """
+        if self._saved is not None:
+            place = self._saved.position
+            raise InvalidInput(
+                f"the script ended before it came to the place of its last commit (step "
+                f"{place.step}, {place.name}, epoch {place.epoch}): nothing was restored",
+                hint="under a server job.epochs and job.steps resume: a script must not skip "
+                "loops itself, by a checkpoint of its own or a limit of time",
+            )
+        self._report(final=True)
+        self._end_phase(force=True)
+        committed = self._committer.committed if self._committer is not None else None
+        step = self._step if committed is None else committed.position.step
+        self._host.report("finished", step=self._step, committed_step=step)
+        self.close()
+
+    def close(self) -> None:
+        """Call in any case (also after an error or a preemption): hooks off, device given up."""
+        self._over = True
+        self._remove_hooks()
+        use_gate(None)
+        self._gate.in_optimizer_step = False
+        self._gate.leave()
+
+    # ------------------------------------------------------------------------- the script's
+
+    @property
+    def device(self) -> str:
+        """Where models belong."""
+        return self._host.device
+
+    @property
+    def step(self) -> int:
+        """Finished steps, over all loops and preemptions."""
+        return self._step
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """See ``pipeswitch.job.epochs``."""
+        if self._in_epochs:
+            raise InvalidInput("job.epochs inside job.epochs", hint="use range() for the inner one")
+        self._phase += 1
+        self._in_epochs = True
+        saved = self._saved_for_phase()
+        first = 0 if saved is None else saved.position.epoch
+        if saved is not None and saved.position.phase == self._phase:
+            self._refuse_other_count(count, saved.values["epochs"])
+        self._entry["epochs"] = count
+        try:
+            for epoch in range(first, count):
+                self._epoch, self._loop = epoch, 0
+                if saved is not None and epoch == first:
+                    saved.random("epoch_random").restore(self.device)
+                    self._step = saved.position.step
+                self._entry["epoch_random"] = RandomState(self.device).values()
+                yield epoch
+                self._unwind_if_evicted()
+        finally:
+            self._in_epochs, self._epoch = False, -1
+            if not self._is_unwinding:
+                self._end_phase()
+
+    def _refuse_other_count(self, count: int, committed: int) -> None:
+        """Where a script skips epochs by itself, ``job`` would skip others on top of them."""
+        if count != committed:
+            raise InvalidInput(
+                f"job.epochs({count}) was job.epochs({committed}) when the job was committed",
+                hint="job.epochs skips what is finished: give it the whole number, and let the "
+                "script not resume from a checkpoint of its own",
+            )
+
+    def steps(
+        self,
+        loader: Iterable[_Batch],
+        *,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any = None,
+        extra_state: Any = None,
+        name: str | None = None,
+    ) -> Iterator[_Batch]:
+        """See ``pipeswitch.job.steps``."""
+        objects = TrainedObjects(
+            named(model, "model"),
+            named(optimizer, "optimizer"),
+            named(scheduler, "scheduler"),
+            named_extras(extra_state),
+        )
+        if self._open_loop is not None:  # left by ``break``, and something still refers to it
+            self._end_loop()
+        self._open_loop = this_loop = object()
+        if not self._in_epochs:
+            self._phase += 1
+            self._loop = 0
+            self._entry["epoch_random"] = RandomState(self.device).values()
+            self._entry["epochs"] = 0
+        place = Position(
+            self._phase, self._epoch, self._loop, 0, False, name or f"steps-{self._phase}",
+            self._step,
+        )  # fmt: skip
+        self._loop += 1
+        self._bind(objects)
+        self._data = DataPosition(loader, objects.extras)
+        if "loader" not in self._warned and self._data.warn_if_inexact():
+            self._warned.add("loader")
+            self._host.report("warning", what="inexact_resume", step=self._step)
+        iterator = self._open(place)
+        try:
+            if iterator is not None:
+                yield from self._run(iterator, this_loop)
+        finally:
+            if self._open_loop is this_loop:
+                self._open_loop = None
+                if not self._is_unwinding:
+                    self._end_loop()
+                self._gate.leave()
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """See ``pipeswitch.job.log``: numbers are read when they are due, or cheap to read."""
+        due = self._host.now_ms() >= self._report_at_ms
+        for name, value in values.items():
+            if due or not (isinstance(value, torch.Tensor) and value.device.type != "cpu"):
+                number = as_number(value)
+                self._log[name] = number
+                if warn_if_not_finite(name, number, self._step):
+                    self._host.report("nan_loss", step=self._step, name=name, value=str(number))
+
+    # ------------------------------------------------------------------------- binding
+
+    def _bind(self, objects: TrainedObjects) -> None:
+        """Lease and rebind for a new phase; within a phase the objects must stay the same."""
+        if self._bound_phase == self._phase:
+            assert self._objects is not None
+            if not self._objects.is_same(objects):
+                raise InvalidInput(
+                    "the loops inside one job.epochs train different objects",
+                    hint="pass all models, optimizers and schedulers to each of them",
+                )
+            return
+        self._release()
+        past = sum(len(image) + 64 for image in self._past.values())
+        objects.refuse_shared_memory()
+        self._warn_of_what_is_lost(objects)
+        self._layout = TrainingSlice(objects, self._state_bytes(objects), past)
+        memory = self._lease(self._layout, objects)
+        self._layout.bind(memory)
+        if self._bound_phase < 0:
+            self._compare_beginnings()
+        self._committer = Committer(self._host, self._layout, self._past, self.device)
+        self._objects, self._bound_phase, self._point = objects, self._phase, None
+        self._stepped.clear()
+        self._hooks = hook_modules(objects.models.values())
+        for key, optimizer in objects.optimizers.items():
+            self._hooks += hook_optimizer(
+                optimizer, self._before_optimizer, partial(self._after_optimizer, key)
+            )
+
+    def _lease(self, layout: TrainingSlice, objects: TrainedObjects) -> torch.Tensor:
+        """Lease what ``layout`` needs; a refusal says when it is an optimizer's history."""
+        try:
+            return self._host.lease(layout.slice_bytes, layout.image_bytes)
+        except (OutOfDeviceMemory, HostStoreFull) as error:
+            history = sum(map(history_bytes, objects.optimizers.values()))
+            if 2 * history > layout.slice_bytes:
+                error.hint = f"LBFGS may keep {history} bytes of it: lower its history_size"
+            raise
+
+    def _release(self) -> None:
+        """Leave the previous phase's slice; keep its end among the past ones."""
+        if self._layout is None or self._committer is None:
+            return
+        self._finish_commit()
+        if self._saved is None:
+            if self._committer.committed is None:
+                self._end_phase(force=True)
+            image = self._host.restore()
+            assert image is not None  # the end of a phase was committed
+            self._past[self._bound_phase] = compact_image(image, without=PAST)
+            if len(self._past) > MAX_PAST_PHASES:
+                self._past.pop(min(self._past))
+                self._warn_of_many_phases()
+        self._remove_hooks()
+        self._layout.unbind()
+
+    def _compare_beginnings(self) -> None:
+        """Every life of a script makes the same models, unless it loads what it saved itself."""
+        assert self._layout is not None
+        now = self._layout.sum_of_parameters()
+        self._entry["beginning"] = now if self._saved is None else self._saved.values["beginning"]
+        if self._entry["beginning"] != now:
+            warnings.warn(
+                "the models began with other values than in this job's first life. If the script "
+                "loads a checkpoint of its own, it must not skip epochs or loops by it as well: "
+                "job resumes where it stopped",
+                InexactResumeWarning,
+                stacklevel=5,
+            )
+
+    def _warn_of_what_is_lost(self, objects: TrainedObjects) -> None:
+        """Say once what a resumed script will not find as it was."""
+        if "lost" in self._warned:
+            return
+        self._warned.add("lost")
+        groups = [g for o in objects.optimizers.values() for g in o.param_groups]
+        if not objects.schedulers and any("initial_lr" in group for group in groups):
+            warnings.warn(
+                "job.steps: a scheduler drives the optimizer and was not passed; a resumed script "
+                "starts it anew. Pass scheduler=…",
+                InexactResumeWarning,
+                stacklevel=5,
+            )
+        aliased = objects.aliased()
+        if aliased:
+            warnings.warn(
+                f"job.steps: {', '.join(aliased[:4])}: other tensors share this memory (a view, "
+                "`.data`, a state_dict()) and will keep the values of now. Take them in the loop, "
+                "or clone them",
+                UserWarning,
+                stacklevel=5,
+            )
+
+    def _warn_of_many_phases(self) -> None:
+        if "phases" not in self._warned:
+            self._warned.add("phases")
+            warnings.warn(
+                f"more than {MAX_PAST_PHASES} job.steps loops outside job.epochs: a resumed script "
+                "finds the oldest kept state in the earlier ones. Use `for _ in job.epochs(n)`",
+                UserWarning,
+                stacklevel=6,
+            )
+
+    def _state_bytes(self, objects: TrainedObjects) -> int:
+        """Room for the state area: what it needs now, a quarter more, LBFGS's history, and some."""
+        options = Captured(options_of(objects))
+        tensors = 4 * len(objects.parameters) + len(objects.buffers)
+        now = len(str(options.data)) + sum(len(part) for part in options.read()) + 400 * tensors
+        now += JSON_NAMES * sum(map(len, objects.parameters))
+        before = 0 if self._saved is None else int(self._saved.values["state_capacity"])
+        history = sum(map(history_bytes, objects.optimizers.values()))
+        history += sparse_gradient_bytes(objects.modules)
+        return max(before, now + now // 4 + history + SPARE_STATE_BYTES)
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    # ------------------------------------------------------------------------- resuming
+
+    def _saved_for_phase(self) -> SavedImage | None:
+        """The image to take this phase up from; None: it starts afresh."""
+        if self._saved is None:
+            return None
+        if self._phase == self._saved.position.phase:
+            return self._saved
+        if self._phase > self._saved.position.phase:
+            raise InvalidInput("the script passed the place of its commit: it changed since")
+        later = [phase for phase in sorted(self._past) if phase >= self._phase]
+        return SavedImage(memoryview(self._past[later[0]])) if later else self._saved
+
+    def _open(self, place: Position) -> Iterator[Any] | None:
+        """Start, resume or skip (None) the loop at ``place``."""
+        assert self._committer is not None
+        assert self._data is not None
+        saved = self._saved_for_phase()
+        if saved is None:
+            return self._open_fresh(place)
+        here, there = (place.epoch, place.loop), (saved.position.epoch, saved.position.loop)
+        is_phase = saved.position.phase == self._phase
+        if is_phase and here > there:
+            raise InvalidInput("the script passed the place of its commit: it changed since")
+        self._step = saved.position.step
+        self._position = saved.position
+        if not is_phase:  # its own end was dropped: show a later one, if it is of these models
+            with contextlib.suppress(InvalidInput):
+                self._committer.restore(saved)
+            return None
+        self._committer.restore(saved)
+        if here < there:
+            return None  # finished before the commit
+        if place.name != saved.position.name:
+            raise InvalidInput(f"loop {place.name!r} was {saved.position.name!r} when committed")
+        return self._open_saved(saved)
+
+    def _open_fresh(self, place: Position) -> Iterator[Any]:
+        assert self._data is not None
+        data = self._data.capture()
+        self._entry["loop_random"] = RandomState(self.device).values()
+        self._entry["loop_data"] = (data.generators, data.own)
+        self._position = place
+        iterator = self._data.open_new()
+        self._capture()
+        return iterator
+
+    def _open_saved(self, saved: SavedImage) -> Iterator[Any] | None:
+        """Random generators of the loop's start, iterator, skip; those of the commit."""
+        assert self._data is not None
+        assert self._committer is not None
+        for key in ("epoch_random", "loop_random", "loop_data"):
+            self._entry[key] = saved.values[key]
+        iterator = None
+        if not saved.position.finished:
+            saved.random("loop_random").restore(self.device)
+            self._data.restore_generators(saved.data("loop_data"))
+            iterator = self._data.open_at(saved.position.batches, saved.data("data"))
+        saved.random("random").restore(self.device)
+        self._data.restore_generators(saved.data("data"))
+        if saved is self._saved:
+            self._saved = None
+            self._capture()
+            self._committer.committed = self._point
+            self._host.report("resumed", step=self._step, epoch=self._position.epoch)
+        return iterator
+
+    # ------------------------------------------------------------------------- the loop
+
+    def _run(self, iterator: Iterator[Any], this_loop: object) -> Iterator[Any]:
+        while True:
+            self._unwind_if_evicted()
+            self._gate.leave("loader")
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            self._gate.enter()
+            self._body_is_clean = False
+            self._in_body = True
+            yield batch
+            if self._open_loop is not this_loop:
+                raise InvalidInput(
+                    "job.steps inside job.steps: a loop began in the body of this one",
+                    hint="make the inner one a plain loop over its loader",
+                )
+            self._in_body = False
+            self._step += 1
+            position = self._position
+            self._position = replace(position, batches=position.batches + 1, step=self._step)
+            self._boundary()
+
+    def _unwind_if_evicted(self) -> None:
+        """A check that does not take the device."""
+        if self._gate.is_evicting:
+            self._gate.check("boundary")
+
+    def _boundary(self) -> None:
+        """Between two bodies; a commit point if every optimizer has stepped since the last."""
+        assert self._objects is not None
+        self._optimizer_depth, self._gate.in_optimizer_step = 0, False  # a step may have raised
+        self._report()
+        if self._stepped.issuperset(self._objects.optimizers):
+            self._commit_if_due()
+        self._gate.check("boundary")
+
+    def _commit_if_due(self) -> None:
+        self._capture()
+        if self._host.now_ms() >= self._next_commit_at_ms and self._saved is None:
+            self._begin_commit()
+            is_clean = self._body_is_clean and self._was_watched and not self._writes_unseen
+            if not (self._overlap and is_clean):
+                self._finish_commit()
+
+    def _end_loop(self) -> None:
+        """After the last batch, or a ``break``: what follows must find the state as it is now."""
+        self._optimizer_depth, self._gate.in_optimizer_step = 0, False
+        self._in_body = False
+        if self._saved is None and not (self._point and self._is_whole(self._point)):
+            self._position = replace(self._position, finished=True, step=self._step)
+            self._capture()
+        if not self._in_epochs:
+            self._end_phase()
+
+    def _end_phase(self, *, force: bool = False) -> None:
+        """Commit the last point, for whatever the script does next.
+
+        Where code behind the last loop has written parameters, the point is gone. Then the last
+        commit stays, and a resume recomputes from there; unless ``force``: commit what is now.
+        """
+        if self._saved is not None or self._point is None or self._over:
+            return
+        if force and not self._is_whole(self._point):
+            self._position = replace(self._position, finished=True, step=self._step)
+            self._capture()
+        self._commit_point()
+
+    def _is_whole(self, point: Point) -> bool:
+        """Nothing has moved since; neither is a cycle of several optimizers half done."""
+        assert self._committer is not None
+        return (
+            point.position == self._position and not self._stepped
+            and self._committer.is_intact(point)
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------------- committing
+
+    def _capture(self) -> None:
+        assert self._committer is not None
+        assert self._data is not None
+        self._finish_commit()
+        self._point = self._committer.capture(
+            self._position,
+            self._data.capture(),
+            {**self._entry, "bodies": (self._was_watched, self._writes_unseen)},
+            self._point,
+        )
+        self._stepped.clear()
+        is_due = self._host.now_ms() >= self._next_commit_at_ms
+        watch = (is_due or not self._was_watched) and not self._writes_unseen
+        self._parameters_sum = self._committer.sum_of_parameters() if watch else None
+
+    def _look_for_unseen_writes(self) -> None:
+        """Has the body written parameters through ``.data``, where no version counter tells?
+
+        Such a body must not overlap a commit, nor may its point be committed in mid-step. The
+        first bodies are watched, and those behind a commit: a pass over the parameters.
+        """
+        before, self._parameters_sum = self._parameters_sum, None
+        assert self._committer is not None
+        if before is None or not self._body_is_clean:
+            return
+        if before == self._committer.sum_of_parameters():
+            self._was_watched = True
+            return
+        self._writes_unseen = True
+        self._next_commit_at_ms = self._host.now_ms()  # the one under way may be of both states
+
+    def _commit_point(self) -> None:
+        """Commit the last point, unless it is committed or cannot be; waits."""
+        assert self._committer is not None
+        self._finish_commit()
+        if self._in_body and (self._writes_unseen or not self._was_watched):
+            return
+        point = self._point
+        if point is not None and self._committer.committed is not point:
+            if not self._stepped and self._committer.is_intact(point):
+                self._begin_commit()
+            self._finish_commit()
+
+    def _begin_commit(self) -> None:
+        assert self._committer is not None
+        assert self._point is not None
+        if self._committer.is_intact(self._point):
+            self._committer.begin(self._point)
+
+    def _finish_commit(self) -> None:
+        assert self._committer is not None
+        if self._committer.is_in_flight:
+            try:
+                self._committer.finish()
+            except Exception as error:  # the commit before stands; training goes on
+                self._next_commit_at_ms = self._host.now_ms() + self._commit_every_ms
+                self._host.report("commit_failed", step=self._step, text=str(error))
+                return
+            took_ms = self._committer.last_duration_ms
+            # The gap doubles up to the configured one: a worker that keeps dying early makes
+            # progress all the same, and no commit takes more than its share.
+            self._commit_gap_ms = min(2 * self._commit_gap_ms, self._commit_every_ms)
+            wait_ms = max(self._commit_gap_ms, COMMIT_SHARE * took_ms)
+            self._next_commit_at_ms = self._host.now_ms() + wait_ms
+            assert self._committer.committed is not None
+            step = self._committer.committed.position.step
+            self._host.report("committed", step=step, duration_ms=took_ms)
+
+    def _commit_before_unwinding(self) -> None:
+        """The gate calls this once, on the main thread, before the first ``TaskPreempted``."""
+        if self._committer is None or self._saved is not None or self._over:
+            return
+        try:
+            self._commit_point()
+        except Exception as error:  # the last commit stands; unwinding must go on
+            self._host.report("commit_failed", step=self._step, text=str(error))
+        committed = self._committer.committed
+        self._host.report(
+            "evicting",
+            step=self._step,
+            committed_step=None if committed is None else committed.position.step,
+        )
+
+    @property
+    def _is_unwinding(self) -> bool:
+        return self._over or self._gate.is_evicting
+
+    # ------------------------------------------------------------------------- optimizer hooks
+
+    def _before_optimizer(self) -> None:
+        """1. A last look at the gate. 2. The commit under way reads the parameters: wait."""
+        if self._optimizer_depth == 0:
+            self._gate.check("boundary")
+            if self._point is not None and self._committer is not None and not self._stepped:
+                self._body_is_clean = self._committer.parameters_are_intact(self._point)
+                self._look_for_unseen_writes()
+            self._finish_commit()
+            self._gate.in_optimizer_step = True
+        self._optimizer_depth += 1
+
+    def _after_optimizer(self, key: str) -> None:
+        self._stepped.add(key)
+        self._optimizer_depth = max(0, self._optimizer_depth - 1)
+        if self._optimizer_depth == 0:
+            self._gate.in_optimizer_step = False
+
+    # ------------------------------------------------------------------------- reporting
+
+    def _report(self, *, final: bool = False) -> None:
+        """Progress, at most every ``REPORT_EVERY_MS``; the newest values win."""
+        now_ms = self._host.now_ms()
+        if now_ms < self._report_at_ms and not final:
+            return
+        self._report_at_ms = now_ms + REPORT_EVERY_MS
+        self._host.report(
+            "progress", step=self._step, epoch=self._position.epoch, log=dict(self._log)
+        )
+        self._log.clear()

@@ -1,0 +1,335 @@
+"""Small state that moves within a step: random generators, options, schedulers, data position.
+
+What is captured here is taken at every commit point, so it must stay cheap: tens of microseconds.
+Parameters and optimizer tensors are not here; they do not move before ``optimizer.step()``.
+"""
+
+from __future__ import annotations
+
+import json
+import marshal
+import random
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from pipeswitch.commits import tagged
+from pipeswitch.errors import InvalidInput
+from pipeswitch.job import InexactResumeWarning
+
+from .torch_private import advance_sampler, is_plain_map_loader, version
+
+MAX_LOOKED_AT: Final = 500  # objects, on the way from a loader to the generators behind it
+MAX_DEPTH: Final = 5
+MAX_PARTS: Final = 32  # of a list or dict: longer ones are data
+SMALL_BYTES: Final = 1 << 16  # attachments up to here are copied at once; larger ones are watched
+
+
+class RandomState:
+    """The global generators of torch, python and numpy (and of the CUDA device, if any)."""
+
+    def __init__(self, device: str) -> None:
+        self._torch = torch.get_rng_state()
+        self._python = random.getstate()
+        self._numpy: Any = np.random.get_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.startswith("cuda") else None
+
+    def restore(self, device: str) -> None:
+        """Put the generators back to where they were."""
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        if self._cuda is not None and device.startswith("cuda"):
+            torch.cuda.set_rng_state(self._cuda, device)
+
+    def values(self) -> tuple[Any, ...]:
+        """For ``tagged``: arrays instead of 625 python integers."""
+        kind, words, gauss = self._python
+        return (self._torch, (kind, np.array(words, np.uint32), gauss), self._numpy, self._cuda)
+
+    @classmethod
+    def from_values(cls, values: tuple[Any, ...]) -> RandomState:
+        """Inverse of ``values``."""
+        state = cls.__new__(cls)
+        state._torch, (kind, words, gauss), state._numpy, state._cuda = values
+        state._python = (kind, tuple(int(word) for word in words), gauss)
+        return state
+
+
+class Captured:
+    """A tagged value as it was: small attachments copied, large tensors watched by version."""
+
+    def __init__(self, value: Any, fingerprint: bytes | None = None) -> None:
+        self.data, attachments = tagged.encode(value)
+        self.fingerprint = None if attachments or _has_raw_bytes(self.data) else fingerprint
+        self._parts: list[bytes | tuple[torch.Tensor, int]] = []
+        for part in attachments:
+            watch = part.size_bytes > SMALL_BYTES and isinstance(part.source, torch.Tensor)
+            self._parts.append((part.source, version(part.source)) if watch else part.read())
+
+    def is_intact(self) -> bool:
+        """No watched tensor was written since."""
+        return all(
+            version(part[0]) == part[1] for part in self._parts if not isinstance(part, bytes)
+        )
+
+    def read(self) -> list[bytes]:
+        """The attachments' bytes."""
+        return [
+            part if isinstance(part, bytes) else tagged.Attachment(part[0], 0).read()
+            for part in self._parts
+        ]
+
+
+def captured(value: Any, last: Captured | None) -> Captured:
+    """``value`` as it is now: the ``last`` one again, where it is of plain data and the same.
+
+    Learning rates and the like seldom change, and taking their tagged form costs five times the
+    look. ``marshal`` tells apart what ``==`` does not (1, 1.0, True; 0.0, -0.0); it is compared,
+    never loaded. Tensors it refuses, and then the value is captured anew each time.
+    """
+    try:
+        fingerprint = marshal.dumps(value, 2)  # 2: the last version that ignores identities
+    except ValueError:
+        return Captured(value)
+    if last is not None and last.fingerprint == fingerprint:
+        return last
+    return Captured(value, fingerprint)
+
+
+def _has_raw_bytes(data: Any) -> bool:
+    """Bytes or numpy's scalars, which ``marshal`` writes alike."""
+    text = json.dumps(data)
+    return '{"bytes":' in text or '{"scalar":' in text
+
+
+def named(value: Any, what: str) -> dict[str, Any]:
+    """One object, several or a dict of them, as a dict with stable names."""
+    if value is None:
+        return {}
+    if has_state(value):
+        return {what: value}
+    if isinstance(value, Mapping):
+        keys = [key if isinstance(key, str) else str(index) for index, key in enumerate(value)]
+        if len(set(keys)) < len(keys):
+            raise InvalidInput(f"{what}: keys that look alike", hint="use names: strings")
+        return dict(zip(keys, value.values(), strict=True))
+    if isinstance(value, Iterable):
+        return {str(index): item for index, item in enumerate(value)}
+    raise InvalidInput(
+        f"{what}: a {type(value).__name__} has no state_dict()",
+        hint="pass an object with state_dict and load_state_dict, or several in a list or dict",
+    )
+
+
+GENERATORS: Final = (
+    torch.Generator, np.random.Generator, np.random.RandomState, random.Random
+)  # fmt: skip
+_NOTES: Final = (dict, list)  # of plain values: the best loss so far, a hidden state
+
+
+def has_state(value: Any) -> bool:
+    """It can be captured and put back by itself."""
+    return hasattr(value, "state_dict") or isinstance(value, GENERATORS)
+
+
+def named_extras(value: Any) -> dict[str, Any]:
+    """``extra_state`` by name. A dict without stateful objects is itself one: a script's notes."""
+    if type(value) is dict and not any(map(has_state, value.values())):
+        return {"extra_state": value}
+    extras = named(value, "extra_state")
+    for name, item in extras.items():
+        if not (has_state(item) or type(item) in _NOTES):
+            raise InvalidInput(
+                f"extra_state {name!r}: a {type(item).__name__} has no state_dict()",
+                hint="put numbers and tensors of your own into a dict: extra_state={'mine': {...}}",
+            )
+    return extras
+
+
+def state_of(item: Any) -> Any:
+    """The state of one scheduler, EMA, GradScaler, generator, or of a script's notes."""
+    if isinstance(item, torch.Generator):
+        return item.get_state()
+    if isinstance(item, np.random.Generator):
+        return item.bit_generator.state
+    if isinstance(item, np.random.RandomState):
+        return item.get_state(legacy=False)
+    if isinstance(item, random.Random):
+        return item.getstate()
+    if type(item) in _NOTES:
+        return item
+    return item.state_dict()
+
+
+def load_state(item: Any, state: Any) -> None:
+    """Inverse of ``state_of``."""
+    if isinstance(item, torch.Generator):
+        item.set_state(state)
+    elif isinstance(item, np.random.Generator):
+        item.bit_generator.state = state
+    elif isinstance(item, np.random.RandomState):
+        item.set_state(state)
+    elif isinstance(item, random.Random):
+        item.setstate(state)
+    elif type(item) is dict:
+        item.clear()
+        item.update(state)
+    elif type(item) is list:
+        item[:] = state
+    else:
+        item.load_state_dict(state)
+
+
+@dataclass(frozen=True)
+class DataState:
+    """Where a loader stood: its generators and, where it has one, its ``state_dict()``."""
+
+    generators: dict[str, Any]  # by where they were found: their states
+    own: Any  # of the loader or its dataset; None without
+
+
+class DataPosition:
+    """One loader's place in its data: captured, and taken up again without fetching the data.
+
+    Args:
+        loader: what ``job.steps`` was given.
+        extras: of ``extra_state``; generators among them may be what a sampler draws from.
+    """
+
+    def __init__(self, loader: Any, extras: Mapping[str, Any]) -> None:
+        self._loader = loader
+        self._generators = generators_of(loader)
+        known = {id(generator) for generator in self._generators.values()}
+        for name, item in extras.items():
+            if isinstance(item, GENERATORS) and id(item) not in known:
+                self._generators[f"extra_state.{name}"] = item
+        self._keeper = _state_keeper(loader)
+
+    def capture(self) -> DataState:
+        """Cheap; called at every commit point, with no fetch under way."""
+        own = None if self._keeper is None else self._keeper.state_dict()
+        return DataState({path: state_of(g) for path, g in self._generators.items()}, own)
+
+    def restore_generators(self, state: DataState) -> None:
+        """Put the loader's generators back.
+
+        Raises:
+            InvalidInput: one is not where it was: made in the loop, or the script changed.
+        """
+        for path, value in state.generators.items():
+            if path not in self._generators:
+                raise InvalidInput(
+                    f"the random generator {path} was there when the loop was committed, and is "
+                    "not now",
+                    hint="make it before the first job.steps",
+                )
+            load_state(self._generators[path], value)
+
+    def open_new(self) -> Iterator[Any]:
+        """An iterator from the start."""
+        return iter(self._loader)
+
+    def open_at(self, batches: int, state: DataState) -> Iterator[Any]:
+        """An iterator that continues behind ``batches``; the generators are as at loop entry.
+
+        Raises:
+            InvalidInput: the loader has fewer batches than were already used.
+        """
+        if self._keeper is self._loader:
+            self._keeper.load_state_dict(state.own)
+            return iter(self._loader)
+        if self._keeper is not None:
+            self._keeper.load_state_dict(state.own)
+        iterator: Iterator[Any] = iter(self._loader)
+        is_iterable = isinstance(getattr(self._loader, "dataset", None), IterableDataset)
+        if self._keeper is not None and is_iterable:
+            return iterator
+        try:
+            plain = is_plain_map_loader(self._loader)
+            if not (plain and advance_sampler(iterator, batches)):
+                for _ in range(batches):
+                    next(iterator)
+        except StopIteration:
+            raise InvalidInput(
+                f"{batches} batches were used before the interruption, but the loader has fewer now"
+            ) from None
+        if self._keeper is not None:
+            self._keeper.load_state_dict(state.own)
+        return iterator
+
+    def warn_if_inexact(self) -> bool:
+        """Say once what could not be resumed exactly; true when something was said."""
+        loader = self._loader
+        if self._keeper is loader:
+            return False
+        if isinstance(loader, DataLoader):
+            if loader.num_workers > 0:
+                why = "it has worker processes: a resume fetches and drops all batches used so far"
+                if loader.persistent_workers:
+                    why += ", and what persistent workers drew in earlier epochs is lost"
+            elif isinstance(loader.dataset, IterableDataset) and self._keeper is None:
+                why = "its dataset is iterable: a resume fetches and drops all batches used so far"
+            else:
+                return False
+        elif isinstance(loader, Iterator):
+            why = "it is a one-shot iterator: a resume drops as many batches as were used"
+        else:
+            return False
+        warnings.warn(
+            f"job.steps({type(loader).__name__}): {why}; exact only if data and order depend on "
+            "nothing but seeds. A loader or dataset with state_dict() resumes exactly and fast",
+            InexactResumeWarning,
+            stacklevel=5,
+        )
+        return True
+
+
+def generators_of(loader: Any) -> dict[str, Any]:
+    """Random generators that hang on the loader: its own, its sampler's, its dataset's, ….
+
+    Follows attributes (``loader.dataset.transform.rng``) and short lists and dicts.
+
+    Returns:
+        By the path to it, each generator once.
+    """
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    todo: list[tuple[str, Any, int]] = [("loader", loader, 0)]
+    while todo and len(seen) < MAX_LOOKED_AT:
+        path, owner, depth = todo.pop(0)
+        if id(owner) in seen:
+            continue
+        seen.add(id(owner))
+        if isinstance(owner, GENERATORS):
+            found[path] = owner
+        elif depth < MAX_DEPTH:
+            todo += [(f"{path}.{name}", item, depth + 1) for name, item in _parts_of(owner)]
+    return found
+
+
+def _parts_of(owner: Any) -> list[tuple[str, Any]]:
+    """Where a generator may hang on ``owner``, with names that the next start finds too."""
+    if isinstance(owner, (list, tuple)) and len(owner) <= MAX_PARTS:
+        return [(str(index), item) for index, item in enumerate(owner)]
+    if type(owner) is dict and len(owner) <= MAX_PARTS:
+        return [(name, item) for name, item in owner.items() if isinstance(name, str)]
+    if isinstance(owner, (type, ModuleType, torch.Tensor)):
+        return []
+    attributes = getattr(owner, "__dict__", {})
+    return [(name, item) for name, item in attributes.items() if name != "_iterator"]
+
+
+def _state_keeper(loader: Any) -> Any:
+    """The loader, or the dataset it fetches in this process, if it can store its state."""
+    in_process = getattr(loader, "num_workers", 0) == 0
+    for candidate in (loader, getattr(loader, "dataset", None) if in_process else None):
+        if hasattr(candidate, "state_dict") and hasattr(candidate, "load_state_dict"):
+            return candidate
+    return None
