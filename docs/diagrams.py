@@ -1,6 +1,6 @@
 """Write the state diagrams of ``architecture.md`` again: ``python docs/diagrams.py``.
 
-They are generated from ``pipeswitch/scheduler/states.py``; ``tests/unit/test_docs.py`` compares them.
+They are generated from ``pipeswitch/scheduler/states.py``; a test compares them.
 """
 
 from __future__ import annotations
