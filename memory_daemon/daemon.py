@@ -19,6 +19,7 @@ from pipeswitch.devices.orders import check_range
 from pipeswitch.devices.waiting import now_ms
 from pipeswitch.errors import RemoteProtocolError
 from pipeswitch.failpoints import reach
+from pipeswitch.ipc.channel import Channel
 from pipeswitch.ipc.messages import (
     CancelTransmit,
     CloseCommits,
@@ -40,7 +41,6 @@ from pipeswitch.ipc.messages import (
     TransmitEnded,
     TransmitModel,
 )
-from pipeswitch.wire.frames import Channel
 
 from .commits import Commits
 from .store import UnusableModel, load_model

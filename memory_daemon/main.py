@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeswitch.devices.opening import open_memory
+from pipeswitch.ipc.channel import Channel
 from pipeswitch.ipc.messages import DaemonSettings
-from pipeswitch.wire.frames import Channel
 
 from .daemon import Daemon
 

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import Final, NoReturn
 
 from .failpoints import enable, reach
+from .ipc.channel import Channel, channel_from, decode_message
 from .ipc.messages import (
     BuildSettings,
     ChildExited,
@@ -32,7 +33,6 @@ from .ipc.messages import (
     ForkServerReady,
     WorkerSettings,
 )
-from .wire.frames import Channel, channel_from, decode_message
 
 PR_SET_NAME: Final = 15
 KEEP_BELOW: Final = 3  # stdin, stdout, stderr

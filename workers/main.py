@@ -19,6 +19,7 @@ from pipeswitch.devices import PoolView
 from pipeswitch.devices.opening import open_view
 from pipeswitch.devices.waiting import now_ms
 from pipeswitch.failpoints import reach
+from pipeswitch.ipc.channel import Channel, channel_from
 from pipeswitch.ipc.messages import (
     Cleaned,
     EvictTask,
@@ -40,7 +41,6 @@ from pipeswitch.ipc.messages import (
     WorkerReady,
     WorkerSettings,
 )
-from pipeswitch.wire.frames import Channel, channel_from
 
 from .inference.pool import RequestPool
 from .inference.task import Programs, infer

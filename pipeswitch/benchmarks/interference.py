@@ -27,9 +27,10 @@ import numpy as np
 
 from ..client.client import Client
 from .models import MODELS, BenchModel
+from .numbers import quantile
 from .serving import TWINS, Training, serving
 from .setting import Setting, end, read_line, spawn, tell
-from .trials import Arm, Numbers, Run, interleave, quantile
+from .trials import Arm, Numbers, Run, interleave
 
 BATCH: Final = 1024  # a training step takes some 80 ms, as a vision model's does on a GPU
 STEP_ARGS: Final = ("--batch", str(BATCH))

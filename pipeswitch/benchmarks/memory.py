@@ -17,9 +17,10 @@ from typing import Final
 from ..devices.cpu import CpuDeviceMemory
 from ..planning.grouping import bucket
 from .models import MODELS, BenchModel
+from .numbers import paired_differences, quantile
 from .rig import Rig
 from .setting import Setting
-from .trials import Arm, Numbers, Run, now_ms, paired_differences, quantile
+from .trials import Arm, Numbers, Run, now_ms
 
 ROUNDS: Final = 100
 QUICK_ROUNDS: Final = 10

@@ -19,9 +19,10 @@ import numpy as np
 
 from ..client.client import Client
 from .models import MLP_WIDTH, MODELS, BenchModel, mlp
+from .numbers import quantile, ratio
 from .plans import QUIET, compare_plans
 from .serving import TWINS, ask, serving
-from .trials import Arm, Numbers, Run, now_ms, quantile, ratio
+from .trials import Arm, Numbers, Run, now_ms
 
 MLP_BYTES: Final = 12 * MLP_WIDTH * MLP_WIDTH * 4
 CHUNK_BYTES: Final = 8 << 20  # as the copy engine's

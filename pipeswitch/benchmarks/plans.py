@@ -20,9 +20,10 @@ from ..machine import cpu_count
 from ..planning import LayerCosts, LinkCost, bound, least_prefix, makespan, robust_plan
 from ..planning.grouping import Plan, bucket
 from .models import BenchModel
+from .numbers import quantile
 from .rig import Rig, Switch
 from .setting import Setting
-from .trials import Arm, Numbers, Run, quantile
+from .trials import Arm, Numbers, Run
 
 RATIOS: Final = (0.5, 1.0, 2.0)  # link : compute
 ROUNDS: Final = 30

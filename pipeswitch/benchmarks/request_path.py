@@ -18,7 +18,8 @@ import zmq
 from ..client.client import Client
 from ..testing import server
 from ..wire.frames import ReplyHeader, WireTensor, encode_header
-from .trials import Arm, Numbers, Run, now_ms, quantile
+from .numbers import quantile
+from .trials import Arm, Numbers, Run, now_ms
 
 SOURCE: Final = "pipeswitch.benchmarks.factories:first_column"
 SIZES: Final = {

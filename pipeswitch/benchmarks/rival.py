@@ -23,32 +23,18 @@ from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 
 from .lane import Lane, packed
+from .rival_worker import Style
 from .setting import Setting
 from .trials import Numbers, now_ms
 
 PRELOADED: Final = "pipeswitch.benchmarks.rival_worker"
 WORKERS: Final = 2  # one active, one standby
 START_TIMEOUT_S: Final = 120.0
-
-
-@dataclass(frozen=True)
-class Style:
-    """How a request is served.
-
-    ``transfer``: in groups while it computes; the whole model, then compute; or tensor by
-    tensor into memory allocated for each, which is what ``.to(device)`` does.
-    ``workers``: a standby is ready; the process that trained also infers; or a new process is
-    forked for the request while the old one stops (PipeSwitch's figure 9).
-    """
-
-    name: str
-    transfer: Literal["groups", "whole", "tensors"] = "groups"
-    workers: Literal["standby", "one", "new"] = "standby"
 
 
 PUBLISHED: Final = Style("pipeswitch-style")

@@ -20,9 +20,10 @@ from ..ipc.messages import Epoch, GroupCopy, ModelName, TransmitEnded, TransmitM
 from ..planning.grouping import bucket, spans
 from ..programs.layout import REGION_ALIGN_BYTES, TENSOR_ALIGN_BYTES, aligned
 from .models import MIB
+from .numbers import quantile
 from .pipeline import PlainCopy
 from .setting import end, next_answer, read_line, spawn
-from .trials import Arm, Numbers, Run, now_ms, quantile
+from .trials import Arm, Numbers, Run, now_ms
 
 MODELS: Final = (
     "mobilenet_v2", "densenet121", "resnet50", "inception_v3", "densenet169", "vgg16", "vgg19",

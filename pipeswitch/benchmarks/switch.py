@@ -20,10 +20,11 @@ import numpy as np
 from ..client.client import Client
 from .baselines import BASELINES, NEEDS_CUDA, ReadyModel, StopAndStart
 from .models import MODELS, QUICK_MODELS, SWITCH_MODELS
+from .numbers import paired_differences, quantile, ratio
 from .rival import PUBLISHED, SERIAL, TO_DEVICE
 from .serving import TWINS, Training, ask, serving
 from .setting import Baseline, Setting
-from .trials import Arm, Numbers, Run, paired_differences, quantile, ratio
+from .trials import Arm, Numbers, Run
 
 ROUNDS: Final = 12
 QUICK_ROUNDS: Final = 7

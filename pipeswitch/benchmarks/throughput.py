@@ -22,10 +22,11 @@ import numpy as np
 from ..client.client import Client
 from .baselines import ReadyModel, StopAndStart
 from .models import MODELS, BenchModel
+from .numbers import quantile
 from .rival import Rival
 from .serving import TWINS, ask, serving
 from .setting import Setting
-from .trials import Arm, Numbers, Run, quantile
+from .trials import Arm, Numbers, Run
 
 CYCLES: Final = {30.0: 1, 10.0: 1, 5.0: 1, 2.0: 2, 1.0: 6, 0.1: 20}  # seconds to full rounds
 QUICK_CYCLES: Final = {1.0: 2, 0.1: 5}

@@ -30,9 +30,10 @@ import numpy as np
 from ..client.client import Client
 from ..testing import server
 from .baselines import TRAIN_MODULE
+from .numbers import quantile
 from .request_path import SOURCE
 from .serving import TRAIN_ENTRY, Training, ask
-from .trials import Arm, Numbers, Run, quantile
+from .trials import Arm, Numbers, Run
 
 KEPT_HEAP: Final = {  # what a worker sets for a job
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),

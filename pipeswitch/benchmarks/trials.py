@@ -16,6 +16,7 @@ from typing import Any
 from ..machine import cpu_count
 from .machine import Others, warnings_of
 from .models import missing
+from .numbers import quantile
 
 Numbers = dict[str, Any]
 Emit = Callable[[str], None]
@@ -56,15 +57,6 @@ def interleave(
             numbers = arm.measure()
             if number >= 0:
                 yield arm, number, numbers
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which ``share`` of the others lie, interpolated."""
-    ordered = sorted(values)
-    position = share * (len(ordered) - 1)
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 @dataclass(frozen=True)
@@ -258,13 +250,3 @@ class Run:
             self.say("no plot: matplotlib is not installed (pip install 'pipeswitch[bench]')")
             return []
         return [path] if plots.draw(self.document(), path) else []
-
-
-def ratio(over: float, under: float) -> float:
-    """``over / under`` where a difference that drowned in noise may be nothing."""
-    return over / max(under, 1e-3)
-
-
-def paired_differences(over: Sequence[float], under: Sequence[float]) -> list[float]:
-    """Round by round: drift that both arms of a round saw cancels out."""
-    return [a - b for a, b in zip(over, under, strict=True)]

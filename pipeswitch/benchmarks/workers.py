@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from .baselines import ReadyModel
+from .numbers import paired_differences, quantile
 from .rival import ONE_PROCESS, PUBLISHED, TWO_PROCESSES
 from .switch import compare
-from .trials import Run, paired_differences, quantile
+from .trials import Run
 
 ROUNDS: Final = 12
 QUICK_ROUNDS: Final = 7

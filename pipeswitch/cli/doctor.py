@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from ..config import Config, format_bytes
+from ..config import Config
 from ..devices import choosing
 from ..devices.cuda import ladder as cuda_ladder
 from ..errors import PipeSwitchError
-from ..frontend.listeners import parse_listen
 from ..ipc import board
-from ..wire.addresses import default_address
+from ..units import format_bytes
+from ..wire.addresses import default_address, parse_listen
 
 COPY_BYTES: Final = 128 << 20  # larger than any cache
 COPY_ROUNDS: Final = 5

@@ -20,8 +20,8 @@ from typing import Any, Final, NoReturn
 import click
 from click.shell_completion import get_completion_class
 
-from ..config import format_bytes
 from ..errors import InvalidInput, PipeSwitchError, RegistrationRefused, ServerUnavailable
+from ..units import format_bytes
 from ..wire.addresses import full_address
 from . import views
 from .keys import keys
@@ -244,7 +244,7 @@ def _exit_watcher(pid: int, stack: contextlib.ExitStack) -> int | None:
 
 
 def _ms(option: str, text: str) -> float:
-    from ..config import parse_ms
+    from ..units import parse_ms
 
     try:
         return parse_ms(text)
@@ -289,7 +289,7 @@ def register(
 
 def _signature(texts: tuple[str, ...]) -> dict[str, tuple[list[int], str]]:
     """What ``--input`` says, in the SDK's form."""
-    from ..frontend.admission import parse_input
+    from ..programs.signature import parse_input
 
     found = {}
     for number, text in enumerate(texts):

@@ -9,12 +9,12 @@ import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..config import format_bytes, nearest, parse_ms
 from ..errors import InvalidInput, ModelNotFound
 from ..planning import CapacityReport, ModelDemand, ModelReport, capacity_report
 from ..planning.fit import MIB
 from ..planning.planned import costs_of
 from ..planning.profile import Profile
+from ..units import format_bytes, nearest, parse_ms
 from . import views
 
 MIN_AGE_S: Final = 1.0  # below, a rate of requests means nothing

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from ..config import format_bytes
+from ..units import format_bytes
 
 PIPE_COLUMNS: Final = 240
 ELASTIC: Final = ("why", "source")  # columns that give way on a narrow screen

@@ -9,7 +9,6 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -19,12 +18,11 @@ from ..commits.files import load_commit
 from ..errors import PipeSwitchError, RegistrationRefused, ServerUnavailable
 from ..failpoints import reach
 from ..frontend.frontend import Frontend
-from ..ipc.board import Board, new_bell, ring, sealed_memfd
+from ..ipc.board import ring
 from ..ipc.messages import (
     BuildDone,
     BuildFailed,
     BuildSettings,
-    CudaOptions,
     DaemonReady,
     DaemonSettings,
     JobName,
@@ -75,85 +73,15 @@ from ..scheduler.events import (
     Warn,
     WorkerExited,
 )
+from .folders import Places
 from .journal import JournalFile
 from .processes import Child, Processes
+from .shared_memory import Memory, Sizes
 from .timeline import Timeline
 
 log = logging.getLogger(__name__)
 
 _NOBODY = Token(-(1 << 62))  # asks on behalf of the server; below all of main's own
-
-
-@dataclass(frozen=True, kw_only=True)
-class Places:
-    """Folders under the state directory."""
-
-    root: Path
-
-    @property
-    def models(self) -> Path:
-        return self.root / "models"
-
-    @property
-    def commits(self) -> Path:
-        return self.root / "commits"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
-
-    @property
-    def profiles(self) -> Path:
-        return self.root / "profiles"
-
-    def create(self) -> None:
-        for path in (self.root, self.models, self.commits, self.logs, self.profiles):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for leftover in self.models.glob(".build-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """What is taken of the machine, in bytes; ``threads`` compute on the cpu device."""
-
-    arena_bytes: int
-    store_bytes: int
-    pool_bytes: int
-    words: int
-    bell_count: int
-    threads: int
-    build_threads: int
-    link_bytes_per_s: float
-    cuda: CudaOptions | None = None  # of a cuda device
-
-
-class Memory:
-    """Descriptors of everything that is shared; the controller keeps them all alive."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        self.store = sealed_memfd("pipeswitch-store", sizes.store_bytes)
-        self.pool = sealed_memfd("pipeswitch-pool", sizes.pool_bytes)
-        self.board_descriptor = sealed_memfd("pipeswitch-board", 4096)
-        self.board = Board(self.board_descriptor)
-        self.bells = [new_bell() for _ in range(sizes.bell_count)]
-        self.arena: list[int] = []  # of DaemonReady: the daemon's, anew after its death
-        self.arena_handle = b""
-        self.commits: dict[JobName, int] = {}
-
-    def take_arena(self, descriptors: list[int], handle: bytes) -> None:
-        for old in self.arena:
-            os.close(old)
-        self.arena = descriptors
-        self.arena_handle = handle
-
-    def close(self) -> None:
-        self.board.close()
-        for descriptor in (
-            self.store, self.pool, self.board_descriptor,
-            *self.bells, *self.arena, *self.commits.values(),
-        ):  # fmt: skip
-            os.close(descriptor)
 
 
 class Effects:

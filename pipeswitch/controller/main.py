@@ -27,7 +27,7 @@ from pathlib import Path
 import msgspec
 
 from .. import failpoints
-from ..config import PRIORITIES, Config, ModelConfig, format_bytes
+from ..config import PRIORITIES, Config, ModelConfig
 from ..devices.choosing import (
     ChosenDevice,
     arena_size,
@@ -38,16 +38,20 @@ from ..devices.choosing import (
 )
 from ..errors import ConfigError, PipeSwitchError
 from ..failpoints import reach
-from ..frontend import admission
+from ..frontend import permissions
 from ..frontend.frontend import Frontend
 from ..ipc.messages import JobName, ModelName
 from ..machine import available_bytes, cpu_count, processor_name
 from ..planning.profile import Identity
+from ..programs.signature import parse_input
 from ..scheduler.events import DrainAsked, Event, Leave, Query, RegisterAsked, Tick, Token
 from ..scheduler.scheduler import Scheduler, SchedulerSettings
-from .effects import Effects, Memory, Places, Sizes
+from ..units import format_bytes
+from .effects import Effects
+from .folders import Places
 from .journal import FILE_NAME, JournalFile
 from .processes import Processes
+from .shared_memory import Memory, Sizes
 from .tracing import Tracer
 from .watchdog import LoopWatchdog, Notifier
 
@@ -437,11 +441,11 @@ class Server:
         )
 
     def _configured(self, model: ModelConfig) -> RegisterAsked:
-        source = admission.check_source(
+        source = permissions.check_source(
             model.source, model.weights, is_owner=True, allow_code=("*",), uploads_dir=""
         )
-        inputs = dict(admission.parse_input(text) for text in model.inputs)
-        spec, digest = admission.encode_spec(model.name, source, inputs, model.max_batch)
+        inputs = dict(parse_input(text) for text in model.inputs)
+        spec, digest = permissions.encode_spec(model.name, source, inputs, model.max_batch)
         return RegisterAsked(
             token=self._token(),
             model=ModelName(model.name),

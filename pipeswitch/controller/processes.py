@@ -20,9 +20,9 @@ from typing import IO, Literal
 
 from ..errors import RemoteProtocolError
 from ..failpoints import reach
+from ..ipc.channel import Channel, channel_pair, encode_message
 from ..ipc.messages import ChildExited, Exit, Fork, Forked, ForkServerReady, Message
 from ..launch import command
-from ..wire.frames import Channel, channel_pair, encode_message
 
 log = logging.getLogger(__name__)
 

@@ -22,9 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ..config import Amount, DeviceConfig
+from ..config import DeviceConfig
 from ..errors import ConfigError, PipeSwitchError
 from ..ipc.messages import CudaOptions
+from ..units import Amount
 from .cuda.ladder import TESTS, Ladder, Outcome, Wishes, choose
 
 REAL_PACKAGE: Final = "cuda.bindings"

@@ -6,29 +6,21 @@ what to do. Nothing is allocated before a check passed (RELIABILITY 2, shape and
 
 from __future__ import annotations
 
-import fnmatch
-import hashlib
 import math
-import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import msgspec
-
-from ..config import NAME_PATTERN, PRIORITIES, nearest
-from ..errors import InvalidInput, ModelNotFound, PermissionDenied
+from ..config import NAME_PATTERN, PRIORITIES
+from ..errors import InvalidInput, ModelNotFound
 from ..programs.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, Manifest, ValueSpec, aligned
-from ..programs.spec import DEFAULT_MAX_BATCH, BuildSpec
+from ..programs.signature import signature_text
 from ..scheduler.events import Announce
+from ..units import nearest
 from ..wire.frames import MAX_DIMS, RequestHeader, WireTensor
 
 MAX_TEXT: Final = 4096  # of one text field in a body: a path is shorter
 MAX_ARGS: Final = 256
-_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
-_HUB_NAME: Final = re.compile(r"hf:[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
-_MODULE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +76,6 @@ def model_not_found(name: str, known: Iterable[str]) -> ModelNotFound:
     guess = nearest(name, known)
     data = {"nearest": guess.split('"')[1]} if guess else {}
     return ModelNotFound(f'no model "{name[:80]}"{guess}', hint="pipeswitch models", **data)
-
-
-def signature_text(dtype: str, shape: Iterable[object]) -> str:
-    """``float32[8,3,224,224]``."""
-    return f"{dtype}[{','.join(map(str, shape))}]"
 
 
 def _expected(manifest: Manifest, spec: ValueSpec) -> str:
@@ -283,160 +270,3 @@ class Body:
         if self._left:
             keys = ", ".join(sorted(str(key)[:40] for key in self._left)[:8])
             raise InvalidInput(f"{self._op}: unknown fields {keys}")
-
-
-def parse_input(text: str, number: int = 0) -> tuple[str, list[Any]]:
-    """``x=8x3x224x224:float32`` as ``(name, [shape, dtype])``; how flags and files write it.
-
-    Args:
-        text: the name may be missing, the dtype too (float32).
-        number: position among the inputs; a nameless one is called x, x1, x2…
-
-    Raises:
-        InvalidInput: it is not of that form.
-    """
-    name, _, spec = text.rpartition("=")
-    shape, _, dtype = spec.partition(":")
-    parts = shape.split("x") if shape else []
-    dtype = dtype or "float32"
-    if not all(part.isdigit() for part in parts) or dtype not in ITEM_BYTES:
-        raise InvalidInput(
-            f"input {text!r} is not of the form [NAME=]8x3x224x224:float32",
-            hint=f"dtypes: {', '.join(ITEM_BYTES)}",
-        )
-    return name or (f"x{number}" if number else "x"), [[int(part) for part in parts], dtype]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckedSource:
-    """Where a model comes from, with uploads resolved to files of the server."""
-
-    source: str
-    weights: str
-    is_code: bool
-    owner_files: tuple[str, ...] = ()  # named by path, so their content may change under the name
-
-
-def check_source(
-    source: str, weights: str, *, is_owner: bool, allow_code: Sequence[str], uploads_dir: str
-) -> CheckedSource:
-    """May this client register this, and which file is meant?
-
-    1. ``torchvision:`` and ``hf:`` names are data: anybody. A folder behind ``hf:`` is a path.
-    2. ``put:DIGEST`` is a file this or another client uploaded: anybody.
-    3. A path on the server's machine: the owner's ipc socket only, others upload.
-    4. ``package.module:factory`` is code: the owner, or an ``allow_code`` pattern.
-
-    Raises:
-        PermissionDenied, InvalidInput.
-    """
-    is_code = False
-    owner_files = []
-    if source.startswith("put:"):
-        source = _uploaded(source, uploads_dir, "bundle")
-    elif source.startswith(("torchvision:", "hf:")):
-        if source.startswith("hf:") and not is_owner and not _HUB_NAME.fullmatch(source):
-            raise _owners_only(source)
-    elif _MODULE.fullmatch(source):
-        is_code = True
-        require_code_right(source, is_owner=is_owner, allow_code=allow_code)
-    else:
-        source = _owners_file(source, is_owner)
-        owner_files.append(source)
-        if not source.endswith(".bundle"):
-            raise InvalidInput(
-                f"{source}: the server reads .bundle files only, others may hold code",
-                hint="the client converts .pt2: pipeswitch register NAME FILE.pt2",
-            )
-    if weights.startswith("put:"):
-        weights = _uploaded(weights, uploads_dir, "safetensors")
-    elif weights and weights != "pretrained" and not re.fullmatch(r"random:[0-9]{1,18}", weights):
-        if not weights.endswith(".safetensors"):
-            raise InvalidInput(
-                f"weights {weights!r} are none of FILE.safetensors, pretrained, random:SEED"
-            )
-        weights = _owners_file(weights, is_owner)
-        owner_files.append(weights)
-    return CheckedSource(
-        source=source, weights=weights, is_code=is_code, owner_files=tuple(owner_files)
-    )
-
-
-def _uploaded(reference: str, uploads_dir: str, kind: str) -> str:
-    digest = reference.removeprefix("put:")
-    if not _DIGEST.fullmatch(digest):
-        raise InvalidInput("put: must be followed by a sha256 in hexadecimal")
-    path = os.path.join(uploads_dir, f"{digest}.{kind}")
-    if not os.path.isfile(path):
-        raise InvalidInput(
-            f"no {kind} with digest {digest[:12]}… was uploaded", hint="put it first"
-        )
-    return path
-
-
-def _owners_file(path: str, is_owner: bool) -> str:
-    if not is_owner:
-        raise _owners_only(path)
-    real = os.path.realpath(path)
-    if not os.path.isabs(path) or not os.path.isfile(real):
-        raise InvalidInput(
-            f"no file {path!r} on the server's machine",
-            hint="sources: torchvision:NAME, hf:NAME, FILE.bundle, package.module:factory",
-        )
-    return real
-
-
-def _owners_only(path: str) -> PermissionDenied:
-    return PermissionDenied(
-        f"{path!r} names a file of the server's machine",
-        hint="upload it (the CLI and the SDK do) or use the owner's ipc socket",
-    )
-
-
-def require_code_right(entry: str, *, is_owner: bool, allow_code: Sequence[str]) -> None:
-    """Code is accepted through the owner's door or when its name is on the list."""
-    module = entry.split(":", 1)[0]
-    if is_owner or any(fnmatch.fnmatchcase(module, pattern) for pattern in allow_code):
-        return
-    raise PermissionDenied(
-        f"{entry!r} is code, and this door does not accept code",
-        hint=f"use the owner's ipc socket, or start the server with --allow-code '{module}'",
-    )
-
-
-def check_entry(entry: str, *, is_owner: bool, allow_code: Sequence[str]) -> str:
-    """A training script's path or ``package.module:function``; the path is made real."""
-    if _MODULE.fullmatch(entry):
-        require_code_right(entry, is_owner=is_owner, allow_code=allow_code)
-        return entry
-    real = os.path.realpath(entry)
-    require_code_right(real, is_owner=is_owner, allow_code=allow_code)
-    if not os.path.isabs(entry) or not os.path.isfile(real):
-        raise InvalidInput(
-            f"no script {entry!r} on the server's machine",
-            hint="give an absolute path, or package.module:function",
-        )
-    return real
-
-
-def encode_spec(
-    name: str, checked: CheckedSource, inputs: Mapping[str, list[Any]], max_batch: int
-) -> tuple[bytes, str]:
-    """msgpack of the BuildSpec, and a digest that is equal for an equal request.
-
-    ``max_batch`` 0 means the default.
-    """
-    spec = BuildSpec(
-        name=name,
-        source=checked.source,
-        weights=checked.weights,
-        inputs={key: (tuple(shape), dtype) for key, (shape, dtype) in inputs.items()},
-        max_batch=max_batch or DEFAULT_MAX_BATCH,
-        allow_module_mode=checked.is_code,
-    )
-    packed = msgspec.msgpack.encode(spec)
-    digest = hashlib.sha256(packed)
-    for path in checked.owner_files:
-        facts = os.stat(path)  # the same path with other bytes is another model
-        digest.update(f"{facts.st_size}:{facts.st_mtime_ns}".encode())
-    return packed, digest.hexdigest()

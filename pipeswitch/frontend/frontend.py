@@ -50,12 +50,13 @@ from ..wire.frames import VERSION, RequestHeader, decode_request, pack_dict
 from ..wire.sockets import DONTWAIT, is_readable, send_frames
 from . import admission
 from .admission import Body
-from .clients import RELEASE_WAIT_MS, Client, ClientTable, Outbox, Outgoing
+from .clients import Client, ClientTable, Outgoing
 from .connections import hang_up
 from .copying import INLINE_COPY_BYTES, Copier
 from .intake import Intake, read_subscriptions
 from .job_logs import read_piece
 from .listeners import Door, Doors, open_doors
+from .outbox import RELEASE_WAIT_MS, Outbox
 from .replies import envelope_id, reply_frames, wrong_version
 from .request_pool import RequestPool, Room
 from .requests import Pending, Requests

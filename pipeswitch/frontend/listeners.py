@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import ipaddress
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from ..config import ServerConfig
 from ..errors import ConfigError, PipeSwitchError
-from ..wire.addresses import is_live
+from ..wire.addresses import is_live, is_loopback, parse_listen
 from ..wire.keys import AllowList, KeyFolder, ServerKeys
 from ..wire.private import private_directory
 from ..wire.sockets import (
@@ -111,27 +110,6 @@ class Doors:
             self._authenticator.stop()
         for path in self._paths:
             path.unlink(missing_ok=True)
-
-
-def parse_listen(listen: str) -> tuple[str, int]:
-    """Host and port of ``tcp://host:port`` (port ``*`` or 0: any free one).
-
-    Raises:
-        ConfigError: not of that form.
-    """
-    scheme, _, rest = listen.partition("://")
-    host, _, port = rest.rpartition(":")
-    host = host.strip("[]")
-    if scheme != "tcp" or not host or not (port == "*" or (port.isdigit() and int(port) < 65535)):
-        raise ConfigError(f"listen = {listen!r} is not of the form tcp://127.0.0.1:5555")
-    return host, 0 if port == "*" else int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address; a name other than localhost may mean any."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
 
 
 def find_access(config: ServerConfig, host: str) -> Access | None:

@@ -12,7 +12,6 @@ import hashlib
 import logging
 import os
 import queue
-import re
 import shutil
 import threading
 import time
@@ -25,6 +24,7 @@ from ..errors import InvalidInput, PipeSwitchError, QueueFull
 from ..failpoints import reach
 from ..wire.frames import RequestHeader
 from .admission import Body
+from .permissions import DIGEST
 
 _logger = logging.getLogger(__name__)
 
@@ -37,7 +37,6 @@ MIN_FREE_SHARE: Final = 0.02  # of the disk: commits, journal and logs need it m
 MIN_FREE_BYTES: Final = 256 << 20  # enough for them, however large the disk is
 KEEP_S: Final = 24 * 3600.0  # an upload nobody touched for a day is removed at the next start
 KINDS: Final = ("bundle", "safetensors")  # the file's suffix: how the builder reads it
-_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
 Reply = Callable[[dict[str, Any], PipeSwitchError | None], None]
 """Called on the writer thread: the answer to one chunk."""
@@ -101,7 +100,7 @@ class Uploads:
         digest, kind = body.text("digest"), body.text("kind", "bundle")
         size, offset = body.count("size_bytes"), body.count("offset_bytes", 0)
         body.done()
-        if not _DIGEST.fullmatch(digest):
+        if not DIGEST.fullmatch(digest):
             raise InvalidInput("put: digest must be a sha256 in hexadecimal")
         if kind not in KINDS:
             raise InvalidInput(f"put: kind is one of {', '.join(KINDS)}")

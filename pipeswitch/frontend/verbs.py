@@ -27,7 +27,7 @@ from ..scheduler.events import (
     UnregisterAsked,
 )
 from ..wire.frames import RequestHeader
-from . import admission
+from . import admission, permissions
 from .admission import Body
 
 _logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class Verbs:
     def _register(self, header: RequestHeader, is_owner: bool) -> Asked:
         name = admission.check_name(header.model, "model")
         body = Body("register", header.body)
-        source = admission.check_source(
+        source = permissions.check_source(
             body.text("source"),
             body.text("weights", ""),
             is_owner=is_owner,
@@ -96,7 +96,7 @@ class Verbs:
         inputs = body.signature("inputs")
         priority = admission.priority_number(body.text("priority", ""), default=1)
         is_pinned = body.flag("pin")
-        spec, digest = admission.encode_spec(name, source, inputs, body.count("max_batch", 0))
+        spec, digest = permissions.encode_spec(name, source, inputs, body.count("max_batch", 0))
         body.done()
         return lambda token: RegisterAsked(
             token=token,
@@ -110,7 +110,7 @@ class Verbs:
     def _train(self, header: RequestHeader, is_owner: bool) -> Asked:
         body = Body("train", header.body)
         job = JobName(admission.check_name(body.text("name"), "job"))
-        entry = admission.check_entry(
+        entry = permissions.check_entry(
             body.text("entry"), is_owner=is_owner, allow_code=self._allow_code
         )
         args = body.texts("args")

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from ..errors import LocalProtocolError, RegistrationRefused
-from .build.export import flatten_outputs
 from .bundle import Graph
 from .graph import CompiledGraph, Environment
 from .layout import Manifest, TensorSpec
 from .torch_settings import TorchSettings
+from .values import flatten_outputs
 
 TensorFor = Callable[[TensorSpec], torch.Tensor]
 BeforeGroup = Callable[[int], None]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
 
 from ..config import DEFAULT_LISTEN, default_runtime_dir
+from ..errors import ConfigError
 
 
 def default_address(environ: Mapping[str, str]) -> str:
@@ -69,3 +72,24 @@ def is_live(path: Path) -> bool:
         except OSError:
             return False
     return True
+
+
+def parse_listen(listen: str) -> tuple[str, int]:
+    """Host and port of ``tcp://host:port`` (port ``*`` or 0: any free one).
+
+    Raises:
+        ConfigError: not of that form.
+    """
+    scheme, _, rest = listen.partition("://")
+    host, _, port = rest.rpartition(":")
+    host = host.strip("[]")
+    if scheme != "tcp" or not host or not (port == "*" or (port.isdigit() and int(port) < 65535)):
+        raise ConfigError(f"listen = {listen!r} is not of the form tcp://127.0.0.1:5555")
+    return host, 0 if port == "*" else int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address; a name other than localhost may mean any."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"

@@ -17,6 +17,7 @@ from memory_daemon import daemon as daemon_module
 from memory_daemon.daemon import Daemon, Work
 from pipeswitch.commits.area import HEADER_BYTES, create_area
 from pipeswitch.errors import RemoteProtocolError
+from pipeswitch.ipc.channel import decode_message, encode_message
 from pipeswitch.ipc.messages import (
     ByteRange,
     CancelTransmit,
@@ -36,7 +37,6 @@ from pipeswitch.ipc.messages import (
     TransmitEnded,
     TransmitModel,
 )
-from pipeswitch.wire.frames import decode_message, encode_message
 
 from .target import MSGPACK_FRAMES, Target, join_frames, split_frames
 

@@ -14,6 +14,7 @@ from typing import Any
 from pipeswitch.commits.area import create_area
 from pipeswitch.errors import RemoteProtocolError
 from pipeswitch.ipc.board import sealed_memfd
+from pipeswitch.ipc.channel import decode_message, encode_message
 from pipeswitch.ipc.messages import (
     Epoch,
     EvictTask,
@@ -33,7 +34,6 @@ from pipeswitch.ipc.messages import (
     StopTask,
     Turn,
 )
-from pipeswitch.wire.frames import decode_message, encode_message
 from workers.inference.pool import RequestPool
 from workers.training.gate import Gate, GateState
 from workers.training.host import JobHost

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from pipeswitch.errors import RemoteProtocolError
+from pipeswitch.ipc.channel import decode_message, encode_message
 from pipeswitch.ipc.messages import CudaOptions, DaemonSettings, Exit, Fork, Slot, WorkerSettings
-from pipeswitch.wire.frames import decode_message, encode_message
 
 from . import daemons, obeying, workers
 from .target import Codec, Target, split_frames

@@ -24,6 +24,7 @@ import msgspec
 from pipeswitch.controller.timeline import Timeline
 from pipeswitch.errors import RemoteProtocolError
 from pipeswitch.frontend.replies import output_outside, reply_frames
+from pipeswitch.ipc.channel import decode_message, encode_message
 from pipeswitch.ipc.messages import (
     BuildDone,
     BuildFailed,
@@ -68,7 +69,7 @@ from pipeswitch.ipc.messages import (
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.scheduler import Scheduler
-from pipeswitch.wire.frames import decode_message, encode_message, pack_dict
+from pipeswitch.wire.frames import pack_dict
 
 from .target import TAGGED_FRAMES, Target, join_frames, split_frames
 from .worlds import manifest_of

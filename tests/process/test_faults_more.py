@@ -55,8 +55,9 @@ from pipeswitch.errors import (
     ServerUnavailable,
     WorkerLost,
 )
+from pipeswitch.ipc.channel import channel_pair
 from pipeswitch.ipc.messages import Exit
-from pipeswitch.wire.frames import MAGIC, channel_pair
+from pipeswitch.wire.frames import MAGIC
 from pipeswitch.wire.sockets import Caps, make_dealer
 
 SEED = 1121

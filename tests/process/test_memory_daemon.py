@@ -22,6 +22,7 @@ import pytest
 from pipeswitch.commits.area import CommitArea, create_area
 from pipeswitch.commits.files import load_commit
 from pipeswitch.ipc.board import new_bell, sealed_memfd
+from pipeswitch.ipc.channel import channel_pair, encode_message
 from pipeswitch.ipc.messages import (
     ByteRange,
     CancelTransmit,
@@ -53,7 +54,6 @@ from pipeswitch.ipc.messages import (
 )
 from pipeswitch.programs.layout import Manifest, TensorSpec
 from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE
-from pipeswitch.wire.frames import channel_pair, encode_message
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 MIB: Final = 1 << 20

@@ -22,11 +22,7 @@ from torch import nn
 from pipeswitch.errors import LocalProtocolError, RegistrationRefused, TaskPreempted
 from pipeswitch.planning.grouping import Plan
 from pipeswitch.programs.build import program as build_module
-from pipeswitch.programs.build.export import (
-    convert_pt2,
-    export_module_to_bundle,
-    flatten_outputs,
-)
+from pipeswitch.programs.build.export import convert_pt2, export_module_to_bundle
 from pipeswitch.programs.build.program import build
 from pipeswitch.programs.build.sources import Loaded, load_source
 from pipeswitch.programs.build.verify import load_image, same_bits, to_tensors
@@ -34,6 +30,7 @@ from pipeswitch.programs.groups import layer_bytes, regrouped
 from pipeswitch.programs.layout import TENSOR_ALIGN_BYTES, Manifest
 from pipeswitch.programs.requests import random_inputs
 from pipeswitch.programs.spec import BuildSpec, load_manifest, weights_file
+from pipeswitch.programs.values import flatten_outputs
 from pipeswitch.programs.views import bytes_over, tensor_over
 from workers.inference.load import BoundProgram, load_program
 

@@ -293,7 +293,7 @@ def test_a_chosen_routing_id_is_refused(server: FakeScheduler) -> None:
 def test_a_reader_that_never_reads_is_dropped(
     server: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeswitch.frontend.clients.SLOW_CLIENT_MS", 300.0)
+    monkeypatch.setattr("pipeswitch.frontend.outbox.SLOW_CLIENT_MS", 300.0)
     server.announce("wide", width=1 << 18)
     x = WireTensor(name="x", dtype="float32", shape=(1, 1 << 18), frame=0)
     numbers = itertools.count()

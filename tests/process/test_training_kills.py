@@ -22,7 +22,7 @@ import pytest
 import torch
 from process_tools import Checked, checked_server, finish, kill, mlp, run_plain, until, write_script
 
-from pipeswitch.benchmarks.trials import quantile
+from pipeswitch.benchmarks.numbers import quantile
 from pipeswitch.client.client import Task
 from pipeswitch.failpoints import VARIABLE
 from tests.process.figures import publishing, say

@@ -7,8 +7,9 @@ import json
 import pytest
 
 from pipeswitch.benchmarks import child
+from pipeswitch.benchmarks.numbers import quantile
 from pipeswitch.benchmarks.pipeline import makespan, optimal_makespan, typical
-from pipeswitch.benchmarks.trials import Arm, Run, interleave, quantile
+from pipeswitch.benchmarks.trials import Arm, Run, interleave
 from pipeswitch.cli.bench import run
 from pipeswitch.errors import InvalidInput
 

@@ -9,11 +9,11 @@ from typing import Any, cast
 import pytest
 
 from pipeswitch.errors import RegistrationRefused
+from pipeswitch.ipc.channel import Channel
 from pipeswitch.ipc.messages import BuildSettings, Epoch, ModelName
 from pipeswitch.programs.build import program as build_module
 from pipeswitch.programs.build.builder import run
 from pipeswitch.programs.spec import BuildSpec
-from pipeswitch.wire.frames import Channel
 
 
 class Sent:

@@ -23,7 +23,7 @@ from pipeswitch.client.client import job_name
 from pipeswitch.config import Config
 from pipeswitch.controller import main as controller
 from pipeswitch.errors import ConfigError, InvalidInput, ServerUnavailable
-from pipeswitch.frontend.admission import parse_input
+from pipeswitch.programs.signature import parse_input
 from pipeswitch.wire.addresses import default_address
 
 NOBODY = {"PIPESWITCH_HOST": "ipc:///nonexistent/pipeswitch.sock"}

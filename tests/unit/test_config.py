@@ -8,20 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeswitch.config import (
-    Amount,
-    Config,
-    SchedulerConfig,
-    ServerConfig,
-    example,
-    format_bytes,
-    load,
-    parse,
-    parse_ms,
-    parse_size,
-    schema,
-)
+from pipeswitch.config import Config, SchedulerConfig, ServerConfig, example, load, parse, schema
 from pipeswitch.errors import ConfigError
+from pipeswitch.units import Amount, format_bytes, parse_ms, parse_size
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.config import Amount, DeviceConfig
+from pipeswitch.config import DeviceConfig
 from pipeswitch.devices.choosing import arena_size, private_size, slice_size
 from pipeswitch.devices.cuda.ladder import TESTS, Ladder, Outcome, Wishes, choose
 from pipeswitch.errors import ConfigError
+from pipeswitch.units import Amount
 
 ALL_GOOD = {name: Outcome(True) for name in TESTS}
 GIB = 1 << 30

@@ -17,8 +17,8 @@ from pipeswitch.controller.processes import (
     Processes,
     StoppedLooks,
 )
+from pipeswitch.ipc.channel import channel_pair
 from pipeswitch.ipc.messages import ChildExited, Epoch, Forked, Message, Pong
-from pipeswitch.wire.frames import channel_pair
 
 PID, OTHER = 71, 72
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from pipeswitch.errors import ERRORS_BY_NAME, PipeSwitchError, RemoteProtocolError, from_wire
 from pipeswitch.errors import to_wire as error_to_wire
+from pipeswitch.ipc.channel import decode_message, encode_message
 from pipeswitch.ipc.messages import AnyMessage, Epoch, InferenceFailed, JobReport, Message
 from pipeswitch.wire import frames as wire
 from pipeswitch.wire.frames import (
@@ -23,11 +24,9 @@ from pipeswitch.wire.frames import (
     RequestHeader,
     WireError,
     WireTensor,
-    decode_message,
     decode_reply,
     decode_request,
     encode_header,
-    encode_message,
     pack_dict,
     unpack_dict,
 )

@@ -10,6 +10,7 @@ from pipeswitch.devices import PoolView
 from pipeswitch.devices.waiting import now_ms
 from pipeswitch.errors import PipeSwitchError, to_wire
 from pipeswitch.failpoints import reach
+from pipeswitch.ipc.channel import Channel
 from pipeswitch.ipc.messages import (
     InferenceDone,
     InferenceFailed,
@@ -20,7 +21,6 @@ from pipeswitch.ipc.messages import (
 )
 from pipeswitch.programs.groups import regrouped
 from pipeswitch.programs.spec import load_manifest
-from pipeswitch.wire.frames import Channel
 
 from .load import BoundProgram, Program, load_program
 from .pool import RequestPool

@@ -19,7 +19,8 @@ from pipeswitch.commits.image import HEADER_BYTES, dump_json, pack_header, parse
 from pipeswitch.errors import InvalidInput, OutOfDeviceMemory
 from pipeswitch.programs.layout import aligned
 
-from .slice import TrainedObjects, TrainingSlice
+from .objects import TrainedObjects
+from .slice import TrainingSlice
 from .snapshot import Captured, DataState, RandomState, captured, load_state, state_of
 from .torch_private import mark_optimizer_called, optimizer_was_called, version
 

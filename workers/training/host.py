@@ -14,6 +14,7 @@ from pipeswitch.devices import PoolView
 from pipeswitch.devices.waiting import now_ms
 from pipeswitch.errors import PipeSwitchError, TaskPreempted, from_wire
 from pipeswitch.failpoints import reach
+from pipeswitch.ipc.channel import Channel
 from pipeswitch.ipc.messages import (
     ByteRange,
     CommitStep,
@@ -24,7 +25,6 @@ from pipeswitch.ipc.messages import (
     RunJob,
     StepCommitted,
 )
-from pipeswitch.wire.frames import Channel
 
 
 class JobHost:

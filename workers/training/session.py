@@ -35,7 +35,8 @@ from pipeswitch.job import InexactResumeWarning, as_number, warn_if_not_finite
 from .commits import COMMIT_SHARE, PAST, Committer, Point, Position, SavedImage, options_of
 from .gate import Gate
 from .hooks import Removable, hook_modules, hook_optimizer, use_gate
-from .slice import TrainedObjects, TrainingSlice, history_bytes, sparse_gradient_bytes
+from .objects import TrainedObjects
+from .slice import TrainingSlice, history_bytes, sparse_gradient_bytes
 from .snapshot import Captured, DataPosition, RandomState, named, named_extras
 
 FIRST_COMMIT_GAP_MS: Final = 50.0  # of each start of the script

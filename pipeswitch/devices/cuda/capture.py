@@ -6,14 +6,12 @@ import contextlib
 import gc
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 
 from .bindings import CudaError
-
-if TYPE_CHECKING:
-    from .torch import Replayable
 
 
 class CaptureBroke(CudaError):
@@ -121,3 +119,25 @@ def no_collector() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+class Replayable(Protocol):
+    """Captured work."""
+
+    def replay(self) -> None:
+        """Enqueue it on the current stream."""
+        ...
+
+
+class Recorder(Protocol):
+    """Captures work instead of doing it."""
+
+    def session(self) -> AbstractContextManager[None]:
+        """Around all captures of one program: no garbage is collected meanwhile."""
+        ...
+
+    def record(self, run: Callable[[], None]) -> Replayable: ...
+
+    def free_bytes(self) -> int:
+        """Free device memory, to see what captured work costs."""
+        ...

@@ -25,7 +25,7 @@ from .bindings import CudaError
 from .indices import check_indices, index_limits
 
 if TYPE_CHECKING:
-    from .torch import Recorder, Replayable
+    from .capture import Recorder, Replayable
 
 log = logging.getLogger(__name__)
 

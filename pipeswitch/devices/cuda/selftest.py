@@ -29,7 +29,8 @@ from .bindings import Cuda
 from .memory import CudaDeviceMemory, WordWriter
 
 if TYPE_CHECKING:
-    from .torch import Replayable, TorchSide
+    from .capture import Replayable
+    from .torch import TorchSide
     from .view import CudaPoolView
 
 MIB: Final = 1 << 20

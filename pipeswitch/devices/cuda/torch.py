@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -16,30 +16,8 @@ import torch
 
 from ...programs.layout import TensorSpec
 from ...programs.views import place_in, tensor_over
-from .capture import CaptureBroke, CudaRecorder, no_collector
+from .capture import CaptureBroke, CudaRecorder, Recorder, no_collector
 from .slice import Segments, make_pool, reserve
-
-
-class Replayable(Protocol):
-    """Captured work."""
-
-    def replay(self) -> None:
-        """Enqueue it on the current stream."""
-        ...
-
-
-class Recorder(Protocol):
-    """Captures work instead of doing it."""
-
-    def session(self) -> AbstractContextManager[None]:
-        """Around all captures of one program: no garbage is collected meanwhile."""
-        ...
-
-    def record(self, run: Callable[[], None]) -> Replayable: ...
-
-    def free_bytes(self) -> int:
-        """Free device memory, to see what captured work costs."""
-        ...
 
 
 class TorchSide(Protocol):

@@ -15,7 +15,7 @@ import msgspec
 from ...errors import PipeSwitchError, RegistrationRefused, to_wire
 from ...failpoints import reach
 from ...ipc.messages import BuildDone, BuildFailed, BuildProgress, BuildSettings
-from ...wire.frames import Channel
+from ...ipc.channel import Channel
 from ..spec import BuildSpec
 
 

@@ -20,7 +20,7 @@ from ..views import tensor_over
 from ...errors import RegistrationRefused
 from ..bundle import read_safetensors_header, write_safetensors
 from ..executor import ModuleProgram
-from .export import dtype_name, flatten_outputs, tensor_bytes
+from ..values import dtype_name, flatten_outputs, tensor_bytes
 from ..groups import needs
 from ..layout import Manifest, ValueSpec
 from ..partition import Layer, Weight, default_plan, place

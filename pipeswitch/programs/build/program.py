@@ -19,7 +19,8 @@ from ..views import tensor_over
 from ...errors import PipeSwitchError, RegistrationRefused
 from ..bundle import Bundle, Graph, read_bundle
 from ..executor import BoundProgram, GraphProgram
-from .export import Program, export_module, flatten_outputs, tensor_bytes, write_program
+from .export import Program, export_module, write_program
+from ..values import flatten_outputs, tensor_bytes
 from ..graph import check_no_mutation, check_on_meta
 from ..groups import regrouped
 from ..layout import Manifest

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeswitch.devices.cuda.torch import Recorder
+from pipeswitch.devices.cuda.capture import Recorder
 from pipeswitch.programs.layout import TensorSpec
 from pipeswitch.programs.views import tensor_over
 

@@ -1,0 +1,36 @@
+"""Signatures as text: what a model takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ..errors import InvalidInput
+from .layout import ITEM_BYTES
+
+
+def signature_text(dtype: str, shape: Iterable[object]) -> str:
+    """``float32[8,3,224,224]``."""
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def parse_input(text: str, number: int = 0) -> tuple[str, list[Any]]:
+    """``x=8x3x224x224:float32`` as ``(name, [shape, dtype])``; how flags and files write it.
+
+    Args:
+        text: the name may be missing, the dtype too (float32).
+        number: position among the inputs; a nameless one is called x, x1, x2…
+
+    Raises:
+        InvalidInput: it is not of that form.
+    """
+    name, _, spec = text.rpartition("=")
+    shape, _, dtype = spec.partition(":")
+    parts = shape.split("x") if shape else []
+    dtype = dtype or "float32"
+    if not all(part.isdigit() for part in parts) or dtype not in ITEM_BYTES:
+        raise InvalidInput(
+            f"input {text!r} is not of the form [NAME=]8x3x224x224:float32",
+            hint=f"dtypes: {', '.join(ITEM_BYTES)}",
+        )
+    return name or (f"x{number}" if number else "x"), [[int(part) for part in parts], dtype]

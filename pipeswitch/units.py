@@ -1,0 +1,98 @@
+"""Sizes and times as people write them, and back."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+_SIZE_UNITS: Final = {
+    "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+}  # fmt: skip
+
+
+_TIME_UNITS_MS: Final = {"us": 1e-3, "ms": 1.0, "s": 1e3, "m": 60e3, "min": 60e3, "h": 3600e3}
+
+
+_QUANTITY: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+
+
+def _quantity(text: object, units: Mapping[str, float], example: str) -> float:
+    match = _QUANTITY.fullmatch(str(text))
+    unit = match.group(2).lower() if match else ""
+    if match is None or unit not in units:
+        raise ValueError(f"{text!r} is not of the form {example}")
+    return float(match.group(1)) * units[unit]
+
+
+def parse_size(text: object) -> int:
+    """``512MiB``, ``20GiB``, ``1GB`` or a plain count, in bytes. ValueError otherwise."""
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+        return text
+    if isinstance(text, str) and text.strip().isdigit():
+        return int(text)
+    return round(_quantity(text, _SIZE_UNITS, "512MiB or 20GiB"))
+
+
+def parse_ms(text: object) -> float:
+    """``50ms``, ``5s``, ``2m``, ``1h`` or 0, in milliseconds. ValueError otherwise."""
+    if text in (0, "0"):
+        return 0.0
+    return _quantity(text, _TIME_UNITS_MS, "50ms or 5s")
+
+
+def format_bytes(size_bytes: float) -> str:
+    """``2.41 GiB``: as sizes stand in messages."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size_bytes) < 1024:
+            return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.2f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.2f} TiB"
+
+
+@dataclass(frozen=True)
+class Amount:
+    """``auto``, a number of bytes, or a fraction of what there is; exactly one of the three."""
+
+    size_bytes: int | None = None
+    fraction: float | None = None
+
+    @property
+    def is_auto(self) -> bool:
+        return self.size_bytes is None and self.fraction is None
+
+    def resolve(self, total_bytes: int, auto_bytes: int) -> int:
+        """Bytes, given what a fraction is of and what ``auto`` stands for."""
+        if self.size_bytes is not None:
+            return self.size_bytes
+        return auto_bytes if self.fraction is None else int(total_bytes * self.fraction)
+
+    @staticmethod
+    def parse(text: object) -> Amount:
+        """``auto``, ``20GiB`` or ``0.9``. ValueError otherwise."""
+        if isinstance(text, Amount):
+            return text
+        if text == "auto":
+            return Amount()
+        try:
+            number = float(str(text))
+        except ValueError:
+            number = math.nan
+        if 0 < number <= 1:
+            return Amount(fraction=number)
+        return Amount(size_bytes=parse_size(text))
+
+    def __str__(self) -> str:
+        if self.size_bytes is not None:
+            return format_bytes(self.size_bytes)
+        return "auto" if self.fraction is None else str(self.fraction)
+
+
+def nearest(word: str, known: Any) -> str:
+    """``; did you mean "x"?`` when one of ``known`` is close, else nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f'; did you mean "{close[0]}"?' if close else ""

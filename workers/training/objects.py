@@ -1,0 +1,122 @@
+"""The objects that a training script hands to ``job.steps``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from pipeswitch.errors import InvalidInput
+
+from .torch_private import has_aliases, registered_buffers
+
+
+@dataclass
+class TrainedObjects:
+    """What one phase trains; the same objects in every loop of the phase."""
+
+    models: Mapping[str, nn.Module]
+    optimizers: Mapping[str, torch.optim.Optimizer]
+    schedulers: Mapping[str, Any]
+    extras: Mapping[str, Any]
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    owners: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)  # of buffers, None too
+    modules: list[nn.Module] = field(default_factory=list)
+    groups: dict[str, list[int]] = field(default_factory=dict)  # parameters in each group
+    with_extra_state: dict[str, nn.Module] = field(default_factory=dict)  # torch's own hook for it
+
+    def __post_init__(self) -> None:
+        seen: set[int] = set()
+        for key, model in self.models.items():
+            for path, module in model.named_modules(prefix=key):
+                self.modules.append(module)
+                if type(module).get_extra_state is not nn.Module.get_extra_state:
+                    self.with_extra_state[path] = module
+                for name, parameter in module.named_parameters(recurse=False):
+                    self._add(f"{path}.{name}", parameter, seen)
+                for name, buffer in registered_buffers(module):
+                    if buffer is not None and id(buffer) in seen:
+                        continue
+                    self.owners[f"{path}.{name}"] = (module, name)
+                    if buffer is not None:
+                        seen.add(id(buffer))
+                        self.buffers[f"{path}.{name}"] = buffer
+        for key, optimizer in self.optimizers.items():
+            self.groups[key] = [len(group["params"]) for group in optimizer.param_groups]
+            for g, group in enumerate(optimizer.param_groups):
+                for i, parameter in enumerate(group["params"]):
+                    self._add(f"optimizer.{key}.{g}.{i}", parameter, seen)
+
+    def _add(self, name: str, parameter: torch.Tensor, seen: set[int]) -> None:
+        if id(parameter) in seen:
+            return
+        seen.add(id(parameter))
+        if is_lazy(parameter) or parameter.device.type == "meta":
+            raise InvalidInput(
+                f"{name} has no values yet",
+                hint="materialize lazy modules before job.steps: run one forward",
+            )
+        if parameter.layout is not torch.strided or parameter.is_quantized:
+            raise InvalidInput(f"{name}: only dense parameters can be trained here")
+        self.parameters[name] = parameter  # type: ignore[assignment]
+
+    def refuse_other_structure(self) -> None:
+        """A resumed script builds its models anew, as they are before the loop.
+
+        Raises:
+            InvalidInput: layers or parameters came or went since.
+        """
+        now = TrainedObjects(self.models, self.optimizers, self.schedulers, self.extras)
+        ours = {name: id(parameter) for name, parameter in self.parameters.items()}
+        theirs = {name: id(parameter) for name, parameter in now.parameters.items()}
+        changed = sorted(name for name, _ in ours.items() ^ theirs.items())
+        changed += sorted(self.owners.keys() ^ now.owners.keys())
+        if not changed and list(map(type, self.modules)) != list(map(type, now.modules)):
+            changed = ["a layer"]
+        if not changed and self.groups != now.groups:
+            changed = ["a parameter group"]
+        if changed:
+            raise InvalidInput(
+                f"{', '.join(changed[:4])}: added, replaced or removed since the loop began; a "
+                "resumed script would build the model without that",
+                hint="change models between two job.epochs (or two job.steps outside of one), "
+                "not within",
+            )
+
+    def refuse_shared_memory(self) -> None:
+        """Every parameter gets a place of its own, so none may lie in another tensor's memory.
+
+        Raises:
+            InvalidInput: two of them overlap, or a parameter and a buffer.
+        """
+        spans = []
+        for name, tensor in (*self.parameters.items(), *self.buffers.items()):
+            if tensor.numel():
+                start = tensor.data_ptr()
+                reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+                end = start + (reach + 1) * tensor.element_size()
+                spans.append((tensor.device.type, start, end, name))
+        spans.sort()
+        for one, other in pairwise(spans):
+            is_parameter = one[3] in self.parameters or other[3] in self.parameters
+            if is_parameter and one[0] == other[0] and other[1] < one[2]:
+                raise InvalidInput(
+                    f"{one[3]} and {other[3]} lie in the same memory",
+                    hint="to tie weights, assign the Parameter itself: b.weight = a.weight",
+                )
+
+    def aliased(self) -> list[str]:
+        """Parameters whose memory something else of the script refers to."""
+        return [name for name, parameter in self.parameters.items() if has_aliases(parameter)]
+
+    def is_same(self, other: TrainedObjects) -> bool:
+        """The very same objects."""
+        pairs = ((self.models, other.models), (self.optimizers, other.optimizers),
+                 (self.schedulers, other.schedulers), (self.extras, other.extras))  # fmt: skip
+        return all(a.keys() == b.keys() and all(a[key] is b[key] for key in a) for a, b in pairs)
