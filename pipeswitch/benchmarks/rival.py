@@ -28,7 +28,7 @@ from typing import Any, Final
 import numpy as np
 
 from .lane import Lane, packed
-from .rival_worker import Style
+from .rival_style import Style
 from .setting import Setting
 from .trials import Numbers, now_ms
 

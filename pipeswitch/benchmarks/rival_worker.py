@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 import torchvision  # noqa: F401 - the fork server imports it once, for all workers
@@ -19,6 +18,7 @@ from ..programs.layout import TensorSpec
 from ..programs.views import bytes_over, tensor_over
 from . import plain
 from .lane import bytes_of, copy_paced, open_mapping, packed
+from .rival_style import Style
 from .train_script import network
 from .trials import Numbers, now_ms
 
@@ -167,18 +167,3 @@ class ServedModel:
 
 def _go_on(index: int) -> None:
     """Everything has arrived."""
-
-
-@dataclass(frozen=True)
-class Style:
-    """How a request is served.
-
-    ``transfer``: in groups while it computes; the whole model, then compute; or tensor by
-    tensor into memory allocated for each, which is what ``.to(device)`` does.
-    ``workers``: a standby is ready; the process that trained also infers; or a new process is
-    forked for the request while the old one stops (PipeSwitch's figure 9).
-    """
-
-    name: str
-    transfer: Literal["groups", "whole", "tensors"] = "groups"
-    workers: Literal["standby", "one", "new"] = "standby"
