@@ -10,13 +10,11 @@ import secrets
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from ..scheduler.events import Token
 from .connections import connection_inode, socket_inode
 from .listeners import Door
-
-if TYPE_CHECKING:
-    from .requests import Pending
 
 ZERO_COPY_BYTES: Final = 64 << 10  # below, a copy is cheaper than tracking the message
 FD_SETTLE_MS: Final = 1_000.0  # libzmq reports a disconnect shortly before it closes the socket
@@ -52,7 +50,7 @@ class Client:
     session: str
     fd: int
     inode: int  # of the connection's socket: tells a reused descriptor number from this one
-    requests: dict[str, Pending] = field(default_factory=dict)
+    requests: dict[str, Token] = field(default_factory=dict)  # that wait for their final answer
     backlog: deque[Outgoing] = field(default_factory=deque)
     unsent_bytes: int = 0
     upload_chunks: int = 0

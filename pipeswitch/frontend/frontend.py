@@ -421,10 +421,10 @@ class Frontend:
         body = Body("cancel", header.body)
         request_id = body.text("id")
         body.done()
-        pending = client.requests.get(request_id)
-        if pending is not None:
-            self._take_back(pending)
-        self._reply(client, header.id, body={"found": pending is not None})
+        token = client.requests.get(request_id)
+        if token is not None:
+            self._take_back(self.requests.waiting(token))
+        self._reply(client, header.id, body={"found": token is not None})
 
     def _put(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
         if len(tensors) > 1:
@@ -522,7 +522,8 @@ class Frontend:
             "client=%s gone cause=%s waiting=%d", client.session[:8], cause, len(client.requests)
         )
         self._uploads.forget(client.session)
-        for pending in client.requests.values():
+        for token in client.requests.values():
+            pending = self.requests.waiting(token)
             if pending.op in ("infer", "register", "profile"):
                 self._take_back(pending)
         client.requests.clear()

@@ -94,7 +94,7 @@ class Requests:
             room=room,
         )
         self._pending[pending.token] = pending
-        client.requests[header.id] = pending
+        client.requests[header.id] = pending.token
         self.counts.accepted += 1
         self.inference.accepted += header.op == "infer"
         return pending
@@ -111,6 +111,10 @@ class Requests:
         if pending is None:
             _logger.debug("token=%d not found cause=not_owed", token)
         return pending
+
+    def waiting(self, token: Token) -> Pending:
+        """The request of a token that waits."""
+        return self._pending[token]
 
     def tokens(self) -> list[Token]:
         """Of all that wait."""

@@ -7,21 +7,11 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from .profile import MAX_BYTES, Profile, ProfileError, decode, encode
+from .profile import MAX_BYTES, Found, Profile, ProfileError, decode, encode
 
 DIGEST_CHARS = 12  # of the digest in a file's name; the whole stands inside
-
-
-@dataclass(frozen=True)
-class Found:
-    """A file that bears a program's digest in its name: its profile, or why there is none."""
-
-    path: Path
-    profile: Profile | None
-    problem: str = ""
 
 
 def file_name(profile: Profile) -> str:
@@ -36,11 +26,11 @@ def find(folders: Sequence[Path], digest: str) -> Iterator[Found]:
         for path in sorted(folder.glob(f"*.{digest[:DIGEST_CHARS]}.*.json")):
             try:
                 with path.open("rb") as file:
-                    yield Found(path, decode(file.read(MAX_BYTES + 1)))
+                    yield Found(path.name, decode(file.read(MAX_BYTES + 1)))
             except OSError as error:
-                yield Found(path, None, os.strerror(error.errno or 0))
+                yield Found(path.name, None, os.strerror(error.errno or 0))
             except ProfileError as error:
-                yield Found(path, None, str(error))
+                yield Found(path.name, None, str(error))
 
 
 def save(folder: Path, profile: Profile) -> Path:

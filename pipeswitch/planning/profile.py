@@ -8,6 +8,7 @@ measured on: one of another program, device or version is not used.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -140,6 +141,15 @@ class Profile(_Part, frozen=True):
             return "its layers are not this program's"
         difference = self.identity.difference(identity)
         return f"it was measured elsewhere: {difference}" if difference else ""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A file that bears a program's digest in its name: its profile, or why there is none."""
+
+    file_name: str
+    profile: Profile | None
+    problem: str = ""
 
 
 def encode(profile: Profile) -> bytes:

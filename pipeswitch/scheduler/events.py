@@ -15,8 +15,7 @@ from typing import Any, Literal, NewType
 
 from ..errors import PipeSwitchError
 from ..ipc.messages import Epoch, JobName, Message, ModelName, SlabTensor, Slot, Turn
-from ..planning.files import Found
-from ..planning.profile import Profile
+from ..planning.profile import Found, Profile
 from ..programs.layout import Manifest
 
 Token = NewType("Token", int)

@@ -25,11 +25,10 @@ from ..errors import (
 )
 from ..ipc.messages import InferenceDone, ModelName
 from ..planning.drift import Drift
-from ..planning.files import Found
 from ..planning.grouping import Plan
 from ..planning.measuring import Measurement, Program, Run, Trial
 from ..planning.planned import plan_of, predict
-from ..planning.profile import Profile
+from ..planning.profile import Found, Profile
 from ..programs.groups import cut, layer_bytes
 from ..programs.layout import Manifest
 from .arena import Memory
@@ -153,7 +152,7 @@ class Profiling:
                 )
                 if not problem and self._use(model, one.profile):
                     return
-            problems.append(f"profile {one.path.name} is not used: {problem}")
+            problems.append(f"profile {one.file_name} is not used: {problem}")
         if problems:
             self._warn(model, problems[0])
 

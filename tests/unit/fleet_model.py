@@ -19,7 +19,6 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from pipeswitch.ipc.messages import (
@@ -65,11 +64,11 @@ from pipeswitch.ipc.messages import (
     TransmitModel,
     WorkerReady,
 )  # fmt: skip
-from pipeswitch.planning.files import Found
 from pipeswitch.planning.profile import (
     UNKNOWN_DEVICE,
     VERSION,
     BatchProfile,
+    Found,
     LayerProfile,
     LinkProfile,
     Overheads,
@@ -1100,7 +1099,7 @@ class World:
         if manifest is not None and self.random.random() < self.profiled:
             layer_ms = self.random.choice((1.0, 12.0, 40.0))
             profile = profile_of(str(message.model), manifest, layer_ms)
-            profiles = (Found(Path("found.json"), profile),)
+            profiles = (Found("found.json", profile),)
         self.handle(ev.FromBuilder(message=message, manifest=manifest, profiles=profiles))
 
     def _build(self, builder: BuilderProcess) -> None:

@@ -73,7 +73,7 @@ def sent(outgoing: Outgoing) -> None:
 def test_a_request_is_owed_its_answer_until_it_has_one(requests: Requests, client: Client) -> None:
     pending = infer(requests, client)
     assert requests.find(pending.token) is pending
-    assert client.requests == {"1": pending}
+    assert client.requests == {"1": pending.token}
     sent(ended(requests, pending, output(pending)))
     assert requests.find(pending.token) is None
     assert requests.tokens() == []

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,8 +13,7 @@ import msgspec
 import pytest
 
 from pipeswitch.ipc.messages import EvictTask, RunInference, SlabTensor, TransmitModel
-from pipeswitch.planning.files import Found
-from pipeswitch.planning.profile import UNKNOWN_DEVICE, Profile
+from pipeswitch.planning.profile import UNKNOWN_DEVICE, Found, Profile
 from pipeswitch.programs.layout import ValueSpec
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.inference import batch_of
@@ -170,7 +168,7 @@ def test_a_profile_found_at_registration_plans_at_once_and_a_foreign_one_warns_o
     other = msgspec.structs.replace(profile, identity=identity("elsewhere"))
     for one, source, warnings in ((profile, "planned", 0), (other, "buckets", 1)):
         rig.said.clear()
-        found = (Found(Path("a.json"), one),)
+        found = (Found("a.json", one),)
         register_with(rig, found)
         assert rig.core.models["a"].plan_source == source
         assert len(rig.commands(ev.Warn)) == warnings

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from . import Resident, Waiting
+from .policy import Resident, Waiting
 
 
 class Fifo:

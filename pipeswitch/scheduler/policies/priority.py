@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from . import Resident, Waiting
+from .policy import Resident, Waiting
 
 WANTED_WEIGHT = 64.0  # a model somebody waits for is the last choice among equals
 

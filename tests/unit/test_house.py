@@ -1,0 +1,184 @@
+"""Which room may import which: the table below is the order of the house.
+
+A room is a folder, or a file that stands beside the folders of ``pipeswitch/``. All imports count:
+the ones inside functions and under ``TYPE_CHECKING`` too.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TOPS = ("pipeswitch", "workers", "memory_daemon", "benchmarks")
+
+# From the ground up: a room imports only rooms that stand above its own line, of these the ones
+# it names. Folders of pipeswitch/ go without their first part.
+MAY_IMPORT: Mapping[str, str] = {
+    # What everything else speaks of.
+    "errors": "",
+    "units": "",
+    "machine": "",
+    "failpoints": "",
+    "job": "",
+    "config": "errors units",
+    "planning": "",
+    "wire": "config errors",
+    "ipc": "errors failpoints wire",
+    "programs": "errors failpoints ipc planning",
+    "commits": "errors failpoints ipc",
+    # The decisions.
+    "scheduler/policies": "",
+    "scheduler": "errors ipc planning programs scheduler/policies",
+    # The device, and the processes that touch it.
+    "devices": "config errors failpoints ipc programs units",
+    "memory_daemon/": "commits devices errors failpoints ipc programs",
+    "workers/inference/": "devices errors failpoints ipc programs",
+    "workers/training/": "commits devices errors failpoints ipc job programs",
+    "workers/": "devices failpoints ipc workers/inference/ workers/training/",
+    "launch": "failpoints ipc memory_daemon/ programs workers/",
+    # The server: clients' bytes to events, commands to deeds.
+    "frontend": "config errors failpoints ipc programs scheduler units wire",
+    "controller": "commits config devices errors failpoints frontend ipc launch machine planning "
+    "programs scheduler units wire",
+    # Its users.
+    "client": "errors programs wire",
+    "__init__": "client errors job",
+    "testing": "client",
+    "benchmarks": "client devices errors ipc job machine planning programs testing wire",
+    "cli": "__init__ benchmarks client config devices errors ipc planning programs units wire",
+    "demo": "__init__ cli client errors job programs testing",
+    "demo_digits": "demo",
+    "benchmarks/": "benchmarks cli devices errors job programs testing",
+}
+
+# What a pure module may take from outside of the project: nothing here opens a file or a socket,
+# starts a thread or a process, or touches a device.
+PURE = (
+    "__future__", "abc", "bisect", "collections", "dataclasses", "datetime", "enum", "functools",
+    "itertools", "math", "msgspec", "numpy", "os.EX_SOFTWARE", "statistics", "typing",
+)  # fmt: skip
+IMPURE_BUILTINS = {"open", "__import__", "exec", "eval", "input", "print", "breakpoint"}
+
+
+def module_of(path: Path) -> str:
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return name.removesuffix(".__init__")
+
+
+FILES = {module_of(path): path for top in TOPS for path in (ROOT / top).rglob("*.py")}
+
+
+def imported(tree: ast.Module, module: str, is_package: bool) -> set[str]:
+    """Full names, ``package.module.name``, of everything that a module imports."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parts = module.split(".")
+            up = len(parts) - node.level + is_package
+            start = [*(parts[:up] if node.level else []), *([node.module] if node.module else [])]
+            names |= {".".join([*start, alias.name]) for alias in node.names}
+    return names
+
+
+def file_of(name: str) -> str | None:
+    """The module of ours that a full name lies in; None: it is not ours."""
+    while name and name not in FILES:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+TREES = {module: ast.parse(path.read_text("utf-8")) for module, path in FILES.items()}
+IMPORTED = {
+    module: imported(tree, module, FILES[module].name == "__init__.py")
+    for module, tree in TREES.items()
+}
+ARROWS = {
+    module: {found for name in names if (found := file_of(name)) not in (None, module)}
+    for module, names in IMPORTED.items()
+}
+
+
+def room_of(module: str) -> str:
+    """The longest line of the table that a module lies in."""
+    path = FILES[module].relative_to(ROOT)
+    outside = path.parts[0] != "pipeswitch"
+    place = "/".join(path.with_suffix("").parts[0 if outside else 1 :])
+    while place and (place + "/" if outside else place) not in MAY_IMPORT:
+        place = place.rpartition("/")[0]
+    return place + "/" if outside and place else place
+
+
+def reachable(modules: Iterable[str]) -> set[str]:
+    seen: set[str] = set()
+    todo = list(modules)
+    while todo:
+        module = todo.pop()
+        if module not in seen:
+            seen.add(module)
+            todo += ARROWS[module]
+    return seen
+
+
+def test_every_file_lies_in_a_room() -> None:
+    assert {module for module in FILES if not room_of(module)} <= {"benchmarks"}
+    assert set(MAY_IMPORT) == {room_of(module) for module in FILES} - {""}
+
+
+def test_no_arrow_of_the_table_runs_up() -> None:
+    rooms = list(MAY_IMPORT)
+    for room, below in MAY_IMPORT.items():
+        for other in below.split():
+            assert rooms.index(other) < rooms.index(room), f"{room} -> {other}"
+
+
+def test_a_room_imports_exactly_what_the_table_says() -> None:
+    found: dict[str, set[str]] = {room: set() for room in MAY_IMPORT}
+    for module, others in ARROWS.items():
+        found[room_of(module)] |= {room_of(other) for other in others} - {room_of(module)}
+    table = {room: set(below.split()) for room, below in MAY_IMPORT.items()}
+    new = [f"{a} -> {b}" for a, others in found.items() for b in sorted(others - table[a])]
+    assert not new, "arrows that the table does not have"
+    unused = [f"{a} -> {b}" for a, others in table.items() for b in sorted(others - found[a])]
+    assert not unused, "no import needs these any more: take them out of the table"
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    try:
+        TopologicalSorter(ARROWS).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_the_scheduler_reaches_nothing_that_acts() -> None:
+    ours = [module for module in FILES if re.match(r"pipeswitch\.scheduler\b", module)]
+    for module in sorted(reachable(ours)):
+        for name in IMPORTED[module]:
+            known = any(f"{name}.".startswith(f"{pure}.") for pure in PURE)
+            assert known or file_of(name), f"{module} imports {name}"
+        for node in ast.walk(TREES[module]):
+            if isinstance(node, ast.Name):
+                assert node.id not in IMPURE_BUILTINS, f"{module}:{node.lineno} names {node.id}"
+
+
+def test_imports_are_found_wherever_they_stand() -> None:
+    source = """
+import a.b
+from . import c
+from .d import e
+from ..f import g
+def later():
+    from h import i
+    if TYPE_CHECKING:
+        import j
+"""
+    names = {"a.b", "top.room.c", "top.room.d.e", "top.f.g", "h.i", "j"}
+    assert imported(ast.parse(source), "top.room.file", is_package=False) == names
+    assert imported(ast.parse("from .d import e"), "top.room", is_package=True) == {"top.room.d.e"}
