@@ -77,7 +77,7 @@ class GpuModel:
     source: str
     room_bytes: int
     inputs: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
-    target: float = 0.0  # of cold / ready-eager at batch 8, DESIGN 11
+    target: float = 0.0  # of cold / ready-eager at batch 8
 
 
 MIB = 1 << 20

@@ -28,7 +28,7 @@ LISTEN_PATTERN: Final = (
     rf"tcp://([^:/\s]+|\[[^\]\s]+\]):({_PORT})"  # the port after it is taken too
 )
 NAME_PATTERN: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-"""Names of models, jobs and servers: safe as a file name, a topic and a column (RELIABILITY 2)."""
+"""Names of models, jobs and servers: safe as a file name, a topic and a column."""
 
 MAX_MS: Final = 480 * 3600e3  # 20 days: what waits for it counts milliseconds in 31 bits
 PRIORITIES: Final[Mapping[str, int]] = {"high": 0, "normal": 1, "low": 2}  # 0 is the most urgent

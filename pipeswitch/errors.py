@@ -44,7 +44,7 @@ class PipeSwitchError(Exception):
         hint: what to type or change next; empty when there is nothing to add.
         request_id: the request this answers, when there is one.
         data: the error's values, JSON-able, by name.
-        exit_code: what the CLI exits with (INTERFACE: 1 failed, 3 no server, 4 not found, 5 busy).
+        exit_code: what the CLI exits with (1 failed, 3 no server, 4 not found, 5 busy).
     """
 
     exit_code: ClassVar[int] = 1

@@ -1,4 +1,4 @@
-"""What a training script sees: ``from pipeswitch import job`` (DESIGN 5).
+"""What a training script sees: ``from pipeswitch import job``.
 
 Run by the server, ``job`` places the model in the device arena, steps aside for requests, commits
 and resumes. Run by hand, the same script is a plain loop. Importing this module is light: torch

@@ -2,7 +2,7 @@
 ``memory_daemon``.
 
 It imports torch once (seconds) and then forks children in milliseconds. It never runs a tensor
-operation: after one OpenMP region a forked child would hang for ever (DESIGN 3). It never asks
+operation: after one OpenMP region a forked child would hang for ever (ADR 3). It never asks
 for a CUDA device either. A child closes every descriptor but its own: an inherited socket end
 would hide the end of file by which the others notice a death.
 """

@@ -32,7 +32,7 @@ ROUNDS: Final = 30
 QUICK_ROUNDS: Final = 6
 PROBE_ROUNDS: Final = 3
 PROBE_BATCH: Final = 64
-COMPUTE_OVER_MEMCPY: Final = 2.5  # DESIGN 11 asks for at least 2
+COMPUTE_OVER_MEMCPY: Final = 2.5  # a batch is chosen for at least 2
 MAX_OVER_OPTIMUM: Final = 1.15
 MIN_EFFICIENCY: Final = 0.90
 

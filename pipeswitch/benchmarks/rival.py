@@ -2,7 +2,7 @@
 
 Real processes: a coordinator that owns store and arena and takes requests from its one client,
 and two workers of which one trains when a request comes. What it does on a request is what the
-published system does (SCHEDULING 0 and 1):
+published system does:
 
 1. The input arrives, pickled, from the client.
 2. The training worker is told to terminate. It looks after every leaf module, forward and

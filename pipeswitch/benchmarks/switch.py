@@ -28,7 +28,7 @@ from .trials import Arm, Numbers, Run
 
 ROUNDS: Final = 12
 QUICK_ROUNDS: Final = 7
-MIN_RATIO: Final = 100.0  # of stop-and-start's overhead to ours; DESIGN 11, cpu device
+MIN_RATIO: Final = 100.0  # of stop-and-start's overhead to ours, on the cpu device
 MIN_RIVAL_RATIO: Final = 3.0  # of the PipeSwitch-style one's
 RIVALS: Final = (PUBLISHED.name, SERIAL.name, TO_DEVICE.name)
 ARMS: Final = (ReadyModel.name, *RIVALS, StopAndStart.name)

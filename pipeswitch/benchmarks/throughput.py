@@ -31,7 +31,7 @@ from .trials import Arm, Numbers, Run
 CYCLES: Final = {30.0: 1, 10.0: 1, 5.0: 1, 2.0: 2, 1.0: 6, 0.1: 20}  # seconds to full rounds
 QUICK_CYCLES: Final = {1.0: 2, 0.1: 5}
 RESTART_CYCLES_S: Final = (30.0, 10.0, 5.0)  # a shorter one is over before its process is up
-MIN_SHARE: Final = {1.0: 0.98, 0.1: 0.90}  # of ready's throughput; DESIGN 11, cpu device
+MIN_SHARE: Final = {1.0: 0.98, 0.1: 0.90}  # of ready's throughput, on the cpu device
 DEFAULT_MODELS: Final = ("resnet152",)
 QUICK_MODELS: Final = ("mlp",)
 

@@ -61,7 +61,7 @@ def interleave(
 
 @dataclass(frozen=True)
 class Finding:
-    """A number that follows from the trials, beside its target of DESIGN 11 if it has one."""
+    """A number that follows from the trials, beside its target if it has one."""
 
     name: str
     value: float

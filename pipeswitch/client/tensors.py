@@ -32,7 +32,7 @@ class Bits:
 
 @dataclass(frozen=True)
 class Timing:
-    """A reply's bill (INTERFACE): where the time went, in milliseconds."""
+    """A reply's bill: where the time went, in milliseconds."""
 
     queue_ms: float = 0.0
     switch_ms: float = 0.0

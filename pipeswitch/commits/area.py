@@ -1,7 +1,7 @@
 """A job's commit area: one memfd, a 4 KiB header and two slots, of which one is the commit.
 
 The memory daemon writes, the worker that resumes the job reads, the controller keeps the
-descriptor so that it outlives both. A commit (DESIGN 5) is written in four steps, and
+descriptor so that it outlives both. A commit (ADR 8) is written in four steps, and
 ``kill -9`` of the writer between any two leaves the last complete commit in place:
 
 1. the idle slot's record is struck out, since its bytes are about to change;

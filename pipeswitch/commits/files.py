@@ -3,7 +3,7 @@
 The data of the safetensors file is the commit's image, byte for byte: any reader of safetensors
 finds the parameters in it, and resuming needs no conversion (ADR 0008).
 
-Crash-safe by order (RELIABILITY 3, rows 22 and 25): the image is written to a temporary name,
+Crash-safe by order: the image is written to a temporary name,
 fsynced and renamed; only then is ``commit.json`` replaced the same way, which is the flip. The
 image's name is new each time, so the image that the old ``commit.json`` names is never touched
 before the flip. Images nobody names any more are removed afterwards.

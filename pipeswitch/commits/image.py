@@ -1,6 +1,6 @@
 """A training job's commit image: self-describing bytes. No torch.
 
-An image is what a worker commits and what a resumed job starts from (DESIGN 5). To the memory
+An image is what a worker commits and what a resumed job starts from (ADR 8). To the memory
 daemon it is opaque; whoever must look inside (the writer to disk) does it here.
 
     [header, 64 bytes][blobs: attachments of the tagged JSON][JSON] … [bulk: tensors] [past images]

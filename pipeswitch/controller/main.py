@@ -150,7 +150,7 @@ def _open_journal(path: Path) -> JournalFile:
 
 
 def _sizes(config: Config, device: ChosenDevice) -> Sizes:
-    """Turn ``auto`` and fractions into bytes (DESIGN 6)."""
+    """Turn ``auto`` and fractions into bytes."""
     available = available_bytes()
     arena = config.device.arena.resolve(available, available // 10)
     cuda = device.options

@@ -1,6 +1,6 @@
 """Two protocols and, per device, their two implementations; nothing else knows the device.
 
-``DeviceMemory`` is the memory daemon's side, ``PoolView`` a worker's side (DESIGN 7).
+``DeviceMemory`` is the memory daemon's side, ``PoolView`` a worker's side.
 """
 
 from __future__ import annotations

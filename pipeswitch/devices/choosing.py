@@ -31,7 +31,7 @@ from .cuda.ladder import TESTS, Ladder, Outcome, Wishes, choose
 REAL_PACKAGE: Final = "cuda.bindings"
 SELFTEST_S: Final = 90.0  # in all; a test that hangs is cut short by the program itself
 GIB: Final = 1 << 30
-CONTEXT_BYTES: Final = 768 << 20  # of one process: context, libraries, workspaces (CUDA_NOTES 7)
+CONTEXT_BYTES: Final = 768 << 20  # of one process: context, libraries, workspaces
 SPARE_BYTES: Final = 2 * GIB  # for activations of training, graphs, and whoever else is there
 MAX_ARENA_SHARE: Final = 0.9
 MAX_SLICE_BYTES: Final = 8 * GIB

@@ -1,7 +1,7 @@
 """The cpu device: the arena is two memfds, the copy engine a thread, a wait an eventfd.
 
 Not a mock: a worker computes on these bytes, and the whole system runs on any machine with them
-(CUDA_NOTES 8). *models* is written by the memory daemon alone, and sealed so that nobody else can
+(ADR 4). *models* is written by the memory daemon alone, and sealed so that no other process can
 map it for writing; it begins with the arrival words. *work* holds training slices and may be
 written by all.
 
@@ -231,7 +231,7 @@ class CpuDeviceMemory:
         """Store → models, chunk by chunk until cancelled; bytes copied.
 
         ``np.copyto`` lets the interpreter lock go, which slice assignment to a memoryview
-        would hold for the whole copy (CUDA_NOTES 8).
+        would hold for the whole copy.
         """
         source, target = group.store_offset_bytes, group.arena_offset_bytes
         done = 0

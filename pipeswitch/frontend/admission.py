@@ -1,7 +1,7 @@
 """Is this request well formed, allowed, and does it fit the model? Pure: no socket, no clock.
 
 Everything here raises an error of errors.py whose text says what was expected, what came, and
-what to do. Nothing is allocated before a check passed (RELIABILITY 2, shape and dtype bombs).
+what to do. Nothing is allocated before a check passed.
 """
 
 from __future__ import annotations

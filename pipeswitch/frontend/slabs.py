@@ -68,7 +68,7 @@ class SlabPool:
         insort(self._holes, (start, end - start))
 
     def check(self) -> None:
-        """Assert the invariants (DESIGN I3: free + taken = capacity)."""
+        """Assert the invariants (I3 of docs/architecture.md: free + taken = capacity)."""
         pieces = sorted([*self._holes, *self._taken.items()])
         position = 0
         for offset, size in pieces:

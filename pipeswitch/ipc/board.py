@@ -31,9 +31,8 @@ F_SEAL_FUTURE_WRITE: Final = 0x0010  # Linux 5.1; Python 3.11's fcntl does not n
 def sealed_memfd(name: str, size_bytes: int, *, reserve: bool = False) -> int:
     """An anonymous shared memory file of fixed size; nothing in /dev/shm, nothing to leak.
 
-    Sealed against shrinking and growing, so no peer can make another die of SIGBUS
-    (RELIABILITY 2). ``reserve`` takes all pages now: a full machine is an OSError here, not a
-    signal later.
+    Sealed against shrinking and growing, so no peer can make another die of SIGBUS.
+    ``reserve`` takes all pages now: a full machine is an OSError here, not a signal later.
     """
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:

@@ -209,7 +209,7 @@ class ByteRange(Message, frozen=True):
 
 
 class CommitCopy(Message, frozen=True):
-    """controller -> memory daemon: copy slice pieces into the idle slot, then flip (DESIGN 5)."""
+    """controller -> memory daemon: copy slice pieces into the idle slot, then flip (ADR 8)."""
 
     job: JobName
     epoch: Epoch
@@ -433,7 +433,7 @@ class EvictTask(Message, frozen=True):
 
 
 class CommitStep(Message, frozen=True):
-    """worker -> controller: these pieces of my slice are the state after ``step`` (DESIGN 5).
+    """worker -> controller: these pieces of my slice are the state after ``step``.
 
     They are so until it is answered. The number tells it from one that comes late or again.
     """

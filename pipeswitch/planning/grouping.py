@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
-DEFAULT_BUCKET_BYTES: Final = 8 << 20  # about 4 % over the optimum without a profile (DESIGN 2)
+DEFAULT_BUCKET_BYTES: Final = 8 << 20  # about 4 % over the optimum without a profile
 FIRST_BUCKET_BYTES: Final = 2 << 20  # it decides the time to the first kernel, so it is small
 
 Plan = tuple[int, ...]

@@ -87,7 +87,7 @@ def makespan(plan: Plan, costs: LayerCosts, resident_groups: int = 0) -> Predict
 
 
 def bound(costs: LayerCosts) -> float:
-    """M*: no plan ends earlier, in ms (DESIGN 11).
+    """M*: no plan ends earlier, in ms.
 
     Whatever the groups are, layer *i* starts after layers 0 to *i* have been sent, and all layers
     from *i* on compute after that. One copy's fixed cost and one signal are unavoidable too.

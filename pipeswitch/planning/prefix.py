@@ -1,6 +1,7 @@
-"""The least part of a model to keep on the device so that a switch to it costs no more than this.
+"""The resident prefix: how many first layers a model needs on the device for a cheap switch.
 
-SCHEDULING 2.5: the first layers stay, their computation hides the copy of the others. Pure.
+Their computation hides the copy of the other layers. The functions here choose the smallest
+prefix for which a switch costs no more than a given time (ADR 15). Pure.
 """
 
 from __future__ import annotations

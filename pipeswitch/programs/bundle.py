@@ -2,7 +2,7 @@
 
 One safetensors file. Its ``__metadata__`` carries the graph as JSON under ``pipeswitch.program``;
 its tensors are the weights, one after another in order of first use. Nothing in it is code and
-nothing is unpickled (DESIGN 2 says why PyTorch's own formats are not accepted).
+nothing is unpickled (ADR 7 says why PyTorch's own formats are not accepted).
 
 Values are numbered: the inputs, then the weights, then one value per node. An argument is a JSON
 scalar, a list of arguments, or an object with one key: ``{"v": 12}`` a value, ``{"dtype": …}``,

@@ -1,6 +1,6 @@
 """What the rest of the system knows of a program: groups, tensors, signature. Pure, no torch.
 
-A program is a model cut into layer groups in execution order (PipeSwitch 4.2; DESIGN 2). The
+A program is a model cut into layer groups in execution order (PipeSwitch 4.2). The
 manifest says where every tensor of every group lies, both in its file and in a region of the
 arena or of the host store: the two are laid out alike, so a group is one contiguous copy.
 """
@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 TENSOR_ALIGN_BYTES: Final = 512  # the caching allocator's unit: every torch kernel is happy with it
-REGION_ALIGN_BYTES: Final = 2 << 20  # models start on a 2 MiB boundary (DESIGN 6)
+REGION_ALIGN_BYTES: Final = 2 << 20  # models start on a 2 MiB boundary
 
 ITEM_BYTES: Final[dict[str, int]] = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,

@@ -30,7 +30,7 @@ def tensor_over(
     """The tensor of ``spec`` in the region at ``region_offset_bytes`` of a storage.
 
     Views of one base would share one version counter, and one in-place update of a BatchNorm
-    statistic would make backward fail for every other parameter (CUDA_NOTES 1); ``set_`` gives
+    statistic would make backward fail for every other parameter; ``set_`` gives
     each tensor its own.
 
     Raises:

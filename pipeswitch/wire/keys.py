@@ -2,7 +2,7 @@
 
 A folder (0700) holds ``server.key_secret`` and ``clients/NAME.key``, one public key for each
 client that may come in; the files are pyzmq's certificates. CURVE alone proves that a peer *has*
-a key: whether that key may come in is the allow-list's business (ZAP, RELIABILITY 2). Removing a
+a key: whether that key may come in is the allow-list's business (ZAP). Removing a
 file revokes the key.
 """
 

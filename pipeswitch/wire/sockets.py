@@ -1,7 +1,7 @@
 """The one place that makes ZeroMQ sockets: every one is capped before it may talk.
 
 libzmq's defaults let one peer declare an 8 GiB message, keep half a handshake for 30 s and have
-1000 unread messages stored for it (RELIABILITY 2). No other module calls ``Context.socket``.
+1000 unread messages stored for it. No other module calls ``Context.socket``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The grid of RELIABILITY 3: component x fault, each cell an injection into a running server."""
+"""The grid of faults: component x fault, each cell an injection into a running server."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def _scribble(path: Path, generator: random.Random) -> None:
 
 
 def grid() -> list[Cell]:
-    """Every cell that is possible; the gaps are those of RELIABILITY 3."""
+    """Every cell that is possible; a gap is a fault that its component cannot have."""
     cells = [
         Cell("client", "kill -9", _client_with(signal.SIGKILL)),
         Cell("client", "SIGSTOP", _client_with(signal.SIGSTOP)),

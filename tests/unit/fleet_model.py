@@ -1,7 +1,7 @@
 """A simulated fleet: daemon, workers and builders as small state machines, in random order.
 
 The scheduler under test is the real one. Everything around it is modelled after its contract
-(DESIGN 3 to 6): every message waits in its channel, channels are delivered in random order,
+(docs/architecture.md): every message waits in its channel, channels are delivered in random order,
 processes are killed at random, time jumps. The model itself checks what a scheduler can break:
 
 I1  exactly one final answer per token.

@@ -1,4 +1,4 @@
-"""What the scheduler does, one rule of DESIGN 4 and 5 at a time."""
+"""What the scheduler does, one rule at a time."""
 
 # mypy: disable-error-code="arg-type, index, union-attr"
 # Names are plain strings and numbers here: their NewTypes would hide what a test says.
@@ -329,7 +329,7 @@ def test_a_server_that_leaves_answers_who_waits_for_a_model(rig: Rig) -> None:
     assert isinstance(rig.error(token), ServerUnavailable)
 
 
-# -- a request (DESIGN 4) ----------------------------------------------------------------------
+# -- a request ----------------------------------------------------------------------
 
 
 def test_a_cold_request_transmits_and_activates_in_the_same_breath(rig: Rig) -> None:
@@ -715,7 +715,7 @@ def test_a_request_that_fails_before_its_turn_leaves_the_turn_alone(rig: Rig) ->
     assert not rig.commands(ev.RaiseTurn)
 
 
-# -- faults (RELIABILITY 3) ----------------------------------------------------------------------
+# -- faults ----------------------------------------------------------------------
 
 
 def test_a_request_whose_worker_dies_is_dispatched_again_at_once(rig: Rig) -> None:
@@ -893,7 +893,7 @@ def test_a_cancelled_hint_is_not_used_before_its_copy_has_ended(rig: Rig) -> Non
     assert rig.sent(RunInference)
 
 
-# -- training (DESIGN 5) -------------------------------------------------------------------------
+# -- training -------------------------------------------------------------------------
 
 
 def test_a_job_gets_the_idle_device_and_its_slice(rig: Rig) -> None:

@@ -1,4 +1,4 @@
-"""Commit points and commit images of a training job (DESIGN 5, invariant I2).
+"""Commit points and commit images of a training job (ADR 8; invariant I2).
 
 A *point* is the state between two steps: small things are copied when it is captured (random
 generators, options, data position, buffers), large ones are only watched (parameters, optimizer

@@ -1,4 +1,4 @@
-"""The preemption gate: where a training script parks when the device is asked for (DESIGN 5).
+"""The preemption gate: where a training script parks when the device is asked for.
 
 Two threads meet here. The *main thread* runs the script and calls ``check``, ``enter`` and
 ``leave``; the *termination thread* reads control messages and calls ``request_stop``, ``grant``

@@ -1,4 +1,4 @@
-"""Run a user's training script in this worker and say how it ended (DESIGN 5)."""
+"""Run a user's training script in this worker and say how it ended."""
 
 from __future__ import annotations
 

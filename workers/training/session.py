@@ -1,4 +1,4 @@
-"""What stands behind ``job`` in a worker: loops that can be suspended, evicted, resumed (DESIGN 5).
+"""What stands behind ``job`` in a worker: loops that can be suspended, evicted, resumed.
 
 Life of a loop, in numbered steps:
 1. ``steps`` sizes and leases the slice (first loop of a phase), binds the tensors, restores the

@@ -67,7 +67,7 @@ HARMLESS_ERRORS: Final = frozenset(
     }
 )
 """After one of these the context goes on. Every other error is taken for *sticky*: each later
-call fails too, and only a new process gets a working context (CUDA_NOTES 7)."""
+call fails too, and only a new process gets a working context."""
 
 
 class NoCudaDevice(ConfigError):

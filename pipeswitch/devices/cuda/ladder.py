@@ -1,6 +1,6 @@
 """Which CUDA mechanisms to use: a pure decision from wishes and the self-test's results.
 
-Each rung is a switch of the configuration with the rung below as its fallback (CUDA_NOTES 0): CPU
+Each rung is a switch of the configuration with the rung below as its fallback (ADR 12): CPU
 flags and ordinary memory work on any driver; the device waiting by itself, the activation slice
 and CUDA graphs are used where the self-test saw them work on this very machine. A wish never
 overrules a failed test: the lower rung serves, and says why.

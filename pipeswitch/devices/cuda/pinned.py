@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 PIN_BYTES: Final = 64 << 20
 """Pinned at once. Small enough that no driver refuses it, large enough that the calls do not
-count; no copy crosses the boundary of two registrations (CUDA_NOTES 5)."""
+count; no copy crosses the boundary of two registrations."""
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
@@ -78,7 +78,7 @@ class PinnedMapping:
         return sum(min(PIN_BYTES, self._size_bytes - p * PIN_BYTES) for p in self._pinned)
 
     def close(self) -> None:
-        """Unpin, then unmap; in this order (CUDA_NOTES 5)."""
+        """Unpin, then unmap; in this order."""
         for piece in sorted(self._pinned):
             self._cuda.unregister(self.address + piece * PIN_BYTES)
         self._pinned.clear()

@@ -9,7 +9,7 @@ lie in it: module-mode programs (which may cache tensors) and training use ordin
 Torch calls the functions under its allocator's lock without the interpreter's, so a Python
 function could deadlock with a thread that frees a tensor. Therefore everything is reserved once,
 single-threaded, and a cap is set: from then on torch serves itself from what it has and asks no
-more (CUDA_NOTES 2).
+more.
 """
 
 from __future__ import annotations

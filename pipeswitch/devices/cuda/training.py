@@ -1,4 +1,4 @@
-"""How far a training script may run ahead of the device (CUDA_NOTES 6)."""
+"""How far a training script may run ahead of the device (ADR 14)."""
 
 from __future__ import annotations
 

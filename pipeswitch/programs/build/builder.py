@@ -1,4 +1,4 @@
-"""Entry of a builder: a forked child that builds one model and exits (DESIGN 3).
+"""Entry of a builder: a forked child that builds one model and exits (ADR 3).
 
 A bad model can take this process down and nothing else.
 """
