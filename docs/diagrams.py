@@ -1,4 +1,4 @@
-"""Write the state diagrams of ``architecture.md`` again: ``python docs/diagrams.py``.
+"""Write the state diagrams of ``states.md`` again: ``python docs/diagrams.py``.
 
 They are generated from ``pipeswitch/scheduler/states.py``; a test compares them.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeswitch.scheduler import states
 
-DOCUMENT = Path(__file__).parent / "architecture.md"
+DOCUMENT = Path(__file__).parent / "states.md"
 TABLES: dict[str, Mapping[tuple[Any, Any], enum.Enum]] = {
     "task": states.TASK_TRANSITIONS,
     "worker": states.WORKER_TRANSITIONS,

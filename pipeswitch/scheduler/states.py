@@ -256,7 +256,7 @@ class Machine(Generic[State, Event]):
 
 
 def diagram(name: str, table: Mapping[tuple[State, Event], State]) -> str:
-    """A Mermaid state diagram generated from a table (docs/architecture.md shows these)."""
+    """A Mermaid state diagram generated from a table (docs/states.md shows these)."""
     lines = [f"%% {name}: generated from pipeswitch/scheduler/states.py", "stateDiagram-v2"]
     merged: dict[tuple[str, str], list[str]] = {}
     for (source, event), target in table.items():

@@ -23,8 +23,8 @@ TABLES = {
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_the_architecture_shows_the_current_state_diagram(name: str) -> None:
-    text = (ROOT / "docs/architecture.md").read_text()
+def test_the_page_of_states_shows_the_current_diagram(name: str) -> None:
+    text = (ROOT / "docs/states.md").read_text()
     block = f"```mermaid\n{states.diagram(name, TABLES[name])}\n```"
     assert block in text, "python docs/diagrams.py writes them again"
 
@@ -43,6 +43,17 @@ def test_every_module_the_architecture_names_exists() -> None:
     for name in named:
         places = [ROOT / name, ROOT / "pipeswitch" / name]
         assert any(place.exists() for place in places), name
+
+
+def test_every_room_stands_in_the_architecture() -> None:
+    text = (
+        (ROOT / "docs/architecture.md").read_text().partition("## Rooms")[2].partition("\n## ")[0]
+    )
+    folders = {
+        path.name for path in (ROOT / "pipeswitch").iterdir() if (path / "__init__.py").exists()
+    }
+    for folder in {*folders, "workers", "memory_daemon"}:
+        assert f"`{folder}/`" in text, folder
 
 
 def test_the_protocol_lists_every_message_between_processes() -> None:
