@@ -14,8 +14,8 @@ import msgspec
 
 from ...errors import PipeSwitchError, RegistrationRefused, to_wire
 from ...failpoints import reach
-from ...ipc.messages import BuildDone, BuildFailed, BuildProgress, BuildSettings
 from ...ipc.channel import Channel
+from ...ipc.messages import BuildDone, BuildFailed, BuildProgress, BuildSettings
 from ..spec import BuildSpec
 
 

@@ -18,11 +18,11 @@ from torch import nn
 
 from ...errors import PipeSwitchError, RegistrationRefused
 from ..bundle import Graph, Node, check_graph, write_bundle
-from .checking import BatchMatters, check_program
 from ..graph import mutations
-from ..layout import ITEM_BYTES, ValueSpec
+from ..layout import ValueSpec
 from ..operators import DROPPED_AT_EXPORT, split_target
 from ..values import dtype_name, flatten_outputs, tensor_bytes
+from .checking import BatchMatters, check_program
 
 SYMBOLIC_SHAPES_LOG: Final = "torch.fx.experimental.symbolic_shapes"
 _PREFIX: Final = "module."

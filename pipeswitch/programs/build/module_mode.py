@@ -16,17 +16,17 @@ import msgspec
 import torch
 from torch import nn
 
-from ..views import tensor_over
 from ...errors import RegistrationRefused
 from ..bundle import read_safetensors_header, write_safetensors
 from ..executor import ModuleProgram
-from ..values import dtype_name, flatten_outputs, tensor_bytes
 from ..groups import needs
 from ..layout import Manifest, ValueSpec
 from ..partition import Layer, Weight, default_plan, place
-from .sources import Loaded
 from ..spec import WEIGHTS_FILE, BuildSpec
 from ..torch_settings import TorchSettings
+from ..values import dtype_name, flatten_outputs, tensor_bytes
+from ..views import tensor_over
+from .sources import Loaded
 from .verify import compare, load_image
 
 

@@ -15,20 +15,20 @@ import msgspec
 import torch
 from torch import nn
 
-from ..views import tensor_over
 from ...errors import PipeSwitchError, RegistrationRefused
 from ..bundle import Bundle, Graph, read_bundle
 from ..executor import BoundProgram, GraphProgram
-from .export import Program, export_module, write_program
-from ..values import flatten_outputs, tensor_bytes
 from ..graph import check_no_mutation, check_on_meta
 from ..groups import regrouped
 from ..layout import Manifest
-from .module_mode import build_module
 from ..partition import Weight, default_plan, layers_of_graph, place
-from .sources import Loaded, example_specs, load_source
 from ..spec import BUNDLE_FILE, BuildSpec, load_manifest, save_manifest
 from ..torch_settings import TorchSettings
+from ..values import flatten_outputs, tensor_bytes
+from ..views import tensor_over
+from .export import Program, export_module, write_program
+from .module_mode import build_module
+from .sources import Loaded, example_specs, load_source
 from .verify import Plain, acceptable_inputs, compare, load_image
 
 __all__ = ["BuildSpec", "build", "load_manifest"]

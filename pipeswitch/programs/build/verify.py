@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from ...errors import RegistrationRefused
-from .checking import same_bits, workers_default_dtype
 from ..executor import BoundProgram
 from ..layout import Manifest, ValueSpec
 from ..requests import random_inputs
+from .checking import same_bits, workers_default_dtype
 
 __all__ = ["Plain", "acceptable_inputs", "compare", "load_image", "same_bits", "to_tensors"]
 
