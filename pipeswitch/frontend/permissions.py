@@ -52,7 +52,8 @@ def check_source(
             raise _owners_only(source)
     elif _MODULE.fullmatch(source):
         is_code = True
-        require_code_right(source, is_owner=is_owner, allow_code=allow_code)
+        module = source.partition(":")[0]
+        _require_code_right(source, module, is_owner=is_owner, allow_code=allow_code)
     else:
         source = _owners_file(source, is_owner)
         owner_files.append(source)
@@ -106,28 +107,43 @@ def _owners_only(path: str) -> PermissionDenied:
     )
 
 
-def require_code_right(entry: str, *, is_owner: bool, allow_code: Sequence[str]) -> None:
-    """Code is accepted through the owner's door or when its name is on the list."""
-    module = entry.split(":", 1)[0]
-    if is_owner or any(fnmatch.fnmatchcase(module, pattern) for pattern in allow_code):
+def _require_code_right(
+    shown: str, runs: str, *, is_owner: bool, allow_code: Sequence[str]
+) -> None:
+    """Code is accepted through the owner's door or when what runs is on the list.
+
+    Args:
+        shown: as the caller wrote it.
+        runs: the module's name, or the script's whole real path.
+    """
+    if is_owner or any(_matches(runs, pattern) for pattern in allow_code):
         return
     raise PermissionDenied(
-        f"{entry!r} is code, and this door does not accept code",
-        hint=f"use the owner's ipc socket, or start the server with --allow-code '{module}'",
+        f"{shown!r} is code, and this door does not accept code",
+        hint=f"use the owner's ipc socket, or start the server with --allow-code {runs!r}",
+    )
+
+
+def _matches(runs: str, pattern: str) -> bool:
+    """As a shell matches: a wildcard crosses no folder. ``*`` alone is everything."""
+    parts, wanted = runs.split("/"), pattern.split("/")
+    return pattern == "*" or (
+        len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
     )
 
 
 def check_entry(entry: str, *, is_owner: bool, allow_code: Sequence[str]) -> str:
     """A training script's path or ``package.module:function``; the path is made real."""
     if _MODULE.fullmatch(entry):
-        require_code_right(entry, is_owner=is_owner, allow_code=allow_code)
+        module = entry.partition(":")[0]
+        _require_code_right(entry, module, is_owner=is_owner, allow_code=allow_code)
         return entry
     real = os.path.realpath(entry)
-    require_code_right(real, is_owner=is_owner, allow_code=allow_code)
-    if not os.path.isabs(entry) or not os.path.isfile(real):
+    _require_code_right(real, real, is_owner=is_owner, allow_code=allow_code)
+    if not os.path.isabs(entry) or not os.path.isfile(real) or not real.endswith(".py"):
         raise InvalidInput(
             f"no script {entry!r} on the server's machine",
-            hint="give an absolute path, or package.module:function",
+            hint="give the absolute path of a .py file, or package.module:function",
         )
     return real
 

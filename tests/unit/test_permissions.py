@@ -1,0 +1,68 @@
+"""What a caller may name: the pattern is compared with what will run, and with nothing less."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeswitch.errors import InvalidInput, PermissionDenied
+from pipeswitch.frontend.permissions import check_entry, check_source
+
+
+def script(folder: Path, name: str) -> str:
+    path = folder / name
+    path.write_text("print(1)")
+    return str(path)
+
+
+def entry(text: str, *allow_code: str) -> str:
+    return check_entry(text, is_owner=False, allow_code=allow_code)
+
+
+def test_an_allowed_script_admits_no_file_whose_name_goes_on_after_a_colon(tmp_path: Path) -> None:
+    allowed, evil = script(tmp_path, "train.py"), script(tmp_path, "train.py:evil.py")
+    assert entry(allowed, allowed) == allowed
+    with pytest.raises(PermissionDenied) as caught:
+        entry(evil, allowed)
+    assert f"--allow-code '{evil}'" in caught.value.hint
+
+
+def test_an_allowed_module_admits_its_functions_and_no_path(tmp_path: Path) -> None:
+    assert entry("pkg.train:main", "pkg.*") == "pkg.train:main"
+    with pytest.raises(PermissionDenied):
+        entry("other.train:main", "pkg.*")
+    with pytest.raises(PermissionDenied):
+        entry(script(tmp_path, "pkg.train"), "pkg.*")
+
+
+def test_a_star_in_a_scripts_pattern_stays_within_its_folder(tmp_path: Path) -> None:
+    below = tmp_path / "below"
+    below.mkdir()
+    assert entry(script(tmp_path, "a.py"), f"{tmp_path}/*.py")
+    with pytest.raises(PermissionDenied):
+        entry(script(below, "a.py"), f"{tmp_path}/*.py")
+    assert entry(script(below, "a.py"), "*")  # everything is everything
+
+
+def test_a_link_counts_as_what_it_leads_to(tmp_path: Path) -> None:
+    evil = script(tmp_path, "evil.py")
+    link = tmp_path / "train.py"
+    link.symlink_to(evil)
+    with pytest.raises(PermissionDenied):
+        entry(str(link), str(link))
+
+
+def test_a_file_that_a_worker_would_import_is_no_script(tmp_path: Path) -> None:
+    other = script(tmp_path, "train.sh")
+    with pytest.raises(InvalidInput, match=r"\.py"):
+        check_entry(other, is_owner=True, allow_code=())
+
+
+def test_a_factory_is_matched_by_its_module_alone() -> None:
+    def source(text: str, *allow_code: str) -> None:
+        check_source(text, "", is_owner=False, allow_code=allow_code, uploads_dir="")
+
+    source("pkg.models:make", "pkg.models")
+    with pytest.raises(PermissionDenied):
+        source("pkg.models.more:make", "pkg.models")
