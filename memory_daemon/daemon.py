@@ -61,7 +61,7 @@ class Lane:
         self._thread.start()
 
     def put(self, epoch: Epoch, work: Work) -> None:
-        """Queue work; ``epoch`` names it should it fail in a way nobody expected."""
+        """Queue work; ``epoch`` names it should it fail in a way that has no answer of its own."""
         self._work.put((epoch, work))
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class Daemon:
         """Announce readiness, serve. True after Exit, with all work finished.
 
         False at end of file, and at an order that cannot be read: which one it was is unknown, so
-        whoever waits for it could not be told. The controller starts the next daemon instead.
+        what waits for it could not be told. The controller starts the next daemon instead.
         """
         reach("daemon.start")
         ready = DaemonReady(

@@ -50,12 +50,12 @@ def run(
     device = open_memory(settings, descriptors)
     daemon = Daemon(device, control, words=settings.words, device_name=settings.device)
     if not daemon.run():
-        # Threads may be deep in a copy or an fsync: nobody is left to wait for them.
+        # Threads may be deep in a copy or an fsync: no process is left to wait for them.
         os._exit(1)
 
 
 def _leave(args: threading.ExceptHookArgs) -> None:
-    """A thread has died: nobody would answer what waits for it, so the process goes with it."""
+    """A thread has died: what waits for it would have no answer, so the process goes with it."""
     name = args.thread.name if args.thread is not None else "unknown"
     log.critical("thread=%s died: %r", name, args.exc_value)
     traceback.print_exception(args.exc_value)

@@ -56,7 +56,7 @@ PREFAULT_BYTES = 8 << 20  # a piece holds the interpreter for less than a millis
 def run(settings: WorkerSettings, descriptors: Sequence[int]) -> int:
     """Set up, announce readiness, loop, leave.
 
-    ``descriptors``: task channel, signal channel, board, pool, all bells, then the arena's.
+    ``descriptors``: task channel, signal channel, board, pool, all wake-ups', the arena's.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who leaves when is the controller's decision
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -135,7 +135,7 @@ class Worker:
         while True:
             received = self._task.receive()
             if received is None:
-                os._exit(0)  # the controller is gone; nobody wants a clean end
+                os._exit(0)  # the controller is gone: a clean end is of no use
             message, descriptors = received
             match message:
                 case RunInference():
@@ -201,7 +201,7 @@ class Worker:
     # -- termination thread --------------------------------------------------------------------
 
     def _listen_or_leave(self) -> None:
-        """A worker that hears nobody is of no use: one that cannot go on (its device's context
+        """A worker without this thread is of no use: one that cannot go on (its device's context
         broke while it waited for the queue to drain) leaves at once, and is replaced."""
         try:
             self._listen()
@@ -247,10 +247,10 @@ class Worker:
                 raise ValueError(f"a worker cannot obey a {type(message).__name__}")
 
     def _on_parked(self, turn: int, next_turn: int, where: Where) -> None:
-        """Called by whichever thread parks, with the gate's lock held: pass the device on."""
+        """Called by the thread that parks, with the gate's lock held: pass the device on."""
         self._view.settle()  # what is queued on the device runs on: two groups at most
         reach("job.park")
-        parked_at_ms = now_ms()  # before the bell: its worker may take this thread's core
+        parked_at_ms = now_ms()  # before the wake-up: its worker may take this thread's core
         if next_turn:
             self._view.raise_turn(next_turn, self._next_slot)
         reach("job.parked")

@@ -2,7 +2,7 @@
 
 The same script runs plain and as a job in turns, on as many threads, commits included (as often
 as the default configuration has them). The plain script runs twice: as it is, and with the
-allocator's settings of a worker (``workers/training/heap.py``), which make the job faster than a
+allocator's settings of a worker (``workers/training/script.py``), which make the job faster than a
 plain script: without them its cost is judged against what it gains. Rounds are compared pairwise,
 since a process has its own luck with its heap. Then a job that runs for ever is
 interrupted by requests at random moments.

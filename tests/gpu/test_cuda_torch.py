@@ -94,7 +94,7 @@ def bound_resnet(side: TorchSide, folder: Path) -> BoundProgram:
     from memory_daemon.store import load_model
     from pipeswitch.programs.build.program import build
     from pipeswitch.programs.spec import BuildSpec
-    from workers.inference.load import load_program
+    from workers.inference.task import load_program
 
     inputs = {"x": ((2, 3, 64, 64), "float32")}
     wanted = BuildSpec(name="r", source="torchvision:resnet18", weights="random:0", inputs=inputs)

@@ -32,7 +32,7 @@ from pipeswitch.programs.requests import random_inputs
 from pipeswitch.programs.spec import BuildSpec, load_manifest, weights_file
 from pipeswitch.programs.values import flatten_outputs
 from pipeswitch.programs.views import bytes_over, tensor_over
-from workers.inference.load import BoundProgram, load_program
+from workers.inference.task import BoundProgram, load_program
 
 REGION_OFFSET_BYTES = 2 << 20
 

@@ -55,21 +55,21 @@ class RequestPool:
         names: Sequence[str],
         outputs: Sequence[torch.Tensor],
         offset_bytes: int,
-        room_bytes: int,
+        reply_bytes: int,
     ) -> tuple[SlabTensor, ...]:
         """Copy outputs into a reply slab; from a device this is enqueued, not done, on return.
 
         Raises:
-            InvalidInput: they need more room than their declared shapes said.
+            InvalidInput: they need more bytes than their declared shapes said.
         """
         slabs, cursor = [], 0
         for name, output in zip(names, outputs, strict=True):
             dtype_name = str(output.dtype).removeprefix("torch.")
             size = output.numel() * output.element_size()
-            if dtype_name not in ITEM_BYTES or cursor + size > room_bytes:
+            if dtype_name not in ITEM_BYTES or cursor + size > reply_bytes:
                 raise InvalidInput(
                     f'output "{name}" is {dtype_name}{list(output.shape)}: it does not fit into '
-                    f"the {room_bytes} bytes its declared shape asked for"
+                    f"the {reply_bytes} bytes its declared shape asked for"
                 )
             slab = SlabTensor(
                 name=name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -19,10 +20,13 @@ from pipeswitch.ipc.messages import (
     RunInference,
     SlabTensor,
 )
+from pipeswitch.programs.bundle import read_bundle
+from pipeswitch.programs.executor import BoundProgram, GraphProgram, ModuleProgram, Program
 from pipeswitch.programs.groups import regrouped
-from pipeswitch.programs.spec import load_manifest
+from pipeswitch.programs.layout import Manifest
+from pipeswitch.programs.spec import BUNDLE_FILE, load_manifest
+from pipeswitch.programs.torch_settings import construct_on_meta
 
-from .load import BoundProgram, Program, load_program
 from .pool import RequestPool
 from .trials import MadeUpInputs, run_trial
 
@@ -81,6 +85,23 @@ class Programs:
     def clear(self) -> None:
         for model in list(self._programs):
             self.forget(model)
+
+
+def load_program(
+    directory: str | os.PathLike[str], manifest: Manifest, device: torch.device | str = "cpu"
+) -> Program:
+    """Load the structure that ``build`` wrote into ``directory``; no weights.
+
+    Reads the graph (graph mode) or imports the operator's factory and constructs it on meta
+    (module mode). Tensor bytes are the memory daemon's business.
+
+    Raises:
+        RegistrationRefused: the files are damaged, or do not belong to ``manifest``.
+    """
+    if manifest.mode == "graph":
+        return GraphProgram(manifest, read_bundle(Path(directory) / BUNDLE_FILE).graph, device)
+    module, settings = construct_on_meta(manifest.source)
+    return ModuleProgram(manifest, module, device, settings)
 
 
 class _Groups:

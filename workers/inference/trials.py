@@ -35,8 +35,8 @@ class MadeUpInputs:
     def be_zeros(self) -> bool:
         """Integers that a model could not take become zeros; False when they were already.
 
-        Nobody says what an integer input means: where random ones are no valid indices, zeros
-        usually are.
+        A signature does not say what an integer means: where random ones are no valid indices,
+        zeros usually are.
         """
         for key, inputs in self._inputs.items():
             zeros = [

@@ -15,17 +15,19 @@ from typing import Any, Final, Protocol
 import torch
 
 from pipeswitch.commits import tagged
-from pipeswitch.commits.image import HEADER_BYTES, dump_json, pack_header, parse_image
+from pipeswitch.commits.image import HEADER_BYTES, dump_json, pack_header
 from pipeswitch.errors import InvalidInput, OutOfDeviceMemory
 from pipeswitch.programs.layout import aligned
 
-from .objects import TrainedObjects
+from .layout import history_bytes, sparse_gradient_bytes
+from .objects import TrainedObjects, load_options, options_of
+from .place import PAST, Position, SavedImage
 from .slice import TrainingSlice
-from .snapshot import Captured, DataState, RandomState, captured, load_state, state_of
+from .snapshot import Captured, DataState, RandomState, captured
 from .torch_private import mark_optimizer_called, optimizer_was_called, version
 
-COMMIT_SHARE: Final = 50  # a commit may take 1/50 of the time: the copy costs memory bandwidth
-PAST: Final = "past/"
+SPARE_STATE_BYTES: Final = 256 << 10  # random generators, the JSON, and space to grow
+JSON_NAMES: Final = 16  # how often the JSON names each parameter: its tensors, and their owners
 
 
 class CommitHost(Protocol):
@@ -34,19 +36,6 @@ class CommitHost(Protocol):
     def begin_commit(self, step: int, ranges: Sequence[tuple[int, int]]) -> None: ...
     def wait_commit(self) -> float: ...
     def now_ms(self) -> float: ...
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where in the script: which loop, and how far it got."""
-
-    phase: int  # loops outside job.epochs, and job.epochs themselves, counted
-    epoch: int  # -1 outside job.epochs
-    loop: int  # of the epoch
-    batches: int  # used so far
-    finished: bool  # left early, or ended between two commit points: nothing more to do
-    name: str
-    step: int
 
 
 @dataclass
@@ -63,38 +52,6 @@ class Point:
     gradients: list[tuple[str, torch.Tensor, int]]  # left over, with their versions
     gradients_copied: bool
     sparse_gradients: Mapping[str, torch.Tensor]  # left over, copied
-
-
-class SavedImage:
-    """A parsed commit image; valid as long as the memory under it."""
-
-    def __init__(self, image: memoryview) -> None:
-        self._image = image.cast("B")
-        self.content, self._ranges = parse_image(self._image)
-        meta = self.content["meta"]
-        self.values = tagged.decode(meta["state"], [self.blob(n) for n in meta["state_blobs"]])
-        self.options = tagged.decode(
-            meta["options"], [self.blob(name) for name in meta["options_blobs"]]
-        )
-        self.position = Position(*self.values["position"])
-
-    def blob(self, name: str) -> memoryview:
-        """Bytes of a tensor or blob."""
-        offset, size = self._ranges[name]
-        return self._image[offset : offset + size]
-
-    def random(self, name: str) -> RandomState:
-        """A stored set of random generators."""
-        return RandomState.from_values(self.values[name])
-
-    def data(self, name: str) -> DataState:
-        """A stored data position."""
-        return DataState(*self.values[name])
-
-    def past(self) -> dict[int, bytes]:
-        """Images of finished phases."""
-        names = [name for name in self.content["blobs"] if name.startswith(PAST)]
-        return {int(name.removeprefix(PAST)): bytes(self.blob(name)) for name in names}
 
 
 class Committer:
@@ -128,8 +85,8 @@ class Committer:
         """The state now, as a point. ``last`` is the point before it."""
         self.finish()  # its snapshot and its gradients are about to be overwritten
         if last is not None and not self._copies_gradients:
-            # Whoever zeroes or accumulates in place destroys left-over gradients before they
-            # could be committed in mid-step; seen once, they are copied at every point.
+            # A script that zeroes or accumulates in place destroys left-over gradients before
+            # they can be committed in mid-step; seen once, they are copied at every point.
             self._copies_gradients = not _are_intact(last.gradients)
         if not self._has_state:  # after the first step; later changes are met at the commits
             self._has_state = any(o.state for o in self._objects.optimizers.values())
@@ -364,45 +321,19 @@ class Committer:
             optimizer.state[parameter][state_key] = value
 
 
-def options_of(
-    objects: TrainedObjects, odd_buffers: Mapping[str, torch.Tensor | None] | None = None
-) -> dict[str, Any]:
-    """Everything small that a step boundary must pin: lr, momentum, scheduler, extra_state."""
-    return {
-        "odd_buffers": dict(odd_buffers or {}),
-        "modules": {path: m.get_extra_state() for path, m in objects.with_extra_state.items()},
-        "groups": {
-            key: [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-            for key, optimizer in objects.optimizers.items()
-        },
-        "schedulers": {key: state_of(item) for key, item in objects.schedulers.items()},
-        "extras": {key: state_of(item) for key, item in objects.extras.items()},
-    }
+def state_area_bytes(objects: TrainedObjects, before: int) -> int:
+    """Size of the state area: what it needs now, a quarter more, LBFGS's history, and some.
 
-
-def load_options(objects: TrainedObjects, options: Mapping[str, Any]) -> None:
-    """Inverse of ``options_of``, in place.
-
-    Raises:
-        InvalidInput: other optimizers, groups, schedulers or extras than committed.
+    Args:
+        before: its size in an earlier life of the script; it never shrinks.
     """
-    for kind, items in (("schedulers", objects.schedulers), ("extras", objects.extras)):
-        if options[kind].keys() != items.keys():
-            raise InvalidInput(f"{kind}: committed {sorted(options[kind])}, now {sorted(items)}")
-        for key, item in items.items():
-            load_state(item, options[kind][key])
-    for path, module in objects.with_extra_state.items():
-        module.set_extra_state(options["modules"][path])
-    for key, optimizer in objects.optimizers.items():
-        stored = options["groups"].get(key, [])
-        if len(stored) != len(optimizer.param_groups):
-            raise InvalidInput(f"optimizer {key!r}: its parameter groups changed since the commit")
-        for group, values in zip(optimizer.param_groups, stored, strict=True):
-            for name, value in values.items():
-                if isinstance(group.get(name), torch.Tensor) and isinstance(value, torch.Tensor):
-                    group[name].copy_(value)
-                else:
-                    group[name] = value
+    options = Captured(options_of(objects))
+    tensors = 4 * len(objects.parameters) + len(objects.buffers)
+    now = len(str(options.data)) + sum(len(part) for part in options.read()) + 400 * tensors
+    now += JSON_NAMES * sum(map(len, objects.parameters))
+    history = sum(map(history_bytes, objects.optimizers.values()))
+    history += sparse_gradient_bytes(objects.modules)
+    return max(before, now + now // 4 + history + SPARE_STATE_BYTES)
 
 
 def _are_intact(gradients: list[tuple[str, torch.Tensor, int]]) -> bool:

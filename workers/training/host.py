@@ -133,7 +133,7 @@ class JobHost:
     ) -> None:
         """An answer to ``lease``; a granted one brings the commit area, which may be a new one."""
         with self._changed:
-            for descriptor in descriptors:  # nobody reads the old one: the main thread waits here
+            for descriptor in descriptors:  # the main thread, which reads the old one, waits here
                 if self._commits >= 0:
                     os.close(self._commits)
                 self._commits = descriptor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -12,7 +13,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pipeswitch.errors import InvalidInput
+from pipeswitch.job import InexactResumeWarning
 
+from .snapshot import load_state, state_of
 from .torch_private import has_aliases, registered_buffers
 
 
@@ -115,8 +118,69 @@ class TrainedObjects:
         """Parameters whose memory something else of the script refers to."""
         return [name for name, parameter in self.parameters.items() if has_aliases(parameter)]
 
+    def warn_of_what_is_lost(self) -> None:
+        """Say what a resumed script will not find as it was."""
+        groups = [g for o in self.optimizers.values() for g in o.param_groups]
+        if not self.schedulers and any("initial_lr" in group for group in groups):
+            warnings.warn(
+                "job.steps: a scheduler drives the optimizer and was not passed; a resumed script "
+                "starts it anew. Pass scheduler=…",
+                InexactResumeWarning,
+                stacklevel=5,
+            )
+        aliased = self.aliased()
+        if aliased:
+            warnings.warn(
+                f"job.steps: {', '.join(aliased[:4])}: other tensors share this memory (a view, "
+                "`.data`, a state_dict()) and will keep the values of now. Take them in the loop, "
+                "or clone them",
+                UserWarning,
+                stacklevel=5,
+            )
+
     def is_same(self, other: TrainedObjects) -> bool:
         """The very same objects."""
         pairs = ((self.models, other.models), (self.optimizers, other.optimizers),
                  (self.schedulers, other.schedulers), (self.extras, other.extras))  # fmt: skip
         return all(a.keys() == b.keys() and all(a[key] is b[key] for key in a) for a, b in pairs)
+
+
+def options_of(
+    objects: TrainedObjects, odd_buffers: Mapping[str, torch.Tensor | None] | None = None
+) -> dict[str, Any]:
+    """Everything small that a step boundary must pin: lr, momentum, scheduler, extra_state."""
+    return {
+        "odd_buffers": dict(odd_buffers or {}),
+        "modules": {path: m.get_extra_state() for path, m in objects.with_extra_state.items()},
+        "groups": {
+            key: [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+            for key, optimizer in objects.optimizers.items()
+        },
+        "schedulers": {key: state_of(item) for key, item in objects.schedulers.items()},
+        "extras": {key: state_of(item) for key, item in objects.extras.items()},
+    }
+
+
+def load_options(objects: TrainedObjects, options: Mapping[str, Any]) -> None:
+    """Inverse of ``options_of``, in place.
+
+    Raises:
+        InvalidInput: other optimizers, groups, schedulers or extras than committed.
+    """
+    for kind, items in (("schedulers", objects.schedulers), ("extras", objects.extras)):
+        if options[kind].keys() != items.keys():
+            raise InvalidInput(f"{kind}: committed {sorted(options[kind])}, now {sorted(items)}")
+        for key, item in items.items():
+            load_state(item, options[kind][key])
+    for path, module in objects.with_extra_state.items():
+        module.set_extra_state(options["modules"][path])
+    for key, optimizer in objects.optimizers.items():
+        stored = options["groups"].get(key, [])
+        if len(stored) != len(optimizer.param_groups):
+            raise InvalidInput(f"optimizer {key!r}: its parameter groups changed since the commit")
+        for group, values in zip(optimizer.param_groups, stored, strict=True):
+            for name, value in values.items():
+                if isinstance(group.get(name), torch.Tensor) and isinstance(value, torch.Tensor):
+                    group[name].copy_(value)
+                else:
+                    group[name] = value

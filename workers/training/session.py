@@ -11,10 +11,6 @@ Life of a loop, in numbered steps:
 4. ``optimizer.step()`` first waits for the commit under way, and is never interrupted.
 5. An eviction commits the last point, if nothing has moved since, and unwinds the script; else
    the job resumes from its last commit. At most the current step is recomputed.
-
-A *phase* is a ``job.epochs`` or a ``job.steps`` outside of one. The end of a phase is always
-committed, and kept in the images of the later ones: a resumed script replays a finished phase
-from its end (no batches), so what stands between two phases finds the state it had.
 """
 
 from __future__ import annotations
@@ -22,28 +18,25 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 import torch
 
-from pipeswitch.commits.image import compact_image
 from pipeswitch.errors import HostStoreFull, InvalidInput, OutOfDeviceMemory
 from pipeswitch.job import InexactResumeWarning, as_number, warn_if_not_finite
 
-from .commits import COMMIT_SHARE, PAST, Committer, Point, Position, SavedImage, options_of
+from .commits import Committer, Point, state_area_bytes
 from .gate import Gate
 from .hooks import Removable, hook_modules, hook_optimizer, use_gate
+from .layout import history_bytes
 from .objects import TrainedObjects
-from .slice import TrainingSlice, history_bytes, sparse_gradient_bytes
-from .snapshot import Captured, DataPosition, RandomState, named, named_extras
+from .place import MAX_PAST_PHASES, Position, SavedImage, ScriptPlace
+from .slice import TrainingSlice
+from .snapshot import DataPosition, RandomState, named, named_extras
+from .timing import CommitTiming, WriteWatch
 
-FIRST_COMMIT_GAP_MS: Final = 50.0  # of each start of the script
 REPORT_EVERY_MS: Final = 100.0  # a fast loop must not flood the controller
-SPARE_STATE_BYTES: Final = 256 << 10  # random generators, the JSON, and room to grow
-JSON_NAMES: Final = 16  # how often the JSON names each parameter: its tensors, and their owners
-MAX_PAST_PHASES: Final = 4  # each costs its image once more, in every commit
 
 _Batch = TypeVar("_Batch")
 
@@ -107,17 +100,11 @@ class TrainingSession:
         overlap_commits: bool = True,
     ) -> None:
         self._host, self._gate = host, gate
-        self._commit_every_ms, self._overlap = commit_every_ms, overlap_commits
-        self._commit_gap_ms = min(FIRST_COMMIT_GAP_MS, commit_every_ms)
-        self._next_commit_at_ms = host.now_ms() + self._commit_gap_ms
-        image = host.restore()
-        self._saved = None if image is None else SavedImage(image)  # until it was resumed
-        self._past: dict[int, bytes] = {} if self._saved is None else self._saved.past()
-        self._phase = -1  # of the newest loop
-        self._epoch, self._loop, self._in_epochs = -1, 0, False
-        self._position = Position(0, -1, 0, 0, False, "", 0)
-        self._step = 0
-        self._entry: dict[str, Any] = {}
+        self._overlap = overlap_commits
+        self._timing = CommitTiming(commit_every_ms, host.now_ms)
+        self._place = ScriptPlace(host.restore())
+        saved = self._place.saved
+        self._watch = WriteWatch(*((False, False) if saved is None else saved.values["bodies"]))
         self._objects: TrainedObjects | None = None
         self._layout: TrainingSlice | None = None
         self._committer: Committer | None = None
@@ -129,13 +116,6 @@ class TrainingSession:
         self._optimizer_depth = 0
         self._open_loop: object | None = None
         self._in_body = False
-        self._body_is_clean = False  # the last body did not write parameters before its step
-        self._parameters_sum: int | None = None  # at the last point; None: this body is not watched
-        # Of this script's bodies: one left its parameters alone before its step, bit by bit; one
-        # did not, and no version counter told (``.data``).
-        bodies = (False, False) if self._saved is None else self._saved.values["bodies"]
-        self._was_watched: bool = bodies[0]
-        self._writes_unseen: bool = bodies[1]
         self._warned: set[str] = set()
         self._log: dict[str, float] = {}
         self._report_at_ms = 0.0
@@ -146,11 +126,12 @@ class TrainingSession:
 
     def begin(self) -> None:
         """Call right before the script: its random generators start as in its first run."""
-        if self._saved is not None:
-            self._saved.random("script_random").restore(self.device)
-            self._entry["script_random"] = self._saved.values["script_random"]
+        saved = self._place.saved
+        if saved is not None:
+            saved.random("script_random").restore(self.device)
+            self._place.entry["script_random"] = saved.values["script_random"]
         else:
-            self._entry["script_random"] = RandomState(self.device).values()
+            self._place.entry["script_random"] = RandomState(self.device).values()
         use_gate(self._gate)
 
     def finish(self) -> None:
@@ -159,8 +140,8 @@ class TrainingSession:
         Raises:
             InvalidInput: it ended before it came to the loop in which it was interrupted.
         """
-        if self._saved is not None:
-            place = self._saved.position
+        if self._place.saved is not None:
+            place = self._place.saved.position
             raise InvalidInput(
                 f"the script ended before it came to the place of its last commit (step "
                 f"{place.step}, {place.name}, epoch {place.epoch}): nothing was restored",
@@ -170,8 +151,8 @@ class TrainingSession:
         self._report(final=True)
         self._end_phase(force=True)
         committed = self._committer.committed if self._committer is not None else None
-        step = self._step if committed is None else committed.position.step
-        self._host.report("finished", step=self._step, committed_step=step)
+        step = self.step if committed is None else committed.position.step
+        self._host.report("finished", step=self.step, committed_step=step)
         self.close()
 
     def close(self) -> None:
@@ -192,41 +173,26 @@ class TrainingSession:
     @property
     def step(self) -> int:
         """Finished steps, over all loops and preemptions."""
-        return self._step
+        return self._place.step
 
     def epochs(self, count: int) -> Iterator[int]:
         """See ``pipeswitch.job.epochs``."""
-        if self._in_epochs:
-            raise InvalidInput("job.epochs inside job.epochs", hint="use range() for the inner one")
-        self._phase += 1
-        self._in_epochs = True
-        saved = self._saved_for_phase()
+        place = self._place
+        saved = place.begin_epochs(count)
         first = 0 if saved is None else saved.position.epoch
-        if saved is not None and saved.position.phase == self._phase:
-            self._refuse_other_count(count, saved.values["epochs"])
-        self._entry["epochs"] = count
         try:
             for epoch in range(first, count):
-                self._epoch, self._loop = epoch, 0
+                place.begin_epoch(epoch)
                 if saved is not None and epoch == first:
                     saved.random("epoch_random").restore(self.device)
-                    self._step = saved.position.step
-                self._entry["epoch_random"] = RandomState(self.device).values()
+                    place.step = saved.position.step
+                place.entry["epoch_random"] = RandomState(self.device).values()
                 yield epoch
                 self._unwind_if_evicted()
         finally:
-            self._in_epochs, self._epoch = False, -1
+            place.end_epochs()
             if not self._is_unwinding:
                 self._end_phase()
-
-    def _refuse_other_count(self, count: int, committed: int) -> None:
-        """Where a script skips epochs by itself, ``job`` would skip others on top of them."""
-        if count != committed:
-            raise InvalidInput(
-                f"job.epochs({count}) was job.epochs({committed}) when the job was committed",
-                hint="job.epochs skips what is finished: give it the whole number, and let the "
-                "script not resume from a checkpoint of its own",
-            )
 
     def steps(
         self,
@@ -248,22 +214,16 @@ class TrainingSession:
         if self._open_loop is not None:  # left by ``break``, and something still refers to it
             self._end_loop()
         self._open_loop = this_loop = object()
-        if not self._in_epochs:
-            self._phase += 1
-            self._loop = 0
-            self._entry["epoch_random"] = RandomState(self.device).values()
-            self._entry["epochs"] = 0
-        place = Position(
-            self._phase, self._epoch, self._loop, 0, False, name or f"steps-{self._phase}",
-            self._step,
-        )  # fmt: skip
-        self._loop += 1
+        if not self._place.in_epochs:
+            self._place.begin_phase()
+            self._place.entry["epoch_random"] = RandomState(self.device).values()
+        start = self._place.begin_loop(name)
         self._bind(objects)
         self._data = DataPosition(loader, objects.extras)
         if "loader" not in self._warned and self._data.warn_if_inexact():
             self._warned.add("loader")
-            self._host.report("warning", what="inexact_resume", step=self._step)
-        iterator = self._open(place)
+            self._host.report("warning", what="inexact_resume", step=self.step)
+        iterator = self._open(start)
         try:
             if iterator is not None:
                 yield from self._run(iterator, this_loop)
@@ -281,14 +241,14 @@ class TrainingSession:
             if due or not (isinstance(value, torch.Tensor) and value.device.type != "cpu"):
                 number = as_number(value)
                 self._log[name] = number
-                if warn_if_not_finite(name, number, self._step):
-                    self._host.report("nan_loss", step=self._step, name=name, value=str(number))
+                if warn_if_not_finite(name, number, self.step):
+                    self._host.report("nan_loss", step=self.step, name=name, value=str(number))
 
     # ------------------------------------------------------------------------- binding
 
     def _bind(self, objects: TrainedObjects) -> None:
         """Lease and rebind for a new phase; within a phase the objects must stay the same."""
-        if self._bound_phase == self._phase:
+        if self._bound_phase == self._place.phase:
             assert self._objects is not None
             if not self._objects.is_same(objects):
                 raise InvalidInput(
@@ -297,16 +257,20 @@ class TrainingSession:
                 )
             return
         self._release()
-        past = sum(len(image) + 64 for image in self._past.values())
+        past = sum(len(image) + 64 for image in self._place.past.values())
         objects.refuse_shared_memory()
-        self._warn_of_what_is_lost(objects)
-        self._layout = TrainingSlice(objects, self._state_bytes(objects), past)
+        if "lost" not in self._warned:
+            self._warned.add("lost")
+            objects.warn_of_what_is_lost()
+        saved = self._place.saved
+        before = 0 if saved is None else int(saved.values["state_capacity"])
+        self._layout = TrainingSlice(objects, state_area_bytes(objects, before), past)
         memory = self._lease(self._layout, objects)
         self._layout.bind(memory)
         if self._bound_phase < 0:
             self._compare_beginnings()
-        self._committer = Committer(self._host, self._layout, self._past, self.device)
-        self._objects, self._bound_phase, self._point = objects, self._phase, None
+        self._committer = Committer(self._host, self._layout, self._place.past, self.device)
+        self._objects, self._bound_phase, self._point = objects, self._place.phase, None
         self._stepped.clear()
         self._hooks = hook_modules(objects.models.values())
         for key, optimizer in objects.optimizers.items():
@@ -329,14 +293,12 @@ class TrainingSession:
         if self._layout is None or self._committer is None:
             return
         self._finish_commit()
-        if self._saved is None:
+        if self._place.saved is None:
             if self._committer.committed is None:
                 self._end_phase(force=True)
             image = self._host.restore()
             assert image is not None  # the end of a phase was committed
-            self._past[self._bound_phase] = compact_image(image, without=PAST)
-            if len(self._past) > MAX_PAST_PHASES:
-                self._past.pop(min(self._past))
+            if not self._place.keep_past(self._bound_phase, image):
                 self._warn_of_many_phases()
         self._remove_hooks()
         self._layout.unbind()
@@ -345,36 +307,15 @@ class TrainingSession:
         """Every life of a script makes the same models, unless it loads what it saved itself."""
         assert self._layout is not None
         now = self._layout.sum_of_parameters()
-        self._entry["beginning"] = now if self._saved is None else self._saved.values["beginning"]
-        if self._entry["beginning"] != now:
+        saved = self._place.saved
+        first = now if saved is None else saved.values["beginning"]
+        self._place.entry["beginning"] = first
+        if first != now:
             warnings.warn(
                 "the models began with other values than in this job's first life. If the script "
                 "loads a checkpoint of its own, it must not skip epochs or loops by it as well: "
                 "job resumes where it stopped",
                 InexactResumeWarning,
-                stacklevel=5,
-            )
-
-    def _warn_of_what_is_lost(self, objects: TrainedObjects) -> None:
-        """Say once what a resumed script will not find as it was."""
-        if "lost" in self._warned:
-            return
-        self._warned.add("lost")
-        groups = [g for o in objects.optimizers.values() for g in o.param_groups]
-        if not objects.schedulers and any("initial_lr" in group for group in groups):
-            warnings.warn(
-                "job.steps: a scheduler drives the optimizer and was not passed; a resumed script "
-                "starts it anew. Pass scheduler=…",
-                InexactResumeWarning,
-                stacklevel=5,
-            )
-        aliased = objects.aliased()
-        if aliased:
-            warnings.warn(
-                f"job.steps: {', '.join(aliased[:4])}: other tensors share this memory (a view, "
-                "`.data`, a state_dict()) and will keep the values of now. Take them in the loop, "
-                "or clone them",
-                UserWarning,
                 stacklevel=5,
             )
 
@@ -388,17 +329,6 @@ class TrainingSession:
                 stacklevel=6,
             )
 
-    def _state_bytes(self, objects: TrainedObjects) -> int:
-        """Room for the state area: what it needs now, a quarter more, LBFGS's history, and some."""
-        options = Captured(options_of(objects))
-        tensors = 4 * len(objects.parameters) + len(objects.buffers)
-        now = len(str(options.data)) + sum(len(part) for part in options.read()) + 400 * tensors
-        now += JSON_NAMES * sum(map(len, objects.parameters))
-        before = 0 if self._saved is None else int(self._saved.values["state_capacity"])
-        history = sum(map(history_bytes, objects.optimizers.values()))
-        history += sparse_gradient_bytes(objects.modules)
-        return max(before, now + now // 4 + history + SPARE_STATE_BYTES)
-
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
@@ -406,47 +336,31 @@ class TrainingSession:
 
     # ------------------------------------------------------------------------- resuming
 
-    def _saved_for_phase(self) -> SavedImage | None:
-        """The image to take this phase up from; None: it starts afresh."""
-        if self._saved is None:
-            return None
-        if self._phase == self._saved.position.phase:
-            return self._saved
-        if self._phase > self._saved.position.phase:
-            raise InvalidInput("the script passed the place of its commit: it changed since")
-        later = [phase for phase in sorted(self._past) if phase >= self._phase]
-        return SavedImage(memoryview(self._past[later[0]])) if later else self._saved
-
-    def _open(self, place: Position) -> Iterator[Any] | None:
-        """Start, resume or skip (None) the loop at ``place``."""
+    def _open(self, start: Position) -> Iterator[Any] | None:
+        """Start, resume or skip (None) the loop that begins at ``start``."""
         assert self._committer is not None
-        assert self._data is not None
-        saved = self._saved_for_phase()
+        saved = self._place.image_of_phase()
         if saved is None:
-            return self._open_fresh(place)
-        here, there = (place.epoch, place.loop), (saved.position.epoch, saved.position.loop)
-        is_phase = saved.position.phase == self._phase
-        if is_phase and here > there:
-            raise InvalidInput("the script passed the place of its commit: it changed since")
-        self._step = saved.position.step
-        self._position = saved.position
-        if not is_phase:  # its own end was dropped: show a later one, if it is of these models
+            return self._open_fresh(start)
+        self._place.go_to(saved, start)
+        if saved.position.phase != start.phase:
+            # its own end was dropped: show a later one, if it is of these models
             with contextlib.suppress(InvalidInput):
                 self._committer.restore(saved)
             return None
         self._committer.restore(saved)
-        if here < there:
+        if start.order < saved.position.order:
             return None  # finished before the commit
-        if place.name != saved.position.name:
-            raise InvalidInput(f"loop {place.name!r} was {saved.position.name!r} when committed")
+        if start.name != saved.position.name:
+            raise InvalidInput(f"loop {start.name!r} was {saved.position.name!r} when committed")
         return self._open_saved(saved)
 
-    def _open_fresh(self, place: Position) -> Iterator[Any]:
+    def _open_fresh(self, start: Position) -> Iterator[Any]:
         assert self._data is not None
         data = self._data.capture()
-        self._entry["loop_random"] = RandomState(self.device).values()
-        self._entry["loop_data"] = (data.generators, data.own)
-        self._position = place
+        self._place.entry["loop_random"] = RandomState(self.device).values()
+        self._place.entry["loop_data"] = (data.generators, data.own)
+        self._place.position = start
         iterator = self._data.open_new()
         self._capture()
         return iterator
@@ -456,7 +370,7 @@ class TrainingSession:
         assert self._data is not None
         assert self._committer is not None
         for key in ("epoch_random", "loop_random", "loop_data"):
-            self._entry[key] = saved.values[key]
+            self._place.entry[key] = saved.values[key]
         iterator = None
         if not saved.position.finished:
             saved.random("loop_random").restore(self.device)
@@ -464,11 +378,11 @@ class TrainingSession:
             iterator = self._data.open_at(saved.position.batches, saved.data("data"))
         saved.random("random").restore(self.device)
         self._data.restore_generators(saved.data("data"))
-        if saved is self._saved:
-            self._saved = None
+        if saved is self._place.saved:
+            self._place.saved = None
             self._capture()
             self._committer.committed = self._point
-            self._host.report("resumed", step=self._step, epoch=self._position.epoch)
+            self._host.report("resumed", step=self.step, epoch=self._place.position.epoch)
         return iterator
 
     # ------------------------------------------------------------------------- the loop
@@ -482,7 +396,7 @@ class TrainingSession:
             except StopIteration:
                 return
             self._gate.enter()
-            self._body_is_clean = False
+            self._watch.begin_body()
             self._in_body = True
             yield batch
             if self._open_loop is not this_loop:
@@ -491,9 +405,7 @@ class TrainingSession:
                     hint="make the inner one a plain loop over its loader",
                 )
             self._in_body = False
-            self._step += 1
-            position = self._position
-            self._position = replace(position, batches=position.batches + 1, step=self._step)
+            self._place.end_body()
             self._boundary()
 
     def _unwind_if_evicted(self) -> None:
@@ -512,20 +424,19 @@ class TrainingSession:
 
     def _commit_if_due(self) -> None:
         self._capture()
-        if self._host.now_ms() >= self._next_commit_at_ms and self._saved is None:
+        if self._timing.is_due and self._place.saved is None:
             self._begin_commit()
-            is_clean = self._body_is_clean and self._was_watched and not self._writes_unseen
-            if not (self._overlap and is_clean):
+            if not (self._overlap and self._watch.may_overlap):
                 self._finish_commit()
 
     def _end_loop(self) -> None:
         """After the last batch, or a ``break``: what follows must find the state as it is now."""
         self._optimizer_depth, self._gate.in_optimizer_step = 0, False
         self._in_body = False
-        if self._saved is None and not (self._point and self._is_whole(self._point)):
-            self._position = replace(self._position, finished=True, step=self._step)
+        if self._place.saved is None and not (self._point and self._is_whole(self._point)):
+            self._place.end_loop()
             self._capture()
-        if not self._in_epochs:
+        if not self._place.in_epochs:
             self._end_phase()
 
     def _end_phase(self, *, force: bool = False) -> None:
@@ -534,10 +445,10 @@ class TrainingSession:
         Where code behind the last loop has written parameters, the point is gone. Then the last
         commit stays, and a resume recomputes from there; unless ``force``: commit what is now.
         """
-        if self._saved is not None or self._point is None or self._over:
+        if self._place.saved is not None or self._point is None or self._over:
             return
         if force and not self._is_whole(self._point):
-            self._position = replace(self._position, finished=True, step=self._step)
+            self._place.end_loop()
             self._capture()
         self._commit_point()
 
@@ -545,7 +456,7 @@ class TrainingSession:
         """Nothing has moved since; neither is a cycle of several optimizers half done."""
         assert self._committer is not None
         return (
-            point.position == self._position and not self._stepped
+            point.position == self._place.position and not self._stepped
             and self._committer.is_intact(point)
         )  # fmt: skip
 
@@ -556,37 +467,19 @@ class TrainingSession:
         assert self._data is not None
         self._finish_commit()
         self._point = self._committer.capture(
-            self._position,
+            self._place.position,
             self._data.capture(),
-            {**self._entry, "bodies": (self._was_watched, self._writes_unseen)},
+            {**self._place.entry, "bodies": (self._watch.was_watched, self._watch.writes_unseen)},
             self._point,
         )
         self._stepped.clear()
-        is_due = self._host.now_ms() >= self._next_commit_at_ms
-        watch = (is_due or not self._was_watched) and not self._writes_unseen
-        self._parameters_sum = self._committer.sum_of_parameters() if watch else None
-
-    def _look_for_unseen_writes(self) -> None:
-        """Has the body written parameters through ``.data``, where no version counter tells?
-
-        Such a body must not overlap a commit, nor may its point be committed in mid-step. The
-        first bodies are watched, and those behind a commit: a pass over the parameters.
-        """
-        before, self._parameters_sum = self._parameters_sum, None
-        assert self._committer is not None
-        if before is None or not self._body_is_clean:
-            return
-        if before == self._committer.sum_of_parameters():
-            self._was_watched = True
-            return
-        self._writes_unseen = True
-        self._next_commit_at_ms = self._host.now_ms()  # the one under way may be of both states
+        self._watch.at_point(self._committer.sum_of_parameters, is_due=self._timing.is_due)
 
     def _commit_point(self) -> None:
         """Commit the last point, unless it is committed or cannot be; waits."""
         assert self._committer is not None
         self._finish_commit()
-        if self._in_body and (self._writes_unseen or not self._was_watched):
+        if self._in_body and not self._watch.is_trusted:
             return
         point = self._point
         if point is not None and self._committer.committed is not point:
@@ -606,31 +499,27 @@ class TrainingSession:
             try:
                 self._committer.finish()
             except Exception as error:  # the commit before stands; training goes on
-                self._next_commit_at_ms = self._host.now_ms() + self._commit_every_ms
-                self._host.report("commit_failed", step=self._step, text=str(error))
+                self._timing.failed()
+                self._host.report("commit_failed", step=self.step, text=str(error))
                 return
             took_ms = self._committer.last_duration_ms
-            # The gap doubles up to the configured one: a worker that keeps dying early makes
-            # progress all the same, and no commit takes more than its share.
-            self._commit_gap_ms = min(2 * self._commit_gap_ms, self._commit_every_ms)
-            wait_ms = max(self._commit_gap_ms, COMMIT_SHARE * took_ms)
-            self._next_commit_at_ms = self._host.now_ms() + wait_ms
+            self._timing.committed(took_ms)
             assert self._committer.committed is not None
             step = self._committer.committed.position.step
             self._host.report("committed", step=step, duration_ms=took_ms)
 
     def _commit_before_unwinding(self) -> None:
         """The gate calls this once, on the main thread, before the first ``TaskPreempted``."""
-        if self._committer is None or self._saved is not None or self._over:
+        if self._committer is None or self._place.saved is not None or self._over:
             return
         try:
             self._commit_point()
         except Exception as error:  # the last commit stands; unwinding must go on
-            self._host.report("commit_failed", step=self._step, text=str(error))
+            self._host.report("commit_failed", step=self.step, text=str(error))
         committed = self._committer.committed
         self._host.report(
             "evicting",
-            step=self._step,
+            step=self.step,
             committed_step=None if committed is None else committed.position.step,
         )
 
@@ -645,8 +534,9 @@ class TrainingSession:
         if self._optimizer_depth == 0:
             self._gate.check("boundary")
             if self._point is not None and self._committer is not None and not self._stepped:
-                self._body_is_clean = self._committer.parameters_are_intact(self._point)
-                self._look_for_unseen_writes()
+                is_intact = self._committer.parameters_are_intact(self._point)
+                if not self._watch.before_optimizer(is_intact, self._committer.sum_of_parameters):
+                    self._timing.hurry()
             self._finish_commit()
             self._gate.in_optimizer_step = True
         self._optimizer_depth += 1
@@ -666,6 +556,6 @@ class TrainingSession:
             return
         self._report_at_ms = now_ms + REPORT_EVERY_MS
         self._host.report(
-            "progress", step=self._step, epoch=self._position.epoch, log=dict(self._log)
+            "progress", step=self.step, epoch=self._place.position.epoch, log=dict(self._log)
         )
         self._log.clear()

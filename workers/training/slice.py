@@ -10,180 +10,18 @@ Rebinding keeps every Python object: identity, hooks and optimizers stay valid.
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from pipeswitch.errors import InvalidInput, OutOfDeviceMemory
-from pipeswitch.programs.layout import aligned
 
+from .layout import Area, Place, optimizer_state_bytes, padded_bytes, state_tensors
 from .objects import TrainedObjects
 from .torch_private import bytes_of_their_own
-
-TENSOR_BYTES: Final = 64  # cache line, and what torch's own cpu allocator aligns to
-AREA_BYTES: Final = 512
-HISTORY_ENTRY_BYTES: Final = 2048  # the scalars of one LBFGS update, and the JSON that names them
-FALLBACK_STATE_FACTOR: Final = 2  # an optimizer that does not run on meta: two moments, like Adam
-
-
-@dataclass
-class Place:
-    """One tensor's place in the slice."""
-
-    name: str
-    offset_bytes: int
-    size_bytes: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    def entry(self) -> dict[str, Any]:
-        """As the image's JSON names it."""
-        return {
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "shape": list(self.shape),
-            "stride": list(self.stride),
-            "offset": self.offset_bytes,
-            "size": self.size_bytes,
-        }
-
-
-class Area:
-    """A stretch of the slice, filled front to back."""
-
-    def __init__(self, name: str, offset_bytes: int, capacity_bytes: int) -> None:
-        self.name = name
-        self.offset_bytes = offset_bytes
-        self.capacity_bytes = aligned(capacity_bytes, AREA_BYTES)
-        self.used_bytes = 0
-
-    @property
-    def end_bytes(self) -> int:
-        """Offset of the next area."""
-        return self.offset_bytes + self.capacity_bytes
-
-    def place(self, name: str, tensor: torch.Tensor) -> Place:
-        """Take the next place for a tensor like ``tensor``.
-
-        Raises:
-            OutOfDeviceMemory: the area is full.
-        """
-        size = tensor.numel() * tensor.element_size()
-        start = self.used_bytes
-        if start + aligned(size, TENSOR_BYTES) > self.capacity_bytes:
-            raise OutOfDeviceMemory(
-                f"{name}: the job's {self.name} outgrew the {self.capacity_bytes} bytes measured "
-                "when its first loop began",
-                hint="pass every model and optimizer to the first job.steps, complete",
-                requested_bytes=start + size,
-                largest_free_bytes=self.capacity_bytes,
-            )
-        self.used_bytes = start + aligned(size, TENSOR_BYTES)
-        stride = tuple(tensor.stride()) if is_dense(tensor) else row_major(tensor.shape)
-        return Place(
-            name, self.offset_bytes + start, size, tensor.dtype, tuple(tensor.shape), stride
-        )
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Its elements fill one stretch of memory without holes or overlap, in any order."""
-    expected = 1
-    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if extent == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= extent
-    return tensor.numel() > 0
-
-
-def row_major(shape: Iterable[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
-    stride, expected = [], 1
-    for extent in reversed(tuple(shape)):
-        stride.append(expected)
-        expected *= max(extent, 1)
-    return tuple(reversed(stride))
-
-
-def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes the optimizer's state tensors will take, by one dry step on the meta device.
-
-    Works for any optimizer whose ``step`` runs on meta tensors (torch's Adam, AdamW, SGD,
-    RMSprop, Adagrad, ...). Otherwise an estimate: twice the parameters; outgrowing it is an
-    ``OutOfDeviceMemory`` that says so. Tensors in lists: ``history_bytes``.
-    """
-    dry = copy.copy(optimizer)  # shares nothing that the next lines do not replace; no hooks
-    dry.state = defaultdict(dict)
-    dry.param_groups = []
-    estimate = 0
-    for group in optimizer.param_groups:
-        metas = []
-        for parameter in group["params"]:
-            meta = nn.Parameter(torch.empty_like(parameter, device="meta"))
-            meta.grad = torch.empty_like(meta)
-            metas.append(meta)
-            estimate += FALLBACK_STATE_FACTOR * aligned(_bytes_of(parameter), TENSOR_BYTES)
-            if parameter in optimizer.state:
-                dry.state[meta] = _on_meta(optimizer.state[parameter])
-        plain = {k: False for k in ("fused", "foreach", "capturable") if group.get(k)}
-        dry.param_groups.append({**copy.copy(group), **plain, "params": metas})
-    try:
-        type(optimizer).step(dry)
-    except Exception:  # whatever a foreign optimizer raises on meta: only the size is at stake
-        return estimate + 4096 * sum(len(group["params"]) for group in optimizer.param_groups)
-    return sum(aligned(_bytes_of(tensor), TENSOR_BYTES) for _, tensor in state_tensors(dry))
-
-
-def history_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of what an optimizer will keep in lists, which belongs into the state area.
-
-    LBFGS fills two lists of up to ``history_size`` vectors, each as large as all its parameters.
-    """
-    if not isinstance(optimizer, torch.optim.LBFGS):
-        return 0
-    total = 0
-    for group in optimizer.param_groups:
-        vector = aligned(sum(map(_bytes_of, group["params"])), TENSOR_BYTES)
-        total += int(group["history_size"]) * (2 * vector + HISTORY_ENTRY_BYTES)
-    return total
-
-
-def sparse_gradient_bytes(modules: Iterable[nn.Module]) -> int:
-    """Bytes of the largest sparse gradients that embeddings may leave behind."""
-    total = 0
-    for module in modules:
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            total += _bytes_of(module.weight) + 8 * module.num_embeddings
-    return total
-
-
-def _on_meta(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: (value.to("meta") if value.dim() else value.clone())
-        if isinstance(value, torch.Tensor)
-        else copy.copy(value)
-        for key, value in state.items()
-    }
-
-
-def _bytes_of(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, torch.Tensor]]:
-    """((parameter, key), tensor) for every tensor directly in the optimizer's state."""
-    for parameter, state in optimizer.state.items():
-        if isinstance(parameter, torch.Tensor):
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    yield (parameter, key), value
 
 
 class TrainingSlice:
@@ -191,8 +29,8 @@ class TrainingSlice:
 
     def __init__(self, objects: TrainedObjects, state_bytes: int, past_bytes: int) -> None:
         self.objects = objects
-        parameters = _padded_bytes(objects.parameters.values())
-        buffers = _padded_bytes(objects.buffers.values())
+        parameters = padded_bytes(objects.parameters.values())
+        buffers = padded_bytes(objects.buffers.values())
         optimizer = sum(map(optimizer_state_bytes, objects.optimizers.values()))
         self.state = Area("state (scheduler, extra_state, ...)", 0, state_bytes)
         self.past = Area("past phases", self.state.end_bytes, past_bytes)
@@ -265,7 +103,7 @@ class TrainingSlice:
                 home = self._homes.get((key, id(parameter), state_key))
                 if home is not None and home[1] is tensor:
                     continue
-                if home is not None and not _fits(home[0], tensor):
+                if home is not None and not home[0].fits(tensor):
                     raise OutOfDeviceMemory(f"optimizer {key}: state {state_key!r} changed shape")
                 if home is None:
                     name = f"optimizer.{key}.state.{names[id(parameter)]}.{state_key}"
@@ -315,7 +153,7 @@ class TrainingSlice:
         """
         for name, parameter in self._moved():
             place = self.places[name]
-            if not _fits(place, parameter):
+            if not place.fits(parameter):
                 raise InvalidInput(
                     f"{name} was {place.dtype}{list(place.shape)} when the loop began and is "
                     f"{parameter.dtype}{list(parameter.shape)} now; cannot commit",
@@ -357,7 +195,7 @@ class TrainingSlice:
             if now is first and (first is None or first.numel()):
                 continue
             place = self.places.get(name)
-            if now is None or place is None or not _fits(place, now):
+            if now is None or place is None or not place.fits(now):
                 odd[name] = now
             elif now is not first:
                 self.view(place).copy_(now)
@@ -399,11 +237,3 @@ def rebind(tensor: torch.Tensor, memory: torch.Tensor) -> None:
     """Let ``tensor``, the same object, lie where ``memory`` lies."""
     offset = int(memory.storage_offset())
     tensor.set_(memory.untyped_storage(), offset, memory.shape, memory.stride())
-
-
-def _padded_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(aligned(_bytes_of(tensor), TENSOR_BYTES) for tensor in tensors)
-
-
-def _fits(place: Place, tensor: torch.Tensor) -> bool:
-    return place.dtype == tensor.dtype and place.shape == tuple(tensor.shape)

@@ -1,0 +1,164 @@
+"""Where in its script a job is, and which commit image each of its loops is taken up from.
+
+A *phase* is a ``job.epochs`` or a ``job.steps`` outside of one. The end of a phase is always
+committed, and kept in the images of the later ones: a resumed script replays a finished phase
+from its end (no batches), so what stands between two phases finds the state it had.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from pipeswitch.commits import tagged
+from pipeswitch.commits.image import compact_image, parse_image
+from pipeswitch.errors import InvalidInput
+
+from .snapshot import DataState, RandomState
+
+PAST: Final = "past/"
+MAX_PAST_PHASES: Final = 4  # each costs its image once more, in every commit
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where in the script: which loop, and how far it got."""
+
+    phase: int  # loops outside job.epochs, and job.epochs themselves, counted
+    epoch: int  # -1 outside job.epochs
+    loop: int  # of the epoch
+    batches: int  # used so far
+    finished: bool  # left early, or ended between two commit points: nothing more to do
+    name: str
+    step: int
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Grows from loop to loop."""
+        return self.phase, self.epoch, self.loop
+
+
+class SavedImage:
+    """A parsed commit image; valid as long as the memory under it."""
+
+    def __init__(self, image: memoryview) -> None:
+        self._image = image.cast("B")
+        self.content, self._ranges = parse_image(self._image)
+        meta = self.content["meta"]
+        self.values = tagged.decode(meta["state"], [self.blob(n) for n in meta["state_blobs"]])
+        self.options = tagged.decode(
+            meta["options"], [self.blob(name) for name in meta["options_blobs"]]
+        )
+        self.position = Position(*self.values["position"])
+
+    def blob(self, name: str) -> memoryview:
+        """Bytes of a tensor or blob."""
+        offset, size = self._ranges[name]
+        return self._image[offset : offset + size]
+
+    def random(self, name: str) -> RandomState:
+        """A stored set of random generators."""
+        return RandomState.from_values(self.values[name])
+
+    def data(self, name: str) -> DataState:
+        """A stored data position."""
+        return DataState(*self.values[name])
+
+    def past(self) -> dict[int, bytes]:
+        """Images of finished phases."""
+        names = [name for name in self.content["blobs"] if name.startswith(PAST)]
+        return {int(name.removeprefix(PAST)): bytes(self.blob(name)) for name in names}
+
+
+class ScriptPlace:
+    """The loop that the script is in, and the images of the job's last commit.
+
+    Args:
+        image: of the last commit; None: the job begins.
+    """
+
+    def __init__(self, image: memoryview | None) -> None:
+        self.saved = None if image is None else SavedImage(image)  # until it was resumed
+        self.past: dict[int, bytes] = {} if self.saved is None else self.saved.past()
+        self.phase = -1  # of the newest loop
+        self.in_epochs = False
+        self.position = Position(0, -1, 0, 0, False, "", 0)  # the last finished body's
+        self.step = 0  # finished ones, over all loops
+        self.entry: dict[str, Any] = {}  # states at the start of script, epoch and loop
+        self._epoch, self._loop = -1, 0
+
+    def begin_epochs(self, count: int) -> SavedImage | None:
+        """A ``job.epochs`` begins, and with it a phase; the image to take it up from.
+
+        Raises:
+            InvalidInput: it had another ``count`` when it was committed: a script that skips
+                epochs by itself would have ``job`` skip others on top of them.
+        """
+        if self.in_epochs:
+            raise InvalidInput("job.epochs inside job.epochs", hint="use range() for the inner one")
+        self.phase += 1
+        self.in_epochs = True
+        saved = self.image_of_phase()
+        if saved is not None and saved.position.phase == self.phase:
+            committed = saved.values["epochs"]
+            if count != committed:
+                raise InvalidInput(
+                    f"job.epochs({count}) was job.epochs({committed}) when the job was committed",
+                    hint="job.epochs skips what is finished: give it the whole number, and let the "
+                    "script not resume from a checkpoint of its own",
+                )
+        self.entry["epochs"] = count
+        return saved
+
+    def begin_epoch(self, epoch: int) -> None:
+        self._epoch, self._loop = epoch, 0
+
+    def end_epochs(self) -> None:
+        self.in_epochs, self._epoch = False, -1
+
+    def begin_phase(self) -> None:
+        """A ``job.steps`` begins that no ``job.epochs`` surrounds."""
+        self.phase += 1
+        self._loop = 0
+        self.entry["epochs"] = 0
+
+    def begin_loop(self, name: str | None) -> Position:
+        """The place where the next ``job.steps`` begins."""
+        name = name or f"steps-{self.phase}"
+        start = Position(self.phase, self._epoch, self._loop, 0, False, name, self.step)
+        self._loop += 1
+        return start
+
+    def end_body(self) -> None:
+        self.step += 1
+        self.position = replace(self.position, batches=self.position.batches + 1, step=self.step)
+
+    def end_loop(self) -> None:
+        """Nothing of this loop is left to do."""
+        self.position = replace(self.position, finished=True, step=self.step)
+
+    def image_of_phase(self) -> SavedImage | None:
+        """The image to take this phase up from; None: it starts afresh."""
+        if self.saved is None:
+            return None
+        if self.phase == self.saved.position.phase:
+            return self.saved
+        if self.phase > self.saved.position.phase:
+            raise InvalidInput("the script passed the place of its commit: it changed since")
+        later = [phase for phase in sorted(self.past) if phase >= self.phase]
+        return SavedImage(memoryview(self.past[later[0]])) if later else self.saved
+
+    def go_to(self, saved: SavedImage, start: Position) -> None:
+        """The loop that begins at ``start`` is taken up where ``saved`` was committed."""
+        place = saved.position
+        if place.phase == start.phase and start.order > place.order:
+            raise InvalidInput("the script passed the place of its commit: it changed since")
+        self.step, self.position = place.step, place
+
+    def keep_past(self, phase: int, image: memoryview) -> bool:
+        """Keep the end of ``phase`` for the images of later ones; False: the oldest had to go."""
+        self.past[phase] = compact_image(image, without=PAST)
+        if len(self.past) <= MAX_PAST_PHASES:
+            return True
+        self.past.pop(min(self.past))
+        return False

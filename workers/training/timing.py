@@ -1,0 +1,88 @@
+"""When a job's next commit is due, and whether its copy may overlap the next body."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+FIRST_COMMIT_GAP_MS: Final = 50.0  # of each start of the script
+COMMIT_SHARE: Final = 50  # a commit may take 1/50 of the time: the copy costs memory bandwidth
+
+
+class CommitTiming:
+    """The gap doubles up to the configured one: a worker that keeps dying early makes progress
+    all the same, and no commit takes more than its share."""
+
+    def __init__(self, every_ms: float, now_ms: Callable[[], float]) -> None:
+        self._every_ms = every_ms
+        self._now_ms = now_ms
+        self._gap_ms = min(FIRST_COMMIT_GAP_MS, every_ms)
+        self._next_at_ms = now_ms() + self._gap_ms
+
+    @property
+    def is_due(self) -> bool:
+        return self._now_ms() >= self._next_at_ms
+
+    def committed(self, took_ms: float) -> None:
+        """A commit has ended well."""
+        self._gap_ms = min(2 * self._gap_ms, self._every_ms)
+        self._next_at_ms = self._now_ms() + max(self._gap_ms, COMMIT_SHARE * took_ms)
+
+    def failed(self) -> None:
+        self._next_at_ms = self._now_ms() + self._every_ms
+
+    def hurry(self) -> None:
+        """The commit under way may be of two states: the next one is due now."""
+        self._next_at_ms = self._now_ms()
+
+
+class WriteWatch:
+    """Do the script's bodies write parameters before the optimizer does?
+
+    Version counters tell of most writes; ``.data`` passes them by, so the first bodies, and those
+    behind a commit, are watched by a sum over the parameters. A body that writes must not overlap
+    a commit, nor may its point be committed in mid-step.
+
+    Args:
+        was_watched, writes_unseen: what an earlier life of the script has shown.
+    """
+
+    def __init__(self, was_watched: bool, writes_unseen: bool) -> None:
+        self.was_watched = was_watched  # a body left its parameters alone, bit by bit
+        self.writes_unseen = writes_unseen  # one did not, and no version counter told
+        self._is_clean = False  # the last body wrote nothing before its step
+        self._sum: int | None = None  # at the last point; None: this body is not watched
+
+    def begin_body(self) -> None:
+        self._is_clean = False
+
+    def at_point(self, sum_now: Callable[[], int], *, is_due: bool) -> None:
+        """A point was captured: watch the next body, where that is worth a pass."""
+        watch = (is_due or not self.was_watched) and not self.writes_unseen
+        self._sum = sum_now() if watch else None
+
+    def before_optimizer(self, is_intact: bool, sum_now: Callable[[], int]) -> bool:
+        """The body is over; False: it was caught writing unseen.
+
+        Args:
+            is_intact: what the version counters say.
+        """
+        self._is_clean = is_intact
+        before, self._sum = self._sum, None
+        if before is None or not is_intact:
+            return True
+        if before == sum_now():
+            self.was_watched = True
+            return True
+        self.writes_unseen = True
+        return False
+
+    @property
+    def is_trusted(self) -> bool:
+        """A point may be committed while a body runs."""
+        return self.was_watched and not self.writes_unseen
+
+    @property
+    def may_overlap(self) -> bool:
+        """The next body will, as the last one did, leave the parameters to the optimizer."""
+        return self._is_clean and self.is_trusted
