@@ -466,6 +466,7 @@ def load(
     tree: dict[str, Any] = {}
     if path is None and Path("pipeswitch.toml").is_file():
         path = "pipeswitch.toml"
+        _check_found(Path(path))
     if path is not None:
         tree = _read_toml(Path(path))
     from_environment, errors = _from_environment(environ)
@@ -489,6 +490,17 @@ def load(
     if errors:
         raise _errors(errors)
     return _with_directories(config, environ)
+
+
+def _check_found(path: Path) -> None:
+    """A file that was only come across must be nobody else's: it may name code to run."""
+    facts = path.stat()
+    if facts.st_uid not in (os.getuid(), 0) or facts.st_mode & 0o002:
+        raise ConfigError(
+            f"{path.absolute()} belongs to user {facts.st_uid} and has mode "
+            f"{facts.st_mode & 0o7777:04o}: another user may have put it here",
+            hint=f"--config {path} if you know what it says, or start in another folder",
+        )
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

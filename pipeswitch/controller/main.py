@@ -47,6 +47,7 @@ from ..programs.signature import parse_input
 from ..scheduler.events import DrainAsked, Event, Leave, Query, RegisterAsked, Tick, Token
 from ..scheduler.scheduler import Scheduler, SchedulerSettings
 from ..units import format_bytes
+from ..wire.private import check_trusted
 from .effects import Effects
 from .folders import Places
 from .journal import FILE_NAME, JournalFile
@@ -78,12 +79,15 @@ def serve(config: Config, *, announce: Callable[[str], None] | None = None) -> i
     failpoints.enable(os.environ)
     device = choose_device(config.device, workers=config.workers.standby + 1)
     places = Places(root=Path(config.server.state_dir))
+    if config.profiles_dir:
+        check_trusted(Path(config.profiles_dir), "profiles_dir")
     try:
         places.create()
     except OSError as error:
         raise ConfigError(f"state directory {places.root}: {error.strerror}") from None
     _raise_open_files_limit()
     with _locked(places.root), only_server_on(device):
+        places.sweep()
         _log_to(places.logs / "server.log")
         log.info("device=%s: %s %s", device.name, device.why, "; ".join(device.ladder.reasons))
         server = Server(config, device, places, announce or _print_line)

@@ -20,7 +20,7 @@ from typing import Final
 
 from ..config import NAME_PATTERN
 from ..errors import AlreadyExists, ConfigError, InvalidInput, ModelNotFound
-from .private import check_private, private_directory
+from .private import check_private, check_secret, check_trusted, private_directory
 
 KEY_CHARACTERS: Final = 40  # 32 bytes in Z85
 SETTING: Final = "[server] keys_dir"
@@ -75,6 +75,7 @@ def client_keys(key: str, server_key: str) -> ClientKeys | None:
     public, secret = _read(Path(key))
     if secret is None:
         raise ConfigError(f"{key} holds no secret key", hint="name the .key_secret file")
+    check_secret(Path(key))
     return ClientKeys(public, secret, read_public(server_key))
 
 
@@ -122,9 +123,10 @@ class KeyFolder:
         self.clients_path = path / "clients"
 
     def open(self) -> KeyFolder:
-        """Make the folder and its ``clients``, or check that both are the owner's alone."""
+        """Make the folder and its ``clients``, or check that all of it is the owner's alone."""
         private_directory(self.path, SETTING)
         private_directory(self.clients_path, SETTING)
+        check_trusted(self.path, SETTING)
         return self
 
     def make_server(self) -> ServerKeys:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import stat
 from pathlib import Path
 
@@ -27,14 +28,72 @@ def private_directory(path: Path, setting: str) -> Path:
     return path
 
 
+def check_secret(path: Path) -> None:
+    """Raise ConfigError when others may read this file, which holds a client's secret key.
+
+    A link counts as the file it leads to: that is how secrets are often handed to a container.
+    """
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & 0o077:
+        raise ConfigError(
+            f"{path} holds a secret key and has mode {mode:04o}: others may use it",
+            hint=f"chmod 600 {shlex.quote(str(path))}",
+        )
+
+
+def check_trusted(path: Path, setting: str) -> None:
+    """Refuse what another user may have put there; what is not there is fine.
+
+    Everything below must be a plain file or folder of this user's or of root's. What others could
+    reach must not be theirs to write; below a folder that is closed to them modes do not matter.
+
+    Raises:
+        ConfigError: names the first thing that is not, and the command that mends it.
+    """
+    if path.exists():
+        _check_tree(path, setting, path.stat(), is_reachable=True)
+
+
+def _check_tree(path: Path, setting: str, facts: os.stat_result, *, is_reachable: bool) -> None:
+    mode = stat.S_IMODE(facts.st_mode)
+    shown = shlex.quote(str(path))
+    if facts.st_uid not in (os.getuid(), 0):
+        raise ConfigError(
+            f"{path} belongs to user {facts.st_uid}, this is user {os.getuid()}: what is in it "
+            "cannot be trusted",
+            hint=f"chown -R {os.getuid()} {shown} if you know what it holds, or set {setting}",
+        )
+    if is_reachable and mode & 0o022:
+        raise ConfigError(
+            f"{path} has mode {mode:04o}: others may write what this server trusts",
+            hint=f"chmod -R go-w {shown} if you know what it holds, or set {setting}",
+        )
+    if stat.S_ISDIR(facts.st_mode):
+        is_reachable = is_reachable and bool(mode & 0o077)
+        with os.scandir(path) as entries:
+            for entry in entries:
+                try:
+                    facts = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:  # a server that runs here already works on it
+                    continue
+                if stat.S_ISLNK(facts.st_mode):
+                    raise ConfigError(
+                        f"{entry.path} is a link: it may lead anywhere",
+                        hint=f"put what it leads to in its place, or set {setting}",
+                    )
+                _check_tree(Path(entry.path), setting, facts, is_reachable=is_reachable)
+
+
 def check_private(path: Path, setting: str, kind: int = stat.S_IFREG) -> None:
     """Raise ConfigError unless ``path`` is of this kind, ours, and closed to everybody else."""
     facts = path.lstat()
     mode = stat.S_IMODE(facts.st_mode)
     if stat.S_IFMT(facts.st_mode) != kind or facts.st_uid != os.getuid() or mode & 0o077:
         what, wanted = ("folder", 0o700) if kind == stat.S_IFDIR else ("file", 0o600)
+        is_ours = facts.st_uid == os.getuid()
+        mend = f"chmod {wanted:o}" if is_ours else f"chown {os.getuid()}"
         raise ConfigError(
             f"{path} must be a {what} of user {os.getuid()} with mode {wanted:04o}, "
             f"it belongs to {facts.st_uid} with mode {mode:04o}",
-            hint=f"chmod {wanted:o} {path}, or set {setting}",
+            hint=f"{mend} {shlex.quote(str(path))}, or set {setting}",
         )
