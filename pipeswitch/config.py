@@ -194,6 +194,14 @@ class WorkersConfig(_Checked):
     threads: int = _setting(
         0, "count", "compute threads of a worker on the cpu device; 0: cores - 1", low=0, high=4096
     )
+    build_timeout_ms: float = _setting(
+        600e3, "ms", "a registration that builds and verifies longer is refused; 0: never",
+        key="build_timeout", shown="10m", low=0,
+    )  # fmt: skip
+    build_memory: Amount = _setting(  # noqa: RUF009 - Amount is frozen, sharing it is safe
+        _AUTO, "amount", "host memory of one build: auto (3/4 of what is free), 8GiB or a fraction",
+        shown="auto",
+    )  # fmt: skip
     restart_backoff_ms: float = _setting(
         1000.0, "ms", "pause before a process that keeps dying is started again",
         key="restart_backoff", shown="1s", low=0,

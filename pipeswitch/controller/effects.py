@@ -25,6 +25,7 @@ from ..ipc.messages import (
     BuildSettings,
     DaemonReady,
     DaemonSettings,
+    Epoch,
     JobName,
     Message,
     ModelName,
@@ -113,7 +114,7 @@ class Effects:
         self._take = take  # an event, to be handled after the running one
         self._daemon: Child | None = None
         self._workers: dict[Slot, tuple[int, Child]] = {}
-        self._builders: dict[ModelName, Child] = {}
+        self._builders: dict[Epoch, Child] = {}
         self._slot_bytes: dict[JobName, int] = {}  # of each job's commit area
         self._refused: dict[Token, PipeSwitchError] = {}  # their good answer is on its way here
         self.built_before: dict[bytes, str] = {}  # spec -> digest, from the journal
@@ -143,9 +144,9 @@ class Effects:
                 self._kill_worker(slot, generation, reason)
             case StartBuild():
                 self._start_build(command)
-            case KillBuild(model=model):
-                if model in self._builders:
-                    self._processes.kill(self._builders[model])
+            case KillBuild(epoch=epoch):
+                if epoch in self._builders:
+                    self._processes.kill(self._builders[epoch])
             case CreateCommits():
                 self._create_commits(command)
             case DropCommits(job=job):
@@ -320,7 +321,7 @@ class Effects:
                 self._take(FromBuilder(message=message))
 
         def on_exit(status: int) -> None:
-            self._builders.pop(command.model, None)
+            self._builders.pop(command.epoch, None)
             for left in self._places.models.glob(work_prefix(command.epoch) + "*"):
                 shutil.rmtree(left, ignore_errors=True)  # it was killed
             self._take(BuilderExited(model=command.model, epoch=command.epoch, status=status))
@@ -331,8 +332,10 @@ class Effects:
             spec=command.spec,
             directory=str(self._places.models),
             threads=self._sizes.build_threads,
+            timeout_s=self._sizes.build_timeout_s,
+            memory_bytes=self._sizes.build_memory_bytes,
         )
-        self._builders[command.model] = self._processes.fork(
+        self._builders[command.epoch] = self._processes.fork(
             "builder", "pipeswitch-bld", settings, 1, [], on_message, on_exit
         )
 

@@ -61,6 +61,7 @@ log = logging.getLogger(__name__)
 SHIPPED_PROFILES = Path(__file__).parents[2] / "profiles"  # in a checkout; else nothing is there
 WORDS = 16384  # arrival words: 64 KiB of a 2 MiB region
 STOP_TIMEOUT_S = 5.0
+MAX_BUILDS = 2  # of two clients: one that never ends leaves the other its turn
 MAX_OPEN_FILES = 65536  # what the soft limit is raised to
 SWITCH_INTERVAL_S = 0.0005  # the copier and the upload writer must not keep the loop for 5 ms
 
@@ -172,6 +173,8 @@ def _sizes(config: Config, device: ChosenDevice) -> Sizes:
         bell_count=config.workers.standby + 2,
         threads=config.workers.threads or max(1, cores - 1),
         build_threads=config.workers.threads or max(1, cores - 1),
+        build_timeout_s=config.workers.build_timeout_ms / 1000.0,
+        build_memory_bytes=config.workers.build_memory.resolve(available, available * 3 // 4),
         link_bytes_per_s=config.device.link_gbps * 1e9,
         cuda=cuda,
     )
@@ -237,6 +240,7 @@ class Server:
                 store_bytes=sizes.store_bytes,
                 words=sizes.words,
                 standby=config.workers.standby,
+                max_builds=MAX_BUILDS,
                 max_queue=config.scheduler.max_queue,
                 max_queue_per_model=config.scheduler.max_queue_per_model,
                 commit_every_ms=config.scheduler.commit_every_ms,

@@ -23,6 +23,8 @@ class Sizes:
     bell_count: int
     threads: int
     build_threads: int
+    build_timeout_s: float
+    build_memory_bytes: int
     link_bytes_per_s: float
     cuda: CudaOptions | None = None  # of a cuda device
 

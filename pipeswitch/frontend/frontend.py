@@ -44,6 +44,7 @@ from ..scheduler.events import (
     InferArrived,
     PrefetchHint,
     Publish,
+    RegisterAsked,
     Retract,
 )
 from ..wire.frames import VERSION, RequestHeader, decode_request, pack_dict
@@ -449,7 +450,10 @@ class Frontend:
             piece = read_piece(self._log_directory, asked.job, asked.offset_bytes)
             self._reply(client, header.id, body=piece)
         else:
-            self._take(asked(self.requests.accept(client, header).token))
+            event = asked(self.requests.accept(client, header).token)
+            if isinstance(event, RegisterAsked):
+                event = dataclasses.replace(event, client=client.user_id or client.session)
+            self._take(event)
 
     # ---- out -----------------------------------------------------------------------------------
 

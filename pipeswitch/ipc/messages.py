@@ -500,6 +500,8 @@ class BuildSettings(Message, frozen=True):
     spec: bytes  # msgpack of programs.build.BuildSpec
     directory: str
     threads: int
+    timeout_s: float = 0.0  # 0: as long as it takes
+    memory_bytes: int = 0  # beyond what a fresh child has mapped; 0: no limit
 
 
 class BuildProgress(Message, frozen=True):

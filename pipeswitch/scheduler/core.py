@@ -25,7 +25,8 @@ class SchedulerSettings:
     standby: int = 2  # beside the active one; at least one is kept, or nobody could step in
     max_queue: int = 512
     max_queue_per_model: int = 256
-    max_builds: int = 1
+    max_builds: int = 1  # at once, one for each client
+    max_waiting_builds: int = 256  # of one client
     training_cycle_ms: float = 1000.0  # round robin among several jobs
     commit_every_ms: float = 5000.0
     persist_every_ms: float = 30000.0

@@ -60,6 +60,7 @@ class RegisterAsked:
     spec_digest: str  # same name and same spec again is a no-op
     priority: int
     is_pinned: bool
+    client: str = ""  # builds take turns among clients; empty: the server's own
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from ..errors import (
     AlreadyExists,
     Cancelled,
     ModelNotFound,
     PipeSwitchError,
+    QueueFull,
     RegistrationRefused,
     ServerUnavailable,
     from_wire,
@@ -45,16 +48,23 @@ from .inference import Inference
 from .records import Model
 from .states import ModelEvent, ModelState, Residency, ResidencyEvent, WorkerState
 
+OUT_OF_TIME: Final = (-14, -24)  # SIGALRM and SIGXCPU
+
 
 class Registry:
-    """All registered models. Builds run one after the other: each uses every core."""
+    """All registered models. Builds of one client run one after the other: each uses every core.
+
+    Clients take turns: one that has had none for longest is next, so that one client's endless
+    builds keep nobody else waiting for more than one of them.
+    """
 
     def __init__(self, core: Core, memory: Memory, inference: Inference) -> None:
         self._core = core
         self._memory = memory
         self._inference = inference
-        self._waiting_builds: list[ModelName] = []
-        self._builders: set[Epoch] = set()  # from StartBuild until the process is gone
+        self._waiting_builds: dict[ModelName, str] = {}  # whose it is, in order of arrival
+        self._builders: dict[Epoch, str] = {}  # from StartBuild until the process is gone
+        self._last_turns: dict[str, Epoch] = {}  # of clients that wait for another one
 
     # -- register -----------------------------------------------------------------------------
 
@@ -84,6 +94,10 @@ class Registry:
             )
             core.refuse(event.token, error)
             return
+        limit = core.settings.max_waiting_builds
+        if event.client and list(self._waiting_builds.values()).count(event.client) >= limit:
+            core.refuse(event.token, QueueFull(f"{limit} registrations of this client wait"))
+            return
         model = Model(
             name=event.model,
             spec=event.spec,
@@ -95,17 +109,30 @@ class Registry:
         )
         model.register_tokens.append(event.token)
         core.models[model.name] = model
-        self._waiting_builds.append(model.name)
+        self._waiting_builds[model.name] = event.client
 
     def pump(self) -> None:
-        """Start the next build; finish unregistrations whose model is idle now."""
+        """Start the next builds; finish unregistrations whose model is idle now."""
         core = self._core
-        while self._waiting_builds and len(self._builders) < core.settings.max_builds:
-            model = core.models[self._waiting_builds.pop(0)]
-            self._builders.add(model.build_epoch)
+        while len(self._builders) < core.settings.max_builds and (name := self._next_build()):
+            model, client = core.models[name], self._waiting_builds.pop(name)
+            self._builders[model.build_epoch] = client
+            self._last_turns[client] = model.build_epoch
             core.emit(StartBuild(model=model.name, epoch=model.build_epoch, spec=model.spec))
+        waiting = {*self._waiting_builds.values(), *self._builders.values()}
+        self._last_turns = {c: at for c, at in self._last_turns.items() if c in waiting}
         for model in [m for m in core.models.values() if m.unregister_tokens]:
             self._finish_unregister(model)
+
+    def _next_build(self) -> ModelName | None:
+        """The first of the client whose last turn is longest ago, and that builds nothing now."""
+        busy = set(self._builders.values())
+        free = [name for name, client in self._waiting_builds.items() if client not in busy]
+        return min(
+            free,
+            key=lambda name: self._last_turns.get(self._waiting_builds[name], -1),
+            default=None,
+        )
 
     @property
     def is_quiet(self) -> bool:
@@ -215,10 +242,9 @@ class Registry:
     def builder_exited(self, event: BuilderExited) -> None:
         """A builder that died without a word: its model's code brought it down."""
         model = self._of(event.model, event.epoch)
-        self._builders.discard(event.epoch)
+        self._builders.pop(event.epoch, None)
         if model is not None and model.state.state is ModelState.BUILDING:
-            reason = f"the builder process ended with status {event.status} before it was done"
-            self._refuse(model, RegistrationRefused("build", reason))
+            self._refuse(model, RegistrationRefused("build", _why_it_ended(event.status)))
 
     def _of(self, name: ModelName, epoch: Epoch) -> Model | None:
         model = self._core.models.get(name)
@@ -265,22 +291,33 @@ class Registry:
             error = Cancelled(f'registration of "{model.name}" cancelled')
             core.refuse(event.token, error)
             if not model.register_tokens:
-                if model.build_epoch in self._builders:
-                    core.emit(KillBuild(model=model.name, epoch=model.build_epoch))
-                else:
-                    self._waiting_builds.remove(model.name)
-                self._refuse(model, error)
+                self._give_up(model, error)
+
+    def _give_up(self, model: Model, error: PipeSwitchError) -> None:
+        """End its build, or take it from those that wait."""
+        if model.build_epoch in self._builders:
+            self._core.emit(KillBuild(model=model.name, epoch=model.build_epoch))
+        else:
+            del self._waiting_builds[model.name]
+        self._refuse(model, error)
 
     # -- unregister, load, unload -------------------------------------------------------------
 
     def unregister(self, event: UnregisterAsked) -> None:
-        """No new request is admitted; the answer comes when the queued ones are through."""
+        """No new request is admitted; the answer comes when the queued ones are through.
+
+        A registration whose build waits or runs is cancelled: a build may take as long as it may.
+        """
         core = self._core
         model = core.models.get(event.model)
         if model is None:
             core.refuse(event.token, _not_found(event.model))
             return
-        if model.state.state in (ModelState.BUILDING, ModelState.STORING):
+        if model.state.state is ModelState.BUILDING:
+            self._give_up(model, Cancelled(f'registration of "{model.name}" cancelled'))
+            core.answer(event.token, model=model.name)
+            return
+        if model.state.state is ModelState.STORING:
             error = AlreadyExists(
                 f'"{event.model}" is still being registered', hint="wait until it is ready"
             )
@@ -329,6 +366,13 @@ class Registry:
             self._remember(model)
         core.answer(event.token, model=model.name, pinned=event.pin,
                     state=model.residency.state.value)  # fmt: skip
+
+
+def _why_it_ended(status: int) -> str:
+    """Of a builder that said nothing itself."""
+    if status in OUT_OF_TIME:
+        return "building and verifying it took longer than [workers] build_timeout allows"
+    return f"the builder process ended with status {status} before it was done"
 
 
 def _not_found(name: str) -> ModelNotFound:

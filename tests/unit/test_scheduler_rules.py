@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import signal
 from types import ModuleType
 from typing import Any
 
@@ -143,11 +144,14 @@ class Rig:
 
     # -- longer steps --------------------------------------------------------------------------
 
-    def ask_register(self, name: str, *, spec: str = "", pin: bool = False) -> ev.Token:
+    def ask_register(
+        self, name: str, *, spec: str = "", pin: bool = False, client: str = ""
+    ) -> ev.Token:
         token = self.token()
         spec = spec or f"spec of {name}"
         self.handle(ev.RegisterAsked(token=token, model=name, spec=spec.encode(),
-                                     spec_digest=spec, priority=1, is_pinned=pin))  # fmt: skip
+                                     spec_digest=spec, priority=1, is_pinned=pin,
+                                     client=client))  # fmt: skip
         return token
 
     def register(self, name: str, mib: int = 10, *, pin: bool = False) -> None:
@@ -1280,6 +1284,69 @@ def test_builds_run_one_after_the_other_until_the_process_is_gone(rig: Rig) -> N
     rig.handle(ev.BuilderExited(model="a", epoch=epoch, status=-9))
     assert [command.model for command in rig.commands(ev.StartBuild)] == ["b"]
     assert isinstance(rig.error(first), Cancelled)
+
+
+def test_a_running_build_is_cancelled_by_an_unregister_of_anyone(rig: Rig) -> None:
+    token = rig.ask_register("a")
+    epoch = rig.commands(ev.StartBuild)[0].epoch
+    gone = rig.token()
+    rig.handle(ev.UnregisterAsked(token=gone, model="a"))
+    assert [command.epoch for command in rig.commands(ev.KillBuild)] == [epoch]
+    assert rig.error(gone) is None
+    assert isinstance(rig.error(token), Cancelled)
+    rig.handle(ev.BuilderExited(model="a", epoch=epoch, status=-9))
+    rig.register("a")  # the name is free again
+
+
+def test_a_build_that_waits_is_cancelled_without_a_kill(rig: Rig) -> None:
+    rig.ask_register("a")
+    token = rig.ask_register("b")
+    gone = rig.token()
+    rig.handle(ev.UnregisterAsked(token=gone, model="b"))
+    assert not rig.commands(ev.KillBuild)
+    assert rig.error(gone) is None
+    assert isinstance(rig.error(token), Cancelled)
+    assert "b" not in rig.core.models
+
+
+def test_one_clients_endless_build_leaves_the_other_lane_to_others(fleet_model: ModuleType) -> None:
+    rig = Rig(fleet_model, max_builds=2)
+    rig.ask_register("endless", client="enemy")
+    assert len(rig.commands(ev.StartBuild)) == 1
+    rig.ask_register("more", client="enemy")
+    assert not rig.commands(ev.StartBuild)
+    rig.ask_register("a", client="friend")
+    assert [command.model for command in rig.commands(ev.StartBuild)] == ["a"]
+
+
+def test_clients_take_turns_at_builds(rig: Rig) -> None:
+    for number in range(3):
+        rig.ask_register(f"enemy-{number}", client="enemy")
+        if number == 0:
+            epoch = rig.commands(ev.StartBuild)[0].epoch
+    rig.ask_register("friend", client="friend")
+    order = []
+    for _ in range(3):
+        rig.handle(ev.BuilderExited(model="any", epoch=epoch, status=-9))
+        (started,) = rig.commands(ev.StartBuild)
+        epoch = started.epoch
+        order.append(started.model)
+    assert order == ["friend", "enemy-1", "enemy-2"]
+
+
+def test_so_many_builds_of_one_client_wait_and_no_more(fleet_model: ModuleType) -> None:
+    rig = Rig(fleet_model, max_waiting_builds=2)
+    for number in range(3):  # one of them runs
+        assert rig.ask_register(f"enemy-{number}", client="enemy") not in rig.answers
+    assert isinstance(rig.error(rig.ask_register("enemy-3", client="enemy")), QueueFull)
+    assert rig.ask_register("friend", client="friend") not in rig.answers
+
+
+def test_a_build_that_took_too_long_is_refused_in_words(rig: Rig) -> None:
+    token = rig.ask_register("a")
+    epoch = rig.commands(ev.StartBuild)[0].epoch
+    rig.handle(ev.BuilderExited(model="a", epoch=epoch, status=-signal.SIGALRM))
+    assert "build_timeout" in rig.error(token).message
 
 
 def test_a_registration_that_is_being_stored_cannot_be_taken_back(rig: Rig) -> None:

@@ -5,8 +5,11 @@ A bad model can take this process down and nothing else.
 
 from __future__ import annotations
 
+import math
 import os
+import resource
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -29,6 +32,7 @@ def run(settings: BuildSettings, channel: Channel) -> int:
     from .program import build
 
     torch.set_num_threads(settings.threads)
+    _limit(settings)
 
     def progress(stage: str, fraction: float) -> None:
         channel.send(
@@ -62,6 +66,18 @@ def run(settings: BuildSettings, channel: Channel) -> int:
     reach("build.published")
     channel.send(BuildDone(model=settings.model, epoch=settings.epoch, digest=manifest.digest))
     return 0
+
+
+def _limit(settings: BuildSettings) -> None:
+    """The kernel ends a build that takes too long, and refuses it more memory than its share."""
+    if settings.timeout_s:
+        signal.setitimer(signal.ITIMER_REAL, settings.timeout_s)  # SIGALRM, which nothing catches
+        cpu_s = math.ceil(settings.timeout_s * (settings.threads + 1))
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+    if settings.memory_bytes:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit_bytes = pages * resource.getpagesize() + settings.memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
 
 
 def work_prefix(epoch: int) -> str:
