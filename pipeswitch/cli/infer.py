@@ -2,23 +2,157 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from ..client.client import Client
-from ..client.tensors import Result, Signature
+import click
+
 from ..errors import InvalidInput, PipeSwitchError
+from . import views
+from .common import connected, json_option, milliseconds, name_argument
+
+if TYPE_CHECKING:  # the verbs' own start needs no socket
+    from concurrent.futures import Future
+
+    from ..client.client import Client
+    from ..client.tensors import Result, Signature
 
 IMAGENET_MEAN: Final = (0.485, 0.456, 0.406)
 IMAGENET_STD: Final = (0.229, 0.224, 0.225)
 IMAGE_SUFFIXES: Final = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 RESIZE_OVER_CROP: Final = 256 / 224  # the shorter side before the centre is cut out
 _RATE: Final = re.compile(r"(?:(poisson|constant):)?([0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
+
+
+@click.command()
+@name_argument
+@click.option("--input", "path", type=click.Path(), help="x.npy, inputs.npz or photo.jpg.")
+@click.option("--random", "is_random", is_flag=True, help="Made-up inputs (the default).")
+@click.option("--output", type=click.Path(), help="Write the last result: y.npy or y.npz.")
+@click.option("-n", "count", type=click.IntRange(1), default=1, help="Number of requests.")
+@click.option("--rate", help="poisson:50 or constant:50 requests a second.")
+@click.option("--deadline", help="50ms, from sending; who waits longer is not computed.")
+@click.option("--priority", type=click.Choice(["high", "normal", "low"]), default=None)
+@click.option("--seed", type=int, default=0, help="Of made-up inputs and arrivals.")
+@json_option
+def infer(
+    name: str,
+    path: str | None,
+    is_random: bool,
+    output: str | None,
+    count: int,
+    rate: str | None,
+    deadline: str | None,
+    priority: str | None,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Send requests and print each one's bill."""
+    if path and is_random:
+        raise click.UsageError("--input and --random exclude each other")
+    if output:
+        _check_output(output)
+    try:
+        pace = parse_rate(rate) if rate is not None else None
+    except InvalidInput as error:
+        raise click.BadParameter(error.message, param_hint="--rate") from None
+    options: dict[str, Any] = {"priority": priority or ""}
+    if deadline is not None:
+        options["deadline_ms"] = milliseconds("--deadline", deadline)
+    with connected() as client:
+        inputs = load_inputs(path, client.signature(name), seed)
+        on_done = (lambda outcome: None) if as_json else _bill_printer(count)
+        outcomes = run_requests(client, name, inputs, count, pace, options, seed, on_done)
+    results = [outcome.result for outcome in outcomes if outcome.result]
+    if output and results:
+        output = _save(output, results[-1].outputs)
+    summary = _summary(outcomes)
+    if as_json:
+        views.print_json({"requests": [o.row() for o in outcomes], "summary": summary})
+    else:
+        if count > 1:
+            _print_summary(summary)
+        if output and results:
+            click.echo(f"wrote {output}")
+    errors = [outcome.error for outcome in outcomes if outcome.error]
+    if errors:
+        raise errors[0]
+
+
+def _bill_printer(count: int) -> Callable[[Any], None]:
+    width = len(str(count))
+    titles = "".join(f"{title.removesuffix('_ms'):>10}" for title in views.BILL_COLUMNS)
+    click.echo(f"{'n':>{width}}{titles}    client   (ms)")
+
+    def show_bill(outcome: Any) -> None:
+        number = f"{outcome.number + 1:>{width}}"
+        if outcome.error is not None:
+            click.echo(f"{number}  {type(outcome.error).__name__}: {outcome.error.message}")
+            return
+        bill = outcome.result.timing
+        numbers = "".join(f"{getattr(bill, column):10.2f}" for column in views.BILL_COLUMNS)
+        notes = ("resident " if bill.resident else "") + (
+            f"preempted {bill.preempted}" if bill.preempted else ""
+        )
+        if outcome.is_late:
+            notes += f" late: {outcome.deadline_ms:g} ms were given"
+        click.echo(f"{number}{numbers}{outcome.total_ms:10.2f}   {notes}")
+
+    return show_bill
+
+
+def _summary(outcomes: list[Any]) -> dict[str, Any]:
+    """Counts, and p50 and p99 of the client's own clock and of the bill."""
+    good = [outcome for outcome in outcomes if outcome.result]
+    summary: dict[str, Any] = {"ok": len(good), "failed": len(outcomes) - len(good)}
+    if any(outcome.deadline_ms is not None for outcome in outcomes):
+        summary["late"] = sum(outcome.is_late for outcome in good)
+    columns = {"client_ms": [outcome.total_ms for outcome in good]}
+    for column in views.BILL_COLUMNS:
+        columns[column] = [getattr(outcome.result.timing, column) for outcome in good]
+    for column, values in columns.items():
+        if values:
+            p50, p99 = views.percentile(values, 0.5), views.percentile(values, 0.99)
+            summary[column] = {"p50": round(p50, 3), "p99": round(p99, 3)}
+    return summary
+
+
+def _print_summary(summary: dict[str, Any]) -> None:
+    rows = [
+        {"time": column.removesuffix("_ms"), "p50_ms": both["p50"], "p99_ms": both["p99"]}
+        for column, both in summary.items()
+        if isinstance(both, dict)
+    ]
+    late = f", {summary['late']} late" if "late" in summary else ""
+    click.echo(f"\n{summary['ok']} answered{late}, {summary['failed']} failed")
+    views.console().print(views.table(rows, ("time", "p50_ms", "p99_ms")))
+
+
+def _check_output(path: str) -> None:
+    """Before anything is asked: a result that cannot be written is lost."""
+    folder = Path(path).absolute().parent
+    if not path.endswith((".npy", ".npz")):
+        raise click.BadParameter(f"{path!r} is neither .npy nor .npz", param_hint="--output")
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(path).is_dir():
+        raise click.BadParameter(f"{path!r} cannot be written", param_hint="--output")
+
+
+def _save(path: str, outputs: dict[str, Any]) -> str:
+    """Write a result; where it is. An .npy file has room for one output."""
+    import numpy as np
+
+    if len(outputs) > 1:
+        path = str(Path(path).with_suffix(".npz"))
+    if path.endswith(".npz"):
+        np.savez(path, **outputs)
+    else:
+        np.save(path, next(iter(outputs.values())))
+    return path
 
 
 def load_inputs(path: str | None, signature: Signature, seed: int) -> Any:

@@ -14,8 +14,8 @@ import click
 from ..errors import ConfigError
 from ..wire.keys import KeyFolder, make_pair, read_public
 from . import views
+from .common import json_option
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 name_argument = click.argument("name")
 
 

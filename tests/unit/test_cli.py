@@ -158,7 +158,7 @@ def test_flags_reach_the_server_as_settings(monkeypatch: pytest.MonkeyPatch) -> 
         started.append(config)
         return 0
 
-    monkeypatch.setattr("pipeswitch.cli.main._part", lambda module, name: serve)
+    monkeypatch.setattr("pipeswitch.cli.server.part", lambda module, name: serve)
     flags = ["--listen", "tcp://127.0.0.1:6000", "--arena", "0.5", "--host-store", "1GiB",
              "--standby", "1", "--allow-code", "a.*", "--allow-code", "b.*"]  # fmt: skip
     assert run("serve", *flags)[0] == 0
@@ -238,7 +238,7 @@ def test_an_answer_after_its_deadline_is_told_to_be_late() -> None:
 
 
 def test_several_outputs_are_saved_under_the_name_that_is_told(tmp_path: Path) -> None:
-    from pipeswitch.cli.main import _save
+    from pipeswitch.cli.infer import _save
 
     two = {"a": np.zeros(1), "b": np.ones(2)}
     written = _save(str(tmp_path / "y.npy"), two)
@@ -329,7 +329,7 @@ def test_ping_waits_for_a_server_that_is_not_there_yet(monkeypatch: pytest.Monke
             raise answer
         return answer
 
-    monkeypatch.setattr("pipeswitch.cli.main.PING_AGAIN_S", 0.0)
+    monkeypatch.setattr("pipeswitch.cli.server.PING_AGAIN_S", 0.0)
     answering(monkeypatch, ping=ping)
     assert run("ping", "--wait", "1m")[:2] == (0, "ready 1.0 ms\n")
     assert not answers
@@ -350,12 +350,12 @@ def test_ping_does_not_wait_unless_it_is_told_to(monkeypatch: pytest.MonkeyPatch
 def test_stop_is_over_when_the_server_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     server = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     assert server.stdin is not None
-    monkeypatch.setattr("pipeswitch.cli.main.EXIT_WAIT_S", 0.0)
+    monkeypatch.setattr("pipeswitch.cli.server.EXIT_WAIT_S", 0.0)
     answering(monkeypatch, about=lambda: {"pid": server.pid}, stop_server=lambda drain_s: None)
     status, _, text = run("stop")
     assert status == 1
     assert "has not left" in text
-    monkeypatch.setattr("pipeswitch.cli.main.EXIT_WAIT_S", 30.0)
+    monkeypatch.setattr("pipeswitch.cli.server.EXIT_WAIT_S", 30.0)
     answering(
         monkeypatch,
         about=lambda: {"pid": server.pid},
@@ -371,7 +371,7 @@ def test_a_pt2_file_that_is_none_is_told_in_one_line(
         "import sys; from pipeswitch.errors import RegistrationRefused; "
         "raise RegistrationRefused(sys.argv[1], 'torch.export.load: it is not a zip file')"
     )
-    monkeypatch.setattr("pipeswitch.cli.main.CONVERT", refuse)  # what it says, without torch
+    monkeypatch.setattr("pipeswitch.cli.models.CONVERT", refuse)  # what it says, without torch
     path = tmp_path / "x.pt2"
     path.write_text("garbage")
     status, _, text = run("register", "m", str(path), env=NOBODY)

@@ -1,0 +1,90 @@
+"""What the verbs share: options, the client, completion of names, and how an answer is printed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import click
+
+from ..errors import PipeSwitchError
+from ..wire.addresses import full_address
+from . import views
+
+EXIT_OK, EXIT_FAILED = 0, 1
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+watch_option = click.option("--watch", is_flag=True, help="Refresh until Ctrl-C.")
+
+
+@contextlib.contextmanager
+def connected() -> Iterator[Any]:
+    """A client of the server that was named, or of the default one."""
+    from ..client.client import Client
+
+    with Client(**click.get_current_context().obj) as client:
+        yield client
+
+
+def _completing(ctx: click.Context) -> Any:
+    from ..client.client import Client
+
+    given = ctx.find_root().params
+    keys = {name: given.get(name) for name in ("key", "server_key")}
+    host = given.get("host")
+    return Client(full_address(host) if host else None, timeout_s=0.5, **keys)
+
+
+def _model_names(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+    """Shell completion; silent when there is no server."""
+    try:
+        with _completing(ctx) as client:
+            return [r["name"] for r in client.models() if r["name"].startswith(incomplete)]
+    except PipeSwitchError:
+        return []
+
+
+def _job_names(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+    try:
+        with _completing(ctx) as client:
+            return [r["name"] for r in client.jobs() if r["name"].startswith(incomplete)]
+    except PipeSwitchError:
+        return []
+
+
+name_argument = click.argument("name", shell_complete=_model_names)
+job_argument = click.argument("name", shell_complete=_job_names)
+
+
+def listing(
+    fetch: Callable[[Any], Any], render: Callable[[Any], Any], as_json: bool, watch: bool
+) -> None:
+    """Rows as JSON or as a table, once or again and again."""
+    with connected() as client:
+        if as_json:
+            views.print_json(fetch(client))
+        else:
+            views.show(lambda: render(fetch(client)), watch=watch)
+
+
+def print_done(row: Any, text: str, as_json: bool) -> None:
+    if as_json:
+        views.print_json(row)
+    else:
+        click.echo(text)
+
+
+def part(module: str, name: str) -> Any:
+    """A function of a part that only some commands need."""
+    return getattr(importlib.import_module(module), name)
+
+
+def milliseconds(option: str, text: str) -> float:
+    from ..units import parse_ms
+
+    try:
+        return parse_ms(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint=option) from None

@@ -1,0 +1,125 @@
+"""The verbs that need no server: demonstrate, measure and check this machine, write a setting."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+import click
+from click.shell_completion import get_completion_class
+
+from ..errors import InvalidInput
+from . import views
+from .common import EXIT_FAILED, EXIT_OK, json_option, part, print_done
+
+
+@click.command()
+@click.option(
+    "--out", type=click.Path(file_okay=False), default=".", help="Where the timeline goes."
+)
+@json_option
+def demo(out: str, as_json: bool) -> None:
+    """Serve three models and train a fourth, then print what it cost (two minutes)."""
+    sys.exit(part("pipeswitch.demo.run", "run")(Path(out), as_json=as_json))
+
+
+@click.command()
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.option("--models", default="", help="Such as resnet152,inception_v3,bert-base,mlp.")
+@click.option("--quick", is_flag=True, help="Under two minutes each, few trials.")
+@click.option("--trials", type=click.IntRange(min=0), default=0, help="Rounds of each case.")
+@click.option("--out", type=click.Path(file_okay=False), help="A folder for the reports.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@json_option
+def bench(
+    names: tuple[str, ...],
+    models: str,
+    quick: bool,
+    trials: int,
+    out: str | None,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Measure this machine (none named: all).
+
+    switch, throughput, pipeline, memory, workers, state, interference, request-path, training
+    """
+    run = part("pipeswitch.cli.bench", "run")
+    chosen = [model for model in models.split(",") if model]
+    folder = Path(out) if out else None
+    options = {"is_quick": quick, "trials": trials, "as_json": as_json, "seed": seed}
+    sys.exit(run(names, models=chosen, out=folder, **options))
+
+
+@click.command()
+@click.option("--config", "path", type=click.Path(), help="The server's configuration file.")
+@json_option
+def doctor(path: str | None, as_json: bool) -> None:
+    """Check whether this machine can serve, and say what to do."""
+    from ..config import load
+    from .doctor import examine
+
+    findings = examine(load(path))
+    if as_json:
+        views.print_json([finding.row() for finding in findings])
+    else:
+        marks = {"ok": "✔", "warn": "!", "fail": "✘"}
+        for finding in findings:
+            click.echo(f"{marks[finding.status]} {finding.name:<16} {finding.text}")
+            if finding.advice:
+                click.echo(f"  {'':<16} → {finding.advice}")
+    sys.exit(EXIT_FAILED if any(f.status == "fail" for f in findings) else EXIT_OK)
+
+
+@click.group()
+def config() -> None:
+    """The configuration file."""
+
+
+@config.command("init")
+@click.argument("path", type=click.Path(dir_okay=False), required=False)
+def config_init(path: str | None) -> None:
+    """Write a commented file with every setting's default (to PATH, or to the screen)."""
+    from ..config import example
+
+    if path is None:
+        click.echo(example(), nl=False)
+        return
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileExistsError:
+        raise InvalidInput(f"{path} is there already, it is not overwritten") from None
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(example())
+    click.echo(f"wrote {path}")
+
+
+@config.command("check")
+@click.argument("path", type=click.Path(), required=False)
+@json_option
+def config_check(path: str | None, as_json: bool) -> None:
+    """Read the file and the environment; say everything that is wrong."""
+    from ..config import load
+
+    loaded = load(path)
+    print_done(dataclasses.asdict(loaded), "the configuration is good", as_json)
+
+
+@config.command("schema")
+def config_schema() -> None:
+    """Print the file's JSON Schema."""
+    from ..config import schema
+
+    views.print_json(schema())
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print a completion script: eval "$(pipeswitch completion bash)"."""
+    kind = get_completion_class(shell)
+    assert kind is not None
+    root = click.get_current_context().find_root().command
+    click.echo(kind(root, {}, "pipeswitch", "_PIPESWITCH_COMPLETE").source())

@@ -1,0 +1,163 @@
+"""The verbs about models: register, load, list, measure, plan."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from ..errors import InvalidInput, RegistrationRefused
+from ..units import format_bytes
+from . import views
+from .common import connected, json_option, listing, name_argument, print_done, watch_option
+
+CONVERT: Final = (
+    "import sys; from pipeswitch.programs.build.export import convert_pt2; "
+    "convert_pt2(*sys.argv[1:])"
+)
+
+
+@click.command()
+@click.argument("name")
+@click.argument("source")
+@click.option("--weights", default="", help="FILE.safetensors, pretrained or random:SEED.")
+@click.option("--input", "inputs", multiple=True, metavar="[NAME=]8x3x224x224:float32",
+              help="Shape and dtype where the source does not know them (repeatable).")  # fmt: skip
+@click.option("--priority", type=click.Choice(["high", "normal", "low"]), default="normal")
+@click.option("--pin", is_flag=True, help="Keep it on the device.")
+@click.option("--max-batch", type=int, default=0, help="Largest dynamic batch.")
+@json_option
+def register(
+    name: str, source: str, inputs: tuple[str, ...], as_json: bool, **options: Any
+) -> None:
+    """Make a model servable.
+
+    SOURCE is torchvision:resnet152, hf:bert-base-uncased, FILE.bundle, FILE.pt2 or
+    package.module:factory.
+    """
+    signature = _signature(inputs)
+    is_shown = not as_json and sys.stderr.isatty()
+    with contextlib.ExitStack() as stack:
+        report = stack.enter_context(views.progress_bar(is_shown, name))
+        if source.endswith(".pt2"):
+            source = _converted(source, stack)
+        client = stack.enter_context(connected())
+        row = client.register(name, source, inputs=signature, progress=report, **options)
+    size = f", {format_bytes(row['bytes'])}" if row.get("bytes") else ""
+    why = f" ({row['mode_reason']})" if row.get("mode_reason") else ""
+    groups = f", {row['groups']} groups" if row.get("groups") else ""
+    print_done(
+        row, f"registered {name}{size}{groups}, {row.get('mode', 'graph')} mode{why}", as_json
+    )
+
+
+def _signature(texts: tuple[str, ...]) -> dict[str, tuple[list[int], str]]:
+    """What ``--input`` says, in the SDK's form."""
+    from ..programs.signature import parse_input
+
+    found = {}
+    for number, text in enumerate(texts):
+        try:
+            name, (shape, dtype) = parse_input(text, number)
+        except InvalidInput as error:
+            raise click.BadParameter(error.message, param_hint="--input") from None
+        found[name] = (shape, dtype)
+    return found
+
+
+def _converted(source: str, stack: contextlib.ExitStack) -> str:
+    """A .pt2 file as a bundle; torch.export.load is torch's, so a child does it."""
+    if not Path(source).is_file():
+        raise InvalidInput(f"no file {source!r}")
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeswitch-convert-"))
+    bundle = str(Path(folder, "program.bundle"))
+    command = [sys.executable, "-P", "-c", CONVERT, source, bundle]
+    child = subprocess.run(command, capture_output=True, text=True, check=False)
+    if child.returncode:
+        lines = child.stderr.strip().splitlines() or [f"exit status {child.returncode}"]
+        reason = lines[-1].removeprefix(f"{RegistrationRefused.__module__}.RegistrationRefused: ")
+        raise RegistrationRefused(source, reason.removeprefix(f"{source}: "))
+    return bundle
+
+
+@click.command()
+@name_argument
+@json_option
+def unregister(name: str, as_json: bool) -> None:
+    """Drop a model."""
+    with connected() as client:
+        print_done(client.unregister(name), f"unregistered {name}", as_json)
+
+
+@click.command()
+@name_argument
+@json_option
+def load(name: str, as_json: bool) -> None:
+    """Pin a model on the device (and give a quarantined one another chance)."""
+    with connected() as client:
+        print_done(client.load(name), f"pinned {name}", as_json)
+
+
+@click.command()
+@name_argument
+@json_option
+def unload(name: str, as_json: bool) -> None:
+    """Unpin a model: the server decides again what is resident."""
+    with connected() as client:
+        print_done(client.unload(name), f"unpinned {name}", as_json)
+
+
+@click.command()
+@json_option
+@watch_option
+def models(as_json: bool, watch: bool) -> None:
+    """List registered models."""
+    listing(lambda c: c.models(), lambda r: views.table(r, views.MODEL_COLUMNS), as_json, watch)
+
+
+@click.command()
+@name_argument
+@json_option
+@watch_option
+def show(name: str, as_json: bool, watch: bool) -> None:
+    """Show one model in full, its signature included."""
+    listing(lambda c: c.show(name), views.details, as_json, watch)
+
+
+@click.command()
+@name_argument
+@click.option("--batch", "batches", type=click.IntRange(1), multiple=True,
+              help="Sizes to time (repeatable); groups are made for the first.")  # fmt: skip
+@json_option
+def profile(name: str, batches: tuple[int, ...], as_json: bool) -> None:
+    """Measure a model layer by layer, when no request waits, and group its layers by that."""
+    from . import profile as cli_profile
+
+    is_shown = not as_json and sys.stderr.isatty()
+    with views.progress_bar(is_shown, name) as report, connected() as client:
+        row = client.profile(name, batches, progress=report)
+    if as_json:
+        views.print_json(row)
+    else:
+        views.console().print(cli_profile.profile_view(row))
+
+
+@click.command()
+@click.option("--deadline", "deadlines", multiple=True, metavar="[NAME=]50ms",
+              help="Say whether it holds, for one model or for all (repeatable).")  # fmt: skip
+@json_option
+@watch_option
+def plan(deadlines: tuple[str, ...], as_json: bool, watch: bool) -> None:
+    """Predict switch times, groups and prefixes, and say what the arena holds."""
+    from . import profile as cli_profile
+
+    try:
+        wanted = cli_profile.parse_deadlines(deadlines)
+    except InvalidInput as error:
+        raise click.BadParameter(error.message, param_hint="--deadline") from None
+    listing(lambda c: cli_profile.report(c.plan(), wanted), cli_profile.report_view, as_json, watch)

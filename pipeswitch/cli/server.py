@@ -1,0 +1,180 @@
+"""The verbs about the server itself: run it, stop it, look at it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from ..errors import PipeSwitchError, ServerUnavailable
+from . import views
+from .common import (
+    EXIT_FAILED,
+    EXIT_OK,
+    connected,
+    json_option,
+    listing,
+    milliseconds,
+    part,
+    print_done,
+    watch_option,
+)
+
+PING_AGAIN_S: Final = 0.1  # of ping --wait
+EXIT_WAIT_S: Final = 30.0  # from a server's last answer to its end
+
+
+@click.command()
+@click.option("--config", "path", type=click.Path(), help="pipeswitch.toml of this folder if any.")
+@click.option("--device", help="auto, cpu or cuda:0.")
+@click.option("--listen", help="tcp://127.0.0.1:5555")
+@click.option("--name", help="Of the owner's ipc socket (default: the port).")
+@click.option("--arena", help="Device memory: auto, 20GiB or a fraction.")
+@click.option("--host-store", help="Host memory for models: auto, 32GiB or a fraction.")
+@click.option("--pool", help="Shared memory for waiting requests: 512MiB.")
+@click.option("--state-dir", type=click.Path(), help="Bundles, commits, journal, logs.")
+@click.option("--auth", help="keys: TCP clients need a key on loopback too (default: auto).")
+@click.option("--keys-dir", type=click.Path(), help="Made by pipeswitch keys.")
+@click.option("--standby", type=int, help="Warm workers beside the active one.")
+@click.option("--threads", type=int, help="Compute threads of a worker on the cpu device.")
+@click.option("--policy", help="fifo or priority.")
+@click.option("--link-gbps", type=float, help="cpu device: model a link of this many GB/s.")
+@click.option("--commit-every", help="How often a job's state is kept: 5s.")
+@click.option("--profiles-dir", type=click.Path(), help="Measured profiles of models.")
+@click.option("--allow-code", multiple=True, metavar="PATTERN",
+              help="Module names and script paths TCP clients may name (repeatable).")  # fmt: skip
+def serve(path: str | None, **flags: Any) -> None:
+    """Run a server until it is told to stop."""
+    from ..config import load
+
+    config = load(path, flags=_flag_tree(flags))
+    run = part("pipeswitch.controller.main", "serve")
+    sys.exit(run(config))
+
+
+def _flag_tree(flags: dict[str, Any]) -> dict[str, Any]:
+    """Flags in the shape of the file; None means not given."""
+    return {
+        "server": {
+            "listen": flags["listen"],
+            "name": flags["name"],
+            "pool": flags["pool"],
+            "state_dir": flags["state_dir"],
+            "auth": flags["auth"],
+            "keys_dir": flags["keys_dir"],
+            "allow_code": list(flags["allow_code"]) or None,
+        },
+        "device": {
+            "name": flags["device"],
+            "arena": flags["arena"],
+            "link_gbps": flags["link_gbps"],
+        },
+        "host": {"store": flags["host_store"]},
+        "workers": {"standby": flags["standby"], "threads": flags["threads"]},
+        "scheduler": {"policy": flags["policy"], "commit_every": flags["commit_every"]},
+        "profiles_dir": flags["profiles_dir"],
+    }
+
+
+@click.command()
+@click.option("--drain", default="30s", show_default=True, help="Time to finish what was accepted.")
+@json_option
+def stop(drain: str, as_json: bool) -> None:
+    """Stop the server: it finishes what it accepted and commits its jobs."""
+    drain_s = milliseconds("--drain", drain) / 1000
+    with connected() as client, contextlib.ExitStack() as stack:
+        pid = int(client.about()["pid"])
+        exit_of = _exit_watcher(pid, stack) if client.address.startswith("ipc://") else None
+        client.stop_server(drain_s)
+        if exit_of is not None and not select.select([exit_of], [], [], EXIT_WAIT_S)[0]:
+            raise PipeSwitchError(
+                f"server {pid} agreed to stop and has not left after {EXIT_WAIT_S:g} s",
+                hint=f"see its log; kill {pid}",
+            )
+    print_done({"stopped": pid}, f"server {pid} stopped", as_json)
+
+
+def _exit_watcher(pid: int, stack: contextlib.ExitStack) -> int | None:
+    """A descriptor that is readable when the server has left; None: its pid is not of here."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:
+        return None
+    stack.callback(os.close, descriptor)
+    return descriptor
+
+
+@click.command()
+@json_option
+@watch_option
+def ps(as_json: bool, watch: bool) -> None:
+    """Models, jobs and processes, and what they do now."""
+    listing(
+        lambda c: c.ps(),
+        lambda rows: views.table(rows, views.PS_COLUMNS, views.PS_TITLES),
+        as_json,
+        watch,
+    )
+
+
+@click.command()
+@json_option
+def stats(as_json: bool) -> None:
+    """Counters and sizes of the server."""
+    listing(lambda c: c.stats(), views.details, as_json, watch=False)
+
+
+@click.command()
+@json_option
+def top(as_json: bool) -> None:
+    """A live view of the server (Ctrl-C leaves)."""
+
+    def look(client: Any) -> dict[str, Any]:
+        return {"about": client.about(), "rows": client.ps(), "stats": client.stats()}
+
+    listing(look, lambda found: views.dashboard(**found), as_json, watch=True)
+
+
+@click.command()
+@click.option("--deep", is_flag=True, help="Through scheduler, memory daemon and workers.")
+@click.option("--wait", default="0", metavar="1m", help="Ask for so long, until it would.")
+@json_option
+def ping(deep: bool, wait: str, as_json: bool) -> None:
+    """Whether the server would serve a request now: exit 0, else 1; 3 when nobody answers."""
+    answer = _ping_until(time.monotonic() + milliseconds("--wait", wait) / 1000, deep)
+    print_done(answer, views.ping_line(answer), as_json)
+    sys.exit(EXIT_OK if answer["ready"] else EXIT_FAILED)
+
+
+def _ping_until(until_s: float, deep: bool) -> dict[str, Any]:
+    """The first answer that says ready, or the last one; each try looks for the server anew."""
+    while True:
+        is_last = time.monotonic() >= until_s
+        try:
+            with connected() as client:
+                answer: dict[str, Any] = client.ping(deep=deep)
+            if is_last or answer["ready"]:
+                return answer
+        except ServerUnavailable:
+            if is_last:
+                raise
+        time.sleep(PING_AGAIN_S)  # a server that is not there yet can tell nobody
+
+
+@click.command()
+@click.argument("out", type=click.Path(dir_okay=False))
+@click.option("--seconds", type=float, default=10.0, show_default=True)
+def trace(out: str, seconds: float) -> None:
+    """Write the last seconds of the server's timeline (opens in ui.perfetto.dev)."""
+    import json
+
+    with connected() as client:
+        timeline = client.trace(seconds)
+    Path(out).write_text(json.dumps(timeline), "utf-8")
+    click.echo(f"wrote {out}: {len(timeline['traceEvents'])} events (ui.perfetto.dev)")
