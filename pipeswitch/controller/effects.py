@@ -40,7 +40,7 @@ from ..ipc.messages import (
 from ..planning import files as profile_files
 from ..planning.profile import Profile
 from ..programs.build.builder import work_prefix
-from ..programs.spec import load_manifest
+from ..programs.spec import is_checked, kept, load_manifest
 from ..scheduler.events import (
     Announce,
     Answer,
@@ -306,13 +306,18 @@ class Effects:
     # -- builds --------------------------------------------------------------------------------
 
     def _start_build(self, command: StartBuild) -> None:
-        """Fork a builder; a program that the journal knows is on disk already."""
-        digest = self.built_before.pop(command.spec, None)
+        """Fork a builder; a program that the journal knows is on disk already.
+
+        One that other contracts than ours let through is built anew, of the bytes on disk.
+        """
+        spec, digest = command.spec, self.built_before.pop(command.spec, None)
         if digest is not None and (self._places.models / digest / "manifest.json").is_file():
-            self._built(BuildDone(model=command.model, epoch=command.epoch, digest=digest))
-            # No process, no exit; but the next build waits for it.
-            self._take(BuilderExited(model=command.model, epoch=command.epoch, status=0))
-            return
+            if self._is_checked(digest):
+                self._built(BuildDone(model=command.model, epoch=command.epoch, digest=digest))
+                # No process, no exit; but the next build waits for it.
+                self._take(BuilderExited(model=command.model, epoch=command.epoch, status=0))
+                return
+            spec = kept(spec, self._places.models / digest)
 
         def on_message(message: Message, _: list[int]) -> None:
             if isinstance(message, BuildDone):
@@ -329,7 +334,7 @@ class Effects:
         settings = BuildSettings(
             model=command.model,
             epoch=command.epoch,
-            spec=command.spec,
+            spec=spec,
             directory=str(self._places.models),
             threads=self._sizes.build_threads,
             timeout_s=self._sizes.build_timeout_s,
@@ -338,6 +343,12 @@ class Effects:
         self._builders[command.epoch] = self._processes.fork(
             "builder", "pipeswitch-bld", settings, 1, [], on_message, on_exit
         )
+
+    def _is_checked(self, digest: str) -> bool:
+        try:
+            return is_checked(load_manifest(self._places.models / digest))
+        except RegistrationRefused:
+            return True  # it is said when it is looked at the next time
 
     def _built(self, message: BuildDone) -> None:
         reach("build.done")

@@ -39,6 +39,7 @@ MAX_NODES: Final = 131_072
 MAX_VALUES: Final = 64  # inputs or outputs
 MAX_DIMS: Final = 8
 MAX_BATCH: Final = 65_536
+MAX_BATCHES: Final = 256  # sizes of a range: each of them is checked when it is registered
 MAX_ELEMENTS: Final = 1 << 40
 MAX_NAME_CHARS: Final = 256
 MAX_NESTING: Final = 3  # of lists in arguments; index([[...]]) is the deepest that aten takes
@@ -164,6 +165,14 @@ def check_graph(graph: Graph) -> None:
         _refuse("bundle graph", f"more than {MAX_NODES} nodes or {MAX_WEIGHTS} weights")
     if not 1 <= graph.batch_min <= graph.batch_max <= MAX_BATCH:
         _refuse("bundle batch", f"[{graph.batch_min}, {graph.batch_max}] is not a range of sizes")
+    if len(batches(graph)) > MAX_BATCHES:
+        most = graph.batch_min + MAX_BATCHES - 1
+        raise RegistrationRefused(
+            "bundle batch",
+            f"[{graph.batch_min}, {graph.batch_max}] has more than {MAX_BATCHES} sizes, and each "
+            "is checked",
+            hint=f"[{graph.batch_min}, {most}] would be accepted",
+        )
     if not graph.outputs or len(graph.results) != len(graph.outputs):
         _refuse("bundle outputs", "there must be one result for each output, and at least one")
     for part, specs in (("input", graph.inputs), ("output", graph.outputs)):
@@ -178,6 +187,12 @@ def check_graph(graph: Graph) -> None:
     last = graph.first_node_value + len(graph.nodes)
     if any(not 0 <= value < last for value in graph.results):
         _refuse("bundle outputs", "a result names a value that does not exist")
+
+
+def batches(graph: Graph) -> range:
+    """Every batch that a request may have; one where no input's extent is the batch."""
+    is_dynamic = any(None in spec.shape for spec in graph.inputs)
+    return range(graph.batch_min, (graph.batch_max if is_dynamic else graph.batch_min) + 1)
 
 
 def check_value(part: str, spec: ValueSpec, batch_max: int) -> None:

@@ -13,7 +13,8 @@ from typing import Any, Final
 import torch
 
 from ..errors import RegistrationRefused
-from .bundle import Graph, Node, node_references, references
+from .bundle import Graph, Node, batches, node_references, references
+from .contracts import guarded
 from .layout import ITEM_BYTES
 from .operators import FRESH, split_target
 
@@ -24,6 +25,8 @@ GroupCall = Callable[[Environment, Sequence[torch.Tensor]], None]
 """Takes what it needs out of the environment, drops what nobody needs later, adds its results."""
 
 MAX_VALUE_BYTES: Final = 64 << 30  # of one intermediate at the largest batch
+MAX_REMEMBERED: Final = 1 << 14  # calls without data whose results are kept during a check
+MAX_CHECKS: Final = 1 << 20  # nodes times batches: about a minute; large models have 2**16
 
 
 def _bounded(compute: Callable[..., Any]) -> Callable[..., int]:
@@ -165,14 +168,22 @@ class CompiledGraph:
     """
 
     def __init__(
-        self, graph: Graph, spans: Sequence[tuple[int, int]], device: torch.device | str
+        self,
+        graph: Graph,
+        spans: Sequence[tuple[int, int]],
+        device: torch.device | str,
+        look_up: Callable[[str], Callable[..., Any]] = resolve,
     ) -> None:
-        """Compile ``graph`` cut at ``spans``: (first node, one past the last) of each group."""
+        """Compile ``graph`` cut at ``spans``: (first node, one past the last) of each group.
+
+        ``look_up`` makes a node's callable of its name; ``resolve``, or something around it.
+        """
         positions = [position for span in spans for position in range(*span)]
         if positions != list(range(len(graph.nodes))):
             raise RegistrationRefused("groups", "they do not cover the graph's nodes in order")
         self._graph = graph
         self._device = torch.device(device)
+        self._look_up = look_up
         self._last_use = _last_uses(graph)
         self._calls: dict[str, Callable[..., Any]] = {}
         self.group_weights: list[tuple[int, ...]] = []
@@ -222,7 +233,7 @@ class CompiledGraph:
 
         for position in range(first_node, end_node):
             node, own = graph.nodes[position], graph.first_node_value + position
-            call = self._calls.get(node.target) or resolve(node.target)
+            call = self._calls.get(node.target) or self._look_up(node.target)
             self._calls[node.target] = call
             spelt = [spell(argument) for argument in node.args]
             spelt += [f"{key}={spell(value)}" for key, value in node.kwargs.items()]
@@ -273,16 +284,50 @@ def _last_uses(graph: Graph) -> dict[int, int]:
 # --- what a graph would do, found without doing it ----------------------------------------------
 
 
-def check_on_meta(graph: Graph, weights: Sequence[torch.Tensor], batch: int) -> int:
-    """Run the graph without data and compare the outputs with the declared signature.
+def check_every_shape(graph: Graph, weights: Sequence[torch.Tensor]) -> int:
+    """Run the graph without data at every batch it admits: no other shape is ever computed.
+
+    Integer arithmetic on the batch can be right at the ends of a range and wrong within it, so
+    nothing is concluded from one batch to the next.
 
     Returns:
-        The bytes of its largest intermediate value at ``batch``.
+        The bytes of its largest intermediate value at any of them.
 
     Raises:
-        RegistrationRefused: a call fails, a shape depends on data, or the outputs differ.
+        RegistrationRefused: as ``check_on_meta``, or there are more shapes than we look at.
     """
-    values: list[Any] = [
+    sizes = batches(graph)
+    if len(sizes) * len(graph.nodes) > MAX_CHECKS:
+        most = graph.batch_min + MAX_CHECKS // len(graph.nodes) - 1
+        raise RegistrationRefused(
+            "bundle batch",
+            f"each of the {len(graph.nodes)} nodes is checked at each of {len(sizes)} batches, "
+            f"at most {MAX_CHECKS} checks",
+            hint=f"batches from {graph.batch_min} to {most} would be accepted",
+        )
+    return check_on_meta(graph, weights, sizes)
+
+
+def check_on_meta(graph: Graph, weights: Sequence[torch.Tensor], sizes: Sequence[int]) -> int:
+    """Run the graph without data at some batches, and compare its outputs with its signature.
+
+    Returns:
+        The bytes of its largest intermediate value.
+
+    Raises:
+        RegistrationRefused: a call fails or breaks its operator's contract, a shape depends on
+            data, or the outputs differ.
+    """
+    spans = [(i, i + 1) for i in range(len(graph.nodes))]
+    compiled = CompiledGraph(graph, spans, "meta", _Rehearsed().look_up)
+    on_meta = [torch.empty_like(weight, device="meta") for weight in weights]
+    return max(_check_at(graph, compiled, on_meta, batch) for batch in sizes)
+
+
+def _check_at(
+    graph: Graph, compiled: CompiledGraph, weights: Sequence[torch.Tensor], batch: int
+) -> int:
+    inputs = [
         torch.empty(
             [batch if extent is None else extent for extent in spec.shape],
             dtype=getattr(torch, spec.dtype),
@@ -290,24 +335,19 @@ def check_on_meta(graph: Graph, weights: Sequence[torch.Tensor], batch: int) -> 
         )
         for spec in graph.inputs
     ]
-    values += [torch.empty_like(weight, device="meta") for weight in weights]
     largest_bytes = 0
-    compiled = CompiledGraph(graph, [(i, i + 1) for i in range(len(graph.nodes))], "meta")
-    environment = compiled.start(values[: len(graph.inputs)])
+    environment = compiled.start(inputs)
     for position, call in enumerate(compiled.calls):
         own = graph.first_node_value + position
         try:
             with torch.no_grad():
-                call(
-                    environment,
-                    [values[len(graph.inputs) + i] for i in compiled.group_weights[position]],
-                )
+                call(environment, [weights[i] for i in compiled.group_weights[position]])
         except RegistrationRefused:
             raise
         except Exception as error:  # torch raises whatever it likes on nonsense
             raise RegistrationRefused(
                 f"node {position} ({graph.nodes[position].target})",
-                f"fails without data: {type(error).__name__}: {str(error)[:300]}",
+                f"at batch {batch} fails without data: {type(error).__name__}: {str(error)[:300]}",
             ) from None
         largest_bytes = max(largest_bytes, _bytes(environment.get(own)))
         if largest_bytes > MAX_VALUE_BYTES:
@@ -315,7 +355,7 @@ def check_on_meta(graph: Graph, weights: Sequence[torch.Tensor], batch: int) -> 
                 f"node {position} ({graph.nodes[position].target})",
                 f"its result has {largest_bytes} bytes at batch {batch}, limit {MAX_VALUE_BYTES}",
             )
-    outputs = compiled.finish(environment, values[len(graph.inputs) :])
+    outputs = compiled.finish(environment, weights)
     for spec, output in zip(graph.outputs, outputs, strict=True):
         declared = [batch if extent is None else extent for extent in spec.shape]
         if not isinstance(output, torch.Tensor):
@@ -326,6 +366,42 @@ def check_on_meta(graph: Graph, weights: Sequence[torch.Tensor], batch: int) -> 
                 f"declared {spec.dtype}{declared}, computed {output.dtype}{list(output.shape)}",
             )
     return largest_bytes
+
+
+class _Rehearsed:
+    """Operators without data, behind their contracts; each call with the same extents once.
+
+    A deep model repeats its layers. Values without data may be shared: nothing on the closed list
+    changes a tensor's extents in place.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Any] = {}
+
+    def look_up(self, target: str) -> Callable[..., Any]:
+        call = resolve(target)
+        if not isinstance(call, torch._ops.OpOverload):
+            return call
+        behind_contract = guarded(call)
+
+        def rehearse(*args: Any, **kwargs: Any) -> Any:
+            key = (target, _extents_of(args), _extents_of(tuple(kwargs.items())))
+            if key not in self._known:
+                if len(self._known) >= MAX_REMEMBERED:
+                    self._known.clear()
+                self._known[key] = behind_contract(*args, **kwargs)
+            return self._known[key]
+
+        return rehearse
+
+
+def _extents_of(argument: Any) -> Any:
+    """All that a call without data depends on, as a key; 1, 1.0 and True are three."""
+    if isinstance(argument, torch.Tensor):
+        return (argument.dtype, argument.shape, argument.stride())
+    if isinstance(argument, list | tuple):
+        return tuple(map(_extents_of, argument))
+    return (type(argument), argument)
 
 
 def _bytes(value: Any) -> int:

@@ -10,6 +10,7 @@ import msgspec
 
 from ..errors import RegistrationRefused
 from .layout import Manifest
+from .operators import checked_by
 
 DEFAULT_MAX_BATCH: Final = 64
 MANIFEST_FILE: Final = "manifest.json"
@@ -59,3 +60,18 @@ def load_manifest(path: str | os.PathLike[str]) -> Manifest:
 def save_manifest(path: str | os.PathLike[str], manifest: Manifest) -> None:
     """Write ``manifest.json`` into the folder ``path``."""
     (Path(path) / MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
+
+
+def is_checked(manifest: Manifest) -> bool:
+    """Whether the contracts of this server looked at every shape; a module is its owner's code."""
+    return manifest.mode == "module" or manifest.extra.get("checked_by") == checked_by()
+
+
+def kept(spec: bytes, folder: Path) -> bytes:
+    """A packed ``BuildSpec`` that builds anew what is in ``folder``, from the bytes that are there.
+
+    What it was built of may be gone: an upload is.
+    """
+    unpacked = msgspec.msgpack.decode(spec, type=BuildSpec)
+    source = str(folder / BUNDLE_FILE)
+    return msgspec.msgpack.encode(msgspec.structs.replace(unpacked, source=source, weights=""))

@@ -31,7 +31,7 @@ def run(data: bytes) -> None:
         graph = decode_graph(data.decode("utf-8", "replace"))
         check_no_mutation(graph)
         CompiledGraph(graph, [(0, len(graph.nodes))], "meta")
-        check_on_meta(graph, _weights(graph), graph.batch_min)
+        check_on_meta(graph, _weights(graph), [graph.batch_min])
     except RegistrationRefused:
         pass
 

@@ -113,6 +113,13 @@ HOSTILE: dict[str, Callable[[Header], None]] = {
     "a shape that depends on data": node("aten.nonzero.default", {"v": 3}),
     "a value that depends on data": node("aten.item.default", {"v": 3}),
     "an out overload": node("aten.add.out", {"v": 3}, {"v": 3}, out={"v": 1}),
+    "an out overload of another name": node(
+        "aten.sort.values", {"v": 3}, values={"v": 1}, indices={"v": 1}
+    ),
+    "an overload that is an attribute": node("aten.mul.__class__", {"v": 3}, {"v": 3}),
+    "arithmetic on lists, which fills the memory": node("aten.mul.left_t", [0], 1 << 40),
+    "bytes read as another type": node("aten.view.dtype", {"v": 3}, {"dtype": "bool"}),
+    "a range of more batches than are checked": put("program", "batch_max", 300),
     "another namespace": node("prim.device.default", {"v": 3}),
     "python's own modules": node("os.system", "true"),
     "a python operator that calls": node("_operator.methodcaller", "x", 1),

@@ -9,7 +9,7 @@ import torch
 
 from pipeswitch.devices import PoolView
 from pipeswitch.devices.waiting import now_ms
-from pipeswitch.errors import PipeSwitchError, to_wire
+from pipeswitch.errors import PipeSwitchError, RegistrationRefused, to_wire
 from pipeswitch.failpoints import reach
 from pipeswitch.ipc.channel import Channel
 from pipeswitch.ipc.messages import (
@@ -24,7 +24,7 @@ from pipeswitch.programs.bundle import read_bundle
 from pipeswitch.programs.executor import BoundProgram, GraphProgram, ModuleProgram, Program
 from pipeswitch.programs.groups import regrouped
 from pipeswitch.programs.layout import Manifest
-from pipeswitch.programs.spec import BUNDLE_FILE, load_manifest
+from pipeswitch.programs.spec import BUNDLE_FILE, is_checked, load_manifest
 from pipeswitch.programs.torch_settings import construct_on_meta
 
 from .pool import RequestPool
@@ -96,8 +96,11 @@ def load_program(
     (module mode). Tensor bytes are the memory daemon's business.
 
     Raises:
-        RegistrationRefused: the files are damaged, or do not belong to ``manifest``.
+        RegistrationRefused: the files are damaged, or do not belong to ``manifest``, or other
+            contracts than ours let the program through.
     """
+    if not is_checked(manifest):
+        raise RegistrationRefused("manifest", "not checked by this server", hint="register again")
     if manifest.mode == "graph":
         return GraphProgram(manifest, read_bundle(Path(directory) / BUNDLE_FILE).graph, device)
     module, settings = construct_on_meta(manifest.source)

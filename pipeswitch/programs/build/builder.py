@@ -19,7 +19,7 @@ from ...errors import PipeSwitchError, RegistrationRefused, to_wire
 from ...failpoints import reach
 from ...ipc.channel import Channel
 from ...ipc.messages import BuildDone, BuildFailed, BuildProgress, BuildSettings
-from ..spec import BuildSpec
+from ..spec import MANIFEST_FILE, BuildSpec, is_checked, load_manifest
 
 
 def run(settings: BuildSettings, channel: Channel) -> int:
@@ -90,8 +90,10 @@ def _publish(work: Path, target: Path) -> None:
     try:
         os.rename(work, target)
     except OSError:
-        if not (target / "manifest.json").is_file():
+        if not (target / MANIFEST_FILE).is_file():
             raise
+        if not is_checked(load_manifest(target)):
+            os.replace(work / MANIFEST_FILE, target / MANIFEST_FILE)
 
 
 def _fail(channel: Channel, settings: BuildSettings, error: PipeSwitchError) -> None:

@@ -18,9 +18,10 @@ from torch import nn
 from ...errors import PipeSwitchError, RegistrationRefused
 from ..bundle import Bundle, Graph, read_bundle
 from ..executor import BoundProgram, GraphProgram
-from ..graph import check_no_mutation, check_on_meta
+from ..graph import check_every_shape, check_no_mutation
 from ..groups import regrouped
 from ..layout import Manifest
+from ..operators import checked_by
 from ..partition import Weight, default_plan, layers_of_graph, place
 from ..spec import BUNDLE_FILE, BuildSpec, load_manifest, save_manifest
 from ..torch_settings import TorchSettings
@@ -151,9 +152,7 @@ def _finish_graph(
     program = GraphProgram(manifest, graph, "cpu")
     bound = program.bind(lambda tensor: tensor_over(image.untyped_storage(), tensor, 0))
     weights = [tensor_over(image.untyped_storage(), tensor, 0) for tensor in manifest.tensors]
-    largest_bytes = max(
-        check_on_meta(graph, weights, batch) for batch in {graph.batch_min, graph.batch_max}
-    )
+    largest_bytes = check_every_shape(graph, weights)
     progress("verify", 0.0)
     digest_before = hashlib.sha256(tensor_bytes(image)).hexdigest()
     if plain is None:
@@ -168,7 +167,11 @@ def _finish_graph(
         manifest,
         digest=_digest(manifest, graph, digest_before),
         weights_sha256=digest_before,
-        extra={**manifest.extra, "largest_value_bytes": largest_bytes},
+        extra={
+            **manifest.extra,
+            "largest_value_bytes": largest_bytes,
+            "checked_by": checked_by(),
+        },
     )
 
 
@@ -227,7 +230,9 @@ def _batches_to_try(spec: BuildSpec, manifest: Manifest) -> list[int]:
 
 
 def _digest(manifest: Manifest, graph: Graph, weights_sha256: str) -> str:
+    """Who checked it belongs to it: a program of older contracts is another one."""
     digest = hashlib.sha256(msgspec.json.encode(graph, order="deterministic"))
+    digest.update(checked_by().encode())
     digest.update(weights_sha256.encode())
     digest.update(msgspec.json.encode([manifest.inputs, manifest.outputs]))
     return digest.hexdigest()

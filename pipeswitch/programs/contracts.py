@@ -1,0 +1,579 @@
+"""What the kernels of ``operators.BY_CONTRACT`` need of their arguments, stated once.
+
+These kernels index one tensor by the extents of another, or believe a number, without a check of
+their own: what torch accepts without data (broadcasting a weight, a mode that does not exist) can
+read or write past a tensor, or leave the result as the last tenant's memory. A contract says the
+extents, dtypes and numbers that torch's own modules give; it asks for more than a kernel would
+take, never for less. Values of tensors (indices) are not known here: kernels that take them look
+at each, which the fence fuzzing tries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+import torch
+
+Arguments = Mapping[str, Any]
+"""A call's arguments by their schema's names, defaults filled in; tensors have no data."""
+Contract = Callable[[Arguments], None]
+
+MAX_GEOMETRY: Final = 1 << 16  # kernel sizes, strides, paddings, sizes of images
+MIN_SCALE, MAX_SCALE = 1.0 / (1 << 16), float(1 << 16)
+INDICES: Final = frozenset({torch.int64, torch.int32})
+
+
+class BrokenContract(ValueError):
+    """A call that torch would accept, and its kernel would not survive."""
+
+
+def _need(is_met: bool, text: str) -> None:
+    if not is_met:
+        raise BrokenContract(text)
+
+
+def _all_of(*contracts: Contract) -> Contract:
+    def check(given: Arguments) -> None:
+        for contract in contracts:
+            contract(given)
+
+    return check
+
+
+def _tensors(given: Arguments, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Those that are given: optional ones may be None."""
+    return {name: given[name] for name in names if given.get(name) is not None}
+
+
+def _extents(**patterns: str) -> Contract:
+    """Extents by name: equal letters are equal, ``*`` at the end is any further ones."""
+    split = {name: pattern.split() for name, pattern in patterns.items()}
+
+    def check(given: Arguments) -> None:
+        known: dict[str, int] = {}
+        for name, tensor in _tensors(given, split).items():
+            pattern, shape = split[name], tuple(tensor.shape)
+            is_open = pattern[-1:] == ["*"]
+            named = pattern[:-1] if is_open else pattern
+            fits = len(shape) >= len(named) if is_open else len(shape) == len(named)
+            fits = fits and all(
+                extent == (int(letter) if letter.isdigit() else known.setdefault(letter, extent))
+                for letter, extent in zip(named, shape, strict=False)
+            )
+            _need(fits, f"{name} has shape {list(shape)}, needed [{patterns[name]}] with {known}")
+
+    return check
+
+
+def _floats(*names: str, mixed: bool = False) -> Contract:
+    """Floating, and of one dtype; ``mixed``: parameters may be float32 beside a half input."""
+
+    def check(given: Arguments) -> None:
+        dtypes = [tensor.dtype for tensor in _tensors(given, names).values()]
+        first = dtypes[0]
+        is_half = first in (torch.float16, torch.bfloat16)
+        others = {first, torch.float32} if mixed and is_half else {first}
+        _need(first.is_floating_point, f"{names[0]} is {first}")
+        _need(set(dtypes) <= others, f"{', '.join(names)} are of different dtypes")
+        _need(len(set(dtypes[1:])) <= 1, f"{', '.join(names[1:])} are of different dtypes")
+
+    return check
+
+
+def _indices(*names: str) -> Contract:
+    def check(given: Arguments) -> None:
+        for name, tensor in _tensors(given, names).items():
+            _need(tensor.dtype in INDICES, f"{name} is {tensor.dtype}, not a type of indices")
+
+    return check
+
+
+def _numbers(low: int, high: int, *names: str) -> Contract:
+    """Integers, or lists of them, within a range."""
+
+    def check(given: Arguments) -> None:
+        for name in names:
+            value = given.get(name)
+            if value is not None:
+                numbers = value if isinstance(value, list | tuple) else [value]
+                is_within = all(type(n) is int and low <= n <= high for n in numbers)
+                _need(is_within, f"{name} is {value}, needed {low} to {high}")
+
+    return check
+
+
+def _is(name: str, *values: Any) -> Contract:
+    return lambda given: _need(
+        any(
+            given[name] is v or (given[name] == v and type(given[name]) is type(v)) for v in values
+        ),
+        f"{name} is {given[name]}, needed {' or '.join(map(str, values))}",
+    )
+
+
+def _dims(name: str, *counts: int) -> Contract:
+    return lambda given: _need(
+        given[name].dim() in counts, f"{name} has {given[name].dim()} dimensions, needed {counts}"
+    )
+
+
+def _not_empty(*names: str) -> Contract:
+    def check(given: Arguments) -> None:
+        for name, tensor in _tensors(given, names).items():
+            _need(tensor.numel() > 0, f"{name} is empty")
+
+    return check
+
+
+# ---- normalisation ----------------------------------------------------------------------------
+
+_PER_CHANNEL: Final = _extents(
+    input="N C *", weight="C", bias="C", running_mean="C", running_var="C"
+)
+_CHANNEL_FLOATS: Final = _floats(
+    "input", "weight", "bias", "running_mean", "running_var", mixed=True
+)
+
+
+def _trailing(given: Arguments) -> None:
+    """layer_norm: the normalised extents are the input's last, and the parameters' all."""
+    wanted, shape = list(given["normalized_shape"]), list(given["input"].shape)
+    _need(0 < len(wanted) <= len(shape), f"normalized_shape is {wanted}")
+    _need(shape[len(shape) - len(wanted) :] == wanted, f"input {shape} does not end in {wanted}")
+    _need(min(wanted) > 0, f"normalized_shape is {wanted}")
+    for name, tensor in _tensors(given, ("weight", "bias")).items():
+        _need(list(tensor.shape) == wanted, f"{name} is {list(tensor.shape)}, needed {wanted}")
+
+
+def _grouped(count: str) -> Contract:
+    def check(given: Arguments) -> None:
+        groups, channels = given[count], given["input"].shape[1]
+        _need(0 < groups <= channels and channels % groups == 0, f"{channels} in {groups} groups")
+
+    return check
+
+
+def _flattened(given: Arguments) -> None:
+    """native_group_norm believes N, C and HxW."""
+    value = given["input"]
+    _need(list(value.shape[:2]) == [given["N"], given["C"]], "N and C are not the input's")
+    _need(given["N"] * given["C"] * given["HxW"] == value.numel(), "HxW is not the input's")
+
+
+def _weight_norm(given: Arguments) -> None:
+    v, g, dim = given["v"], given["g"], given["dim"]
+    _need(v.dim() > 0 and dim in (0, v.dim() - 1), f"dim is {dim}")
+    wanted = [extent if axis == dim else 1 for axis, extent in enumerate(v.shape)]
+    _need(list(g.shape) == wanted, f"g is {list(g.shape)}, needed {wanted}")
+
+
+# ---- recurrent layers -------------------------------------------------------------------------
+
+
+def _recurrent(gates: int, states: int) -> Contract:
+    """Every parameter of every layer and direction, and the states, have the extents they need."""
+
+    def check(given: Arguments) -> None:
+        value, params = given["input"], given["params"]
+        hidden_states = given["hx"] if states == 2 else [given["hx"]]
+        _need(given["train"] is False, "it trains")
+        directions = 2 if given["bidirectional"] else 1
+        each = 4 if given["has_biases"] else 2
+        layers = given["num_layers"]
+        _need(value.dim() == 3 and value.numel() > 0, "input has not three extents, or is empty")
+        _need(layers >= 1 and len(params) == layers * directions * each, "parameters are missing")
+        _need(len(hidden_states) == states, f"{len(hidden_states)} states")
+        batch, width = value.shape[0 if given["batch_first"] else 1], value.shape[2]
+        hidden = params[1].shape[-1] if params[1].dim() else 0
+        _need(hidden > 0, "a state of no extent")
+        for state in hidden_states:
+            wanted = [layers * directions, batch, hidden]
+            _need(list(state.shape) == wanted, f"a state is {list(state.shape)}, needed {wanted}")
+        for place, tensor in enumerate(params):
+            layer, role = place // (directions * each), place % each
+            inner = width if layer == 0 else hidden * directions
+            wanted = [gates * hidden, *([inner], [hidden], [], [])[role]]
+            _need(
+                list(tensor.shape) == wanted,
+                f"parameter {place} is {list(tensor.shape)}, needed {wanted}",
+            )
+        everything = [value, *hidden_states, *params]
+        _need(value.is_floating_point(), f"input is {value.dtype}")
+        _need(len({tensor.dtype for tensor in everything}) == 1, "dtypes differ")
+
+    return check
+
+
+def _cell(gates: int, states: int) -> Contract:
+    def check(given: Arguments) -> None:
+        value = given["input"]
+        hidden_states = given["hx"] if states == 2 else [given["hx"]]
+        _need(value.dim() == 2 and value.numel() > 0, "input has not two extents, or is empty")
+        _need(len(hidden_states) == states, f"{len(hidden_states)} states")
+        hidden = hidden_states[0].shape[-1] if hidden_states[0].dim() else 0
+        _need(hidden > 0, "a state of no extent")
+        wanted = {"w_ih": [gates * hidden, value.shape[1]], "w_hh": [gates * hidden, hidden],
+                  "b_ih": [gates * hidden], "b_hh": [gates * hidden]}  # fmt: skip
+        parameters = _tensors(given, wanted)
+        for name, tensor in parameters.items():
+            _need(list(tensor.shape) == wanted[name], f"{name} is {list(tensor.shape)}")
+        for state in hidden_states:
+            _need(list(state.shape) == [value.shape[0], hidden], f"state {list(state.shape)}")
+        everything = [value, *hidden_states, *parameters.values()]
+        _need(value.is_floating_point(), f"input is {value.dtype}")
+        _need(len({tensor.dtype for tensor in everything}) == 1, "dtypes differ")
+        _need(("b_ih" in parameters) == ("b_hh" in parameters), "one bias of two")
+
+    return check
+
+
+# ---- convolutions, pools, pictures ------------------------------------------------------------
+
+_WINDOW: Final = _all_of(
+    _numbers(1, MAX_GEOMETRY, "kernel_size", "stride", "dilation", "divisor_override"),
+    _numbers(0, MAX_GEOMETRY, "padding", "output_padding"),
+)
+
+
+def _convolution(given: Arguments) -> None:
+    value, weight, groups = given["input"], given["weight"], given["groups"]
+    transposed = given.get("transposed", "output_padding" in given)
+    stride, dilation = given["stride"], given["dilation"]
+    _need(weight.dim() in (3, 4, 5), f"weight has {weight.dim()} dimensions")
+    _need(value.dim() in (weight.dim() - 1, weight.dim()), "input and weight have other dimensions")
+    _need(weight.numel() > 0, "weight is empty")
+    channels = value.shape[value.dim() - weight.dim() + 1]
+    _need(1 <= groups <= channels, f"{channels} channels in {groups} groups")
+    outer, inner = weight.shape[:2]
+    _need(channels == (outer if transposed else inner * groups), "channels are not the weight's")
+    _need(outer % groups == 0, f"{outer} filters in {groups} groups")
+    made = inner * groups if transposed else outer
+    bias = given["bias"]
+    _need(bias is None or list(bias.shape) == [made], f"bias is not [{made}]")
+    extra = given.get("output_padding") or []
+    for e, m, d in zip(extra, _each(stride, extra), _each(dilation, extra), strict=True):
+        _need(e < max(m, d), f"output_padding is {extra}")
+
+
+def _each(numbers: Any, like: Any) -> list[int]:
+    found = list(numbers) if isinstance(numbers, list | tuple) else [numbers]
+    return found * len(like) if len(found) == 1 else found
+
+
+_CONVOLUTION: Final = _all_of(
+    _numbers(1, MAX_GEOMETRY, "stride", "dilation"),
+    lambda given: (
+        _need(given["padding"] in ("same", "valid"), "padding")
+        if isinstance(given["padding"], str)
+        else _WINDOW(given)
+    ),
+    _numbers(0, MAX_GEOMETRY, "output_padding"),
+    _floats("input", "weight", "bias"),
+    _convolution,
+)
+
+
+def _pool(axes: int) -> Contract:
+    return _all_of(_dims("self", axes + 1, axes + 2), _not_empty("self"), _WINDOW)
+
+
+def _adaptive(axes: int) -> Contract:
+    return _all_of(
+        _dims("self", axes + 1, axes + 2),
+        _not_empty("self"),
+        _numbers(1, MAX_GEOMETRY, "output_size"),
+    )
+
+
+def _unpool(given: Arguments) -> None:
+    _need(given["self"].shape == given["indices"].shape, "indices are not the input's extents")
+    _need(given["indices"].dtype is torch.int64, "indices are not int64")
+
+
+def _scales(given: Arguments) -> None:
+    for name in ("scales", "scales_d", "scales_h", "scales_w", "scale_factors"):
+        value = given.get(name)
+        for scale in value if isinstance(value, list | tuple) else [value]:
+            is_sound = scale is None or MIN_SCALE <= scale <= MAX_SCALE  # a NaN is not
+            _need(is_sound, f"{name} is {value}")
+
+
+def _upsample(axes: int) -> Contract:
+    def check(given: Arguments) -> None:
+        value = given.get("self", given.get("input"))
+        _need(value.dim() == axes + 2 and value.numel() > 0, "input has other extents, or none")
+        factors = given.get("scale_factors")
+        _need(factors is None or given["output_size"] is None, "a size and factors")
+        _need(factors is None or len(factors) == axes, "factors for other axes")
+
+    return _all_of(check, _numbers(1, MAX_GEOMETRY, "output_size"), _scales)
+
+
+def _sampler(axes: int, modes: tuple[int, ...]) -> Contract:
+    letters = ["D", "H", "W"][3 - axes :]
+    return _all_of(
+        _extents(
+            input=" ".join(["N", "C", *letters]),
+            grid=" ".join(["N", *(letter.lower() for letter in letters), str(axes)]),
+        ),
+        _floats("input", "grid"),
+        _not_empty("input"),
+        _is("interpolation_mode", *modes),
+        _is("padding_mode", 0, 1, 2),
+    )
+
+
+def _any_sampler(given: Arguments) -> None:
+    (_sampler(3, (0, 1)) if given["input"].dim() == 5 else _sampler(2, (0, 1, 2)))(given)
+
+
+def _affine(given: Arguments) -> None:
+    size, theta = list(given["size"]), given["theta"]
+    _need(len(size) in (4, 5), f"size is {size}")
+    axes = len(size) - 2
+    wanted = [size[0], axes, axes + 1]
+    _need(list(theta.shape) == wanted, f"theta is {list(theta.shape)}, needed {wanted}")
+
+
+def _shuffle(given: Arguments) -> None:
+    _need(given["self"].dim() >= 3, "too few dimensions")
+
+
+# ---- looking up -------------------------------------------------------------------------------
+
+
+def _along(*others: str) -> Contract:
+    """gather and scatter: the index lies within each of ``others`` but along the dimension."""
+
+    def check(given: Arguments) -> None:
+        value, index = given["self"], given["index"]
+        axis = given["dim"] + (value.dim() if given["dim"] < 0 else 0)
+        _need(index.dim() == value.dim() and 0 <= axis < max(value.dim(), 1), "dimensions differ")
+        for place, extent in enumerate(index.shape):
+            _need(place == axis or extent <= value.shape[place], "index exceeds its tensor")
+        for other in _tensors(given, others).values():
+            _need(other.dim() == index.dim(), "dimensions differ")
+            fits = all(a <= b for a, b in zip(index.shape, other.shape, strict=True))
+            _need(fits, "index exceeds its source")
+            _need(other.dtype == value.dtype, "dtypes differ")
+
+    return _all_of(_indices("index"), check)
+
+
+def _rows(given: Arguments) -> None:
+    """index_select and its kin: one row of indices, and a source of as many."""
+    value, index = given["self"], given["index"]
+    _need(index.dim() <= 1, "index has more than one dimension")
+    axis = given["dim"] + (value.dim() if given["dim"] < 0 else 0)
+    _need(0 <= axis < max(value.dim(), 1), f"dim is {given['dim']}")
+    source = given.get("source")
+    if source is not None:
+        wanted = list(value.shape)
+        if wanted:
+            wanted[axis] = index.numel()
+        _need(list(source.shape) == wanted, f"source is {list(source.shape)}, needed {wanted}")
+        _need(source.dtype == value.dtype, "dtypes differ")
+
+
+def _places(given: Arguments) -> None:
+    found = [index for index in given["indices"] if index is not None]
+    _need(0 < len(given["indices"]) <= given["self"].dim(), "too many indices, or none")
+    for index in found:
+        _need(index.dtype in INDICES or index.dtype is torch.bool, f"an index is {index.dtype}")
+
+
+def _bag(given: Arguments) -> None:
+    """Rows of a table, summed by bags: offsets are looked at by the kernel itself."""
+    weights = given["per_sample_weights"]
+    _need(given["weight"].dim() == 2 and given["weight"].is_floating_point(), "weight")
+    _need(given["indices"].dim() == 1 and given["offsets"].dim() == 1, "indices and offsets")
+    _need(given["indices"].dtype == given["offsets"].dtype, "indices and offsets differ")
+    _need(given["offsets"].numel() > 0 and given["weight"].numel() > 0, "nothing to look up")
+    _need(weights is None, "per_sample_weights")
+    _need(not given["sparse"] and not given["scale_grad_by_freq"], "sparse")
+
+
+def _one_hot(given: Arguments) -> None:
+    _need(given["self"].dtype is torch.int64, "it takes int64")
+
+
+def _along_dim(given: Arguments) -> None:
+    _need(given["dim"] is None or given["indices"].dim() == given["self"].dim(), "dimensions")
+
+
+# ---- attention --------------------------------------------------------------------------------
+
+
+def _attention(given: Arguments) -> None:
+    query, key, value = (given[name] for name in ("query", "key", "value"))
+    mask, is_shared = given["attn_mask"], given["enable_gqa"]
+    _need(query.dim() == key.dim() == value.dim() and query.dim() >= 2, "dimensions differ")
+    _need(query.shape[-1] == key.shape[-1] > 0, "query and key have other widths")
+    _need(key.shape[-2] == value.shape[-2], "keys and values differ in number")
+    _need(key.shape[:-2] == value.shape[:-2], "keys and values differ in extents")
+    leading, theirs = list(query.shape[:-2]), list(key.shape[:-2])
+    if is_shared and query.dim() == 4:
+        heads, shared = leading.pop(), theirs.pop()
+        _need(shared > 0 and heads % shared == 0, f"{heads} heads share {shared}")
+    _need(leading == theirs, "query and key differ in extents")
+    if mask is not None:
+        wanted = [*query.shape[:-2], query.shape[-2], key.shape[-2]]
+        _need(2 <= mask.dim() <= query.dim(), "the mask has other dimensions")
+        pairs = zip(reversed(mask.shape), reversed(wanted), strict=False)
+        _need(all(m in (1, w) for m, w in pairs), f"the mask is {list(mask.shape)}")
+        _need(mask.dtype in (torch.bool, query.dtype), f"the mask is {mask.dtype}")
+
+
+# ---- the list ---------------------------------------------------------------------------------
+
+_MEAN_OF_BATCH: Final = _all_of(_PER_CHANNEL, _CHANNEL_FLOATS, _not_empty("input"))
+_LAYER_NORM: Final = _all_of(_floats("input", "weight", "bias", mixed=True), _trailing)
+_GROUP_NORM: Final = _all_of(
+    _extents(input="N C *", weight="C", bias="C"),
+    _floats("input", "weight", "bias", mixed=True),
+    _not_empty("input"),
+)
+_SCATTER: Final = _all_of(_along("src"))
+_INDEX_ROWS: Final = _all_of(_indices("index"), _rows)
+_NO_CHANCE: Final = _is("train", False)
+
+_FAMILIES: Final[Mapping[str, Contract]] = {
+    "batch_norm": _all_of(
+        _MEAN_OF_BATCH,
+        _is("training", False),
+        lambda g: _need(None not in (g["running_mean"], g["running_var"]), "no running statistics"),
+    ),
+    "_native_batch_norm_legit_no_training": _MEAN_OF_BATCH,
+    "instance_norm": _MEAN_OF_BATCH,
+    "layer_norm rms_norm native_layer_norm": _LAYER_NORM,
+    "group_norm": _all_of(_GROUP_NORM, _grouped("num_groups")),
+    "native_group_norm": _all_of(_GROUP_NORM, _grouped("group"), _flattened),
+    "_weight_norm": _all_of(_floats("v", "g"), _weight_norm, _not_empty("v")),
+    "prelu": _all_of(
+        _floats("self", "weight"),
+        lambda g: _need(
+            g["weight"].dim() <= 1
+            and g["weight"].numel() in (1, *(g["self"].shape[1:2] if g["self"].dim() > 1 else ())),
+            f"weight is {list(g['weight'].shape)}",
+        ),
+    ),
+    "lstm": _recurrent(4, 2),
+    "gru": _recurrent(3, 1),
+    "rnn_tanh rnn_relu": _recurrent(1, 1),
+    "lstm_cell": _cell(4, 2),
+    "gru_cell": _cell(3, 1),
+    "linear": _all_of(
+        _extents(weight="O I", bias="O"),
+        lambda g: _need(g["input"].dtype == g["weight"].dtype, "dtypes differ"),
+        lambda g: _need(
+            g["input"].dim() > 0 and g["input"].shape[-1] == g["weight"].shape[1],
+            "input is not as wide as the weight",
+        ),
+    ),
+    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution": (
+        _CONVOLUTION
+    ),
+    "avg_pool1d max_pool1d": _pool(1),
+    "avg_pool2d max_pool2d max_pool2d_with_indices": _pool(2),
+    "avg_pool3d max_pool3d max_pool3d_with_indices": _pool(3),
+    "adaptive_avg_pool1d adaptive_max_pool1d": _adaptive(1),
+    "adaptive_avg_pool2d adaptive_max_pool2d _adaptive_avg_pool2d": _adaptive(2),
+    "adaptive_avg_pool3d adaptive_max_pool3d _adaptive_avg_pool3d": _adaptive(3),
+    "max_unpool2d": _all_of(
+        _dims("self", 3, 4), _not_empty("self"), _numbers(1, MAX_GEOMETRY, "output_size"), _unpool
+    ),
+    "upsample_linear1d upsample_nearest1d _upsample_nearest_exact1d": _upsample(1),
+    "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d _upsample_bicubic2d_aa "
+    "_upsample_bilinear2d_aa _upsample_nearest_exact2d": _upsample(2),
+    "upsample_nearest3d upsample_trilinear3d _upsample_nearest_exact3d": _upsample(3),
+    "grid_sampler": _any_sampler,
+    "grid_sampler_2d": _sampler(2, (0, 1, 2)),
+    "grid_sampler_3d": _sampler(3, (0, 1)),
+    "affine_grid_generator": _all_of(_numbers(1, MAX_GEOMETRY, "size"), _affine),
+    "im2col": _all_of(_dims("self", 3, 4), _not_empty("self"), _WINDOW),
+    "col2im": _all_of(
+        _dims("self", 2, 3), _not_empty("self"), _WINDOW, _numbers(1, MAX_GEOMETRY, "output_size")
+    ),
+    "pixel_shuffle pixel_unshuffle channel_shuffle": _all_of(
+        _numbers(1, MAX_GEOMETRY, "upscale_factor", "downscale_factor", "groups"), _shuffle
+    ),
+    "constant_pad_nd pad": _numbers(-MAX_GEOMETRY, MAX_GEOMETRY, "pad"),
+    "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d "
+    "replication_pad3d": _all_of(
+        _numbers(-MAX_GEOMETRY, MAX_GEOMETRY, "padding"), _not_empty("self")
+    ),
+    "fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn fft_irfft fft_irfft2 fft_rfft "
+    "fft_rfft2": _all_of(_numbers(1, 1 << 24, "n", "s"), _not_empty("self")),
+    "embedding": _all_of(_extents(weight="V D"), _indices("indices"), _is("sparse", False)),
+    "embedding_bag": _all_of(_indices("indices", "offsets"), _is("mode", 0, 1, 2), _bag),
+    "gather": _all_of(_along(), _is("sparse_grad", False)),
+    "scatter scatter_ scatter_add scatter_add_ scatter_reduce": _SCATTER,
+    "index_select index_add index_add_ index_copy index_copy_ index_fill index_fill_": _INDEX_ROWS,
+    "index index_put index_put_": _places,
+    "take_along_dim": _all_of(_indices("indices"), _along_dim),
+    "one_hot": _all_of(_numbers(1, 1 << 24, "num_classes"), _one_hot),
+    "bucketize": _extents(boundaries="N"),
+    "scaled_dot_product_attention": _all_of(
+        _floats("query", "key", "value"),
+        _attention,
+        lambda g: _need(g["dropout_p"] == 0, "dropout_p"),
+    ),
+    "dropout dropout_": _NO_CHANCE,
+}
+
+CONTRACTS: Final[Mapping[str, Contract]] = {
+    name: contract for names, contract in _FAMILIES.items() for name in names.split()
+}
+
+
+_LIKE_FIRST: Final = frozenset(
+    {
+        "relu", "relu6", "gelu", "silu", "sigmoid", "tanh", "hardswish", "hardsigmoid", "hardtanh",
+        "leaky_relu", "elu", "mish", "softplus", "exp", "sqrt", "rsqrt", "neg", "abs", "roll",
+        "dropout", "softmax", "batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm",
+    }
+)  # fmt: skip
+_ELEMENTWISE: Final = frozenset({"add", "sub", "mul", "div"})
+
+
+def _known_result(name: str, args: tuple[Any, ...]) -> torch.Tensor | None:
+    """The result of frequent operators whose extents follow from the contract; else None.
+
+    Torch's own functions without data are in Python for these, and take a millisecond each:
+    a program is tried at each of its batches.
+    """
+    first = args[0] if args else None
+    if not isinstance(first, torch.Tensor) or not first.is_floating_point():
+        return None
+    if name in _LIKE_FIRST:
+        return torch.empty_like(first)
+    if name in _ELEMENTWISE and len(args) == 2 and isinstance(args[1], torch.Tensor):
+        other = args[1]
+        is_same = (first.shape, first.stride()) == (other.shape, other.stride())
+        return torch.empty_like(first) if is_same and first.dtype == other.dtype else None
+    if name == "linear" and all(a is None or a.dtype == first.dtype for a in args[1:]):
+        return first.new_empty([*first.shape[:-1], args[1].shape[0]])
+    if name == "scaled_dot_product_attention" and len(args) >= 3:
+        return first.new_empty([*first.shape[:-1], args[2].shape[-1]])
+    return None
+
+
+def guarded(call: Any) -> Callable[..., Any]:
+    """``call`` without data, behind its contract where it has one.
+
+    Raises (when called):
+        BrokenContract: its kernel is not safe with these arguments.
+    """
+    name = call._schema.name.removeprefix("aten::")
+    contract, entries = CONTRACTS.get(name), call._schema.arguments
+    names = [entry.name for entry in entries]
+    defaults = {entry.name: entry.default_value for entry in entries if entry.has_default_value()}
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if contract is not None:
+            contract({**defaults, **dict(zip(names, args, strict=False)), **kwargs})
+        known = None if kwargs else _known_result(name, args)
+        return call(*args, **kwargs) if known is None else known
+
+    return checked

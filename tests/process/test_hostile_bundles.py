@@ -1,0 +1,212 @@
+"""Bundles made by an enemy who knows torch's kernels, registered through the TCP door.
+
+Each of these was answered once: with another model's weights, with another client's request, with
+freed memory, or with a worker's death. Now a registration refuses them in words, at the batch at
+which they would go wrong, and the server serves on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from process_tools import Checked, checked_server
+
+import pipeswitch as ps
+from pipeswitch.programs.bundle import Graph, Node, write_bundle
+from pipeswitch.programs.layout import ValueSpec
+from pipeswitch.programs.spec import load_manifest, save_manifest
+
+X = {"v": 0}
+BATCH: int | None = None
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Checked]:
+    with checked_server(arena="64MiB", host_store="128MiB") as checked:
+        yield checked
+
+
+@pytest.fixture
+def stranger(running: Checked) -> Iterator[ps.Client]:
+    with running.running.client(tcp=True) as client:
+        yield client
+
+
+def node(target: str, *args: Any, **kwargs: Any) -> Node:
+    return Node(f"aten.{target}", args, kwargs)
+
+
+def value(number: int) -> dict[str, int]:
+    return {"v": number}
+
+
+def bundle(
+    folder: Path,
+    nodes: list[Node],
+    *,
+    x: tuple[int | None, ...],
+    y: tuple[int | None, ...],
+    weights: dict[str, tuple[int, ...]],
+    result: int = -1,
+    batch_max: int = 8,
+) -> Path:
+    """One input x, float32 weights, an output y: the value of the last node, or of another."""
+    first = 1 + len(weights)
+    graph = Graph(
+        version=1,
+        inputs=(ValueSpec(name="x", dtype="float32", shape=x),),
+        weights=tuple(weights),
+        nodes=tuple(nodes),
+        results=(first + (len(nodes) - 1 if result < 0 else result),),
+        outputs=(ValueSpec(name="y", dtype="float32", shape=y),),
+        batch_max=batch_max,
+    )
+    path = folder / "hostile.bundle"
+    data = [np.ones(shape, np.float32).tobytes() for shape in weights.values()]
+    write_bundle(path, graph, [(n, "float32", s) for n, s in weights.items()], data)
+    return path
+
+
+def norm(*arguments: Any) -> Node:
+    return node("_native_batch_norm_legit_no_training.default", *arguments, 0.0, 1e-5)
+
+
+def flat_channels(read: int) -> list[Node]:
+    """x [B, 4] as [1, 4 * B]: the channels grow with the batch."""
+    return [
+        node("reshape.default", X, [1, -1]),
+        norm(value(read), None, None, value(1), value(1)),
+        Node("_operator.getitem", (value(3), 0)),
+        node("reshape.default", value(4), [-1, 4]),
+    ]
+
+
+def integer_trap() -> list[Node]:
+    """Extents of an LSTM's state that are right at the batches 1, 2 and 5, and not at 3.
+
+    12 + (b - 1) (b - 2) (b - 5) columns, cut from sixteen.
+    """
+    terms = [
+        node("sym_size.int", X, 0),  # 3
+        Node("_operator.sub", (value(3), 1)),
+        Node("_operator.sub", (value(3), 2)),
+        Node("_operator.sub", (value(3), 5)),
+        Node("_operator.mul", (value(4), value(5))),
+        Node("_operator.mul", (value(7), value(6))),
+        Node("_operator.add", (value(8), 12)),  # 9
+    ]
+    return [
+        *terms,
+        node("slice.Tensor", value(1), 0, 0, value(9)),  # rows of w_ih: 12 of 4 gates by 3
+        node("new_zeros.default", X, [1, value(3), 3]),
+        node("unsqueeze.default", X, 0),
+        node(
+            "lstm.input", value(12), [value(11), value(11)], [value(10), value(2)],
+            False, 1, 0.0, False, False, False,
+        ),
+        Node("_operator.getitem", (value(13), 0)),
+        node("squeeze.dim", value(14), 0),
+    ]  # fmt: skip
+
+
+ATTACKS: dict[str, dict[str, Any]] = {
+    "a weight of one element beside many channels": {
+        "nodes": flat_channels(2), "x": (BATCH, 4), "y": (BATCH, 4), "weights": {"w": (1,)},
+    },
+    "the request itself as the weight": {
+        "nodes": [
+            node("reshape.default", X, [-1]),
+            node("expand.default", value(1), [1, 4096, 1]),
+            norm(value(3), value(2), None, value(2), value(2)),
+            Node("_operator.getitem", (value(4), 0)),
+        ],
+        "x": (1,), "y": (1, 4096, 1), "weights": {"w": (1, 1, 1)},
+    },
+    "a norm of one row beside many": {
+        "nodes": [node("_weight_norm.default", value(1), value(2), 0),
+                  node("add.Tensor", value(3), X)],
+        "x": (BATCH, 4), "y": (4096, 4), "weights": {"v": (4096, 4), "g": (1, 1)},
+        "batch_max": 1,
+    },
+    "extents that are right at the ends of the range": {
+        "nodes": integer_trap(), "x": (BATCH, 4), "y": (BATCH, 3),
+        "weights": {"w": (16, 4), "hidden": (12, 3)}, "batch_max": 5,
+    },
+    "a mode that does not exist": {
+        "nodes": [node("grid_sampler_3d.default", X, value(1), 7, 0, False)],
+        "x": (1, 1, 2, 2, 2), "y": (1, 1, 4, 4, 4), "weights": {"grid": (1, 4, 4, 4, 3)},
+    },
+    "an lstm without its parameters": {
+        "nodes": [
+            node("lstm.input", X, [value(1), value(1)], [value(2)], False, 1, 0.0, False, False,
+                 True),
+            Node("_operator.getitem", (value(3), 0)),
+        ],
+        "x": (1, 2, 3), "y": (1, 2, 3), "weights": {"h": (1, 1, 3), "w": (12, 3)},
+    },
+    "a gru whose gates are too few": {
+        "nodes": [
+            node("gru.input", X, value(1), [value(2), value(2)], False, 1, 0.0, False, False, True),
+            Node("_operator.getitem", (value(3), 0)),
+        ],
+        "x": (1, 2, 3), "y": (1, 2, 3), "weights": {"h": (1, 1, 3), "w": (3, 3)},
+    },
+    "an out overload of another name": {
+        "nodes": [node("sort.values", X, values=value(1), indices=value(1))],
+        "x": (BATCH, 4), "y": (BATCH, 4), "weights": {"w": (4,)}, "result": 0,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_hostile_bundle_is_refused_at_every_batch_it_admits(
+    name: str, running: Checked, stranger: ps.Client, tmp_path: Path
+) -> None:
+    workers = running.worker_pids()
+    with pytest.raises(ps.RegistrationRefused) as refused:
+        stranger.register("hostile", bundle(tmp_path, **ATTACKS[name]))
+    assert refused.value.data["part"].startswith(("node", "operator 'aten.sort.values'"))
+    assert "hostile" not in {row["name"] for row in stranger.models() if row["state"] == "ready"}
+    assert running.worker_pids() == workers
+
+
+def test_a_range_with_more_batches_than_are_checked_names_the_one_that_is(
+    stranger: ps.Client, tmp_path: Path
+) -> None:
+    nodes = [node("add.Tensor", X, value(1))]
+    extents: dict[str, Any] = {"x": (BATCH, 4), "y": (BATCH, 4), "weights": {"w": (4,)}}
+    with pytest.raises(ps.RegistrationRefused) as refused:
+        stranger.register("wide", bundle(tmp_path, nodes, **extents, batch_max=4096))
+    assert "[1, 256] would be accepted" in refused.value.hint
+    stranger.register("wide", bundle(tmp_path, nodes, **extents, batch_max=256))
+    with pytest.raises(ps.InvalidInput):
+        stranger.infer("wide", np.zeros((257, 4), np.float32))
+    assert np.all(stranger.infer("wide", np.zeros((256, 4), np.float32))["y"] == 1)
+
+
+def test_a_program_that_older_contracts_let_through_is_checked_again_at_a_restart(
+    tmp_path: Path,
+) -> None:
+    """What a journal names was checked by the server that wrote it, perhaps by an older one."""
+    nodes = [node("add.Tensor", X, value(1))]
+    extents: dict[str, Any] = {"x": (BATCH, 4), "y": (BATCH, 4), "weights": {"w": (4,)}}
+    state = tmp_path / "state"
+    with checked_server(arena="64MiB", host_store="128MiB", state_dir=state) as checked:
+        checked.client.register("kept", bundle(tmp_path, nodes, **extents))
+        digest = checked.row("kept")["digest"]
+    folder = state / "models" / digest
+    manifest = load_manifest(folder)
+    save_manifest(
+        folder,
+        msgspec.structs.replace(manifest, extra={**manifest.extra, "checked_by": "an older one"}),
+    )
+    (tmp_path / "hostile.bundle").unlink()
+    with checked_server(arena="64MiB", host_store="128MiB", state_dir=state) as checked:
+        found = checked.client.infer("kept", np.zeros((2, 4), np.float32))
+        assert np.all(found["y"] == 1)
+        assert load_manifest(folder).extra["checked_by"] == manifest.extra["checked_by"]

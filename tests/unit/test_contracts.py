@@ -1,0 +1,139 @@
+"""The closed list and its contracts: what torch would accept, and a kernel would not survive."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pipeswitch.errors import RegistrationRefused
+from pipeswitch.programs.bundle import Graph, Node, check_graph
+from pipeswitch.programs.contracts import CONTRACTS, BrokenContract, guarded
+from pipeswitch.programs.graph import check_every_shape, check_on_meta, resolve
+from pipeswitch.programs.layout import ValueSpec
+from pipeswitch.programs.operators import (
+    BY_CONTRACT,
+    CHECKED_BY_META,
+    OVERLOADS,
+)
+
+TARGETS = [f"aten.{name}.{suffix}" for name in sorted(OVERLOADS) for suffix in OVERLOADS[name]]
+
+
+def test_every_operator_is_checked_by_meta_or_has_a_contract_and_none_is_both() -> None:
+    assert set(OVERLOADS) == CHECKED_BY_META | BY_CONTRACT
+    assert not CHECKED_BY_META & BY_CONTRACT
+    assert set(CONTRACTS) == BY_CONTRACT
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_overload_on_the_list_computes_tensors_and_writes_nothing_but_its_own(
+    target: str,
+) -> None:
+    schema = resolve(target)._schema
+    name = target.split(".")[1]
+    written = [
+        a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
+    ]
+    assert written == ([schema.arguments[0].name] if name.endswith("_") and name[0] != "_" else [])
+    assert all("Tensor" in str(value.type) or name.startswith("sym_") for value in schema.returns)
+    assert not [a for a in schema.arguments if str(a.type) in ("Any", "Generator")]
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+LSTM = ([meta(1, 2, 3), meta(1, 2, 3)], [meta(12, 4), meta(12, 3)], False, 1, 0.0, False, False)
+SOUND: dict[str, tuple[str, tuple[Any, ...], list[int]]] = {
+    "batch_norm": (
+        "_native_batch_norm_legit_no_training.default",
+        (meta(2, 3, 4), meta(3), meta(3), meta(3), meta(3), 0.1, 1e-5), [2, 3, 4],
+    ),
+    "weight_norm": ("_weight_norm.default", (meta(5, 4), meta(5, 1), 0), [5, 4]),
+    "sampler": (
+        "grid_sampler_3d.default", (meta(1, 1, 2, 2, 2), meta(1, 4, 4, 4, 3), 1, 0, False),
+        [1, 1, 4, 4, 4],
+    ),
+    "lstm": ("lstm.input", (meta(5, 2, 4), *LSTM, False), [5, 2, 3]),
+    "attention": (
+        "scaled_dot_product_attention.default",
+        (meta(2, 4, 5, 8), meta(2, 4, 6, 8), meta(2, 4, 6, 7), meta(1, 1, 5, 6)), [2, 4, 5, 7],
+    ),
+    "linear": ("linear.default", (meta(2, 5, 4), meta(3, 4), meta(3)), [2, 5, 3]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_what_torchs_own_modules_ask_for_is_accepted(name: str) -> None:
+    target, args, extents = SOUND[name]
+    result = guarded(resolve(f"aten.{target}"))(*args)
+    result = result[0] if isinstance(result, tuple) else result
+    expected = resolve(f"aten.{target}")(*args)
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    assert list(result.shape) == list(expected.shape) == extents
+    assert result.dtype == expected.dtype
+
+
+BROKEN: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "a weight of one element": (
+        "_native_batch_norm_legit_no_training.default",
+        (meta(2, 3, 4), meta(1), None, meta(3), meta(3), 0.1, 1e-5),
+    ),
+    "a norm of one row": ("_weight_norm.default", (meta(60000, 4), meta(1, 1), 0)),
+    "a mode that is not": (
+        "grid_sampler_3d.default", (meta(1, 1, 2, 2, 2), meta(1, 4, 4, 4, 3), 7, 0, False),
+    ),
+    "a state of another batch": ("lstm.input", (meta(5, 3, 4), *LSTM, False)),
+    "parameters that are missing": (
+        "lstm.input", (meta(5, 2, 4), LSTM[0], LSTM[1][:1], *LSTM[2:], False),
+    ),
+    "a mask that is too small": (
+        "scaled_dot_product_attention.default",
+        (meta(2, 4, 5, 8), meta(2, 4, 6, 8), meta(2, 4, 6, 8), meta(1, 1, 2, 6)),
+    ),
+    "a bias that is broadcast": ("linear.default", (meta(2, 4), meta(3, 4), meta(1))),
+    "a scale next to nothing": ("upsample_nearest1d.default", (meta(1, 1, 4), [8], 1e-300)),
+    "training": ("dropout.default", (meta(4), 0.5, True)),
+    "a stride of nothing": ("avg_pool2d.default", (meta(1, 1, 4, 4), [2, 2], [0, 0])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_contract_is_refused_whatever_torch_would_say(name: str) -> None:
+    target, args = BROKEN[name]
+    with pytest.raises(BrokenContract):
+        guarded(resolve(f"aten.{target}"))(*args)
+
+
+def narrowing(batch_max: int) -> Graph:
+    """x [B, 4], of which a slice takes at most two rows: right at the batches 1 and 2 alone."""
+    graph = Graph(
+        version=1,
+        inputs=(ValueSpec(name="x", dtype="float32", shape=(None, 4)),),
+        weights=(),
+        nodes=(Node("aten.slice.Tensor", ({"v": 0}, 0, 0, 2), {}),),
+        results=(1,),
+        outputs=(ValueSpec(name="y", dtype="float32", shape=(None, 4)),),
+        batch_max=batch_max,
+    )
+    check_graph(graph)
+    return graph
+
+
+def test_every_batch_of_the_range_is_looked_at() -> None:
+    check_every_shape(narrowing(2), [])
+    check_on_meta(narrowing(5), [], [1, 2])
+    with pytest.raises(RegistrationRefused, match="output"):
+        check_every_shape(narrowing(5), [])
+
+
+def test_more_checks_than_we_do_are_refused_with_the_range_that_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pipeswitch.programs.graph.MAX_CHECKS", 2)
+    check_every_shape(narrowing(2), [])
+    with pytest.raises(RegistrationRefused) as refused:
+        check_every_shape(narrowing(3), [])
+    assert "from 1 to 2 would be accepted" in refused.value.hint
