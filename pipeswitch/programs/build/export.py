@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
 import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -17,35 +15,13 @@ import torch
 from torch import nn
 
 from ...errors import PipeSwitchError, RegistrationRefused
-from ..bundle import Graph, Node, check_graph, write_bundle
-from ..graph import mutations
-from ..layout import ValueSpec
-from ..operators import DROPPED_AT_EXPORT, split_target
-from ..values import dtype_name, flatten_outputs, tensor_bytes
+from ..bundle import write_bundle
+from ..values import dtype_name, tensor_bytes
 from .checking import BatchMatters, check_program
+from .encoder import ADVICE, Encoder, NotDynamic, Program
+from .naming import Flat, named_inputs
 
 SYMBOLIC_SHAPES_LOG: Final = "torch.fx.experimental.symbolic_shapes"
-_PREFIX: Final = "module."
-_ADVICE: Final = (
-    "a module must be traceable: no branch or shape that depends on data (torch.where instead), "
-    "no autocast or quantized engine inside its forward; or register the code as "
-    "package.module:factory at the owner's door"
-)
-
-
-@dataclass
-class Program:
-    """An exported program: its graph, and the weights the graph's names stand for.
-
-    Attributes:
-        graph: as in a bundle.
-        weights: contiguous tensors on the host, one for each of ``graph.weights``.
-        notes: what was decided on the way (why the batch is fixed), for people.
-    """
-
-    graph: Graph
-    weights: list[torch.Tensor]
-    notes: list[str] = field(default_factory=list)
 
 
 @contextlib.contextmanager
@@ -59,22 +35,6 @@ def _quiet(logger_name: str) -> Iterator[None]:
             yield
     finally:
         logger.disabled = before
-
-
-class _Flat(nn.Module):
-    """Calls a module with flat tensors and returns flat tensors: what export sees."""
-
-    def __init__(self, module: nn.Module, keywords: Sequence[str] | None) -> None:
-        super().__init__()
-        self.module = module
-        self._keywords = keywords
-
-    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if self._keywords is None:
-            outputs = self.module(*inputs)
-        else:
-            outputs = self.module(**dict(zip(self._keywords, inputs, strict=True)))
-        return tuple(flatten_outputs(outputs).values())
 
 
 def export_module(
@@ -97,11 +57,11 @@ def export_module(
         RegistrationRefused: the module cannot be a program; says which part and why.
     """
     _check_kind(module)
-    names, inputs, keywords = _named_inputs(module, example_inputs, input_names)
+    names, inputs, keywords = named_inputs(module, example_inputs, input_names)
     modes = [(child, child.training) for child in module.modules()]
     _set_mode(module)
     try:
-        flat = _Flat(module, keywords)
+        flat = Flat(module, keywords)
         flat.training = False
         return _export_flat(flat, names, inputs, max_batch)
     finally:
@@ -124,65 +84,12 @@ def _set_mode(module: nn.Module) -> None:
         child.training = False
 
 
-def _parameter_names(module: nn.Module, count: int) -> list[str]:
-    """What ``forward`` calls its first inputs; ``x`` for a single one, ``x0``… where it is silent.
-
-    ``*args`` and modules that were compiled or traced have no names of their own.
-    """
-    if count == 1:
-        return ["x"]
-    try:
-        parameters = list(inspect.signature(module.forward).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [parameter.name for parameter in parameters if parameter.kind in kinds][:count]
-    return names if len(names) == count else [f"x{index}" for index in range(count)]
-
-
-def _as_tensor(value: Any) -> Any:
-    """A numpy array as the tensor it is; everything else unchanged."""
-    return torch.from_numpy(value.copy()) if type(value).__module__ == "numpy" else value
-
-
-def _named_inputs(
-    module: nn.Module,
-    example_inputs: Mapping[str, torch.Tensor] | Sequence[torch.Tensor] | torch.Tensor,
-    input_names: Sequence[str] | None,
-) -> tuple[list[str], list[torch.Tensor], list[str] | None]:
-    keywords: list[str] | None = None
-    example: Any = _as_tensor(example_inputs)
-    if isinstance(example, torch.Tensor):
-        inputs = [example]
-    elif isinstance(example, Mapping):
-        keywords, inputs = list(example), [_as_tensor(value) for value in example.values()]
-    elif isinstance(example, Sequence) and not isinstance(example, str | bytes):
-        inputs = [_as_tensor(value) for value in example]
-    else:
-        raise RegistrationRefused(
-            "example inputs",
-            f"a {type(example).__name__} is neither a tensor, nor a sequence nor a mapping of them",
-        )
-    names = list(input_names or keywords or _parameter_names(module, len(inputs)))
-    if len(names) != len(inputs):
-        raise RegistrationRefused("inputs", f"{len(names)} names for {len(inputs)} inputs")
-    for name, value in zip(names, inputs, strict=True):
-        if not isinstance(value, torch.Tensor):
-            raise RegistrationRefused(
-                f"input {name!r}",
-                f"it is a {type(value).__name__}; only tensors can travel",
-                hint="wrap the module in one whose forward takes tensors and sets the rest",
-            )
-        dtype_name(value.dtype, f"input {name!r}")
-    return names, inputs, keywords
-
-
 def _export_flat(
-    flat: _Flat, names: list[str], inputs: list[torch.Tensor], max_batch: int
+    flat: Flat, names: list[str], inputs: list[torch.Tensor], max_batch: int
 ) -> Program:
     with torch.no_grad():
         try:
-            output_names = list(_run_names(flat, inputs))
+            output_names = list(flat.named_outputs([value.clone() for value in inputs]))
         except RegistrationRefused:
             raise
         except Exception as error:
@@ -195,27 +102,16 @@ def _export_flat(
     if batch >= 1 and max_batch >= 2:
         try:
             return _export_once(flat, names, inputs, output_names, max(max_batch, batch))
-        except _NotDynamic as error:
+        except NotDynamic as error:
             why_fixed = str(error)
     elif batch >= 1:
         why_fixed = "max_batch is 1"
     try:
         program = _export_once(flat, names, inputs, output_names, None)
-    except _NotDynamic as error:
-        raise RegistrationRefused("export", f"{error}; {_ADVICE}") from error
+    except NotDynamic as error:
+        raise RegistrationRefused("export", f"{error}; {ADVICE}") from error
     program.notes.append(f"batch is fixed: {why_fixed}")
     return program
-
-
-def _run_names(flat: _Flat, inputs: list[torch.Tensor]) -> list[str]:
-    arguments = [value.clone() for value in inputs]
-    if flat._keywords is None:
-        return list(flatten_outputs(flat.module(*arguments)))
-    return list(flatten_outputs(flat.module(**dict(zip(flat._keywords, arguments, strict=True)))))
-
-
-class _NotDynamic(Exception):
-    """This export did not work; without a dynamic batch another might."""
 
 
 def _first(error: BaseException) -> str:
@@ -224,7 +120,7 @@ def _first(error: BaseException) -> str:
 
 
 def _export_once(
-    flat: _Flat,
+    flat: Flat,
     names: list[str],
     inputs: list[torch.Tensor],
     output_names: list[str],
@@ -244,299 +140,8 @@ def _export_once(
         except RegistrationRefused:
             raise
         except Exception as error:  # torch.export has no base class for "does not export"
-            raise _NotDynamic(f"torch.export: {_first(error)}") from error
-    return _Encoder(exported, names, output_names, max_batch).program()
-
-
-class _Encoder:
-    """Turns one exported program into ours."""
-
-    def __init__(
-        self,
-        exported: torch.export.ExportedProgram,
-        names: list[str],
-        output_names: list[str],
-        max_batch: int | None,
-    ) -> None:
-        self._exported = exported
-        self._names = names
-        self._output_names = output_names
-        self._max_batch = max_batch
-        self._batch_symbol: Any = None
-        self._first_names: dict[tuple[Any, ...], str] = {}  # of tied weights, by registration
-        for name, tensor in exported.state_dict.items():
-            self._first_names.setdefault(_identity(tensor), name)
-        self._values: dict[str, Any] = {}  # fx node name -> value key, before numbering
-        self._tensors: dict[tuple[Any, ...], int] = {}
-        self._permuted: dict[int, list[int]] = {}  # weight -> the dimensions' way back
-        self._permutation_nodes: dict[int, int] = {}
-        self._weight_names: list[str] = []
-        self._weights: list[torch.Tensor] = []
-        self._nodes: list[tuple[str, list[Any], dict[str, Any]]] = []
-
-    # Keys before numbering: ("i", n) an input, ("w", n) a weight, ("n", n) a node. Weights are
-    # numbered by first use, which is known only when all nodes have been seen.
-
-    def program(self) -> Program:
-        signature = self._exported.graph_signature
-        if signature.buffers_to_mutate:
-            lost = sorted({n.removeprefix(_PREFIX) for n in signature.buffers_to_mutate.values()})
-            raise RegistrationRefused(
-                f"buffers {', '.join(lost)}",
-                "the module changes them in eval mode; an eviction would lose the change",
-            )
-        specs = {spec.arg.name: spec for spec in signature.input_specs if hasattr(spec.arg, "name")}
-        inputs: list[ValueSpec] = []
-        results: list[Any] = []
-        outputs: list[ValueSpec] = []
-        for node in self._exported.graph.nodes:
-            if node.op == "placeholder":
-                self._placeholder(node, specs[node.name], inputs)
-            elif node.op == "call_function":
-                self._call(node)
-            elif node.op == "output":
-                results, outputs = self._outputs(node)
-            else:
-                raise RegistrationRefused(f"graph node {node.op} {node.target}", _ADVICE)
-        return self._numbered(inputs, results, outputs)
-
-    def _placeholder(self, node: Any, spec: Any, inputs: list[ValueSpec]) -> None:
-        kind = spec.kind.name
-        if kind == "USER_INPUT":
-            name = self._names[len(inputs)]
-            value = node.meta["val"]
-            if self._max_batch is not None and self._batch_symbol is None:
-                extent = value.shape[0]
-                if not isinstance(extent, torch.SymInt):
-                    raise _NotDynamic("the model fixes the batch size")
-                self._batch_symbol = extent.node.expr
-            self._values[node.name] = {"v": ("i", len(inputs))}
-            inputs.append(self._value_spec(f"input {name!r}", name, value))
-        elif kind in ("PARAMETER", "BUFFER", "CONSTANT_TENSOR"):
-            if node.users:
-                self._values[node.name] = self._weight(spec.target)
-        else:
-            raise RegistrationRefused(f"{kind.lower()} {spec.target}", "it is not a tensor")
-
-    def _weight(self, target: str) -> Any:
-        """A weight's value; tensors that are one stay one, odd strides become a permutation."""
-        exported = self._exported
-        source = exported.state_dict if target in exported.state_dict else exported.constants
-        tensor = source[target].detach()
-        key = _identity(tensor)
-        name = self._first_names.get(key, target).removeprefix(_PREFIX)
-        dtype_name(tensor.dtype, f"weight {name!r}")
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            raise RegistrationRefused(f"weight {name!r}", "it is sparse, or has no data")
-        if key not in self._tensors:
-            # Convolutions choose their kernel by the weight's strides (channels_last), so bits
-            # depend on them: keep the order of the bytes, and permute the view back.
-            order = sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d))
-            is_permuted = not tensor.is_contiguous() and tensor.permute(order).is_contiguous()
-            weight = self._tensors[key] = len(self._weights)
-            self._weight_names.append(name)
-            stored = tensor.permute(order) if is_permuted else tensor
-            self._weights.append(stored.cpu().contiguous())
-            if is_permuted:
-                self._permuted[weight] = [order.index(d) for d in range(tensor.dim())]
-        return {"v": ("w", self._tensors[key])}
-
-    def _value(self, name: str) -> Any:
-        """A node's value; a permuted weight's permutation is emitted right at its first use."""
-        value = self._values[name]
-        kind, index = value["v"]
-        if kind != "w" or index not in self._permuted:
-            return value
-        if index not in self._permutation_nodes:
-            self._permutation_nodes[index] = len(self._nodes)
-            self._nodes.append(("aten.permute.default", [value, self._permuted[index]], {}))
-        return {"v": ("n", self._permutation_nodes[index])}
-
-    def _call(self, node: Any) -> None:
-        target = node.target
-        if isinstance(target, torch._ops.OpOverload):
-            name = str(target)
-            if target._schema.name.removeprefix("aten::") in DROPPED_AT_EXPORT:
-                return
-        elif getattr(target, "__module__", "") == "_operator":
-            name = f"_operator.{target.__name__}"
-        else:
-            if not node.users:
-                return
-            raise RegistrationRefused(f"operator {target}", _ADVICE)
-        if not node.users and (name.startswith("_operator.") or not _writes(target)):
-            return  # computed for a check that was dropped, or for nothing
-        if name == "aten.detach_.default":
-            name = "aten.detach.default"  # of a constant made in forward; without gradients alike
-        split_target(name)
-        args = [self._argument(argument, name) for argument in node.args]
-        kwargs = {key: self._argument(value, name) for key, value in node.kwargs.items()}
-        kwargs.pop("pin_memory", None)  # a wish about host memory; ours lies where it lies
-        if _takes_default_dtype(node):
-            kwargs["dtype"] = {"dtype": dtype_name(node.meta["val"].dtype, f"operator {name}")}
-        self._values[node.name] = {"v": ("n", len(self._nodes))}
-        self._nodes.append((name, args, kwargs))
-
-    def _argument(self, argument: Any, part: str) -> Any:
-        match argument:
-            case None | bool() | int() | str():
-                return argument
-            case float():
-                is_finite = argument - argument == 0.0
-                return argument if is_finite else {"float": str(argument)}
-            case torch.fx.Node():
-                return self._value(argument.name)
-            case list() | tuple():
-                return [self._argument(item, part) for item in argument]
-            case torch.dtype():
-                return {"dtype": dtype_name(argument, f"operator {part}")}
-            case torch.layout() | torch.memory_format():
-                tag = "layout" if isinstance(argument, torch.layout) else "memory_format"
-                return {tag: str(argument).removeprefix("torch.")}
-            case torch.device():
-                return {"device": "target"}
-            case _:
-                raise RegistrationRefused(
-                    f"operator {part}",
-                    f"an argument is a {type(argument).__name__}, which cannot travel",
-                )
-
-    def _outputs(self, node: Any) -> tuple[list[Any], list[ValueSpec]]:
-        results: list[Any] = []
-        outputs: list[ValueSpec] = []
-        for name, result in zip(self._output_names, node.args[0], strict=True):
-            if not isinstance(result, torch.fx.Node) or not isinstance(
-                result.meta["val"], torch.Tensor
-            ):
-                raise RegistrationRefused(f"output {name!r}", "it is not a tensor")
-            results.append(self._value(result.name))
-            outputs.append(self._value_spec(f"output {name!r}", name, result.meta["val"]))
-        return results, outputs
-
-    def _value_spec(self, part: str, name: str, value: torch.Tensor) -> ValueSpec:
-        shape: list[int | None] = []
-        extents: list[Any] = list(value.shape)  # symbols too, whatever the type says
-        for extent in extents:
-            if isinstance(extent, int):
-                shape.append(extent)
-            elif self._batch_symbol is not None and extent.node.expr == self._batch_symbol:
-                shape.append(None)
-            elif self._batch_symbol is not None:
-                raise _NotDynamic(f"{part} has extent {extent}, which is not the batch itself")
-            else:
-                raise RegistrationRefused(part, f"its shape depends on data ({extent})")
-        return ValueSpec(name=name, dtype=dtype_name(value.dtype, part), shape=tuple(shape))
-
-    def _numbered(
-        self, inputs: list[ValueSpec], results: list[Any], outputs: list[ValueSpec]
-    ) -> Program:
-        order = _weights_by_first_use(self._nodes, results)
-        first_node = len(inputs) + len(order)
-        weight_number = {weight: len(inputs) + index for index, weight in enumerate(order)}
-
-        def number(argument: Any) -> Any:
-            if isinstance(argument, dict) and "v" in argument:
-                kind, index = argument["v"]
-                base = {"i": index, "w": weight_number.get(index), "n": first_node + index}
-                return {"v": base[kind]}
-            if isinstance(argument, list):
-                return [number(item) for item in argument]
-            return argument
-
-        graph = Graph(
-            version=1,
-            inputs=tuple(inputs),
-            weights=tuple(self._weight_names[weight] for weight in order),
-            nodes=tuple(
-                Node(target, tuple(number(args)), {k: number(v) for k, v in kwargs.items()})
-                for target, args, kwargs in self._nodes
-            ),
-            results=tuple(number(result)["v"] for result in results),
-            outputs=tuple(outputs),
-            batch_min=1,
-            batch_max=self._max_batch or 1,
-        )
-        graph = _private_inputs(graph)
-        check_graph(graph)
-        return Program(graph, [self._weights[weight] for weight in order])
-
-
-def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for two names of one tensor. Export keeps either name of a tied weight."""
-    return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-
-
-def _takes_default_dtype(node: Any) -> bool:
-    """It makes a tensor of a dtype that this process has set, and a worker has not."""
-    if torch.get_default_dtype() is torch.float32 or not isinstance(
-        node.target, torch._ops.OpOverload
-    ):
-        return False
-    takes_dtype = any(entry.name == "dtype" for entry in node.target._schema.arguments)
-    has_tensors = any(
-        isinstance(argument.meta.get("val"), torch.Tensor) for argument in node.all_input_nodes
-    )
-    return takes_dtype and not has_tensors and node.kwargs.get("dtype") is None
-
-
-def _writes(target: Any) -> bool:
-    return any(a.alias_info is not None and a.alias_info.is_write for a in target._schema.arguments)
-
-
-def _weights_by_first_use(
-    nodes: Sequence[tuple[str, list[Any], dict[str, Any]]], results: Sequence[Any]
-) -> list[int]:
-    """Indices of the weights that are used, by first use; those only returned come last."""
-    order: dict[int, None] = {}
-
-    def visit(argument: Any) -> None:
-        if isinstance(argument, dict) and "v" in argument:
-            if argument["v"][0] == "w":
-                order.setdefault(argument["v"][1])
-        elif isinstance(argument, list):
-            for item in argument:
-                visit(item)
-
-    for _, args, kwargs in nodes:
-        visit([*args, *kwargs.values()])
-    visit(list(results))
-    return list(order)
-
-
-def _private_inputs(graph: Graph) -> Graph:
-    """Clone each input that the program changes in place: it lies in the request's own memory.
-
-    A request must stay what it was: it is run again when a worker dies under it.
-    """
-    touched = {v for _, values in mutations(graph) for v in values if v < len(graph.inputs)}
-    if not touched:
-        return graph
-    clones = sorted(touched)
-    first = graph.first_node_value
-    moved = {value: first + index for index, value in enumerate(clones)}
-
-    def number(argument: Any) -> Any:
-        if isinstance(argument, dict) and "v" in argument:
-            value = argument["v"]
-            return {"v": value + len(clones) if value >= first else moved.get(value, value)}
-        if isinstance(argument, list | tuple):
-            return [number(item) for item in argument]
-        return argument
-
-    return msgspec.structs.replace(
-        graph,
-        nodes=(
-            *(Node("aten.clone.default", ({"v": value},), {}) for value in clones),
-            *(
-                Node(n.target, tuple(number(n.args)), {k: number(v) for k, v in n.kwargs.items()})
-                for n in graph.nodes
-            ),
-        ),
-        results=tuple(number({"v": value})["v"] for value in graph.results),
-    )
-
-
-# --- on the client -------------------------------------------------------------------------------
+            raise NotDynamic(f"torch.export: {_first(error)}") from error
+    return Encoder(exported, names, output_names, max_batch).program()
 
 
 def write_program(path: str | os.PathLike[str], program: Program) -> None:
@@ -561,8 +166,8 @@ def _checked_program(
     many, and an exported graph holds Python state as the constant it was.
     """
     program = export_module(module, example_inputs, input_names=input_names, max_batch=max_batch)
-    _, inputs, keywords = _named_inputs(module, example_inputs, None)
-    flat = _Flat(module, keywords)
+    _, inputs, keywords = named_inputs(module, example_inputs, None)
+    flat = Flat(module, keywords)
 
     def plain(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return list(flat(*values))
@@ -618,7 +223,7 @@ def export_module_to_bundle(
         raise
     except Exception as error:  # torch on a module nobody has tried
         raise RegistrationRefused(
-            "export", f"{type(error).__name__}: {_first(error)}; {_ADVICE}"
+            "export", f"{type(error).__name__}: {_first(error)}; {ADVICE}"
         ) from error
     write_program(path, program)
     graph = program.graph

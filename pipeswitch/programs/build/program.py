@@ -27,7 +27,8 @@ from ..spec import BUNDLE_FILE, BuildSpec, load_manifest, save_manifest
 from ..torch_settings import TorchSettings
 from ..values import flatten_outputs, tensor_bytes
 from ..views import tensor_over
-from .export import Program, export_module, write_program
+from .encoder import Program
+from .export import export_module, write_program
 from .module_mode import build_module
 from .sources import Loaded, example_specs, load_source
 from .verify import Plain, acceptable_inputs, compare, load_image

@@ -1,0 +1,83 @@
+"""What a module's inputs and outputs are called, and the module called by position alone."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import RegistrationRefused
+from ..values import dtype_name, flatten_outputs
+
+
+class Flat(nn.Module):
+    """Calls a module with flat tensors and returns flat tensors: what export sees."""
+
+    def __init__(self, module: nn.Module, keywords: Sequence[str] | None) -> None:
+        super().__init__()
+        self.module = module
+        self._keywords = keywords
+
+    def named_outputs(self, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self._keywords is None:
+            return flatten_outputs(self.module(*inputs))
+        return flatten_outputs(self.module(**dict(zip(self._keywords, inputs, strict=True))))
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(self.named_outputs(inputs).values())
+
+
+def _parameter_names(module: nn.Module, count: int) -> list[str]:
+    """What ``forward`` calls its first inputs; ``x`` for a single one, ``x0``… where it is silent.
+
+    ``*args`` and modules that were compiled or traced have no names of their own.
+    """
+    if count == 1:
+        return ["x"]
+    try:
+        parameters = list(inspect.signature(module.forward).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [parameter.name for parameter in parameters if parameter.kind in kinds][:count]
+    return names if len(names) == count else [f"x{index}" for index in range(count)]
+
+
+def _as_tensor(value: Any) -> Any:
+    """A numpy array as the tensor it is; everything else unchanged."""
+    return torch.from_numpy(value.copy()) if type(value).__module__ == "numpy" else value
+
+
+def named_inputs(
+    module: nn.Module,
+    example_inputs: Mapping[str, torch.Tensor] | Sequence[torch.Tensor] | torch.Tensor,
+    input_names: Sequence[str] | None,
+) -> tuple[list[str], list[torch.Tensor], list[str] | None]:
+    keywords: list[str] | None = None
+    example: Any = _as_tensor(example_inputs)
+    if isinstance(example, torch.Tensor):
+        inputs = [example]
+    elif isinstance(example, Mapping):
+        keywords, inputs = list(example), [_as_tensor(value) for value in example.values()]
+    elif isinstance(example, Sequence) and not isinstance(example, str | bytes):
+        inputs = [_as_tensor(value) for value in example]
+    else:
+        raise RegistrationRefused(
+            "example inputs",
+            f"a {type(example).__name__} is neither a tensor, nor a sequence nor a mapping of them",
+        )
+    names = list(input_names or keywords or _parameter_names(module, len(inputs)))
+    if len(names) != len(inputs):
+        raise RegistrationRefused("inputs", f"{len(names)} names for {len(inputs)} inputs")
+    for name, value in zip(names, inputs, strict=True):
+        if not isinstance(value, torch.Tensor):
+            raise RegistrationRefused(
+                f"input {name!r}",
+                f"it is a {type(value).__name__}; only tensors can travel",
+                hint="wrap the module in one whose forward takes tensors and sets the rest",
+            )
+        dtype_name(value.dtype, f"input {name!r}")
+    return names, inputs, keywords
