@@ -171,6 +171,9 @@ class Client:
     ) -> dict[str, Any]:
         """Make a model servable; returns when requests for it are accepted.
 
+        A module is exported in this process, one at a time whatever thread asks. Threads that
+        compute meanwhile do so without mkldnn and cudnn: slower, and other in the last bits.
+
         Args:
             name: what requests will call it.
             source: ``torchvision:NAME``, ``hf:NAME``, a ``.bundle`` or ``.pt2`` file of this

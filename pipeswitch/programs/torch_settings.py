@@ -86,6 +86,8 @@ def _settings() -> tuple[_Setting, ...]:
         (backends.cuda.cudnn_sdp_enabled, backends.cuda.enable_cudnn_sdp),
         *(_of(backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
         *(_of(backends.mkldnn, name) for name in ("enabled", "deterministic")),
+        # torch.backends.nnpack can be set, not asked.
+        (torch._C._get_nnpack_enabled, torch.backends.nnpack.set_flags),
     )
 
 

@@ -321,13 +321,15 @@ def mlp(width: int, depth: int, seed: int) -> Any:
 
 
 def eager(module: Any, *inputs: Any) -> Any:
-    """What the plain module answers with one compute thread."""
+    """What the plain module answers with one compute thread, and beside no export."""
     import torch
+
+    from pipeswitch.programs.build.export import one_export_at_a_time
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with torch.no_grad(), warnings.catch_warnings():
+        with one_export_at_a_time(), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return module(*inputs)
     finally:

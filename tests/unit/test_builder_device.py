@@ -25,6 +25,7 @@ class Sent:
 
 def test_a_builder_sees_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import msgspec
+    import torch
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     seen: list[str | None] = []
@@ -36,8 +37,9 @@ def test_a_builder_sees_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr(build_module, "build", build)
     spec = BuildSpec(name="m", source="torchvision:resnet18", weights="random:0", inputs={})
     settings = BuildSettings(
-        model=ModelName("m"), epoch=Epoch(1), directory=str(tmp_path), threads=1,
+        model=ModelName("m"), epoch=Epoch(1), directory=str(tmp_path),
         spec=msgspec.msgpack.encode(spec),
+        threads=torch.get_num_threads(),  # it sets them for good: here they stay what they are
     )  # fmt: skip
     assert run(settings, cast(Channel, Sent())) == 0
     assert seen == [""]

@@ -1,4 +1,8 @@
-"""An ``nn.Module`` as a program: exported, checked, its weights in order of first use."""
+"""An ``nn.Module`` as a program: exported, checked, its weights in order of first use.
+
+``torch.export`` changes its whole process while it traces; ``one_export_at_a_time`` says what is
+kept and what a thread that computes beside it sees (docs/adr/0017).
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,11 @@ import contextlib
 import io
 import logging
 import os
+import sys
+import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 import msgspec
 import torch
@@ -24,19 +30,72 @@ from .naming import Flat, named_inputs
 SYMBOLIC_SHAPES_LOG: Final = "torch.fx.experimental.symbolic_shapes"
 
 
+logger = logging.getLogger(__name__)
+
+_alone: Final = threading.RLock()
+
+
+def _backends() -> dict[str, bool]:
+    """The settings of the whole process that ``torch.export`` switches off while it traces."""
+    backends: Any = torch.backends
+    return {
+        "mkldnn": backends.mkldnn.enabled,
+        "nnpack": torch._C._get_nnpack_enabled(),  # torch.backends.nnpack can only set it
+        "cudnn": backends.cudnn.enabled,
+    }
+
+
+@contextlib.contextmanager
+def one_export_at_a_time() -> Iterator[None]:
+    """No other export of this module runs meanwhile, and torch's backends end as they began.
+
+    Two traces at once fail, or leave mkldnn, nnpack and cudnn off in this process for ever. A
+    thread that computes during an export does so without these: more slowly, and other in the last
+    bits. Where that matters, hold this while you compute. A ``torch.export`` that the process calls
+    by itself does not wait for it.
+    """
+    with _alone:
+        before = _backends()
+        try:
+            yield
+        finally:
+            after = _backends()
+            if after != before:
+                logger.warning("export changed_backends=%s put_back=%s", after, before)
+                backends: Any = torch.backends
+                for name, is_enabled in before.items():
+                    getattr(backends, name).set_flags(is_enabled)
+
+
+class _OthersStderr(io.TextIOBase):
+    """``sys.stderr`` for every thread but the one that made it, whose own text goes nowhere."""
+
+    def __init__(self, stderr: TextIO) -> None:
+        self._stderr = stderr
+        self._thread = threading.get_ident()
+
+    def write(self, text: str) -> int:
+        is_ours = threading.get_ident() == self._thread
+        return len(text) if is_ours else self._stderr.write(text)
+
+    def flush(self) -> None:
+        self._stderr.flush()
+
+
 @contextlib.contextmanager
 def _quiet(logger_name: str) -> Iterator[None]:
     """Pages of graph dumps beside the one error we raise help nobody."""
-    logger = logging.getLogger(logger_name)
-    before = logger.disabled
-    logger.disabled = True
+    noisy = logging.getLogger(logger_name)
+    before = noisy.disabled
+    noisy.disabled = True
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stderr(_OthersStderr(sys.stderr)):
             yield
     finally:
-        logger.disabled = before
+        noisy.disabled = before
 
 
+@one_export_at_a_time()
 def export_module(
     module: nn.Module,
     example_inputs: Mapping[str, torch.Tensor] | Sequence[torch.Tensor] | torch.Tensor,
@@ -201,6 +260,7 @@ def _served(module: nn.Module) -> Iterator[None]:
             child.training = training
 
 
+@one_export_at_a_time()
 def export_module_to_bundle(
     module: nn.Module,
     example_inputs: Mapping[str, torch.Tensor] | Sequence[torch.Tensor] | torch.Tensor,
@@ -210,6 +270,9 @@ def export_module_to_bundle(
     max_batch: int = 64,
 ) -> dict[str, Any]:
     """Export a module where it lives, and write the bundle that may be sent.
+
+    From any thread: exports wait for one another. Leave the module alone meanwhile (it is in eval
+    mode, its parameters frozen); ``one_export_at_a_time`` says what other threads notice.
 
     Returns:
         What was made: inputs, outputs, batch range, number of nodes, bytes of weights, notes.
@@ -237,6 +300,7 @@ def export_module_to_bundle(
     }
 
 
+@one_export_at_a_time()
 def convert_pt2(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> dict[str, Any]:
     """Convert a ``.pt2`` file to a bundle, on the machine of the one who trusts the file.
 
