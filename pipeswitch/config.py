@@ -221,10 +221,6 @@ class SchedulerConfig(_Checked):
         2000.0, "ms", "after this a waiting request goes first",
         key="max_wait", shown="2s", low=0,
     )  # fmt: skip
-    min_residency_ms: float = _setting(
-        0.0, "ms", "a model that came in stays at least this long",
-        key="min_residency", shown="0ms", low=0,
-    )  # fmt: skip
     commit_every_ms: float = _setting(
         5000.0, "ms", "how often a training job's state is kept",
         key="commit_every", shown="5s", low=0,

@@ -6,7 +6,6 @@ Pure: leases are decided here, copies are commands to the memory daemon (DESIGN 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Literal
 
 from ..errors import HostStoreFull, OutOfDeviceMemory
@@ -26,7 +25,7 @@ from ..programs.layout import REGION_ALIGN_BYTES, TENSOR_ALIGN_BYTES, aligned
 from .core import Core
 from .policies import Resident
 from .records import BYSTANDER, Model
-from .regions import Region, Regions, Window
+from .regions import Cost, Price, Region, Regions, Window
 from .states import ModelState, Residency, ResidencyEvent, TaskState
 
 WORDS_OWNER = "#words"  # no model can have this name
@@ -34,11 +33,12 @@ REST = "#rest "  # owner prefix of what lies behind a model's prefix; after it t
 SLICE = "slice:"  # owner prefix of a training slice; after it the job's name
 SCRUB = "scrub:"  # owner prefix of a released slice until it reads as zeros
 
-# What a place costs in time before it is free, above any price a policy puts on a model: better
-# any idle model goes than a wait, better a wait for who leaves already than one more commit.
-SCRUB_COST = 1e14
-LEAVING_COST = 2e14
-SLICE_COST = 1e15
+# What a place costs: bytes of running jobs, leaving jobs, ranges soon free, the policy's price of
+# models. The first difference decides: better any idle model goes than a wait, better a wait for a
+# job that leaves already than one more commit.
+FREE: Cost = (0.0, 0.0, 0.0, 0.0)
+SOON_FREE: Cost = (0.0, 0.0, 1.0, 0.0)
+JOB_LEAVES: Cost = (0.0, 1.0, 0.0, 0.0)
 PREFIX_WEIGHT = 4.0  # a prefix is worth more per byte than what follows: it hides a whole copy
 ON_DEVICE = (Residency.TRANSMITTING, Residency.RESIDENT, Residency.PINNED)
 COMPUTING = (TaskState.TRANSMITTING, TaskState.RUNNING, TaskState.STOPPING, TaskState.SUSPENDED)
@@ -165,9 +165,7 @@ class Memory:
     def _model_of(self, region: Region) -> Model | None:
         return self._core.models.get(ModelName(region.owner.removeprefix(REST)))
 
-    def _prices(
-        self, *, for_request: bool, mover: Model | None = None
-    ) -> Callable[[Region], float | None]:
+    def _prices(self, *, for_request: bool, mover: Model | None = None) -> Price:
         """What taking a region's place costs; None when its owner must stay.
 
         1. Arrival words, pinned models, models in use or being copied in: they stay.
@@ -179,11 +177,11 @@ class Memory:
         """
         core = self._core
         waiting = Counter(request.model for request in core.queue.values())
-        known: dict[str, float | None] = {}
+        known: dict[str, Cost | None] = {}
 
-        def price(region: Region) -> float | None:
+        def price(region: Region) -> Cost | None:
             if mover is not None and region.owner == mover.name:
-                return 0.0  # 5.
+                return FREE  # 5.
             if region.owner not in known:
                 known[region.owner] = self._price(region, waiting, for_request=for_request)
             return known[region.owner]
@@ -192,37 +190,36 @@ class Memory:
 
     def _price(
         self, region: Region, waiting: Counter[ModelName], *, for_request: bool
-    ) -> float | None:
+    ) -> Cost | None:
         core = self._core
         if region.owner == WORDS_OWNER:
             return None  # 1.
         if region.owner.startswith(SCRUB):
-            return SCRUB_COST  # 3.
+            return SOON_FREE  # 3.
         if region.owner.startswith(SLICE):
             job = core.jobs[JobName(region.owner.removeprefix(SLICE))]
             if job.slot is None or job.state.state not in COMPUTING:
-                return LEAVING_COST  # 3.
-            return SLICE_COST + region.size_bytes if for_request else None  # 4.
+                return JOB_LEAVES  # 3.
+            return (float(region.size_bytes), 0.0, 0.0, 0.0) if for_request else None  # 4.
         model = self._model_of(region)
         assert model is not None, region
         if model.is_abandoned:
-            return SCRUB_COST  # 3.
+            return SOON_FREE  # 3.
         if model.users or model.residency.state not in (Residency.RESIDENT, Residency.PARTIAL):
             return None  # 1.
         if waiting[model.name] and not for_request:
             return None  # 2.
         is_prefix = model.kept_groups > 0 and region.owner == model.name
-        return (PREFIX_WEIGHT if is_prefix else 1.0) * core.policy.eviction_cost(
-            Resident(
-                model=model.name,
-                size_bytes=region.size_bytes,
-                priority=model.priority,
-                last_used_at_ms=model.last_used_at_ms,
-                use_count=model.use_count,
-                waiting_count=waiting[model.name],
-            ),
-            core.now_ms,
+        resident = Resident(
+            model=model.name,
+            size_bytes=region.size_bytes,
+            priority=model.priority,
+            last_used_at_ms=model.last_used_at_ms,
+            use_count=model.use_count,
+            waiting_count=waiting[model.name],
         )
+        cost = core.policy.eviction_cost(resident, core.now_ms)
+        return (0.0, 0.0, 0.0, cost * (PREFIX_WEIGHT if is_prefix else 1.0))
 
     def find_place(self, model: Model, *, for_request: bool) -> Window | None:
         """Its home when nothing is cheaper, else the cheapest window anywhere.

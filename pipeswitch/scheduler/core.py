@@ -12,6 +12,7 @@ from ..planning.profile import UNKNOWN_DEVICE, Identity
 from .events import Answer, Command, KillWorker, Publish, Span, ToDaemon, Token
 from .policies import Policy
 from .records import Activation, ColdSwitch, EndedTrial, Job, Model, Request, Worker
+from .states import WorkerState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +41,6 @@ class SchedulerSettings:
     max_daemon_restarts: int = 5  # in a row, without a model served in between
     prefix_bytes: int = 0  # of the arena, for prefixes of models that had to leave; 0: none
     identity: Identity = UNKNOWN_DEVICE  # what profiles are measured on
-    profile_idle_ms: float = 5000.0  # nobody came for so long: a drifted model is measured anew
-    reprofile_every_ms: float = 600000.0  # not again before, then twice as long each time
     unix_offset_ms: float = 0.0  # from the scheduler's clock to the calendar
 
 
@@ -118,6 +117,14 @@ class Core:
     def waiting(self) -> list[Request]:
         """Admitted, not dispatched: those that could be, then those whose model is on its way."""
         return [*self.queue.values(), *self.early.values()]
+
+    @property
+    def is_ready(self) -> bool:
+        """The daemon owns its memory and a worker can take a request."""
+        return self.is_daemon_ready and any(
+            worker.state.state not in (WorkerState.DEAD, WorkerState.STARTING)
+            for worker in self.workers.values()
+        )
 
     @property
     def is_draining(self) -> bool:

@@ -108,7 +108,6 @@ class Fleet:
                 continue
             worker.generation += 1
             worker.state.apply(WorkerEvent.RESPAWNED, f"generation {worker.generation}")
-            worker.started_at_ms = core.now_ms
             worker.respawn_at_ms = None
             worker.kill_reason = ""
             worker.retired_at_ms = None

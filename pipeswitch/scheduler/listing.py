@@ -236,8 +236,7 @@ class Listing:
             "device": core.settings.device,
             "policy": core.policy.name,
             "draining": core.is_draining,
-            "ready": core.is_daemon_ready
-            and any(w.state.state is not WorkerState.DEAD for w in core.workers.values()),
+            "ready": core.is_ready,
         }
 
     def _leases(self) -> int:

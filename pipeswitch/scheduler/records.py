@@ -143,7 +143,6 @@ class Job:
     entry: str
     args: tuple[str, ...]
     priority: int
-    submitted_at_ms: float
     state: Machine[TaskState, TaskEvent] = field(init=False)
     born_epoch: Epoch = NO_EPOCH  # epochs up to it speak of an older job of this name
     epoch: Epoch = NO_EPOCH  # of its current dispatch
@@ -203,7 +202,6 @@ class Worker:
     deaths: int = 0  # in a row, without a task ended well
     respawn_at_ms: float | None = None
     kill_reason: str = ""
-    started_at_ms: float = 0.0
 
     def __post_init__(self) -> None:
         self.state = Machine(f"worker {self.slot}", WorkerState.DEAD, WORKER_TRANSITIONS)

@@ -26,13 +26,17 @@ class Region:
         return self.offset_bytes + self.size_bytes
 
 
+Cost = tuple[float, ...]  # the first place where two differ decides; empty: nothing is evicted
+Price = Callable[[Region], Cost | None]
+
+
 @dataclass(frozen=True)
 class Window:
     """A place where a region would fit once its victims have left."""
 
     offset_bytes: int
     victims: tuple[Region, ...]
-    cost: float
+    cost: Cost
 
 
 class Regions:
@@ -136,12 +140,10 @@ class Regions:
         self._by_owner.clear()
         self._reserved_bytes = 0
 
-    def cheapest_window(
-        self, size_bytes: int, cost: Callable[[Region], float | None]
-    ) -> Window | None:
+    def cheapest_window(self, size_bytes: int, price: Price) -> Window | None:
         """Where a region fits at the least total cost of evicted owners.
 
-        ``cost`` of a region is None when its owner must stay. Candidates start where a hole or a
+        ``price`` of a region is None when its owner must stay. Candidates start where a hole or a
         region starts, or end where one ends: an optimal window can always be slid to such a place
         without touching more owners. Ties go to the lower offset.
         """
@@ -153,30 +155,26 @@ class Regions:
         for start in sorted(starts):
             if start < 0 or start + size > self.capacity_bytes:
                 continue
-            window = self._window_at(start, size, cost)
+            window = self._window_at(start, size, price)
             if window is not None and (best is None or window.cost < best.cost):
                 best = window
         return best
 
-    def window_at(
-        self, offset_bytes: int, size_bytes: int, cost: Callable[[Region], float | None]
-    ) -> Window | None:
+    def window_at(self, offset_bytes: int, size_bytes: int, price: Price) -> Window | None:
         """The window at exactly this place; None when an owner there must stay."""
         size = aligned(size_bytes, self.align_bytes)
         if offset_bytes < 0 or offset_bytes + size > self.capacity_bytes:
             return None
-        return self._window_at(offset_bytes, size, cost)
+        return self._window_at(offset_bytes, size, price)
 
-    def _window_at(
-        self, start: int, size: int, cost: Callable[[Region], float | None]
-    ) -> Window | None:
+    def _window_at(self, start: int, size: int, price: Price) -> Window | None:
         victims = self.overlapping(start, size)
-        total = 0.0
+        total: Cost = ()
         for victim in victims:
-            price = cost(victim)
-            if price is None:
+            cost = price(victim)
+            if cost is None:
                 return None
-            total += price
+            total = tuple(a + b for a, b in zip(total, cost, strict=True)) if total else cost
         return Window(start, tuple(victims), total)
 
     def check(self) -> None:

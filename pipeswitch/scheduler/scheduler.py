@@ -135,10 +135,7 @@ class Scheduler:
     @property
     def is_ready(self) -> bool:
         """The daemon owns its memory and a worker can take a request."""
-        return self.core.is_daemon_ready and any(
-            worker.state.state not in (WorkerState.DEAD, WorkerState.STARTING)
-            for worker in self.core.workers.values()
-        )
+        return self.core.is_ready
 
     def _take_out(self) -> list[Command]:
         out, self.core.out = self.core.out, []

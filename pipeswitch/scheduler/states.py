@@ -16,7 +16,7 @@ Worker (a slot; the process behind it changes):
   STARTING   forked, not yet ready.           STANDBY    ready, holds no task.
   ACTIVE     holds a dispatched task.         SUSPENDED  holds a parked training job.
   CLEANING   drops the last task's references while the next task already transmits elsewhere.
-  DEAD       exited; the supervisor replaces it.
+  DEAD       exited; the scheduler's fleet starts another one in its slot.
 
 Residency (a model on the device):
   HOST          only in the host store.       TRANSMITTING  groups are being copied in.

@@ -96,7 +96,7 @@ class Jobs:
     def adopt(self, name: JobName, entry: str, args: tuple[str, ...], priority: int) -> Job:
         """Put a job on the books (a new one, or one the journal remembers)."""
         core = self._core
-        job = Job(name, entry, args, priority, core.now_ms)
+        job = Job(name, entry, args, priority)
         job.born_epoch = Epoch(core.last_epoch)
         core.jobs[name] = job
         if name in self.order:

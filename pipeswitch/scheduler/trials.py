@@ -8,7 +8,7 @@ it leaves the device between two groups as soon as a request arrives.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -36,7 +36,7 @@ from .core import Core
 from .events import Answer, ProfileAsked, SaveProfile, StopTrial, Token, Warn
 from .inference import Inference
 from .records import BYSTANDER, Activation, ColdSwitch, Model, Request
-from .states import TASK_FINAL, ModelState, Residency, TaskState, WorkerState
+from .states import ModelState, Residency, WorkerState
 
 TRIAL_TOKENS: Final = -(1 << 61)  # counted down from here: no client's, nobody is answered
 MAX_BATCHES: Final = 8
@@ -51,8 +51,7 @@ class Session:
 
     model: Model
     measurement: Measurement
-    tokens: list[Token] = field(default_factory=list)  # empty: nobody asked, its profile drifted
-    is_asked: bool = True
+    tokens: list[Token]
     running: Activation | None = None
     ended: tuple[Activation, InferenceDone] | None = None  # waits for the end of its copy
     retries: int = 0
@@ -68,9 +67,6 @@ class Profiling:
         self._session: Session | None = None
         self._waiting: list[tuple[ModelName, tuple[int, ...], list[Token]]] = []
         self._trials = 0
-        self._busy_at_ms = 0.0  # when the device last did something for somebody
-        self._due_at_ms: dict[ModelName, float] = {}  # drifted; measured again when idle
-        self._retry_ms: dict[ModelName, float] = {}  # grows while measuring anew does not help
 
     # -- clients ------------------------------------------------------------------------------
 
@@ -131,7 +127,6 @@ class Profiling:
             for token in tokens:
                 self._core.refuse(token, error)
         self._waiting.clear()
-        self._due_at_ms.clear()
         if self._session is not None:
             self._fail(self._session, error)
 
@@ -249,8 +244,6 @@ class Profiling:
         killed, since a model's code may do anything."""
         core, session = self._core, self._session
         is_wanted = bool(core.queue) or any(a and not a.is_trial for a in self._tasks)
-        if is_wanted:
-            self._busy_at_ms = core.now_ms
         trial = next((a for a in self._tasks if a is not None and a.is_trial), None)
         if trial is None:
             return
@@ -286,30 +279,6 @@ class Profiling:
                     core.refuse(token, _gone(name))
                 continue
             self._begin(model, batches, tokens)
-        if self._session is None:
-            self._next_drifted()
-
-    def _next_drifted(self) -> None:
-        """A model whose profile is stale, when the device has had nothing to do for a while."""
-        core = self._core
-        for name, due_at_ms in list(self._due_at_ms.items()):
-            model = core.models.get(name)
-            if model is None or model.state.state is not ModelState.READY:
-                del self._due_at_ms[name]
-                continue
-            idle_at_ms = self._busy_at_ms + core.settings.profile_idle_ms
-            if core.now_ms < max(due_at_ms, idle_at_ms):
-                core.look_again(max(due_at_ms, idle_at_ms))
-            elif not self._has_jobs:
-                del self._due_at_ms[name]
-                self._begin(model, (usual_batch(model),), [])
-                return
-
-    @property
-    def _has_jobs(self) -> bool:
-        """A job that wants the device: an automatic measurement waits for its end."""
-        idle = (*TASK_FINAL, TaskState.PAUSED)
-        return any(job.state.state not in idle for job in self._core.jobs.values())
 
     def _begin(self, model: Model, batches: tuple[int, ...], tokens: list[Token]) -> None:
         assert model.built is not None
@@ -320,15 +289,14 @@ class Profiling:
             lambda profile: self._plan_of(profile)[0],
             predict,
         )
-        self._session = Session(model, measurement, tokens, is_asked=bool(tokens))
+        self._session = Session(model, measurement, tokens)
         self._core.publish("model.profiling", model=model.name, batches=list(batches))
 
     # -- one session --------------------------------------------------------------------------
 
     def _advance(self, session: Session) -> None:
         """1. It cannot go on. 2. A run is under way. 3. A copy's times are awaited. 4. The
-        profile is complete. 5. The next trial begins, when the device is idle, or, where nobody
-        asked, all of it is put off for a job."""
+        profile is complete. 5. The next trial begins when the device is idle."""
         core, model = self._core, session.model
         if core.models.get(model.name) is not model or model.unregister_tokens:
             if session.running is None:
@@ -345,9 +313,6 @@ class Profiling:
         trial = session.measurement.next
         if trial is None:
             self._finish(session)  # 4.
-        elif not session.is_asked and self._has_jobs:
-            self._end(session)  # the job may take days: another time
-            self._due_at_ms[model.name] = core.now_ms
         elif self._is_idle():
             self._start(session, trial)  # 5.
 
@@ -468,9 +433,6 @@ class Profiling:
         core.emit(SaveProfile(profile=profile))
         self._end(session)
         self._use(model, profile)
-        self._due_at_ms.pop(model.name, None)
-        if session.is_asked:
-            self._retry_ms.pop(model.name, None)
         core.publish("model.profiled", model=model.name, digest=profile.digest)
         for token in session.tokens:
             core.answer(token, profile=msgspec.to_builtins(profile))
@@ -479,8 +441,6 @@ class Profiling:
         self._end(session)
         for token in session.tokens:
             self._core.refuse(token, error)
-        if not session.is_asked:
-            self._core.emit(Warn(text=f'model "{session.model.name}" was not profiled: {error}'))
 
     def _end(self, session: Session) -> None:
         """The model gets the groups again that it had before."""
@@ -520,16 +480,12 @@ class Profiling:
             self._drifted(model, drift)
 
     def _drifted(self, model: Model, why: str) -> None:
-        """Stale: buckets until it is measured again, later each time that this does not help."""
+        """Stale: byte buckets until the operator has it measured again."""
         core = self._core
         assert model.profile is not None
         core.emit(SaveProfile(profile=msgspec.structs.replace(model.profile, stale=why)))
         self._fall_back(model, f"its profile is stale: {why}")
         self._warn(model, f"its profile is stale: {why}")
-        wait_ms = self._retry_ms.get(model.name, 0.0)
-        self._due_at_ms[model.name] = core.now_ms + wait_ms
-        self._retry_ms[model.name] = max(2 * wait_ms, core.settings.reprofile_every_ms)
-        core.look_again(core.now_ms + max(wait_ms, core.settings.profile_idle_ms))
 
     # -- invariants ---------------------------------------------------------------------------
 

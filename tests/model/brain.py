@@ -26,7 +26,7 @@ SHOWN_OF_MODEL = ("reason", "transmit_started_at_ms", "transmit_ended_at_ms", *M
 MODEL = Codec(Model, drop=SHOWN_OF_MODEL)
 REQUEST = Codec(Request)
 JOB = Codec(Job, drop=SHOWN_OF_JOB, ordered=("epoch", "persist_epoch", "copying_epoch"))
-WORKER = Codec(Worker, drop=("pid", "generation", "started_at_ms"))
+WORKER = Codec(Worker, drop=("pid", "generation"))
 SHOWN_OF_TASK = ("dispatched_at_ms", "was_resident", "stop_asked_at_ms")
 ACTIVATION = Codec(Activation, drop=SHOWN_OF_TASK)
 
@@ -37,7 +37,6 @@ CORE = (
     "cold_switches",  # for profiles, and nothing is measured in this world
 )  # fmt: skip
 OF_JOBS = ("order", "_cycle_left_ms")
-OF_PROFILING = ("_busy_at_ms",)
 OF_FLEET = ("is_daemon_alive", "_daemon_deaths", "_daemon_respawn_at_ms")
 
 
@@ -90,13 +89,13 @@ class Brain:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         core = scheduler.core
-        known = {"core": CORE, "jobs": OF_JOBS, "fleet": OF_FLEET, "profiling": OF_PROFILING}
+        known = {"core": CORE, "jobs": OF_JOBS, "fleet": OF_FLEET}
         self._still = [
             (part, Still(part, *known.get(name, ()))) for name, part in vars(scheduler).items()
         ]
         self._models = _Records(MODEL, *core.models.items())
         self._requests = _Records(REQUEST, (None, Request("", "", "", 0, 0.0, (), 0, 0, 0.0)))
-        self._jobs = _Records(JOB, (None, Job("", "", (), 1, 0.0)))
+        self._jobs = _Records(JOB, (None, Job("", "", (), 1)))
         self._workers = _Records(WORKER, (None, Worker(0)))
         self._tasks = _Records(ACTIVATION, (None, Activation(0, 0, 0, "", 0.0, False)))
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.scheduler.regions import Region, Regions
+from pipeswitch.scheduler.regions import Cost, Region, Regions
 
 OWNERS = [f"o{index}" for index in range(8)]
 STEPS = st.lists(
@@ -58,8 +58,9 @@ def test_the_cheapest_window_is_the_cheapest_of_all_places(
 ) -> None:
     regions = filled(steps)
 
-    def price(region: Region) -> float | None:
-        return prices.get(region.owner)  # None: it must stay
+    def price(region: Region) -> Cost | None:
+        cost = prices.get(region.owner)
+        return None if cost is None else (float(cost // 5), float(cost % 5))  # None: it must stay
 
     places = [regions.window_at(start, size, price) for start in range(0, 96, 8)]
     possible = [place.cost for place in places if place is not None]

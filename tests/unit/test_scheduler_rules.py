@@ -554,6 +554,38 @@ def test_a_model_moves_rather_than_evict_another_while_there_is_room(rig: Rig) -
     assert rig.residency("c") is Residency.RESIDENT, "a's home is taken, but there is room"
 
 
+def test_any_idle_model_leaves_rather_than_a_request_waits_for_a_range_being_zeroed(
+    fleet_model: ModuleType,
+) -> None:
+    rig = Rig(fleet_model, arena_bytes=24 << 30, store_bytes=64 << 30)
+    rig.register("small")
+    rig.register("hot", 11 << 10)
+    rig.register("b", 11 << 10)
+    job = rig.start_training(mib=11 << 10)
+    rig.job_asked("cifar", "cancel")
+    rig.worker_exits(rig.job_ends(job, "preempted"))  # its slice is being zeroed now
+    rig.make_resident("small", "hot")
+    hot = rig.core.models["hot"]
+    hot.priority, hot.use_count = 0, 8
+    rig.infer("small"), rig.infer("small")
+    rig.infer("hot")
+    hot.last_used_at_ms = rig.now_ms
+    rig.infer("b", priority=0)
+    rig.done()
+    assert rig.residency("b") is Residency.TRANSMITTING
+    assert rig.residency("hot") is Residency.HOST
+
+
+def test_a_server_whose_workers_all_start_is_not_ready_in_its_statistics_either(rig: Rig) -> None:
+    for slot in list(rig.core.workers):
+        rig.worker_exits(slot)
+    rig.tick(1000.0)
+    assert {w.state.state for w in rig.core.workers.values()} == {WorkerState.STARTING}
+    token = rig.token()
+    rig.handle(ev.Query(token=token, what="stats"))
+    assert rig.answers[token].body["ready"] is False is rig.scheduler.is_ready
+
+
 def test_a_queued_request_can_be_taken_back_and_a_dispatched_one_is_answered(rig: Rig) -> None:
     rig.register("a")
     running, waiting, queued = rig.infer("a"), rig.infer("a"), rig.infer("a")

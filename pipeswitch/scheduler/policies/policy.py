@@ -55,5 +55,5 @@ class Policy(Protocol):
         ...
 
     def eviction_cost(self, resident: Resident, now_ms: float) -> float:
-        """What losing this resident costs, in any unit below 1e14; the cheapest goes."""
+        """What losing this resident costs, in any unit; the cheapest goes."""
         ...
