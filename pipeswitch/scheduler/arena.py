@@ -24,14 +24,11 @@ from ..programs.groups import regrouped
 from ..programs.layout import REGION_ALIGN_BYTES, TENSOR_ALIGN_BYTES, aligned
 from .core import Core
 from .policies import Resident
-from .records import BYSTANDER, Model
-from .regions import Cost, Price, Region, Regions, Window
+from .records import Model
+from .regions import Cost, Owner, Price, Region, Regions, Window
 from .states import ModelState, Residency, ResidencyEvent, TaskState
 
-WORDS_OWNER = "#words"  # no model can have this name
-REST = "#rest "  # owner prefix of what lies behind a model's prefix; after it the model's name
-SLICE = "slice:"  # owner prefix of a training slice; after it the job's name
-SCRUB = "scrub:"  # owner prefix of a released slice until it reads as zeros
+WORDS = Owner("words")
 
 # What a place costs: bytes of running jobs, leaving jobs, ranges soon free, the policy's price of
 # models. The first difference decides: better any idle model goes than a wait, better a wait for a
@@ -40,7 +37,7 @@ FREE: Cost = (0.0, 0.0, 0.0, 0.0)
 SOON_FREE: Cost = (0.0, 0.0, 1.0, 0.0)
 JOB_LEAVES: Cost = (0.0, 1.0, 0.0, 0.0)
 PREFIX_WEIGHT = 4.0  # a prefix is worth more per byte than what follows: it hides a whole copy
-ON_DEVICE = (Residency.TRANSMITTING, Residency.RESIDENT, Residency.PINNED)
+WHOLE = (Residency.TRANSMITTING, Residency.ABANDONED, Residency.RESIDENT, Residency.PINNED)
 COMPUTING = (TaskState.TRANSMITTING, TaskState.RUNNING, TaskState.STOPPING, TaskState.SUSPENDED)
 
 
@@ -51,9 +48,9 @@ class Rest(Window):
 class Memory:
     """The ledgers of arena, arrival words and host store.
 
-    A model with a prefix holds two adjacent regions: its own name owns the first, which ends on
-    the alignment behind its first groups, ``REST`` the other. So a window may take the rest of a
-    model and leave its prefix: the model is PARTIAL then, and only the rest is sent next time.
+    A model with a prefix holds two adjacent regions: ``Model.owner`` has the first, which ends
+    on the alignment behind its first groups, ``Model.rest`` the other. So a window may take the
+    rest and leave the prefix: the model is PARTIAL then, and only the rest is sent next time.
     """
 
     def __init__(self, core: Core) -> None:
@@ -66,7 +63,7 @@ class Memory:
         self._reserve_words()
 
     def _reserve_words(self) -> None:
-        if self.arena.reserve(WORDS_OWNER, self._core.settings.words * 4, at_bytes=0) is None:
+        if self.arena.reserve(WORDS, self._core.settings.words * 4, at_bytes=0) is None:
             raise OutOfDeviceMemory(
                 f"an arena of {self.arena.capacity_bytes} bytes has no room for its arrival words",
                 hint="start with --arena 64MiB or more",
@@ -77,7 +74,7 @@ class Memory:
     @property
     def leasable_bytes(self) -> int:
         """The arena without its arrival words: what models and slices can have."""
-        words = self.arena.get(WORDS_OWNER)
+        words = self.arena.get(WORDS)
         return self.arena.capacity_bytes - (words.size_bytes if words is not None else 0)
 
     def device_lost(self) -> None:
@@ -87,7 +84,7 @@ class Memory:
         for model in self._core.models.values():
             model.residency.apply(ResidencyEvent.DEVICE_LOST, "daemon exited")
             model.users = 0
-            model.is_prefetch = model.is_abandoned = False
+            model.is_prefetch = False
         for job in self._core.jobs.values():
             job.lease_bytes = 0
             job.lease_asked_bytes = 0
@@ -113,13 +110,13 @@ class Memory:
                 largest_free_bytes=largest,
             )
         groups = max(1, len(manifest.groups))
-        words = self.words.reserve(model.name, groups)
-        region = self.store.reserve(model.name, size)
+        words = self.words.reserve(model.owner, groups)
+        region = self.store.reserve(model.owner, size)
         if region is None or words is None:
             if words is not None:
-                self.words.release(model.name)
+                self.words.release(model.owner)
             if region is not None:
-                self.store.release(model.name)
+                self.store.release(model.owner)
             raise HostStoreFull(
                 f'"{model.name}" needs {_gib(size)}, the host store has '
                 f"{_gib(self.store.largest_free_bytes)} left in one piece",
@@ -139,12 +136,12 @@ class Memory:
         assert model.built is not None
         manifest = regrouped(model.built, plan)
         model.prefix_groups = 0
-        old = self.words.get(model.name)
+        old = self.words.get(model.owner)
         if old is not None:
-            self.words.release(model.name)
-            words = self.words.reserve(model.name, max(1, len(manifest.groups)))
+            self.words.release(model.owner)
+            words = self.words.reserve(model.owner, max(1, len(manifest.groups)))
             if words is None:
-                self.words.reserve(model.name, old.size_bytes, at_bytes=old.offset_bytes)
+                self.words.reserve(model.owner, old.size_bytes, at_bytes=old.offset_bytes)
                 return False
             model.first_word = words.offset_bytes
         model.manifest, model.plan = manifest, plan
@@ -153,17 +150,19 @@ class Memory:
     def forget_model(self, model: Model) -> None:
         """Give back everything an idle model holds."""
         assert model.users == 0, f"{model.name} is in use"
-        if self.arena.get(model.name) is not None:
+        if self.arena.get(model.owner) is not None:
             self.evict(model, "unregistered")
-        if self.store.get(model.name) is not None:
-            self.store.release(model.name)
-        if self.words.get(model.name) is not None:
-            self.words.release(model.name)
+        if self.store.get(model.owner) is not None:
+            self.store.release(model.owner)
+        if self.words.get(model.owner) is not None:
+            self.words.release(model.owner)
 
     # -- residency ----------------------------------------------------------------------------
 
     def _model_of(self, region: Region) -> Model | None:
-        return self._core.models.get(ModelName(region.owner.removeprefix(REST)))
+        if region.owner.kind not in ("model", "rest"):
+            return None
+        return self._core.models.get(ModelName(region.owner.name))
 
     def _prices(self, *, for_request: bool, mover: Model | None = None) -> Price:
         """What taking a region's place costs; None when its owner must stay.
@@ -177,10 +176,10 @@ class Memory:
         """
         core = self._core
         waiting = Counter(request.model for request in core.queue.values())
-        known: dict[str, Cost | None] = {}
+        known: dict[Owner, Cost | None] = {}
 
         def price(region: Region) -> Cost | None:
-            if mover is not None and region.owner == mover.name:
+            if mover is not None and region.owner == mover.owner:
                 return FREE  # 5.
             if region.owner not in known:
                 known[region.owner] = self._price(region, waiting, for_request=for_request)
@@ -192,24 +191,24 @@ class Memory:
         self, region: Region, waiting: Counter[ModelName], *, for_request: bool
     ) -> Cost | None:
         core = self._core
-        if region.owner == WORDS_OWNER:
+        if region.owner == WORDS:
             return None  # 1.
-        if region.owner.startswith(SCRUB):
+        if region.owner.kind == "scrub":
             return SOON_FREE  # 3.
-        if region.owner.startswith(SLICE):
-            job = core.jobs[JobName(region.owner.removeprefix(SLICE))]
+        if region.owner.kind == "slice":
+            job = core.jobs[JobName(region.owner.name)]
             if job.slot is None or job.state.state not in COMPUTING:
                 return JOB_LEAVES  # 3.
             return (float(region.size_bytes), 0.0, 0.0, 0.0) if for_request else None  # 4.
         model = self._model_of(region)
         assert model is not None, region
-        if model.is_abandoned:
+        if model.residency.state is Residency.ABANDONED:
             return SOON_FREE  # 3.
         if model.users or model.residency.state not in (Residency.RESIDENT, Residency.PARTIAL):
             return None  # 1.
         if waiting[model.name] and not for_request:
             return None  # 2.
-        is_prefix = model.kept_groups > 0 and region.owner == model.name
+        is_prefix = model.kept_groups > 0 and region.owner == model.owner
         resident = Resident(
             model=model.name,
             size_bytes=region.size_bytes,
@@ -233,7 +232,7 @@ class Memory:
         price = self._prices(for_request=for_request, mover=model)
         best = self.arena.cheapest_window(size, price)
         if model.residency.state is Residency.PARTIAL:
-            head = self.arena.get(model.name)
+            head = self.arena.get(model.owner)
             assert head is not None
             rest = self.arena.window_at(head.end_bytes, size - head.size_bytes, price)
             if rest is not None and (best is None or rest.cost <= best.cost):
@@ -249,12 +248,12 @@ class Memory:
         return [
             victim
             for victim in window.victims
-            if victim.owner.startswith((SLICE, SCRUB)) or self._is_abandoned(victim)
+            if victim.owner.kind in ("slice", "scrub") or self._is_abandoned(victim)
         ]
 
     def _is_abandoned(self, region: Region) -> bool:
         model = self._model_of(region)
-        return model is not None and model.is_abandoned
+        return model is not None and model.residency.state is Residency.ABANDONED
 
     def can_ever_hold(self, size_bytes: int) -> bool:
         """Whether it fits once everything that is not pinned has left."""
@@ -267,7 +266,7 @@ class Memory:
         for region in self.arena:
             model = self._model_of(region)
             is_pinned = model is not None and model.residency.state is Residency.PINNED
-            if region.owner == WORDS_OWNER or is_pinned:
+            if region.owner == WORDS or is_pinned:
                 largest = max(largest, region.offset_bytes - cursor)
                 cursor = region.end_bytes
         return max(largest, self.arena.capacity_bytes - cursor)
@@ -316,9 +315,9 @@ class Memory:
         self._clear(window, cause)
         size = aligned(max(model.manifest.total_bytes, 1), REGION_ALIGN_BYTES)
         if isinstance(window, Rest):
-            head = self.arena.get(model.name)
+            head = self.arena.get(model.owner)
             assert head is not None
-            self._lease(REST + model.name, size - head.size_bytes, window.offset_bytes)
+            self._lease(model.rest, size - head.size_bytes, window.offset_bytes)
             model.kept_bytes = self._prefix_bytes(model, model.kept_groups)
             return model.kept_groups  # 1.
         model.home_bytes, model.kept_bytes = window.offset_bytes, 0
@@ -326,12 +325,12 @@ class Memory:
         prefix = aligned(self._prefix_bytes(model, model.kept_groups), REGION_ALIGN_BYTES)
         if not 0 < prefix < size:
             model.kept_groups = prefix = 0
-        self._lease(model.name, prefix or size, window.offset_bytes)
+        self._lease(model.owner, prefix or size, window.offset_bytes)
         if prefix:
-            self._lease(REST + model.name, size - prefix, window.offset_bytes + prefix)
+            self._lease(model.rest, size - prefix, window.offset_bytes + prefix)
         return 0  # 2.
 
-    def _lease(self, owner: str, size_bytes: int, offset_bytes: int) -> None:
+    def _lease(self, owner: Owner, size_bytes: int, offset_bytes: int) -> None:
         region = self.arena.reserve(owner, size_bytes, at_bytes=offset_bytes)
         assert region is not None, "a window without its victims is free"
 
@@ -347,8 +346,8 @@ class Memory:
             model = self._model_of(victim)
             if model is None or self.arena.get(victim.owner) is None:
                 continue  # it went with its other half
-            is_rest = victim.owner.startswith(REST)
-            if is_rest and model.name not in owners and self._may_keep(model):
+            is_rest = victim.owner.kind == "rest"
+            if is_rest and model.owner not in owners and self._may_keep(model):
                 model.residency.apply(ResidencyEvent.EVICTED_TO_PREFIX, cause)
                 self.arena.release(victim.owner)
                 self._evicted(model, cause)
@@ -357,7 +356,7 @@ class Memory:
 
     def _may_keep(self, model: Model) -> bool:
         """Whether its prefix fits into what may be kept of all models."""
-        head = self.arena.get(model.name)
+        head = self.arena.get(model.owner)
         assert head is not None
         return self.kept_bytes + head.size_bytes <= self._core.settings.prefix_bytes
 
@@ -365,7 +364,7 @@ class Memory:
     def kept_bytes(self) -> int:
         """Held by prefixes whose rest is gone."""
         regions = (
-            self.arena.get(model.name)
+            self.arena.get(model.owner)
             for model in self._core.models.values()
             if model.residency.state is Residency.PARTIAL
         )
@@ -373,7 +372,7 @@ class Memory:
 
     def held_bytes(self, model: Model) -> int:
         """Of the arena, its prefix and the rest."""
-        regions = (self.arena.get(model.name), self.arena.get(REST + model.name))
+        regions = (self.arena.get(model.owner), self.arena.get(model.rest))
         return sum(region.size_bytes for region in regions if region is not None)
 
     def evict(self, model: Model, cause: str) -> None:
@@ -390,7 +389,7 @@ class Memory:
         self._core.publish("switch.evicted", model=model.name, cause=cause, keeps_prefix=kept)
 
     def _release(self, model: Model) -> None:
-        for owner in (model.name, REST + model.name):
+        for owner in (model.owner, model.rest):
             if self.arena.get(owner) is not None:
                 self.arena.release(owner)
 
@@ -400,7 +399,7 @@ class Memory:
         model = core.models.get(message.model)
         if model is None or model.residency_epoch != message.epoch:
             return
-        if model.residency.state is not Residency.TRANSMITTING:
+        if not model.is_being_sent:
             return
         model.transmit_ended_at_ms = message.ended_at_ms
         core.counts["transmitted_bytes"] += message.copied_bytes
@@ -415,18 +414,17 @@ class Memory:
             model.residency.apply(ResidencyEvent.ARRIVED, "all groups copied")
             if model.want_pinned:
                 model.residency.apply(ResidencyEvent.PIN, "asked by the user")
-            model.is_prefetch = model.is_abandoned = False
+            model.is_prefetch = False
             model.transmission = message
         else:
             self._broke_off(model, "transmission cancelled")
 
     def refused(self, epoch: Epoch, reason: str) -> None:
         """The daemon refused an order, or failed at it: no other answer to it will come."""
-        if self.arena.get(f"{SCRUB}{epoch}") is not None:
+        if self.arena.get(Owner("scrub", str(epoch))) is not None:
             self._unscrubbed[epoch] = self._core.now_ms + self._core.settings.restart_backoff_ms
         for model in self._core.models.values():
-            is_sent = model.residency.state is Residency.TRANSMITTING
-            if is_sent and model.residency_epoch == epoch:
+            if model.is_being_sent and model.residency_epoch == epoch:
                 self._broke_off(model, reason)
 
     def _broke_off(self, model: Model, cause: str) -> None:
@@ -437,24 +435,23 @@ class Memory:
         """
         core = self._core
         model.is_prefetch = False
-        model.is_abandoned = True
+        model.residency.apply(ResidencyEvent.ABANDONED, cause)
         model.retry_at_ms = core.now_ms + core.settings.restart_backoff_ms
         if not model.users:
             self._release_broken(model, cause)  # 1.
         for activation in (core.current, core.upcoming):
             if activation is not None and activation.model == model.name:
-                core.kill(core.workers[activation.slot], f"{BYSTANDER}{cause}")  # 2.
+                core.kill(core.workers[activation.slot], cause, blame=False)  # 2.
 
     def unused(self, model: Model) -> None:
         """A task that read the model has ended, or its worker is reaped."""
         model.users -= 1
         model.last_used_at_ms = self._core.now_ms
-        if model.is_abandoned and not model.users:
+        if model.residency.state is Residency.ABANDONED and not model.users:
             self._release_broken(model, "nobody waits for it any more")
 
     def _release_broken(self, model: Model, cause: str) -> None:
-        model.residency.apply(ResidencyEvent.ABANDONED, cause)
-        model.is_abandoned = False
+        model.residency.apply(ResidencyEvent.RELEASED, cause)
         self._release(model)
 
     def cancel_prefetches(self) -> None:
@@ -464,7 +461,7 @@ class Memory:
         for model in core.models.values():
             if model.is_prefetch and not model.users and model.name not in wanted:
                 model.is_prefetch = False
-                model.is_abandoned = True  # until TransmitEnded says how it came out
+                model.residency.apply(ResidencyEvent.ABANDONED, "a request needs the link")
                 core.tell_daemon(CancelTransmit(epoch=model.residency_epoch))
 
     def bring_pinned(self) -> None:
@@ -477,7 +474,6 @@ class Memory:
                 model.want_pinned
                 and model.state.state is ModelState.READY
                 and model.residency.state in (Residency.HOST, Residency.PARTIAL)
-                and not model.unregister_tokens
             ):
                 if core.now_ms < model.retry_at_ms:
                     core.look_again(model.retry_at_ms)
@@ -512,19 +508,21 @@ class Memory:
         if self.obstacles(window):
             return "soon"
         self._clear(window, f"job {job}")
-        region = self.arena.reserve(SLICE + job, size_bytes, at_bytes=window.offset_bytes)
+        region = self.arena.reserve(Owner("slice", job), size_bytes, at_bytes=window.offset_bytes)
         assert region is not None
         return region
 
     def release_slice(self, job: JobName) -> None:
         """Its worker is reaped: zero the range, then it is free (another tenant may follow)."""
-        if self.arena.get(SLICE + job) is None:
+        if self.arena.get(Owner("slice", job)) is None:
             return
-        region = self.arena.release(SLICE + job)
+        region = self.arena.release(Owner("slice", job))
         if not self._core.is_daemon_ready:
             return  # the memory went with its owner
         epoch = self._core.next_epoch()
-        taken = self.arena.reserve(f"{SCRUB}{epoch}", region.size_bytes, region.offset_bytes)
+        taken = self.arena.reserve(
+            Owner("scrub", str(epoch)), region.size_bytes, region.offset_bytes
+        )
         assert taken is not None
         self._scrub(epoch, taken)
 
@@ -536,7 +534,7 @@ class Memory:
     def scrub_again(self) -> None:
         """What the daemon failed to zero: nobody may have the range before it is."""
         for epoch, at_ms in list(self._unscrubbed.items()):
-            region = self.arena.get(f"{SCRUB}{epoch}")
+            region = self.arena.get(Owner("scrub", str(epoch)))
             if region is None:  # the memory went with its owner
                 del self._unscrubbed[epoch]
             elif self._core.now_ms < at_ms:
@@ -546,20 +544,19 @@ class Memory:
                 self._scrub(epoch, region)
 
     def scrubbed(self, epoch: Epoch) -> None:
-        if self.arena.get(f"{SCRUB}{epoch}") is not None:
-            self.arena.release(f"{SCRUB}{epoch}")
+        if self.arena.get(Owner("scrub", str(epoch))) is not None:
+            self.arena.release(Owner("scrub", str(epoch)))
 
     def check(self) -> None:
         """Invariants of DESIGN 10 that concern bytes."""
         for ledger in (self.arena, self.words, self.store):
             ledger.check()
         for model in self._core.models.values():
-            holds = self.arena.get(model.name) is not None
+            holds = self.arena.get(model.owner) is not None
             assert holds == (model.residency.state is not Residency.HOST), model.residency.story
             assert model.users == 0 or holds, f"{model.name} is read but not there"
-            assert not model.is_abandoned or holds, f"{model.name} is abandoned but not there"
-            head, rest = self.arena.get(model.name), self.arena.get(REST + model.name)
-            is_whole = model.residency.state in ON_DEVICE
+            head, rest = self.arena.get(model.owner), self.arena.get(model.rest)
+            is_whole = model.residency.state in WHOLE
             assert (rest is not None) == (is_whole and model.kept_groups > 0), model.residency.story
             if rest is not None:
                 assert head is not None
@@ -568,8 +565,8 @@ class Memory:
                 assert self.held_bytes(model) >= model.manifest.total_bytes, model.name
         assert self.kept_bytes <= max(0, self._core.settings.prefix_bytes), "too much is kept"
         for region in self.arena:
-            if region.owner.startswith(SLICE):
-                name = JobName(region.owner.removeprefix(SLICE))
+            if region.owner.kind == "slice":
+                name = JobName(region.owner.name)
                 assert any(w.job == name for w in self._core.workers.values()), region
 
 

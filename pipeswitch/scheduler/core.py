@@ -12,7 +12,7 @@ from ..planning.profile import UNKNOWN_DEVICE, Identity
 from .events import Answer, Command, KillWorker, Publish, Span, ToDaemon, Token
 from .policies import Policy
 from .records import Activation, ColdSwitch, EndedTrial, Job, Model, Request, Worker
-from .states import WorkerState
+from .states import WORKER_SERVES, WorkerEvent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +122,7 @@ class Core:
     def is_ready(self) -> bool:
         """The daemon owns its memory and a worker can take a request."""
         return self.is_daemon_ready and any(
-            worker.state.state not in (WorkerState.DEAD, WorkerState.STARTING)
-            for worker in self.workers.values()
+            worker.state.state in WORKER_SERVES for worker in self.workers.values()
         )
 
     @property
@@ -143,8 +142,12 @@ class Core:
         if self.is_daemon_ready:
             self.emit(ToDaemon(message=message, commits_of=commits_of))
 
-    def kill(self, worker: Worker, reason: str) -> None:
-        """SIGKILL once; its memory is reused when WorkerExited says it is reaped."""
-        if worker.is_alive and not worker.kill_reason:
-            worker.kill_reason = reason
+    def kill(self, worker: Worker, reason: str, *, blame: bool = True) -> None:
+        """SIGKILL once; its memory is reused when WorkerExited says it is reaped.
+
+        ``blame``: for what it did itself, so that its death counts against its task.
+        """
+        if worker.state.allows(WorkerEvent.KILLED):
+            worker.state.apply(WorkerEvent.KILLED, reason)
+            worker.kill_reason, worker.is_blamed = reason, blame
             self.emit(KillWorker(slot=worker.slot, generation=worker.generation, reason=reason))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..ipc.messages import ForgetModel, ModelName, ModelPrepared, PrepareModel, Slot
 from .core import Core
 from .events import SpawnDaemon, SpawnWorker, ToWorker
-from .records import BYSTANDER, NO_TURN, Worker
+from .records import NO_TURN, Worker
 from .states import ModelState, WorkerEvent, WorkerState
 
 MAX_DOUBLINGS = 3  # of the restart delay: 8 s at the default of 1 s
@@ -58,7 +58,7 @@ class Fleet:
         core.counts["daemon_restarts"] += 1
         core.publish("worker.daemon_died", status=status)
         for worker in core.workers.values():
-            core.kill(worker, f"{BYSTANDER}the memory daemon exited")
+            core.kill(worker, "the memory daemon exited", blame=False)
         if self._daemon_deaths > core.settings.max_daemon_restarts:
             return False
         delay_ms = 0.0
@@ -110,7 +110,7 @@ class Fleet:
             worker.state.apply(WorkerEvent.RESPAWNED, f"generation {worker.generation}")
             worker.respawn_at_ms = None
             worker.kill_reason = ""
-            worker.retired_at_ms = None
+            worker.is_blamed = True
             worker.pid = 0
             worker.warm.clear()
             worker.unpreparable.clear()
@@ -118,7 +118,7 @@ class Fleet:
             core.emit(SpawnWorker(slot=worker.slot, generation=worker.generation))
 
     def worker_ready(self, worker: Worker, pid: int) -> None:
-        if worker.state.state is not WorkerState.STARTING:
+        if not worker.state.allows(WorkerEvent.READY):
             self._core.kill(worker, "it was ready twice")
             return
         worker.pid = pid
@@ -133,7 +133,7 @@ class Fleet:
         or the job's, which have limits of their own; one that was ready and idle was killed.
         """
         core = self._core
-        was_starting = worker.state.state is WorkerState.STARTING
+        was_starting = not worker.pid
         worker.state.apply(WorkerEvent.EXITED, f"status {status} {worker.kill_reason}")
         worker.pid = 0
         worker.preparing = None
@@ -142,7 +142,7 @@ class Fleet:
         if ended_well:
             return
         core.counts["worker_restarts"] += 1
-        worker.deaths = worker.deaths + 1 if was_starting and not worker.is_bystander else 0
+        worker.deaths = worker.deaths + 1 if was_starting and worker.is_blamed else 0
         if worker.deaths > core.settings.max_deaths:
             doubling = min(worker.deaths - core.settings.max_deaths - 1, MAX_DOUBLINGS)
             worker.respawn_at_ms += core.settings.restart_backoff_ms * 2**doubling
@@ -194,7 +194,6 @@ class Fleet:
             model
             for model in self._core.models.values()
             if model.state.state is ModelState.READY
-            and not model.unregister_tokens
             and model.manifest is not None
             and worker.warm.get(model.name) != model.version
             and (model.name, model.version) not in worker.unpreparable

@@ -13,7 +13,7 @@ from ..ipc.messages import Epoch, Ping, Slot
 from .core import Core
 from .events import Token, ToWorker
 from .records import Worker
-from .states import WorkerState
+from .states import WORKER_SERVES
 
 SILENT_AFTER_MS: Final = 1000.0  # who has not answered by then is as good as dead to the asker
 
@@ -85,7 +85,7 @@ class Health:
         question = Ping(epoch=probe.epoch)
         core.tell_daemon(question)
         for worker in core.workers.values():
-            if worker.state.state not in (WorkerState.STARTING, WorkerState.DEAD):
+            if worker.state.state in WORKER_SERVES:
                 probe.workers[worker.slot] = (worker.generation, None)
                 core.emit(ToWorker(slot=worker.slot, message=question, channel="signal"))
 

@@ -27,7 +27,7 @@ from ..ipc.messages import (
     Turn,
 )
 from ..programs.layout import Manifest
-from .arena import ON_DEVICE, SLICE, Memory
+from .arena import WHOLE, Memory
 from .core import Core
 from .events import Answer, CancelAsked, InferArrived, PrefetchHint, RaiseTurn, ToWorker
 from .policies import Waiting
@@ -76,7 +76,7 @@ class Inference:
         model = core.models.get(event.model)
         if core.is_draining or core.has_left:
             return ServerUnavailable("the server is draining", hint="try again when it is back")
-        if model is None or model.unregister_tokens:
+        if model is None or model.state.state is ModelState.LEAVING:
             return ModelNotFound(f'no model "{event.model}"', hint="pipeswitch models")
         if model.state.state is ModelState.QUARANTINED:
             return quarantined(model)
@@ -117,7 +117,7 @@ class Inference:
             return
         if core.queue or core.upcoming is not None or not core.is_daemon_ready or core.is_draining:
             return
-        if model.unregister_tokens or model.is_abandoned:
+        if model.residency.state is Residency.ABANDONED:
             return
         window = self._memory.find_place(model, for_request=False)
         if window is not None and not self._memory.obstacles(window):
@@ -216,7 +216,7 @@ class Inference:
             model = core.models[name]
             assert model.manifest is not None
             size = model.manifest.total_bytes
-            is_there = model.residency.state in ON_DEVICE
+            is_there = model.residency.state in WHOLE
             if is_there or memory.can_ever_hold(size):
                 continue
             pinned = [m.name for m in core.models.values() if m.residency.state is Residency.PINNED]
@@ -262,7 +262,7 @@ class Inference:
         if model.is_on_device:
             self.activate(request, model, is_sent=False)
             return True
-        if model.is_abandoned:
+        if model.residency.state is Residency.ABANDONED:
             return False  # its region is in the way of itself until the copy has ended
         window = memory.find_place(model, for_request=True)
         if window is None:
@@ -270,9 +270,8 @@ class Inference:
             return False  # 4.
         obstacles = memory.obstacles(window)
         for region in obstacles:
-            if region.owner.startswith(SLICE):
-                job = JobName(region.owner.removeprefix(SLICE))
-                self._jobs.evict(job, f"memory for {model.name}")  # 3.
+            if region.owner.kind == "slice":
+                self._jobs.evict(JobName(region.owner.name), f"memory for {model.name}")  # 3.
         if obstacles:
             return False
         memory.cancel_prefetches()
@@ -561,7 +560,7 @@ class Inference:
         """
         core = self._core
         if core.current is not None and core.current.slot == worker.slot:
-            activation, had_turn = core.current, not worker.is_bystander
+            activation, had_turn = core.current, worker.is_blamed
             core.current = None
         elif core.upcoming is not None and core.upcoming.slot == worker.slot:
             activation, had_turn = core.upcoming, False
@@ -585,7 +584,7 @@ class Inference:
 
     def _judge(self, request: Request, model: Model, status: int) -> None:
         core, limit = self._core, self._core.settings.max_deaths
-        if model.deaths >= limit and model.state.state is ModelState.READY:
+        if model.deaths >= limit and model.state.allows(ModelEvent.POISONED):
             model.state.apply(ModelEvent.POISONED, f"{model.deaths} workers died in a row")
             model.reason = f"{model.deaths} workers died in a row while computing it"
             core.publish("model.quarantined", model=model.name, reason=model.reason)
@@ -594,7 +593,10 @@ class Inference:
                     self._finish(other, TaskEvent.ERROR, quarantined(model))
         if request.token not in core.requests or request.trial_batch:
             return
-        if request.deaths >= limit or model.state.state is ModelState.QUARANTINED:
+        if (
+            limit <= max(request.deaths, model.deaths)
+            or model.state.state is ModelState.QUARANTINED
+        ):
             error = _worker_lost(model, request.deaths, status)
             self._finish(request, TaskEvent.ERROR, error)
 

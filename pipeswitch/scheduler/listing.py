@@ -137,7 +137,7 @@ class Listing:
         slot = next(
             (a.slot for a in (core.current, core.upcoming) if a and a.model == model.name), None
         )
-        stored = self._memory.store.get(model.name)
+        stored = self._memory.store.get(model.owner)
         return self._row(
             model.name,
             "model",
@@ -154,11 +154,11 @@ class Listing:
     def _model_state(self, model: Model, is_active: bool) -> str:
         if model.state.state in (ModelState.QUARANTINED, ModelState.FAILED):
             return "failed"
-        if model.state.state is not ModelState.READY:
+        if model.state.state not in (ModelState.READY, ModelState.LEAVING):
             return str(model.state.state.value)
         if is_active and self._core.current and self._core.current.model == model.name:
             return "active"
-        if model.residency.state is Residency.TRANSMITTING:
+        if model.is_being_sent:
             return "transmitting"
         if model.residency.state in (Residency.RESIDENT, Residency.PINNED):
             return "resident"
@@ -167,7 +167,7 @@ class Listing:
     def _model_why(self, model: Model) -> str:
         if model.reason:
             return model.reason
-        if model.unregister_tokens:
+        if model.state.state is ModelState.LEAVING:
             return "being unregistered"
         waiting = sum(r.model == model.name for r in self._core.waiting)
         if waiting:
@@ -178,7 +178,7 @@ class Listing:
 
     def _ps_job(self, job: Job) -> dict[str, Any]:
         worker = self._core.workers.get(job.slot) if job.slot is not None else None
-        region = self._memory.arena.get(f"slice:{job.name}")
+        region = self._memory.arena.get(job.slice)
         words: dict[TaskState, str] = {TaskState.RUNNING: "active", TaskState.STOPPING: "active"}
         return self._row(
             job.name,
@@ -242,9 +242,6 @@ class Listing:
     def _leases(self) -> int:
         """Regions somebody computes in or copies into now: models in use, training slices."""
         core = self._core
-        in_use = sum(
-            model.users > 0 or model.residency.state is Residency.TRANSMITTING
-            for model in core.models.values()
-        )
-        slices = sum(":" in region.owner for region in self._memory.arena)
+        in_use = sum(model.users > 0 or model.is_being_sent for model in core.models.values())
+        slices = sum(region.owner.kind in ("slice", "scrub") for region in self._memory.arena)
         return in_use + slices

@@ -21,6 +21,7 @@ from ..planning.grouping import Plan
 from ..planning.profile import Profile
 from ..programs.layout import Manifest
 from .events import Token
+from .regions import Owner
 from .states import (
     MODEL_TRANSITIONS,
     RESIDENCY_TRANSITIONS,
@@ -40,7 +41,6 @@ from .states import (
 NO_EPOCH = Epoch(0)
 NO_TURN = Turn(0)
 Version = tuple[str, Plan]  # digest and groups: what a worker has loaded
-BYSTANDER = "not its fault: "  # begins the kill reason of a worker that did nothing wrong
 
 
 @dataclass
@@ -83,7 +83,6 @@ class Model:
     transmit_ended_at_ms: float = 0.0
     transmission: TransmitEnded | None = None  # the last complete one
     is_prefetch: bool = False  # in flight only because of a hint: may be cancelled
-    is_abandoned: bool = False  # its transmission was cancelled or broke off: not to be used
     retry_at_ms: float = 0.0  # after a transmission that broke off
     users: int = 0  # dispatched tasks that read it now
     last_used_at_ms: float = 0.0
@@ -96,6 +95,16 @@ class Model:
         self.residency = Machine(f"model {self.name}", Residency.HOST, RESIDENCY_TRANSITIONS)
 
     @property
+    def owner(self) -> Owner:
+        """Of its bytes on the device, in the host store, and of its arrival words."""
+        return Owner("model", self.name)
+
+    @property
+    def rest(self) -> Owner:
+        """Of what lies behind its prefix on the device."""
+        return Owner("rest", self.name)
+
+    @property
     def version(self) -> Version:
         """What a worker must have loaded to run it; it has a manifest."""
         assert self.manifest is not None
@@ -104,11 +113,16 @@ class Model:
     @property
     def is_on_device(self) -> bool:
         """Resident or on its way: nothing needs to be sent for it."""
-        return not self.is_abandoned and self.residency.state in (
+        return self.residency.state in (
             Residency.TRANSMITTING,
             Residency.RESIDENT,
             Residency.PINNED,
         )
+
+    @property
+    def is_being_sent(self) -> bool:
+        """The daemon may still write to its region."""
+        return self.residency.state in (Residency.TRANSMITTING, Residency.ABANDONED)
 
 
 @dataclass
@@ -183,6 +197,16 @@ class Job:
     def __post_init__(self) -> None:
         self.state = Machine(f"job {self.name}", TaskState.QUEUED, TASK_TRANSITIONS)
 
+    @property
+    def slice(self) -> Owner:
+        """Of its state's range on the device."""
+        return Owner("slice", self.name)
+
+    @property
+    def commits(self) -> Owner:
+        """Of its commit area in the host store."""
+        return Owner("commits", self.name)
+
 
 @dataclass
 class Worker:
@@ -198,10 +222,11 @@ class Worker:
     task_epoch: Epoch = NO_EPOCH
     job: JobName | None = None  # from its dispatch until the process is reaped
     may_raise: Turn = NO_TURN  # the turn it was told to raise and may still write to the board
-    retired_at_ms: float | None = None  # its script is over and the process about to leave
+    retired_at_ms: float = 0.0
     deaths: int = 0  # in a row, without a task ended well
     respawn_at_ms: float | None = None
-    kill_reason: str = ""
+    kill_reason: str = ""  # of a doomed one
+    is_blamed: bool = True  # killed for what it did itself
 
     def __post_init__(self) -> None:
         self.state = Machine(f"worker {self.slot}", WorkerState.DEAD, WORKER_TRANSITIONS)
@@ -212,15 +237,9 @@ class Worker:
         return self.state.state is not WorkerState.DEAD
 
     @property
-    def is_bystander(self) -> bool:
-        """It was killed for what others did: no fault of the task on it."""
-        return self.kill_reason.startswith(BYSTANDER)
-
-    @property
     def is_free(self) -> bool:
         """May be given a task."""
-        is_idle = self.state.state in (WorkerState.STANDBY, WorkerState.CLEANING)
-        return is_idle and self.job is None and not self.kill_reason
+        return self.state.state in (WorkerState.STANDBY, WorkerState.CLEANING)
 
 
 @dataclass

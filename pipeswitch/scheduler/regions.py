@@ -9,8 +9,17 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from ..programs.layout import aligned
+
+
+class Owner(NamedTuple):
+    """Who holds a range: a model, what lies behind its prefix, a job's slice, a range being zeroed
+    (named by its epoch), a job's commit area, the arrival words."""
+
+    kind: Literal["model", "rest", "slice", "scrub", "commits", "words"]
+    name: str = ""
 
 
 @dataclass(frozen=True, order=True)
@@ -19,7 +28,7 @@ class Region:
 
     offset_bytes: int
     size_bytes: int
-    owner: str
+    owner: Owner
 
     @property
     def end_bytes(self) -> int:
@@ -51,7 +60,7 @@ class Regions:
         self.capacity_bytes = capacity_bytes - capacity_bytes % align_bytes
         self.align_bytes = align_bytes
         self._regions: list[Region] = []  # sorted by offset
-        self._by_owner: dict[str, Region] = {}
+        self._by_owner: dict[Owner, Region] = {}
         self._reserved_bytes = 0
 
     def __iter__(self) -> Iterator[Region]:
@@ -60,7 +69,7 @@ class Regions:
     def __len__(self) -> int:
         return len(self._regions)
 
-    def get(self, owner: str) -> Region | None:
+    def get(self, owner: Owner) -> Region | None:
         """The owner's region, if it has one."""
         return self._by_owner.get(owner)
 
@@ -94,7 +103,7 @@ class Regions:
                 found.append(region)
         return found
 
-    def reserve(self, owner: str, size_bytes: int, at_bytes: int | None = None) -> Region | None:
+    def reserve(self, owner: Owner, size_bytes: int, at_bytes: int | None = None) -> Region | None:
         """Take a range for ``owner``: at ``at_bytes``, else in the smallest hole that fits.
 
         Returns:
@@ -123,7 +132,7 @@ class Regions:
         fitting = [(end - start, start) for start, end in self._holes() if end - start >= size]
         return min(fitting)[1] if fitting else None
 
-    def release(self, owner: str) -> Region:
+    def release(self, owner: Owner) -> Region:
         """Give the owner's range back.
 
         Raises:

@@ -76,7 +76,8 @@ class Registry:
             core.refuse(event.token, ServerUnavailable("the server is draining"))
             return
         old = core.models.get(event.model)
-        if old is not None and old.spec_digest == event.spec_digest and not old.unregister_tokens:
+        is_leaving = old is not None and old.state.state is ModelState.LEAVING
+        if old is not None and old.spec_digest == event.spec_digest and not is_leaving:
             if old.manifest is not None and old.state.state in (
                 ModelState.READY,
                 ModelState.QUARANTINED,
@@ -86,7 +87,6 @@ class Registry:
                 old.register_tokens.append(event.token)
             return
         if old is not None:
-            is_leaving = bool(old.unregister_tokens)
             error = AlreadyExists(
                 f'"{event.model}" is '
                 f"{'being unregistered' if is_leaving else 'registered from something else'}",
@@ -121,7 +121,7 @@ class Registry:
             core.emit(StartBuild(model=model.name, epoch=model.build_epoch, spec=model.spec))
         waiting = {*self._waiting_builds.values(), *self._builders.values()}
         self._last_turns = {c: at for c, at in self._last_turns.items() if c in waiting}
-        for model in [m for m in core.models.values() if m.unregister_tokens]:
+        for model in [m for m in core.models.values() if m.state.state is ModelState.LEAVING]:
             self._finish_unregister(model)
 
     def _next_build(self) -> ModelName | None:
@@ -259,7 +259,7 @@ class Registry:
         model.state.apply(ModelEvent.REFUSED, type(error).__name__)
         self._memory.forget_model(model)
         del core.models[model.name]
-        for token in (*model.register_tokens, *model.unregister_tokens):
+        for token in model.register_tokens:
             core.refuse(token, error)
         core.publish("model.refused", model=model.name, error=to_wire(error))
 
@@ -323,14 +323,15 @@ class Registry:
             )
             core.refuse(event.token, error)
             return
-        if not model.unregister_tokens:
+        if model.state.state is not ModelState.LEAVING:
+            model.state.apply(ModelEvent.UNREGISTERED, "asked by the user")
             core.emit(Retract(model=model.name))
         model.unregister_tokens.append(event.token)
 
     def _finish_unregister(self, model: Model) -> None:
         core = self._core
         is_waited_for = any(r.model == model.name for r in core.queue.values())
-        if model.users or is_waited_for or model.residency.state is Residency.TRANSMITTING:
+        if model.users or is_waited_for or model.is_being_sent:
             return
         self._memory.forget_model(model)
         del core.models[model.name]
@@ -349,7 +350,7 @@ class Registry:
         """``load`` pins and brings to the device, and pardons; ``unload`` unpins."""
         core = self._core
         model = core.models.get(event.model)
-        if model is None or model.unregister_tokens:
+        if model is None or model.state.state is ModelState.LEAVING:
             core.refuse(event.token, _not_found(event.model))
             return
         model.want_pinned = event.pin

@@ -287,7 +287,7 @@ class Scheduler:
         if worker is None or worker.generation != event.generation or not worker.is_alive:
             return
         # A job's process leaves after its JobEnded: that is no death.
-        ended_well = event.status == 0 and worker.retired_at_ms is not None
+        ended_well = event.status == 0 and worker.state.state is WorkerState.RETIRING
         self.inference.worker_died(worker, event.status, event.begun_epoch)
         self.fleet.worker_exited(worker, event.status, ended_well=ended_well)
         self.jobs.worker_died(worker, event.status)

@@ -16,17 +16,21 @@ Worker (a slot; the process behind it changes):
   STARTING   forked, not yet ready.           STANDBY    ready, holds no task.
   ACTIVE     holds a dispatched task.         SUSPENDED  holds a parked training job.
   CLEANING   drops the last task's references while the next task already transmits elsewhere.
+  RETIRING   its job's script is over; the process leaves, and takes no other task.
+  DOOMED     was killed and is not reaped: it may still write, its messages still come.
   DEAD       exited; the scheduler's fleet starts another one in its slot.
 
 Residency (a model on the device):
   HOST          only in the host store.       TRANSMITTING  groups are being copied in.
   RESIDENT      complete on the device.       PINNED        complete, and never a victim.
   PARTIAL       a resident prefix: its first groups stay, the rest must be sent again.
+  ABANDONED     its copy was cancelled or broke off: free when no byte is written or read there.
 
 Registration (a model on the server):
   BUILDING  a builder child exports and packs it.
   STORING   the daemon loads it into the host store.
   READY     may be asked for.
+  LEAVING   takes no new request; gone when the queued ones are through.
   QUARANTINED  killed too many workers in a row; refused until it is pardoned.
   FAILED    was refused; its name is free again.
 """
@@ -114,6 +118,8 @@ class WorkerState(enum.Enum):
     ACTIVE = "active"
     SUSPENDED = "suspended"
     CLEANING = "cleaning"
+    RETIRING = "retiring"
+    DOOMED = "doomed"
     DEAD = "dead"
 
 
@@ -124,11 +130,18 @@ class WorkerEvent(enum.Enum):
     TURN_GIVEN = "turn_given"
     TASK_ENDED = "task_ended"
     CLEANED = "cleaned"
+    RETIRED = "retired"
+    KILLED = "killed"
     EXITED = "exited"
     RESPAWNED = "respawned"
 
 
 _W, _V = WorkerState, WorkerEvent
+WORKER_SERVES: Final = frozenset(WorkerState) - {_W.STARTING, _W.DOOMED, _W.DEAD}
+_GONE: Final = (_W.DOOMED, _W.DEAD)
+_CROSSES_A_KILL: Final = (  # said before the process was dead, or decided before it is reaped
+    _V.READY, _V.PARKED, _V.TURN_GIVEN, _V.TASK_ENDED, _V.CLEANED, _V.RETIRED,
+)  # fmt: skip
 WORKER_TRANSITIONS: Final[Mapping[tuple[WorkerState, WorkerEvent], WorkerState]] = {
     (_W.STARTING, _V.READY): _W.STANDBY,
     (_W.STANDBY, _V.ACTIVATED): _W.ACTIVE,
@@ -137,7 +150,10 @@ WORKER_TRANSITIONS: Final[Mapping[tuple[WorkerState, WorkerEvent], WorkerState]]
     (_W.ACTIVE, _V.PARKED): _W.SUSPENDED,
     (_W.ACTIVE, _V.TASK_ENDED): _W.CLEANING,
     (_W.SUSPENDED, _V.TURN_GIVEN): _W.ACTIVE,
-    (_W.SUSPENDED, _V.TASK_ENDED): _W.CLEANING,
+    (_W.ACTIVE, _V.RETIRED): _W.RETIRING,
+    (_W.SUSPENDED, _V.RETIRED): _W.RETIRING,  # its script ended while it needed no device
+    **{(state, _V.KILLED): _W.DOOMED for state in WorkerState if state not in _GONE},
+    **{(_W.DOOMED, event): _W.DOOMED for event in _CROSSES_A_KILL},
     **{(state, _V.EXITED): _W.DEAD for state in WorkerState if state is not _W.DEAD},
     (_W.DEAD, _V.RESPAWNED): _W.STARTING,
 }
@@ -149,12 +165,14 @@ class Residency(enum.Enum):
     RESIDENT = "resident"
     PINNED = "pinned"
     PARTIAL = "partial"
+    ABANDONED = "abandoned"
 
 
 class ResidencyEvent(enum.Enum):
     TRANSMIT = "transmit"
     ARRIVED = "arrived"
     ABANDONED = "abandoned"
+    RELEASED = "released"
     PIN = "pin"
     UNPIN = "unpin"
     EVICTED = "evicted"
@@ -167,7 +185,10 @@ RESIDENCY_TRANSITIONS: Final[Mapping[tuple[Residency, ResidencyEvent], Residency
     (_R.HOST, _T.TRANSMIT): _R.TRANSMITTING,
     (_R.PARTIAL, _T.TRANSMIT): _R.TRANSMITTING,
     (_R.TRANSMITTING, _T.ARRIVED): _R.RESIDENT,
-    (_R.TRANSMITTING, _T.ABANDONED): _R.HOST,
+    (_R.TRANSMITTING, _T.ABANDONED): _R.ABANDONED,
+    (_R.ABANDONED, _T.ABANDONED): _R.ABANDONED,  # it was cancelled, and now it broke off
+    (_R.ABANDONED, _T.ARRIVED): _R.RESIDENT,  # the cancel came too late
+    (_R.ABANDONED, _T.RELEASED): _R.HOST,
     (_R.RESIDENT, _T.PIN): _R.PINNED,
     (_R.PINNED, _T.UNPIN): _R.RESIDENT,
     (_R.RESIDENT, _T.EVICTED): _R.HOST,
@@ -182,6 +203,7 @@ class ModelState(enum.Enum):
     STORING = "storing"
     READY = "ready"
     QUARANTINED = "quarantined"
+    LEAVING = "leaving"
     FAILED = "failed"
 
 
@@ -190,6 +212,7 @@ class ModelEvent(enum.Enum):
     STORED = "stored"
     POISONED = "poisoned"
     PARDONED = "pardoned"
+    UNREGISTERED = "unregistered"
     REFUSED = "refused"
 
 
@@ -201,6 +224,9 @@ MODEL_TRANSITIONS: Final[Mapping[tuple[ModelState, ModelEvent], ModelState]] = {
     (_M.STORING, _N.REFUSED): _M.FAILED,
     (_M.READY, _N.POISONED): _M.QUARANTINED,
     (_M.QUARANTINED, _N.PARDONED): _M.READY,  # `load NAME` gives it another chance
+    (_M.READY, _N.UNREGISTERED): _M.LEAVING,
+    (_M.QUARANTINED, _N.UNREGISTERED): _M.LEAVING,
+    (_M.LEAVING, _N.POISONED): _M.LEAVING,  # the queued ones are refused, and it is gone
 }
 
 

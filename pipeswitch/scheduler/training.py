@@ -39,7 +39,7 @@ from ..ipc.messages import (
     StopTask,
     Turn,
 )
-from .arena import SLICE, Memory
+from .arena import Memory
 from .core import Core
 from .events import (
     CreateCommits,
@@ -54,7 +54,6 @@ from .records import NO_EPOCH, NO_TURN, Job, Worker
 from .states import TASK_FINAL, TASK_ON_WORKER, TaskEvent, TaskState, WorkerEvent, WorkerState
 
 RATE_WEIGHT: Final = 0.2  # of the newest report in a job's steps per second
-COMMITS = "commits:"  # owner prefix in the host store's ledger
 COMMITS_HEADER_BYTES = 4096  # before the two slots of a commit area
 NO_COPY: Final = (NO_EPOCH, 0)
 
@@ -112,7 +111,7 @@ class Jobs:
         """A job the journal remembers, with its commit area loaded from disk (0: none)."""
         job = self.adopt(name, entry, args, priority)
         if slot_bytes and self._memory.store.reserve(
-            COMMITS + name, COMMITS_HEADER_BYTES + 2 * slot_bytes
+            job.commits, COMMITS_HEADER_BYTES + 2 * slot_bytes
         ):
             job.commit_slot_bytes = slot_bytes
             job.step = job.committed_step = job.persisted_step = step
@@ -353,7 +352,7 @@ class Jobs:
             if job.state.state is TaskState.EVICTING:
                 self._kill_after(job, job.evict_asked_at_ms + grace_ms, "did not unwind")
         for worker in core.workers.values():
-            if worker.retired_at_ms is not None and worker.is_alive:
+            if worker.state.state is WorkerState.RETIRING:
                 if core.now_ms >= worker.retired_at_ms + grace_ms:
                     core.kill(worker, "its script is over, its process did not leave")
                 else:
@@ -457,7 +456,7 @@ class Jobs:
         job = self._job_of(worker, message.epoch)
         if job is None or job.state.state is TaskState.EVICTING:
             return  # EvictTask is on its way to it
-        old = self._memory.arena.get(SLICE + job.name)
+        old = self._memory.arena.get(job.slice)
         if old is not None and old.size_bytes < message.slice_bytes:
             # The next phase of the script needs more. It asks only when it has moved out.
             self._memory.release_slice(job.name)
@@ -478,7 +477,7 @@ class Jobs:
         core = self._core
         if job.commit_slot_bytes >= state_bytes:
             return
-        store, owner = self._memory.store, COMMITS + job.name
+        store, owner = self._memory.store, job.commits
         old = store.release(owner) if store.get(owner) is not None else None
         if store.reserve(owner, COMMITS_HEADER_BYTES + 2 * state_bytes) is None:
             if old is not None:
@@ -508,7 +507,7 @@ class Jobs:
             if not job.lease_asked_bytes or job.slot is None:
                 continue
             try:
-                held = self._memory.arena.get(SLICE + job.name)  # asked again: the same one
+                held = self._memory.arena.get(job.slice)  # asked again: the same one
                 region = held or self._memory.lease_slice(job.name, job.lease_asked_bytes)
             except OutOfDeviceMemory as error:
                 job.lease_asked_bytes = 0
@@ -542,7 +541,7 @@ class Jobs:
         if core.current is not None or core.upcoming is not None:
             return
         for other in core.jobs.values():
-            has_slice = self._memory.arena.get(SLICE + other.name) is not None
+            has_slice = self._memory.arena.get(other.slice) is not None
             if other is not job and has_slice and other.state.state is TaskState.SUSPENDED:
                 self.evict(other.name, f"memory for job {job.name}")
                 return
@@ -570,7 +569,7 @@ class Jobs:
         if job is None or message.number <= job.commit_number:
             self._core.counts["stale_messages"] += 1
             return
-        region = self._memory.arena.get(SLICE + job.name)
+        region = self._memory.arena.get(job.slice)
         if region is None or not self._core.is_daemon_ready:
             return  # nothing is copied, so nothing is acknowledged and the number is not used up
         job.commit_number = message.number
@@ -687,7 +686,7 @@ class Jobs:
         job = self._job_of(worker, message.epoch)
         if job is None:
             return
-        worker.state.apply(WorkerEvent.TASK_ENDED, f"job {job.name} {message.outcome}")
+        worker.state.apply(WorkerEvent.RETIRED, f"job {job.name} {message.outcome}")
         worker.deaths = 0
         worker.retired_at_ms = self._core.now_ms
         self._device_left(job)
@@ -734,7 +733,7 @@ class Jobs:
 
     def _forget_commits(self, job: Job) -> None:
         if job.commit_slot_bytes:
-            self._memory.store.release(COMMITS + job.name)
+            self._memory.store.release(job.commits)
             job.commit_slot_bytes = 0
             self._core.tell_daemon(CloseCommits(job=job.name))
             self._core.emit(DropCommits(job=job.name))
@@ -772,7 +771,7 @@ class Jobs:
             job.slot = None
             job.lease_bytes = job.lease_asked_bytes = 0
             job.restarts += 1
-            job.deaths_without_progress += not worker.is_bystander
+            job.deaths_without_progress += worker.is_blamed
             job.steps_recomputed += max(0, job.step - max(job.committed_step, 0))
             was_evicting = job.state.state is TaskState.EVICTING
             job.why = worker.kill_reason or f"worker exited with status {status}"

@@ -35,7 +35,7 @@ from .arena import Memory
 from .core import Core
 from .events import Answer, ProfileAsked, SaveProfile, StopTrial, Token, Warn
 from .inference import Inference
-from .records import BYSTANDER, Activation, ColdSwitch, Model, Request
+from .records import Activation, ColdSwitch, Model, Request
 from .states import ModelState, Residency, WorkerState
 
 TRIAL_TOKENS: Final = -(1 << 61)  # counted down from here: no client's, nobody is answered
@@ -89,7 +89,7 @@ class Profiling:
     def _refusal(self, model: Model | None, event: ProfileAsked) -> PipeSwitchError | None:
         if self._core.is_draining:
             return ServerUnavailable("the server is draining")
-        if model is None or model.unregister_tokens:
+        if model is None or model.state.state is ModelState.LEAVING:
             return ModelNotFound(f'no model "{event.model}"', hint="pipeswitch models")
         if model.built is None or model.state.state is not ModelState.READY:
             return InvalidInput(f'"{model.name}" is {model.state.state.value}, it must be ready')
@@ -211,7 +211,7 @@ class Profiling:
         if plan == model.plan:
             return True
         waits = any(request.model == model.name for request in self._core.queue.values())
-        if model.users or waits or model.residency.state is Residency.TRANSMITTING:
+        if model.users or waits or model.is_being_sent:
             return False
         if model.residency.state is not Residency.HOST:
             self._memory.evict(model, "its groups are cut anew")
@@ -253,13 +253,13 @@ class Profiling:
                 is_wanted
                 or is_orphan
                 or core.is_draining
-                or core.models[trial.model].unregister_tokens
+                or core.models[trial.model].state.state is ModelState.LEAVING
             ):
                 trial.trial_stop_at_ms = core.now_ms + core.settings.deadline_grace_ms
                 core.look_again(trial.trial_stop_at_ms)
                 core.emit(StopTrial(slot=trial.slot, epoch=trial.epoch))
         elif core.now_ms >= trial.trial_stop_at_ms:
-            core.kill(core.workers[trial.slot], f"{BYSTANDER}its trial did not stop")
+            core.kill(core.workers[trial.slot], "its trial did not stop", blame=False)
         else:
             core.look_again(trial.trial_stop_at_ms)
 
@@ -298,7 +298,7 @@ class Profiling:
         """1. It cannot go on. 2. A run is under way. 3. A copy's times are awaited. 4. The
         profile is complete. 5. The next trial begins when the device is idle."""
         core, model = self._core, session.model
-        if core.models.get(model.name) is not model or model.unregister_tokens:
+        if core.models.get(model.name) is not model or model.state.state is ModelState.LEAVING:
             if session.running is None:
                 self._fail(session, _gone(model.name))
             return  # 1.
@@ -332,7 +332,7 @@ class Profiling:
     def _start(self, session: Session, trial: Trial) -> None:
         """Bring the model where the trial wants it, and run it in the same breath."""
         core, memory, model = self._core, self._memory, session.model
-        if model.residency.state is Residency.TRANSMITTING:
+        if model.is_being_sent:
             return  # the copy of a trial that was stopped
         has_other_groups = model.plan != trial.plan
         is_partial = model.residency.state is Residency.PARTIAL
@@ -399,8 +399,7 @@ class Profiling:
             sent = model.transmission
             has_ended = sent is not None and sent.epoch == activation.residency_epoch
             if trial.is_cold and not has_ended:
-                is_coming = model.residency.state is Residency.TRANSMITTING
-                if is_coming and model.residency_epoch == activation.residency_epoch:
+                if model.is_being_sent and model.residency_epoch == activation.residency_epoch:
                     return False
             elif trial.is_cold and sent is not None:
                 run = Run(
@@ -462,7 +461,7 @@ class Profiling:
             sent = model.transmission
             if sent is not None and sent.epoch == switch.residency_epoch:
                 self._observe(model, switch, sent.started_at_ms, sent.group_ends_at_ms)
-            elif model.residency.state is Residency.TRANSMITTING:
+            elif model.is_being_sent:
                 left.append(switch)
         core.cold_switches[:] = left
 

@@ -8,12 +8,11 @@ from collections import Counter
 from typing import Any
 
 from pipeswitch.scheduler.records import Activation, Job, Model, Request, Worker
-from pipeswitch.scheduler.regions import Region, Regions
+from pipeswitch.scheduler.regions import Owner, Region, Regions
 from pipeswitch.scheduler.scheduler import Scheduler
 
 from .frozen import Add, Codec, Next, Still
 
-SCRUB = "scrub:"
 SHOWN_OF_JOB = (
     "step", "epoch_index", "last_ran_at_ms", "suspensions", "evictions", "restarts",
     "reported_at_ms", "steps_recomputed", "last_log", "steps_per_s", "error", "why",
@@ -26,7 +25,7 @@ SHOWN_OF_MODEL = ("reason", "transmit_started_at_ms", "transmit_ended_at_ms", *M
 MODEL = Codec(Model, drop=SHOWN_OF_MODEL)
 REQUEST = Codec(Request)
 JOB = Codec(Job, drop=SHOWN_OF_JOB, ordered=("epoch", "persist_epoch", "copying_epoch"))
-WORKER = Codec(Worker, drop=("pid", "generation"))
+WORKER = Codec(Worker, drop=("generation",))
 SHOWN_OF_TASK = ("dispatched_at_ms", "was_resident", "stop_asked_at_ms")
 ACTIVATION = Codec(Activation, drop=SHOWN_OF_TASK)
 
@@ -65,18 +64,19 @@ def _freeze_regions(regions: Regions, e: Add) -> Any:
     found = []
     for region in regions:
         owner = region.owner
-        if owner.startswith(SCRUB):
-            e(-int(owner.removeprefix(SCRUB)))  # as if ordered: two owners may not become one
-            owner = SCRUB
-        found.append((region.offset_bytes, region.size_bytes, owner))
+        name: str | None = owner.name
+        if owner.kind == "scrub":
+            e(-int(owner.name))  # as if ordered: two owners may not become one
+            name = None
+        found.append((region.offset_bytes, region.size_bytes, owner.kind, name))
     return tuple(found)
 
 
 def _thaw_regions(regions: Regions, frozen: Any, n: Next) -> None:
     regions.clear()
     total = 0
-    for offset, size, owner in frozen:
-        region = Region(offset, size, f"{SCRUB}{n()}" if owner == SCRUB else owner)
+    for offset, size, kind, name in frozen:
+        region = Region(offset, size, Owner(kind, str(n()) if name is None else name))
         regions._regions.append(region)
         regions._by_owner[region.owner] = region
         total += size

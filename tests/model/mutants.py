@@ -13,9 +13,10 @@ import msgspec
 from memory_daemon.commits import Commits
 from pipeswitch.commits.area import HEADER_BYTES, CommitArea
 from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.arena import SLICE, Memory
+from pipeswitch.scheduler.arena import FREE, Memory
 from pipeswitch.scheduler.fleet import Fleet
 from pipeswitch.scheduler.inference import Inference
+from pipeswitch.scheduler.regions import Cost, Owner
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.states import Residency
 from pipeswitch.scheduler.training import Jobs
@@ -110,7 +111,7 @@ def _request_lost(self: Inference, worker: Any, status: int, begun_epoch: Any) -
 
 
 def _leaked(self: Jobs, worker: Any, status: int) -> None:
-    if worker.retired_at_ms is not None:
+    if self._core.jobs[worker.job].slot is None:  # its script had ended
         _job_died(self, worker, status)
         return
     with patch.object(self._memory, "release_slice", lambda job: None):
@@ -136,10 +137,10 @@ def _still_there(self: Memory) -> None:
         model.users = 0
 
 
-def _worth_little(self: Memory, region: Any, waiting: Any, *, for_request: bool) -> float | None:
-    model = self._core.models.get(region.owner)
+def _worth_little(self: Memory, region: Any, waiting: Any, *, for_request: bool) -> Cost | None:
+    model = self._core.models.get(region.owner.name)
     if model is not None and model.residency.state is Residency.RESIDENT:
-        return 1.0
+        return FREE
     return _price(self, region, waiting, for_request=for_request)
 
 
@@ -190,8 +191,8 @@ def _any_acknowledgement(self: Any, message: Any) -> None:
 
 
 def _not_zeroed(self: Memory, job: Any) -> None:
-    if self.arena.get(SLICE + job) is not None:
-        self.arena.release(SLICE + job)
+    if self.arena.get(Owner("slice", job)) is not None:
+        self.arena.release(Owner("slice", job))
 
 
 def _forgotten(self: Inference, event: Any) -> bool:

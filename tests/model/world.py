@@ -21,6 +21,7 @@ from pipeswitch.ipc.messages import (
     WorkerReady,
 )
 from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.arena import WORDS
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.scheduler import Scheduler
 
@@ -477,9 +478,10 @@ class World:
         core, memory = self.scheduler.core, self.scheduler.memory
         still_open = sorted(self.clients.open)
         require(not still_open, f"never answered: tokens {still_open} (I1)")
-        owners = {region.owner for region in memory.arena} - {"#words"} - set(core.models)
+        models = {model.owner for model in core.models.values()}
+        owners = {region.owner for region in memory.arena} - {WORDS} - models
         require(not owners, f"at rest {sorted(owners)} hold device memory (I3)")
-        kept = {region.owner for region in memory.store} - set(core.models)
+        kept = {region.owner for region in memory.store} - models
         require(not kept, f"at rest {sorted(kept)} hold the host store (I3)")
         require(core.training is None and core.current is None, "a task at rest")
         require(not self.commits.is_open, "a commit area is left over (I3)")

@@ -324,7 +324,7 @@ class World:
             sum(worker.computes for worker in self.workers.values()) <= 1, "two tasks compute"
         )
         for known in self.scheduler.core.workers.values():
-            if known.state.state.value not in ("starting", "dead"):
+            if known.state.state.value not in ("starting", "doomed", "dead"):
                 process = self.workers[known.slot]
                 self.expect(process.is_ready, f"{process.name} is used before it is ready")
 
@@ -440,12 +440,13 @@ class World:
         """I3 at rest: the arena holds arrival words and idle models, nothing else."""
         memory, core = self.scheduler.memory, self.scheduler.core
         for region in memory.arena:
-            is_known = region.owner == "#words" or (
-                region.owner.removeprefix("#rest ") in core.models
+            is_idle_model = (
+                region.owner.kind in ("model", "rest") and region.owner.name in core.models
             )
+            is_known = region.owner.kind == "words" or is_idle_model
             self.expect(is_known, f"leaked {region}")
         for region in memory.store:
-            self.expect(region.owner in core.models, f"leaked {region} in the store")
+            self.expect(region.owner.name in core.models, f"leaked {region} in the store")
         self.expect(all(m.users == 0 for m in core.models.values()), "a lease at rest")
         self.expect(core.training is None and core.current is None, "a task at rest")
 

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.arena import SLICE, Memory
+from pipeswitch.scheduler.arena import FREE, WHOLE, Memory
 from pipeswitch.scheduler.core import Core
 from pipeswitch.scheduler.fleet import Fleet
 from pipeswitch.scheduler.inference import Inference
 from pipeswitch.scheduler.records import Model
+from pipeswitch.scheduler.regions import Cost, Owner
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.states import Residency
 from pipeswitch.scheduler.training import Jobs
@@ -50,8 +51,8 @@ def slice_released_before_the_reap(patch: Patch) -> None:
 
 def slice_not_zeroed(patch: Patch) -> None:
     def release_slice(self: Memory, job: Any) -> None:
-        if self.arena.get(SLICE + job) is not None:
-            self.arena.release(SLICE + job)
+        if self.arena.get(Owner("slice", job)) is not None:
+            self.arena.release(Owner("slice", job))
 
     patch.setattr(Memory, "release_slice", release_slice)
 
@@ -85,10 +86,10 @@ def generation_not_checked(patch: Patch) -> None:
 
 
 def model_in_use_evicted(patch: Patch) -> None:
-    def price(self: Memory, region: Any, waiting: Any, *, for_request: bool) -> float | None:
-        model = self._core.models.get(region.owner)
+    def price(self: Memory, region: Any, waiting: Any, *, for_request: bool) -> Cost | None:
+        model = self._core.models.get(region.owner.name)
         if model is not None and model.residency.state is Residency.RESIDENT:
-            return 1.0
+            return FREE
         return _original_price(self, region, waiting, for_request=for_request)
 
     patch.setattr(Memory, "_price", price)
@@ -99,10 +100,7 @@ def job_started_beside_its_old_process(patch: Patch) -> None:
 
 
 def cancelled_copy_used(patch: Patch) -> None:
-    on_its_way = (Residency.TRANSMITTING, Residency.RESIDENT, Residency.PINNED)
-    patch.setattr(
-        Model, "is_on_device", property(lambda model: model.residency.state in on_its_way)
-    )
+    patch.setattr(Model, "is_on_device", property(lambda model: model.residency.state in WHOLE))
 
 
 def daemon_told_before_it_is_ready(patch: Patch) -> None:

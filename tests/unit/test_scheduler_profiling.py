@@ -17,6 +17,7 @@ from pipeswitch.planning.profile import UNKNOWN_DEVICE, Found, Profile
 from pipeswitch.programs.layout import ValueSpec
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.inference import batch_of
+from pipeswitch.scheduler.regions import Owner
 from pipeswitch.scheduler.states import Residency, TaskState
 
 BATCH = 4
@@ -202,16 +203,16 @@ def test_a_pinned_model_is_measured_and_comes_back(rig: Rig) -> None:
 def test_a_plan_without_arrival_words_changes_nothing(rig: Rig) -> None:
     rig.register("a")
     model, memory = rig.core.models["a"], rig.world.scheduler.memory
-    taken = memory.words.reserve("everything", memory.words.largest_free_bytes)
+    taken = memory.words.reserve(Owner("words"), memory.words.largest_free_bytes)
     assert taken is not None
     before = (model.first_word, model.manifest)
     assert not memory.cut_anew(model, tuple(range(4)))
     assert (model.first_word, model.manifest) == before
-    assert memory.words.get("a").size_bytes == 2
+    assert memory.words.get(Owner("model", "a")).size_bytes == 2
     token = rig.world.profile("a")
     rig.until(lambda: token not in rig.world.open)
     assert "arrival words" in rig.commands(ev.Answer)[-1].error.message
-    memory.words.release("everything")
+    memory.words.release(Owner("words"))
     rig.profile()
     assert model.plan_source == "planned"
 
@@ -370,7 +371,7 @@ def test_an_unregistered_model_leaves_no_prefix_behind(fleet_model: ModuleType) 
     rig.rest()
     rig.world.handle(ev.UnregisterAsked(token=rig.world.token(), model="a"))
     rig.rest()
-    assert rig.world.scheduler.memory.arena.get("a") is None
+    assert rig.world.scheduler.memory.arena.get(Owner("model", "a")) is None
     rig.world.check_rest()
 
 

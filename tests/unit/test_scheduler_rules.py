@@ -61,6 +61,7 @@ from pipeswitch.ipc.messages import (
     WorkerReady,
 )
 from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.regions import Owner
 from pipeswitch.scheduler.states import Residency, TaskState, WorkerState
 
 MIB = 1 << 20
@@ -961,7 +962,7 @@ def test_a_commit_area_that_does_not_fit_is_refused_and_leaves_the_books_right(r
 
 def test_asking_for_the_slice_again_gives_the_same_one_or_a_larger_one(rig: Rig) -> None:
     job = rig.start_training()
-    first = rig.scheduler.memory.arena.get("slice:cifar")
+    first = rig.scheduler.memory.arena.get(Owner("slice", "cifar"))
     rig.lease(job)
     assert first is not None
     assert rig.sent(LeaseGranted)[0].offset_bytes == first.offset_bytes
@@ -1281,7 +1282,7 @@ def test_a_job_killed_with_the_daemon_has_done_nothing_wrong(rig: Rig) -> None:
     rig.worker_exits(job.slot)
     assert job.deaths_without_progress == 0
     assert job.state.state is TaskState.QUEUED
-    assert not rig.scheduler.memory.arena.get("slice:cifar")
+    assert not rig.scheduler.memory.arena.get(Owner("slice", "cifar"))
 
 
 def test_a_slice_asked_for_while_the_daemon_is_dead_is_not_granted(rig: Rig) -> None:
@@ -1435,7 +1436,7 @@ def test_a_slice_that_could_not_be_zeroed_is_nobodys_until_it_was(rig: Rig) -> N
     rig.tick(due)
     assert [again.epoch for again in rig.sent(Scrub)] == [scrub.epoch]
     rig.daemon(Scrubbed(epoch=scrub.epoch))
-    assert rig.scheduler.memory.arena.get(f"scrub:{scrub.epoch}") is None
+    assert rig.scheduler.memory.arena.get(Owner("scrub", str(scrub.epoch))) is None
 
 
 def test_a_model_that_was_being_stored_when_the_daemon_died_is_stored_again(rig: Rig) -> None:
