@@ -133,6 +133,11 @@ class Core:
         """Ask for a Tick at that instant."""
         self.due_ms.add(at_ms)
 
+    def job_of(self, worker: Worker, epoch: int) -> Job | None:
+        """The job a message speaks of; None when it speaks of an older dispatch."""
+        job = self.jobs.get(worker.job) if worker.job is not None else None
+        return job if job is not None and job.epoch == epoch and job.slot == worker.slot else None
+
     def tell_daemon(self, message: Message, commits_of: JobName | None = None) -> None:
         """Send to the memory daemon; to one that is not ready, nothing.
 

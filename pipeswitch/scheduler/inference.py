@@ -33,16 +33,16 @@ from .events import Answer, CancelAsked, InferArrived, PrefetchHint, RaiseTurn, 
 from .policies import Waiting
 from .records import Activation, ColdSwitch, EndedTrial, Model, Request, Worker
 from .states import ModelEvent, ModelState, Residency, TaskEvent, WorkerEvent, WorkerState
-from .training import Jobs
+from .training import Training
 
 
 class Inference:
     """The queue and the one or two inference tasks on the device."""
 
-    def __init__(self, core: Core, memory: Memory, jobs: Jobs) -> None:
+    def __init__(self, core: Core, memory: Memory, training: Training) -> None:
         self._core = core
         self._memory = memory
-        self._jobs = jobs
+        self._training = training
         self._ended: list[tuple[Activation, Request, InferenceDone]] = []  # not traced yet
 
     # -- arrival ------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ class Inference:
         obstacles = memory.obstacles(window)
         for region in obstacles:
             if region.owner.kind == "slice":
-                self._jobs.evict(JobName(region.owner.name), f"memory for {model.name}")  # 3.
+                self._training.evict(JobName(region.owner.name), f"memory for {model.name}")  # 3.
         if obstacles:
             return False
         memory.cancel_prefetches()
@@ -356,7 +356,7 @@ class Inference:
         if core.training is not None:
             activation.preempted = core.training
             activation.stop_asked_at_ms = core.now_ms
-            self._jobs.stop(core.training, activation.turn, activation.slot)
+            self._training.stop(core.training, activation.turn, activation.slot)
         if is_sent and not activation.is_trial:
             core.counts["switches"] += 1
             core.publish(

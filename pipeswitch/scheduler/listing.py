@@ -8,9 +8,9 @@ import msgspec
 
 from .arena import Memory
 from .core import Core
+from .jobs import Jobs
 from .records import Job, Model, Worker
 from .states import ModelState, Residency, TaskState, WorkerState
-from .training import Jobs
 from .trials import Profiling
 
 PRIORITY_NAMES = {0: "high", 1: "normal", 2: "low"}

@@ -179,7 +179,9 @@ class Job:
     epoch_index: int = 0
     lease_bytes: int = 0
     lease_asked_bytes: int = 0  # waiting for memory
+    place: Epoch = NO_EPOCH  # in the round robin: the smallest goes first
     cycle_began_at_ms: float = 0.0
+    cycle_left_ms: float = 0.0
     stop_asked_at_ms: float = 0.0
     evict_asked_at_ms: float = 0.0
     last_ran_at_ms: float = 0.0

@@ -2,8 +2,9 @@
 
 The live server, the simulator and the model checker run this very object (DESIGN 3). It owns all
 records; its parts each own one concern: ``memory`` (bytes), ``registry`` (models), ``inference``
-(requests and the switch), ``jobs`` (training), ``profiling`` (measured times and the groups made
-from them), ``fleet`` (processes), ``listing`` (rows).
+(requests and the switch), ``jobs`` (the book of jobs), ``training`` (the device's idle time),
+``leases`` and ``commits`` (slices and what is kept of them), ``profiling`` (measured times and the
+groups made from them), ``fleet`` (processes), ``listing`` (rows).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from ..ipc.messages import (
     WorkerReady,
 )
 from .arena import Memory
+from .commits import Commits
 from .core import Core, SchedulerSettings
 from .events import (
     BuilderExited,
@@ -66,12 +68,14 @@ from .events import (
 from .fleet import Fleet
 from .health import Health
 from .inference import Inference
+from .jobs import Jobs
+from .leases import Leases
 from .listing import Listing
 from .policies import make_policy
 from .records import Worker
 from .registry import Registry
 from .states import TASK_ON_WORKER, ModelState, TaskState, WorkerEvent, WorkerState
-from .training import Jobs
+from .training import Training
 from .trials import Profiling
 
 
@@ -82,8 +86,11 @@ class Scheduler:
                  max_wait_ms: float = 2000.0) -> None:  # fmt: skip
         self.core = Core(settings, make_policy(policy, max_wait_ms=max_wait_ms))
         self.memory = Memory(self.core)
-        self.jobs = Jobs(self.core, self.memory)
-        self.inference = Inference(self.core, self.memory, self.jobs)
+        self.commits = Commits(self.core, self.memory)
+        self.jobs = Jobs(self.core, self.commits)
+        self.leases = Leases(self.core, self.memory, self.commits)
+        self.training = Training(self.core, self.memory, self.jobs, self.leases, self.commits)
+        self.inference = Inference(self.core, self.memory, self.training)
         self.registry = Registry(self.core, self.memory, self.inference)
         self.profiling = Profiling(self.core, self.memory, self.inference)
         self.fleet = Fleet(self.core)
@@ -207,7 +214,7 @@ class Scheduler:
             case Cleaned(epoch=epoch):
                 self._cleaned(worker, epoch)
             case Parked() as message:
-                if self.jobs.parked(worker, message):
+                if self.training.parked(worker, message):
                     self.inference.turn_passed(message.next_turn)
                 self.inference.turn_is_free()
             case WorkerReady(pid=pid):
@@ -217,13 +224,13 @@ class Scheduler:
             case ModelPrepared() as message:
                 self.fleet.prepared(worker, message)
             case LeaseRequest() as message:
-                self.jobs.lease_requested(worker, message)
+                self.leases.requested(worker, message)
             case CommitStep() as message:
-                self.jobs.commit(worker, message)
+                self.commits.commit(worker, message)
             case JobReport() as message:
                 self.jobs.report(worker, message)
             case JobEnded() as message:
-                self.jobs.ended(worker, message)
+                self.training.ended(worker, message)
                 self.inference.turn_is_free()
             case _:
                 self.core.kill(worker, f"it sent a {type(event.message).__name__}")
@@ -241,7 +248,7 @@ class Scheduler:
                 self.memory.transmit_ended(message)
             case DaemonReady(pid=pid):
                 self.fleet.daemon_ready(pid)
-                self.jobs.daemon_ready()
+                self.commits.daemon_ready()
                 for model in self.core.models.values():
                     if model.state.state is ModelState.STORING:
                         self.registry.store_again(model)
@@ -252,16 +259,16 @@ class Scheduler:
             case Scrubbed(epoch=epoch):
                 self.memory.scrubbed(epoch)
             case StepCommitted() as message:
-                self.jobs.committed(message)
+                self.commits.committed(message)
                 self.fleet.served_well()
             case Pong(epoch=epoch):
                 self.health.daemon_answered(epoch)
             case CommitPersisted() as message:
-                self.jobs.persisted(message)
+                self.commits.persisted(message)
             case DaemonFault() as message:
                 self.core.counts["daemon_faults"] += 1
                 self.memory.refused(message.epoch, message.reason)
-                self.jobs.refused(message.epoch, message.reason)
+                self.commits.refused(message.epoch, message.reason)
                 self.registry.refused(message.epoch, message.reason)
                 self.core.publish("worker.daemon_fault", reason=message.reason)
             case _:
@@ -290,7 +297,7 @@ class Scheduler:
         ended_well = event.status == 0 and worker.state.state is WorkerState.RETIRING
         self.inference.worker_died(worker, event.status, event.begun_epoch)
         self.fleet.worker_exited(worker, event.status, ended_well=ended_well)
-        self.jobs.worker_died(worker, event.status)
+        self.training.worker_died(worker, event.status)
         self.inference.turn_is_free()
 
     def _daemon_exited(self, event: DaemonExited) -> None:
@@ -298,7 +305,7 @@ class Scheduler:
             return
         self.inference.daemon_died()
         self.memory.device_lost()
-        self.jobs.daemon_died()
+        self.commits.daemon_died()
         if not self.fleet.daemon_died(event.status):
             self._leave("the memory daemon died too often", status=EX_SOFTWARE)
 
@@ -348,7 +355,12 @@ class Scheduler:
         core = self.core
         if core.drain_at_ms is None or core.has_left:
             return
-        if not core.requests and self.jobs.is_quiet and self.registry.is_quiet:
+        if (
+            not core.requests
+            and self.jobs.is_quiet
+            and self.commits.is_quiet
+            and self.registry.is_quiet
+        ):
             self._leave("drained")
         elif core.now_ms >= core.drain_at_ms:
             self._leave("the grace period is over")
@@ -402,7 +414,7 @@ class Scheduler:
         self.registry.pump()
         self._dispatch()
         self.profiling.pump()
-        self.jobs.pump()
+        self.training.pump()
         self.memory.bring_pinned()
         self.memory.scrub_again()
         self._kill_hung()

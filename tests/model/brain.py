@@ -24,7 +24,7 @@ SHOWN_OF_MODEL = ("reason", "transmit_started_at_ms", "transmit_ended_at_ms", *M
 
 MODEL = Codec(Model, drop=SHOWN_OF_MODEL)
 REQUEST = Codec(Request)
-JOB = Codec(Job, drop=SHOWN_OF_JOB, ordered=("epoch", "persist_epoch", "copying_epoch"))
+JOB = Codec(Job, drop=SHOWN_OF_JOB, ordered=("place", "epoch", "persist_epoch", "copying_epoch"))
 WORKER = Codec(Worker, drop=("generation",))
 SHOWN_OF_TASK = ("dispatched_at_ms", "was_resident", "stop_asked_at_ms")
 ACTIVATION = Codec(Activation, drop=SHOWN_OF_TASK)
@@ -35,7 +35,6 @@ CORE = (
     "counts", "last_epoch", "due_ms",
     "cold_switches",  # for profiles, and nothing is measured in this world
 )  # fmt: skip
-OF_JOBS = ("order", "_cycle_left_ms")
 OF_FLEET = ("is_daemon_alive", "_daemon_deaths", "_daemon_respawn_at_ms")
 
 
@@ -89,7 +88,7 @@ class Brain:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         core = scheduler.core
-        known = {"core": CORE, "jobs": OF_JOBS, "fleet": OF_FLEET}
+        known = {"core": CORE, "fleet": OF_FLEET}
         self._still = [
             (part, Still(part, *known.get(name, ()))) for name, part in vars(scheduler).items()
         ]
@@ -125,8 +124,6 @@ class Brain:
             tuple(sorted(core.due_ms)),
             _freeze_regions(memory.arena, e),
             _freeze_regions(memory.store, e),
-            tuple(scheduler.jobs.order),
-            tuple(sorted(scheduler.jobs._cycle_left_ms.items())),
             fleet.is_daemon_alive,
             fleet._daemon_deaths,
             fleet._daemon_respawn_at_ms,
@@ -138,7 +135,7 @@ class Brain:
         scheduler = self.scheduler
         core, memory, fleet = scheduler.core, scheduler.memory, scheduler.fleet
         (models, requests, queue, jobs, workers, current, upcoming, core.training,
-         core.is_daemon_ready, core.has_left, core.now_ms, due_ms, arena, store, order, cycles,
+         core.is_daemon_ready, core.has_left, core.now_ms, due_ms, arena, store,
          fleet.is_daemon_alive, fleet._daemon_deaths,
          fleet._daemon_respawn_at_ms, core.drain_at_ms) = frozen  # fmt: skip
         core.models = {t[0]: self._models.thaw(t, n, t[0]) for t in models}
@@ -157,8 +154,6 @@ class Brain:
         core.out, core.cold_switches = [], []
         _thaw_regions(memory.arena, arena, n)
         _thaw_regions(memory.store, store, n)
-        scheduler.jobs.order = list(order)
-        scheduler.jobs._cycle_left_ms = dict(cycles)
 
 
 _COMMITTED_STEP = JOB.position("committed_step")

@@ -14,12 +14,14 @@ from memory_daemon.commits import Commits
 from pipeswitch.commits.area import HEADER_BYTES, CommitArea
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.arena import FREE, Memory
+from pipeswitch.scheduler.commits import Commits as JobCommits
 from pipeswitch.scheduler.fleet import Fleet
 from pipeswitch.scheduler.inference import Inference
+from pipeswitch.scheduler.jobs import Jobs
 from pipeswitch.scheduler.regions import Cost, Owner
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.states import Residency
-from pipeswitch.scheduler.training import Jobs
+from pipeswitch.scheduler.training import Training
 
 from .channel import unpack
 from .daemon import Daemon, acknowledgement
@@ -32,10 +34,10 @@ _end = Inference._end
 _done = Inference.done
 _request_died = Inference.worker_died
 _turn_is_free = Inference.turn_is_free
-_ended = Jobs.ended
-_job_died = Jobs.worker_died
-_commit = Jobs.commit
-_committed = Jobs.committed
+_ended = Training.ended
+_job_died = Training.worker_died
+_commit = JobCommits.commit
+_committed = JobCommits.committed
 _obey = Script.obey
 _price = Memory._price
 _cancel_prefetches = Memory.cancel_prefetches
@@ -78,7 +80,7 @@ def _handle_suspects(self: Scheduler, event: Any, now_ms: float) -> Any:
     return commands
 
 
-def _ended_and_released(self: Jobs, worker: Any, message: Any) -> None:
+def _ended_and_released(self: Training, worker: Any, message: Any) -> None:
     _ended(self, worker, message)
     if worker.job is not None:
         self._memory.release_slice(worker.job)
@@ -110,7 +112,7 @@ def _request_lost(self: Inference, worker: Any, status: int, begun_epoch: Any) -
         del self._core.requests[token]
 
 
-def _leaked(self: Jobs, worker: Any, status: int) -> None:
+def _leaked(self: Training, worker: Any, status: int) -> None:
     if self._core.jobs[worker.job].slot is None:  # its script had ended
         _job_died(self, worker, status)
         return
@@ -167,7 +169,7 @@ def _said_too_early(self: Daemon, world: Any) -> None:
     _work_lane(self, world)
 
 
-def _any_commit(self: Jobs, worker: Any, message: Any) -> None:
+def _any_commit(self: JobCommits, worker: Any, message: Any) -> None:
     if worker.job is not None:
         self._core.jobs[worker.job].commit_number = 0
     _commit(self, worker, message)
@@ -177,7 +179,7 @@ def _any_order(self: Commits, order: Any) -> bool:
     return False
 
 
-def _any_flip(self: Jobs, message: Any) -> None:
+def _any_flip(self: JobCommits, message: Any) -> None:
     job = self._core.jobs[message.job]
     if message.epoch == job.copying_epoch:
         job.copying_number = message.number
@@ -235,17 +237,17 @@ MUTANTS = (
     Mutant("a suspect is taken for dead before it is reaped",
            replace(PREEMPTED, steps=1, suspicions=1), ((Scheduler, "handle", _handle_suspects),)),
     Mutant("a slice is used again before its worker is reaped", replace(FAULTLESS, requests=0),
-           ((Jobs, "ended", _ended_and_released),)),
+           ((Training, "ended", _ended_and_released),)),
     Mutant("a commit is written in place", COMMITTED, ((CommitArea, "_slot", _one_slot),)),
     Mutant("parameters and data position are committed apart", COMMITTED,
            ((Script, "_half", _parameters_first), (Script, "_position", _position_later))),
     Mutant("a request is not queued again when its worker dies", KILLED,
            ((Inference, "worker_died", _request_lost),)),
-    Mutant("a lease is freed only on goodbye", KILLED, ((Jobs, "worker_died", _leaked),)),
+    Mutant("a lease is freed only on goodbye", KILLED, ((Training, "worker_died", _leaked),)),
     Mutant("the turn is given twice", PREEMPTED, ((Inference, "turn_is_free", _turn_for_two),)),
     Mutant("a repeated result is answered again", replace(FAULTLESS, repeats=1),
            ((Inference, "done", _done_again),)),
-    Mutant("the stop is forgotten", PREEMPTED, ((Jobs, "stop", _spare),)),
+    Mutant("the stop is forgotten", PREEMPTED, ((Training, "stop", _spare),)),
     Mutant("models stay resident when the memory daemon dies",
            replace(FAULTLESS, is_coarse=True, daemon_kills=1),
            ((Memory, "device_lost", _still_there),)),
@@ -258,26 +260,26 @@ MUTANTS = (
            replace(PREEMPTED, steps=1, requests=2, hears_late=True),
            ((Inference, "turn_is_free", _turn_over_old_one),)),
     Mutant("a job starts beside its old process", replace(FAULTLESS, requests=0, pauses=1),
-           ((Jobs, "_has_process", lambda self, job: False),)),
+           ((Training, "_has_process", lambda self, job: False),)),
     Mutant("a job starts before its last commit is copied", KILLED,
-           ((Jobs, "_is_leaving", Jobs._has_process),)),
+           ((Training, "_is_leaving", Training._has_process),)),
     Mutant("a commit is acknowledged before it is flipped", COMMITTED,
            ((Daemon, "work_lane", _said_too_early),)),
     Mutant("the optimizer does not wait for the commit", COMMITTED,
            ((Script, "is_commit_over", lambda self, world: True),)),
     Mutant("commit numbers are not compared", replace(REPEATED, is_coarse=True, pauses=1),
-           ((Jobs, "commit", _any_commit),)),
+           ((JobCommits, "commit", _any_commit),)),
     Mutant("an order to commit is carried out twice", REPEATED,
            ((Commits, "was_accepted", _any_order),)),
     Mutant("an older flip ends the copy under way", REPEATED,
-           ((Jobs, "committed", _any_flip),)),
+           ((JobCommits, "committed", _any_flip),)),
     Mutant("an older acknowledgement lets the optimizer write", REPEATED,
            ((Script, "obey", _any_acknowledgement),)),
     Mutant("a request is begun after its deadline", DEADLINE, ((Inference, "expire", _spare),)),
     Mutant("a request that is taken back is never answered", CANCELLED,
            ((Inference, "cancel", _forgotten),)),
     Mutant("the server leaves before its jobs have", DRAINED,
-           ((Jobs, "is_quiet", property(lambda self: True)),)),
+           ((Jobs, "is_quiet", True), (JobCommits, "is_quiet", True))),
     Mutant("the place of a cancelled prefetch is used at once", HINTED,
            ((Memory, "cancel_prefetches", _cancelled_at_once),)),
     Mutant("a slice is not zeroed for its next owner", KILLED,

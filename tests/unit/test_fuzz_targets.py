@@ -58,7 +58,7 @@ BROKEN = {
     "profile": "pipeswitch.planning.profile._check",
     "packet": "tests.fuzz.packets.decode_message",
     "daemon": "memory_daemon.transmit.check_order",
-    "worker": "pipeswitch.scheduler.training.Jobs._job_of",
+    "worker": "pipeswitch.scheduler.core.Core.job_of",
     "order": "workers.training.gate.Gate.grant",
 }
 """A target -> something in its way that raises what nobody promised."""

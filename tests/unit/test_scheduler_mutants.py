@@ -18,14 +18,14 @@ from pipeswitch.scheduler.records import Model
 from pipeswitch.scheduler.regions import Cost, Owner
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.states import Residency
-from pipeswitch.scheduler.training import Jobs
+from pipeswitch.scheduler.training import Training
 
 Patch = pytest.MonkeyPatch
 MOST_LIVES = 400
 
 _original_price = Memory._price
 _original_from_worker = Scheduler._from_worker
-_original_ended = Jobs.ended
+_original_ended = Training.ended
 _original_died = Inference.worker_died
 _original_free = Inference.turn_is_free
 _original_on_device = Model.is_on_device
@@ -41,12 +41,12 @@ def turn_given_before_parked(patch: Patch) -> None:
 
 
 def slice_released_before_the_reap(patch: Patch) -> None:
-    def ended(self: Jobs, worker: Any, message: Any) -> None:
+    def ended(self: Training, worker: Any, message: Any) -> None:
         _original_ended(self, worker, message)
         if worker.job is not None:
             self._memory.release_slice(worker.job)
 
-    patch.setattr(Jobs, "ended", ended)
+    patch.setattr(Training, "ended", ended)
 
 
 def slice_not_zeroed(patch: Patch) -> None:
@@ -96,7 +96,7 @@ def model_in_use_evicted(patch: Patch) -> None:
 
 
 def job_started_beside_its_old_process(patch: Patch) -> None:
-    patch.setattr(Jobs, "_has_process", lambda self, job: False)
+    patch.setattr(Training, "_has_process", lambda self, job: False)
 
 
 def cancelled_copy_used(patch: Patch) -> None:
@@ -111,7 +111,7 @@ def daemon_told_before_it_is_ready(patch: Patch) -> None:
 
 
 def stubborn_script_never_killed(patch: Patch) -> None:
-    patch.setattr(Jobs, "_kill_after", lambda *args: None)
+    patch.setattr(Training, "_kill_after", lambda *args: None)
 
 
 def workers_kept_when_the_daemon_dies(patch: Patch) -> None:

@@ -1,0 +1,191 @@
+"""A job's commits: images of its slice in the host store, copied by the daemon, kept on disk."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ..errors import HostStoreFull
+from ..ipc.messages import (
+    CloseCommits,
+    CommitCopy,
+    CommitPersisted,
+    CommitStep,
+    Epoch,
+    OpenCommits,
+    PersistCommit,
+    StepCommitted,
+)
+from .arena import Memory
+from .core import Core
+from .events import CreateCommits, DropCommits, ToWorker
+from .records import NO_EPOCH, Job, Worker
+from .states import TASK_FINAL
+
+HEADER_BYTES: Final = 4096  # before the two slots of a commit area
+NO_COPY: Final = (NO_EPOCH, 0)
+
+
+class Commits:
+    """The commit areas of all jobs, and the one commit of each that is on its way."""
+
+    def __init__(self, core: Core, memory: Memory) -> None:
+        self._core = core
+        self._memory = memory
+
+    def restore(self, job: Job, slot_bytes: int, step: int) -> None:
+        """An area that was loaded from disk; without room for it the job starts from the top."""
+        if self._memory.store.reserve(job.commits, HEADER_BYTES + 2 * slot_bytes):
+            job.commit_slot_bytes = slot_bytes
+            job.step = job.committed_step = job.persisted_step = step
+
+    def open(self, job: Job, state_bytes: int) -> None:
+        """A commit area that holds two images; kept over restarts of worker and daemon.
+
+        Raises:
+            HostStoreFull: no room for two images.
+        """
+        core = self._core
+        if job.commit_slot_bytes >= state_bytes:
+            return
+        store, owner = self._memory.store, job.commits
+        old = store.release(owner) if store.get(owner) is not None else None
+        if store.reserve(owner, HEADER_BYTES + 2 * state_bytes) is None:
+            if old is not None:
+                store.reserve(owner, old.size_bytes, at_bytes=old.offset_bytes)
+            raise HostStoreFull(
+                f'the commits of job "{job.name}" need {2 * state_bytes} bytes, the host store '
+                f"has {store.largest_free_bytes}",
+                hint="unregister a model or start with a larger --host-store",
+                requested_bytes=2 * state_bytes,
+                largest_free_bytes=store.largest_free_bytes,
+            )
+        job.commit_slot_bytes = state_bytes
+        core.emit(CreateCommits(job=job.name, slot_bytes=state_bytes))
+        self._tell_daemon(job)
+
+    def _tell_daemon(self, job: Job) -> None:
+        self._core.tell_daemon(
+            OpenCommits(job=job.name, slot_bytes=job.commit_slot_bytes), commits_of=job.name
+        )
+
+    def commit(self, worker: Worker, message: CommitStep) -> None:
+        """Let the daemon copy the pieces of the slice; it flips and acknowledges.
+
+        Each number once: when a commit is acknowledged its owner writes the slice again, so a
+        message that comes late or again would have a torn image copied.
+        """
+        job = self._core.job_of(worker, message.epoch)
+        if job is None or message.number <= job.commit_number:
+            self._core.counts["stale_messages"] += 1
+            return
+        region = self._memory.arena.get(job.slice)
+        if region is None or not self._core.is_daemon_ready:
+            return  # nothing is copied, so nothing is acknowledged and the number is not used up
+        job.commit_number = message.number
+        job.copying_epoch, job.copying_number = job.epoch, message.number
+        self._core.tell_daemon(
+            CommitCopy(
+                job=job.name,
+                epoch=job.epoch,
+                number=message.number,
+                step=message.step,
+                slice_offset_bytes=region.offset_bytes,
+                slice_bytes=region.size_bytes,
+                ranges=message.ranges,
+            )
+        )
+
+    def committed(self, message: StepCommitted) -> None:
+        """Flipped: tell the worker; write it to disk now and then."""
+        core = self._core
+        job = core.jobs.get(message.job)
+        told = (message.epoch, message.number)
+        if job is None or told != (job.copying_epoch, job.copying_number):
+            core.counts["stale_messages"] += 1  # of an older job of this name, or told again
+            return
+        job.copying_epoch, job.copying_number = NO_COPY
+        if not message.error:
+            if core.is_draining:  # there is no later
+                job.persist_due_at_ms = core.now_ms
+            elif job.committed_step == job.persisted_step == -1:  # the first commit
+                job.persist_due_at_ms = core.now_ms + core.settings.persist_every_ms
+            job.committed_step = max(job.committed_step, message.step)
+            job.deaths_without_progress = 0
+            core.counts["commits"] += 1
+            core.publish("job.committed", job=job.name, step=message.step, copy_ms=message.copy_ms)
+        if job.slot is not None and message.epoch == job.epoch:
+            core.emit(ToWorker(slot=job.slot, message=message, channel="signal"))
+
+    def persist_due(self) -> None:
+        """Write commits to disk now and then, and at once when a job was put aside."""
+        core = self._core
+        for job in core.jobs.values():
+            if not self._is_unsaved(job) or job.is_persisting or not core.is_daemon_ready:
+                continue
+            if core.now_ms < job.persist_due_at_ms:
+                core.look_again(job.persist_due_at_ms)
+                continue
+            job.is_persisting = True
+            job.persist_epoch = job.epoch
+            job.persist_due_at_ms = core.now_ms + core.settings.persist_every_ms
+            core.tell_daemon(PersistCommit(job=job.name, epoch=job.epoch, directory=""))
+
+    def _is_unsaved(self, job: Job) -> bool:
+        """Its newest commit is not on disk, and somebody may want to resume from it."""
+        return job.committed_step > job.persisted_step and job.state.state not in TASK_FINAL
+
+    def persisted(self, message: CommitPersisted) -> None:
+        """On disk, or why not; the older file is intact either way and training goes on."""
+        job = self._core.jobs.get(message.job)
+        if job is None or message.epoch <= job.born_epoch:
+            return
+        job.is_persisting = False
+        if message.error:
+            self._core.publish("job.persist_failed", job=job.name, error=message.error)
+            job.why = f"commit not on disk: {message.error}"
+        else:
+            job.persisted_step = max(job.persisted_step, message.step)
+
+    def refused(self, epoch: Epoch, reason: str) -> None:
+        """The daemon refused an order: no answer to it will come."""
+        for job in self._core.jobs.values():
+            if job.persist_epoch == epoch and job.is_persisting:
+                job.is_persisting = False
+                job.why = f"commit not on disk: {reason}"
+            if job.copying_epoch == epoch:
+                job.copying_epoch, job.copying_number = NO_COPY
+                self._restart(job, epoch, f"its commit was refused: {reason}")
+
+    def _restart(self, job: Job, epoch: Epoch, reason: str) -> None:
+        """From the last commit: its script waits for an acknowledgement that will not come."""
+        if job.slot is not None and job.epoch == epoch:
+            self._core.kill(self._core.workers[job.slot], reason)
+
+    def forget(self, job: Job) -> None:
+        if job.commit_slot_bytes:
+            self._memory.store.release(job.commits)
+            job.commit_slot_bytes = 0
+            self._core.tell_daemon(CloseCommits(job=job.name))
+            self._core.emit(DropCommits(job=job.name))
+
+    def daemon_died(self) -> None:
+        """Slices are gone with the device; commits are not."""
+        for job in self._core.jobs.values():
+            job.is_persisting = False
+            job.copying_epoch, job.copying_number = NO_COPY
+
+    def daemon_ready(self) -> None:
+        for job in self._core.jobs.values():
+            if job.commit_slot_bytes:
+                self._tell_daemon(job)
+
+    @property
+    def is_quiet(self) -> bool:
+        """No commit is on its way to host or disk, or due to be."""
+        now_ms = self._core.now_ms
+        return not any(
+            job.copying_epoch
+            or job.is_persisting
+            or (self._is_unsaved(job) and job.persist_due_at_ms <= now_ms)
+            for job in self._core.jobs.values()
+        )

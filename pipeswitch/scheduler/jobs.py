@@ -1,0 +1,243 @@
+"""The book of training jobs: what clients ask of them, what their scripts report, how they end."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from ..errors import (
+    AlreadyExists,
+    InvalidInput,
+    ModelNotFound,
+    PipeSwitchError,
+    ServerUnavailable,
+    TaskFailed,
+)
+from ..ipc.messages import Epoch, JobName, JobReport
+from .commits import Commits
+from .core import Core
+from .events import JobAsked, Journal, Token, TrainAsked
+from .records import Job, Worker
+from .states import TASK_FINAL, TASK_ON_WORKER, TaskEvent, TaskState
+
+RATE_WEIGHT: Final = 0.2  # of the newest report in a job's steps per second
+
+
+class Jobs:
+    """A job's identity and what it is wanted to do; ``Training`` gives it the device."""
+
+    def __init__(self, core: Core, commits: Commits) -> None:
+        self._core = core
+        self._commits = commits
+
+    def train(self, event: TrainAsked) -> None:
+        """Accept a job; it is answered as soon as it is on the books."""
+        core = self._core
+        if core.is_draining:
+            core.refuse(event.token, ServerUnavailable("the server is draining"))
+            return
+        old = core.jobs.get(event.job)
+        if old is not None and old.state.state not in TASK_FINAL:
+            error = AlreadyExists(
+                f'a job "{event.job}" is {old.state.state.value}',
+                hint=f"choose another --name, or pipeswitch jobs cancel {event.job}",
+            )
+            core.refuse(event.token, error)
+            return
+        # The process of an old job of that name may still be leaving: this one waits for it
+        # in the queue (see Training).
+        job = self.adopt(event.job, event.entry, event.args, event.priority)
+        core.emit(Journal(entry={"kind": "job", "name": job.name, "entry": job.entry,
+                                 "args": list(job.args), "priority": job.priority},
+                          accepts=(event.token,)))  # fmt: skip
+        core.publish("job.submitted", job=job.name, entry=job.entry)
+        core.answer(event.token, job=self.row(job))
+
+    def adopt(self, name: JobName, entry: str, args: tuple[str, ...], priority: int) -> Job:
+        """Put a job on the books (a new one, or one the journal remembers)."""
+        core = self._core
+        job = Job(name, entry, args, priority)
+        job.born_epoch = Epoch(core.last_epoch)
+        job.place = core.next_epoch()
+        job.cycle_left_ms = core.settings.training_cycle_ms
+        core.jobs[name] = job
+        return job
+
+    def restore(
+        self, name: JobName, entry: str, args: tuple[str, ...], priority: int,
+        slot_bytes: int, step: int, *, is_paused: bool = False,
+    ) -> None:  # fmt: skip
+        """A job the journal remembers, with its commit area loaded from disk (0: none)."""
+        job = self.adopt(name, entry, args, priority)
+        if slot_bytes:
+            self._commits.restore(job, slot_bytes, step)
+        if is_paused:
+            job.state.apply(TaskEvent.PAUSE, "as before the restart")
+
+    def asked(self, event: JobAsked) -> None:
+        """show, pause, resume, cancel, wait."""
+        core = self._core
+        job = core.jobs.get(event.job)
+        if job is None:
+            core.refuse(
+                event.token, ModelNotFound(f'no job "{event.job}"', hint="pipeswitch jobs ls")
+            )
+            return
+        if event.action == "show":
+            core.answer(event.token, job=self.row(job))
+        elif event.action == "wait":
+            job.waiters.append(event.token)
+            self._answer_final(job)
+        elif event.action == "resume":
+            self._resume_asked(job, event.token)
+        else:
+            self._hold_asked(job, event.token, event.action)
+
+    def _resume_asked(self, job: Job, token: Token) -> None:
+        if job.state.state in TASK_FINAL:
+            self._core.refuse(token, _is_over(job))
+            return
+        if job.state.allows(TaskEvent.RESUME):
+            job.state.apply(TaskEvent.RESUME, "asked by the user")
+            self._core.emit(Journal(entry={"kind": "hold-over", "name": job.name}))
+            self._core.publish("job.resumed", job=job.name)
+        if job.wanted == "pause":
+            job.wanted = "run"
+        self._core.answer(token, job=self.row(job))
+
+    def _hold_asked(self, job: Job, token: Token, action: str) -> None:
+        """Pause or cancel: answered when the job holds no worker any more."""
+        event = TaskEvent.PAUSE if action == "pause" else TaskEvent.CANCEL
+        if job.state.state in TASK_FINAL:
+            self._core.refuse(token, _is_over(job))
+            return
+        job.answer_on_change.append(token)
+        if job.state.allows(event):
+            job.state.apply(event, "asked by the user")
+            self._changed(job)
+        elif job.state.state is TaskState.PAUSED:
+            self._changed(job)
+        else:
+            job.wanted = "pause" if action == "pause" else "cancel"  # Training evicts it
+
+    def row(self, job: Job) -> dict[str, Any]:
+        """One line of ``jobs``."""
+        return {
+            "name": job.name,
+            "state": job.state.state.value,
+            "entry": job.entry,
+            "args": list(job.args),
+            "step": job.step,
+            "epoch": job.epoch_index,
+            "committed_step": job.committed_step,
+            "persisted_step": job.persisted_step,
+            "steps_per_s": round(job.steps_per_s, 3),
+            "suspensions": job.suspensions,
+            "evictions": job.evictions,
+            "restarts": job.restarts,
+            "steps_recomputed": job.steps_recomputed,
+            "lease_bytes": job.lease_bytes,
+            "worker": job.slot,
+            "error": job.error,
+            "why": job.why,
+            "log": job.last_log,
+        }
+
+    def report(self, worker: Worker, message: JobReport) -> None:
+        """What the script says of itself."""
+        job = self._core.job_of(worker, message.epoch)
+        if job is None:
+            return
+        values = {str(key): value for key, value in message.values.items()}
+        if message.kind == "progress":
+            self._progress(job, values)
+        elif message.kind == "nan_loss":
+            job.why = f"{values.get('name')} was {values.get('value')} at step {values.get('step')}"
+        elif message.kind in ("warning", "commit_failed"):
+            job.why = str(values.get("text") or values.get("what", message.kind))
+        self._core.publish(f"job.{message.kind}", **{**values, "job": job.name})
+
+    def _progress(self, job: Job, values: dict[str, Any]) -> None:
+        """Steps done, and how fast since the last report that was not interrupted."""
+        core, before = self._core, job.step
+        job.step = _number(values.get("step"), job.step)
+        job.epoch_index = _number(values.get("epoch"), job.epoch_index)
+        elapsed_ms = core.now_ms - job.reported_at_ms
+        if job.step > before and job.reported_at_ms and elapsed_ms > 0:
+            rate = (job.step - before) * 1000.0 / elapsed_ms
+            job.steps_per_s += RATE_WEIGHT * (rate - job.steps_per_s) if job.steps_per_s else rate
+        job.reported_at_ms = core.now_ms
+        if isinstance(values.get("log"), dict):
+            job.last_log = values["log"] or job.last_log
+
+    def unwound(self, job: Job) -> None:
+        if job.state.state is TaskState.QUEUED:
+            if job.wanted == "pause":
+                job.state.apply(TaskEvent.PAUSE, "asked by the user")
+            elif job.wanted == "cancel":
+                job.state.apply(TaskEvent.CANCEL, "asked by the user")
+            if job.wanted in ("pause", "drain"):
+                job.persist_due_at_ms = self._core.now_ms  # at once
+        self._changed(job)
+
+    def _changed(self, job: Job) -> None:
+        core = self._core
+        core.publish(f"job.{job.state.state.value}", job=job.name, step=job.step, error=job.error)
+        if job.state.state is TaskState.PAUSED:  # also for the next server
+            core.emit(Journal(entry={"kind": "hold", "name": job.name, "why": "paused"}))
+        for token in job.answer_on_change:
+            core.answer(token, job=self.row(job))
+        job.answer_on_change.clear()
+        job.wanted = "run" if job.wanted != "drain" else job.wanted
+        if job.state.state in TASK_FINAL:
+            self._commits.forget(job)
+            core.emit(Journal(entry={"kind": "job-over", "name": job.name,
+                                     "state": job.state.state.value}))  # fmt: skip
+            self._answer_final(job)
+
+    def _answer_final(self, job: Job) -> None:
+        if job.state.state not in TASK_FINAL:
+            return
+        for token in job.waiters:
+            if job.state.state is TaskState.FAILED:
+                kind, _, text = job.error.partition(": ")
+                error = TaskFailed(
+                    f'job "{job.name}" failed: {job.error}',
+                    hint=f"pipeswitch jobs logs {job.name}",
+                    type=kind,
+                    text=text,
+                    job=self.row(job),
+                )
+                self._core.refuse(token, error)
+            else:
+                self._core.answer(token, job=self.row(job))
+        job.waiters.clear()
+
+    def refuse_all(self, error: PipeSwitchError) -> None:
+        """The server cannot go on: nobody is left without an answer."""
+        for job in self._core.jobs.values():
+            for token in (*job.waiters, *job.answer_on_change):
+                self._core.refuse(token, error)
+            job.waiters.clear()
+            job.answer_on_change.clear()
+
+    def drain(self) -> None:
+        """Commit and unwind every job, write all to disk; the journal brings them back."""
+        for job in self._core.jobs.values():
+            job.persist_due_at_ms = self._core.now_ms  # also of one that waits in the queue
+            if job.state.state in TASK_ON_WORKER and job.wanted == "run":
+                job.wanted = "drain"  # Training evicts it
+
+    @property
+    def is_quiet(self) -> bool:
+        """No job is on a worker."""
+        return not any(job.state.state in TASK_ON_WORKER for job in self._core.jobs.values())
+
+
+def _number(value: Any, default: int) -> int:
+    return value if isinstance(value, int) else default
+
+
+def _is_over(job: Job) -> InvalidInput:
+    return InvalidInput(
+        f'job "{job.name}" is over: it is {job.state.state.value}', hint="pipeswitch jobs ls"
+    )

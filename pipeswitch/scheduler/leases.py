@@ -1,0 +1,106 @@
+"""Slices of the arena for training jobs: who gets one, and who must leave for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..errors import OutOfDeviceMemory, PipeSwitchError, to_wire
+from ..ipc.messages import LeaseGranted, LeaseRefused, LeaseRequest
+from .arena import Memory
+from .commits import Commits
+from .core import Core
+from .events import ToWorker
+from .records import Job, Worker
+from .states import TaskEvent, TaskState
+
+
+class Leases:
+    """Of each job at most one slice, from its first ``job.steps`` until its process is reaped."""
+
+    def __init__(self, core: Core, memory: Memory, commits: Commits) -> None:
+        self._core = core
+        self._memory = memory
+        self._commits = commits
+
+    def requested(self, worker: Worker, message: LeaseRequest) -> None:
+        """A job's first ``job.steps`` wants its slice; it waits outside the device's turn."""
+        job = self._core.job_of(worker, message.epoch)
+        if job is None or job.state.state is TaskState.EVICTING:
+            return  # EvictTask is on its way to it
+        old = self._memory.arena.get(job.slice)
+        if old is not None and old.size_bytes < message.slice_bytes:
+            # The next phase of the script needs more. It asks only when it has moved out.
+            self._memory.release_slice(job.name)
+        try:
+            self._commits.open(job, message.state_bytes)
+        except PipeSwitchError as error:
+            self._refuse(job, error)
+            return
+        job.lease_asked_bytes = max(1, message.slice_bytes)
+
+    def grant(self) -> Iterator[tuple[Job, str]]:
+        """Slices for jobs that wait; not while requests do, whose models may need the room.
+
+        Yields:
+            A job that must leave before the next can have its slice, and why.
+        """
+        core = self._core
+        if core.queue or not core.is_daemon_ready:
+            return
+        for job in core.jobs.values():
+            if not job.lease_asked_bytes or job.slot is None:
+                continue
+            try:
+                held = self._memory.arena.get(job.slice)  # asked again: the same one
+                region = held or self._memory.lease_slice(job.name, job.lease_asked_bytes)
+            except OutOfDeviceMemory as error:
+                job.lease_asked_bytes = 0
+                self._refuse(job, error)
+                continue
+            if region == "soon":
+                continue
+            if region is None:
+                leaves = self._who_leaves_for(job)
+                if leaves is not None:
+                    yield leaves, f"memory for job {job.name}"
+                continue
+            job.lease_asked_bytes = 0
+            job.lease_bytes = region.size_bytes
+            if job.state.state is TaskState.TRANSMITTING:
+                job.state.apply(TaskEvent.STARTED, "leased its slice")
+            core.emit(
+                ToWorker(
+                    slot=job.slot,
+                    message=LeaseGranted(
+                        epoch=job.epoch,
+                        offset_bytes=region.offset_bytes,
+                        size_bytes=region.size_bytes,
+                    ),
+                    channel="signal",
+                    commits_of=job.name,
+                )
+            )
+
+    def _who_leaves_for(self, job: Job) -> Job | None:
+        """Models in use leave soon; another job's slice only when that job is evicted."""
+        core = self._core
+        if core.current is not None or core.upcoming is not None:
+            return None
+        for other in core.jobs.values():
+            has_slice = self._memory.arena.get(other.slice) is not None
+            if other is not job and has_slice and other.state.state is TaskState.SUSPENDED:
+                return other
+        return None
+
+    def _refuse(self, job: Job, error: PipeSwitchError) -> None:
+        assert job.slot is not None
+        wire = to_wire(error)
+        self._core.emit(
+            ToWorker(
+                slot=job.slot,
+                message=LeaseRefused(
+                    epoch=job.epoch, error=wire["type"], message=str(error), data=wire["data"]
+                ),
+                channel="signal",
+            )
+        )
