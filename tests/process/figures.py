@@ -1,4 +1,4 @@
-"""Where the long tests leave what they measured; ``docs/reliability.md`` is made of it.
+"""Where the long tests leave what they measured; ``docs/reliability.md`` cites it.
 
 ``PIPESWITCH_FIGURES=folder pytest -m soak ...`` writes ``folder/<name>.json``; without the
 variable nothing is written. Import it as ``tests.process.figures``.
