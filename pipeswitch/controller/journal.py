@@ -17,13 +17,14 @@ import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ..config import NAME_PATTERN
 from ..errors import ConfigError
-from .journal_lines import Entry, read_lines
 
 log = logging.getLogger(__name__)
+
+Entry = dict[str, Any]
 
 FILE_NAME: Final = "journal.sqlite"
 SCHEMA_VERSION: Final = 2  # in the file's user_version; 0 is a file without tables, 1 had no holds
@@ -51,7 +52,7 @@ class JournalFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open, or make; take over a journal of an earlier release that lies beside it.
+        """Open, or make.
 
         Raises:
             OSError: it can be neither read nor written.
@@ -73,7 +74,6 @@ class JournalFile:
                 self._database = _opened(path)
             try:
                 self._take_over(kept)
-                self._take_over_lines(path.with_name("journal.jsonl"))
                 self.models = {entry["name"]: entry for entry in _rows(self._database, "model")}
                 self.jobs = {entry["name"]: entry for entry in _rows(self._database, "job")}
                 self.holds = {entry["name"]: entry for entry in _rows(self._database, "hold")}
@@ -93,14 +93,6 @@ class JournalFile:
                     _write(self._database, entry)
                 except (ValueError, OverflowError) as error:  # nothing was written of it
                     log.warning("journal=%s entry ignored: %s", self._path, error)
-
-    def _take_over_lines(self, path: Path) -> None:
-        if not path.exists():
-            return
-        # Before the rename a crash leads here again, which changes nothing.
-        self._take_over(read_lines(path))
-        os.replace(path, path.with_suffix(".jsonl.migrated"))
-        log.info("journal=%s taken over from %s", self._path, path.name)
 
     def append(self, entry: Entry) -> None:
         """Write and sync, with everything that is owed, or leave no trace.

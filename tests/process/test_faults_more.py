@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import json
 import os
 import random
 import resource
@@ -12,6 +10,7 @@ import selectors
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import threading
 import time
@@ -41,7 +40,7 @@ from process_tools import (
     write_script,
 )
 
-from pipeswitch.controller.journal import FILE_NAME, JournalFile
+from pipeswitch.controller.journal import FILE_NAME
 from pipeswitch.controller.processes import Child, Processes
 from pipeswitch.errors import (
     AlreadyExists,
@@ -460,12 +459,6 @@ def test_a_start_on_a_read_only_disk_is_one_line(small_disk: Path) -> None:
     assert "Traceback" not in str(refused.value)
 
 
-def as_line(entry: dict[str, Any]) -> bytes:
-    """A journal's entry as earlier releases wrote it."""
-    text = json.dumps(entry, default=lambda value: {"base64": base64.b64encode(value).decode()})
-    return text.encode() + b"\n"
-
-
 def test_damage_to_the_state_directory_costs_what_is_damaged_alone(tmp_path: Path) -> None:
     state = tmp_path / "state"
     modules = {name: mlp(64, 2, seed) for seed, name in enumerate(("a", "b", "c"), 1)}
@@ -474,18 +467,14 @@ def test_damage_to_the_state_directory_costs_what_is_damaged_alone(tmp_path: Pat
         for name, module in modules.items():
             checked.client.register(name, module, example_inputs=(SMALL,))
             digests[name] = checked.client.show(name)["digest"]
-    with contextlib.closing(JournalFile(state / FILE_NAME)) as journal:
-        lines = [as_line(entry) for entry in journal.models.values()]
-    (state / FILE_NAME).unlink()
     garbage = [
-        b"\xff\xfe\x00garbage\n", b"[]\n", b"7\n", b"[" * 100_000 + b"\n", b"{}\n",
-        b'{"kind": "model", "name": "half"}\n',
-        b'{"kind": "job", "name": "../../etc", "entry": "x", "args": [], "priority": 1}\n',
-        b'{"kind": "job", "name": "j", "entry": 3, "args": 4, "priority": "x"}\n',
-        b'{"kind": "model", "name": "m", "spec": {"base64": 5}}\n', b'{"kind": ["x"]}\n',
+        ("half", None, None, None, None, None), ("bytes", "text", 1, 2, "high", "x"),
+        ("../../etc", b"", "s", "d", 1, 0), (b"\xff\xfe\x00", b"spec", "s", "d", 1, 0),
     ]  # fmt: skip
-    # As an earlier release left it, and then somebody damaged it.
-    (state / "journal.jsonl").write_bytes(b"".join([*garbage, *lines, b'{"kind": "model", "na']))
+    with contextlib.closing(sqlite3.connect(state / FILE_NAME)) as database, database:
+        database.executemany("INSERT INTO model VALUES (?, ?, ?, ?, ?, ?)", garbage)
+        database.execute("INSERT INTO job VALUES ('j', 3, '[4', 'x')")
+        database.execute("INSERT INTO job VALUES ('deep', 'x.py', ?, 1)", ["[" * 100_000])
     weights = next((state / "models" / digests["b"]).glob("*.safetensors"), None) or max(
         (state / "models" / digests["b"]).iterdir(), key=lambda path: path.stat().st_size
     )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import errno
-import json
 import logging
 import resource
 import sqlite3
@@ -266,58 +264,3 @@ def test_a_journal_of_a_later_release_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="schema 3, this release knows 2"):
         JournalFile(tmp_path / FILE_NAME)
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
-
-
-# ------------------------------------------------------------------------------- migration
-
-
-def as_line(entry: dict[str, Any]) -> bytes:
-    """As earlier releases wrote it."""
-    text = json.dumps(entry, default=lambda value: {"base64": base64.b64encode(value).decode()})
-    return text.encode() + b"\n"
-
-
-LINES = [
-    job("one"), job("two"), model("m"), model("gone"),
-    {"kind": "job-over", "name": "one", "state": "done"}, {"kind": "model-gone", "name": "gone"},
-]  # fmt: skip
-
-
-def test_a_journal_of_lines_is_taken_over_once(tmp_path: Path) -> None:
-    lines = tmp_path / "journal.jsonl"
-    lines.write_bytes(b"".join(map(as_line, LINES)))
-    with opened(tmp_path) as file:
-        assert (file.jobs, file.models) == ({"two": job("two")}, {"m": model("m")})
-        file.append({"kind": "job-over", "name": "two", "state": "done"})
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "journal.jsonl.migrated", FILE_NAME,
-    ]  # fmt: skip
-    with opened(tmp_path) as again:
-        assert (set(again.jobs), set(again.models)) == (set(), {"m"})
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        b"\xff\xfe\x00",
-        b"[]",
-        b"7",
-        b"[" * 100_000,
-        b"{}",
-        b'{"kind": "model", "name": "half"}',
-        b'{"kind": "job", "name": "../../etc", "entry": "x", "args": [], "priority": 1}',
-        b'{"kind": "job", "name": "j", "entry": "x", "args": [1], "priority": 1}',
-        b'{"kind": "job", "name": "j", "entry": "\\ud800", "args": [], "priority": 1}',
-        b'{"kind": "job", "name": "j", "entry": "x", "args": [], "priority": 99999999999999999999}',
-        b'{"kind": "model", "name": "m", "spec": {"base64": 5}}',
-        b'{"kind": ["x"], "name": "m"}',
-        b'{"kind": "unheard-of", "name": "m"}',
-    ],
-    ids=range(13),
-)
-def test_a_damaged_line_costs_itself_alone(tmp_path: Path, line: bytes) -> None:
-    lines = tmp_path / "journal.jsonl"
-    lines.write_bytes(line + b"\n" + as_line(job("one")) + line)
-    with opened(tmp_path) as file:
-        assert set(file.jobs) == {"one"}
-        assert not file.models
