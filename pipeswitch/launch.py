@@ -157,7 +157,7 @@ def main(descriptor: int) -> None:
     channel = channel_from(descriptor)
     enable(os.environ)
     began = time.monotonic()
-    import torch
+    import torch  # noqa: F401  # imported for the children
     import torchvision  # noqa: F401  # imported for the children
 
     import workers.main  # noqa: F401
@@ -171,7 +171,6 @@ def main(descriptor: int) -> None:
     channel.send(
         ForkServerReady(
             pid=os.getpid(),
-            torch=str(torch.__version__),
             import_ms=(time.monotonic() - began) * 1000.0,
         )
     )

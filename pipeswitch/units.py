@@ -61,10 +61,6 @@ class Amount:
     size_bytes: int | None = None
     fraction: float | None = None
 
-    @property
-    def is_auto(self) -> bool:
-        return self.size_bytes is None and self.fraction is None
-
     def resolve(self, total_bytes: int, auto_bytes: int) -> int:
         """Bytes, given what a fraction is of and what ``auto`` stands for."""
         if self.size_bytes is not None:

@@ -154,7 +154,7 @@ class Worker:
                     raise ValueError(f"a worker cannot take a {type(message).__name__}")
 
     def _prepare(self, message: PrepareModel) -> None:
-        began, error = now_ms(), ""
+        error = ""
         try:
             reach("worker.prepare")
             self._programs.prepare(message)
@@ -165,7 +165,6 @@ class Worker:
                 model=message.model,
                 digest=message.digest,
                 plan=message.plan,
-                prepare_ms=now_ms() - began,
                 error=error,
             )
         )

@@ -74,7 +74,6 @@ class Processes:
         self._by_pid: dict[int, Child] = {}
         self._tickets = 0
         self._stopped = StoppedLooks()
-        self.torch_version = ""
 
     # -- fork server ---------------------------------------------------------------------------
 
@@ -132,7 +131,6 @@ class Processes:
         match received[0]:
             case ForkServerReady() as message:
                 log.info("fork_server=ready pid=%d import_ms=%.0f", message.pid, message.import_ms)
-                self.torch_version = message.torch
                 self._is_server_ready = True
                 waiting, self._waiting = self._waiting, []
                 for child, settings, descriptors in waiting:

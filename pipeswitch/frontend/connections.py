@@ -192,10 +192,6 @@ class Peers:
                 self._end(peer, "too many messages without a session")
         return not peer.is_ended
 
-    def pinged(self, fd: int) -> None:
-        """A peer without a session asked for a sign of life: it need not say hello."""
-        self._waiting.pop(fd, None)
-
     def greeted(self, fd: int) -> None:
         """It has a session now."""
         peer = self._peers.get(fd)

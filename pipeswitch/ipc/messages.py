@@ -8,7 +8,7 @@ or transfer for ever: it only grows, so a late message of an older one is recogn
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal, NewType
+from typing import Any, Literal, NewType
 
 import msgspec
 
@@ -17,8 +17,6 @@ JobName = NewType("JobName", str)
 Slot = NewType("Slot", int)  # a worker's place; processes in it come and go
 Epoch = NewType("Epoch", int)
 Turn = NewType("Turn", int)
-
-INTERNAL_VERSION: Final = 1
 
 
 class Message(
@@ -43,7 +41,6 @@ class ForkServerReady(Message, frozen=True):
     """fork server -> controller: torch is imported, children can be had."""
 
     pid: int
-    torch: str
     import_ms: float
 
 
@@ -287,7 +284,6 @@ class ModelPrepared(Message, frozen=True):
 
     model: ModelName
     digest: str
-    prepare_ms: float
     plan: tuple[int, ...] = ()
     error: str = ""
 
@@ -336,7 +332,6 @@ class InferenceDone(Message, frozen=True):
 
     epoch: Epoch
     outputs: tuple[SlabTensor, ...]
-    received_at_ms: float
     turn_at_ms: float  # when it had the device's turn
     first_group_at_ms: float  # first group began to compute
     ended_at_ms: float

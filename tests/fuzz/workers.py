@@ -372,13 +372,13 @@ def _obedience(message: Message, has_job: bool) -> list[Message]:
             times = tuple(float(i) for i in range(len(plan) or 2)) if batch else ()
             return [
                 InferenceDone(
-                    epoch=epoch, outputs=(), received_at_ms=0.0, turn_at_ms=0.0,
+                    epoch=epoch, outputs=(), turn_at_ms=0.0,
                     first_group_at_ms=0.0, ended_at_ms=1.0, stall_ms=0.0, is_clean=True,
                     group_begins_at_ms=times, group_ends_at_ms=tuple(t + 1.0 for t in times),
                 )
             ]  # fmt: skip
         case PrepareModel(model=model, digest=digest, plan=plan):
-            return [ModelPrepared(model=model, digest=digest, prepare_ms=1.0, plan=plan)]
+            return [ModelPrepared(model=model, digest=digest, plan=plan)]
         case RunJob(epoch=epoch):
             return [LeaseRequest(epoch=epoch, slice_bytes=MIB, state_bytes=MIB)]
         case StopTask(epoch=epoch, turn=turn, next_turn=next_turn) if has_job:
@@ -427,7 +427,7 @@ def worker_messages() -> list[Message]:
     slab = SlabTensor(name="y", dtype="float32", shape=(1, 4), offset_bytes=4096, size_bytes=16)
     return [
         InferenceDone(
-            epoch=epoch, outputs=(slab,), received_at_ms=0.0, turn_at_ms=0.0,
+            epoch=epoch, outputs=(slab,), turn_at_ms=0.0,
             first_group_at_ms=0.0, ended_at_ms=1.0, stall_ms=0.0, is_clean=True,
             group_begins_at_ms=(0.0, 1.0), group_ends_at_ms=(1.0, 2.0),
         ),

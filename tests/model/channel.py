@@ -21,7 +21,7 @@ _FIXED: Final[dict[type[m.Message], dict[str, Any]]] = {
     },
     m.RunJob: {"entry": "", "args": (), "log_path": "", "commit_every_ms": 0.0},
     m.InferenceDone: {
-        "received_at_ms": 0.0, "turn_at_ms": 0.0, "first_group_at_ms": 0.0, "ended_at_ms": 0.0,
+        "turn_at_ms": 0.0, "first_group_at_ms": 0.0, "ended_at_ms": 0.0,
         "stall_ms": 0.0, "group_begins_at_ms": (), "group_ends_at_ms": (),
     },
     m.Parked: {"asked_at_ms": 0.0, "parked_at_ms": 0.0},

@@ -138,7 +138,7 @@ class Process(Script):
         if self.group == world.scope.groups:
             self.request, self.group = (), 0
             self.say(TASK, InferenceDone(
-                epoch=order.epoch, outputs=(order.request_id,), received_at_ms=0.0,
+                epoch=order.epoch, outputs=(order.request_id,),
                 turn_at_ms=0.0, first_group_at_ms=0.0, ended_at_ms=0.0, stall_ms=0.0))  # fmt: skip
             self.say(TASK, Cleaned(epoch=order.epoch))
 

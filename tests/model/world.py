@@ -358,7 +358,7 @@ class World:
             raise broken
         while self._prepares:
             slot, generation, order = self._prepares.pop(0)
-            prepared = ModelPrepared(model=order.model, digest=order.digest, prepare_ms=0.0)
+            prepared = ModelPrepared(model=order.model, digest=order.digest)
             self.handle(ev.FromWorker(slot=slot, generation=generation, message=prepared))  # type: ignore[arg-type]
 
     def _perform(self, commands: Any) -> None:

@@ -881,9 +881,7 @@ class World:
         match message:
             case PrepareModel(model=model, digest=digest, plan=plan):
                 error = "no" if self.random.random() < 0.1 else ""
-                prepared = ModelPrepared(
-                    model=model, digest=digest, plan=plan, prepare_ms=1.0, error=error
-                )
+                prepared = ModelPrepared(model=model, digest=digest, plan=plan, error=error)
                 worker.say("task", prepared)
             case ForgetModel():
                 pass
@@ -935,7 +933,7 @@ class World:
             is_clean = self.random.random() < 0.5
             groups = range(self._group_count(order))
             self._inference_ends(worker, InferenceDone(
-                epoch=order.epoch, outputs=(), received_at_ms=self.now_ms, turn_at_ms=self.now_ms,
+                epoch=order.epoch, outputs=(), turn_at_ms=self.now_ms,
                 first_group_at_ms=self.now_ms, ended_at_ms=self.now_ms + GROUP_MS * len(groups),
                 stall_ms=0.0, is_clean=is_clean,
                 group_begins_at_ms=tuple(self.now_ms + GROUP_MS * i for i in groups),

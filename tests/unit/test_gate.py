@@ -170,7 +170,6 @@ def test_no_check_parks_or_raises_inside_the_optimizer_step(box: Recorder) -> No
     gate = running(box)
     gate.in_optimizer_step = True
     gate.request_stop(1, 2)
-    assert gate.stop_met_optimizer
     gate.check("forward")
     assert box.parked == []
     gate.request_evict()

@@ -170,7 +170,7 @@ class Rig:
             for worker in busy:
                 name = worker.preparing
                 self.worker(worker.slot, ModelPrepared(
-                    model=name, digest=f"digest {name}", prepare_ms=1.0))  # fmt: skip
+                    model=name, digest=f"digest {name}"))  # fmt: skip
 
     def built(self, name: str, mib: int, epoch: Any) -> None:
         manifest = self.model_of(f"digest {name}", mib * MIB, 2)
@@ -197,7 +197,7 @@ class Rig:
         task = self.core.current
         assert task is not None
         self.worker(task.slot, InferenceDone(
-            epoch=task.epoch, outputs=(), received_at_ms=0.0, turn_at_ms=0.0,
+            epoch=task.epoch, outputs=(), turn_at_ms=0.0,
             first_group_at_ms=0.0, ended_at_ms=0.0, stall_ms=0.0))  # fmt: skip
         out = self.out
         self.worker(task.slot, Cleaned(epoch=task.epoch))
@@ -403,7 +403,7 @@ def test_the_answer_may_arrive_before_the_parked_of_the_job_it_preempted(rig: Ri
     task = rig.core.upcoming
     assert task is not None
     rig.worker(task.slot, InferenceDone(
-        epoch=task.epoch, outputs=(), received_at_ms=0.0, turn_at_ms=0.0, first_group_at_ms=0.0,
+        epoch=task.epoch, outputs=(), turn_at_ms=0.0, first_group_at_ms=0.0,
         ended_at_ms=0.0, stall_ms=0.0))  # fmt: skip
     assert rig.error(token) is None
     rig.park(job, task.turn)
@@ -1509,7 +1509,7 @@ def preparing(rig: Rig) -> list[int]:
 def test_standbys_prepare_models_they_do_not_know_and_one_stays_ready(rig: Rig) -> None:
     stored(rig, "a")
     assert preparing(rig) == [0, 1]
-    rig.worker(0, ModelPrepared(model="a", digest="digest a", prepare_ms=1.0))
+    rig.worker(0, ModelPrepared(model="a", digest="digest a"))
     assert preparing(rig) == [1, 2]
     rig.prepared()
     assert all(worker.warm for worker in rig.core.workers.values())
@@ -1535,7 +1535,7 @@ def test_a_request_goes_to_who_is_just_learning_its_model(rig: Rig) -> None:
     stored(rig, "a")
     rig.infer("a")
     assert rig.core.current.slot == 0
-    rig.worker(0, ModelPrepared(model="a", digest="digest a", prepare_ms=1.0))
+    rig.worker(0, ModelPrepared(model="a", digest="digest a"))
     rig.done()
 
 
@@ -1557,7 +1557,7 @@ def test_what_was_prepared_is_given_a_task_at_once(rig: Rig) -> None:
     stored(rig, "b")
     rig.infer("a")
     second = rig.infer("a")
-    rig.worker(1, ModelPrepared(model="b", digest="digest b", prepare_ms=1.0))
+    rig.worker(1, ModelPrepared(model="b", digest="digest b"))
     assert (rig.core.upcoming.token, rig.core.upcoming.slot) == (second, 1)
 
 

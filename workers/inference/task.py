@@ -141,7 +141,6 @@ def infer(
 
     The model's own failure leaves this worker in order.
     """
-    received_at_ms = now_ms()
     try:
         reach("worker.infer.received")
         bound = programs.bound(message)
@@ -177,7 +176,6 @@ def infer(
         InferenceDone(
             epoch=message.epoch,
             outputs=slabs,
-            received_at_ms=received_at_ms,
             turn_at_ms=turn_at_ms,
             first_group_at_ms=groups.begins_ms[0] if groups.begins_ms else turn_at_ms,
             ended_at_ms=ended_at_ms,

@@ -75,14 +75,11 @@ class Gate:
             check parks or raises.
         before_unwind: called once, by the main thread without the lock, before the first
             ``TaskPreempted``: the place to commit. What it raises is raised.
-        stop_met_optimizer: the stop being acknowledged found the optimizer at work and had to
-            wait for it (such waits are reported apart). Valid inside ``on_parked``.
     """
 
     def __init__(self, on_parked: OnParked) -> None:
         self.asked = True  # away: the first check must take the device
         self.in_optimizer_step = False
-        self.stop_met_optimizer = False
         self.before_unwind: Callable[[], None] | None = None
         self._on_parked = on_parked
         self._changed = threading.Condition(threading.RLock())
@@ -191,7 +188,6 @@ class Gate:
         if self._state is GateState.RUNNING:
             self._accepted = (turn, next_turn)
             self._state = GateState.STOPPING
-            self.stop_met_optimizer = self.in_optimizer_step
         elif self._state is GateState.AWAY:
             self._accepted = (turn, next_turn)
             self._acknowledge(self._where, GateState.STOPPED)
@@ -204,7 +200,6 @@ class Gate:
         self._state = then
         self._where = where
         self._on_parked(turn, next_turn, where)
-        self.stop_met_optimizer = False
 
     def _take_up_grant(self) -> None:
         """Take up the newest granted turn; a stop still unanswered goes first."""
