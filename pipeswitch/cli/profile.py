@@ -17,8 +17,6 @@ from ..planning.profile import Profile
 from ..units import format_bytes, nearest, parse_ms
 from . import views
 
-MIN_AGE_S: Final = 1.0  # below, a rate of requests means nothing
-
 PROFILE_COLUMNS: Final = ("plan", "groups", "predicted_ms", "measured_ms", "spread_ms", "trials")
 BATCH_COLUMNS: Final = ("batch", "switch_compute_ms", "resident_compute_ms", "trials")
 PLAN_COLUMNS: Final = ("model", "size", "groups", "switch_ms", "resident_ms", "bound_ms",
@@ -109,7 +107,6 @@ def report(answer: Mapping[str, Any], deadlines: Mapping[str, float]) -> dict[st
                 name=model["name"],
                 costs=costs_of(profile),
                 total_bytes=model["bytes"],
-                requests_per_s=model["requests"] / max(model["age_s"], MIN_AGE_S),
                 deadline_ms=deadlines.get(model["name"], deadlines.get("")),
             )
         )
@@ -136,9 +133,7 @@ def report_view(made: Mapping[str, Any]) -> RenderableType:
     if count:
         lines.append(
             f"{capacity.fit_count} of {count} profiled models are resident together "
-            f"({format_bytes(capacity.total_bytes)} in all); with "
-            f"{format_bytes(capacity.landing_bytes)} kept free to land in, "
-            f"{format_bytes(capacity.prefix_budget_bytes)} can hold prefixes"
+            f"({format_bytes(capacity.total_bytes)} in all)"
         )
     return Group(views.table(rows, columns, PLAN_TITLES), Text("\n" + "; ".join(lines)))
 

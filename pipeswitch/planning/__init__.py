@@ -5,9 +5,8 @@ No thread, clock, socket, file or torch. ``grouping.py`` has what needs no profi
 
 from __future__ import annotations
 
-from .allocation import Allocation, allocate
 from .capacity import CapacityReport, ModelDemand, ModelReport, capacity_report
-from .costs import LayerCosts, LinkCost, TransferCurve
+from .costs import LayerCosts, LinkCost
 from .exact import Groupings, best_groupings, plan_groups
 from .order import OrderScore, ordering_efficiency, score_order
 from .prediction import GroupTimes, Prediction, bound, makespan
@@ -16,7 +15,6 @@ from .pruned import PrunedSearch, pipeswitch_plan
 from .robust import robust_plan
 
 __all__ = [
-    "Allocation",
     "CapacityReport",
     "GroupTimes",
     "Groupings",
@@ -28,8 +26,6 @@ __all__ = [
     "Prediction",
     "Prefix",
     "PrunedSearch",
-    "TransferCurve",
-    "allocate",
     "best_groupings",
     "bound",
     "capacity_report",

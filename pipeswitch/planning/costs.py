@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate
-
-TransferCurve = Callable[[int], float]
-"""Bytes sent in one copy -> ms. Never negative, never less for more bytes; any shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +19,6 @@ class LinkCost:
         for value in (self.alpha_ms, self.beta_ms_per_byte):
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"a link's costs are finite and not negative, got {self}")
-
-    @classmethod
-    def of_bandwidth(cls, gb_per_s: float, alpha_ms: float = 0.0) -> LinkCost:
-        """A link of ``gb_per_s`` (10^9 bytes a second)."""
-        if gb_per_s <= 0:
-            raise ValueError(f"a bandwidth is positive, got {gb_per_s} GB/s")
-        return cls(alpha_ms, 1e-6 / gb_per_s)
 
     def __call__(self, size_bytes: int) -> float:
         return self.alpha_ms + self.beta_ms_per_byte * size_bytes
@@ -45,7 +34,7 @@ class LayerCosts:
     Attributes:
         layer_bytes: that each layer is the first to use; 0 for one that brings no weights.
         compute_ms: of each layer, with its weights on the device.
-        link: time of one copy by its size: a ``LinkCost``, or any curve that never falls.
+        link: time of one copy by its size.
         sigma_ms: what each transmitted group costs the compute side (wait, wake-up, hook).
         ready_ms: when the device is free to compute, from the start of the first copy on: the
             old task stops while the copy already runs.
@@ -53,7 +42,7 @@ class LayerCosts:
 
     layer_bytes: tuple[int, ...]
     compute_ms: tuple[float, ...]
-    link: TransferCurve
+    link: LinkCost
     sigma_ms: float = 0.0
     ready_ms: float = 0.0
 
@@ -70,12 +59,8 @@ class LayerCosts:
 
     def scaled(self, copy_factor: float, compute_factor: float) -> LayerCosts:
         """The same where copies and computation take that many times as long."""
-        curve = self.link
-        slower: TransferCurve
-        if isinstance(curve, LinkCost):  # stays one: the planner is faster for them
-            slower = LinkCost(curve.alpha_ms * copy_factor, curve.beta_ms_per_byte * copy_factor)
-        else:
-            slower = partial(_scaled_curve, curve, copy_factor)
+        link = self.link
+        slower = LinkCost(link.alpha_ms * copy_factor, link.beta_ms_per_byte * copy_factor)
         compute_ms = tuple(ms * compute_factor for ms in self.compute_ms)
         return replace(self, link=slower, compute_ms=compute_ms)
 
@@ -109,20 +94,3 @@ class LayerCosts:
     def transfer_ms(self, first: int, end: int) -> float:
         """Layers ``first`` .. ``end - 1`` in one copy."""
         return self.link(self.offsets_bytes[end] - self.offsets_bytes[first])
-
-    def beyond(self, prefix_layers: int) -> LayerCosts:
-        """What is left when the first layers are resident: they compute and nothing else.
-
-        They need neither copy nor signal, so they only make the device ready later.
-        """
-        return LayerCosts(
-            self.layer_bytes[prefix_layers:],
-            self.compute_ms[prefix_layers:],
-            self.link,
-            self.sigma_ms,
-            self.ready_ms + sum(self.compute_ms[:prefix_layers]),
-        )
-
-
-def _scaled_curve(curve: TransferCurve, factor: float, size_bytes: int) -> float:
-    return curve(size_bytes) * factor

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .costs import LayerCosts, LinkCost
+from .costs import LayerCosts
 from .grouping import Plan, spans
 
 
@@ -40,11 +39,6 @@ class Prediction:
     def overhead_ms(self) -> float:
         """Start-up overhead: more than the same run with everything resident takes."""
         return self.signal_ms + self.stall_ms
-
-    @property
-    def first_start_ms(self) -> float:
-        """Until the first group computes."""
-        return self.groups[0].started_ms if self.groups else self.ready_ms
 
 
 def makespan(plan: Plan, costs: LayerCosts, resident_groups: int = 0) -> Prediction:
@@ -94,19 +88,10 @@ def bound(costs: LayerCosts) -> float:
     """
     if not costs.layer_count:
         return costs.ready_ms
-    arrivals_ms = _least_link_ms(costs)
     latest_ms = max(
-        arrived_ms + remaining_ms
-        for arrived_ms, remaining_ms in zip(arrivals_ms, costs.remaining_ms, strict=False)
+        costs.link(sent_bytes) + remaining_ms  # one copy is never dearer than two
+        for sent_bytes, remaining_ms in zip(
+            costs.offsets_bytes[1:], costs.remaining_ms, strict=False
+        )
     )
     return costs.sigma_ms + max(costs.resident_ms, latest_ms)
-
-
-def _least_link_ms(costs: LayerCosts) -> Sequence[float]:
-    """Least time to send layers 0 .. i, for each i, in one copy or in several."""
-    if isinstance(costs.link, LinkCost):  # one copy is never dearer than two
-        return [costs.link(sent_bytes) for sent_bytes in costs.offsets_bytes[1:]]
-    least_ms = [0.0]
-    for end in range(1, costs.layer_count + 1):
-        least_ms.append(min(least_ms[cut] + costs.transfer_ms(cut, end) for cut in range(end)))
-    return least_ms[1:]

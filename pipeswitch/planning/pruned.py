@@ -11,10 +11,8 @@ when the link is free and when the device is.
 * Pruning 2, packing: what arrives while the device is busy costs nothing, so a group that is not
   the first is made at least as long as that.
 
-Both keep the optimum for ``alpha + beta bytes``. Pruning 2 takes for granted that the link's time
-does not depend on where the bytes are cut, and pruning 1 that one copy is never dearer than two:
-for a concave curve the first is wrong, and the search may miss the best plan. It is exponential
-in the worst case.
+Both keep the optimum for ``alpha + beta bytes``, where the link's time depends on the number of
+copies alone and one copy is never dearer than two. The search is exponential in the worst case.
 """
 
 from __future__ import annotations
