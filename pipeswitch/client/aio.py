@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import os
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import zmq
 import zmq.asyncio
@@ -14,8 +16,36 @@ from ..wire.frames import unpack_dict
 from .client import CONNECT_TIMEOUT_S, Client, Progress, Task
 from .tensors import Result
 
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S")
 
-class AsyncClient:
+
+class _Awaited(Generic[S]):
+    """What has the verbs of an object of the SDK, awaited."""
+
+    def __init__(self, awaits: S) -> None:
+        self._awaits = awaits
+
+
+def _awaited(
+    verb: Callable[Concatenate[S, P], R],
+) -> Callable[Concatenate[_Awaited[S], P], Coroutine[Any, Any, R]]:
+    """The verb on a thread of its own; ``progress`` is called on the event loop."""
+    signature = inspect.signature(verb)
+
+    @functools.wraps(verb)
+    async def call(self: _Awaited[S], /, *args: P.args, **options: P.kwargs) -> R:
+        if "progress" not in signature.parameters:
+            return await asyncio.to_thread(verb, self._awaits, *args, **options)
+        given = signature.bind(self._awaits, *args, **options)
+        given.arguments["progress"] = _on_this_loop(given.arguments.get("progress"))
+        return await asyncio.to_thread(verb, *given.args, **given.kwargs)
+
+    return call
+
+
+class AsyncClient(_Awaited[Client]):
     """A connection to a server, awaited. Arguments and errors are those of ``Client``.
 
     Cancelling a task that awaits ``infer`` takes the request back from the server.
@@ -29,8 +59,8 @@ class AsyncClient:
         key: str | os.PathLike[str] | None = None,
         server_key: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._client = Client(address, timeout_s=timeout_s, key=key, server_key=server_key)
-        self.address = self._client.address
+        super().__init__(Client(address, timeout_s=timeout_s, key=key, server_key=server_key))
+        self.address = self._awaits.address
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -38,13 +68,30 @@ class AsyncClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def close(self) -> None:
-        """End the connection."""
-        await asyncio.to_thread(self._client.close)
+    close = _awaited(Client.close)
+    register = _awaited(Client.register)
+    upload = _awaited(Client.upload)
+    unregister = _awaited(Client.unregister)
+    load = _awaited(Client.load)
+    unload = _awaited(Client.unload)
+    models = _awaited(Client.models)
+    show = _awaited(Client.show)
+    profile = _awaited(Client.profile)
+    plan = _awaited(Client.plan)
+    signature = _awaited(Client.signature)
+    jobs = _awaited(Client.jobs)
+    job = _awaited(Client.job)
+    ps = _awaited(Client.ps)
+    stats = _awaited(Client.stats)
+    trace = _awaited(Client.trace)
+    about = _awaited(Client.about)
+    ping = _awaited(Client.ping)
+    stop_server = _awaited(Client.stop_server)
+    subscribe = _awaited(Client.subscribe)
 
     def submit(self, model: str, inputs: Any = None, /, **options: Any) -> asyncio.Future[Result]:
         """Send a request now; await the future for its Result."""
-        return asyncio.wrap_future(self._client.submit(model, inputs, **options))
+        return asyncio.wrap_future(self._awaits.submit(model, inputs, **options))
 
     async def infer(self, model: str, inputs: Any = None, /, **options: Any) -> Result:
         """Send a request and await its result."""
@@ -52,65 +99,19 @@ class AsyncClient:
 
     def prefetch(self, model: str) -> None:
         """A hint that requests for ``model`` follow."""
-        self._client.prefetch(model)
+        self._awaits.prefetch(model)
 
-    async def register(
-        self, name: str, source: Any, *, progress: Progress | None = None, **options: Any
-    ) -> dict[str, Any]:
-        """Make a model servable; ``progress`` is called on the event loop."""
-        return await asyncio.to_thread(
-            self._client.register, name, source, progress=_on_this_loop(progress), **options
-        )
-
-    async def unregister(self, name: str) -> dict[str, Any]:
-        return await asyncio.to_thread(self._client.unregister, name)
-
-    async def load(self, name: str) -> dict[str, Any]:
-        return await asyncio.to_thread(self._client.load, name)
-
-    async def unload(self, name: str) -> dict[str, Any]:
-        return await asyncio.to_thread(self._client.unload, name)
-
-    async def models(self) -> list[dict[str, Any]]:
-        return await asyncio.to_thread(self._client.models)
-
-    async def show(self, name: str) -> dict[str, Any]:
-        return await asyncio.to_thread(self._client.show, name)
-
-    async def profile(
-        self, name: str, batches: Sequence[int] = (), *, progress: Progress | None = None
-    ) -> dict[str, Any]:
-        """Measure a model layer by layer; ``progress`` is called on the event loop."""
-        return await asyncio.to_thread(
-            self._client.profile, name, batches, progress=_on_this_loop(progress)
-        )
-
-    async def plan(self) -> dict[str, Any]:
-        return await asyncio.to_thread(self._client.plan)
-
-    async def train(self, entry: str, *, name: str = "", args: Sequence[str] = ()) -> AsyncTask:
+    async def train(self, entry: str | os.PathLike[str], **options: Any) -> AsyncTask:
         """Start a training script as a background job."""
-        task = await asyncio.to_thread(self._client.train, entry, name=name, args=args)
-        return AsyncTask(task)
+        return AsyncTask(await asyncio.to_thread(self._awaits.train, entry, **options))
 
-    async def jobs(self) -> list[dict[str, Any]]:
-        return await asyncio.to_thread(self._client.jobs)
-
-    async def ps(self) -> list[dict[str, Any]]:
-        return await asyncio.to_thread(self._client.ps)
-
-    async def stats(self) -> dict[str, Any]:
-        return await asyncio.to_thread(self._client.stats)
-
-    async def ping(self, *, deep: bool = False) -> dict[str, Any]:
-        return await asyncio.to_thread(self._client.ping, deep=deep)
-
-    async def trace(self, seconds: float = 10.0) -> dict[str, Any]:
-        return await asyncio.to_thread(self._client.trace, seconds)
+    def task(self, name: str) -> AsyncTask:
+        """The handle of a job that is there already."""
+        return AsyncTask(self._awaits.task(name))
 
     async def events(self, *topics: str) -> AsyncIterator[dict[str, Any]]:
         """Records as the server publishes them; ``async for``, until the caller stops."""
-        plain = await asyncio.to_thread(self._client.subscribe, *topics)
+        plain = await self.subscribe(*topics)
         subscriber: zmq.asyncio.Socket = zmq.asyncio.Socket.from_socket(plain)
         try:
             while True:
@@ -123,27 +124,24 @@ class AsyncClient:
             plain.close(0)
 
 
-class AsyncTask:
+class AsyncTask(_Awaited[Task]):
     """A training job's handle, awaited."""
 
     def __init__(self, task: Task) -> None:
-        self._task = task
+        super().__init__(task)
         self.name = task.name
 
-    async def status(self) -> dict[str, Any]:
-        return await asyncio.to_thread(self._task.status)
+    status = _awaited(Task.status)
+    pause = _awaited(Task.pause)
+    resume = _awaited(Task.resume)
+    cancel = _awaited(Task.cancel)
+    wait = _awaited(Task.wait)
 
-    async def pause(self) -> dict[str, Any]:
-        return await asyncio.to_thread(self._task.pause)
-
-    async def resume(self) -> dict[str, Any]:
-        return await asyncio.to_thread(self._task.resume)
-
-    async def cancel(self) -> dict[str, Any]:
-        return await asyncio.to_thread(self._task.cancel)
-
-    async def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
-        return await asyncio.to_thread(self._task.wait, timeout_s)
+    async def logs(self, follow: bool = False) -> AsyncIterator[str]:
+        """The log from its start, in pieces, as ``Task.logs``."""
+        pieces = self._awaits.logs(follow)
+        while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+            yield piece
 
 
 def _on_this_loop(progress: Progress | None) -> Progress | None:

@@ -393,7 +393,7 @@ class Client:
         rows: list[dict[str, Any]] = self._ask("jobs")["jobs"]
         return rows
 
-    def job(self, name: str, action: str, **fields: Any) -> dict[str, Any]:
+    def job(self, /, name: str, action: str, **fields: Any) -> dict[str, Any]:
         """One action on a job: show, pause, resume, cancel, wait, logs."""
         is_safe = action in ("show", "wait", "logs")
         return self._ask("job", body={"name": name, "action": action, **fields}, is_safe=is_safe)

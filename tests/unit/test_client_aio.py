@@ -1,0 +1,69 @@
+"""The asyncio client has every verb of the other, and calls it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pipeswitch.client import Client, Task
+from pipeswitch.client.aio import AsyncClient, AsyncTask, _Awaited, _awaited
+
+
+def public_verbs(kind: type) -> set[str]:
+    return {name for name, found in vars(kind).items() if callable(found) and name[0] != "_"}
+
+
+@pytest.mark.parametrize(("plain", "awaited"), [(Client, AsyncClient), (Task, AsyncTask)])
+def test_every_verb_is_there_under_its_own_name(plain: type, awaited: type) -> None:
+    assert public_verbs(plain) == public_verbs(awaited)
+    for name in public_verbs(plain):
+        wrapped = getattr(getattr(awaited, name), "__wrapped__", None)
+        assert wrapped is None or wrapped is getattr(plain, name)
+
+
+class Source:
+    """Has a verb that tells of its progress."""
+
+    def upload(
+        self, path: str, kind: str, progress: Callable[[str, float], None] | None = None
+    ) -> tuple[str, str, str]:
+        if progress is not None:
+            progress("upload", 1.0)
+        return path, kind, threading.current_thread().name
+
+
+class AwaitedSource(_Awaited[Source]):
+    upload = _awaited(Source.upload)
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_verb_runs_on_another_thread_and_its_progress_on_the_loop(is_named: bool) -> None:
+    heard: list[Any] = []
+
+    def progress(stage: str, fraction: float) -> None:
+        assert asyncio.get_running_loop()
+        heard.append((stage, fraction))
+
+    async def scenario() -> None:
+        source = AwaitedSource(Source())
+        if is_named:
+            found = await source.upload("p", kind="bundle", progress=progress)
+        else:
+            found = await source.upload("p", "bundle", progress)
+        assert found[:2] == ("p", "bundle")
+        assert found[2] != threading.current_thread().name
+        assert (await source.upload("p", "bundle"))[0] == "p"
+        await asyncio.sleep(0)  # one turn of the loop: what the other thread asked for
+        assert heard == [("upload", 1.0)]
+
+    asyncio.run(scenario())
+
+
+def test_verbs_are_awaited() -> None:
+    for name in public_verbs(Client) - {"submit", "prefetch", "task", "events"}:
+        assert inspect.iscoroutinefunction(getattr(AsyncClient, name)), name
