@@ -1,10 +1,11 @@
-"""Sizes and times as people write them, and back."""
+"""Sizes, times and texts as people write and read them, and back."""
 
 from __future__ import annotations
 
 import difflib
 import math
 import re
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -86,6 +87,36 @@ class Amount:
         if self.size_bytes is not None:
             return format_bytes(self.size_bytes)
         return "auto" if self.fraction is None else str(self.fraction)
+
+
+UNPRINTABLE: Final = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+"""Unicode's categories of what a terminal obeys instead of showing it: controls, C1 ones too,
+formats such as the change of direction, halves of characters, separators of lines."""
+
+
+def printable(text: str, keep: str = "\n\t") -> str:
+    """The text with everything that a terminal would obey spelt out, as in ``\\x1b``."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        c.encode("unicode_escape").decode() if is_obeyed(c) and c not in keep else c for c in text
+    )
+
+
+def is_obeyed(character: str) -> bool:
+    """A terminal does something other than show it."""
+    return unicodedata.category(character) in UNPRINTABLE
+
+
+def printed(value: Any) -> Any:
+    """All texts in a value of JSON made printable."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, Mapping):
+        return {printed(key): printed(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [printed(item) for item in value]
+    return value
 
 
 def nearest(word: str, known: Any) -> str:

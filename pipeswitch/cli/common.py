@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from ..errors import PipeSwitchError
+from ..units import printed
 from ..wire.addresses import full_address
 from . import views
 
@@ -66,14 +67,14 @@ def listing(
         if as_json:
             views.print_json(fetch(client))
         else:
-            views.show(lambda: render(fetch(client)), watch=watch)
+            views.show(lambda: render(printed(fetch(client))), watch=watch)
 
 
 def print_done(row: Any, text: str, as_json: bool) -> None:
     if as_json:
         views.print_json(row)
     else:
-        click.echo(text)
+        views.echo(text)
 
 
 def part(module: str, name: str) -> Any:

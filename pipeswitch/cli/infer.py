@@ -78,7 +78,7 @@ def infer(
         if count > 1:
             _print_summary(summary)
         if output and results:
-            click.echo(f"wrote {output}")
+            views.echo(f"wrote {output}")
     errors = [outcome.error for outcome in outcomes if outcome.error]
     if errors:
         raise errors[0]
@@ -87,12 +87,12 @@ def infer(
 def _bill_printer(count: int) -> Callable[[Any], None]:
     width = len(str(count))
     titles = "".join(f"{title.removesuffix('_ms'):>10}" for title in views.BILL_COLUMNS)
-    click.echo(f"{'n':>{width}}{titles}    client   (ms)")
+    views.echo(f"{'n':>{width}}{titles}    client   (ms)")
 
     def show_bill(outcome: Any) -> None:
         number = f"{outcome.number + 1:>{width}}"
         if outcome.error is not None:
-            click.echo(f"{number}  {type(outcome.error).__name__}: {outcome.error.message}")
+            views.echo(f"{number}  {type(outcome.error).__name__}: {outcome.error.message}")
             return
         bill = outcome.result.timing
         numbers = "".join(f"{getattr(bill, column):10.2f}" for column in views.BILL_COLUMNS)
@@ -101,7 +101,7 @@ def _bill_printer(count: int) -> Callable[[Any], None]:
         )
         if outcome.is_late:
             notes += f" late: {outcome.deadline_ms:g} ms were given"
-        click.echo(f"{number}{numbers}{outcome.total_ms:10.2f}   {notes}")
+        views.echo(f"{number}{numbers}{outcome.total_ms:10.2f}   {notes}")
 
     return show_bill
 
@@ -129,7 +129,7 @@ def _print_summary(summary: dict[str, Any]) -> None:
         if isinstance(both, dict)
     ]
     late = f", {summary['late']} late" if "late" in summary else ""
-    click.echo(f"\n{summary['ok']} answered{late}, {summary['failed']} failed")
+    views.echo(f"\n{summary['ok']} answered{late}, {summary['failed']} failed")
     views.console().print(views.table(rows, ("time", "p50_ms", "p99_ms")))
 
 

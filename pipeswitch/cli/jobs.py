@@ -88,4 +88,4 @@ def jobs_logs(name: str, follow: bool, as_json: bool) -> None:
             views.print_json({"name": name, "text": "".join(pieces)})
             return
         for piece in pieces:
-            click.echo(piece, nl=False)
+            views.echo(piece, nl=False)

@@ -52,7 +52,7 @@ def _print(row: dict[str, Any], lines: list[str], as_json: bool) -> None:
     if as_json:
         views.print_json(row)
     else:
-        click.echo("\n".join(lines))
+        views.echo("\n".join(lines))
 
 
 @keys.command("server")

@@ -67,9 +67,9 @@ def doctor(path: str | None, as_json: bool) -> None:
     else:
         marks = {"ok": "✔", "warn": "!", "fail": "✘"}
         for finding in findings:
-            click.echo(f"{marks[finding.status]} {finding.name:<16} {finding.text}")
+            views.echo(f"{marks[finding.status]} {finding.name:<16} {finding.text}")
             if finding.advice:
-                click.echo(f"  {'':<16} → {finding.advice}")
+                views.echo(f"  {'':<16} → {finding.advice}")
     sys.exit(EXIT_FAILED if any(f.status == "fail" for f in findings) else EXIT_OK)
 
 
@@ -93,7 +93,7 @@ def config_init(path: str | None) -> None:
         raise InvalidInput(f"{path} is there already, it is not overwritten") from None
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(example())
-    click.echo(f"wrote {path}")
+    views.echo(f"wrote {path}")
 
 
 @config.command("check")

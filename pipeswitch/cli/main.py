@@ -11,7 +11,7 @@ import click
 
 from ..errors import PipeSwitchError
 from ..wire.addresses import full_address
-from . import infer, jobs, machine, models, server
+from . import infer, jobs, machine, models, server, views
 from .common import EXIT_OK
 from .keys import keys
 
@@ -43,9 +43,9 @@ class Cli(click.Group):
 
 
 def _die(error: PipeSwitchError) -> NoReturn:
-    click.echo(f"Error: {error.message}", err=True)
+    views.echo(f"Error: {error.message}", err=True)
     if error.hint:
-        click.echo(f"hint:  {error.hint}", err=True)
+        views.echo(f"hint:  {error.hint}", err=True)
     sys.exit(error.exit_code)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 import click
 
 from ..errors import InvalidInput, RegistrationRefused
-from ..units import format_bytes
+from ..units import format_bytes, printed
 from . import views
 from .common import connected, json_option, listing, name_argument, print_done, watch_option
 
@@ -144,7 +144,7 @@ def profile(name: str, batches: tuple[int, ...], as_json: bool) -> None:
     if as_json:
         views.print_json(row)
     else:
-        views.console().print(cli_profile.profile_view(row))
+        views.console().print(cli_profile.profile_view(printed(row)))
 
 
 @click.command()

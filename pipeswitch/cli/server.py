@@ -177,4 +177,4 @@ def trace(out: str, seconds: float) -> None:
     with connected() as client:
         timeline = client.trace(seconds)
     Path(out).write_text(json.dumps(timeline), "utf-8")
-    click.echo(f"wrote {out}: {len(timeline['traceEvents'])} events (ui.perfetto.dev)")
+    views.echo(f"wrote {out}: {len(timeline['traceEvents'])} events (ui.perfetto.dev)")

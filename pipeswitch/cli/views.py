@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+import click
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from ..units import format_bytes
+from ..units import format_bytes, printable, printed
 
 PIPE_COLUMNS: Final = 240
 ELASTIC: Final = ("why", "source")  # columns that give way on a narrow screen
@@ -71,6 +72,15 @@ def ping_line(answer: Mapping[str, Any]) -> str:
     return f"{state} {took(answer['total_ms'])}" + (f": {', '.join(hops)}" if hops else "")
 
 
+def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
+    """Print what others may have written: a terminal shows it and obeys none of it.
+
+    Pieces of a log (no ``nl``) keep their carriage returns: progress bars are made of them, and
+    what they hide is their own line.
+    """
+    click.echo(printable(text, keep="\n\t" if nl else "\n\t\r"), err=err, nl=nl)
+
+
 def print_json(value: Any) -> None:
     """One JSON document."""
     sys.stdout.write(json.dumps(_finite(value), indent=2, default=str) + "\n")
@@ -110,7 +120,8 @@ def table(
 
 
 def cell(column: str, value: Any) -> Text:
-    """One value as people read it."""
+    """One value as people read it; what others wrote is shown and not obeyed."""
+    value = printed(value)
     if value is None or value == "":
         return Text("")
     if column in ("state", "residency"):
@@ -140,7 +151,7 @@ def details(row: Mapping[str, Any]) -> Table:
         shown: Any = value
         if isinstance(value, Mapping):
             shown = ", ".join(f"{name}: {item}" for name, item in value.items())
-        view.add_row(Text(key.replace("_", " "), style="bold"), cell(key, shown))
+        view.add_row(Text(printable(key.replace("_", " ")), style="bold"), cell(key, shown))
     return view
 
 

@@ -46,7 +46,7 @@ from ..planning.profile import Identity
 from ..programs.signature import parse_input
 from ..scheduler.events import DrainAsked, Event, Leave, Query, RegisterAsked, Tick, Token
 from ..scheduler.scheduler import Scheduler, SchedulerSettings
-from ..units import format_bytes
+from ..units import format_bytes, printable
 from ..wire.private import check_trusted
 from .effects import Effects
 from .folders import Places
@@ -129,10 +129,17 @@ def _locked(root: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+class PrintableFormatter(logging.Formatter):
+    """A log that is looked at in a terminal commands it to nothing."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 def _log_to(path: Path) -> None:
     """The server's own log; bounded, traces of errors go here and not to clients."""
     handler = logging.handlers.RotatingFileHandler(path, maxBytes=16 << 20, backupCount=2)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     root = logging.getLogger("pipeswitch")
     root.addHandler(handler)
     root.setLevel(logging.INFO)

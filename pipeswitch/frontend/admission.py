@@ -16,11 +16,12 @@ from ..errors import InvalidInput, ModelNotFound
 from ..programs.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, Manifest, ValueSpec, aligned
 from ..programs.signature import signature_text
 from ..scheduler.events import Announce
-from ..units import nearest
+from ..units import nearest, printable
 from ..wire.frames import MAX_DIMS, RequestHeader, WireTensor
 
 MAX_TEXT: Final = 4096  # of one text field in a body: a path is shorter
 MAX_ARGS: Final = 256
+MAX_INPUT_NAME: Final = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +249,13 @@ class Body:
         is_named = isinstance(value, dict) and all(isinstance(name, str) for name in value)
         if not is_named or len(value) > 64:
             raise InvalidInput(f"{self._op}: {key} must map input names to [shape, dtype]")
-        return {name[:128]: self._one_signature(name, spec) for name, spec in value.items()}
+        for name in value:
+            if len(name) > MAX_INPUT_NAME or printable(name, keep="") != name:
+                raise InvalidInput(
+                    f"{self._op}: input name {name[:80]!r} is longer than {MAX_INPUT_NAME} "
+                    "characters or has control characters"
+                )
+        return {name: self._one_signature(name, spec) for name, spec in value.items()}
 
     def _one_signature(self, name: str, spec: object) -> list[Any]:
         if isinstance(spec, list | tuple) and len(spec) == 2:

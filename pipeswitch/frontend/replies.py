@@ -11,6 +11,7 @@ from ..errors import PipeSwitchError, RemoteProtocolError, to_wire
 from ..ipc.messages import SlabTensor
 from ..programs.layout import ITEM_BYTES
 from ..scheduler.events import Answer
+from ..units import printed
 from ..wire.frames import (
     MAGIC,
     VERSION,
@@ -45,7 +46,7 @@ def reply_frames(
         timing=timing,
         outputs=outputs,
         body=body or {},
-        error=WireError(**to_wire(error)) if error is not None else None,
+        error=WireError(**printed(to_wire(error))) if error is not None else None,
     )
     packed = encode_header(header)
     if len(packed) <= INLINE_BODY_BYTES or outputs:

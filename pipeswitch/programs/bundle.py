@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import keyword
 import os
-import re
 import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import Any, Final, NoReturn
 import msgspec
 
 from ..errors import RegistrationRefused
+from ..units import printable
 from .layout import ITEM_BYTES, ValueSpec
 from .operators import split_target
 
@@ -51,7 +51,6 @@ SAFETENSORS_DTYPES: Final = {
     "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
 _TO_SAFETENSORS: Final = {ours: theirs for theirs, ours in SAFETENSORS_DTYPES.items()}
-_NAME: Final = re.compile(rf"[^\x00-\x1f\x7f\ud800-\udfff]{{1,{MAX_NAME_CHARS}}}")
 
 TAGS: Final = {
     "dtype": frozenset(ITEM_BYTES),
@@ -197,7 +196,7 @@ def batches(graph: Graph) -> range:
 
 def check_value(part: str, spec: ValueSpec, batch_max: int) -> None:
     """Refuse an input or output whose name, dtype or shape is not of ours."""
-    if not _NAME.fullmatch(spec.name):
+    if not _is_name(spec.name):
         _refuse(part, "its name is empty, too long or has control characters")
     check_dtype_and_shape(
         f"{part} {spec.name!r}",
@@ -351,9 +350,14 @@ def _json_object(text: bytes) -> dict[str, Any]:
     return header
 
 
+def _is_name(name: str) -> bool:
+    """It can be shown: it is in listings, errors and logs."""
+    return 0 < len(name) <= MAX_NAME_CHARS and printable(name, keep="") == name
+
+
 def _file_tensor(name: str, entry: Any, data_start: int) -> FileTensor:
     part = f"weight {name[:80]!r}"
-    if not _NAME.fullmatch(name):
+    if not _is_name(name):
         _refuse(part, "its name is empty, too long or has control characters")
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         _refuse(part, "an entry has exactly dtype, shape and data_offsets")

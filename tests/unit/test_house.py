@@ -30,7 +30,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "planning": "",
     "wire": "config errors",
     "ipc": "errors failpoints wire",
-    "programs": "errors failpoints ipc planning",
+    "programs": "errors failpoints ipc planning units",
     "commits": "errors failpoints ipc",
     # The decisions.
     "scheduler/policies": "",

@@ -1,0 +1,125 @@
+"""What others wrote reaches a terminal as text: it is shown, and nothing of it is obeyed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+import pipeswitch as ps
+from pipeswitch.cli import main as cli_main
+from pipeswitch.cli import views
+from pipeswitch.controller.main import _log_to
+from pipeswitch.frontend.admission import Body
+from pipeswitch.frontend.replies import reply_frames
+from pipeswitch.programs.bundle import _is_name
+from pipeswitch.units import printable
+
+OBEYED = [
+    "\x1b[2J", "\x9b31m", "\x9d0;title\x07", "\u202eevil", "\u2066", "\u200b", "\x7f", "\u2028",
+    "\ud800", "\r",
+]  # fmt: skip
+SHOWN = ["x", "größe ✔", "模型", "a\u0301", "x y"]
+
+
+@pytest.mark.parametrize("text", OBEYED)
+def test_what_a_terminal_would_obey_is_spelt_out(text: str) -> None:
+    assert text[0] not in printable(f"a{text}b")
+    assert printable(f"a{text}b").startswith("a\\")
+
+
+@pytest.mark.parametrize("text", [*SHOWN, "two\nlines\tand a tab"])
+def test_what_a_terminal_shows_stays(text: str) -> None:
+    assert printable(text) == text
+
+
+@pytest.mark.parametrize("text", [*OBEYED, "\n", "\t", ""])
+def test_such_a_name_is_refused(text: str) -> None:
+    name = f"x{text}" if text else text
+    assert not _is_name(name)
+    if text:
+        with pytest.raises(ps.InvalidInput, match="control characters") as caught:
+            Body("register", {"inputs": {name: [[1], "float32"]}}).signature("inputs")
+        assert text[0] not in caught.value.message
+
+
+@pytest.mark.parametrize("text", SHOWN)
+def test_such_a_name_is_accepted(text: str) -> None:
+    assert _is_name(text)
+    assert text in Body("register", {"inputs": {text: [[1], "float32"]}}).signature("inputs")
+
+
+def test_two_names_that_differ_at_their_ends_are_not_made_one() -> None:
+    inputs = {"x" * 128 + end: [[1], "float32"] for end in "ab"}
+    with pytest.raises(ps.InvalidInput, match="longer than"):
+        Body("register", {"inputs": inputs}).signature("inputs")
+
+
+@pytest.mark.parametrize("text", OBEYED)
+def test_a_refusal_echoes_no_such_character(text: str) -> None:
+    error = ps.InvalidInput(f"no {text}", hint=text, name=text, more=[text])
+    header = msgspec.msgpack.decode(reply_frames("1", error=error)[1])
+    sent = header["error"]
+    shown = [sent["message"], sent["hint"], sent["data"]["name"], *sent["data"]["more"]]
+    assert not any(text[0] in one for one in shown)
+
+
+class Enemy:
+    """A client whose server says what it likes."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def models(self) -> list[dict[str, Any]]:
+        return [{"name": self.text, "state": self.text, "source": self.text}]
+
+    def show(self, _: str) -> dict[str, Any]:
+        return {"name": self.text, self.text: {"x": self.text, "y": [self.text]}}
+
+    def unregister(self, _: str) -> dict[str, Any]:
+        raise ps.ModelNotFound(f"no {self.text}", hint=self.text)
+
+    def task(self, _: str) -> Enemy:
+        return self
+
+    def logs(self, **_: Any) -> Iterator[str]:
+        yield f"step {self.text}\n"
+
+
+@pytest.mark.parametrize("text", [text for text in OBEYED if text not in ("\r", "\ud800")])
+@pytest.mark.parametrize(
+    "words", [("models",), ("show", "a"), ("unregister", "a"), ("jobs", "logs", "a")]
+)
+def test_no_command_prints_such_a_character(
+    text: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enemy = contextlib.nullcontext(Enemy(text))
+    monkeypatch.setattr("pipeswitch.client.client.Client", lambda *_, **__: enemy)
+    out = io.StringIO()
+    monkeypatch.setattr(views, "console", lambda: Console(file=out, width=240))
+    printed = CliRunner().invoke(cli_main.main, [*words]).output + out.getvalue()
+    assert text[0] not in printed
+    assert printable(text)[:3] in printed
+
+
+def test_the_servers_log_holds_no_such_character(tmp_path: Path) -> None:
+    root = logging.getLogger("pipeswitch")
+    before = list(root.handlers), root.level, root.propagate
+    try:
+        _log_to(tmp_path / "server.log")
+        root.error("%s", "a\x1b[2J\u202eb")
+    finally:
+        for handler in [h for h in root.handlers if h not in before[0]]:
+            root.removeHandler(handler)
+            handler.close()
+        root.setLevel(before[1])
+        root.propagate = before[2]
+    assert "a\\x1b[2J\\u202eb" in (tmp_path / "server.log").read_text()
