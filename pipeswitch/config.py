@@ -257,7 +257,7 @@ class ModelConfig(_Checked):
     inputs: tuple[str, ...] = _setting((), "list", "like x=8x3x224x224:float32")
     priority: str = _setting("normal", "choice", "high, normal or low", choices=tuple(PRIORITIES))
     pin: bool = _setting(False, "bool", "keep on the device")
-    max_batch: int = _setting(0, "count", "largest dynamic batch; 0: fixed", low=0)
+    max_batch: int = _setting(0, "count", "largest dynamic batch; 0: 64", low=0)
 
 
 @dataclass(frozen=True)

@@ -437,7 +437,7 @@ def worker_messages() -> list[Message]:
         Parked(epoch=epoch, turn=Turn(0), next_turn=Turn(0), where="forward", asked_at_ms=0.0,
                parked_at_ms=1.0),
         WorkerReady(slot=Slot(0), pid=1),
-        ModelPrepared(model=model, digest=model * 64, prepare_ms=1.0),
+        ModelPrepared(model=model, digest=model * 64),
         LeaseRequest(epoch=epoch, slice_bytes=MIB, state_bytes=MIB),
         CommitStep(epoch=epoch, number=1, step=1,
                    ranges=(ByteRange(offset_bytes=0, size_bytes=8),)),
