@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 
-from ..commits.area import CommitArea, create_area
 from ..commits.files import load_commit
 from ..errors import PipeSwitchError, RegistrationRefused, ServerUnavailable
 from ..failpoints import reach
@@ -82,7 +81,7 @@ from .timeline import Timeline
 
 log = logging.getLogger(__name__)
 
-_NOBODY = Token(-(1 << 62))  # asks on behalf of the server; below all of main's own
+_SERVER = Token(-(1 << 62))  # the server itself asks; below all of main's own
 
 
 class Effects:
@@ -115,7 +114,6 @@ class Effects:
         self._daemon: Child | None = None
         self._workers: dict[Slot, tuple[int, Child]] = {}
         self._builders: dict[Epoch, Child] = {}
-        self._slot_bytes: dict[JobName, int] = {}  # of each job's commit area
         self._refused: dict[Token, PipeSwitchError] = {}  # their good answer is on its way here
         self.built_before: dict[bytes, str] = {}  # spec -> digest, from the journal
         self.timeline = Timeline()
@@ -198,9 +196,9 @@ class Effects:
             )
             self._refused.update(dict.fromkeys(command.accepts, error))
             if entry["kind"] == "job":
-                self._take(JobAsked(token=_NOBODY, job=JobName(entry["name"]), action="cancel"))
+                self._take(JobAsked(token=_SERVER, job=JobName(entry["name"]), action="cancel"))
             else:
-                self._take(UnregisterAsked(token=_NOBODY, model=ModelName(entry["name"])))
+                self._take(UnregisterAsked(token=_SERVER, model=ModelName(entry["name"])))
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -373,15 +371,8 @@ class Effects:
     # -- commits -------------------------------------------------------------------------------
 
     def _create_commits(self, command: CreateCommits) -> None:
-        """A fresh area; the newest commit of a smaller one it replaces is kept."""
         reach("commits.create")
-        descriptor = create_area(command.slot_bytes)
-        old = self._memory.commits.get(command.job)
-        if old is not None:
-            _carry_over(old, self._slot_bytes[command.job], descriptor, command.slot_bytes)
-        self._close_commits(command.job)
-        self._memory.commits[command.job] = descriptor
-        self._slot_bytes[command.job] = command.slot_bytes
+        self._memory.create_commits(command.job, command.slot_bytes)
 
     def restore_commits(self, job: JobName) -> tuple[int, int] | None:
         """Load a job's persisted commit; (slot bytes, step), or None when there is none."""
@@ -389,34 +380,10 @@ class Effects:
         if loaded is None:
             return None
         descriptor, slot_bytes, record = loaded
-        self._memory.commits[job] = descriptor
-        self._slot_bytes[job] = slot_bytes
+        self._memory.keep_commits(job, descriptor, slot_bytes)
         return slot_bytes, record.step
-
-    def _close_commits(self, job: JobName) -> None:
-        old = self._memory.commits.pop(job, None)
-        if old is not None:
-            os.close(old)
 
     def _drop_commits(self, job: JobName) -> None:
         reach("commits.drop")
-        self._close_commits(job)
+        self._memory.drop_commits(job)
         shutil.rmtree(self._places.commits / job, ignore_errors=True)
-
-
-def _carry_over(old: int, old_slot_bytes: int, new: int, new_slot_bytes: int) -> None:
-    """Copy the newest commit into a larger area."""
-    source = CommitArea(old, old_slot_bytes)
-    target = CommitArea(new, new_slot_bytes, is_writer=True)
-    try:
-        commit = source.newest()
-        if commit is not None:
-            image = source.image(commit)
-
-            def fill(view: memoryview) -> None:
-                view[:] = image
-
-            target.write(commit.step, commit.size_bytes, fill)
-    finally:
-        target.close()
-        source.close()

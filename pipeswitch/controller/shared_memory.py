@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from ..commits.area import CommitArea, create_area
 from ..ipc.board import Board, new_bell, sealed_memfd
-from ..ipc.messages import (
-    CudaOptions,
-    JobName,
-)
+from ..ipc.messages import CudaOptions, JobName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +39,31 @@ class Memory:
         self.arena: list[int] = []  # of DaemonReady: the daemon's, anew after its death
         self.arena_handle = b""
         self.commits: dict[JobName, int] = {}
+        self._slot_bytes: dict[JobName, int] = {}  # of each job's commit area
 
     def take_arena(self, descriptors: list[int], handle: bytes) -> None:
         for old in self.arena:
             os.close(old)
         self.arena = descriptors
         self.arena_handle = handle
+
+    def create_commits(self, job: JobName, slot_bytes: int) -> None:
+        """A fresh commit area; the newest commit of a smaller one it replaces is kept."""
+        descriptor = create_area(slot_bytes)
+        old = self.commits.get(job)
+        if old is not None:
+            _carry_over(old, self._slot_bytes[job], descriptor, slot_bytes)
+        self.drop_commits(job)
+        self.keep_commits(job, descriptor, slot_bytes)
+
+    def keep_commits(self, job: JobName, descriptor: int, slot_bytes: int) -> None:
+        self.commits[job] = descriptor
+        self._slot_bytes[job] = slot_bytes
+
+    def drop_commits(self, job: JobName) -> None:
+        old = self.commits.pop(job, None)
+        if old is not None:
+            os.close(old)
 
     def close(self) -> None:
         self.board.close()
@@ -55,3 +72,21 @@ class Memory:
             *self.bells, *self.arena, *self.commits.values(),
         ):  # fmt: skip
             os.close(descriptor)
+
+
+def _carry_over(old: int, old_slot_bytes: int, new: int, new_slot_bytes: int) -> None:
+    """Copy the newest commit into a larger area."""
+    source = CommitArea(old, old_slot_bytes)
+    target = CommitArea(new, new_slot_bytes, is_writer=True)
+    try:
+        commit = source.newest()
+        if commit is not None:
+            image = source.image(commit)
+
+            def fill(view: memoryview) -> None:
+                view[:] = image
+
+            target.write(commit.step, commit.size_bytes, fill)
+    finally:
+        target.close()
+        source.close()
