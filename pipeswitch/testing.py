@@ -38,7 +38,7 @@ class RunningServer:
     state_dir: Path
 
     def client(self, *, tcp: bool = False, **options: Any) -> Client:
-        """A client through the owner's door, or through TCP as a stranger's would."""
+        """A client through the owner's listener, or through TCP as a stranger's would."""
         return Client(self.tcp_address if tcp else self.ipc_address, **options)
 
     @property

@@ -49,7 +49,7 @@ def examine(config: Config) -> list[Finding]:
         lambda: _cuda(config),
         _memory,
         _kernel,
-        lambda: _doors(config),
+        lambda: _ports(config),
         _copy_speed,
         _limits,
     ]
@@ -189,7 +189,7 @@ def _kernel() -> list[Finding]:
     return found
 
 
-def _doors(config: Config) -> list[Finding]:
+def _ports(config: Config) -> list[Finding]:
     host, port = parse_listen(config.server.listen)
     found = []
     for number in (port, port + 1):

@@ -164,7 +164,7 @@ def _ping_until(until_s: float, deep: bool) -> dict[str, Any]:
         except ServerUnavailable:
             if is_last:
                 raise
-        time.sleep(PING_AGAIN_S)  # a server that is not there yet can tell nobody
+        time.sleep(PING_AGAIN_S)  # a server that is not there yet cannot tell
 
 
 @click.command()

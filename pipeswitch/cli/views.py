@@ -165,7 +165,7 @@ def show(render: Callable[[], RenderableType], *, watch: bool) -> None:
         Live(render(), console=console(), auto_refresh=False) as live,
     ):
         while True:
-            time.sleep(REFRESH_S)  # the screen's pace; nobody waits for this
+            time.sleep(REFRESH_S)  # the screen's pace; nothing waits for this
             live.update(render(), refresh=True)
 
 
@@ -192,7 +192,7 @@ def _bar(used: int, capacity: int, width: int = 30) -> str:
 
 @contextlib.contextmanager
 def progress_bar(enabled: bool, title: str) -> Iterator[Callable[[str, float], None] | None]:
-    """A bar for registration; None when nobody watches."""
+    """A bar for registration; None where it is not watched."""
     if not enabled:
         yield None
         return

@@ -64,7 +64,7 @@ class Client:
     ) -> None:
         self.address = full_address(address) if address else default_address(os.environ)
         keys = None
-        if not self.address.startswith("ipc://"):  # the owner's door asks for none
+        if not self.address.startswith("ipc://"):  # the owner's listener asks for none
             keys = keys_from(key, server_key, os.environ)
         self._connection = Connection(self.address, timeout_s, keys)
 

@@ -282,7 +282,7 @@ class Server:
 
     def run(self) -> int:
         """Serve until Leave. This thread alone owns the scheduler's state."""
-        self._doors = self._frontend.open()  # a port in use is known before anything is forked
+        self._listeners = self._frontend.open()  # a port in use is known before anything is forked
         with contextlib.ExitStack() as cleanup:
             dump = cleanup.enter_context(open(self._log_path, "a"))
             watchdog = LoopWatchdog(self._config.server.watchdog_ms / 1000.0, dump)
@@ -387,7 +387,7 @@ class Server:
         if self._device.options is not None:
             why = f" ({self._device.why})"
         return (
-            f"pipeswitch is ready: {self._doors.tcp.address} {self._doors.ipc.address} "
+            f"pipeswitch is ready: {self._listeners.tcp.address} {self._listeners.ipc.address} "
             f"device {self._device.name}, arena {format_bytes(self._sizes.arena_bytes)}, "
             f"store {format_bytes(self._sizes.store_bytes)}, 1 active + {standby} standby workers"
             f"{why}"

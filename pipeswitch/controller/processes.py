@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 Kind = Literal["worker", "builder", "daemon"]
 MAX_FAILED_STARTS = 3  # of the fork server in a row: its imports are broken
-LOOK_EVERY_S = 0.5  # for processes that somebody has stopped
+LOOK_EVERY_S = 0.5  # for processes that were stopped from outside
 URGENT_LOOK_EVERY_S = 0.03  # while a request has waited that long: it may wait for one of them
 STOPPED_LOOKS = 5  # in a row, then it is as good as dead: two seconds, or 150 ms
 
@@ -286,7 +286,7 @@ class Processes:
         return True
 
     def _exited(self, child: Child, status: int) -> None:
-        """Reaped: deliver what it still said, then its exit. Once, whoever tells of it."""
+        """Reaped: deliver what it still said, then its exit. Once, by the first news."""
         if child.exit_status is not None:
             return
         for channel in list(child.channels):
@@ -350,7 +350,7 @@ class Processes:
 
         Args:
             waited_since_s: Since when the oldest request waits for its answer, on the monotonic
-                clock; None if nobody waits.
+                clock; None if no request waits.
         """
         now_s = time.monotonic()
         if now_s < self._stopped.due_at_s(waited_since_s):
@@ -376,7 +376,7 @@ class Processes:
                 self._server.kill()
 
     def stop(self, timeout_s: float) -> None:
-        """Leave nobody behind: ask the daemon, kill the others, then the fork server.
+        """Leave no process behind: ask the daemon, kill the others, then the fork server.
 
         Who is just being forked is killed as soon as its pid is known.
         """
@@ -430,7 +430,7 @@ class StoppedLooks:
 
 
 def _open_log(path: Path) -> IO[bytes]:
-    """For the fork server's words; where the disk does not take them, nobody reads them."""
+    """For the fork server's words; where the disk does not take them, they are lost."""
     try:
         return open(path, "ab")
     except OSError as error:

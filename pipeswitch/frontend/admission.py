@@ -193,7 +193,7 @@ def check_name(name: str, what: str) -> str:
 
 
 class Body:
-    """A request's body, read field by field; ``done`` refuses what nobody asked for."""
+    """A request's body, read field by field; ``done`` refuses what is not of the verb."""
 
     def __init__(self, op: str, fields: Mapping[str, Any]) -> None:
         self._op = op

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from ..scheduler.events import Token
 from .connections import connection_inode, socket_inode
-from .listeners import Door
+from .listeners import Listener
 
 ZERO_COPY_BYTES: Final = 64 << 10  # below, a copy is cheaper than tracking the message
 FD_SETTLE_MS: Final = 1_000.0  # libzmq reports a disconnect shortly before it closes the socket
@@ -45,7 +45,7 @@ class Outgoing:
 class Client:
     """One session on one connection."""
 
-    door: Door
+    listener: Listener
     routing_id: bytes
     session: str
     fd: int
@@ -78,27 +78,29 @@ class ClientTable:
         return list(self._by_session.values())
 
     def greet(
-        self, door: Door, routing_id: bytes, fd: int, user_id: str = ""
+        self, listener: Listener, routing_id: bytes, fd: int, user_id: str = ""
     ) -> tuple[Client, Client | None]:
         """A new session for this connection, and the one it replaces (the caller drops it)."""
-        replaced = self._by_route.get((door.address, routing_id))
+        replaced = self._by_route.get((listener.address, routing_id))
         client = Client(
-            door=door,
+            listener=listener,
             routing_id=routing_id,
             session=secrets.token_hex(16),
             fd=fd,
-            inode=connection_inode(fd, door.local),
+            inode=connection_inode(fd, listener.local),
             user_id=user_id,
         )
         self._by_session[client.session] = client
-        self._by_fd.setdefault((door.address, fd), []).append(client)
-        self._by_route[door.address, routing_id] = client
+        self._by_fd.setdefault((listener.address, fd), []).append(client)
+        self._by_route[listener.address, routing_id] = client
         return client, replaced
 
-    def find(self, door: Door, routing_id: bytes, session: str, user_id: str = "") -> Client | None:
+    def find(
+        self, listener: Listener, routing_id: bytes, session: str, user_id: str = ""
+    ) -> Client | None:
         """The client, only when session, connection and key are the ones last seen together."""
         client = self._by_session.get(session)
-        if client is None or client.routing_id != routing_id or client.door is not door:
+        if client is None or client.routing_id != routing_id or client.listener is not listener:
             return None
         return client if client.user_id == user_id else None
 
@@ -107,17 +109,17 @@ class ClientTable:
         client.is_gone = True
         self._by_session.pop(client.session, None)
         self._suspects.pop(client, None)
-        place = (client.door.address, client.fd)
+        place = (client.listener.address, client.fd)
         here = self._by_fd.get(place, [])
         if client in here:
             here.remove(client)
             if not here:
                 del self._by_fd[place]
-        route = (client.door.address, client.routing_id)
+        route = (client.listener.address, client.routing_id)
         if self._by_route.get(route) is client:
             del self._by_route[route]
 
-    def disconnected(self, door: Door, fd: int, now_ms: float) -> list[Client]:
+    def disconnected(self, listener: Listener, fd: int, now_ms: float) -> list[Client]:
         """A connection ended: its clients that are certainly gone.
 
         Descriptor numbers are reused, so the number alone does not decide:
@@ -126,7 +128,7 @@ class ClientTable:
            is about an earlier connection. ``settle_suspects`` looks again.
         """
         gone = []
-        for client in self._by_fd.get((door.address, fd), ()):
+        for client in self._by_fd.get((listener.address, fd), ()):
             if socket_inode(fd) != client.inode:
                 gone.append(client)
             else:

@@ -1,10 +1,10 @@
-"""The connections of the TCP doors: how many there may be, and what they may make us hold.
+"""The connections of the TCP listeners: how many there may be, and what they may make us hold.
 
 libzmq's caps bound one frame and the count of whole messages, but not a message that never ends:
-one peer took 600 MiB with all of them set. The kernel, however, counts what it received on each
-connection. What was received and did not come out as a message is *held* for that peer, and:
+one connection took 600 MiB with all of them set. The kernel, however, counts what it received on
+each. What was received and did not come out as a message is *held* for that one, and:
 
-1. a peer without a session may have SESSIONLESS_BYTES held, must say hello within HELLO_S, and
+1. one without a session may have SESSIONLESS_BYTES held, must say hello within HELLO_S, and
    may send few other messages before;
 2. one with a session may have ``client_bytes`` held, all together ``total_bytes``; over that the
    largest go first;
@@ -43,7 +43,7 @@ _CURVE_BYTES: Final = 33  # around a frame's content: MESSAGE, nonce, flags, MAC
 
 
 @dataclass(kw_only=True, eq=False)
-class Peer:
+class Connection:
     """One accepted TCP connection."""
 
     fd: int
@@ -67,14 +67,14 @@ def socket_inode(fd: int) -> int:
 
 
 def connection_inode(fd: int, local: int | str) -> int:
-    """The identity of a door's connection; 0 when the number means something else by now.
+    """The identity of a listener's connection; 0 when the number means something else by now.
 
     A number is reused at once after its connection ends, and what is looked at here may be hung
-    up later: it must be a connection of this door, and never a worker's channel.
+    up later: it must be a connection of this listener, and never a worker's channel.
 
     Args:
         fd: a descriptor number that libzmq named.
-        local: the door's end: its TCP port, or its unix socket's path.
+        local: the listener's end: its TCP port, or its unix socket's path.
     """
     with contextlib.suppress(OSError), os.fdopen(os.dup(fd), "rb", buffering=0) as held:
         sock = socket.socket(fileno=held.fileno())
@@ -125,7 +125,7 @@ def wire_bytes(frames: Sequence[Any], is_keyed: bool) -> int:
     return total
 
 
-class Peers:
+class Connections:
     """Accepted TCP connections; owned by the frontend."""
 
     def __init__(self, *, max_count: int, client_bytes: int, total_bytes: int) -> None:
@@ -133,16 +133,17 @@ class Peers:
         self._max_count = max_count
         self._client_bytes = client_bytes
         self._total_bytes = total_bytes
-        self._peers: dict[int, Peer] = {}  # by descriptor number
-        self._waiting: dict[int, Peer] = {}  # of them, clients without a session; oldest first
+        self._connections: dict[int, Connection] = {}  # by descriptor number
+        # Of them, clients without a session; oldest first.
+        self._waiting: dict[int, Connection] = {}
         self._counts: Counter[bool] = Counter()  # living ones: subscribers (True), clients
-        self._round: list[Peer] = []  # still to be looked at
+        self._round: list[Connection] = []  # still to be looked at
         self._next_at_s = 0.0
         self.hung_up: Counter[str] = Counter()  # by us, and why
 
     def __len__(self) -> int:
         """Connections, those that are being ended too."""
-        return len(self._peers)
+        return len(self._connections)
 
     def accepted(
         self,
@@ -155,131 +156,137 @@ class Peers:
     ) -> None:
         """A connection to ``port`` was accepted, or is heard of first by its message."""
         inode = connection_inode(fd, port)
-        known = self._peers.get(fd)
+        known = self._connections.get(fd)
         if known is not None and known.inode == inode:
             return
         if known is not None:
             self._forget(known)
         if not inode:
             return  # it has ended already
-        peer = Peer(
+        connection = Connection(
             fd=fd, inode=inode, since_s=now_s, is_subscriber=is_subscriber, is_keyed=is_keyed
         )
-        if not self._peers:
+        if not self._connections:
             self._next_at_s = now_s + ROUND_S
-        self._peers[fd] = peer
+        self._connections[fd] = connection
         self._counts[is_subscriber] += 1
         if not is_subscriber:
-            self._waiting[fd] = peer
+            self._waiting[fd] = connection
         if self._counts[is_subscriber] > self._max_count:
-            oldest = next(iter(self._waiting.values()), peer)
-            self._end(peer if is_subscriber else oldest, "too many connections")
+            oldest = next(iter(self._waiting.values()), connection)
+            self._end(connection if is_subscriber else oldest, "too many connections")
 
     def knows(self, fd: int) -> bool:
         """Whether this connection was reported; its first message may come before the news."""
-        return fd in self._peers
+        return fd in self._connections
 
     def took(self, fd: int, frames: Sequence[Any], now_s: float) -> bool:
         """A whole message of this connection came out of libzmq; False: do not look at it."""
-        peer = self._peers.get(fd)
-        if peer is None or peer.is_ended:
+        connection = self._connections.get(fd)
+        if connection is None or connection.is_ended:
             return False
-        peer.taken_bytes += wire_bytes(frames, peer.is_keyed)
-        if not peer.has_session:
-            peer.message_count += 1
-            allowed = SESSIONLESS_MESSAGES + SESSIONLESS_MESSAGES_PER_S * (now_s - peer.since_s)
-            if peer.message_count > allowed:
-                self._end(peer, "too many messages without a session")
-        return not peer.is_ended
+        connection.taken_bytes += wire_bytes(frames, connection.is_keyed)
+        if not connection.has_session:
+            connection.message_count += 1
+            allowed = SESSIONLESS_MESSAGES + SESSIONLESS_MESSAGES_PER_S * (
+                now_s - connection.since_s
+            )
+            if connection.message_count > allowed:
+                self._end(connection, "too many messages without a session")
+        return not connection.is_ended
 
     def greeted(self, fd: int) -> None:
         """It has a session now."""
-        peer = self._peers.get(fd)
-        if peer is not None:
-            peer.has_session = True
+        connection = self._connections.get(fd)
+        if connection is not None:
+            connection.has_session = True
             self._waiting.pop(fd, None)
 
     def disconnected(self, fd: int) -> None:
         """A connection with this number ended; that may be an earlier one's."""
-        peer = self._peers.get(fd)
-        if peer is not None and socket_inode(fd) != peer.inode:
-            self._forget(peer)
+        connection = self._connections.get(fd)
+        if connection is not None and socket_inode(fd) != connection.inode:
+            self._forget(connection)
 
     def end(self, fd: int, cause: str) -> None:
         """Hang this connection up; what libzmq has of it already is not looked at."""
-        peer = self._peers.get(fd)
-        if peer is not None:
-            self._end(peer, cause)
+        connection = self._connections.get(fd)
+        if connection is not None:
+            self._end(connection, cause)
 
     def end_subscribers(self) -> None:
         """A key was revoked: all are hung up, those with a good key come again."""
-        for peer in [peer for peer in self._peers.values() if peer.is_subscriber]:
-            self._end(peer, "a key was revoked")
+        for connection in [
+            connection for connection in self._connections.values() if connection.is_subscriber
+        ]:
+            self._end(connection, "a key was revoked")
 
     def wait_s(self, now_s: float) -> float | None:
         """Until ``tick`` has something to do; None: never."""
-        return max(0.0, self._next_at_s - now_s) if self._peers else None
+        return max(0.0, self._next_at_s - now_s) if self._connections else None
 
     def tick(self, now_s: float) -> None:
         """Look at the next few connections when it is time."""
-        if not self._peers or now_s < self._next_at_s:
+        if not self._connections or now_s < self._next_at_s:
             return
         if not self._round:
             self._shed()
-            self._round = list(self._peers.values())
-        for peer in self._round[-SLICE:]:
-            self._look(peer, now_s)
+            self._round = list(self._connections.values())
+        for connection in self._round[-SLICE:]:
+            self._look(connection, now_s)
         del self._round[-SLICE:]
-        self._next_at_s = now_s + ROUND_S / (1 + len(self._peers) // SLICE)
+        self._next_at_s = now_s + ROUND_S / (1 + len(self._connections) // SLICE)
 
-    def _look(self, peer: Peer, now_s: float) -> None:
-        if self._peers.get(peer.fd) is not peer:
+    def _look(self, connection: Connection, now_s: float) -> None:
+        if self._connections.get(connection.fd) is not connection:
             return
-        if socket_inode(peer.fd) != peer.inode:
-            self._forget(peer)
-        if peer.is_ended or peer.fd not in self._peers:
+        if socket_inode(connection.fd) != connection.inode:
+            self._forget(connection)
+        if connection.is_ended or connection.fd not in self._connections:
             return
-        age_s = now_s - peer.since_s
-        received = received_bytes(peer.fd) - peer.taken_bytes
-        peer.held_bytes = max(0, received - int(HEARTBEAT_BYTES_PER_S * age_s))
-        limit = self._client_bytes if peer.has_session else SESSIONLESS_BYTES
-        if peer.held_bytes > limit:
-            self._end(peer, "unfinished messages")
-        elif peer.fd in self._waiting and age_s > HELLO_S:
-            self._end(peer, "no hello")
+        age_s = now_s - connection.since_s
+        received = received_bytes(connection.fd) - connection.taken_bytes
+        connection.held_bytes = max(0, received - int(HEARTBEAT_BYTES_PER_S * age_s))
+        limit = self._client_bytes if connection.has_session else SESSIONLESS_BYTES
+        if connection.held_bytes > limit:
+            self._end(connection, "unfinished messages")
+        elif connection.fd in self._waiting and age_s > HELLO_S:
+            self._end(connection, "no hello")
 
     def _shed(self) -> None:
         """The largest go until all together hold no more than they may."""
-        total_bytes = sum(peer.held_bytes for peer in self._peers.values())
+        total_bytes = sum(connection.held_bytes for connection in self._connections.values())
         if total_bytes <= self._total_bytes:
             return
-        for peer in sorted(self._peers.values(), key=lambda peer: -peer.held_bytes):
+        for connection in sorted(
+            self._connections.values(), key=lambda connection: -connection.held_bytes
+        ):
             if total_bytes <= self._total_bytes:
                 return
-            total_bytes -= peer.held_bytes
-            self._end(peer, "unfinished messages")
+            total_bytes -= connection.held_bytes
+            self._end(connection, "unfinished messages")
 
-    def _end(self, peer: Peer, cause: str) -> None:
-        if peer.is_ended:
+    def _end(self, connection: Connection, cause: str) -> None:
+        if connection.is_ended:
             return
-        held_bytes = peer.held_bytes
-        hang_up(peer.fd, peer.inode)
-        self._leave(peer)
+        held_bytes = connection.held_bytes
+        hang_up(connection.fd, connection.inode)
+        self._leave(connection)
         self.hung_up[cause] += 1
         if self.hung_up[cause].bit_count() == 1:  # the 1st, 2nd, 4th, 8th…: no storm in the log
             _logger.warning(
                 "hung up cause=%r held=%d times=%d", cause, held_bytes, self.hung_up[cause]
             )
 
-    def _leave(self, peer: Peer) -> None:
+    def _leave(self, connection: Connection) -> None:
         """It counts no more."""
-        if not peer.is_ended:
-            peer.is_ended = True
-            peer.held_bytes = 0
-            self._counts[peer.is_subscriber] -= 1
-            self._waiting.pop(peer.fd, None)
+        if not connection.is_ended:
+            connection.is_ended = True
+            connection.held_bytes = 0
+            self._counts[connection.is_subscriber] -= 1
+            self._waiting.pop(connection.fd, None)
 
-    def _forget(self, peer: Peer) -> None:
-        self._leave(peer)
-        if self._peers.get(peer.fd) is peer:
-            del self._peers[peer.fd]
+    def _forget(self, connection: Connection) -> None:
+        self._leave(connection)
+        if self._connections.get(connection.fd) is connection:
+            del self._connections[connection.fd]

@@ -56,7 +56,7 @@ from .connections import hang_up
 from .copying import INLINE_COPY_BYTES, Copier
 from .intake import Intake, read_subscriptions
 from .job_logs import read_piece
-from .listeners import Door, Doors, open_doors
+from .listeners import Listener, Listeners, open_listeners
 from .outbox import RELEASE_WAIT_MS, Outbox
 from .replies import envelope_id, reply_frames, wrong_version
 from .request_pool import RequestPool, Room
@@ -135,8 +135,8 @@ class Frontend:
 
     # ---- life ----------------------------------------------------------------------------------
 
-    def open(self) -> Doors:
-        """Bind both doors, start the helper threads; the doors' addresses.
+    def open(self) -> Listeners:
+        """Bind both listeners, start the helper threads; the listeners' addresses.
 
         Raises:
             ConfigError: an address or folder cannot be used.
@@ -145,16 +145,16 @@ class Frontend:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._context: zmq.Context[Any] = zmq.Context()
         try:
-            self._doors = open_doors(self._context, self._config.server)
+            self._listeners = open_listeners(self._context, self._config.server)
         except PipeSwitchError:
             self._context.term()
             os.close(self._wake)
             raise
-        self._sockets = self._doors.sockets
+        self._sockets = self._listeners.sockets
         self._stirred = set(self._sockets)  # may have something to read: see wait_s
         self._uploads.start()
         self._copier.start()
-        return self._doors
+        return self._listeners
 
     def watch(self, selector: selectors.BaseSelector) -> None:
         """Register what ends a wait; each key's data is a callable, as the loop expects."""
@@ -174,7 +174,7 @@ class Frontend:
         self._uploads.stop()
         self._copier.stop()  # what they post is sent
         self._finish()
-        self._doors.close()
+        self._listeners.close()
         self._context.term()
         os.close(self._wake)
         self._pool.close()
@@ -203,25 +203,29 @@ class Frontend:
             self._stirred.discard(sock)
         if self._calls or self._stirred:
             return 0.0
-        return self._intake.peers.wait_s(self._now_ms() / 1000) if is_quiet else BUSY_POLL_MS / 1000
+        return (
+            self._intake.connections.wait_s(self._now_ms() / 1000)
+            if is_quiet
+            else BUSY_POLL_MS / 1000
+        )
 
     def step(self) -> None:
         """One turn. Who left is learnt before anything is sent or received."""
         if self._stirred or self._clients.has_suspects:
-            for client in self._intake.gone(self._doors):
+            for client in self._intake.gone(self._listeners):
                 self._drop(client, "disconnected")
         while self._calls:
             self._calls.popleft()()
-        for door in self._doors.all:
-            if door.router in self._stirred:
-                for frames in self._intake.messages(door):
-                    self._hear_message(door, frames)
-            if door.publisher in self._stirred:
-                read_subscriptions(door)
+        for listener in self._listeners.all:
+            if listener.router in self._stirred:
+                for frames in self._intake.messages(listener):
+                    self._hear_message(listener, frames)
+            if listener.publisher in self._stirred:
+                read_subscriptions(listener)
         if not self._outbox.is_idle:
             for client in self._outbox.sweep(self._now_ms()):
                 self._drop(client, SLOW)
-        for client in self._intake.revoked(self._doors):
+        for client in self._intake.revoked(self._listeners):
             self._drop(client, REVOKED)
 
     def perform(self, posted: Posted) -> None:
@@ -231,10 +235,10 @@ class Frontend:
                 self._answer(posted)
             case Publish(topic=topic, body=body):
                 frames = [topic.encode(), pack_dict(body)]
-                for door in self._doors.all:
-                    self._stirred.add(door.publisher)
+                for listener in self._listeners.all:
+                    self._stirred.add(listener.publisher)
                     with contextlib.suppress(zmq.Again):
-                        send_frames(door.publisher, frames, DONTWAIT)
+                        send_frames(listener.publisher, frames, DONTWAIT)
             case Announce(model=model):
                 self._models[model] = posted
             case Retract(model=model):
@@ -255,15 +259,16 @@ class Frontend:
         while not self._outbox.is_idle and self._now_ms() < until_ms:
             for client in self._outbox.sweep(self._now_ms()):
                 self._drop(client, SLOW)
-            self._doors.tcp.monitor.poll(int(BUSY_POLL_MS))  # a client that leaves ends the wait
+            # A client that leaves ends the wait.
+            self._listeners.tcp.monitor.poll(int(BUSY_POLL_MS))
         for client in self._clients.all():
             self._outbox.drop(client)
-        for door in self._doors.all:
-            door.router.setsockopt(zmq.LINGER, STOP_FLUSH_MS)
+        for listener in self._listeners.all:
+            listener.router.setsockopt(zmq.LINGER, STOP_FLUSH_MS)
 
     # ---- in ------------------------------------------------------------------------------------
 
-    def _hear_message(self, door: Door, frames: Sequence[zmq.Frame]) -> None:
+    def _hear_message(self, listener: Listener, frames: Sequence[zmq.Frame]) -> None:
         """One message. Nothing a client sends may raise out of here."""
         reach("frontend.message")
         routing_id = bytes(frames[0].buffer)
@@ -271,7 +276,7 @@ class Frontend:
         request_id = ""
         client: Client | None = None
         try:
-            if not self._intake.admits(door, frames):
+            if not self._intake.admits(listener, frames):
                 return
             if not _ROUTING_ID.fullmatch(routing_id):
                 request_id = envelope_id(parts)
@@ -285,14 +290,16 @@ class Frontend:
                 raise wrong_version(parts) or error from None
             request_id = header.id
             if header.op == "hello":
-                self._hello(door, routing_id, frames[0], header)
+                self._hello(listener, routing_id, frames[0], header)
             elif header.op == "ping" and not header.body:
-                self._send_now(door, routing_id, reply_frames(header.id, body=self._about(door)))
+                self._send_now(
+                    listener, routing_id, reply_frames(header.id, body=self._about(listener))
+                )
             else:
-                client = self._intake.sender(door, routing_id, frames[0], header.session)
+                client = self._intake.sender(listener, routing_id, frames[0], header.session)
                 self._dispatch(client, header, parts[2:])
         except PipeSwitchError as error:
-            self._refuse(door, routing_id, client, request_id, error)
+            self._refuse(listener, routing_id, client, request_id, error)
 
     def _dispatch(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
         perform = self._ops.get(header.op, self._ask)
@@ -310,7 +317,7 @@ class Frontend:
 
     def _refuse(
         self,
-        door: Door,
+        listener: Listener,
         routing_id: bytes,
         client: Client | None,
         request_id: str,
@@ -318,25 +325,25 @@ class Frontend:
     ) -> None:
         """A typed error when there is an id to answer to; otherwise counted and dropped."""
         if isinstance(error, RemoteProtocolError):
-            self._intake.complain(door, error)
+            self._intake.complain(listener, error)
         if not request_id:
             return
         if client is not None:
             self._reply(client, request_id, error=error)
         else:
-            self._send_now(door, routing_id, reply_frames(request_id, error=error))
+            self._send_now(listener, routing_id, reply_frames(request_id, error=error))
 
     # ---- verbs ---------------------------------------------------------------------------------
 
-    def _about(self, door: Door) -> dict[str, Any]:
+    def _about(self, listener: Listener) -> dict[str, Any]:
         """What anybody may know."""
         return {
             "server": "pipeswitch",
             "protocol": VERSION,
             "pid": os.getpid(),
-            "events": door.events_address,
-            "accepts_code": door.is_owner or bool(self._config.server.allow_code),
-            "is_owner": door.is_owner,
+            "events": listener.events_address,
+            "accepts_code": listener.is_owner or bool(self._config.server.allow_code),
+            "is_owner": listener.is_owner,
             "max_message_bytes": self._max_message_bytes,
             "credit": CREDIT_CHUNKS,
             "ready": self._is_ready(),
@@ -344,12 +351,12 @@ class Frontend:
         }
 
     def _hello(
-        self, door: Door, routing_id: bytes, frame: zmq.Frame, header: RequestHeader
+        self, listener: Listener, routing_id: bytes, frame: zmq.Frame, header: RequestHeader
     ) -> None:
-        client, replaced = self._intake.greet(door, routing_id, frame)
+        client, replaced = self._intake.greet(listener, routing_id, frame)
         if replaced is not None:
             self._drop(replaced, "said hello again")
-        self._reply(client, header.id, body=self._about(door))
+        self._reply(client, header.id, body=self._about(listener))
 
     def _infer(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
         if header.body:
@@ -445,7 +452,7 @@ class Frontend:
 
     def _ask(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
         """A verb that is one question to the scheduler."""
-        asked = self._verbs.parse(header, is_owner=client.door.is_owner)
+        asked = self._verbs.parse(header, is_owner=client.listener.is_owner)
         if isinstance(asked, LogPiece):  # the only one that is answered here
             piece = read_piece(self._log_directory, asked.job, asked.offset_bytes)
             self._reply(client, header.id, body=piece)
@@ -477,7 +484,7 @@ class Frontend:
 
     def _completed(self, body: dict[str, Any]) -> dict[str, Any]:
         """What ``stats`` tells, with what only this thread knows: counters, clients, pool."""
-        allowed, peers = self._doors.tcp.allowed, self._intake.peers
+        allowed, connections = self._listeners.tcp.allowed, self._intake.connections
         self._outbox.release(RELEASE_WAIT_MS)  # who asks after an answer sees it counted
         return {
             **body,
@@ -487,8 +494,8 @@ class Frontend:
             "malformed": self._intake.malformed_count,
             "queue_full": self.requests.queue_full_count,
             "slow_clients": self._dropped_count,
-            "connections": len(peers),
-            "hung_up": dict(peers.hung_up),
+            "connections": len(connections),
+            "hung_up": dict(connections.hung_up),
             "refused_keys": allowed.refused_count if allowed is not None else 0,
             **self._pool.as_dict(),
         }
@@ -499,19 +506,19 @@ class Frontend:
         self._send(client, Outgoing(frames=frames, since_ms=self._now_ms()))
 
     def _send(self, client: Client, outgoing: Outgoing) -> None:
-        self._stirred.add(client.door.router)
+        self._stirred.add(client.listener.router)
         if client.is_gone:
             outgoing.on_lost()
             outgoing.on_released()
         elif not self._outbox.send(client, outgoing, self._now_ms()):
             self._drop(client, SLOW)
 
-    def _send_now(self, door: Door, routing_id: bytes, frames: list[bytes]) -> None:
+    def _send_now(self, listener: Listener, routing_id: bytes, frames: list[bytes]) -> None:
         """To a peer without a session: now or never, nothing is kept for it."""
-        self._stirred.add(door.router)
+        self._stirred.add(listener.router)
         with contextlib.suppress(zmq.ZMQError):
-            door.router.send(routing_id, zmq.SNDMORE | zmq.DONTWAIT)
-            door.router.send_multipart(frames, zmq.DONTWAIT)
+            listener.router.send(routing_id, zmq.SNDMORE | zmq.DONTWAIT)
+            listener.router.send_multipart(frames, zmq.DONTWAIT)
 
     def _drop(self, client: Client, cause: str) -> None:
         """The client is gone, or is to be: its waiting requests are taken back. Idempotent."""

@@ -1,8 +1,8 @@
-"""What comes in by the doors: whole messages, and the news of their connections.
+"""What comes in by the listeners: whole messages, and the news of their connections.
 
-Owned by the frontend. Each connection that is not the owner's is told to ``Peers``, which judges
-it; libzmq's news of it may come after its first message, so a message is news as well. Everything
-is taken in bursts: neither a storm of connections nor an endless message holds up the others.
+Owned by the frontend. Each connection that is not the owner's is told to ``Connections``, which
+judges it; libzmq's news of it may come after its first message, so a message is news as well.
+All is taken in bursts: neither a storm of connections nor an endless message holds up the others.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from ..errors import PermissionDenied, RemoteProtocolError
 from ..wire.frames import MAX_TENSORS
 from ..wire.sockets import DONTWAIT, is_readable, next_events
 from .clients import Client, ClientTable
-from .connections import Peers
-from .listeners import ACCEPTED, Door, Doors
+from .connections import Connections
+from .listeners import ACCEPTED, Listener, Listeners
 
 _logger = logging.getLogger(__name__)
 
-BURST_EVENTS: Final = 32  # of connections, from one door: a third of a millisecond
+BURST_EVENTS: Final = 32  # of connections, from one listener: a third of a millisecond
 BURST_PARTS: Final = 1_000  # of one message: libzmq bounds neither their number nor their memory
-BURST_MESSAGES: Final = 16  # from one door before the other and the answers get their turn
+BURST_MESSAGES: Final = 16  # from one listener before the other and the answers get their turn
 COMPLAINTS_PER_MINUTE: Final = 10
 KEYS_LOOK_MS: Final = 1000.0  # between looks at the allow-list, for clients that are in already
 _SRCFD: Final = int(zmq.SRCFD)
 
 
 class Intake:
-    """Connections and messages of both doors, within their limits."""
+    """Connections and messages of both listeners, within their limits."""
 
     def __init__(
         self, config: ServerConfig, clients: ClientTable, now_ms: Callable[[], float]
     ) -> None:
         self._clients = clients
         self._now_ms = now_ms
-        self.peers = Peers(
+        self.connections = Connections(
             max_count=config.max_connections,
             client_bytes=config.pool_bytes,  # more than its requests could ever take
             total_bytes=2 * config.pool_bytes,
@@ -54,31 +54,31 @@ class Intake:
 
     # ---- connections ---------------------------------------------------------------------------
 
-    def gone(self, doors: Doors) -> list[Client]:
+    def gone(self, listeners: Listeners) -> list[Client]:
         """Read the news of connections; clients whose own has ended."""
         now_ms = self._now_ms()
         gone = self._clients.settle_suspects(now_ms) if self._clients.has_suspects else []
-        for door in doors.all:
-            for event, fd in next_events(door.monitor, BURST_EVENTS):
+        for listener in listeners.all:
+            for event, fd in next_events(listener.monitor, BURST_EVENTS):
                 if event != ACCEPTED:
-                    gone += self._clients.disconnected(door, fd, now_ms)
-                self._note(door, event, fd, now_ms)
-            for event, fd in next_events(door.readers, BURST_EVENTS):
-                self._note(door, event, fd, now_ms, is_subscriber=True)
+                    gone += self._clients.disconnected(listener, fd, now_ms)
+                self._note(listener, event, fd, now_ms)
+            for event, fd in next_events(listener.readers, BURST_EVENTS):
+                self._note(listener, event, fd, now_ms, is_subscriber=True)
         return gone
 
-    def revoked(self, doors: Doors) -> list[Client]:
+    def revoked(self, listeners: Listeners) -> list[Client]:
         """Look at connections and keys when it is time; clients whose key is not admitted now."""
-        if not self.peers:
+        if not self.connections:
             return []
         now_ms = self._now_ms()
-        self.peers.tick(now_ms / 1000)
-        if doors.tcp.allowed is None or now_ms <= self._keys_look_at_ms:
+        self.connections.tick(now_ms / 1000)
+        if listeners.tcp.allowed is None or now_ms <= self._keys_look_at_ms:
             return []
         self._keys_look_at_ms = now_ms + KEYS_LOOK_MS
-        admitted = doors.tcp.allowed.keys()
+        admitted = listeners.tcp.allowed.keys()
         if self._admitted - admitted:
-            self.peers.end_subscribers()
+            self.connections.end_subscribers()
         self._admitted = admitted
         return [
             client
@@ -87,70 +87,72 @@ class Intake:
         ]
 
     def _note(
-        self, door: Door, event: int, fd: int, now_ms: float, *, is_subscriber: bool = False
+        self, listener: Listener, event: int, fd: int, now_ms: float, *, is_subscriber: bool = False
     ) -> None:
         """A connection came or went; the owner's own are not limited."""
-        if door.is_owner:
+        if listener.is_owner:
             return
         if event == ACCEPTED:
-            self.peers.accepted(
+            self.connections.accepted(
                 fd,
-                int(door.events_local if is_subscriber else door.local),
+                int(listener.events_local if is_subscriber else listener.local),
                 now_ms / 1000,
                 is_subscriber=is_subscriber,
-                is_keyed=door.allowed is not None,
+                is_keyed=listener.allowed is not None,
             )
         else:
-            self.peers.disconnected(fd)
+            self.connections.disconnected(fd)
 
-    def _hang_up(self, door: Door, frame: zmq.Frame, cause: str) -> None:
+    def _hang_up(self, listener: Listener, frame: zmq.Frame, cause: str) -> None:
         """End the connection this frame came from; the owner's own are not judged."""
-        fd = -1 if door.is_owner else _descriptor(frame)
+        fd = -1 if listener.is_owner else _descriptor(frame)
         if fd >= 0:
-            if not self.peers.knows(fd):
-                self._note(door, ACCEPTED, fd, self._now_ms())
-            self.peers.end(fd, cause)
+            if not self.connections.knows(fd):
+                self._note(listener, ACCEPTED, fd, self._now_ms())
+            self.connections.end(fd, cause)
 
     # ---- messages ------------------------------------------------------------------------------
 
-    def messages(self, door: Door) -> Iterator[list[zmq.Frame]]:
-        """Whole messages that wait at a door: routing id and parts."""
+    def messages(self, listener: Listener) -> Iterator[list[zmq.Frame]]:
+        """Whole messages that wait at a listener: routing id and parts."""
         for _ in range(BURST_MESSAGES):
-            if not is_readable(door.router):
+            if not is_readable(listener.router):
                 return
-            begun = self._overlong.pop(door.router, None)
-            frames = begun or [_next_frame(door)]
+            begun = self._overlong.pop(listener.router, None)
+            frames = begun or [_next_frame(listener)]
             for _ in range(BURST_PARTS):
                 if not frames[-1].more:
                     break
-                frame = _next_frame(door)  # a message comes whole
+                frame = _next_frame(listener)  # a message comes whole
                 if len(frames) < MAX_TENSORS + 4:
                     frames.append(frame)
                 else:
                     frames[-1] = frame  # too many: only the last one's `more` matters now
             if frames[-1].more:
-                self._overlong[door.router] = frames  # the others get their turn
+                self._overlong[listener.router] = frames  # the others get their turn
                 if begun is None:  # once: its descriptor's number may be another's by and by
-                    self._hang_up(door, frames[0], "too many parts")
+                    self._hang_up(listener, frames[0], "too many parts")
                 return
             yield frames
 
-    def admits(self, door: Door, frames: Sequence[zmq.Frame]) -> bool:
+    def admits(self, listener: Listener, frames: Sequence[zmq.Frame]) -> bool:
         """Whether to look at a message; not while its connection is being hung up.
 
         Raises:
             RemoteProtocolError: libzmq does not know its connection.
         """
-        if door.is_owner:
+        if listener.is_owner:
             return True
         fd = _known_descriptor(frames[0])
         now_ms = self._now_ms()
-        if not self.peers.knows(fd):
-            self._note(door, ACCEPTED, fd, now_ms)
-        return self.peers.took(fd, frames[1:], now_ms / 1000) or not self.peers.knows(fd)
+        if not self.connections.knows(fd):
+            self._note(listener, ACCEPTED, fd, now_ms)
+        return self.connections.took(fd, frames[1:], now_ms / 1000) or not self.connections.knows(
+            fd
+        )
 
     def greet(
-        self, door: Door, routing_id: bytes, frame: zmq.Frame
+        self, listener: Listener, routing_id: bytes, frame: zmq.Frame
     ) -> tuple[Client, Client | None]:
         """A new session for this frame's connection, and the one it replaces.
 
@@ -158,26 +160,28 @@ class Intake:
             RemoteProtocolError, PermissionDenied: the connection, or its key, is not known.
         """
         fd = _known_descriptor(frame)
-        client, replaced = self._clients.greet(door, routing_id, fd, _user_id(door, frame))
-        if not door.is_owner:
-            self.peers.greeted(fd)
+        client, replaced = self._clients.greet(listener, routing_id, fd, _user_id(listener, frame))
+        if not listener.is_owner:
+            self.connections.greeted(fd)
         return client, replaced
 
-    def sender(self, door: Door, routing_id: bytes, frame: zmq.Frame, session: str) -> Client:
+    def sender(
+        self, listener: Listener, routing_id: bytes, frame: zmq.Frame, session: str
+    ) -> Client:
         """Whose message it is.
 
         Raises:
-            RemoteProtocolError: nobody's: this session did not come by this connection.
+            RemoteProtocolError: this session did not come by this connection.
             PermissionDenied: its key is not known.
         """
-        client = self._clients.find(door, routing_id, session, _user_id(door, frame))
+        client = self._clients.find(listener, routing_id, session, _user_id(listener, frame))
         if client is None:
             raise RemoteProtocolError(
                 "this session is not known here: say hello first", reason="unknown_session"
             )
         return client
 
-    def complain(self, door: Door, error: RemoteProtocolError) -> None:
+    def complain(self, listener: Listener, error: RemoteProtocolError) -> None:
         """Count a malformed message; at most COMPLAINTS_PER_MINUTE lines, whatever is sent."""
         self.malformed_count += 1
         now_ms = self._now_ms()
@@ -186,22 +190,22 @@ class Intake:
         if len(self._complaints) < COMPLAINTS_PER_MINUTE:
             self._complaints.append(now_ms)
             _logger.warning(
-                "refused door=%s malformed=%d cause=%r",
-                door.address,
+                "refused listener=%s malformed=%d cause=%r",
+                listener.address,
                 self.malformed_count,
                 error.message[:200],
             )
 
 
-def read_subscriptions(door: Door) -> None:
+def read_subscriptions(listener: Listener) -> None:
     """XPUB hands us subscriptions; libzmq applies them itself, nothing else is to be done."""
     with contextlib.suppress(zmq.Again):
         for _ in range(BURST_MESSAGES):
-            door.publisher.recv(DONTWAIT)
+            listener.publisher.recv(DONTWAIT)
 
 
-def _next_frame(door: Door) -> zmq.Frame:
-    frame: zmq.Frame = door.router.recv(DONTWAIT, copy=False)
+def _next_frame(listener: Listener) -> zmq.Frame:
+    frame: zmq.Frame = listener.router.recv(DONTWAIT, copy=False)
     return frame
 
 
@@ -224,13 +228,13 @@ def _known_descriptor(routing_frame: zmq.Frame) -> int:
     return fd
 
 
-def _user_id(door: Door, frame: zmq.Frame) -> str:
+def _user_id(listener: Listener, frame: zmq.Frame) -> str:
     """The key this message's sender proved to have; empty where none is asked for.
 
     Raises:
         PermissionDenied: libzmq does not say: it must not happen, and nothing is served then.
     """
-    if door.allowed is None:
+    if listener.allowed is None:
         return ""
     try:
         return str(frame.get("User-Id"))

@@ -2,7 +2,7 @@
 
 TCP is open on loopback; where other machines can reach it, or the owner says so, each client
 needs a CURVE key that is on the allow-list. The ipc socket lies in a folder that is the owner's
-alone, so whoever reaches it is the owner: that door accepts code, and asks for no key.
+alone, so what reaches it is the owner's: that listener accepts code, and asks for no key.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WATCHED: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 
 @dataclass(frozen=True, kw_only=True)
-class Door:
+class Listener:
     """One bound ROUTER with its event publisher, and the monitors of their connections."""
 
     router: zmq.Socket[bytes]
@@ -50,7 +50,7 @@ class Door:
     readers: zmq.Socket[bytes]  # the publisher's monitor
     address: str
     events_address: str
-    is_owner: bool  # whoever comes in here is the server's owner
+    is_owner: bool  # every client that comes in here is the server's owner
     allowed: AllowList | None = None  # the keys that may come in; None: no key is asked for
 
     @functools.cached_property
@@ -71,23 +71,23 @@ def _local(address: str) -> int | str:
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """What the TCP doors ask for: the server proves itself, and each client is on a list."""
+    """What the TCP listeners ask for: the server proves itself, and each client is on a list."""
 
     keys: ServerKeys
     allowed: AllowList
 
 
 @dataclass(kw_only=True)
-class Doors:
+class Listeners:
     """All of the server's client sockets. Made and closed on the frontend's behalf."""
 
-    tcp: Door
-    ipc: Door
+    tcp: Listener
+    ipc: Listener
     _authenticator: ThreadAuthenticator | None = None
     _paths: list[Path] = field(default_factory=list)
 
     @property
-    def all(self) -> tuple[Door, Door]:
+    def all(self) -> tuple[Listener, Listener]:
         return (self.tcp, self.ipc)
 
     @property
@@ -95,14 +95,17 @@ class Doors:
         """All that can become readable."""
         return [
             sock
-            for door in self.all
-            for sock in (door.router, door.monitor, door.publisher, door.readers)
+            for listener in self.all
+            for sock in (listener.router, listener.monitor, listener.publisher, listener.readers)
         ]
 
     def close(self) -> None:
         """Close every socket and remove the ipc files."""
-        for door in self.all:
-            for sock, monitor in ((door.router, door.monitor), (door.publisher, door.readers)):
+        for listener in self.all:
+            for sock, monitor in (
+                (listener.router, listener.monitor),
+                (listener.publisher, listener.readers),
+            ):
                 sock.disable_monitor()
                 monitor.close(0)
                 sock.close(0)
@@ -136,7 +139,7 @@ def find_access(config: ServerConfig, host: str) -> Access | None:
     return Access(keys=keys, allowed=AllowList(folder))
 
 
-def open_doors(context: zmq.Context[Any], config: ServerConfig) -> Doors:
+def open_listeners(context: zmq.Context[Any], config: ServerConfig) -> Listeners:
     """Bind everything or nothing.
 
     Raises:
@@ -163,23 +166,23 @@ def open_doors(context: zmq.Context[Any], config: ServerConfig) -> Doors:
     shown = f"[{host}]" if ":" in host else host
     addresses = [f"tcp://{shown}:{port}", f"tcp://{shown}:{port + 1}"]
     allowed = access.allowed if access is not None else None
-    return Doors(
-        tcp=_door(tcp, tcp_events, addresses, is_owner=False, allowed=allowed),
-        ipc=_door(ipc, ipc_events, [f"ipc://{path}" for path in paths], is_owner=True),
+    return Listeners(
+        tcp=_listener(tcp, tcp_events, addresses, is_owner=False, allowed=allowed),
+        ipc=_listener(ipc, ipc_events, [f"ipc://{path}" for path in paths], is_owner=True),
         _authenticator=authenticator,
         _paths=paths,
     )
 
 
-def _door(
+def _listener(
     router: zmq.Socket[bytes],
     publisher: zmq.Socket[bytes],
     addresses: Sequence[str],
     *,
     is_owner: bool,
     allowed: AllowList | None = None,
-) -> Door:
-    return Door(
+) -> Listener:
+    return Listener(
         router=router,
         monitor=watch_connections(router, _WATCHED),
         publisher=publisher,

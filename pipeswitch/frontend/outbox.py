@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import zmq
 
 from ..wire.sockets import DONTWAIT, MORE, send_frames
-
-if TYPE_CHECKING:
-    pass
 from .clients import Client, Outgoing
 
-SLOW_CLIENT_MS: Final = 30_000.0  # a reply nobody reads for this long: the client is dropped
-
-
+SLOW_CLIENT_MS: Final = 30_000.0  # a reply that is not read for so long: the client is dropped
 RELEASE_WAIT_MS: Final = 20.0  # for a reply on its way out, before its bytes are missed
 
 
@@ -66,7 +61,7 @@ class Outbox:
     @staticmethod
     def _transmit(client: Client, outgoing: Outgoing) -> zmq.MessageTracker | None:
         """All frames of a message; only the first part can be refused (libzmq router.cpp)."""
-        router = client.door.router
+        router = client.listener.router
         router.send(client.routing_id, MORE | DONTWAIT)
         is_tracked = outgoing.is_zero_copy
         tracker = send_frames(

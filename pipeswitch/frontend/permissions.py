@@ -110,7 +110,7 @@ def _owners_only(path: str) -> PermissionDenied:
 def _require_code_right(
     shown: str, runs: str, *, is_owner: bool, allow_code: Sequence[str]
 ) -> None:
-    """Code is accepted through the owner's door or when what runs is on the list.
+    """Code is accepted through the owner's listener or when what runs is on the list.
 
     Args:
         shown: as the caller wrote it.

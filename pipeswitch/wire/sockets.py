@@ -70,7 +70,7 @@ def make_socket(context: zmq.Context[Any], kind: int, caps: Caps) -> zmq.Socket[
 
 
 def make_router(context: zmq.Context[Any], caps: Caps) -> zmq.Socket[bytes]:
-    """The server's door."""
+    """The server's listener."""
     return make_socket(context, zmq.ROUTER, caps)
 
 

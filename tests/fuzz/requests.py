@@ -1,6 +1,6 @@
 """What a client can send: the frames of one message through the real frontend.
 
-Only libzmq is not there: a door's router keeps nothing, and a message's frames say what libzmq
+Only libzmq is not there: a listener's router keeps nothing, and a message's frames say what libzmq
 would say of their connection. Every request that is accepted is answered at once afterwards, so
 that each input finds the frontend as the first one did; what it then still holds is an escape.
 """
@@ -18,7 +18,7 @@ from pipeswitch.config import Config, ServerConfig
 from pipeswitch.errors import ServerUnavailable
 from pipeswitch.frontend.clients import Client
 from pipeswitch.frontend.frontend import Frontend
-from pipeswitch.frontend.listeners import Door
+from pipeswitch.frontend.listeners import Listener
 from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.ipc.messages import ModelName
 from pipeswitch.scheduler.events import Announce, Answer, Event, InferArrived
@@ -37,7 +37,7 @@ POOL_BYTES = 1 << 20
 ROUTE = b"\0\1\2\3\4"  # as libzmq makes them
 SESSION = "S" * 32  # stands in an input for the session that the frontend made up
 WAITING = "waiting"  # the id of a request that has no answer yet
-FAMILIAR = bytes([0x57])  # a first frame of this one byte: through the owner's door
+FAMILIAR = bytes([0x57])  # a first frame of this one byte: through the owner's listener
 CLOCK_MS = 1e6
 
 
@@ -68,10 +68,10 @@ class _Router:
         self.sent += [bytes(frame) for frame in frames]
 
 
-def _door(*, is_owner: bool) -> Door:
+def _listener(*, is_owner: bool) -> Listener:
     address = "ipc:///owner" if is_owner else "tcp://127.0.0.1:5555"
     router: Any = _Router()
-    return Door(
+    return Listener(
         router=router, monitor=router, publisher=router, readers=router, address=address,
         events_address=f"{address}6", is_owner=is_owner,
     )  # fmt: skip
@@ -93,41 +93,43 @@ class _Gate(Frontend):
         os.close(descriptor)
         self._stirred = set()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self.owner, self.stranger = _door(is_owner=True), _door(is_owner=False)
-        doors: Any = type("Doors", (), {"tcp": self.stranger, "all": (self.stranger, self.owner)})
-        self._doors = doors
+        self.owner, self.stranger = _listener(is_owner=True), _listener(is_owner=False)
+        listeners: Any = type(
+            "Listeners", (), {"tcp": self.stranger, "all": (self.stranger, self.owner)}
+        )
+        self._listeners = listeners
         for name in ("m", "resnet-50"):
             model = ModelName(name)
             announced = Announce(model=model, manifest=manifest_of(), priority=1)
             self.perform(announced)
-        self._known: dict[Door, Client] = {}
+        self._known: dict[Listener, Client] = {}
 
     def hear(self, frames: list[bytes]) -> list[Event]:
         """One message; the events that came of it."""
         is_owner = frames[:1] == [FAMILIAR]
-        door = self.owner if is_owner else self.stranger
-        client = self._client(door)
+        listener = self.owner if is_owner else self.stranger
+        client = self._client(listener)
         parts = [
             frame.replace(SESSION.encode(), client.session.encode())
             for frame in (frames[1:] if is_owner else frames)
         ]
         received: list[Any] = [_Frame(ROUTE), *map(_Frame, parts)]
-        self._hear_message(door, received)
+        self._hear_message(listener, received)
         events, self.taken[:] = list(self.taken), []
-        self._clean_up(door)
+        self._clean_up(listener)
         return events
 
-    def _client(self, door: Door) -> Client:
+    def _client(self, listener: Listener) -> Client:
         """A client that has said hello, with one request that waits."""
-        client = self._known.get(door)
+        client = self._known.get(listener)
         if client is None or client.is_gone:
-            client, _ = self._clients.greet(door, ROUTE, 0x7FFF_FFFF)
-            self._known[door] = client
+            client, _ = self._clients.greet(listener, ROUTE, 0x7FFF_FFFF)
+            self._known[listener] = client
         if WAITING not in client.requests:
             self.requests.accept(client, RequestHeader(v=1, op="infer", id=WAITING, model="m"))
         return client
 
-    def _clean_up(self, door: Door) -> None:
+    def _clean_up(self, listener: Listener) -> None:
         """Answer everything, then see that nothing is held."""
         while True:
             try:
@@ -141,13 +143,13 @@ class _Gate(Frontend):
             self._calls.popleft()()
         for token in self.requests.tokens():
             self._answer(Answer(token=token, error=ServerUnavailable("it is only a test")))
-        router: Any = door.router
+        router: Any = listener.router
         sent, router.sent = router.sent, []
         for at, frame in enumerate(sent):
             if frame == MAGIC:  # what is answered is of the protocol itself
                 decode_reply(sent[at : at + 2])
         for client in self._clients.all():
-            if client is not self._known[client.door]:
+            if client is not self._known[client.listener]:
                 self._drop(client, "said hello")
         if not self._pool.is_empty or self.requests.counts.in_flight:
             raise AssertionError("a request that was answered still holds something")

@@ -44,7 +44,7 @@ class Program:
 
     name: str
     size_bytes: int = 4096  # in the host store, at most
-    is_code: bool = False  # a factory: not through every door
+    is_code: bool = False  # a factory: not through every listener
     refusal: str = ""  # the error of its registration; empty: it can be served
     batch_max: int = 0  # 0: as registered
 

@@ -86,7 +86,7 @@ class FakeScheduler:
         self.tcp = Frontend(
             self.config, self.pool_descriptor, self._inbox.append, facts={"device": "cpu"}
         )
-        self.doors = self.tcp.open()
+        self.listeners = self.tcp.open()
         self.pool = np.frombuffer(self._mapped(), dtype=np.uint8)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()

@@ -1,4 +1,4 @@
-"""Bundles made by an enemy who knows torch's kernels, registered through the TCP door.
+"""Bundles made by an enemy who knows torch's kernels, registered through the TCP listener.
 
 Each of these was answered once: with another model's weights, with another client's request, with
 freed memory, or with a worker's death. Now a registration refuses them in words, at the batch at

@@ -15,7 +15,7 @@ from frontend_rig import DEADLINE_S, FakeScheduler, until
 
 import pipeswitch as ps
 from pipeswitch.config import ServerConfig
-from pipeswitch.frontend.listeners import open_doors
+from pipeswitch.frontend.listeners import open_listeners
 from pipeswitch.scheduler.events import InferArrived, Publish
 from pipeswitch.wire.frames import (
     MAGIC,
@@ -44,7 +44,7 @@ STATES = ["nothing", "a server key", "a server key and a client"]
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("auth", ["auto", "keys"])
 @pytest.mark.parametrize("bind", BINDS)
-def test_the_door_opens_only_with_what_it_needs(
+def test_the_listener_opens_only_with_what_it_needs(
     bind: str, auth: str, state: str, tmp_path: Path
 ) -> None:
     folder = KeyFolder(tmp_path / "keys").open()
@@ -60,13 +60,13 @@ def test_the_door_opens_only_with_what_it_needs(
     context: zmq.Context[Any] = zmq.Context()
     try:
         if not needs_keys or state == STATES[2]:
-            doors = open_doors(context, config)
-            assert (doors.tcp.allowed is not None) == needs_keys
-            assert doors.ipc.allowed is None
-            doors.close()
+            listeners = open_listeners(context, config)
+            assert (listeners.tcp.allowed is not None) == needs_keys
+            assert listeners.ipc.allowed is None
+            listeners.close()
         else:
             with pytest.raises(ps.ConfigError, match="needs clients' keys") as caught:
-                open_doors(context, config)
+                open_listeners(context, config)
             assert f"pipeswitch keys --keys-dir {folder.path} server" in caught.value.hint
             assert ("other machines can reach it" in caught.value.message) == (bind in BINDS[2:])
     finally:
@@ -83,7 +83,7 @@ def test_an_address_of_this_machines_own_needs_keys_too(tmp_path: Path) -> None:
     )
     context: zmq.Context[Any] = zmq.Context()
     with pytest.raises(ps.ConfigError, match="the server has no key"):
-        open_doors(context, config)
+        open_listeners(context, config)
     context.term()
 
 
@@ -97,7 +97,7 @@ class Guarded:
         self.key = self.admit("a")
         self.fake = FakeScheduler(directory, auth="keys", **server)
         self.fake.announce("m")
-        self.address = self.fake.doors.tcp.address
+        self.address = self.fake.listeners.tcp.address
 
     def admit(self, name: str) -> str:
         secret_file, public = make_pair(name, self.directory)
@@ -129,7 +129,7 @@ def test_keys_may_come_from_the_environment(
     monkeypatch.setenv("PIPESWITCH_SERVER_KEY", guarded.server_key)
     with ps.Client(guarded.address) as client:
         assert client.infer("m", X)["y"][0, 0] == 2.0
-    with ps.Client(guarded.fake.doors.ipc.address) as owner:
+    with ps.Client(guarded.fake.listeners.ipc.address) as owner:
         assert owner.infer("m", X)["y"][0, 0] == 2.0
 
 
@@ -176,8 +176,8 @@ def test_a_key_admitted_later_needs_no_restart(guarded: Guarded) -> None:
         assert client.infer("m", X)["y"][0, 0] == 2.0
 
 
-def test_the_owners_door_asks_for_no_key(guarded: Guarded) -> None:
-    with ps.Client(guarded.fake.doors.ipc.address) as owner:
+def test_the_owners_listener_asks_for_no_key(guarded: Guarded) -> None:
+    with ps.Client(guarded.fake.listeners.ipc.address) as owner:
         assert owner.infer("m", X)["y"][0, 0] == 2.0
         record = first_record(guarded.fake, lambda: owner.events("switch.", timeout_s=DEADLINE_S))
     assert record == {"topic": "switch.m", "n": 1}
@@ -228,7 +228,7 @@ def test_a_revoked_readers_events_end(guarded: Guarded) -> None:
 
         until(heard)
         guarded.folder.revoke("b")
-        until(lambda: fake.tcp._intake.peers.hung_up["a key was revoked"] >= 1)
+        until(lambda: fake.tcp._intake.connections.hung_up["a key was revoked"] >= 1)
         while reader.poll(50):
             reader.recv_multipart()
         assert not any(heard() for _ in range(20))
@@ -274,13 +274,13 @@ def _ghost(guarded: Guarded, routing_id: bytes, session: str) -> Any:
 
     public = guarded.folder.clients()["a"].decode()
     return Client(
-        door=guarded.fake.doors.tcp, routing_id=routing_id, session=session, fd=0, inode=0,
+        listener=guarded.fake.listeners.tcp, routing_id=routing_id, session=session, fd=0, inode=0,
         user_id=public,
     )  # fmt: skip
 
 
 def test_nobody_comes_in_when_the_authenticator_is_gone(guarded: Guarded) -> None:
-    authenticator = guarded.fake.doors._authenticator
+    authenticator = guarded.fake.listeners._authenticator
     assert authenticator is not None
     authenticator.stop()
     with guarded.client(timeout_s=1.0) as client, pytest.raises(ps.PipeSwitchError):
@@ -310,5 +310,5 @@ def test_a_thousand_refusals_leave_nothing(guarded: Guarded) -> None:
             sock.close()
     with guarded.client() as client:
         assert client.infer("m", X)["y"][0, 0] == 2.0
-    until(lambda: len(guarded.fake.tcp._intake.peers) == 0)
+    until(lambda: len(guarded.fake.tcp._intake.connections) == 0)
     until(lambda: len(os.listdir("/proc/self/fd")) <= before + 4)

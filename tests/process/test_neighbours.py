@@ -91,7 +91,7 @@ def server(tmp_path: Path) -> Iterator[FakeScheduler]:
 
 @pytest.fixture
 def peers(server: FakeScheduler) -> Iterator[list[RawPeer]]:
-    found = [RawPeer(server.doors.tcp.address) for _ in range(2)]
+    found = [RawPeer(server.listeners.tcp.address) for _ in range(2)]
     yield found
     for peer in found:
         peer.close()
@@ -100,7 +100,7 @@ def peers(server: FakeScheduler) -> Iterator[list[RawPeer]]:
 def test_shadowmq_a_pickle_in_any_frame_stays_bytes(server: FakeScheduler, tmp_path: Path) -> None:
     target = tmp_path / "unpickled"
     raw = pickled(target)
-    with raw_dealer(server.doors.tcp.address) as sock:
+    with raw_dealer(server.listeners.tcp.address) as sock:
         for frames in ([raw], [MAGIC, raw], [raw, raw], [MAGIC, raw, raw]):
             sock.send_multipart(frames)
         session = ask(sock, op="hello").session
@@ -135,7 +135,7 @@ def is_cut(sock: socket.socket) -> bool:
 def test_zeromq_eight_gigabytes_declared_and_ten_bytes_sent_cost_nothing(
     server: FakeScheduler,
 ) -> None:
-    host, port = server.doors.tcp.address.removeprefix("tcp://").split(":")
+    host, port = server.listeners.tcp.address.removeprefix("tcp://").split(":")
     before = sizes()
     for _ in range(8):
         with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as sock:
@@ -144,12 +144,12 @@ def test_zeromq_eight_gigabytes_declared_and_ten_bytes_sent_cost_nothing(
     virtual, resident = sizes()
     assert virtual - before[0] < 1 << 30
     assert resident - before[1] < 16 << 20
-    with ps.Client(server.doors.tcp.address) as client:
+    with ps.Client(server.listeners.tcp.address) as client:
         assert client.infer("m", X)["y"][0, 0] == 2.0
 
 
 def test_zeromq_a_message_that_never_ends_is_cut(server: FakeScheduler) -> None:
-    host, port = server.doors.tcp.address.removeprefix("tcp://").split(":")
+    host, port = server.listeners.tcp.address.removeprefix("tcp://").split(":")
     part = b"\x03" + struct.pack(">Q", 16 << 10) + bytes(16 << 10)  # and more will come
     with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as sock:
         sock.sendall(GREETING + READY)
@@ -160,8 +160,8 @@ def test_zeromq_a_message_that_never_ends_is_cut(server: FakeScheduler) -> None:
         with contextlib.suppress(OSError):  # reset, broken pipe, or nobody takes any more
             for _ in range(10_000):  # 160 MB
                 sock.sendall(part)
-        until(lambda: server.tcp._intake.peers.hung_up)
-    assert server.tcp._intake.peers.hung_up == {"unfinished messages": 1}
+        until(lambda: server.tcp._intake.connections.hung_up)
+    assert server.tcp._intake.connections.hung_up == {"unfinished messages": 1}
 
 
 def test_pipeswitch_requests_that_arrive_in_turns_byte_by_byte_are_not_mixed_up(
@@ -200,10 +200,10 @@ def test_pipeswitch_a_client_that_names_a_model_and_vanishes_holds_nobody_up(
     server: FakeScheduler,
 ) -> None:
     """In the original, the scheduler then waits for that client's data for ever."""
-    host, port = server.doors.tcp.address.removeprefix("tcp://").split(":")
+    host, port = server.listeners.tcp.address.removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as sock:
         sock.sendall(GREETING + READY + b"\x01\x04PSW1")
-    with ps.Client(server.doors.tcp.address) as client:
+    with ps.Client(server.listeners.tcp.address) as client:
         assert client.infer("m", X)["y"][0, 0] == 2.0
 
 
@@ -241,7 +241,7 @@ def test_zeromq_a_flood_and_a_reset_do_not_abort_the_server() -> None:
 
 def test_zeromq_one_byte_more_than_allowed_is_cut_before_it_is_sent(server: FakeScheduler) -> None:
     """CVE-2026-55646: a body is read first, and its size looked at afterwards."""
-    peer = RawPeer(server.doors.tcp.address)
+    peer = RawPeer(server.listeners.tcp.address)
     limit = peer.ask(op="ping").body["max_message_bytes"]
     peer.sock.sendall(b"\x02" + struct.pack(">Q", limit + 1) + bytes(10))
     assert is_cut(peer.sock)
@@ -264,7 +264,7 @@ def test_triton_a_message_of_very_many_parts_holds_nobody_up(
     reply = good.ask(x, op="infer", model="m", session=good.session, inputs=[TENSOR])
     assert reply.status == "ok"
     assert next(turns) > 200  # of the loop, while that one message was read
-    assert server.tcp._intake.peers.hung_up == {"too many parts": 1}
+    assert server.tcp._intake.connections.hung_up == {"too many parts": 1}
 
 
 def a_web_page_posts(*requests: dict[str, Any]) -> bytes:
@@ -285,13 +285,13 @@ def a_web_page_posts(*requests: dict[str, Any]) -> bytes:
 
 def test_ray_a_web_page_on_this_machine_commands_nothing(server: FakeScheduler) -> None:
     """CVE-2025-62593: a page in a local browser talks to a port that asks for nothing."""
-    host, _, port = server.doors.tcp.address.removeprefix("tcp://").rpartition(":")
+    host, _, port = server.listeners.tcp.address.removeprefix("tcp://").rpartition(":")
     with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as browser:
         browser.sendall(
             a_web_page_posts({"op": "hello"}, {"op": "stop"}, {"op": "train", "session": "x"})
         )
         until(lambda: server.tcp._intake.malformed_count >= 2)
-        with ps.Client(server.doors.tcp.address) as client:
+        with ps.Client(server.listeners.tcp.address) as client:
             assert client.infer("m", X)["y"][0, 0] == 2.0
     assert all(isinstance(event, InferArrived) for event in server.seen)
 
@@ -302,7 +302,7 @@ def test_uvicorn_half_a_handshake_is_cut_however_slowly_it_goes_on(
     """Slow loris: uvicorn keeps connections whose headers never end."""
     monkeypatch.setattr("pipeswitch.wire.sockets.HANDSHAKE_LIMIT_MS", 300)
     server = FakeScheduler(tmp_path)
-    host, _, port = server.doors.tcp.address.removeprefix("tcp://").rpartition(":")
+    host, _, port = server.listeners.tcp.address.removeprefix("tcp://").rpartition(":")
     with contextlib.ExitStack() as stack:
         stack.callback(server.close)
         silent = [

@@ -78,11 +78,11 @@ def register(checked: Checked, name: str) -> None:
 
 def test_what_the_server_writes_is_its_owners_alone(running: Checked) -> None:
     """Whatever the umask is: models, logs, journal and both sockets."""
-    door = Path(running.running.ipc_address.removeprefix("ipc://"))
+    listener = Path(running.running.ipc_address.removeprefix("ipc://"))
     state = running.running.state_dir
-    for folder in (state, door.parent):
+    for folder in (state, listener.parent):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700, folder
-    assert door.is_socket()
+    assert listener.is_socket()
 
 
 def test_vllm_one_request_that_kills_its_engine_is_that_requests_alone(running: Checked) -> None:
@@ -174,12 +174,12 @@ def listening(pids: set[int]) -> set[str]:
 def test_pipeswitch_nobody_reaches_the_memory_who_was_not_given_it(running: Checked) -> None:
     """The original serves its memory's handle to whoever connects to 0.0.0.0:9001."""
     folder = Path(running.running.ipc_address.removeprefix("ipc://")).parent
-    doors = listening(marked_pids(running.mark))
-    by_name = {door for door in doors if door.startswith("/")}
+    listeners = listening(marked_pids(running.mark))
+    by_name = {listener for listener in listeners if listener.startswith("/")}
     assert len(by_name) == 2  # the owner's: requests, events
-    assert {Path(door).parent for door in by_name} == {folder}
-    assert len(doors - by_name) == 2
-    assert {door.split(":")[0] for door in doors - by_name} == {"0100007F"}  # 127.0.0.1
+    assert {Path(listener).parent for listener in by_name} == {folder}
+    assert len(listeners - by_name) == 2
+    assert {listener.split(":")[0] for listener in listeners - by_name} == {"0100007F"}  # 127.0.0.1
     assert listening({running.daemon_pid(), *running.worker_pids().values()}) == set()
 
 

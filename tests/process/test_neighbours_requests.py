@@ -65,7 +65,7 @@ class Stranger:
 
 @pytest.fixture
 def stranger(server: FakeScheduler) -> Iterator[Stranger]:
-    with raw_dealer(server.doors.tcp.address) as sock:
+    with raw_dealer(server.listeners.tcp.address) as sock:
         yield Stranger(sock)
 
 
@@ -259,7 +259,10 @@ def test_a_clients_text_starts_no_line_of_its_own_in_the_log(
     server: FakeScheduler, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = "x\nERROR forged\r\x1b[2J"
-    with caplog.at_level(logging.DEBUG, "pipeswitch"), raw_dealer(server.doors.tcp.address) as sock:
+    with (
+        caplog.at_level(logging.DEBUG, "pipeswitch"),
+        raw_dealer(server.listeners.tcp.address) as sock,
+    ):
         for op in (text, "infer", "show"):
             header = {"v": 1, "id": "1", "op": op, "model": text, "session": text}
             sock.send_multipart([MAGIC, msgspec.msgpack.encode(header)])

@@ -326,7 +326,7 @@ class Stage:
         self.greet(False)
 
     def greet(self, is_owner: bool) -> None:
-        """Another connection through that door, instead of the one there is."""
+        """Another connection through that listener, instead of the one there is."""
         old = self.clients.get(is_owner)
         if old is not None:
             old.close()

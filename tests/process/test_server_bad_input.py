@@ -246,7 +246,7 @@ def test_a_pickle_that_is_called_a_bundle_is_refused(running: Checked, tmp_path:
 # ------------------------------------------------------------------------------- code, and jobs
 
 
-def test_code_through_tcp_is_refused_and_through_the_owners_door_is_not(
+def test_code_through_tcp_is_refused_and_through_the_owners_listener_is_not(
     running: Checked, tmp_path: Path
 ) -> None:
     script = tmp_path / "ok.py"

@@ -68,7 +68,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeScheduler]:
 
 @pytest.fixture(params=["tcp", "ipc"])
 def client(request: pytest.FixtureRequest, server: FakeScheduler) -> Iterator[ps.Client]:
-    with ps.Client(getattr(server.doors, request.param).address) as c:
+    with ps.Client(getattr(server.listeners, request.param).address) as c:
         yield c
 
 
@@ -218,7 +218,7 @@ def test_a_request_taken_back_while_it_is_copied_is_answered_once(
 def test_a_client_that_leaves_while_its_payload_is_copied_frees_its_room(
     server: FakeScheduler, held: HeldCopier
 ) -> None:
-    with ps.Client(server.doors.tcp.address) as client:
+    with ps.Client(server.listeners.tcp.address) as client:
         client.submit("wide", LARGE)
         until(lambda: held.held)
     until(lambda: len(server.tcp._clients) == 0)
@@ -252,7 +252,7 @@ def test_an_output_outside_of_its_slab_is_not_sent(
 def test_a_client_that_leaves_has_its_requests_taken_back(server: FakeScheduler) -> None:
     server.announce("m")
     server.is_holding = True
-    with raw_dealer(server.doors.tcp.address) as sock:
+    with raw_dealer(server.listeners.tcp.address) as sock:
         session = ask(sock, op="hello").session
         x = WireTensor(name="x", dtype="float32", shape=(1, 4), frame=0)
         header = RequestHeader(v=1, id="2", op="infer", model="m", session=session, inputs=(x,))
@@ -267,7 +267,7 @@ def test_a_stolen_routing_id_gets_no_late_answer(server: FakeScheduler) -> None:
     server.announce("m")
     server.is_holding = True
     context: zmq.Context[Any] = zmq.Context()
-    with raw_dealer(server.doors.tcp.address) as sock:
+    with raw_dealer(server.listeners.tcp.address) as sock:
         session = ask(sock, op="hello").session
         routing_id = server.tcp._clients.all()[0].routing_id
         x = WireTensor(name="x", dtype="float32", shape=(1, 4), frame=0)
@@ -276,7 +276,7 @@ def test_a_stolen_routing_id_gets_no_late_answer(server: FakeScheduler) -> None:
         (event,) = server.wait_for(InferArrived)
         server.held.clear()  # it is running: not taken back when its client leaves
     server.wait_for(CancelAsked)
-    with raw_dealer(server.doors.tcp.address, routing_id) as impostor:
+    with raw_dealer(server.listeners.tcp.address, routing_id) as impostor:
         assert ask(impostor, op="ping", id="p").id == "p"
         server.finish(event)
         assert ask(impostor, op="ping", id="q").id == "q"  # nothing came in between
@@ -285,7 +285,7 @@ def test_a_stolen_routing_id_gets_no_late_answer(server: FakeScheduler) -> None:
 
 
 def test_a_chosen_routing_id_is_refused(server: FakeScheduler) -> None:
-    with raw_dealer(server.doors.tcp.address, b"chosen") as sock:
+    with raw_dealer(server.listeners.tcp.address, b"chosen") as sock:
         reply = ask(sock, op="hello")
     assert reply.error.type == "RemoteProtocolError"
 
@@ -306,10 +306,10 @@ def test_a_reader_that_never_reads_is_dropped(
             sock.send_multipart([MAGIC, encode_header(header), bytes(1 << 20)], zmq.DONTWAIT)
         return len(server.tcp._clients) == 0
 
-    with raw_dealer(server.doors.tcp.address, receive_queue=1) as sock:
+    with raw_dealer(server.listeners.tcp.address, receive_queue=1) as sock:
         session = ask(sock, op="hello", id="h").session
         until(lambda: send_more(sock, session))
-    with ps.Client(server.doors.tcp.address) as other:
+    with ps.Client(server.listeners.tcp.address) as other:
         assert other.infer("wide", np.ones((1, 1 << 18), np.float32))["y"][0, 0] == 2.0
     until(lambda: server.tcp.requests.counts.in_flight == 0)
     assert server.tcp.requests.counts.undeliverable > 0
@@ -330,7 +330,7 @@ def test_a_reader_that_never_reads_is_dropped(
 def test_nonsense_with_an_id_gets_one_typed_error(
     server: FakeScheduler, frames: list[bytes], text: str
 ) -> None:
-    with raw_dealer(server.doors.tcp.address) as sock:
+    with raw_dealer(server.listeners.tcp.address) as sock:
         sock.send_multipart(frames)
         reply = decode_reply(sock.recv_multipart())
     assert (reply.id, reply.status) == ("1", "error")
@@ -338,7 +338,7 @@ def test_nonsense_with_an_id_gets_one_typed_error(
 
 
 def test_nonsense_without_an_id_is_counted_and_the_server_goes_on(server: FakeScheduler) -> None:
-    with raw_dealer(server.doors.tcp.address) as sock:
+    with raw_dealer(server.listeners.tcp.address) as sock:
         for frames in ([b""], [b"GET / HTTP/1.1"], [MAGIC], [MAGIC, b"\xc1"], [b""] * 500):
             sock.send_multipart(frames)
         assert ask(sock, op="ping").body["device"] == "cpu"
@@ -348,7 +348,7 @@ def test_nonsense_without_an_id_is_counted_and_the_server_goes_on(server: FakeSc
 @pytest.mark.parametrize("shape", [(-1, 4), (1 << 62, 1 << 62), (1,) * 40, (0, 4), (2, 4)], ids=str)
 def test_hostile_shapes_are_refused(server: FakeScheduler, shape: tuple[int, ...]) -> None:
     server.announce("m")
-    with raw_dealer(server.doors.tcp.address) as sock:
+    with raw_dealer(server.listeners.tcp.address) as sock:
         session = ask(sock, op="hello").session
         x = WireTensor(name="x", dtype="float32", shape=shape, frame=0)
         reply = ask(sock, bytes(16), op="infer", model="m", session=session, inputs=(x,))
@@ -405,7 +405,7 @@ def test_an_upload_arrives_whole_and_is_found_by_its_digest(
 
 
 def test_a_wrong_digest_leaves_nothing(server: FakeScheduler) -> None:
-    with raw_dealer(server.doors.tcp.address) as sock:
+    with raw_dealer(server.listeners.tcp.address) as sock:
         session = ask(sock, op="hello").session
         body = {"digest": "0" * 64, "size_bytes": 3, "offset_bytes": 0}
         reply = ask(sock, b"abc", op="put", session=session, body=body)
@@ -413,10 +413,10 @@ def test_a_wrong_digest_leaves_nothing(server: FakeScheduler) -> None:
     assert list(Path(server.config.server.state_dir, "uploads").iterdir()) == []
 
 
-def test_code_comes_through_the_owners_door_only(server: FakeScheduler, tmp_path: Path) -> None:
+def test_code_comes_through_the_owners_listener_only(server: FakeScheduler, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("print(1)")
-    with ps.Client(server.doors.tcp.address) as stranger:
+    with ps.Client(server.listeners.tcp.address) as stranger:
         with pytest.raises(ps.PermissionDenied) as caught:
             stranger.register("m", "pkg.models:make")
         assert "--allow-code 'pkg.models'" in caught.value.hint
@@ -424,17 +424,17 @@ def test_code_comes_through_the_owners_door_only(server: FakeScheduler, tmp_path
             stranger.train(script)
         with pytest.raises(ps.PermissionDenied):
             stranger._ask("register", model="m", body={"source": "/etc/passwd.bundle"})
-    with ps.Client(server.doors.ipc.address) as owner:
+    with ps.Client(server.listeners.ipc.address) as owner:
         owner.register("m", "pkg.models:make")
         assert owner.train(script, args=["--lr", "1"]).name == "train"
     (asked,) = server.wait_for(TrainAsked)
     assert asked.entry == str(script)
 
 
-def test_an_allowed_pattern_opens_the_tcp_door(tmp_path: Path) -> None:
+def test_an_allowed_pattern_opens_the_tcp_listener(tmp_path: Path) -> None:
     scheduler = FakeScheduler(tmp_path, allow_code=("pkg.*",))
     try:
-        with ps.Client(scheduler.doors.tcp.address) as c:
+        with ps.Client(scheduler.listeners.tcp.address) as c:
             c.register("m", "pkg.models:make")
             with pytest.raises(ps.PermissionDenied):
                 c.register("n", "other.models:make")
@@ -482,7 +482,7 @@ def test_an_ipv6_address_is_reached_as_it_is_written_and_its_events_too(tmp_path
     scheduler = FakeScheduler(tmp_path, listen="tcp://[::1]:0")
     try:
         scheduler.announce("m")
-        address = scheduler.doors.tcp.address
+        address = scheduler.listeners.tcp.address
         for written in (address, address.removeprefix("tcp://")):
             with ps.Client(written) as client:
                 assert client.address == address
@@ -497,7 +497,7 @@ def test_the_async_client_has_the_same_answers(server: FakeScheduler) -> None:
     server.announce("m")
 
     async def scenario() -> None:
-        async with ps.AsyncClient(server.doors.tcp.address) as c:
+        async with ps.AsyncClient(server.listeners.tcp.address) as c:
             x = np.ones((1, 4), np.float32)
             results = await asyncio.gather(*(c.infer("m", x) for _ in range(10)))
             assert all(np.array_equal(r["y"], x * 2) for r in results)
@@ -521,14 +521,14 @@ def test_nobody_at_the_address_is_server_unavailable() -> None:
 def test_a_port_in_use_is_named(server: FakeScheduler, tmp_path: Path) -> None:
     used = dataclasses.replace(
         server.config.server,
-        listen=server.doors.tcp.address,
+        listen=server.listeners.tcp.address,
         runtime_dir=str(tmp_path / "other"),
         state_dir=str(tmp_path),
     )
     frontend = Frontend(Config(server=used), server.pool_descriptor, lambda event: None)
     with pytest.raises(ps.PipeSwitchError, match="is in use") as caught:
         frontend.open()
-    assert server.doors.tcp.address in caught.value.message
+    assert server.listeners.tcp.address in caught.value.message
     assert caught.value.exit_code == 1
 
 
@@ -544,7 +544,7 @@ def test_waiting_requests_are_answered_when_the_server_stops(tmp_path: Path) -> 
     scheduler = FakeScheduler(tmp_path)
     scheduler.announce("m")
     scheduler.is_holding = True
-    with ps.Client(scheduler.doors.tcp.address, timeout_s=1.0) as c:
+    with ps.Client(scheduler.listeners.tcp.address, timeout_s=1.0) as c:
         future = c.submit("m", np.zeros((1, 4), np.float32))
         scheduler.wait_for(InferArrived)
         scheduler.close()
@@ -556,13 +556,13 @@ def test_waiting_requests_are_answered_when_the_server_stops(tmp_path: Path) -> 
 def test_a_restarted_server_answers_what_is_safe_to_send_again(tmp_path: Path) -> None:
     first = FakeScheduler(tmp_path)
     first.announce("m")
-    address = first.doors.ipc.address
+    address = first.listeners.ipc.address
     with ps.Client(address) as c:
         c.infer("m", np.zeros((1, 4), np.float32))
         first.close()
         second = FakeScheduler(tmp_path)
         try:
-            assert second.doors.ipc.address == address
+            assert second.listeners.ipc.address == address
             second.announce("m")
             assert c.infer("m", np.ones((1, 4), np.float32))["y"][0, 0] == 2.0
         finally:
@@ -573,7 +573,7 @@ def test_a_peer_of_zmtp_1_is_refused_and_harms_nobody(
     server: FakeScheduler, client: ps.Client
 ) -> None:
     server.announce("m")
-    host, _, port = server.doors.tcp.address.removeprefix("tcp://").rpartition(":")
+    host, _, port = server.listeners.tcp.address.removeprefix("tcp://").rpartition(":")
     with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as old:
         old.sendall(b"\x01\x00" + b"\x05\x01PSW1" + b"\x03\x00ab")  # anonymous; two frames
         until(lambda: server.tcp._intake.malformed_count)

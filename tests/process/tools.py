@@ -109,7 +109,7 @@ def _stands_still(pid: int) -> bool:
 
 
 class Checked:
-    """A running server, a client of its owner's door, and the questions tests ask."""
+    """A running server, a client of its owner's listener, and the questions tests ask."""
 
     def __init__(self, running: RunningServer, mark: str) -> None:
         self.running = running

@@ -37,8 +37,8 @@ def requests(pool: RequestPool) -> Requests:
 
 @pytest.fixture
 def client() -> Client:
-    door: Any = None
-    return Client(door=door, routing_id=b"\0abcd", session="s", fd=1, inode=2)
+    listener: Any = None
+    return Client(listener=listener, routing_id=b"\0abcd", session="s", fd=1, inode=2)
 
 
 def infer(requests: Requests, client: Client, request_id: str = "1", size: int = 4) -> Pending:

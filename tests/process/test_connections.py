@@ -12,7 +12,7 @@ from pipeswitch.frontend.connections import (
     HELLO_S,
     SESSIONLESS_BYTES,
     SESSIONLESS_MESSAGES,
-    Peers,
+    Connections,
     connection_inode,
     hang_up,
     received_bytes,
@@ -22,22 +22,22 @@ from pipeswitch.frontend.connections import (
 
 
 class Rig:
-    """A listening socket, connections to it, and the peers that watch them."""
+    """A listening socket, connections to it, and the connections that watch them."""
 
     def __init__(self, **limits: int) -> None:
         limits = {"max_count": 8, "client_bytes": 1 << 20, "total_bytes": 2 << 20, **limits}
-        self.peers = Peers(**limits)
+        self.connections = Connections(**limits)
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
         self.open: list[socket.socket] = []
 
     def connect(self, now_s: float = 0.0, **options: bool) -> tuple[socket.socket, socket.socket]:
-        """Both ends of a new connection: the peer's, and the one libzmq would have."""
+        """Both ends of a new connection: the connection's, and the one libzmq would have."""
         theirs = socket.create_connection(("127.0.0.1", self.port))
         ours, _ = self.listener.accept()
         ours.settimeout(10)
         self.open += [theirs, ours]
-        self.peers.accepted(ours.fileno(), self.port, now_s, **options)
+        self.connections.accepted(ours.fileno(), self.port, now_s, **options)
         return theirs, ours
 
     def send(self, pair: tuple[socket.socket, socket.socket], size: int) -> None:
@@ -49,7 +49,7 @@ class Rig:
     def rounds(self, now_s: float) -> None:
         """Two whole rounds: the second one sees the sums of the first."""
         for step in range(4):
-            self.peers.tick(now_s + step)
+            self.connections.tick(now_s + step)
 
     def is_open(self, pair: tuple[socket.socket, socket.socket]) -> bool:
         pair[0].settimeout(0.2)
@@ -79,10 +79,10 @@ def test_the_kernel_counts_what_a_connection_sent(rig: Rig) -> None:
 
 def test_what_comes_out_as_messages_is_not_held(rig: Rig) -> None:
     pair = rig.connect()
-    rig.peers.greeted(pair[1].fileno())
+    rig.connections.greeted(pair[1].fileno())
     for _ in range(40):
         rig.send(pair, wire_bytes([bytes(100_000)], False))
-        assert rig.peers.took(pair[1].fileno(), [bytes(100_000)], 1.0)
+        assert rig.connections.took(pair[1].fileno(), [bytes(100_000)], 1.0)
     rig.rounds(2.0)
     assert rig.is_open(pair)
 
@@ -94,13 +94,13 @@ def test_a_peer_without_a_session_may_have_little_held(rig: Rig) -> None:
     rig.rounds(1.0)
     assert rig.is_open(small)
     assert not rig.is_open(large)
-    assert rig.peers.hung_up == {"unfinished messages": 1}
+    assert rig.connections.hung_up == {"unfinished messages": 1}
 
 
 def test_a_session_may_have_its_budget_held_and_no_more(rig: Rig) -> None:
     pairs = [rig.connect(), rig.connect()]
     for pair, size in zip(pairs, (1 << 19, (1 << 20) + (1 << 16)), strict=True):
-        rig.peers.greeted(pair[1].fileno())
+        rig.connections.greeted(pair[1].fileno())
         rig.send(pair, size)
     rig.rounds(1.0)
     assert [rig.is_open(pair) for pair in pairs] == [True, False]
@@ -109,7 +109,7 @@ def test_a_session_may_have_its_budget_held_and_no_more(rig: Rig) -> None:
 def test_all_together_may_hold_the_total_and_the_largest_goes_first(rig: Rig) -> None:
     pairs = [rig.connect() for _ in range(3)]
     for pair, size in zip(pairs, (600 << 10, 1000 << 10, 900 << 10), strict=True):
-        rig.peers.greeted(pair[1].fileno())
+        rig.connections.greeted(pair[1].fileno())
         rig.send(pair, size)
     rig.rounds(1.0)
     assert [rig.is_open(pair) for pair in pairs] == [True, False, True]
@@ -117,7 +117,7 @@ def test_all_together_may_hold_the_total_and_the_largest_goes_first(rig: Rig) ->
 
 def test_heartbeats_over_a_long_time_are_not_held_against_a_peer(rig: Rig) -> None:
     pair = rig.connect(0.0)
-    rig.peers.greeted(pair[1].fileno())
+    rig.connections.greeted(pair[1].fileno())
     for _ in range(20):
         rig.send(pair, 100_000)  # a day of pings
     rig.rounds(86_400.0)
@@ -126,9 +126,9 @@ def test_heartbeats_over_a_long_time_are_not_held_against_a_peer(rig: Rig) -> No
 
 def test_a_peer_that_says_no_hello_goes_and_a_subscriber_need_not(rig: Rig) -> None:
     silent, greeted, reader = rig.connect(), rig.connect(), rig.connect(is_subscriber=True)
-    rig.peers.greeted(greeted[1].fileno())
+    rig.connections.greeted(greeted[1].fileno())
     rig.rounds(HELLO_S - 5)
-    assert not rig.peers.hung_up
+    assert not rig.connections.hung_up
     rig.rounds(HELLO_S + 1)
     assert not rig.is_open(silent)
     assert all(rig.is_open(pair) for pair in (greeted, reader))
@@ -136,7 +136,7 @@ def test_a_peer_that_says_no_hello_goes_and_a_subscriber_need_not(rig: Rig) -> N
 
 def test_a_flood_without_a_session_is_not_listened_to(rig: Rig) -> None:
     pair = rig.connect()
-    heard = [rig.peers.took(pair[1].fileno(), [b"?"], 0.0) for _ in range(100)]
+    heard = [rig.connections.took(pair[1].fileno(), [b"?"], 0.0) for _ in range(100)]
     assert heard.count(True) == SESSIONLESS_MESSAGES
     assert not rig.is_open(pair)
 
@@ -144,7 +144,7 @@ def test_a_flood_without_a_session_is_not_listened_to(rig: Rig) -> None:
 def test_over_the_limit_the_one_that_waits_longest_to_say_hello_goes(rig: Rig) -> None:
     good = [rig.connect() for _ in range(7)]
     for pair in good:
-        rig.peers.greeted(pair[1].fileno())
+        rig.connections.greeted(pair[1].fileno())
     idle = rig.connect()
     late = rig.connect()
     assert not rig.is_open(idle)
@@ -155,7 +155,7 @@ def test_over_the_limit_the_one_that_waits_longest_to_say_hello_goes(rig: Rig) -
 def test_over_the_limit_of_sessions_the_newest_goes(rig: Rig) -> None:
     good = [rig.connect() for _ in range(8)]
     for pair in good:
-        rig.peers.greeted(pair[1].fileno())
+        rig.connections.greeted(pair[1].fileno())
     late = rig.connect()
     assert not rig.is_open(late)
     assert all(rig.is_open(pair) for pair in good)
@@ -167,13 +167,13 @@ def test_a_number_that_means_something_else_now_is_left_alone(rig: Rig) -> None:
     left, right = socket.socketpair()
     ours.close()
     os.dup2(left.fileno(), number)  # a worker's channel took the number
-    rig.peers.accepted(number, rig.port, 0.0)
+    rig.connections.accepted(number, rig.port, 0.0)
     assert connection_inode(number, rig.port) == 0
     hang_up(number, inode)
     rig.rounds(HELLO_S + 1)
     assert right.send(b"x") == 1
     assert left.recv(1) == b"x"
-    assert len(rig.peers) == 0
+    assert len(rig.connections) == 0
     os.close(number)
     left.close()
     right.close()
