@@ -1,4 +1,4 @@
-"""PipeSwitch: one GPU, many PyTorch models, and a training job that keeps it when nobody asks.
+"""PipeSwitch: one GPU, many PyTorch models, and a training job that has it between requests.
 
     import pipeswitch as ps
     with ps.Client() as client:

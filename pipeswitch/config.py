@@ -497,7 +497,7 @@ def load(
 
 
 def _check_found(path: Path) -> None:
-    """A file that was only come across must be nobody else's: it may name code to run."""
+    """A file that was only come across must be this user's: it may name code to run."""
     facts = path.stat()
     if facts.st_uid not in (os.getuid(), 0) or facts.st_mode & 0o002:
         raise ConfigError(

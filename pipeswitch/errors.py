@@ -11,7 +11,7 @@ PipeSwitchError
 │   ├── DeadlineExceeded       the answer would have come too late
 │   ├── QueueFull              too many or too large requests are waiting
 │   ├── Cancelled              the caller took the request back
-│   └── ServerUnavailable      nobody answers, or the server is draining
+│   └── ServerUnavailable      no server answers, or it is draining
 ├── the model or its code
 │   ├── WorkerLost             the worker died on this request more often than we retry
 │   ├── TaskFailed             the model's or script's own code raised

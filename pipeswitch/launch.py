@@ -114,7 +114,7 @@ def _child(order: Fork, descriptors: Sequence[int]) -> NoReturn:
 
 
 def _leave(status: int) -> NoReturn:
-    """Without unwinding: taking torch down takes a second on a busy machine and serves nobody."""
+    """Without unwinding: taking torch down takes a second on a busy machine and has no use."""
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -164,7 +164,7 @@ def main(descriptor: int) -> None:
 
     from .programs.build import builder  # noqa: F401
 
-    # Nobody's garbage collector looks at torch's 190,000 objects again: that would take 0.2 s in
+    # No child's garbage collector looks at torch's 190,000 objects again: that would take 0.2 s in
     # the middle of a task, and make each child a private copy of the pages they lie on.
     gc.collect()
     gc.freeze()

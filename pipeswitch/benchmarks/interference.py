@@ -2,7 +2,7 @@
 
 Requests arrive as a Poisson process; latency counts from the instant a request was due. Arms, in
 turns, each for a segment of some requests: *pipeswitch* (ours), *threads* (one process, one thread
-trains and one infers, nobody excludes anybody: multi-stream), *session-slicing* (the same with a
+trains and one infers, neither excludes the other: multi-stream), *session-slicing* (the same with a
 lock that a session holds, a session being a training step or a request; first come, first
 served), *alone* (nothing trains).
 

@@ -1,7 +1,7 @@
 """Host store, arena and the link between them, for the baselines: ours without the daemon.
 
 The same kind of memory, the same copy in the same pieces, the same modelled link as
-``devices/cpu.py``; whoever uses it decides when to copy what. No torch.
+``devices/cpu.py``; its user decides when to copy what. No torch.
 """
 
 from __future__ import annotations

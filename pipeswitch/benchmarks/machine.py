@@ -69,7 +69,7 @@ def own_s() -> float:
 
 
 def busy_s() -> float | None:
-    """CPU seconds of everybody since the machine started; None where /proc does not tell."""
+    """CPU seconds of all programs since the machine started; None where /proc does not tell."""
     try:
         numbers = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
     except (OSError, ValueError, IndexError):

@@ -108,7 +108,7 @@ class WorkerHandle:
     is_training: bool = field(default=False)
 
     def end(self) -> None:
-        """Wait for nothing: it has no state anybody wants."""
+        """Wait for nothing: it has no state to keep."""
         self.process.kill()
         self.process.join()
         for pipe in (self.work, self.stop, self.groups):

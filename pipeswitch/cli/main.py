@@ -69,7 +69,7 @@ def _print_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 @click.option("--server-key", help="The server's public key (default: $PIPESWITCH_SERVER_KEY).")
 @click.pass_context
 def main(ctx: click.Context, host: str | None, key: str | None, server_key: str | None) -> None:
-    """One GPU, many models, and a training job that keeps it whenever nobody asks."""
+    """One GPU, many models, and a training job that has it between requests."""
     ctx.obj = {
         "address": full_address(host) if host else None,
         "key": key,

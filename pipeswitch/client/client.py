@@ -50,7 +50,7 @@ class Client:
         key: this client's ``.key_secret`` file; default: ``PIPESWITCH_KEY``. TCP only.
         server_key: the server's public key, or its file; default: ``PIPESWITCH_SERVER_KEY``.
 
-    Every verb raises an error of ``pipeswitch.errors``: ``ServerUnavailable`` when nobody answers,
+    Every verb raises an error of ``pipeswitch.errors``: ``ServerUnavailable`` when none answers,
     ``PermissionDenied`` when the server does not know the key.
     """
 
@@ -426,7 +426,7 @@ class Client:
         (None: silent).
 
         Raises:
-            ServerUnavailable: nobody answers within ``timeout_s``.
+            ServerUnavailable: no server answers within ``timeout_s``.
         """
         began_s, wait_s = time.monotonic(), as_wait_s(timeout_s)
         future = self._connection.request(

@@ -63,7 +63,7 @@ MAX_REPLY_BYTES: Final = 1 << 32  # of one frame; the server we chose is trusted
 ZERO_COPY_BYTES: Final = 64 << 10
 BODY_TENSOR: Final = "body"
 CLOSE_FLUSH_MS: Final = 200
-CLOSE_WAIT_S: Final = 1.0  # for the context: a subscription that somebody still holds keeps it
+CLOSE_WAIT_S: Final = 1.0  # for the context: a subscription that a caller still holds keeps it
 MAX_WAIT_S: Final = 2_000_000.0  # a poll counts milliseconds in 31 bits; longer is for ever
 MAX_BROKEN_HANDSHAKES: Final = 3  # in a row with keys: it is not a server that just restarts
 MAX_EVENTS: Final = 16  # of a connection, at one look
@@ -210,7 +210,7 @@ class Connection:
             is_safe: sending it twice does the same as sending it once.
             convert: called with the final reply by the thread that does the I/O.
             on_progress: likewise, with each progress reply's body.
-            is_quiet: nobody needs to be woken: the caller holds the role.
+            is_quiet: no thread needs to be woken: the caller holds the role.
         """
         call = self._call(
             op, model, body, inputs, frames, deadline_ms, priority, is_safe, convert, on_progress
@@ -219,7 +219,7 @@ class Connection:
         return call.future
 
     def call(self, op: str, **options: Any) -> Any:
-        """``request`` and its result; the calling thread does the I/O when nobody else does.
+        """``request`` and its result; the calling thread does the I/O when no other does.
 
         Raises:
             PipeSwitchError: what the future would have raised.
@@ -270,7 +270,7 @@ class Connection:
         return call
 
     def _check_process(self) -> None:
-        """Threads do not survive a fork: nobody would ever read the answer."""
+        """Threads do not survive a fork: none would ever read the answer."""
         if os.getpid() != self._pid:
             raise ServerUnavailable(
                 "this client belongs to the process that made it",
@@ -278,7 +278,7 @@ class Connection:
             )
 
     def _check_thread(self) -> None:
-        """Who reads the answers cannot wait for one: nobody would read it."""
+        """The thread that reads the answers cannot wait for one: no other would read it."""
         if self._holder == threading.get_ident():
             raise InvalidInput(
                 "a callback runs in the thread that reads this client's answers: it cannot wait "
@@ -332,7 +332,7 @@ class Connection:
                 self._rouse()
 
     def _rouse(self) -> None:
-        """Wake whoever polls, and the thread if nobody does."""
+        """Wake the poller; without one, the I/O thread."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_write(self._wake, 1)
         self._needed.set()
@@ -539,7 +539,7 @@ class Connection:
         send_frames(link.sock, parts, copy=not is_large)
 
     def _cancel(self, call: _Call) -> None:
-        """The caller took it back: tell the server; its answer will find nobody."""
+        """The caller took it back: tell the server; its answer will find no caller."""
         if self._calls.pop(call.header["id"], None) is None or not call.is_sent:
             return
         if self._link is not None and self._link.session:

@@ -172,7 +172,7 @@ class CommitArea:
         """Unmap. Views from ``image`` must be gone; else the mapping goes with the last of them."""
         self._words.release()
         self._bytes.release()
-        with contextlib.suppress(BufferError):  # somebody still has a view
+        with contextlib.suppress(BufferError):  # a caller still has a view
             self._map.close()
 
     def _slot(self, sequence: int) -> memoryview:

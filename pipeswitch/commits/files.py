@@ -6,7 +6,7 @@ finds the parameters in it, and resuming needs no conversion (ADR 0008).
 Crash-safe by order: the image is written to a temporary name,
 fsynced and renamed; only then is ``commit.json`` replaced the same way, which is the flip. The
 image's name is new each time, so the image that the old ``commit.json`` names is never touched
-before the flip. Images nobody names any more are removed afterwards.
+before the flip. Images that no record names any more are removed afterwards.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def _remove_unnamed(directory: Path) -> None:
     try:
         record = read_record(directory)
     except RemoteProtocolError:
-        return  # a damaged record: leave the images to whoever wants to look at them
+        return  # a damaged record: leave the images for a person to look at
     kept = record.image if record is not None else ""
     for path in directory.iterdir():
         if _OURS.fullmatch(path.name) and path.name != kept:

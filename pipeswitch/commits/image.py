@@ -1,7 +1,7 @@
 """A training job's commit image: self-describing bytes. No torch.
 
 An image is what a worker commits and what a resumed job starts from (ADR 8). To the memory
-daemon it is opaque; whoever must look inside (the writer to disk) does it here.
+daemon it is opaque; the writer to disk, which must look inside, does it here.
 
     [header, 64 bytes][blobs: attachments of the tagged JSON][JSON] … [bulk: tensors] [past images]
 
@@ -79,7 +79,7 @@ def parse_image(image: memoryview) -> tuple[dict[str, Any], dict[str, tuple[int,
 def safetensors_head(image: memoryview) -> bytes:
     """What makes a safetensors file of an image's bytes when it stands in front of them.
 
-    The bytes stay as they lie: nobody reorders a tensor to write it or to read it. Tensors appear
+    The bytes stay as they lie: no tensor is reordered to be written or read. Tensors appear
     with dtype and shape; one that is not row-major as a flat row (its shape and strides are in
     the image's JSON); all between them as bytes, since the format allows no holes. What is no
     image is bytes altogether. Never raises: it may be called on an image that changes.

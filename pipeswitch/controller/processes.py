@@ -278,7 +278,7 @@ class Processes:
             self._close_channel(child, channel)
             return False
         message, descriptors = received
-        if child.kind != "daemon":  # the only one whose descriptors anybody takes
+        if child.kind != "daemon":  # the only one whose descriptors are used
             for descriptor in descriptors:
                 os.close(descriptor)
             descriptors = []

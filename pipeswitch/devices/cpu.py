@@ -224,7 +224,7 @@ class CpuDeviceMemory:
         reach("daemon.transmit.end")
         ended = job.ended(started_at_ms, ends_at_ms, copied_bytes)
         if not ended.is_complete:
-            self._ring_all()  # whoever waits for a group that will not come looks up once more
+            self._ring_all()  # a worker that waits for a group that will not come looks once more
         return ended
 
     def _copy(self, group: GroupCopy, cancelled: threading.Event) -> int:
@@ -400,5 +400,5 @@ class CpuPoolView:
 def _unmap(mapping: mmap.mmap) -> None:
     try:
         mapping.close()
-    except BufferError:  # somebody holds a view; the mapping goes with the last of them
+    except BufferError:  # a view is still held; the mapping goes with the last of them
         log.debug("unmap=later bytes=%d", len(mapping))

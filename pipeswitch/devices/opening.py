@@ -130,6 +130,6 @@ def _show_only(options: CudaOptions) -> None:
 
 
 def _leave() -> None:
-    """A broken context stays broken: other threads may hang in it, so nobody is waited for."""
+    """A broken context stays broken: other threads may hang in it, so this waits for none."""
     logging.shutdown()
     os._exit(STATUS_LOST)

@@ -336,7 +336,7 @@ class Frontend:
     # ---- verbs ---------------------------------------------------------------------------------
 
     def _about(self, listener: Listener) -> dict[str, Any]:
-        """What anybody may know."""
+        """What every client may know."""
         return {
             "server": "pipeswitch",
             "protocol": VERSION,

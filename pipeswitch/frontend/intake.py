@@ -213,7 +213,7 @@ def _descriptor(routing_frame: zmq.Frame) -> int:
     """Of the connection a message came by; -1 where libzmq does not know it.
 
     It knows for ZMTP 3 only. Bytes that do not begin as a greeting are taken for a peer of ZMTP 1,
-    so anybody can send messages without one.
+    so any peer can send messages without one.
     """
     try:
         return int(routing_frame.get(_SRCFD))

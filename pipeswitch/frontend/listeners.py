@@ -151,7 +151,7 @@ def open_listeners(context: zmq.Context[Any], config: ServerConfig) -> Listeners
     caps = Caps(max_message_bytes=config.max_message_bytes)
     with contextlib.ExitStack() as undo:
         authenticator = None
-        if access is not None:  # it must answer before anybody can ask
+        if access is not None:  # it must answer before a client can ask
             authenticator = _start_authenticator(context, access)
             undo.callback(authenticator.stop)
         tcp, ipc, ipc_events = (

@@ -35,8 +35,8 @@ def check_source(
 ) -> CheckedSource:
     """May this client register this, and which file is meant?
 
-    1. ``torchvision:`` and ``hf:`` names are data: anybody. A folder behind ``hf:`` is a path.
-    2. ``put:DIGEST`` is a file this or another client uploaded: anybody.
+    1. ``torchvision:`` and ``hf:`` names are data: any client. A folder behind ``hf:`` is a path.
+    2. ``put:DIGEST`` is a file this or another client uploaded: any client.
     3. A path on the server's machine: the owner's ipc socket only, others upload.
     4. ``package.module:factory`` is code: the owner, or an ``allow_code`` pattern.
 

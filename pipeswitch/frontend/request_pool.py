@@ -3,8 +3,8 @@
 One sealed memfd, mapped here and by every worker (``workers/inference/pool.py``): a payload is
 copied into it once, and a large reply goes to its client from it. An accepted inference holds a
 ``Room``: a slab with its inputs, released when its answer is known, and a slab for its reply,
-released when libzmq has sent it. Whoever holds room has a share of the pool, so that none can fill
-it alone.
+released when libzmq has sent it. A client has a share of the pool, so that none can fill it
+alone.
 
 Owned by the frontend and used by its thread alone, except ``fill``.
 """
@@ -24,7 +24,7 @@ from ..ipc.messages import SlabTensor
 from .admission import CheckedInput
 from .slabs import SlabPool
 
-SHARES: Final = 2  # a client may hold half of the pool: it can fill its half, never everybody's
+SHARES: Final = 2  # a client may hold half of the pool: it can fill its half, never all of it
 _RELEASED: Final = -1  # no slab lies there, so releasing it again is a KeyError
 
 
@@ -58,7 +58,7 @@ class Room:
 class RequestPool:
     """The mapping, its slabs, and who holds how much of them.
 
-    Invariants (``check``): those of the slabs; nobody holds more than a share, or holds bytes
+    Invariants (``check``): those of the slabs; no client holds more than a share, or holds bytes
     while no slab is taken.
     """
 
@@ -118,7 +118,7 @@ class RequestPool:
         )
 
     def release_inputs(self, room: Room) -> None:
-        """Nobody reads them any more. KeyError: they were released before."""
+        """Their last reader is done. KeyError: they were released before."""
         offset, room.input_offset_bytes = room.input_offset_bytes, _RELEASED
         self._slabs.free(offset)
 
@@ -163,7 +163,7 @@ class RequestPool:
 
     @property
     def is_empty(self) -> bool:
-        """Nobody holds anything."""
+        """No client holds anything."""
         return not self._slabs.slab_count and not self._held_bytes
 
     def check(self) -> None:

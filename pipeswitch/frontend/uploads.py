@@ -35,7 +35,7 @@ MAX_PARTIALS: Final = 64  # unfinished files of all clients: each holds a descri
 KEPT_UPLOADS: Final = 4  # all files together are at most so many of the largest allowed
 MIN_FREE_SHARE: Final = 0.02  # of the disk: commits, journal and logs need it more
 MIN_FREE_BYTES: Final = 256 << 20  # enough for them, however large the disk is
-KEEP_S: Final = 24 * 3600.0  # an upload nobody touched for a day is removed at the next start
+KEEP_S: Final = 24 * 3600.0  # an upload that was not touched for a day is removed at the next start
 KINDS: Final = ("bundle", "safetensors")  # the file's suffix: how the builder reads it
 
 Reply = Callable[[dict[str, Any], PipeSwitchError | None], None]
@@ -210,7 +210,7 @@ class Uploads:
         self._partials[chunk.key] = _Partial(path, chunk.size_bytes, file)
 
     def _make_room(self, size_bytes: int) -> None:
-        """For one more file of this size: those that nobody named for longest go.
+        """For one more file of this size: those that no registration named for longest go.
 
         Raises:
             QueueFull: unfinished ones have taken all of it.

@@ -2,7 +2,7 @@
 
 The board is a sealed memfd made by the controller and mapped by every worker. Word 0 holds the
 *turn*: the number of the task that may compute on the device now (invariant I5). It is written
-by whoever gives the device away: the stopping worker when it has parked, or the controller
+by the process that gives the device away: the stopping worker when it has parked, or the controller
 when a task ended or its worker was reaped. Word ``BEGUN + slot`` holds the epoch of the last task
 that the worker in that slot began to compute: after its death it tells whether that task can be
 blamed. Word ``STOP + slot`` holds the epoch of the trial that the worker in that slot shall leave:

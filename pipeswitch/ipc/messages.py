@@ -307,7 +307,7 @@ class SlabTensor(Message, frozen=True):
 class RunInference(Message, frozen=True):
     """controller -> worker: run one request as its groups arrive, when the turn word says so.
 
-    A *trial* (``trial_batch``) is a run that is measured and answered to nobody: the worker makes
+    A *trial* (``trial_batch``) is a run that is measured and has no client: the worker makes
     up its inputs, writes no outputs, and leaves between two groups when the board's stop word
     says so (InferenceFailed, Cancelled).
     """
@@ -399,7 +399,7 @@ class StopTask(Message, frozen=True):
 
     epoch: Epoch
     turn: Turn
-    next_turn: Turn  # 0: nobody waits; otherwise write the turn word and ring next_slot's bell
+    next_turn: Turn  # 0: no worker waits; otherwise write the turn word and ring next_slot's bell
     next_slot: Slot
 
 

@@ -118,7 +118,7 @@ class _Table:
             self._offer(i, max(self.costs.resident_ms, ms))
 
     def fill_by_groups(self) -> None:
-        """Row after row, until one more group can help nobody."""
+        """Row after row, until one more group ends no row earlier."""
         end = self.costs.layer_count
         for groups in range(1, self.costs.layer_count + 1):
             floor_ms = self.costs.resident_ms + groups * self.costs.sigma_ms

@@ -2,7 +2,7 @@
 
 A *layer* is a run of execution from one first use of weights to just before the next: nothing
 between two first uses can start earlier or later, so no cut there could help. A *plan* is the
-list of layers at which a group starts, whoever made it: ``bucket`` needs no profile; the
+list of layers at which a group starts: ``bucket`` needs no profile; the
 planner (``planning/``), which has measured times, returns the same kind of value.
 """
 

@@ -112,7 +112,7 @@ class BoundGraph:
 
 
 class _Awaited(dict[str, Any]):
-    """A submodule's parameters or buffers: whoever reads one waits for its group first.
+    """A submodule's parameters or buffers: a reader of one waits for its group first.
 
     The pre-hooks know the order that was measured. On another path a weight may be read before
     its submodule is entered, or by another one (a tied table, a functional call), and what lies

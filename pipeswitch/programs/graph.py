@@ -22,7 +22,7 @@ Environment = dict[int, Any]
 """Values that are alive between groups, by number; weights are not in it."""
 
 GroupCall = Callable[[Environment, Sequence[torch.Tensor]], None]
-"""Takes what it needs out of the environment, drops what nobody needs later, adds its results."""
+"""Takes what it needs out of the environment, drops what no later group needs, adds its results."""
 
 MAX_VALUE_BYTES: Final = 64 << 30  # of one intermediate at the largest batch
 MAX_REMEMBERED: Final = 1 << 14  # calls without data whose results are kept during a check
@@ -243,7 +243,7 @@ class CompiledGraph:
             local.add(own)
             dead = {v for v in node_references(node) if self._last_use.get(v) == position} & local
             if own not in self._last_use:
-                dead.add(own)  # nobody reads it: an in-place call, or the rest of a tuple
+                dead.add(own)  # no node reads it: an in-place call, or the rest of a tuple
             if dead:
                 lines.append(" del " + ", ".join(f"v{value}" for value in sorted(dead)))
                 local -= dead

@@ -67,7 +67,7 @@ class ValueSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A registered program, as everybody but the executing worker sees it."""
+    """A registered program, as all but the executing worker see it."""
 
     digest: str  # sha256 hex over graph, weights and signature: equal means the same program
     mode: Literal["graph", "module"]

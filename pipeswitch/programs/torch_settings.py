@@ -31,7 +31,7 @@ def _deterministic() -> tuple[bool, bool]:
 
 
 def _is_flushing() -> bool:
-    """Whether this thread takes subnormal numbers for zero; torch tells nobody."""
+    """Whether this thread takes subnormal numbers for zero; torch has no call that tells."""
     return _SUBNORMAL * 1.0 == 0.0
 
 

@@ -1,4 +1,4 @@
-"""Which server a client means when nobody says: the owner's ipc socket, else loopback TCP."""
+"""Which server a client means that was told none: the owner's ipc socket, else loopback TCP."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def as_seen_from(address: str, told: str) -> str:
 
 
 def is_live(path: Path) -> bool:
-    """Whether somebody listens on this unix socket; a dead server's file does not count."""
+    """Whether a server listens on this unix socket; a dead server's file does not count."""
     if not path.is_socket():
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

@@ -105,7 +105,7 @@ def decode_with(decoder: msgspec.msgpack.Decoder[Any], data: Any, what: str) -> 
 
 
 def refuse_deep(value: Any, what: str, levels: int = MAX_NESTING) -> None:
-    """The decoder stops at the interpreter's own limit; whoever encodes it again is deeper down.
+    """The decoder stops at the interpreter's own limit; an encoder is called from deeper down.
 
     Raises:
         RemoteProtocolError: nested deeper than ``levels``, map keys included.

@@ -192,7 +192,7 @@ class KeyFolder:
             raise ModelNotFound(f'no client "{name}"', hint="pipeswitch keys ls") from None
 
     def clients(self) -> dict[str, bytes]:
-        """Admitted public keys by name. A file that is no certificate admits nobody."""
+        """Admitted public keys by name. A file that is no certificate admits no client."""
         found = {}
         with contextlib.suppress(FileNotFoundError):
             for path in sorted(self.clients_path.glob("*.key")):
@@ -265,7 +265,7 @@ class AllowList:
         return is_admitted
 
     def keys(self) -> frozenset[bytes]:
-        """The admitted keys. A folder that cannot be read admits nobody."""
+        """The admitted keys. A folder that cannot be read admits no client."""
         with self._lock:
             try:
                 facts = os.stat(self._folder.clients_path)

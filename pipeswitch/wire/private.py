@@ -19,7 +19,7 @@ def private_directory(path: Path, setting: str) -> Path:
         setting: what to change to have it elsewhere, for the hint.
 
     Raises:
-        ConfigError: it belongs to somebody else, others may enter it, or it is a link.
+        ConfigError: it belongs to another user, others may enter it, or it is a link.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -85,7 +85,7 @@ def _check_tree(path: Path, setting: str, facts: os.stat_result, *, is_reachable
 
 
 def check_private(path: Path, setting: str, kind: int = stat.S_IFREG) -> None:
-    """Raise ConfigError unless ``path`` is of this kind, ours, and closed to everybody else."""
+    """Raise ConfigError unless ``path`` is of this kind, ours, and closed to all others."""
     facts = path.lstat()
     mode = stat.S_IMODE(facts.st_mode)
     if stat.S_IFMT(facts.st_mode) != kind or facts.st_uid != os.getuid() or mode & 0o077:

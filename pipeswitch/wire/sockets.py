@@ -120,7 +120,7 @@ def make_subscriber(context: zmq.Context[Any], keys: ClientKeys | None) -> zmq.S
 def require_keys(sock: zmq.Socket[bytes], keys: ServerKeys) -> None:
     """Before binding: each peer is asked for a key, and the authenticator about that key.
 
-    Without an authenticator that answers, nobody comes in (ZAP_ENFORCE_DOMAIN).
+    Without an authenticator that answers, no client comes in (ZAP_ENFORCE_DOMAIN).
     """
     sock.setsockopt(zmq.CURVE_SERVER, 1)
     sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)

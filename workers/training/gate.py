@@ -2,7 +2,7 @@
 
 Two threads meet here. The *main thread* runs the script and calls ``check``, ``enter`` and
 ``leave``; the *termination thread* reads control messages and calls ``request_stop``, ``grant``
-and ``request_evict``. A turn is a number: whoever holds it may compute on the device (invariant
+and ``request_evict``. A turn is a number: its holder may compute on the device (invariant
 I5). Turns only grow, so a late message is recognised and dropped.
 
 State      the main thread...                                        holds the turn
@@ -162,7 +162,7 @@ class Gate:
             self._refresh()
             self._changed.notify_all()
 
-    # ------------------------------------------------------------------ anybody
+    # ------------------------------------------------------------------ any thread
 
     @property
     def is_evicting(self) -> bool:

@@ -212,7 +212,7 @@ class Cuda:
         """After an error of unknown weight: whether the context goes on. Waits for the device.
 
         What a driver says when it does not pin memory depends on kernel, container and virtual
-        machine; that nobody knows the code is no reason to give the device up.
+        machine; an unknown code is no reason to give the device up.
         """
         try:
             self.synchronize_device()

@@ -107,7 +107,7 @@ class CudaRecorder:
 
 @contextlib.contextmanager
 def no_collector() -> Iterator[None]:
-    """Within, no cycle is collected, on whatever thread: nobody else frees a tensor.
+    """Within, no cycle is collected, on whatever thread: no other code frees a tensor.
 
     Torch may ask the slice's allocator, which is Python, under its own lock. A thread that
     collects garbage holds the interpreter and would wait for that lock: both for ever.

@@ -2,7 +2,7 @@
 
 On the cpu device an index out of range is an exception. On a GPU it is an assertion in a kernel:
 the context is gone, and with it the worker. What a graph looks up with a request's own input (token
-ids, positions) can be known before, and such a request costs nobody but its sender. Indices that a
+ids, positions) can be known before, and such a request costs its sender alone. Indices that a
 model computes, or that a module-mode program takes, are not seen here: they cost one worker.
 """
 

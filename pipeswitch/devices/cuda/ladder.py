@@ -45,7 +45,7 @@ class Wishes:
 
     @property
     def needs_test(self) -> bool:
-        """Somebody wants to be told what works."""
+        """A mechanism was left to what the self-test finds."""
         return AUTO in (self.waits, self.words, self.activations, self.graphs)
 
 

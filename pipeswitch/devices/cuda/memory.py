@@ -74,7 +74,7 @@ class CudaDeviceMemory:
         """Make the context and take the memory. The descriptors stay the caller's.
 
         Args:
-            extra_bytes: behind the arena, for the workers' activation slice; nobody copies there.
+            extra_bytes: behind the arena, for the workers' activation slice; no copy goes there.
             on_lost: called once, on whatever thread, when the context is broken for good.
 
         Raises:
@@ -188,7 +188,7 @@ class CudaDeviceMemory:
             log.exception("transmission=%d failed", order.epoch)
         ended = job.ended(started_at_ms, flight.ends_at_ms, flight.enqueued_bytes)
         if not ended.is_complete:
-            self._ring_all()  # whoever waits for a group that will not come looks up once more
+            self._ring_all()  # a worker that waits for a group that will not come looks once more
         return ended
 
     def _enqueue(self, job: Transmission, flight: _Flight) -> None:

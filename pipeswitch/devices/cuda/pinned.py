@@ -85,7 +85,7 @@ class PinnedMapping:
         del self.array
         try:
             self._map.close()
-        except BufferError:  # somebody holds a view; the mapping goes with the last of them
+        except BufferError:  # a view is still held; the mapping goes with the last of them
             log.debug("unmap=later bytes=%d", self._size_bytes)
 
 

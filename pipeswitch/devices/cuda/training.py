@@ -14,8 +14,7 @@ GROUPS_AHEAD: Final = 2
 class RunAhead:
     """Called at every gate point of a script; at most two groups are queued behind the running one.
 
-    So whoever waits for the device after a stop waits for no more than that. Used by the script's
-    thread alone.
+    So a request waits for no more than that after a stop. Used by the script's thread alone.
     """
 
     def __init__(self, cuda: Cuda, current_stream: Callable[[], int | None]) -> None:

@@ -86,7 +86,7 @@ def work_prefix(epoch: int) -> str:
 
 
 def _publish(work: Path, target: Path) -> None:
-    """The same digest is the same program: whoever was first wins."""
+    """The same digest is the same program: the first build wins."""
     try:
         os.rename(work, target)
     except OSError:

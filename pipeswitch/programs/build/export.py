@@ -84,7 +84,7 @@ class _OthersStderr(io.TextIOBase):
 
 @contextlib.contextmanager
 def _quiet(logger_name: str) -> Iterator[None]:
-    """Pages of graph dumps beside the one error we raise help nobody."""
+    """Pages of graph dumps beside the one error we raise do not help its reader."""
     noisy = logging.getLogger(logger_name)
     before = noisy.disabled
     noisy.disabled = True
@@ -284,7 +284,7 @@ def export_module_to_bundle(
         program = _checked_program(module, example_inputs, input_names, max_batch)
     except PipeSwitchError:
         raise
-    except Exception as error:  # torch on a module nobody has tried
+    except Exception as error:  # torch on a module that was never tried
         raise RegistrationRefused(
             "export", f"{type(error).__name__}: {_first(error)}; {ADVICE}"
         ) from error
@@ -304,7 +304,7 @@ def export_module_to_bundle(
 def convert_pt2(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> dict[str, Any]:
     """Convert a ``.pt2`` file to a bundle, on the machine of the one who trusts the file.
 
-    ``torch.export.load`` unpickles: never call this on a file that came from somebody else.
+    ``torch.export.load`` unpickles: never call this on a file that came from another user.
 
     Raises:
         RegistrationRefused: it cannot be loaded, carries no example inputs, or does not export.

@@ -61,7 +61,7 @@ def build(spec: BuildSpec, out_dir: Path, progress: Progress) -> Manifest:
         return manifest
     except PipeSwitchError:
         raise
-    except Exception as error:  # a model's own code, or torch on a model nobody has tried
+    except Exception as error:  # a model's own code, or torch on a model that was never tried
         raise RegistrationRefused(
             f"model {spec.name!r}", f"{type(error).__name__}: {str(error)[:500]}"
         ) from error

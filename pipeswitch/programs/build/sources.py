@@ -229,7 +229,7 @@ def _with_weights(spec: BuildSpec, construct: Callable[[], nn.Module]) -> nn.Mod
         )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the libraries' advice to whoever writes the model
+            warnings.simplefilter("ignore")  # the libraries' advice to the model's author
             module = construct()
     except RegistrationRefused:
         raise

@@ -48,7 +48,7 @@ def compare(
 def acceptable_inputs(specs: Sequence[ValueSpec], batch: int, plain: Plain) -> list[torch.Tensor]:
     """Made-up inputs that ``plain`` can run on.
 
-    Nobody says what an integer input means: where random ones are no valid indices (a table of
+    A signature gives integers no meaning: where random ones are no valid indices (a table of
     ten rows, the offsets of bags), zeros usually are.
     """
     inputs = to_tensors(specs, batch)
