@@ -1,4 +1,4 @@
-"""Write README's results from ``benchmarks/results``: ``python benchmarks/readme.py [--check]``."""
+"""Write the results that pages show: ``python benchmarks/readme.py [--check]``."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
-"""README's results, written from the files in ``benchmarks/results``: never typed.
+"""The results that pages show, written from the files in ``benchmarks/results``: never typed.
 
-What stands between the two marks is replaced; a test checks that it is what the newest results
-say. Pure but for ``newest``, which reads files.
+README has one table and one picture; ``benchmarks/results/README.md`` has the rest, and every
+target that is missed. What stands between the two marks of a page is replaced; a test checks that
+it is what the newest results say. Pure but for ``newest`` and ``main``, which read files.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +21,8 @@ DEMO: Final = "demo"
 SECOND_MS: Final = 1000.0
 
 Document = Mapping[str, Any]
+Results = Mapping[str, tuple[str, Document]]
+"""By benchmark: its file's name and content."""
 
 
 def newest(folder: Path) -> dict[str, tuple[str, Document]]:
@@ -33,32 +36,68 @@ def newest(folder: Path) -> dict[str, tuple[str, Document]]:
     return found
 
 
-def section(results: Mapping[str, tuple[str, Document]]) -> str:
-    """The Markdown between the marks, marks included."""
-    parts = [BEGIN]
-    if DEMO in results:
-        parts.append(demo_table(*results[DEMO]))
+def front_page(results: Results) -> list[str]:
+    """The paragraphs of README: the switch, the demo in a sentence, how many targets are met."""
+    parts = []
     if "switch" in results:
         parts.append(switch_table(*results["switch"]))
-    measured = {name: found for name, found in results.items() if "findings" in found[1]}
+    if DEMO in results:
+        parts.append(demo_sentence(*results[DEMO]))
+    judged = [row for _, document in _measured(results).values() for row in _judged(document)]
+    if judged:
+        met = sum(row["is_met"] for row in judged)
+        parts.append(
+            f"{met} of {len(judged)} targets are met. Which, how the others are missed, and how "
+            "quiet the machine was: [benchmarks/results/README.md](benchmarks/results/README.md)."
+        )
+    return parts
+
+
+def results_page(results: Results) -> list[str]:
+    """The paragraphs of ``benchmarks/results/README.md``: the demo's bill, all targets."""
+    parts = []
+    if DEMO in results:
+        parts.append(demo_table(*results[DEMO]))
+    measured = _measured(results)
     if measured:
-        parts.append(target_table(measured))
-    return "\n\n".join([*parts, END])
+        parts += [target_table(measured), missed_table(measured)]
+    return parts
 
 
-def replaced(readme: str, results: Mapping[str, tuple[str, Document]]) -> str:
-    """The README with its section as the results say.
+PAGES: Final[Mapping[str, Callable[[Results], list[str]]]] = {
+    "README.md": front_page,
+    "benchmarks/results/README.md": results_page,
+}
+"""Every page with a section of results, and what makes its paragraphs."""
+
+
+def replaced(page: str, paragraphs: Sequence[str]) -> str:
+    """The page with these paragraphs between its marks.
 
     Raises:
         ValueError: it does not have the two marks, once each and in order.
     """
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
-        raise ValueError(f"README needs one {BEGIN!r} and one {END!r}")
-    head, _, rest = readme.partition(BEGIN)
+    if page.count(BEGIN) != 1 or page.count(END) != 1:
+        raise ValueError(f"the page needs one {BEGIN!r} and one {END!r}")
+    head, _, rest = page.partition(BEGIN)
     _, mark, tail = rest.partition(END)
     if not mark:
         raise ValueError(f"{END!r} comes before {BEGIN!r}")
-    return head + section(results) + tail
+    return head + "\n\n".join([BEGIN, *paragraphs, END]) + tail
+
+
+def demo_sentence(file: str, demo: Document) -> str:
+    """``make demo`` in one sentence."""
+    ours, training = demo["pipeswitch"], demo["training"]
+    same = "bit-equal" if demo["largest_difference"] == 0 else "not equal"
+    return (
+        f"`make demo`, {ours['count']} requests for {len(demo['plan']['models'])} models on a "
+        f"device that holds two: p50 {_ms(ours['p50_ms'])}; {_ms(demo['ready_model']['p50_ms'])} "
+        f"with models that are always loaded, {_ms(demo['stop_and_start']['p50_ms'])} with a "
+        f"process per request. The training job beside it lost {training['steps_lost']} steps; "
+        f"all answers were {same} to the plain models' "
+        f"([{file}](benchmarks/results/{file}))."
+    )
 
 
 def demo_table(file: str, demo: Document) -> str:
@@ -93,7 +132,7 @@ def demo_table(file: str, demo: Document) -> str:
             f"{training['steps_lost']} steps and kept {training['kept_percent']:.0f} % of its "
             "speed while requests held the device for "
             f"{training['device_time_of_requests_percent']:.0f} % of the time. All answers were "
-            f"compared with the plain models': {same}. ([{file}](benchmarks/results/{file}))",
+            f"compared with the plain models': {same}. ([{file}]({file}))",
         ]
     )
 
@@ -119,32 +158,57 @@ def switch_table(file: str, document: Document) -> str:
     return "\n".join([*lines, "", f"([{file}](benchmarks/results/{file}))"])
 
 
-def target_table(results: Mapping[str, tuple[str, Document]]) -> str:
-    """How many targets each benchmark meets, and every one that it misses."""
+def target_table(results: Results) -> str:
+    """How many targets each benchmark meets, of which commit, and whether the machine was quiet."""
     lines = [
-        "**Targets** of the newest result of each benchmark; those that are missed are named.",
+        "**Targets** of the newest result of each benchmark.",
         "",
-        "| benchmark | met | missed |",
-        "|---|---|---|",
+        "| benchmark | commit | machine | targets met |",
+        "|---|---|---|---|",
     ]
     for name, (file, document) in sorted(results.items()):
-        judged = [row for row in document["findings"] if row["is_met"] is not None]
-        missed = [
-            f"{row['name']}: {_value(row)} (target {row['target']})"
-            for row in judged
+        judged = _judged(document)
+        met = f"{sum(row['is_met'] for row in judged)} of {len(judged)}" if judged else "none set"
+        quiet = "not quiet" if document.get("warnings") else "quiet"
+        page = f"[{name}]({file.removesuffix('.json')}.md)"
+        lines.append(f"| {page} | {_commit(document)} | {quiet} | {met} |")
+    return "\n".join(lines)
+
+
+def missed_table(results: Results) -> str:
+    """Every target that is missed."""
+    lines = [
+        "**Missed**, all of them:",
+        "",
+        "| benchmark | what | measured | target |",
+        "|---|---|---|---|",
+    ]
+    for name, (_, document) in sorted(results.items()):
+        lines += [
+            f"| {name} | {row['name']} | {_value(row)} | {row['target']} |"
+            for row in _judged(document)
             if not row["is_met"]
         ]
-        met = f"{len(judged) - len(missed)} of {len(judged)}" if judged else "none judged"
-        link = f"[{name}](benchmarks/results/{file.removesuffix('.json')}.md)"
-        warned = " (the machine was not quiet)" if document.get("warnings") else ""
-        lines.append(f"| {link}{warned} | {met} | {'; '.join(missed)} |")
     return "\n".join(lines)
+
+
+def _measured(results: Results) -> Results:
+    return {name: found for name, found in results.items() if "findings" in found[1]}
+
+
+def _judged(document: Document) -> list[Mapping[str, Any]]:
+    return [row for row in document["findings"] if row["is_met"] is not None]
+
+
+def _commit(document: Document) -> str:
+    facts = document["facts"]
+    return f"{facts['commit'][:7]}{' with changes' if facts.get('dirty') else ''}"
 
 
 def _where(document: Document) -> str:
     facts = document["facts"]
     quick = "quick, " if document["is_quick"] else ""
-    return f"{quick}{facts['cores']} cores ({facts['cpu']}), commit {facts['commit'][:7]}"
+    return f"{quick}{facts['cores']} cores ({facts['cpu']}), commit {_commit(document)}"
 
 
 def _p50_p99(row: Mapping[str, Any] | None) -> str:
@@ -163,11 +227,14 @@ def _value(row: Mapping[str, Any]) -> str:
 
 
 def main(root: Path, arguments: Sequence[str]) -> int:
-    """Rewrite ``README.md`` of a checkout; with ``--check`` only say (1) that it is stale."""
-    path = root / "README.md"
-    before = path.read_text("utf-8")
-    after = replaced(before, newest(root / "benchmarks" / "results"))
-    if "--check" in arguments:
-        return int(after != before)
-    path.write_text(after, "utf-8")
-    return 0
+    """Rewrite the pages of a checkout; with ``--check`` only say (1) that one is stale."""
+    results = newest(root / "benchmarks" / "results")
+    is_stale = False
+    for name, paragraphs in PAGES.items():
+        path = root / name
+        before = path.read_text("utf-8")
+        after = replaced(before, paragraphs(results))
+        is_stale |= after != before
+        if "--check" not in arguments:
+            path.write_text(after, "utf-8")
+    return int(is_stale and "--check" in arguments)

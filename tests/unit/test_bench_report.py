@@ -22,22 +22,24 @@ def a_run(what: str = "switch", **options: object) -> Run:
     return Run(what, f"pipeswitch bench {what}", True, 0, True, lambda line: None, FACTS, **options)
 
 
-def test_the_readme_shows_the_newest_results():
-    text = (ROOT / "README.md").read_text("utf-8")
-    expected = readme.replaced(text, readme.newest(ROOT / "benchmarks" / "results"))
+@pytest.mark.parametrize("page", readme.PAGES)
+def test_a_page_shows_the_newest_results(page):
+    text = (ROOT / page).read_text("utf-8")
+    results = readme.newest(ROOT / "benchmarks" / "results")
+    expected = readme.replaced(text, readme.PAGES[page](results))
     assert text == expected, "run: python benchmarks/readme.py"
 
 
-def test_a_readme_without_the_marks_is_refused():
-    with pytest.raises(ValueError, match="README needs"):
-        readme.replaced("# no marks", {})
+def test_a_page_without_the_marks_is_refused():
+    with pytest.raises(ValueError, match="the page needs"):
+        readme.replaced("# no marks", [])
     with pytest.raises(ValueError, match="comes before"):
-        readme.replaced(f"{readme.END} {readme.BEGIN}", {})
+        readme.replaced(f"{readme.END} {readme.BEGIN}", [])
 
 
 def test_what_stands_around_the_marks_stays():
     text = f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n"
-    assert readme.replaced(text, {}) == f"before\n{readme.BEGIN}\n\n{readme.END}\nafter\n"
+    assert readme.replaced(text, []) == f"before\n{readme.BEGIN}\n\n{readme.END}\nafter\n"
 
 
 def test_the_newest_result_wins_whatever_its_name(tmp_path):
@@ -47,13 +49,16 @@ def test_the_newest_result_wins_whatever_its_name(tmp_path):
     assert (file, document["date"]) == ("request-path_cpu_2026-01-09.json", "2026-01-09")
 
 
-def test_every_missed_target_is_named_in_the_readme():
+def test_every_missed_target_is_named():
     bench = a_run()
     bench.find("good", 200.0, at_least=100.0)
     bench.find("bad", 99.0, "ms", at_most=3.0)
     bench.find("neither", 1.0)
-    table = readme.target_table({"switch": ("switch_cpu_2026-01-01.json", bench.document())})
-    assert "| 1 of 2 | bad: 99 ms (target ≤ 3) |" in table
+    results = {"switch": ("switch_cpu_2026-01-01.json", bench.document())}
+    assert readme.target_table(results).endswith("| 0123456 | quiet | 1 of 2 |")
+    rows = readme.missed_table(results).splitlines()[4:]
+    assert rows == ["| switch | bad | 99 ms | ≤ 3 |"]
+    assert "1 of 2 targets are met" in readme.front_page(results)[-1]
 
 
 def test_a_result_of_a_busy_machine_says_so():
@@ -64,7 +69,7 @@ def test_a_result_of_a_busy_machine_says_so():
     )
     assert "other programs took 50% of all cores' time meanwhile" in bench.document()["warnings"]
     table = readme.target_table({"switch": ("switch_cpu_2026-01-01.json", bench.document())})
-    assert "(the machine was not quiet)" in table
+    assert "| not quiet |" in table
 
 
 def test_a_quiet_machine_gives_no_warning():

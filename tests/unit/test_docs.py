@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -66,6 +67,30 @@ def test_the_protocol_lists_every_message_between_processes() -> None:
         and issubclass(found, messages.Message)
         and found is not messages.Message
     }
+
+
+def test_the_readme_shows_the_picture_of_the_newest_result() -> None:
+    spec = importlib.util.spec_from_file_location("picture", ROOT / "docs/picture.py")
+    assert spec is not None
+    assert spec.loader is not None
+    generator = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generator)
+    drawn = generator.picture(json.loads(generator.newest().read_text("utf-8")))
+    assert generator.PICTURE.read_text("utf-8") == drawn, "python docs/picture.py draws it again"
+    shown = generator.PICTURE.relative_to(ROOT).as_posix()
+    assert f"]({shown})" in (ROOT / "README.md").read_text("utf-8")
+
+
+def test_no_file_cites_a_document_that_is_not_in_the_repository() -> None:
+    gone = ("DESIGN", "RELIABILITY", "SCHEDULING", "CUDA_NOTES", "INTERFACE")
+    cited = re.compile(rf"\b(?:{'|'.join(gone)})\b")
+    for top in ("pipeswitch", "workers", "memory_daemon", "benchmarks", "docs", "tests"):
+        for path in (ROOT / top).rglob("*.*"):
+            if path.match("pipeswitch/scheduler/*.py") or path == Path(__file__):
+                continue
+            if path.suffix in (".py", ".md"):
+                found = cited.search(path.read_text("utf-8"))
+                assert found is None, f"{path.relative_to(ROOT)} cites {found and found[0]}"
 
 
 def test_decisions_are_numbered_without_a_gap_and_say_what_was_decided() -> None:

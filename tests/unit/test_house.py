@@ -60,8 +60,9 @@ MAY_IMPORT: Mapping[str, str] = {
 # What a pure module may take from outside of the project: nothing here opens a file or a socket,
 # starts a thread or a process, or touches a device.
 PURE = (
-    "__future__", "abc", "bisect", "collections", "dataclasses", "datetime", "enum", "functools",
-    "itertools", "math", "msgspec", "numpy", "os.EX_SOFTWARE", "statistics", "typing",
+    "__future__", "abc", "bisect", "collections", "contextlib", "dataclasses", "datetime", "enum",
+    "functools", "heapq", "itertools", "math", "msgspec", "numpy", "operator", "os.EX_SOFTWARE",
+    "statistics", "typing",
 )  # fmt: skip
 IMPURE_BUILTINS = {"open", "__import__", "exec", "eval", "input", "print", "breakpoint"}
 

@@ -1,6 +1,6 @@
 """Scheduling policies: pure objects that rank what waits and price what could be evicted.
 
-One object drives the live server, the simulator and the model checker (SCHEDULING 0, finding 9).
+One object drives the live server, the simulator and the model checker.
 A policy sees an immutable view and returns numbers; the scheduler keeps the invariants.
 """
 

@@ -15,7 +15,7 @@ class Priority:
     1. priority class, raised by one for every ``max_wait_ms`` waited, so nothing starves;
     2. inside a class, who waited longer than ``max_wait_ms`` goes before any reuse;
     3. the model that computes now (back to back, no switch), then models already on the device:
-       reuse of residency is worth more than any order (SCHEDULING 0, finding 7);
+       reuse of residency is worth more than any order;
     4. the earlier deadline;
     5. the earlier arrival.
     """
