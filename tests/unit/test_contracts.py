@@ -18,7 +18,9 @@ from pipeswitch.programs.operators import (
     OVERLOADS,
 )
 
-TARGETS = [f"aten.{name}.{suffix}" for name in sorted(OVERLOADS) for suffix in OVERLOADS[name]]
+TARGETS = [
+    f"aten.{name}.{suffix}" for name in sorted(OVERLOADS) for suffix in sorted(OVERLOADS[name])
+]
 
 
 def test_every_operator_is_checked_by_meta_or_has_a_contract_and_none_is_both() -> None:
