@@ -15,11 +15,12 @@ from ..ipc.messages import (
     PersistCommit,
     StepCommitted,
 )
-from .arena import Memory
+from .arena import Arena
 from .core import Core
 from .events import CreateCommits, DropCommits, ToWorker
 from .records import NO_EPOCH, Job, Worker
 from .states import TASK_FINAL
+from .store import Store
 
 HEADER_BYTES: Final = 4096  # before the two slots of a commit area
 NO_COPY: Final = (NO_EPOCH, 0)
@@ -28,13 +29,14 @@ NO_COPY: Final = (NO_EPOCH, 0)
 class Commits:
     """The commit areas of all jobs, and the one commit of each that is on its way."""
 
-    def __init__(self, core: Core, memory: Memory) -> None:
+    def __init__(self, core: Core, arena: Arena, store: Store) -> None:
         self._core = core
-        self._memory = memory
+        self._arena = arena
+        self._store = store
 
     def restore(self, job: Job, slot_bytes: int, step: int) -> None:
         """An area that was loaded from disk; without room for it the job starts from the top."""
-        if self._memory.store.reserve(job.commits, HEADER_BYTES + 2 * slot_bytes):
+        if self._store.regions.reserve(job.commits, HEADER_BYTES + 2 * slot_bytes):
             job.commit_slot_bytes = slot_bytes
             job.step = job.committed_step = job.persisted_step = step
 
@@ -47,7 +49,7 @@ class Commits:
         core = self._core
         if job.commit_slot_bytes >= state_bytes:
             return
-        store, owner = self._memory.store, job.commits
+        store, owner = self._store.regions, job.commits
         old = store.release(owner) if store.get(owner) is not None else None
         if store.reserve(owner, HEADER_BYTES + 2 * state_bytes) is None:
             if old is not None:
@@ -78,7 +80,7 @@ class Commits:
         if job is None or message.number <= job.commit_number:
             self._core.counts["stale_messages"] += 1
             return
-        region = self._memory.arena.get(job.slice)
+        region = self._arena.regions.get(job.slice)
         if region is None or not self._core.is_daemon_ready:
             return  # nothing is copied, so nothing is acknowledged and the number is not used up
         job.commit_number = message.number
@@ -163,7 +165,7 @@ class Commits:
 
     def forget(self, job: Job) -> None:
         if job.commit_slot_bytes:
-            self._memory.store.release(job.commits)
+            self._store.regions.release(job.commits)
             job.commit_slot_bytes = 0
             self._core.tell_daemon(CloseCommits(job=job.name))
             self._core.emit(DropCommits(job=job.name))
@@ -171,6 +173,7 @@ class Commits:
     def daemon_died(self) -> None:
         """Slices are gone with the device; commits are not."""
         for job in self._core.jobs.values():
+            job.lease_bytes = job.lease_asked_bytes = 0
             job.is_persisting = False
             job.copying_epoch, job.copying_number = NO_COPY
 

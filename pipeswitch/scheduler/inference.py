@@ -27,11 +27,12 @@ from ..ipc.messages import (
     Turn,
 )
 from ..programs.layout import Manifest
-from .arena import WHOLE, Memory
+from .arena import WHOLE, Arena
 from .core import Core
 from .events import Answer, CancelAsked, InferArrived, PrefetchHint, RaiseTurn, ToWorker
 from .policies import Waiting
 from .records import Activation, ColdSwitch, EndedTrial, Model, Request, Worker
+from .residency import Residents
 from .states import ModelEvent, ModelState, Residency, TaskEvent, WorkerEvent, WorkerState
 from .training import Training
 
@@ -39,9 +40,10 @@ from .training import Training
 class Inference:
     """The queue and the one or two inference tasks on the device."""
 
-    def __init__(self, core: Core, memory: Memory, training: Training) -> None:
+    def __init__(self, core: Core, arena: Arena, residents: Residents, training: Training) -> None:
         self._core = core
-        self._memory = memory
+        self._arena = arena
+        self._residents = residents
         self._training = training
         self._ended: list[tuple[Activation, Request, InferenceDone]] = []  # not traced yet
 
@@ -119,9 +121,9 @@ class Inference:
             return
         if model.residency.state is Residency.ABANDONED:
             return
-        window = self._memory.find_place(model, for_request=False)
-        if window is not None and not self._memory.obstacles(window):
-            self._memory.transmit(model, window, "prefetch hint")
+        window = self._arena.find_place(model, for_request=False)
+        if window is not None and not self._arena.obstacles(window):
+            self._residents.transmit(model, window, "prefetch hint")
             model.is_prefetch = True
 
     def stored(self, model: Model) -> None:
@@ -211,22 +213,22 @@ class Inference:
 
     def _refuse_the_impossible(self) -> None:
         """Requests whose model does not fit beside what is pinned: waiting would not help."""
-        core, memory = self._core, self._memory
+        core, arena = self._core, self._arena
         for name in {request.model for request in core.queue.values()}:
             model = core.models[name]
             assert model.manifest is not None
             size = model.manifest.total_bytes
             is_there = model.residency.state in WHOLE
-            if is_there or memory.can_ever_hold(size):
+            if is_there or arena.can_ever_hold(size):
                 continue
             pinned = [m.name for m in core.models.values() if m.residency.state is Residency.PINNED]
             for request in [r for r in core.queue.values() if r.model == name]:
                 error = OutOfDeviceMemory(
                     f'"{name}" needs {size} bytes, but pinned models ({", ".join(pinned)}) leave '
-                    f"{memory.largest_for_all_bytes} in one piece",
+                    f"{arena.largest_for_all_bytes} in one piece",
                     hint=f"pipeswitch unload {pinned[0]}",
                     requested_bytes=size,
-                    largest_free_bytes=memory.largest_for_all_bytes,
+                    largest_free_bytes=arena.largest_for_all_bytes,
                 )
                 self._finish(request, TaskEvent.ERROR, error)
 
@@ -257,25 +259,25 @@ class Inference:
 
     def _dispatch(self, request: Request) -> bool:
         """Dispatch a request if its model is on the device or can be sent now."""
-        core, memory = self._core, self._memory
+        core, arena = self._core, self._arena
         model = core.models[request.model]
         if model.is_on_device:
             self.activate(request, model, is_sent=False)
             return True
         if model.residency.state is Residency.ABANDONED:
             return False  # its region is in the way of itself until the copy has ended
-        window = memory.find_place(model, for_request=True)
+        window = arena.find_place(model, for_request=True)
         if window is None:
-            memory.cancel_prefetches()
+            self._residents.cancel_prefetches()
             return False  # 4.
-        obstacles = memory.obstacles(window)
+        obstacles = arena.obstacles(window)
         for region in obstacles:
             if region.owner.kind == "slice":
                 self._training.evict(JobName(region.owner.name), f"memory for {model.name}")  # 3.
         if obstacles:
             return False
-        memory.cancel_prefetches()
-        memory.transmit(model, window, f"request {request.request_id}")
+        self._residents.cancel_prefetches()
+        self._residents.transmit(model, window, f"request {request.request_id}")
         self.activate(request, model, is_sent=True)
         return True
 
@@ -482,7 +484,7 @@ class Inference:
             return None
         worker.state.apply(WorkerEvent.TASK_ENDED, f"epoch {epoch}")
         model = core.models[activation.model]
-        self._memory.unused(model)
+        self._residents.unused(model)
         return activation, core.requests[activation.token], model
 
     def _give_up(
@@ -568,7 +570,7 @@ class Inference:
         else:
             return
         model, request = core.models[activation.model], core.requests[activation.token]
-        self._memory.unused(model)
+        self._residents.unused(model)
         is_blamed = had_turn and begun_epoch in (None, activation.epoch)
         request.deaths += is_blamed
         model.deaths += is_blamed

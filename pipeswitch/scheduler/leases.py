@@ -6,20 +6,22 @@ from collections.abc import Iterator
 
 from ..errors import OutOfDeviceMemory, PipeSwitchError, to_wire
 from ..ipc.messages import LeaseGranted, LeaseRefused, LeaseRequest
-from .arena import Memory
+from .arena import Arena
 from .commits import Commits
 from .core import Core
 from .events import ToWorker
 from .records import Job, Worker
+from .slices import Slices
 from .states import TaskEvent, TaskState
 
 
 class Leases:
     """Of each job at most one slice, from its first ``job.steps`` until its process is reaped."""
 
-    def __init__(self, core: Core, memory: Memory, commits: Commits) -> None:
+    def __init__(self, core: Core, arena: Arena, slices: Slices, commits: Commits) -> None:
         self._core = core
-        self._memory = memory
+        self._arena = arena
+        self._slices = slices
         self._commits = commits
 
     def requested(self, worker: Worker, message: LeaseRequest) -> None:
@@ -27,10 +29,10 @@ class Leases:
         job = self._core.job_of(worker, message.epoch)
         if job is None or job.state.state is TaskState.EVICTING:
             return  # EvictTask is on its way to it
-        old = self._memory.arena.get(job.slice)
+        old = self._arena.regions.get(job.slice)
         if old is not None and old.size_bytes < message.slice_bytes:
             # The next phase of the script needs more. It asks only when it has moved out.
-            self._memory.release_slice(job.name)
+            self._slices.release(job.name)
         try:
             self._commits.open(job, message.state_bytes)
         except PipeSwitchError as error:
@@ -51,8 +53,8 @@ class Leases:
             if not job.lease_asked_bytes or job.slot is None:
                 continue
             try:
-                held = self._memory.arena.get(job.slice)  # asked again: the same one
-                region = held or self._memory.lease_slice(job.name, job.lease_asked_bytes)
+                held = self._arena.regions.get(job.slice)  # asked again: the same one
+                region = held or self._slices.lease(job.name, job.lease_asked_bytes)
             except OutOfDeviceMemory as error:
                 job.lease_asked_bytes = 0
                 self._refuse(job, error)
@@ -87,7 +89,7 @@ class Leases:
         if core.current is not None or core.upcoming is not None:
             return None
         for other in core.jobs.values():
-            has_slice = self._memory.arena.get(other.slice) is not None
+            has_slice = self._arena.regions.get(other.slice) is not None
             if other is not job and has_slice and other.state.state is TaskState.SUSPENDED:
                 return other
         return None

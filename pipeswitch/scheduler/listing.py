@@ -6,11 +6,12 @@ from typing import Any
 
 import msgspec
 
-from .arena import Memory
+from .arena import Arena
 from .core import Core
 from .jobs import Jobs
 from .records import Job, Model, Worker
 from .states import ModelState, Residency, TaskState, WorkerState
+from .store import Store
 from .trials import Profiling
 
 PRIORITY_NAMES = {0: "high", 1: "normal", 2: "low"}
@@ -19,9 +20,12 @@ PRIORITY_NAMES = {0: "high", 1: "normal", 2: "low"}
 class Listing:
     """Answers queries from the scheduler's own state, so every listing is consistent."""
 
-    def __init__(self, core: Core, memory: Memory, jobs: Jobs, profiling: Profiling) -> None:
+    def __init__(
+        self, core: Core, arena: Arena, store: Store, jobs: Jobs, profiling: Profiling
+    ) -> None:
         self._core = core
-        self._memory = memory
+        self._arena = arena
+        self._store = store
         self._jobs = jobs
         self._profiling = profiling
 
@@ -66,7 +70,7 @@ class Listing:
     def plan(self) -> dict[str, Any]:
         """What ``pipeswitch plan`` reckons with: each model's profile, and the arena."""
         return {
-            "arena_bytes": self._memory.leasable_bytes,
+            "arena_bytes": self._arena.leasable_bytes,
             "models": [
                 {
                     "name": model.name,
@@ -99,7 +103,7 @@ class Listing:
                 "daemon",
                 "active" if core.is_daemon_ready else "starting",
                 pid=core.daemon_pid,
-                device=f"{self._memory.leasable_bytes - self._memory.arena.free_bytes}",
+                device=f"{self._arena.leasable_bytes - self._arena.regions.free_bytes}",
             )
         )
         return rows
@@ -137,13 +141,13 @@ class Listing:
         slot = next(
             (a.slot for a in (core.current, core.upcoming) if a and a.model == model.name), None
         )
-        stored = self._memory.store.get(model.owner)
+        stored = self._store.regions.get(model.owner)
         return self._row(
             model.name,
             "model",
             self._model_state(model, slot is not None),
             worker=slot,
-            device=f"{self._memory.held_bytes(model)}",
+            device=f"{self._arena.held_bytes(model)}",
             host=f"{stored.size_bytes if stored else 0}",
             prio=model.priority,
             last_used_at_ms=model.last_used_at_ms,
@@ -178,7 +182,7 @@ class Listing:
 
     def _ps_job(self, job: Job) -> dict[str, Any]:
         worker = self._core.workers.get(job.slot) if job.slot is not None else None
-        region = self._memory.arena.get(job.slice)
+        region = self._arena.regions.get(job.slice)
         words: dict[TaskState, str] = {TaskState.RUNNING: "active", TaskState.STOPPING: "active"}
         return self._row(
             job.name,
@@ -210,7 +214,7 @@ class Listing:
 
     def stats(self) -> dict[str, Any]:
         """Counters and sizes; the frontend adds accepted/ok/error/undeliverable/in_flight."""
-        core, memory = self._core, self._memory
+        core, arena, store = self._core, self._arena, self._store.regions
         counts = core.counts
         return {
             "queued": len(core.waiting),
@@ -225,11 +229,11 @@ class Listing:
             "worker_restarts": counts["worker_restarts"],
             "daemon_restarts": counts["daemon_restarts"],
             "stale_messages": counts["stale_messages"],
-            "arena_capacity_bytes": memory.leasable_bytes,
-            "arena_free_bytes": memory.arena.free_bytes,
+            "arena_capacity_bytes": arena.leasable_bytes,
+            "arena_free_bytes": arena.regions.free_bytes,
             "arena_leases": self._leases(),
-            "store_capacity_bytes": memory.store.capacity_bytes,
-            "store_free_bytes": memory.store.free_bytes,
+            "store_capacity_bytes": store.capacity_bytes,
+            "store_free_bytes": store.free_bytes,
             "models": len(core.models),
             "jobs": len(core.jobs),
             "workers": len(core.workers),
@@ -243,5 +247,5 @@ class Listing:
         """Regions somebody computes in or copies into now: models in use, training slices."""
         core = self._core
         in_use = sum(model.users > 0 or model.is_being_sent for model in core.models.values())
-        slices = sum(region.owner.kind in ("slice", "scrub") for region in self._memory.arena)
+        slices = sum(region.owner.kind in ("slice", "scrub") for region in self._arena.regions)
         return in_use + slices

@@ -27,7 +27,6 @@ from ..ipc.messages import (
     StoreModel,
 )
 from ..programs.layout import Manifest
-from .arena import Memory
 from .core import Core
 from .events import (
     Announce,
@@ -46,7 +45,9 @@ from .events import (
 )
 from .inference import Inference
 from .records import Model
+from .residency import Residents
 from .states import ModelEvent, ModelState, Residency, ResidencyEvent, WorkerState
+from .store import Store
 
 OUT_OF_TIME: Final = (-14, -24)  # SIGALRM and SIGXCPU
 
@@ -58,9 +59,12 @@ class Registry:
     builds keep nobody else waiting for more than one of them.
     """
 
-    def __init__(self, core: Core, memory: Memory, inference: Inference) -> None:
+    def __init__(
+        self, core: Core, store: Store, residents: Residents, inference: Inference
+    ) -> None:
         self._core = core
-        self._memory = memory
+        self._store = store
+        self._residents = residents
         self._inference = inference
         self._waiting_builds: dict[ModelName, str] = {}  # whose it is, in order of arrival
         self._builders: dict[Epoch, str] = {}  # from StartBuild until the process is gone
@@ -172,7 +176,7 @@ class Registry:
         model.manifest = model.built = manifest
         model.state.apply(ModelEvent.BUILT, f"digest {manifest.digest[:12]}")
         try:
-            self._memory.store_model(model)
+            self._store.take(model)
         except PipeSwitchError as error:
             self._refuse(model, error)
             return None
@@ -257,7 +261,7 @@ class Registry:
             core.emit(Retract(model=model.name))
             self._inference.not_stored(model, error)
         model.state.apply(ModelEvent.REFUSED, type(error).__name__)
-        self._memory.forget_model(model)
+        self._store.forget(model)
         del core.models[model.name]
         for token in model.register_tokens:
             core.refuse(token, error)
@@ -333,7 +337,9 @@ class Registry:
         is_waited_for = any(r.model == model.name for r in core.queue.values())
         if model.users or is_waited_for or model.is_being_sent:
             return
-        self._memory.forget_model(model)
+        if model.residency.state is not Residency.HOST:
+            self._residents.evict(model, "unregistered")
+        self._store.forget(model)
         del core.models[model.name]
         for worker in core.workers.values():
             worker.unpreparable = {key for key in worker.unpreparable if key[0] != model.name}

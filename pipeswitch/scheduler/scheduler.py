@@ -1,7 +1,8 @@
 """The scheduler: ``handle(event, now_ms) -> [command]``. No thread, clock, socket or torch.
 
 The live server, the simulator and the model checker run this very object (DESIGN 3). It owns all
-records; its parts each own one concern: ``memory`` (bytes), ``registry`` (models), ``inference``
+records; its parts each own one concern: ``arena``,
+``store``, ``residents`` and ``slices`` (bytes), ``registry`` (models), ``inference``
 (requests and the switch), ``jobs`` (the book of jobs), ``training`` (the device's idle time),
 ``leases`` and ``commits`` (slices and what is kept of them), ``profiling`` (measured times and the
 groups made from them), ``fleet`` (processes), ``listing`` (rows).
@@ -38,7 +39,7 @@ from ..ipc.messages import (
     TransmitEnded,
     WorkerReady,
 )
-from .arena import Memory
+from .arena import Arena
 from .commits import Commits
 from .core import Core, SchedulerSettings
 from .events import (
@@ -74,7 +75,10 @@ from .listing import Listing
 from .policies import make_policy
 from .records import Worker
 from .registry import Registry
+from .residency import Residents
+from .slices import Slices
 from .states import TASK_ON_WORKER, ModelState, TaskState, WorkerEvent, WorkerState
+from .store import Store
 from .training import Training
 from .trials import Profiling
 
@@ -85,17 +89,20 @@ class Scheduler:
     def __init__(self, settings: SchedulerSettings, policy: str = "priority",
                  max_wait_ms: float = 2000.0) -> None:  # fmt: skip
         self.core = Core(settings, make_policy(policy, max_wait_ms=max_wait_ms))
-        self.memory = Memory(self.core)
-        self.commits = Commits(self.core, self.memory)
+        self.arena = Arena(self.core)
+        self.store = Store(self.core, self.arena)
+        self.residents = Residents(self.core, self.arena)
+        self.slices = Slices(self.core, self.arena, self.residents)
+        self.commits = Commits(self.core, self.arena, self.store)
         self.jobs = Jobs(self.core, self.commits)
-        self.leases = Leases(self.core, self.memory, self.commits)
-        self.training = Training(self.core, self.memory, self.jobs, self.leases, self.commits)
-        self.inference = Inference(self.core, self.memory, self.training)
-        self.registry = Registry(self.core, self.memory, self.inference)
-        self.profiling = Profiling(self.core, self.memory, self.inference)
+        self.leases = Leases(self.core, self.arena, self.slices, self.commits)
+        self.training = Training(self.core, self.slices, self.jobs, self.leases, self.commits)
+        self.inference = Inference(self.core, self.arena, self.residents, self.training)
+        self.registry = Registry(self.core, self.store, self.residents, self.inference)
+        self.profiling = Profiling(self.core, self.arena, self.residents, self.inference)
         self.fleet = Fleet(self.core)
         self.health = Health(self.core)
-        self.listing = Listing(self.core, self.memory, self.jobs, self.profiling)
+        self.listing = Listing(self.core, self.arena, self.store, self.jobs, self.profiling)
 
     def start(self, now_ms: float) -> list[Command]:
         """The first commands: spawn the memory daemon."""
@@ -245,7 +252,7 @@ class Scheduler:
             return
         match event.message:
             case TransmitEnded() as message:
-                self.memory.transmit_ended(message)
+                self.residents.transmit_ended(message)
             case DaemonReady(pid=pid):
                 self.fleet.daemon_ready(pid)
                 self.commits.daemon_ready()
@@ -257,7 +264,7 @@ class Scheduler:
             case StoreFailed() as message:
                 self.registry.store_failed(message)
             case Scrubbed(epoch=epoch):
-                self.memory.scrubbed(epoch)
+                self.slices.scrubbed(epoch)
             case StepCommitted() as message:
                 self.commits.committed(message)
                 self.fleet.served_well()
@@ -267,7 +274,8 @@ class Scheduler:
                 self.commits.persisted(message)
             case DaemonFault() as message:
                 self.core.counts["daemon_faults"] += 1
-                self.memory.refused(message.epoch, message.reason)
+                self.slices.refused(message.epoch)
+                self.residents.refused(message.epoch, message.reason)
                 self.commits.refused(message.epoch, message.reason)
                 self.registry.refused(message.epoch, message.reason)
                 self.core.publish("worker.daemon_fault", reason=message.reason)
@@ -304,7 +312,8 @@ class Scheduler:
         if event.generation != self.core.daemon_generation or not self.fleet.is_daemon_alive:
             return
         self.inference.daemon_died()
-        self.memory.device_lost()
+        self.arena.device_lost()
+        self.residents.device_lost()
         self.commits.daemon_died()
         if not self.fleet.daemon_died(event.status):
             self._leave("the memory daemon died too often", status=EX_SOFTWARE)
@@ -415,8 +424,8 @@ class Scheduler:
         self._dispatch()
         self.profiling.pump()
         self.training.pump()
-        self.memory.bring_pinned()
-        self.memory.scrub_again()
+        self.residents.bring_pinned()
+        self.slices.scrub_again()
         self._kill_hung()
         self.fleet.pump()
         self.health.pump()
@@ -432,7 +441,8 @@ class Scheduler:
     def check(self) -> None:
         """Assert the invariants of DESIGN 10 that the scheduler's state can show."""
         core = self.core
-        self.memory.check()
+        for part in (self.arena, self.store.regions, self.residents, self.slices):
+            part.check()
         self.profiling.check()
         if core.has_left:
             assert not core.requests, "left without an answer"

@@ -16,13 +16,13 @@ from ..ipc.messages import (
     StopTask,
     Turn,
 )
-from .arena import Memory
 from .commits import Commits
 from .core import Core
 from .events import ToWorker
 from .jobs import Jobs
 from .leases import Leases
 from .records import NO_TURN, Job, Worker
+from .slices import Slices
 from .states import TaskEvent, TaskState, WorkerEvent, WorkerState
 
 WHY_EVICTED: Final = {
@@ -36,10 +36,10 @@ class Training:
     """Which job has the device. Inside a priority the smallest ``Job.place`` goes next."""
 
     def __init__(
-        self, core: Core, memory: Memory, jobs: Jobs, leases: Leases, commits: Commits
+        self, core: Core, slices: Slices, jobs: Jobs, leases: Leases, commits: Commits
     ) -> None:
         self._core = core
-        self._memory = memory
+        self._slices = slices
         self._jobs = jobs
         self._leases = leases
         self._commits = commits
@@ -345,4 +345,4 @@ class Training:
                 job.error += f"times without a commit in between (last status {status})"
                 job.state.apply(TaskEvent.ERROR, "no progress")
             self._jobs.unwound(job)
-        self._memory.release_slice(name)
+        self._slices.release(name)

@@ -31,11 +31,12 @@ from ..planning.planned import plan_of, predict
 from ..planning.profile import Found, Profile
 from ..programs.groups import cut, layer_bytes
 from ..programs.layout import Manifest
-from .arena import Memory
+from .arena import Arena
 from .core import Core
 from .events import Answer, ProfileAsked, SaveProfile, StopTrial, Token, Warn
 from .inference import Inference
 from .records import Activation, ColdSwitch, Model, Request
+from .residency import Residents
 from .states import ModelState, Residency, WorkerState
 
 TRIAL_TOKENS: Final = -(1 << 61)  # counted down from here: no client's, nobody is answered
@@ -60,9 +61,12 @@ class Session:
 class Profiling:
     """At most one measurement at a time; the others wait."""
 
-    def __init__(self, core: Core, memory: Memory, inference: Inference) -> None:
+    def __init__(
+        self, core: Core, arena: Arena, residents: Residents, inference: Inference
+    ) -> None:
         self._core = core
-        self._memory = memory
+        self._arena = arena
+        self._residents = residents
         self._inference = inference
         self._session: Session | None = None
         self._waiting: list[tuple[ModelName, tuple[int, ...], list[Token]]] = []
@@ -214,8 +218,8 @@ class Profiling:
         if model.users or waits or model.is_being_sent:
             return False
         if model.residency.state is not Residency.HOST:
-            self._memory.evict(model, "its groups are cut anew")
-        if not self._memory.cut_anew(model, plan):
+            self._residents.evict(model, "its groups are cut anew")
+        if not self._residents.cut_anew(model, plan):
             model.plan_why = "no arrival words are left for its planned groups"
             model.next_plan = None
             return False
@@ -331,27 +335,27 @@ class Profiling:
 
     def _start(self, session: Session, trial: Trial) -> None:
         """Bring the model where the trial wants it, and run it in the same breath."""
-        core, memory, model = self._core, self._memory, session.model
+        core, model = self._core, session.model
         if model.is_being_sent:
             return  # the copy of a trial that was stopped
         has_other_groups = model.plan != trial.plan
         is_partial = model.residency.state is Residency.PARTIAL
         is_there = model.residency.state is not Residency.HOST
         if is_partial or (is_there and (trial.is_cold or has_other_groups)):
-            memory.evict(model, "profile")
+            self._residents.evict(model, "profile")
         model.prefix_groups = 0
-        if has_other_groups and not memory.cut_anew(model, trial.plan):
+        if has_other_groups and not self._residents.cut_anew(model, trial.plan):
             self._fail(session, _no_words(model, trial))
             return
         is_sent = model.residency.state is Residency.HOST
         if is_sent:
-            window = memory.find_place(model, for_request=False)
+            window = self._arena.find_place(model, for_request=False)
             if window is None:
                 self._fail(session, _no_room(model))
                 return
-            if memory.obstacles(window):
+            if self._arena.obstacles(window):
                 return  # soon free; that event comes here again
-            memory.transmit(model, window, "profile")
+            self._residents.transmit(model, window, "profile")
         self._trials += 1
         request = Request(
             token=Token(TRIAL_TOKENS - self._trials),

@@ -104,7 +104,7 @@ class Brain:
         Generations are the caller's to rank: he knows which late messages name them.
         """
         scheduler = self.scheduler
-        core, memory, fleet = scheduler.core, scheduler.memory, scheduler.fleet
+        core, fleet = scheduler.core, scheduler.fleet
         for part, still in self._still:
             still.check(part)
         models, requests, jobs = self._models, self._requests, self._jobs
@@ -122,8 +122,8 @@ class Brain:
             core.has_left,
             core.now_ms,
             tuple(sorted(core.due_ms)),
-            _freeze_regions(memory.arena, e),
-            _freeze_regions(memory.store, e),
+            _freeze_regions(scheduler.arena.regions, e),
+            _freeze_regions(scheduler.store.regions, e),
             fleet.is_daemon_alive,
             fleet._daemon_deaths,
             fleet._daemon_respawn_at_ms,
@@ -133,7 +133,7 @@ class Brain:
     def thaw(self, frozen: Any, n: Next, last_epoch: int, generations: list[int]) -> None:
         """Set the scheduler to a frozen state. ``generations``: the daemon's, then the slots'."""
         scheduler = self.scheduler
-        core, memory, fleet = scheduler.core, scheduler.memory, scheduler.fleet
+        core, fleet = scheduler.core, scheduler.fleet
         (models, requests, queue, jobs, workers, current, upcoming, core.training,
          core.is_daemon_ready, core.has_left, core.now_ms, due_ms, arena, store,
          fleet.is_daemon_alive, fleet._daemon_deaths,
@@ -152,8 +152,8 @@ class Brain:
         core.last_epoch = last_epoch
         core.counts = Counter()
         core.out, core.cold_switches = [], []
-        _thaw_regions(memory.arena, arena, n)
-        _thaw_regions(memory.store, store, n)
+        _thaw_regions(scheduler.arena.regions, arena, n)
+        _thaw_regions(scheduler.store.regions, store, n)
 
 
 _COMMITTED_STEP = JOB.position("committed_step")

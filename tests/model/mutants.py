@@ -13,13 +13,15 @@ import msgspec
 from memory_daemon.commits import Commits
 from pipeswitch.commits.area import HEADER_BYTES, CommitArea
 from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.arena import FREE, Memory
+from pipeswitch.scheduler.arena import FREE, Arena
 from pipeswitch.scheduler.commits import Commits as JobCommits
 from pipeswitch.scheduler.fleet import Fleet
 from pipeswitch.scheduler.inference import Inference
 from pipeswitch.scheduler.jobs import Jobs
 from pipeswitch.scheduler.regions import Cost, Owner
+from pipeswitch.scheduler.residency import Residents
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.slices import Slices
 from pipeswitch.scheduler.states import Residency
 from pipeswitch.scheduler.training import Training
 
@@ -39,8 +41,8 @@ _job_died = Training.worker_died
 _commit = JobCommits.commit
 _committed = JobCommits.committed
 _obey = Script.obey
-_price = Memory._price
-_cancel_prefetches = Memory.cancel_prefetches
+_price = Arena._price
+_cancel_prefetches = Residents.cancel_prefetches
 _work_lane = Daemon.work_lane
 
 FAULTLESS = Scope(name="faultless", steps=1, requests=1, models=1)
@@ -83,7 +85,7 @@ def _handle_suspects(self: Scheduler, event: Any, now_ms: float) -> Any:
 def _ended_and_released(self: Training, worker: Any, message: Any) -> None:
     _ended(self, worker, message)
     if worker.job is not None:
-        self._memory.release_slice(worker.job)
+        self._slices.release(worker.job)
 
 
 def _one_slot(self: CommitArea, sequence: int) -> memoryview:
@@ -116,7 +118,7 @@ def _leaked(self: Training, worker: Any, status: int) -> None:
     if self._core.jobs[worker.job].slot is None:  # its script had ended
         _job_died(self, worker, status)
         return
-    with patch.object(self._memory, "release_slice", lambda job: None):
+    with patch.object(self._slices, "release", lambda job: None):
         _job_died(self, worker, status)
 
 
@@ -134,12 +136,12 @@ def _done_again(self: Inference, worker: Any, message: Any) -> None:
         self._core.emit(ev.Answer(token=token, outputs=message.outputs))
 
 
-def _still_there(self: Memory) -> None:
+def _still_there(self: Residents) -> None:
     for model in self._core.models.values():
         model.users = 0
 
 
-def _worth_little(self: Memory, region: Any, waiting: Any, *, for_request: bool) -> Cost | None:
+def _worth_little(self: Arena, region: Any, waiting: Any, *, for_request: bool) -> Cost | None:
     model = self._core.models.get(region.owner.name)
     if model is not None and model.residency.state is Residency.RESIDENT:
         return FREE
@@ -192,9 +194,9 @@ def _any_acknowledgement(self: Any, message: Any) -> None:
     _obey(self, message)
 
 
-def _not_zeroed(self: Memory, job: Any) -> None:
-    if self.arena.get(Owner("slice", job)) is not None:
-        self.arena.release(Owner("slice", job))
+def _not_zeroed(self: Slices, job: Any) -> None:
+    if self._arena.regions.get(Owner("slice", job)) is not None:
+        self._arena.regions.release(Owner("slice", job))
 
 
 def _forgotten(self: Inference, event: Any) -> bool:
@@ -204,7 +206,7 @@ def _forgotten(self: Inference, event: Any) -> bool:
     return request is not None
 
 
-def _cancelled_at_once(self: Memory) -> None:
+def _cancelled_at_once(self: Residents) -> None:
     for model in self._core.models.values():
         if model.is_prefetch and not model.users:
             self._release_broken(model, "cancelled")
@@ -250,9 +252,9 @@ MUTANTS = (
     Mutant("the stop is forgotten", PREEMPTED, ((Training, "stop", _spare),)),
     Mutant("models stay resident when the memory daemon dies",
            replace(FAULTLESS, is_coarse=True, daemon_kills=1),
-           ((Memory, "device_lost", _still_there),)),
+           ((Residents, "device_lost", _still_there),)),
     Mutant("a model in use is evicted", replace(PREEMPTED, requests=2, models=2, steps=1),
-           ((Memory, "_price", _worth_little),)),
+           ((Arena, "_price", _worth_little),)),
     Mutant("workers outlive their memory daemon",
            replace(FAULTLESS, is_coarse=True, daemon_kills=1),
            ((Fleet, "daemon_died", _daemon_alone),)),
@@ -281,7 +283,7 @@ MUTANTS = (
     Mutant("the server leaves before its jobs have", DRAINED,
            ((Jobs, "is_quiet", True), (JobCommits, "is_quiet", True))),
     Mutant("the place of a cancelled prefetch is used at once", HINTED,
-           ((Memory, "cancel_prefetches", _cancelled_at_once),)),
+           ((Residents, "cancel_prefetches", _cancelled_at_once),)),
     Mutant("a slice is not zeroed for its next owner", KILLED,
-           ((Memory, "release_slice", _not_zeroed),)),
+           ((Slices, "release", _not_zeroed),)),
 )  # fmt: skip

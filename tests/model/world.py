@@ -475,13 +475,13 @@ class World:
         """Nothing more can happen: all is answered, and nothing is held (I1, I3)."""
         if self.clients.has_left:
             return
-        core, memory = self.scheduler.core, self.scheduler.memory
+        core = self.scheduler.core
         still_open = sorted(self.clients.open)
         require(not still_open, f"never answered: tokens {still_open} (I1)")
         models = {model.owner for model in core.models.values()}
-        owners = {region.owner for region in memory.arena} - {WORDS} - models
+        owners = {region.owner for region in self.scheduler.arena.regions} - {WORDS} - models
         require(not owners, f"at rest {sorted(owners)} hold device memory (I3)")
-        kept = {region.owner for region in memory.store} - models
+        kept = {region.owner for region in self.scheduler.store.regions} - models
         require(not kept, f"at rest {sorted(kept)} hold the host store (I3)")
         require(core.training is None and core.current is None, "a task at rest")
         require(not self.commits.is_open, "a commit area is left over (I3)")

@@ -433,19 +433,19 @@ class World:
         return (
             f"current={core.current} upcoming={core.upcoming} training={core.training} "
             f"queue={[r.model for r in core.queue.values()]} jobs={jobs} workers={workers} "
-            f"arena={list(self.scheduler.memory.arena)} turn={self.turn}"
+            f"arena={list(self.scheduler.arena.regions)} turn={self.turn}"
         )
 
     def check_rest(self) -> None:
         """I3 at rest: the arena holds arrival words and idle models, nothing else."""
-        memory, core = self.scheduler.memory, self.scheduler.core
-        for region in memory.arena:
+        core = self.scheduler.core
+        for region in self.scheduler.arena.regions:
             is_idle_model = (
                 region.owner.kind in ("model", "rest") and region.owner.name in core.models
             )
             is_known = region.owner.kind == "words" or is_idle_model
             self.expect(is_known, f"leaked {region}")
-        for region in memory.store:
+        for region in self.scheduler.store.regions:
             self.expect(region.owner.name in core.models, f"leaked {region} in the store")
         self.expect(all(m.users == 0 for m in core.models.values()), "a lease at rest")
         self.expect(core.training is None and core.current is None, "a task at rest")

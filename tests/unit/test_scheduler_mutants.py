@@ -10,20 +10,21 @@ from typing import Any
 import pytest
 
 from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.arena import FREE, WHOLE, Memory
+from pipeswitch.scheduler.arena import FREE, WHOLE, Arena
 from pipeswitch.scheduler.core import Core
 from pipeswitch.scheduler.fleet import Fleet
 from pipeswitch.scheduler.inference import Inference
 from pipeswitch.scheduler.records import Model
 from pipeswitch.scheduler.regions import Cost, Owner
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.slices import Slices
 from pipeswitch.scheduler.states import Residency
 from pipeswitch.scheduler.training import Training
 
 Patch = pytest.MonkeyPatch
 MOST_LIVES = 400
 
-_original_price = Memory._price
+_original_price = Arena._price
 _original_from_worker = Scheduler._from_worker
 _original_ended = Training.ended
 _original_died = Inference.worker_died
@@ -44,17 +45,17 @@ def slice_released_before_the_reap(patch: Patch) -> None:
     def ended(self: Training, worker: Any, message: Any) -> None:
         _original_ended(self, worker, message)
         if worker.job is not None:
-            self._memory.release_slice(worker.job)
+            self._slices.release(worker.job)
 
     patch.setattr(Training, "ended", ended)
 
 
 def slice_not_zeroed(patch: Patch) -> None:
-    def release_slice(self: Memory, job: Any) -> None:
-        if self.arena.get(Owner("slice", job)) is not None:
-            self.arena.release(Owner("slice", job))
+    def release(self: Slices, job: Any) -> None:
+        if self._arena.regions.get(Owner("slice", job)) is not None:
+            self._arena.regions.release(Owner("slice", job))
 
-    patch.setattr(Memory, "release_slice", release_slice)
+    patch.setattr(Slices, "release", release)
 
 
 def request_forgotten_when_its_worker_dies(patch: Patch) -> None:
@@ -86,13 +87,13 @@ def generation_not_checked(patch: Patch) -> None:
 
 
 def model_in_use_evicted(patch: Patch) -> None:
-    def price(self: Memory, region: Any, waiting: Any, *, for_request: bool) -> Cost | None:
+    def price(self: Arena, region: Any, waiting: Any, *, for_request: bool) -> Cost | None:
         model = self._core.models.get(region.owner.name)
         if model is not None and model.residency.state is Residency.RESIDENT:
             return FREE
         return _original_price(self, region, waiting, for_request=for_request)
 
-    patch.setattr(Memory, "_price", price)
+    patch.setattr(Arena, "_price", price)
 
 
 def job_started_beside_its_old_process(patch: Patch) -> None:

@@ -202,17 +202,17 @@ def test_a_pinned_model_is_measured_and_comes_back(rig: Rig) -> None:
 
 def test_a_plan_without_arrival_words_changes_nothing(rig: Rig) -> None:
     rig.register("a")
-    model, memory = rig.core.models["a"], rig.world.scheduler.memory
-    taken = memory.words.reserve(Owner("words"), memory.words.largest_free_bytes)
+    model, arena = rig.core.models["a"], rig.world.scheduler.arena
+    taken = arena.words.reserve(Owner("words"), arena.words.largest_free_bytes)
     assert taken is not None
     before = (model.first_word, model.manifest)
-    assert not memory.cut_anew(model, tuple(range(4)))
+    assert not rig.world.scheduler.residents.cut_anew(model, tuple(range(4)))
     assert (model.first_word, model.manifest) == before
-    assert memory.words.get(Owner("model", "a")).size_bytes == 2
+    assert arena.words.get(Owner("model", "a")).size_bytes == 2
     token = rig.world.profile("a")
     rig.until(lambda: token not in rig.world.open)
     assert "arrival words" in rig.commands(ev.Answer)[-1].error.message
-    memory.words.release(Owner("words"))
+    arena.words.release(Owner("words"))
     rig.profile()
     assert model.plan_source == "planned"
 
@@ -235,7 +235,7 @@ def switch_cold(rig: Rig, count: int) -> None:
     model = rig.core.models["a"]
     for _ in range(count):
         if model.residency.state is not Residency.HOST:
-            rig.world.scheduler.memory.evict(model, "test")
+            rig.world.scheduler.residents.evict(model, "test")
         rig.world.infer("a")
         rig.rest()
 
@@ -311,13 +311,13 @@ def test_a_model_that_leaves_keeps_its_prefix_and_only_the_rest_is_sent(
     fleet_model: ModuleType,
 ) -> None:
     rig = with_prefix(fleet_model)
-    model, memory = rig.core.models["a"], rig.world.scheduler.memory
+    model, arena = rig.core.models["a"], rig.world.scheduler.arena
     assert model.prefix_groups == 1
     home_bytes = model.home_bytes
     rig.world.infer("b")
     rig.rest()
     assert model.residency.state is Residency.PARTIAL
-    assert memory.kept_bytes == 12 * fleet_model.MIB
+    assert arena.kept_bytes == 12 * fleet_model.MIB
     rig.world.infer("a")
     rig.rest()
     assert sizes_sent(rig) == [0, 12 * fleet_model.MIB]
@@ -334,7 +334,7 @@ def test_without_a_budget_nothing_is_kept(fleet_model: ModuleType) -> None:
     rig.world.infer("b")
     rig.rest()
     assert model.residency.state is Residency.HOST
-    assert rig.world.scheduler.memory.kept_bytes == 0
+    assert rig.world.scheduler.arena.kept_bytes == 0
 
 
 def test_a_prefix_goes_when_its_own_place_is_needed(fleet_model: ModuleType) -> None:
@@ -371,7 +371,7 @@ def test_an_unregistered_model_leaves_no_prefix_behind(fleet_model: ModuleType) 
     rig.rest()
     rig.world.handle(ev.UnregisterAsked(token=rig.world.token(), model="a"))
     rig.rest()
-    assert rig.world.scheduler.memory.arena.get(Owner("model", "a")) is None
+    assert rig.world.scheduler.arena.regions.get(Owner("model", "a")) is None
     rig.world.check_rest()
 
 

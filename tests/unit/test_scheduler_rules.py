@@ -957,12 +957,12 @@ def test_a_commit_area_that_does_not_fit_is_refused_and_leaves_the_books_right(r
     (refused,) = rig.sent(LeaseRefused)
     assert refused.error == "HostStoreFull"
     rig.job_ends(job, "failed")
-    assert rig.scheduler.memory.store.free_bytes == rig.core.settings.store_bytes
+    assert rig.scheduler.store.regions.free_bytes == rig.core.settings.store_bytes
 
 
 def test_asking_for_the_slice_again_gives_the_same_one_or_a_larger_one(rig: Rig) -> None:
     job = rig.start_training()
-    first = rig.scheduler.memory.arena.get(Owner("slice", "cifar"))
+    first = rig.scheduler.arena.regions.get(Owner("slice", "cifar"))
     rig.lease(job)
     assert first is not None
     assert rig.sent(LeaseGranted)[0].offset_bytes == first.offset_bytes
@@ -1282,7 +1282,7 @@ def test_a_job_killed_with_the_daemon_has_done_nothing_wrong(rig: Rig) -> None:
     rig.worker_exits(job.slot)
     assert job.deaths_without_progress == 0
     assert job.state.state is TaskState.QUEUED
-    assert not rig.scheduler.memory.arena.get(Owner("slice", "cifar"))
+    assert not rig.scheduler.arena.regions.get(Owner("slice", "cifar"))
 
 
 def test_a_slice_asked_for_while_the_daemon_is_dead_is_not_granted(rig: Rig) -> None:
@@ -1292,7 +1292,7 @@ def test_a_slice_asked_for_while_the_daemon_is_dead_is_not_granted(rig: Rig) -> 
     assert not rig.sent(LeaseGranted)
     for slot in (0, 1, 2):
         rig.worker_exits(slot)
-    assert len(rig.scheduler.memory.arena) == 1  # the arrival words
+    assert len(rig.scheduler.arena.regions) == 1  # the arrival words
 
 
 # -- registration --------------------------------------------------------------------------------
@@ -1411,7 +1411,7 @@ def test_a_model_too_large_for_the_arena_or_the_store_is_refused(
     rig.built("a", mib, rig.commands(ev.StartBuild)[0].epoch)
     assert isinstance(rig.error(token), error)
     assert rig.error(token).requested_bytes == mib * MIB
-    assert len(rig.scheduler.memory.store) == 0
+    assert len(rig.scheduler.store.regions) == 0
 
 
 def test_a_store_that_fails_in_a_way_nobody_expected_refuses_the_registration(rig: Rig) -> None:
@@ -1421,7 +1421,7 @@ def test_a_store_that_fails_in_a_way_nobody_expected_refuses_the_registration(ri
     rig.handle(ev.BuilderExited(model="a", epoch=epoch, status=0))
     rig.daemon(DaemonFault(epoch=epoch, reason="RuntimeError: no idea"))
     assert "no idea" in rig.error(token).message
-    assert len(rig.scheduler.memory.store) == 0
+    assert len(rig.scheduler.store.regions) == 0
 
 
 def test_a_slice_that_could_not_be_zeroed_is_nobodys_until_it_was(rig: Rig) -> None:
@@ -1436,7 +1436,7 @@ def test_a_slice_that_could_not_be_zeroed_is_nobodys_until_it_was(rig: Rig) -> N
     rig.tick(due)
     assert [again.epoch for again in rig.sent(Scrub)] == [scrub.epoch]
     rig.daemon(Scrubbed(epoch=scrub.epoch))
-    assert rig.scheduler.memory.arena.get(Owner("scrub", str(scrub.epoch))) is None
+    assert rig.scheduler.arena.regions.get(Owner("scrub", str(scrub.epoch))) is None
 
 
 def test_a_model_that_was_being_stored_when_the_daemon_died_is_stored_again(rig: Rig) -> None:
@@ -1466,8 +1466,8 @@ def test_unregister_waits_for_its_requests_and_refuses_new_ones(rig: Rig) -> Non
         rig.done()
     assert rig.error(token) is None
     assert all(rig.error(one) is None for one in (first, queued, last))
-    assert len(rig.scheduler.memory.arena) == 1
-    assert rig.scheduler.memory.store.free_bytes == rig.core.settings.store_bytes
+    assert len(rig.scheduler.arena.regions) == 1
+    assert rig.scheduler.store.regions.free_bytes == rig.core.settings.store_bytes
 
 
 def test_a_pinned_model_comes_to_the_device_and_is_never_a_victim(rig: Rig) -> None:
