@@ -2,42 +2,37 @@
 
 from __future__ import annotations
 
-import queue
-import threading
+import functools
 from collections.abc import Callable
 
 import msgspec
 
+from ..lane import Lane
 from ..scheduler.events import Answer, Token
 from ..wire.frames import pack_dict
 from .timeline import Timeline
 
 
 class Tracer:
-    """One thread, started by the first question; it answers in order."""
+    """A lane, started by the first question."""
 
     def __init__(self, timeline: Timeline, answer: Callable[[Answer], None]) -> None:
         """``answer`` may be called from any thread."""
         self._timeline = timeline
         self._answer = answer
-        self._queue: queue.SimpleQueue[tuple[Token, float] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._lane = Lane("pipeswitch-trace")
 
     def ask(self, token: Token, since_ms: float) -> None:
         """Never blocks; ``since_ms`` as of ``Timeline.chrome_trace``."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="pipeswitch-trace", daemon=True)
-            self._thread.start()
-        self._queue.put((token, since_ms))
+        if not self._lane.is_started:
+            self._lane.start()
+        self._lane.put(functools.partial(self._tell, token, since_ms))
 
     def stop(self) -> None:
         """Answer what is asked, join."""
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
+        if self._lane.is_started:
+            self._lane.stop()
 
-    def _run(self) -> None:
-        while (asked := self._queue.get()) is not None:
-            token, since_ms = asked
-            trace = pack_dict(self._timeline.chrome_trace(since_ms))
-            self._answer(Answer(token=token, body={"trace": msgspec.Raw(trace)}))
+    def _tell(self, token: Token, since_ms: float) -> None:
+        trace = pack_dict(self._timeline.chrome_trace(since_ms))
+        self._answer(Answer(token=token, body={"trace": msgspec.Raw(trace)}))

@@ -36,6 +36,7 @@ from ..errors import (
 )
 from ..failpoints import reach
 from ..ipc.messages import ModelName
+from ..lane import Lane
 from ..scheduler.events import (
     Announce,
     Answer,
@@ -53,7 +54,6 @@ from . import admission
 from .admission import Body
 from .clients import Client, ClientTable, Outgoing
 from .connections import hang_up
-from .copying import INLINE_COPY_BYTES, Copier
 from .intake import Intake, read_subscriptions
 from .job_logs import read_piece
 from .listeners import Listener, Listeners, open_listeners
@@ -66,6 +66,7 @@ from .verbs import LogPiece, Verbs
 
 _logger = logging.getLogger(__name__)
 
+INLINE_COPY_BYTES: Final = 1 << 20  # about 0.1 ms: what a hop to another thread and back costs
 MAX_CLIENT_REQUESTS: Final = 4096  # unanswered ones of one client
 BUSY_POLL_MS: Final = 2.0  # while a socket is full or libzmq still reads from the pool
 STOP_FLUSH_MS: Final = 1000
@@ -115,7 +116,7 @@ class Frontend:
         state = Path(config.server.state_dir)
         self._log_directory = state / "logs"
         self._uploads = Uploads(state / "uploads", config.server.max_upload_bytes)
-        self._copier = Copier()
+        self._copier = Lane("pipeswitch-copy")
         self._verbs = Verbs(
             allow_code=config.server.allow_code, uploads_dir=str(self._uploads.directory)
         )

@@ -8,10 +8,10 @@ parsed: what the bytes mean is the builder's business.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import os
-import queue
 import shutil
 import threading
 import time
@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from ..errors import InvalidInput, PipeSwitchError, QueueFull
 from ..failpoints import reach
+from ..lane import Lane
 from ..wire.frames import RequestHeader
 from .admission import Body
 from .permissions import DIGEST
@@ -69,11 +70,10 @@ class Uploads:
     def __init__(self, directory: Path, max_upload_bytes: int) -> None:
         self.directory = directory
         self._max_upload_bytes = max_upload_bytes
-        self._queue: queue.SimpleQueue[_Chunk | str | None] = queue.SimpleQueue()
         self._queued = 0  # chunks handed over and not answered; counted under the lock
         self._lock = threading.Lock()
         self._partials: dict[tuple[str, str], _Partial] = {}
-        self._thread = threading.Thread(target=self._run, name="pipeswitch-uploads", daemon=True)
+        self._writer = Lane("pipeswitch-uploads")
 
     def start(self) -> None:
         """Make the folder, drop what is half written or old, start the writer."""
@@ -82,12 +82,12 @@ class Uploads:
         for path in self.directory.iterdir():
             if path.name.startswith(".part-") or path.stat().st_mtime < horizon:
                 path.unlink(missing_ok=True)
-        self._thread.start()
+        self._writer.start()
 
     def stop(self) -> None:
         """Finish what is queued, drop partial files, join the writer."""
-        self._queue.put(None)
-        self._thread.join()
+        self._writer.put(self._drop_all)
+        self._writer.stop()
 
     def offer(self, session: str, header: RequestHeader, data: Any, reply: Reply) -> None:
         """Take one ``put`` message; ``reply`` is called exactly once, later or now.
@@ -117,22 +117,18 @@ class Uploads:
             if self._queued >= MAX_QUEUED_CHUNKS:
                 raise QueueFull(f"{self._queued} upload chunks already wait for the disk")
             self._queued += 1
-        self._queue.put(_Chunk((session, f"{digest}.{kind}"), digest, size, offset, data, reply))
+        chunk = _Chunk((session, f"{digest}.{kind}"), digest, size, offset, data, reply)
+        self._writer.put(functools.partial(self._answer, chunk))
 
     def forget(self, session: str) -> None:
         """The client is gone: its partial files are removed."""
-        self._queue.put(session)
+        self._writer.put(functools.partial(self._drop_all, session))
 
     # ---- writer thread -----------------------------------------------------------------------
 
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            if isinstance(item, str):
-                for key in [key for key in self._partials if key[0] == item]:
-                    self._drop(key)
-                continue
-            self._answer(item)
-        for key in list(self._partials):
+    def _drop_all(self, session: str | None = None) -> None:
+        """The partial files of one client, or of all."""
+        for key in [key for key in self._partials if session in (None, key[0])]:
             self._drop(key)
 
     def _answer(self, chunk: _Chunk) -> None:

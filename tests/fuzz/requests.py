@@ -133,10 +133,11 @@ class _Gate(Frontend):
         """Answer everything, then see that nothing is held."""
         while True:
             try:
-                chunk = self._uploads._queue.get_nowait()
+                work: Any = self._uploads._writer._queue.get_nowait()
             except queue.Empty:
                 break
-            if chunk is not None and not isinstance(chunk, str):
+            (chunk,) = work.args  # or the session of a client that left
+            if not isinstance(chunk, str):
                 self._uploads._queued -= 1
                 chunk.reply({}, None)
         while self._calls:

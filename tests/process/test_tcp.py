@@ -28,9 +28,9 @@ from frontend_rig import (
 
 import pipeswitch as ps
 from pipeswitch.config import Config
-from pipeswitch.frontend.copying import Copier
 from pipeswitch.frontend.frontend import Frontend
 from pipeswitch.ipc.messages import SlabTensor
+from pipeswitch.lane import Lane
 from pipeswitch.programs.spec import BuildSpec
 from pipeswitch.scheduler.events import (
     Answer,
@@ -165,15 +165,15 @@ def test_a_cancelled_future_takes_the_request_back(
     until(lambda: server.tcp.requests.counts.in_flight == 0)
 
 
-class HeldCopier(Copier):
+class HeldCopier(Lane):
     """Copies when the test says so."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__("held")
         self.held: list[Callable[[], None]] = []
 
     def put(self, copy: Callable[[], None]) -> None:
-        self.held.append(lambda: Copier.put(self, copy))
+        self.held.append(lambda: Lane.put(self, copy))
 
 
 @pytest.fixture

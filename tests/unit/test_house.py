@@ -25,6 +25,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "units": "",
     "machine": "",
     "failpoints": "",
+    "lane": "",
     "job": "",
     "config": "errors units",
     "planning": "",
@@ -43,9 +44,9 @@ MAY_IMPORT: Mapping[str, str] = {
     "workers/": "devices failpoints ipc workers/inference/ workers/training/",
     "launch": "failpoints ipc memory_daemon/ programs workers/",
     # The server: clients' bytes to events, commands to deeds.
-    "frontend": "config errors failpoints ipc programs scheduler units wire",
-    "controller": "commits config devices errors failpoints frontend ipc launch machine planning "
-    "programs scheduler units wire",
+    "frontend": "config errors failpoints ipc lane programs scheduler units wire",
+    "controller": "commits config devices errors failpoints frontend ipc lane launch machine "
+    "planning programs scheduler units wire",
     # Its users.
     "client": "errors programs wire",
     "__init__": "client errors job",
