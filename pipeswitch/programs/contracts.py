@@ -306,8 +306,14 @@ def _upsample(axes: int) -> Contract:
         factors = given.get("scale_factors")
         _need(factors is None or given["output_size"] is None, "a size and factors")
         _need(factors is None or len(factors) == axes, "factors for other axes")
+        names = ["scales"] if axes == 1 else ["scales_d", "scales_h", "scales_w"][3 - axes :]
+        for axis, name in enumerate(names):
+            scale, extent = given.get(name), value.shape[2 + axis]
+            # Kernels read where the scale says, as often as the size says.
+            is_one = scale is None or int(extent * scale) == given["output_size"][axis]
+            _need(is_one, f"{name} is {scale}, which is not the size's")
 
-    return _all_of(check, _numbers(1, MAX_GEOMETRY, "output_size"), _scales)
+    return _all_of(_numbers(1, MAX_GEOMETRY, "output_size"), _scales, check)
 
 
 def _sampler(axes: int, modes: tuple[int, ...]) -> Contract:
@@ -444,8 +450,13 @@ _FAMILIES: Final[Mapping[str, Contract]] = {
         _is("training", False),
         lambda g: _need(None not in (g["running_mean"], g["running_var"]), "no running statistics"),
     ),
-    "_native_batch_norm_legit_no_training": _MEAN_OF_BATCH,
-    "instance_norm": _MEAN_OF_BATCH,
+    "instance_norm": _all_of(
+        _MEAN_OF_BATCH,
+        lambda g: _need(
+            not g["use_input_stats"] or (g["running_mean"] is None and g["running_var"] is None),
+            "it would write its running statistics",
+        ),
+    ),
     "layer_norm rms_norm native_layer_norm": _LAYER_NORM,
     "group_norm": _all_of(_GROUP_NORM, _grouped("num_groups")),
     "native_group_norm": _all_of(_GROUP_NORM, _grouped("group"), _flattened),
@@ -559,6 +570,10 @@ def _known_result(name: str, args: tuple[Any, ...]) -> torch.Tensor | None:
     return None
 
 
+_ONLY_FIRST: Final = frozenset({"embedding_bag", "native_layer_norm", "native_group_norm"})
+"""Their further results are for a backward pass, and have other extents than meta promises."""
+
+
 def guarded(call: Any) -> Callable[..., Any]:
     """``call`` without data, behind its contract where it has one.
 
@@ -574,6 +589,9 @@ def guarded(call: Any) -> Callable[..., Any]:
         if contract is not None:
             contract({**defaults, **dict(zip(names, args, strict=False)), **kwargs})
         known = None if kwargs else _known_result(name, args)
-        return call(*args, **kwargs) if known is None else known
+        if known is not None:
+            return known
+        found = call(*args, **kwargs)
+        return found[:1] if name in _ONLY_FIRST else found
 
     return checked

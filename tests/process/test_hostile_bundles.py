@@ -115,6 +115,15 @@ def integer_trap() -> list[Node]:
 
 
 ATTACKS: dict[str, dict[str, Any]] = {
+    "a weight of one element beside many channels, by the composite": {
+        "nodes": [
+            node("reshape.default", X, [1, -1]),
+            node("batch_norm.default", value(2), value(1), value(1), value(1), value(1), False,
+                 0.0, 1e-5, False),
+            node("reshape.default", value(3), [-1, 4]),
+        ],
+        "x": (BATCH, 4), "y": (BATCH, 4), "weights": {"w": (1,)},
+    },
     "a weight of one element beside many channels": {
         "nodes": flat_channels(2), "x": (BATCH, 4), "y": (BATCH, 4), "weights": {"w": (1,)},
     },
@@ -170,7 +179,7 @@ def test_a_hostile_bundle_is_refused_at_every_batch_it_admits(
     workers = running.worker_pids()
     with pytest.raises(ps.RegistrationRefused) as refused:
         stranger.register("hostile", bundle(tmp_path, **ATTACKS[name]))
-    assert refused.value.data["part"].startswith(("node", "operator 'aten.sort.values'"))
+    assert refused.value.data["part"].startswith(("node", "operator"))
     assert "hostile" not in {row["name"] for row in stranger.models() if row["state"] == "ready"}
     assert running.worker_pids() == workers
 

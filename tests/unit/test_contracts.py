@@ -50,8 +50,8 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 LSTM = ([meta(1, 2, 3), meta(1, 2, 3)], [meta(12, 4), meta(12, 3)], False, 1, 0.0, False, False)
 SOUND: dict[str, tuple[str, tuple[Any, ...], list[int]]] = {
     "batch_norm": (
-        "_native_batch_norm_legit_no_training.default",
-        (meta(2, 3, 4), meta(3), meta(3), meta(3), meta(3), 0.1, 1e-5), [2, 3, 4],
+        "batch_norm.default",
+        (meta(2, 3, 4), meta(3), meta(3), meta(3), meta(3), False, 0.1, 1e-5, False), [2, 3, 4],
     ),
     "weight_norm": ("_weight_norm.default", (meta(5, 4), meta(5, 1), 0), [5, 4]),
     "sampler": (
@@ -80,8 +80,8 @@ def test_what_torchs_own_modules_ask_for_is_accepted(name: str) -> None:
 
 BROKEN: dict[str, tuple[str, tuple[Any, ...]]] = {
     "a weight of one element": (
-        "_native_batch_norm_legit_no_training.default",
-        (meta(2, 3, 4), meta(1), None, meta(3), meta(3), 0.1, 1e-5),
+        "batch_norm.default",
+        (meta(2, 3, 4), meta(1), None, meta(3), meta(3), False, 0.1, 1e-5, False),
     ),
     "a norm of one row": ("_weight_norm.default", (meta(60000, 4), meta(1, 1), 0)),
     "a mode that is not": (
@@ -98,6 +98,9 @@ BROKEN: dict[str, tuple[str, tuple[Any, ...]]] = {
     "a bias that is broadcast": ("linear.default", (meta(2, 4), meta(3, 4), meta(1))),
     "a scale next to nothing": ("upsample_nearest1d.default", (meta(1, 1, 4), [8], 1e-300)),
     "training": ("dropout.default", (meta(4), 0.5, True)),
+    "a scale that is not the sizes'": (
+        "_upsample_bilinear2d_aa.default", (meta(2, 4, 3, 8), [4, 4], False, 0.3, 0.3),
+    ),
     "a stride of nothing": ("avg_pool2d.default", (meta(1, 1, 4, 4), [2, 2], [0, 0])),
 }  # fmt: skip
 
@@ -107,6 +110,15 @@ def test_a_broken_contract_is_refused_whatever_torch_would_say(name: str) -> Non
     target, args = BROKEN[name]
     with pytest.raises(BrokenContract):
         guarded(resolve(f"aten.{target}"))(*args)
+
+
+def test_results_that_are_for_a_backward_pass_cannot_be_reached() -> None:
+    """Meta gives them other extents than the kernel: an empty one would pass for a weight."""
+    indices = meta(4, dtype=torch.int64)
+    bag = guarded(resolve("aten.embedding_bag.default"))
+    [result] = bag(meta(5, 3), indices, meta(2, dtype=torch.int64))
+    assert list(result.shape) == [2, 3]
+    assert "_native_batch_norm_legit_no_training" not in OVERLOADS
 
 
 def narrowing(batch_max: int) -> Graph:

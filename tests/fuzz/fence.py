@@ -1,0 +1,686 @@
+"""Operators between unmapped pages: does a kernel keep to the tensors it was given?
+
+``python -m tests.fuzz.fence --seconds 600`` calls each operator on the closed list with arguments
+that its contract and meta accept. Each tensor ends at an unmapped page or starts after one; where a
+C compiler is there, torch's own allocations do too and begin as a pattern (fence.c). Each call is
+made twice, over two patterns. A finding is a fault or another crash (a child's, whose last call is
+in shared memory), an answer that differs with the pattern (memory that was not written), an input
+that changed, or other extents than were promised without data. An exception is none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import mmap
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from pipeswitch.programs.contracts import guarded
+from pipeswitch.programs.graph import resolve
+from pipeswitch.programs.operators import BY_CONTRACT, OVERLOADS
+
+HERE: Final = Path(__file__).parent
+PAGE: Final = mmap.PAGESIZE
+SLOT_PAGES: Final = 16
+SLOTS: Final = 24
+PATTERNS: Final = (0x5A, 0xA7)
+REPEATS: Final = 8  # of accepted arguments: other places, strides and values
+FLOATS: Final = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16)
+DTYPES: Final = (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool)
+LAST_CALL_BYTES: Final = 4096
+TARGETS: Final = sorted(f"aten.{n}.{o}" for n, suffixes in OVERLOADS.items() for o in suffixes)
+
+
+class T:
+    """A tensor to be made: extents, dtype, and the bound of its values where they are indices."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, bound: int = 0) -> None:
+        self.shape, self.dtype, self.bound = tuple(shape), dtype, bound
+
+    def __repr__(self) -> str:
+        return f"{str(self.dtype)[6:]}{list(self.shape)}"
+
+
+# ---- arguments --------------------------------------------------------------------------------
+
+
+@dataclass
+class Wish:
+    """What one call's arguments share."""
+
+    rng: random.Random
+    shape: list[int]
+    dtype: torch.dtype
+
+    def extent(self, most: int = 6) -> int:
+        return self.rng.randint(1, most)
+
+
+def of_family(name: str, wish: Wish) -> dict[str, Any]:
+    """Arguments that go together, for operators whose extents depend on one another."""
+    r, f = wish.rng, r_float(wish)
+    n, c, s = wish.extent(4), wish.extent(9), [wish.extent(9) for _ in range(3)]
+    e = wish.extent
+    if name in ("batch_norm", "_native_batch_norm_legit_no_training", "instance_norm"):
+        each = T([c], f)
+        return {
+            "input": T([n, c, *s[: r.randint(0, 3)]], f),
+            "weight": r.choice([None, each]),
+            "bias": r.choice([None, each]),
+            "running_mean": each,
+            "running_var": each,
+            "training": False,
+            "use_input_stats": r.random() < 0.5,
+        }
+    if name in ("layer_norm", "rms_norm", "native_layer_norm"):
+        last = s[: r.randint(1, 2)]
+        return {
+            "input": T([n, c, *last], f),
+            "normalized_shape": last,
+            "weight": r.choice([None, T(last, f)]),
+            "bias": r.choice([None, T(last, f)]),
+        }
+    if name in ("group_norm", "native_group_norm"):
+        g, inner = e(3), s[: r.randint(1, 2)]
+        hw = inner[0] * (inner[1] if len(inner) > 1 else 1)
+        c *= g
+        return {
+            "input": T([n, c, *inner], f),
+            "num_groups": g,
+            "group": g,
+            "N": n,
+            "C": c,
+            "HxW": hw,
+            "weight": r.choice([None, T([c], f)]),
+            "bias": r.choice([None, T([c], f)]),
+        }
+    if name == "_weight_norm":
+        shape, dim = [c, *s[:2]], r.choice([0, 2])
+        return {
+            "v": T(shape, f),
+            "dim": dim,
+            "g": T([x if i == dim else 1 for i, x in enumerate(shape)], f),
+        }
+    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        gates, layers, ways = {"lstm": 4, "gru": 3}.get(name, 1), e(2), e(2)
+        first, biases, width, hidden = r.random() < 0.5, r.random() < 0.5, e(9), e(9)
+        params = []
+        for layer in range(layers):
+            for _ in range(ways):
+                inner = width if layer == 0 else hidden * ways
+                params += [T([gates * hidden, inner], f), T([gates * hidden, hidden], f)]
+                params += [T([gates * hidden], f)] * 2 if biases else []
+        state = T([layers * ways, n, hidden], f)
+        return {
+            "input": T([n, c, width] if first else [c, n, width], f),
+            "params": params,
+            "hx": [state, state] if name == "lstm" else state,
+            "has_biases": biases,
+            "num_layers": layers,
+            "dropout": 0.0,
+            "train": False,
+            "bidirectional": ways == 2,
+            "batch_first": first,
+        }
+    if name in ("lstm_cell", "gru_cell"):
+        gates, hidden = 4 if name == "lstm_cell" else 3, e(9)
+        state, bias = T([n, hidden], f), r.choice([None, T([gates * hidden], f)])
+        return {
+            "input": T([n, c], f),
+            "hx": [state, state] if gates == 4 else state,
+            "w_ih": T([gates * hidden, c], f),
+            "w_hh": T([gates * hidden, hidden], f),
+            "b_ih": bias,
+            "b_hh": bias,
+        }
+    if name == "linear":
+        return {
+            "input": T([n, c][r.randint(0, 1) :], f),
+            "weight": T([s[0], c], f),
+            "bias": r.choice([None, T([s[0]], f)]),
+        }
+    if "conv" in name:
+        axes = int(name[-2]) if name[-1] == "d" else r.randint(1, 3)
+        g, transposed = e(2), name.startswith("conv_t") or (name[-1] != "d" and r.random() < 0.5)
+        k, out = [e(3) for _ in range(axes)], e(4) * g
+        c *= g
+        weight = [c, out // g, *k] if transposed else [out, c // g, *k]
+        return {
+            "input": T([n, c, *[x + 2 for x in s[:axes]]], f),
+            "weight": T(weight, f),
+            "bias": r.choice([None, T([out], f)]),
+            "stride": [e(3)] * axes,
+            "padding": [r.randint(0, 2)] * axes,
+            "dilation": [e(2)] * axes,
+            "groups": g,
+            "transposed": transposed,
+            "output_padding": [r.randint(0, 1)] * axes,
+        }
+    if "pool" in name and "unpool" not in name:
+        axes = int(name.partition("pool")[2][0])
+        k = [e(3) for _ in range(axes)]
+        return {
+            "self": T([n, c, *[x + 2 for x in s[:axes]]], f),
+            "kernel_size": k,
+            "stride": [e(3) for _ in k],
+            "padding": [r.randint(0, x // 2) for x in k],
+            "dilation": [e(2) for _ in k],
+            "ceil_mode": r.random() < 0.5,
+            "output_size": [e() for _ in k],
+            "divisor_override": r.choice([None, 3]),
+        }
+    if "upsample" in name:
+        axes = next(int(x) for x in name if x.isdigit())
+        value, scale = T([n, c, *s[:axes]], f), r.choice([None, 0.3, 1.7, 2.0])
+        sizes = [int(x * (scale or e(3))) for x in s[:axes]]
+        by_factor = scale is not None and r.random() < 0.5
+        return {
+            "self": value,
+            "input": value,
+            "output_size": sizes,
+            "scales": scale,
+            "scales_d": scale,
+            "scales_h": scale,
+            "scales_w": scale,
+            "scale_factors": None,
+            **({"output_size": None, "scale_factors": [scale] * axes} if by_factor else {}),
+        }
+    if name == "max_unpool2d":
+        return {
+            "self": T([n, c, *s[:2]], f),
+            "output_size": [s[0] * 2, s[1] * 2],
+            "indices": T([n, c, *s[:2]], torch.int64, s[0] * s[1] * 4),
+        }
+    if name.startswith("grid_sampler"):
+        axes = int(name[-2]) if name[-1] == "d" else r.choice([2, 3])
+        return {
+            "input": T([n, c, *s[:axes]], f),
+            "grid": T([n, *[e(9) for _ in range(axes)], axes], f),
+            "interpolation_mode": r.randint(0, 2),
+            "padding_mode": r.randint(0, 2),
+        }
+    if name == "affine_grid_generator":
+        axes = r.choice([2, 3])
+        return {"theta": T([n, axes, axes + 1], f), "size": [n, c, *s[:axes]]}
+    if name in ("im2col", "col2im"):
+        k, st, p, d = [e(3), e(3)], [e(2), e(2)], [r.randint(0, 1)] * 2, [e(2), e(2)]
+        o = [x + 4 for x in s[:2]]
+        count = [(o[i] + 2 * p[i] - d[i] * (k[i] - 1) - 1) // st[i] + 1 for i in (0, 1)]
+        value = (
+            T([n, c, *o], f)
+            if name == "im2col"
+            else T([n, c * k[0] * k[1], count[0] * count[1]], f)
+        )
+        return {
+            "self": value,
+            "output_size": o,
+            "kernel_size": k,
+            "stride": st,
+            "padding": p,
+            "dilation": d,
+        }
+    if "pad" in name and name != "pad" and name != "constant_pad_nd":
+        axes = int(name[-2])
+        return {
+            "self": T([n, c, *[x + 2 for x in s[:axes]]], f),
+            "padding": [r.randint(-1, 2) for _ in range(2 * axes)],
+        }
+    if name == "pad":
+        mode, axes = r.choice(["constant", "reflect", "replicate", "circular"]), r.randint(1, 3)
+        return {
+            "self": T([n, c, *[x + 2 for x in s[:axes]]], f),
+            "mode": mode,
+            "value": None,
+            "pad": [r.randint(-1, 2) for _ in range(2 * axes)],
+        }
+    if name in ("pixel_shuffle", "pixel_unshuffle", "channel_shuffle"):
+        k = e(3)
+        return {
+            "self": T([n, c * k * k, s[0] * k, s[1] * k], f),
+            "upscale_factor": k,
+            "downscale_factor": k,
+            "groups": k,
+        }
+    if name == "embedding":
+        return {"weight": T([c, s[0]], f), "indices": T([n, s[1]], torch.int64, c)}
+    if name == "embedding_bag":
+        kind = r.choice([torch.int64, torch.int32])
+        return {
+            "weight": T([c, s[0]], f),
+            "indices": T([s[1]], kind, c),
+            "mode": r.randint(0, 2),
+            "offsets": T([n], kind, s[1]),
+            "sparse": False,
+            "scale_grad_by_freq": False,
+            "per_sample_weights": None,
+            "include_last_offset": r.random() < 0.5,
+            "padding_idx": r.choice([None, 0]),
+        }
+    if name.startswith(("gather", "scatter", "take_along")):
+        shape, dim = [n, c, s[0]], r.randint(-3, 2)
+        index = T([e(x) for x in shape], torch.int64, shape[dim])
+        return {
+            "self": T(shape, f),
+            "dim": dim,
+            "index": index,
+            "indices": index,
+            "src": T(index.shape, f),
+            "value": 1,
+            "sparse_grad": False,
+            "reduce": r.choice(["sum", "prod", "mean", "amax", "amin", "add", "multiply"]),
+        }
+    if name.startswith("index_") and not name.startswith("index_put"):
+        shape, dim, k = [n, c, s[0]], r.randint(-3, 2), e(9)
+        source = list(shape)
+        source[dim] = k
+        return {
+            "self": T(shape, f),
+            "dim": dim,
+            "index": T([k], r.choice([torch.int64, torch.int32]), shape[dim]),
+            "source": T(source, f),
+            "value": T([], f) if r.random() < 0.5 else 1.0,
+        }
+    if name.startswith("index"):
+        shape, k = [n, c, s[0]], e(9)
+        found: list[Any] = [r.choice([None, T([k], torch.int64, x)]) for x in shape]
+        return {"self": T(shape, f), "indices": found[: r.randint(1, 3)], "values": T([1], f)}
+    if name == "one_hot":
+        return {"self": T([n, c], torch.int64, s[0]), "num_classes": s[0]}
+    if name == "bucketize":
+        return {"self": T([n, c], f), "boundaries": T([s[0]], f)}
+    if name == "prelu":
+        return {"self": T([n, c, s[0]], f), "weight": T([r.choice([1, c])], f)}
+    if name == "scaled_dot_product_attention":
+        heads, many, width = e(3), e(40), r.choice([1, 3, 8, 16])
+        mask = r.choice(
+            [None, T([1, 1, c, many], f), T([c, many], torch.bool), T([n, heads, c, many], f)]
+        )
+        return {
+            "query": T([n, heads, c, width], f),
+            "key": T([n, heads, many, width], f),
+            "value": T([n, heads, many, r.choice([width, s[0]])], f),
+            "attn_mask": mask,
+            "dropout_p": 0.0,
+            "is_causal": mask is None and r.random() < 0.5,
+            "scale": None,
+            "enable_gqa": False,
+        }
+    if name in ("addmm", "mm", "mv", "addmv", "bmm", "baddbmm", "dot", "vdot", "outer", "matmul"):
+        lead = [n] if "bmm" in name else []
+        vector, left, right = T([c], f), T([*lead, s[0], c], f), T([*lead, c, s[1]], f)
+        return {
+            "self": {
+                "addmm": T([s[1]], f),
+                "addmv": T([s[0]], f),
+                "baddbmm": T([n, s[0], s[1]], f),
+            }.get(name, vector if name in ("dot", "vdot", "outer") else left),
+            "mat1": left,
+            "mat2": right,
+            "batch1": left,
+            "batch2": right,
+            "mat": left,
+            "vec": vector,
+            "vec2": T([s[0]], f),
+            "tensor": vector,
+            "other": right,
+        }
+    if name == "einsum":
+        return {"equation": "ij,jk->ik", "tensors": [T([n, c], f), T([c, s[0]], f)], "path": None}
+    if name == "diag_embed":
+        return {"offset": r.randint(-2, 2), "dim1": -2, "dim2": -1}
+    if name.startswith("view_as_complex"):
+        return {"self": T([n, c, 2], torch.float32)}
+    return {}
+
+
+def r_float(wish: Wish) -> torch.dtype:
+    return wish.dtype if wish.dtype.is_floating_point else torch.float32
+
+
+def argument(entry: Any, wish: Wish, target: str) -> Any:
+    """An argument of its schema's type; several tensors of a call broadcast with each other."""
+    kind, r, rank = str(entry.type), wish.rng, len(wish.shape)
+    if entry.has_default_value() and r.random() < 0.5:
+        return entry.default_value
+    if kind.startswith("Optional") and r.random() < 0.4:
+        return None
+    if "Tensor" in kind and "List" in kind:
+        return [T(wish.shape, wish.dtype) for _ in range(wish.extent(3))]
+    if "Tensor" in kind:
+        shape = wish.shape
+        if r.random() < 0.25:
+            shape = [r.choice([extent, 1]) for extent in shape][r.randint(0, rank) :]
+        return T(shape, torch.bool if entry.name in ("mask", "condition") else wish.dtype)
+    if "bool" in kind:
+        return r.random() < 0.5
+    if "List[int]" in kind or "List[SymInt]" in kind:
+        if entry.name in ("dim", "dims", "shifts"):
+            return r.sample(range(rank), r.randint(min(1, rank), rank))
+        if entry.name in ("size", "shape", "repeats", "sizes"):
+            return r.choice([list(wish.shape), [-1], [wish.extent(3) for _ in range(rank + 1)]])
+        return [r.randint(0, 3) for _ in range(max(rank, 1))]
+    if "str" in kind:
+        return r.choice(["trunc", "floor", "none", "tanh", "ij", "xy"])
+    if "float" in kind or "number" in kind or "Scalar" in kind:
+        return r.choice([0, 1, 2, -1, 0.5, 3.0])
+    if "int" in kind and entry.name in ("dtype", "layout", "memory_format"):
+        return None
+    if "int" in kind:
+        return r.randint(-rank, max(rank - 1, 0)) if "dim" in entry.name else r.randint(-1, 5)
+    return None
+
+
+def arguments(target: str, schema: Any, seed: int) -> dict[str, Any]:
+    """All of a call's arguments. One in eight calls has one of them replaced by another."""
+    rng = random.Random(seed)
+    rank = rng.choice([0, 1, 2, 2, 3, 3, 4])
+    shape = [rng.choice([1, 2, 3, 4, 5, 7, 8, 17, 33]) for _ in range(rank)]
+    wish = Wish(rng, shape, rng.choice(DTYPES))
+    given = of_family(target.split(".")[1], wish)
+    entries = {entry.name: entry for entry in schema.arguments}
+    made = {}
+    for name, entry in entries.items():
+        kind = str(entry.type)
+        if name in ("dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking"):
+            if not entry.has_default_value():
+                made[name] = {"device": torch.device("cpu"), "dtype": rng.choice(FLOATS)}.get(name)
+            elif name == "dtype" and rng.random() < 0.2:
+                made[name] = rng.choice(DTYPES)
+            continue
+        value = given[name] if name in given else argument(entry, wish, target)
+        if isinstance(value, T) and "Tensor" not in kind:
+            value = 1
+        made[name] = value
+    if rng.random() < 0.125 and made:
+        name = rng.choice(sorted(made))
+        made[name] = argument(entries[name], wish, target)
+    return made
+
+
+# ---- memory -----------------------------------------------------------------------------------
+
+
+class Fence:
+    """Slots of memory, each between two unmapped pages."""
+
+    def __init__(self) -> None:
+        self._slots: list[tuple[torch.UntypedStorage, int]] = []
+        self._maps: list[mmap.mmap] = []
+        libc = ctypes.CDLL(None, use_errno=True)
+        for _ in range(SLOTS):
+            whole = mmap.mmap(-1, (SLOT_PAGES + 2) * PAGE)
+            inner = memoryview(whole)[PAGE : (SLOT_PAGES + 1) * PAGE]
+            storage = torch.frombuffer(inner, dtype=torch.uint8).untyped_storage()
+            start = storage.data_ptr()
+            for page in (start - PAGE, start + SLOT_PAGES * PAGE):
+                if libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(PAGE), 0):
+                    raise OSError(ctypes.get_errno(), "mprotect")
+            self._slots.append((storage, SLOT_PAGES * PAGE))
+            self._maps.append(whole)
+        self._next = 0
+
+    def rewind(self) -> None:
+        self._next = 0
+
+    def place(self, source: torch.Tensor, rng: random.Random, *, may_stride: bool) -> torch.Tensor:
+        """A copy that ends at a fence, starts after one, or lies up to 64 bytes off."""
+        storage, size = self._slots[self._next]
+        self._next += 1
+        item, shape = source.element_size(), list(source.shape)
+        strides = [1] * len(shape)
+        order = list(range(len(shape)))
+        if may_stride and rng.random() < 0.3:
+            rng.shuffle(order)
+        step = 1
+        for axis in reversed(order):
+            strides[axis] = step
+            step *= max(shape[axis], 1)
+        if may_stride and shape and rng.random() < 0.1:
+            strides = [2 * stride for stride in strides]
+        last = (
+            sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if 0 not in shape else -1
+        )
+        used = (last + 1) * item
+        if used > size:
+            raise ValueError("larger than a slot")
+        near = rng.choice([0, 0, 0, 0, rng.randint(1, 64)]) // item * item
+        room = (size - used) // item * item
+        first = min(near, room) if rng.random() < 0.3 else max(0, room - near)
+        made = torch.empty(0, dtype=source.dtype).set_(storage, first // item, shape, strides)
+        return made.copy_(source)
+
+
+def values(wanted: T, generator: torch.Generator) -> torch.Tensor:
+    """Data for it; of indices now and then some that are out of range, for the kernel to refuse."""
+    if wanted.bound or not (wanted.dtype.is_floating_point or wanted.dtype is torch.bool):
+        high = max(wanted.bound, 1) if wanted.bound else 5
+        low = 0
+        if wanted.bound and int(torch.randint(16, (1,), generator=generator)) == 0:
+            low, high = -2 * high - 1, 2 * high + 1
+        return torch.randint(low, high, wanted.shape, generator=generator).to(wanted.dtype)
+    return torch.randn(wanted.shape, generator=generator).to(wanted.dtype)
+
+
+def walk(value: Any, change: Callable[[T], Any]) -> Any:
+    if isinstance(value, T):
+        return change(value)
+    return [walk(item, change) for item in value] if isinstance(value, list) else value
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    flat = torch.empty(plain.shape, dtype=plain.dtype).copy_(plain).reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return (
+        [t for item in value for t in tensors_of(item)] if isinstance(value, list | tuple) else []
+    )
+
+
+# ---- one child --------------------------------------------------------------------------------
+
+
+class Child:
+    """Calls operators until the time is over; tells its last call through a file it maps."""
+
+    def __init__(self, last_call: Path, seed: int) -> None:
+        self._seed = seed
+        with last_call.open("r+b") as file:
+            self._last = mmap.mmap(file.fileno(), LAST_CALL_BYTES)
+        self._fence = Fence()
+        self._calls = [(target, resolve(target)) for target in TARGETS]
+        self._behind = {target: guarded(call) for target, call in self._calls}
+        perturb = ctypes.CDLL(None)
+        self._pattern = getattr(perturb, "fence_pattern", lambda byte: perturb.mallopt(-6, byte))
+        self.done: dict[str, int] = dict.fromkeys(TARGETS, 0)
+        self.findings: list[str] = []
+
+    def run(self, seconds: float) -> None:
+        ends_s = time.monotonic() + seconds
+        seed = self._seed
+        rng = random.Random(seed)
+        while time.monotonic() < ends_s:
+            target, call = rng.choice(self._calls)
+            # More of those by contract: their kernels believe their arguments.
+            for _ in range(4 if target.split(".")[1] in BY_CONTRACT else 1):
+                seed += 1
+                self._try(target, call, seed)
+
+    def _try(self, target: str, call: Any, seed: int) -> None:
+        if target.startswith("aten.sym_"):
+            return
+        given = arguments(target, call._schema, seed)
+        on_meta = walk_all(given, lambda w: torch.empty(w.shape, dtype=w.dtype, device="meta"))
+        if "device" in on_meta:
+            on_meta["device"] = torch.device("meta")
+        try:
+            if not tensors_of(list(on_meta.values())):
+                on_meta["device"] = torch.device("meta")
+            promised = self._behind[target](**on_meta)
+        except Exception:  # not accepted: such a call never reaches a kernel
+            return
+        if sum(t.numel() for t in tensors_of(promised)) > 1 << 16:
+            return
+        for turn in range(REPEATS):
+            text = f"{target} {given} seed {seed}.{turn}".encode()[: LAST_CALL_BYTES - 1]
+            self._last[: len(text) + 1] = text + b"\0"
+            self._compare(target, call, given, promised, seed * REPEATS + turn)
+
+    def _compare(self, target: str, call: Any, given: Any, promised: Any, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        sources: list[torch.Tensor] = []
+
+        def source(wanted: T) -> torch.Tensor:
+            sources.append(values(wanted, generator))
+            return sources[-1]
+
+        plain = walk_all(given, source)
+        writes = target.split(".")[1].endswith("_") and "__" not in target
+        answers: list[list[bytes]] = []
+        for pattern in PATTERNS:
+            rng = random.Random(seed)
+            self._fence.rewind()
+            placed: list[torch.Tensor] = []
+
+            def put(tensor: Any, rng: random.Random = rng, placed: Any = placed) -> Any:
+                if isinstance(tensor, torch.Tensor):
+                    placed.append(self._fence.place(tensor, rng, may_stride=True))
+                    return placed[-1]
+                return [put(item) for item in tensor] if isinstance(tensor, list) else tensor
+
+            try:
+                actual = {name: put(value) for name, value in plain.items()}
+                self._pattern(pattern)
+                result = call(**actual)
+            except Exception:  # refused by the kernel itself
+                return
+            found = tensors_of(result)[: len(tensors_of(promised))]
+            self.done[target] += 1
+            answers.append([raw(tensor) for tensor in found])
+            extents = [(t.shape, t.dtype) for t in found]
+            if extents != [(t.shape, t.dtype) for t in tensors_of(promised)]:
+                self._found("other extents than promised")
+            for index, (tensor, before) in enumerate(zip(placed, sources, strict=True)):
+                if not (writes and index == 0) and raw(tensor) != raw(before):
+                    self._found("an input changed")
+        if answers[0] != answers[1]:
+            self._found("the answer has memory that was not written")
+
+    def _found(self, what: str) -> None:
+        text = bytes(self._last[:]).partition(b"\0")[0].decode()
+        if sum(finding.startswith(f"{what}: {text.split()[0]}") for finding in self.findings) < 3:
+            self.findings.append(f"{what}: {text}")
+
+
+def walk_all(given: dict[str, Any], change: Callable[[T], Any]) -> dict[str, Any]:
+    return {name: walk(value, change) for name, value in given.items()}
+
+
+def child(last_call: Path, report: Path, seed: int, seconds: float) -> None:
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    warnings.simplefilter("ignore")
+    one = Child(last_call, seed)
+    # In pieces: what is counted must survive a crash.
+    ends_s = time.monotonic() + seconds
+    while time.monotonic() < ends_s:
+        one.run(min(1.0, ends_s - time.monotonic()))
+        one._seed += 1_000_000
+        report.write_text(json.dumps({"done": one.done, "findings": one.findings}))
+
+
+# ---- the parent -------------------------------------------------------------------------------
+
+
+def library(folder: Path) -> str:
+    """fence.c as a library; empty where there is no compiler: then inputs alone are fenced."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        return ""
+    made = folder / "fence.so"
+    source = HERE / "fence.c"
+    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", made, source], check=True)
+    return str(made)
+
+
+def fuzz(seconds: float, seed: int) -> dict[str, Any]:
+    """Run children one after the other until the time is over; one that dies is a finding."""
+    done = dict.fromkeys(TARGETS, 0)
+    findings: list[str] = []
+    ends_s = time.monotonic() + seconds
+    with tempfile.TemporaryDirectory(prefix="pipeswitch-fence-") as name:
+        folder = Path(name)
+        preloaded = library(folder)
+        while (left_s := ends_s - time.monotonic()) > 0:
+            last, report = folder / "last", folder / "report.json"
+            last.write_bytes(bytes(LAST_CALL_BYTES))
+            report.unlink(missing_ok=True)
+            command = [sys.executable, "-m", "tests.fuzz.fence", "--child", str(last), str(report)]
+            command += ["--seed", str(seed), "--seconds", str(left_s)]
+            environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+            environment |= {"LD_PRELOAD": preloaded} if preloaded else {}
+            ended = subprocess.run(command, env=environment, cwd=HERE.parents[1], check=False)
+            with contextlib.suppress(FileNotFoundError):
+                told = json.loads(report.read_text())
+                findings += told["findings"]
+                done = {target: done[target] + told["done"][target] for target in TARGETS}
+            if ended.returncode:
+                text = last.read_bytes().partition(b"\0")[0].decode(errors="replace")
+                findings.append(f"a crash ({ended.returncode}): {text}")
+            seed += 100_000_000
+    return {
+        "torch": torch.__version__,
+        "seconds": round(seconds),
+        "own_allocations_fenced": bool(preloaded),
+        "operators": len(OVERLOADS),
+        "executions": sum(done.values()),
+        "never_executed": sorted(target for target, count in done.items() if not count),
+        "executions_by_operator": done,
+        "findings": findings,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="write the figures there, as JSON")
+    parser.add_argument("--child", nargs=2, type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        child(*options.child, options.seed, options.seconds)
+        return 0
+    report = fuzz(options.seconds, options.seed)
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    for finding in report["findings"][:50]:
+        sys.stdout.write(finding + "\n")
+    sys.stdout.write(
+        f"fence    {report['executions']:,} executions of {report['operators']} operators, "
+        f"{len(report['findings'])} findings, {len(report['never_executed'])} overloads never run\n"
+    )
+    return 1 if report["findings"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
