@@ -4,7 +4,7 @@ VENV   ?= .venv
 OUT    ?= demo-out
 MINUTES ?= 2
 SECONDS ?= 60
-JOBS   ?= 0
+JOBS   ?= 2
 GPU_PYTHON ?= $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,python3)
 SEED   ?= 1
 SOAKS  ?= test_training_kills test_training_exact test_durability test_server_soak test_hostile
@@ -13,7 +13,7 @@ STAMP  := $(VENV)/.installed
 CODE   := pipeswitch workers memory_daemon
 LINTED := $(CODE) tests docs benchmarks
 
-.PHONY: help demo test lint bench-quick chaos fuzz model reliability gpu clean
+.PHONY: help demo check unit test test-long lint bench-quick chaos fuzz model reliability gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets.
@@ -29,8 +29,17 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)  ## Serve three models beside a training job and measure it; needs no GPU.
 	$(BIN)/pipeswitch demo --out $(OUT)
 
-test: $(STAMP)  ## The whole test suite, on the cpu device; JOBS=2: two files at a time.
+check: $(STAMP)  ## lint and unit side by side: a minute and a half on two cores.
+	@$(MAKE) --no-print-directory -j2 --output-sync=target lint unit
+
+unit: $(STAMP)  ## The unit tests: no process, no socket.
+	$(BIN)/python -m pytest -q tests/unit -n $(JOBS) --dist loadfile
+
+test: $(STAMP)  ## The suite without its slow tests, on the cpu device; JOBS=0: one file at a time.
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+test-long: $(STAMP)  ## The slow tests: the demo, a minute of chaos, killed servers and jobs.
+	$(BIN)/python -m pytest -m slow
 
 lint: $(STAMP)  ## ruff, its formatter, the bans, bandit, mypy.
 	$(BIN)/ruff check $(LINTED)
