@@ -146,7 +146,7 @@ def top(as_json: bool) -> None:
 @click.option("--wait", default="0", metavar="1m", help="Ask for so long, until it would.")
 @json_option
 def ping(deep: bool, wait: str, as_json: bool) -> None:
-    """Whether the server would serve a request now: exit 0, else 1; 3 when nobody answers."""
+    """Whether the server would serve a request now: exit 0, else 1; 3 when no server answers."""
     answer = _ping_until(time.monotonic() + milliseconds("--wait", wait) / 1000, deep)
     print_done(answer, views.ping_line(answer), as_json)
     sys.exit(EXIT_OK if answer["ready"] else EXIT_FAILED)

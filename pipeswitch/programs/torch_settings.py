@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from .build.sources import factory
+from .factories import factory
 
 _Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 _MIXED: Final = "mixed"

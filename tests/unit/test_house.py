@@ -31,7 +31,8 @@ MAY_IMPORT: Mapping[str, str] = {
     "planning": "",
     "wire": "config errors",
     "ipc": "errors failpoints wire",
-    "programs": "errors failpoints ipc planning units",
+    "programs": "errors planning units",
+    "programs/build": "errors failpoints ipc programs",
     "commits": "errors failpoints ipc",
     # The decisions.
     "scheduler/policies": "",
@@ -39,23 +40,24 @@ MAY_IMPORT: Mapping[str, str] = {
     # The device, and the processes that touch it.
     "devices": "config errors failpoints ipc programs units",
     "memory_daemon/": "commits devices errors failpoints ipc programs",
-    "workers/inference/": "devices errors failpoints ipc programs",
+    "workers/inference/": "devices errors failpoints ipc programs programs/build",
     "workers/training/": "commits devices errors failpoints ipc job programs",
     "workers/": "devices failpoints ipc workers/inference/ workers/training/",
-    "launch": "failpoints ipc memory_daemon/ programs workers/",
+    "launch": "failpoints ipc memory_daemon/ programs/build workers/",
     # The server: clients' bytes to events, commands to deeds.
     "frontend": "config errors failpoints ipc lane programs scheduler units wire",
     "controller": "commits config devices errors failpoints frontend ipc lane launch machine "
-    "planning programs scheduler units wire",
+    "planning programs programs/build scheduler units wire",
     # Its users.
-    "client": "errors programs wire",
+    "client": "errors programs programs/build wire",
     "__init__": "client errors job",
     "testing": "client",
-    "benchmarks": "client devices errors ipc job machine planning programs testing wire",
+    "benchmarks": "client devices errors ipc job machine planning programs programs/build testing "
+    "wire",
     "cli": "__init__ benchmarks client config devices errors ipc planning programs units wire",
-    "demo": "__init__ cli client errors job programs testing",
+    "demo": "__init__ cli client errors job programs programs/build testing",
     "demo_digits": "demo",
-    "benchmarks/": "benchmarks cli devices errors job programs testing",
+    "benchmarks/": "benchmarks cli devices errors job programs programs/build testing",
 }
 
 # What a pure module may take from outside of the project: nothing here opens a file or a socket,

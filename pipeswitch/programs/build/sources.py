@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 import re
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from ...errors import RegistrationRefused
+from ..factories import factory
 from ..layout import ITEM_BYTES, ValueSpec
 from ..spec import BuildSpec
 
@@ -83,33 +83,6 @@ def _constructor(spec: BuildSpec) -> tuple[Callable[[], nn.Module], InputShapes]
         f"source {spec.source!r}",
         "expected torchvision:NAME, hf:NAME, a path ending in .bundle, or package.module:factory",
     )
-
-
-def factory(source: str) -> Callable[[], nn.Module]:
-    """Import ``package.module:factory``. This runs the operator's code.
-
-    Raises:
-        RegistrationRefused: it cannot be imported, or is not callable.
-    """
-    module_name, _, attribute = source.partition(":")
-    try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:
-        raise RegistrationRefused(
-            f"source {source!r}", f"cannot be imported: {type(error).__name__}: {error}"
-        ) from error
-    if not callable(found):
-        raise RegistrationRefused(f"source {source!r}", "it is not callable")
-
-    def construct() -> nn.Module:
-        made = found()
-        if not isinstance(made, nn.Module):
-            raise RegistrationRefused(
-                f"source {source!r}", f"it returned a {type(made).__name__}, not an nn.Module"
-            )
-        return made
-
-    return construct
 
 
 def _torchvision(name: str, is_pretrained: bool) -> tuple[Callable[[], nn.Module], InputShapes]:
