@@ -8,8 +8,9 @@ has a job or a request) and how:
 * the worker as it should be: it does what it was told to;
 * a hostile builder; a client; the clock; the death of a worker.
 
-The daemon is prompt and honest, whoever is killed dies at once. After each frame the invariants
-are checked, and everything the scheduler says is encoded as it would leave the process.
+The rest is prompt and honest (``pipeswitch/simulator``), and a killed worker dies at once. After
+each frame the invariants are checked, and everything the scheduler says is encoded as it would
+leave the process.
 """
 
 from __future__ import annotations
@@ -31,10 +32,7 @@ from pipeswitch.ipc.messages import (
     BuildProgress,
     ByteRange,
     Cleaned,
-    CommitCopy,
-    CommitPersisted,
     CommitStep,
-    DaemonReady,
     Epoch,
     EvictTask,
     InferenceDone,
@@ -46,29 +44,26 @@ from pipeswitch.ipc.messages import (
     Message,
     ModelName,
     ModelPrepared,
-    ModelStored,
     Parked,
-    PersistCommit,
     Ping,
     Pong,
     PrepareModel,
     RunInference,
     RunJob,
-    Scrub,
-    Scrubbed,
     SlabTensor,
     Slot,
-    StepCommitted,
     StopTask,
-    StoreModel,
-    TransmitEnded,
-    TransmitModel,
     Turn,
     WorkerReady,
 )
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.simulator.clock import Move
+from pipeswitch.simulator.costs import Training
+from pipeswitch.simulator.programs import Program
+from pipeswitch.simulator.worker import SimulatedWorker
+from pipeswitch.simulator.world import World
 from pipeswitch.wire.frames import pack_dict
 
 from .target import TAGGED_FRAMES, Target, join_frames, split_frames
@@ -93,145 +88,71 @@ class Who(enum.IntEnum):
     DEATH = 5
 
 
-class Stage:
-    """A server with two models and two jobs, and its scheduler."""
+class Told(SimulatedWorker):
+    """Does nothing by itself: an input's frames say what it does, true or not."""
+
+    told: list[Message]  # oldest first
+
+    def hear(self, channel: str, message: Message) -> None:
+        self.told.append(message)
+
+    def steps(self) -> list[Move]:
+        return [] if self.is_ready else super().steps()
+
+
+class Stage(World):
+    """A server with two models and two jobs. All but its workers is prompt and honest."""
 
     def __init__(self) -> None:
         settings = SchedulerSettings(
             arena_bytes=64 * MIB, store_bytes=64 * MIB, words=64, standby=1, max_queue=4,
             restart_backoff_ms=100.0, prefix_bytes=4 * MIB,
         )  # fmt: skip
-        self.scheduler = Scheduler(settings, "priority", 2000.0)
+        super().__init__(Scheduler(settings, "priority", 2000.0), is_checked=False)
         self.core = self.scheduler.core
-        self.now_ms = 0.0
-        self._token = 0
-        self._news: list[ev.Event] = []  # of the honest parts, not heard yet
-        self._told: dict[Slot, list[Message]] = {}  # what each worker was told, oldest first
-        self._answered: set[int] = set()
-        self._copied = (0, 0)  # epoch and number of the last commit
-        self._perform(self.scheduler.start(0.0))
         self._rest()
         for model in MODELS:
-            spec = model.encode()
-            self.hear(
-                ev.RegisterAsked(token=self.token(), model=model, spec=spec, spec_digest=model,
-                                 priority=1, is_pinned=False)
-            )  # fmt: skip
+            manifest = manifest_of(digest=model * 64, total_bytes=3 * MIB)
+            program = Program(manifest=manifest, plan=(0, 1), layer_ms=(1.0,) * 3)
+            self.clients.register(model, program)
+            self._rest()
+        for job in JOBS:
+            self.scene.scripts[job] = Training(steps=4, slice_bytes=MIB, state_bytes=MIB)
 
-    def token(self) -> ev.Token:
-        self._token += 1
-        return ev.Token(self._token)
+    def new_worker(self, slot: Slot, generation: int) -> Told:
+        worker = Told(slot, generation, self.scene, self.from_process, self.reap_worker)
+        worker.told = []
+        return worker
 
     # -- events in, commands out --------------------------------------------------------------
 
     def hear(self, event: ev.Event) -> None:
         """One event, then everything that the honest parts do because of it."""
-        self._handle(event)
+        self.handle(event)
         self._rest()
         self.scheduler.check()
 
     def _rest(self) -> None:
         for _ in range(MAX_STEPS):
-            if not self._news:
+            move = next((move for process in self.processes() for move in process.moves()), None)
+            if move is None or self.left is not None:
                 return
-            self._handle(self._news.pop(0))
+            self.make(move)
         raise AssertionError("the server does not come to rest")
 
-    def _handle(self, event: ev.Event) -> None:
-        self._perform(self.scheduler.handle(event, self.now_ms))
-
-    def _perform(self, commands: list[ev.Command]) -> None:
+    def perform(self, commands: list[ev.Command]) -> None:
         for command in commands:
-            self._encode(command)
-            match command:
-                case ev.SpawnDaemon(generation=generation):
-                    ready = DaemonReady(pid=1, arena_bytes=0, store_bytes=0, device="cpu")
-                    self._news.append(ev.FromDaemon(generation=generation, message=ready))
-                case ev.SpawnWorker(slot=slot, generation=generation):
-                    self._told[slot] = []
-                    hello = WorkerReady(slot=slot, pid=10 + slot)
-                    self._news.append(
-                        ev.FromWorker(slot=slot, generation=generation, message=hello)
-                    )
-                case ev.KillWorker(slot=slot, generation=generation):
-                    self._news.append(ev.WorkerExited(slot=slot, generation=generation, status=-9))
-                case ev.ToWorker(slot=slot, message=message):
-                    self._told[slot].append(message)
-                case ev.ToDaemon(message=message):
-                    self._daemon(message)
-                case ev.StartBuild(model=model, epoch=epoch):
-                    self._build(model, epoch)
-                case _:
-                    pass
-
-    def _encode(self, command: ev.Command) -> None:
-        """What the edges do with it (effects.py, frontend.py); an answer comes once."""
-        match command:
-            case ev.ToWorker(message=message) | ev.ToDaemon(message=message):
-                encode_message(message)
-            case ev.Publish(topic=topic, body=body):
-                topic.encode()
-                pack_dict(body)
-            case ev.Span():
-                _timeline().add(command)
-            case ev.Journal(entry=entry):
-                msgspec.json.encode(entry)
-            case ev.Answer():
-                output_outside(command.outputs, 4096, 4096)
-                reply_frames("id", body=command.body, timing=command.timing, error=command.error,
-                             more=command.more)  # fmt: skip
-                if not command.more and command.token >= 0:
-                    if command.token in self._answered:
-                        raise AssertionError(f"token {command.token} is answered twice")
-                    self._answered.add(command.token)
-            case _:
-                pass
-
-    # -- the honest parts ---------------------------------------------------------------------
-
-    def _daemon(self, message: Message) -> None:
-        answer: Message | None = None
-        match message:
-            case StoreModel(model=model, epoch=epoch):
-                answer = ModelStored(model=model, epoch=epoch, load_ms=1.0)
-            case TransmitModel(model=model, epoch=epoch, groups=groups):
-                ends = tuple(self.now_ms for _ in groups)
-                answer = TransmitEnded(
-                    model=model, epoch=epoch, is_complete=True, group_count=len(groups),
-                    copied_bytes=1, started_at_ms=self.now_ms, ended_at_ms=self.now_ms,
-                    group_ends_at_ms=ends,
-                )  # fmt: skip
-            case Scrub(epoch=epoch):
-                answer = Scrubbed(epoch=epoch)
-            case CommitCopy(job=job, epoch=epoch, number=number, step=step):
-                if (epoch, number) <= self._copied:
-                    raise AssertionError(f"commit {number} of epoch {epoch} is copied again")
-                self._copied = (epoch, number)
-                answer = StepCommitted(job=job, epoch=epoch, number=number, step=step, copy_ms=1.0)
-            case PersistCommit(job=job, epoch=epoch):
-                answer = CommitPersisted(job=job, epoch=epoch, step=1)
-            case Ping(epoch=epoch):
-                answer = Pong(epoch=epoch)
-            case _:
-                return
-        self._news.append(ev.FromDaemon(generation=self.core.daemon_generation, message=answer))
-
-    def _build(self, model: ModelName, epoch: Epoch) -> None:
-        done = BuildDone(model=model, epoch=epoch, digest="d" * 64)
-        manifest = manifest_of(digest=model * 64, total_bytes=3 * MIB)
-        self._news += [
-            ev.FromBuilder(message=done, manifest=manifest),
-            ev.BuilderExited(model=model, epoch=epoch, status=0),
-        ]
+            _encode(command)
+        super().perform(commands)
 
     def honest(self, slot: Slot) -> None:
         """The worker does what it was told, and what it is told because of that."""
         for _ in range(MAX_STEPS):
-            told = self._told.get(slot)
-            if not told:
+            process = self.workers.get(slot)
+            if not isinstance(process, Told) or not process.told:
                 return
-            worker = self.core.workers[slot]
-            for message in _obedience(told.pop(0), worker.job is not None):
+            has_job = self.core.workers[slot].job is not None
+            for message in _obedience(process.told.pop(0), has_job):
                 self.from_worker(slot, message)
         raise AssertionError("a worker does not come to rest")
 
@@ -255,7 +176,7 @@ class Stage:
                 self._client(rest)
             case Who.CLOCK:
                 due = self.scheduler.next_wakeup_ms()
-                self.now_ms = max(self.now_ms + 1.0, due or 0.0)
+                self.clock.now_ms = max(self.now_ms + 1.0, due or 0.0)
                 self.hear(ev.Tick())
             case Who.DEATH:
                 self._dies(slot, rest)
@@ -272,13 +193,15 @@ class Stage:
         return busy[0] if busy else Slot(0)
 
     def _dies(self, slot: Slot, rest: bytes) -> None:
-        worker = self.core.workers.get(slot)
-        if worker is None:
+        process = self.workers.get(slot)
+        if process is None:
             return
-        begun = None if not rest else Epoch(worker.task_epoch if rest[0] & 1 else 0)
-        self.hear(
-            ev.WorkerExited(slot=slot, generation=worker.generation, status=-11, begun_epoch=begun)
-        )
+        task_epoch = self.core.workers[slot].task_epoch
+        process.begun = None if not rest else Epoch(task_epoch if rest[0] & 1 else 0)
+        process.end(-11)
+        self.reap_worker(process)
+        self._rest()
+        self.scheduler.check()
 
     def _hostile(self, slot: Slot, packet: bytes) -> None:
         """As processes.py hears it: nonsense is the end of whoever says it."""
@@ -316,9 +239,29 @@ class Stage:
         """The rest's first byte is the verb, the second the model, the job or the token."""
         verb, number = ([*rest[:2], 0, 0])[:2]
         model, job = MODELS[number % 2], JOBS[number % 2]
-        token = self.token()
+        token = self.clients.token()
         make = _VERBS[verb % len(_VERBS)]
         self.hear(make(token, model, job, ev.Token(number)))
+
+
+def _encode(command: ev.Command) -> None:
+    """What the edges do with it (effects.py, frontend.py)."""
+    match command:
+        case ev.ToWorker(message=message) | ev.ToDaemon(message=message):
+            encode_message(message)
+        case ev.Publish(topic=topic, body=body):
+            topic.encode()
+            pack_dict(body)
+        case ev.Span():
+            _timeline().add(command)
+        case ev.Journal(entry=entry):
+            msgspec.json.encode(entry)
+        case ev.Answer():
+            output_outside(command.outputs, 4096, 4096)
+            reply_frames("id", body=command.body, timing=command.timing, error=command.error,
+                         more=command.more)  # fmt: skip
+        case _:
+            pass
 
 
 Make = Callable[[ev.Token, ModelName, JobName, ev.Token], ev.Event]

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from pipeswitch.ipc.messages import LeaseGranted, RunInference, Scrub, TransmitModel
+from pipeswitch.simulator.violation import Violation, require
 
 from .channel import Data, unpack
 from .daemon import Copies, Copy
 from .frozen import Add, Next
 from .process import Process
-from .violation import Violation, require
 
 Image = tuple[int, int, int]
 ZEROS: Image = (0, 0, 0)

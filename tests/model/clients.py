@@ -8,8 +8,7 @@ from typing import Any, Final, Literal
 from pipeswitch.errors import Cancelled, DeadlineExceeded, PipeSwitchError, ServerUnavailable
 from pipeswitch.ipc.messages import JobName, ModelName, RunInference
 from pipeswitch.scheduler import events as ev
-
-from .violation import require
+from pipeswitch.simulator.violation import require
 
 JOB: Final = JobName("job")
 TRAIN, WAIT, PAUSE, RESUME = 101, 102, 103, 104  # tokens; requests have 1, 2, …

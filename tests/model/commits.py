@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from pipeswitch.errors import RemoteProtocolError
+from pipeswitch.simulator.violation import Violation, require
 
 from .daemon import EMPTY_AREA, Area
 from .script import image_of
-from .violation import Violation, require
 
 
 class JobCommits:

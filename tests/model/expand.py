@@ -10,9 +10,10 @@ from hashlib import blake2b
 from multiprocessing.pool import Pool
 from queue import SimpleQueue
 
+from pipeswitch.simulator.violation import Violation
+
 from .choices import Action, actions, jumps
 from .scope import Scope
-from .violation import Violation
 from .world import World
 
 # What may happen and need not: rest is reached without any of it.

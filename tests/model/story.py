@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, Final
 
 from pipeswitch.scheduler import events as ev
+from pipeswitch.simulator.violation import Violation
 
 from .channel import unpack
 from .choices import Action
 from .scope import MIB, Scope
-from .violation import Violation
 from .world import World
 
 _PHASES: Final = {

@@ -24,6 +24,8 @@ from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.arena import WORDS
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.simulator.programs import program_of
+from pipeswitch.simulator.violation import Violation, require
 
 from .arena import Arena
 from .channel import pack, unpack
@@ -33,11 +35,9 @@ from .commits import JobCommits
 from .daemon import DAEMON, Daemon
 from .frozen import Kept, frozen_part, reader, renumbered
 from .process import PROCESS, SIGNAL, TASK, Process
-from .programs import manifest_of
 from .recall import Recall
 from .scope import Scope
 from .thawed import Thawed
-from .violation import Violation, require
 
 GRACE_MS: Final = 30000.0  # one for all: a jump of the clock lets all of them run out
 OF_CLIENTS: Final = frozenset({"train", "ask", "pause", "resume", "cancel", "hint"})
@@ -413,7 +413,8 @@ class World:
     def _build(self, command: ev.StartBuild) -> None:
         """Part of the start: built and stored at once."""
         name = command.model
-        manifest = manifest_of(f"d{name}", self.scope.model_bytes, self.scope.groups)
+        program = program_of(f"d{name}", self.scope.model_bytes, groups=self.scope.groups)
+        manifest = program.manifest
         done = BuildDone(model=name, epoch=command.epoch, digest=manifest.digest)
         self.handle(ev.FromBuilder(message=done, manifest=manifest))
         self.handle(ev.BuilderExited(model=name, epoch=command.epoch, status=0))

@@ -28,7 +28,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 @pytest.fixture(scope="session")
 def fleet_model() -> ModuleType:
-    """The simulated fleet: daemon, workers and builders around a real scheduler."""
+    """Random lives of the simulated world."""
     name = "pipeswitch_test_fleet_model"
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("fleet_model.py"))
     assert spec is not None

@@ -18,7 +18,7 @@ def test_any_life_keeps_the_invariants_and_ends(fleet_model: ModuleType, seed: i
 
 @given(seed=SEEDS)
 def test_without_faults_nothing_is_lost_or_restarted(fleet_model: ModuleType, seed: int) -> None:
-    world = fleet_model.World(seed, faults=fleet_model.Faults(infer_error=0.0, early_error=0.0))
+    world = fleet_model.World(seed, faults=fleet_model.Faults(**fleet_model.QUIET))
     core = world.scheduler.core
     # Time jumps by seconds in this world; a task that a jump carries past its deadline hangs.
     core.settings = dataclasses.replace(core.settings, deadline_grace_ms=1e12)
@@ -33,7 +33,7 @@ def test_without_faults_nothing_is_lost_or_restarted(fleet_model: ModuleType, se
 def test_models_that_do_not_fit_together_do_not_block_each_other(
     fleet_model: ModuleType, seed: int, requests: list[tuple[str, int]]
 ) -> None:
-    quiet = fleet_model.Faults(build_error=0.0, infer_error=0.0, early_error=0.0)
+    quiet = fleet_model.Faults(**fleet_model.QUIET)
     world = fleet_model.World(seed, faults=quiet, arena_mib=48)
     for name in "abc":
         world.register(name, 30 * fleet_model.MIB)
@@ -56,7 +56,7 @@ def test_health_probes_disturb_no_life_and_are_all_answered(
 @given(seed=SEEDS)
 def test_endless_loops_give_the_device_back(fleet_model: ModuleType, seed: int) -> None:
     """Every request hangs, none has a deadline: each is answered, and nobody waits for ever."""
-    faults = fleet_model.Faults(build_error=0.0, infer_error=0.0, early_error=0.0, hang=1.0)
+    faults = fleet_model.Faults(**fleet_model.QUIET, hang=1.0)
     world = fleet_model.World(seed, faults=faults, max_compute_ms=60000.0)
     world.register("a", fleet_model.MIB)
     while world.act():

@@ -149,9 +149,8 @@ def test_the_model_checker_catches(
         world = fleet_model.random_world(seed)
         try:
             fleet_model.live(world, 400)
-        except fleet_model.Violation as found:
-            # A mutant that no longer fits the code it replaces would be caught for nothing.
-            if isinstance(found.__cause__, TypeError):
-                raise
+        except (TypeError, NameError):
+            raise  # a mutant that no longer fits the code it replaces is caught for nothing
+        except Exception:
             return
     pytest.fail(f"{MOST_LIVES} random lives passed with {mutant.__name__}")

@@ -28,18 +28,17 @@ class Rig:
 
     def __init__(self, fleet_model: ModuleType, **options: Any) -> None:
         self.model_of = fleet_model
-        faults = fleet_model.Faults(build_error=0.0, infer_error=0.0, early_error=0.0,
-                                    persist_error=0.0)  # fmt: skip
+        faults = fleet_model.Faults(**fleet_model.QUIET, persist_error=0.0)
         self.world = fleet_model.World(1, faults=faults, **options)
         self.core = self.world.scheduler.core
         self.said: list[ev.Command] = []
-        perform = self.world._perform
+        perform = self.world.perform
 
         def keep(commands: list[ev.Command]) -> None:
             self.said += commands
             perform(commands)
 
-        self.world._perform = keep
+        self.world.perform = keep
 
     def rest(self) -> None:
         while self.world.act():
@@ -146,8 +145,8 @@ def test_a_trial_that_does_not_stop_is_killed_and_blamed_on_nobody(rig: Rig) -> 
     rig.until(lambda: rig.trial_runs() and rig.core.current is not None)
     slot = rig.core.current.slot
     worker = rig.world.workers[slot]
-    rig.until(lambda: worker.has_begun)
-    worker.hangs = True
+    rig.until(lambda: worker.inference is not None and worker.inference.has_begun)
+    worker.inference.hangs = True
     rig.said.clear()
     token = rig.world.infer("b")
     rig.rest()

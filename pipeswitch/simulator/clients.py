@@ -1,0 +1,89 @@
+"""The clients: what they ask for, and that each of them is answered exactly once (I1)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Literal
+
+from ..ipc.messages import JobName, ModelName
+from ..scheduler import events as ev
+from .costs import Training
+from .process import Scene
+from .programs import Program
+from .violation import require
+
+Action = Literal["show", "pause", "resume", "cancel", "wait"]
+
+
+class SimulatedClients:
+    """All clients of the server; a token is one of their questions.
+
+    Attributes:
+        open: tokens that have no final answer yet.
+        outcomes: how many ended so: "ok", or the error's name.
+    """
+
+    def __init__(self, scene: Scene, handle: Callable[[ev.Event], None]) -> None:
+        self.open: set[ev.Token] = set()
+        self.outcomes: Counter[str] = Counter()
+        self._scene, self._handle = scene, handle
+        self._last_token = 0
+
+    def token(self) -> ev.Token:
+        """A new one; an answer is owed to it."""
+        self._last_token += 1
+        token = ev.Token(self._last_token)
+        self.open.add(token)
+        return token
+
+    def answered(self, answer: ev.Answer) -> None:
+        require(answer.token in self.open, f"token {answer.token} is answered twice (I1)")
+        if not answer.more:
+            self.open.discard(answer.token)
+            error = answer.error
+            self.outcomes["ok" if error is None else type(error).__name__] += 1
+
+    def register(
+        self, model: ModelName, program: Program, *, priority: int = 1, pin: bool = False
+    ) -> ev.Token:
+        """A model. Known under that name, it is what it was: a name's program never changes."""
+        known = self._scene.programs.setdefault(model, program)
+        spec, token = known.manifest.digest, self.token()
+        self._handle(
+            ev.RegisterAsked(token=token, model=model, spec=spec.encode(), spec_digest=spec,
+                             priority=priority, is_pinned=pin)
+        )  # fmt: skip
+        return token
+
+    def infer(
+        self, model: ModelName, *, priority: int = 1, deadline_ms: float | None = None
+    ) -> ev.Token:
+        """A request; the deadline counts from now."""
+        token, now_ms = self.token(), self._scene.clock.now_ms
+        program = self._scene.programs.get(model)
+        self._handle(
+            ev.InferArrived(
+                token=token, request_id=f"r{token}", model=model,
+                digest=program.manifest.digest if program is not None else "", priority=priority,
+                deadline_at_ms=None if deadline_ms is None else now_ms + deadline_ms,
+                inputs=(), reply_offset_bytes=0, reply_bytes=0,
+            )
+        )  # fmt: skip
+        return token
+
+    def train(self, job: JobName, training: Training, *, priority: int = 1) -> ev.Token:
+        """A job; known under that name, its script is what it was."""
+        self._scene.scripts.setdefault(job, training)
+        token = self.token()
+        self._handle(ev.TrainAsked(token=token, job=job, entry="", args=(), priority=priority))
+        return token
+
+    def ask(self, job: JobName, action: Action) -> ev.Token:
+        """What may be asked of a job."""
+        token = self.token()
+        self._handle(ev.JobAsked(token=token, job=job, action=action))
+        return token
+
+
+__all__ = ["SimulatedClients"]

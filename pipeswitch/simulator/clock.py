@@ -1,0 +1,71 @@
+"""Virtual time: what is due when, and what a process will have done by then."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+Act = Callable[[], None]
+
+
+class Move(NamedTuple):
+    """What one lane of a process does next. By the clock it is done ``cost_ms`` after it could be
+    begun, unless the lane has something else to do before that: then it never happens.
+    """
+
+    lane: str
+    what: str
+    cost_ms: float
+    act: Act
+
+
+Plans = dict[str, tuple[str, int]]  # lane -> what it does, and the number of its entry
+
+
+class Clock:
+    """An instant, and the entries that are due, in order; of those of one instant the oldest."""
+
+    def __init__(self) -> None:
+        self.now_ms = 0.0
+        self._entries: list[tuple[float, int, Plans | None, str, Act]] = []
+        self._count = 0
+
+    def at(self, due_ms: float, act: Act) -> None:
+        """Let it happen at that instant."""
+        self._push(due_ms, None, "", act)
+
+    def plan(self, plans: Plans, moves: Sequence[Move]) -> None:
+        """Make a process's entries those of its moves; one that is there already stays."""
+        if plans:
+            wanted = {move.lane: move.what for move in moves}
+            for lane, (what, _) in list(plans.items()):
+                if wanted.get(lane) != what:
+                    del plans[lane]
+        for lane, what, cost_ms, act in moves:
+            if lane not in plans:
+                plans[lane] = (what, self._push(self.now_ms + cost_ms, plans, lane, act))
+
+    def next_ms(self) -> float | None:
+        """When the next entry is due; None when there is none."""
+        entries = self._entries
+        while entries and not self._is_planned(*entries[0][1:4]):
+            heapq.heappop(entries)
+        return entries[0][0] if entries else None
+
+    def take(self) -> Act:
+        """The next entry's act; it is that instant now. ``next_ms`` must have been asked."""
+        due_ms, _, plans, lane, act = heapq.heappop(self._entries)
+        self.now_ms = max(self.now_ms, due_ms)
+        if plans is not None:
+            del plans[lane]
+        return act
+
+    def _push(self, due_ms: float, plans: Plans | None, lane: str, act: Act) -> int:
+        self._count += 1
+        heapq.heappush(self._entries, (due_ms, self._count, plans, lane, act))
+        return self._count
+
+    @staticmethod
+    def _is_planned(number: int, plans: Plans | None, lane: str) -> bool:
+        return plans is None or plans.get(lane, ("", 0))[1] == number

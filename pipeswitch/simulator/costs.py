@@ -1,0 +1,54 @@
+"""How long things take: links, latencies and jobs as data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from ..ipc.messages import ByteRange
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Copies one piece after the other. Each takes a fixed time and its bytes' share."""
+
+    bytes_per_ms: float = math.inf
+    fixed_ms: float = 0.0
+
+    def copy_ms(self, size_bytes: int) -> float:
+        """How long a copy takes; a group of no bytes lies there already."""
+        return self.fixed_ms + size_bytes / self.bytes_per_ms if size_bytes else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Of one server; milliseconds."""
+
+    to_device: Link = field(default_factory=Link)
+    to_host: Link = field(default_factory=Link)
+    to_store: Link = field(default_factory=Link)
+    to_disk: Link = field(default_factory=Link)
+    message_ms: float = 0.0  # between the controller and a process, one way
+    start_ms: float = 0.0  # of a process
+    reap_ms: float = 0.0
+    build_ms: float = 0.0
+    prepare_ms: float = 0.0
+    park_ms: float = 0.0  # from a stop to the end of the layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A job's script: equal steps, each of which needs the device."""
+
+    steps: int
+    step_ms: float = 0.0
+    start_ms: float = 0.0  # from the top of the script to its first step
+    loader_ms: float = 0.0  # of a wait for data
+    give_up_ms: float = 0.0  # waits so long for its last commit
+    slice_bytes: int
+    state_bytes: int  # of one commit
+
+    @property
+    def ranges(self) -> tuple[ByteRange, ...]:
+        """What a commit copies of the slice."""
+        return (ByteRange(offset_bytes=0, size_bytes=self.state_bytes),)

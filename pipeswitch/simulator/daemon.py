@@ -1,0 +1,199 @@
+"""The memory daemon: one control thread, one that copies to the device, and a lane for each of
+host store, slices and disk.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+
+from ..ipc.messages import (
+    CancelTransmit,
+    CloseCommits,
+    CommitCopy,
+    CommitPersisted,
+    DaemonReady,
+    Epoch,
+    JobName,
+    Message,
+    ModelStored,
+    OpenCommits,
+    PersistCommit,
+    Ping,
+    Pong,
+    Scrub,
+    Scrubbed,
+    StepCommitted,
+    StoreFailed,
+    StoreModel,
+    TransmitEnded,
+    TransmitModel,
+)
+from .clock import Move
+from .device import Span, User, region_of
+from .process import Process
+from .violation import Violation, require
+
+
+class Transmission:
+    """A copy under way, and what it has done."""
+
+    def __init__(self, order: TransmitModel, now_ms: float) -> None:
+        self.order = order
+        self.is_cancelled = False
+        self.asked_at_ms = now_ms
+        self.ends_at_ms: list[float] = []
+
+    @property
+    def done(self) -> int:
+        return len(self.ends_at_ms)
+
+
+class SimulatedDaemon(Process):
+    """Copies groups in order, stores, scrubs, commits. It does what it is told and nothing else."""
+
+    is_ready = False
+
+    def __init__(self, *of_process: object) -> None:
+        super().__init__("daemon", *of_process)  # type: ignore[arg-type]
+        self.copies: deque[Transmission] = deque()
+        self._lanes: dict[str, deque[Message]] = {}
+        self._areas: dict[JobName, tuple[Epoch, int]] = {}  # the last commit's epoch and number
+
+    def users(self) -> list[User]:
+        """Every range that it writes."""
+        return [(f"the copy of {c.order.model}", region_of(c.order)) for c in self.copies]
+
+    def steps(self) -> list[Move]:
+        costs = self.scene.costs
+        if not self.is_ready:
+            return [Move("control", "starts", costs.start_ms, self._becomes_ready)]
+        found = self._reads("control", self._control)
+        if self.copies:
+            found.append(self._next_copy(self.copies[0]))
+        for lane, queue in self._lanes.items():
+            if queue:
+                act = partial(self._work, lane, queue)
+                found.append(Move(lane, "works", self._work_ms(queue[0]), act))
+        return found
+
+    def _becomes_ready(self) -> None:
+        """The first thing that it says; nothing is ordered before it is heard."""
+        self.is_ready = True
+        self._tell(self, DaemonReady(pid=1, arena_bytes=0, store_bytes=0, device="cpu"))
+
+    # -- control thread ------------------------------------------------------------------------
+
+    def hear(self, channel: str, message: Message) -> None:
+        """A transmission is the copy thread's as soon as it is sent: its region is claimed."""
+        if not isinstance(message, TransmitModel):
+            super().hear(channel, message)
+            return
+        words = {group.word for group in message.groups}
+        for copy in self.copies:
+            taken = words & {group.word for group in copy.order.groups}
+            require(not taken, "two copies under way raise one word")
+        if self.runs:
+            self.copies.append(Transmission(message, self.scene.clock.now_ms))
+
+    def _control(self, message: Message) -> None:
+        match message:
+            case CancelTransmit(epoch=epoch):
+                for copy in self.copies:
+                    copy.is_cancelled |= copy.order.epoch == epoch
+            case Ping(epoch=epoch):
+                self.say("control", Pong(epoch=epoch))
+            case OpenCommits(job=job):
+                self._areas[job] = (Epoch(0), 0)
+            case CloseCommits(job=job):
+                self._areas.pop(job, None)
+            case StoreModel():
+                self._lanes.setdefault("store", deque()).append(message)
+            case Scrub():
+                self._lanes.setdefault("to-host", deque()).append(message)
+            case CommitCopy(job=job, epoch=epoch, number=number):
+                require(job in self._areas, f"a commit of {job} without an area")
+                require((epoch, number) > self._areas[job], f"commit {number} is copied again")
+                self._areas[job] = (epoch, number)
+                self._lanes.setdefault("to-host", deque()).append(message)
+            case PersistCommit(job=job):
+                require(job in self._areas, f"nothing of {job} to persist")
+                self._lanes.setdefault("disk", deque()).append(message)
+            case _:
+                raise Violation(f"a memory daemon takes no {message}")
+
+    # -- copy thread ---------------------------------------------------------------------------
+
+    def _next_copy(self, copy: Transmission) -> Move:
+        if copy.is_cancelled or copy.done == len(copy.order.groups):
+            return Move("copy", "ends", 0.0, self._end_copy)
+        cost_ms = self.scene.costs.to_device.copy_ms(copy.order.groups[copy.done].size_bytes)
+        return Move("copy", "copies", cost_ms, partial(self._copy, cost_ms))
+
+    def _copy(self, cost_ms: float) -> None:
+        copy, scene = self.copies[0], self.scene
+        if scene.choices.happens("copy_error", copy.order.model):
+            copy.is_cancelled = True
+            return
+        scene.device.arrived(copy.order, copy.order.groups[copy.done])
+        last_ms = copy.ends_at_ms[-1] if copy.ends_at_ms else copy.asked_at_ms
+        copy.ends_at_ms.append(max(last_ms, scene.clock.now_ms - cost_ms) + cost_ms)
+
+    def _end_copy(self) -> None:
+        copy = self.copies.popleft()
+        order, ends = copy.order, copy.ends_at_ms
+        is_complete = len(ends) == len(order.groups)
+        if is_complete:
+            self.scene.device.completed(order)
+        first = self.scene.costs.to_device.copy_ms(order.groups[0].size_bytes)
+        started_at_ms = ends[0] - first if ends else copy.asked_at_ms
+        sent = order.groups[: len(ends)]
+        self.say("copy", TransmitEnded(
+            model=order.model, epoch=order.epoch, is_complete=is_complete, group_count=len(ends),
+            copied_bytes=sum(group.size_bytes for group in sent), started_at_ms=started_at_ms,
+            ended_at_ms=ends[-1] if ends else started_at_ms, group_ends_at_ms=tuple(ends),
+        ))  # fmt: skip
+
+    # -- lanes ---------------------------------------------------------------------------------
+
+    def _work_ms(self, message: Message) -> float:
+        costs = self.scene.costs
+        match message:
+            case StoreModel(size_bytes=size):
+                return costs.to_store.copy_ms(size)
+            case Scrub(size_bytes=size):
+                return costs.to_host.copy_ms(size)
+            case CommitCopy(ranges=ranges):
+                return costs.to_host.copy_ms(sum(piece.size_bytes for piece in ranges))
+            case PersistCommit(job=job):
+                return costs.to_disk.copy_ms(self.scene.scripts[job].state_bytes)
+            case _:
+                raise Violation(f"no lane takes {message}")
+
+    def _work(self, lane: str, queue: deque[Message]) -> None:
+        scene, message = self.scene, queue.popleft()
+        match message:
+            case StoreModel(model=model, epoch=epoch):
+                if scene.choices.happens("store_error", model):
+                    self.say(lane, StoreFailed(model=model, epoch=epoch, reason="corrupt"))
+                else:
+                    took_ms = self._work_ms(message)
+                    self.say(lane, ModelStored(model=model, epoch=epoch, load_ms=took_ms))
+            case Scrub(epoch=epoch, offset_bytes=start, size_bytes=size):
+                span = Span(start, start + size)
+                scene.device.dirty = [dirty for dirty in scene.device.dirty if dirty != span]
+                self.say(lane, Scrubbed(epoch=epoch))
+            case CommitCopy(job=job, epoch=epoch, number=number, step=step):
+                if job in scene.commits:  # else the job ended meanwhile, and its memfd with it
+                    scene.commits[job] = max(scene.commits[job], step)
+                self.say(lane, StepCommitted(job=job, epoch=epoch, number=number, step=step,
+                                             copy_ms=self._work_ms(message)))  # fmt: skip
+            case PersistCommit(job=job, epoch=epoch):
+                error = "disk full" if scene.choices.happens("persist_error", job) else ""
+                step = scene.commits.get(job, -1)
+                self.say(lane, CommitPersisted(job=job, epoch=epoch, step=step, error=error))
+            case _:
+                raise Violation(f"no lane takes {message}")
+
+
+__all__ = ["SimulatedDaemon"]

@@ -1,0 +1,57 @@
+"""Programs that exist on paper: layout and computing times, no tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..planning.profile import Found
+from ..programs.groups import cut
+from ..programs.layout import LayerSpec, Manifest, TensorSpec
+
+ALIGNMENT_BYTES = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A model as the world knows it; its layers compute one after the other."""
+
+    manifest: Manifest
+    plan: tuple[int, ...]  # layers that open a group, as it was built
+    layer_ms: tuple[float, ...]
+    profiles: tuple[Found, ...] = ()  # measured by an earlier server, found when it is built
+
+    def group_ms(self, plan: Sequence[int], batch: int) -> tuple[float, ...]:
+        """Computing time of each group. ``plan``: RunInference's, empty: as it was built."""
+        begins = list(plan) or self.plan
+        ends = (*begins[1:], len(self.layer_ms))
+        return tuple(batch * sum(self.layer_ms[i:j]) for i, j in zip(begins, ends, strict=True))
+
+
+def manifest_of(digest: str, total_bytes: int, layer_count: int, plan: tuple[int, ...]) -> Manifest:
+    """Equal layers of one tensor each."""
+    size = total_bytes // layer_count // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+    tensors = tuple(
+        TensorSpec(name=f"t{i}", dtype="uint8", shape=(size,), offset_bytes=i * size,
+                   size_bytes=size, file_offset_bytes=i * size)
+        for i in range(layer_count)
+    )  # fmt: skip
+    layers = tuple(LayerSpec(i, i + 1, 1) for i in range(layer_count))
+    return Manifest(
+        digest=digest, mode="graph", mode_reason="", source="test", total_bytes=total_bytes,
+        tensors=tensors, groups=cut(layers, tensors, total_bytes, plan), inputs=(), outputs=(),
+        layers=layers,
+    )  # fmt: skip
+
+
+def program_of(
+    digest: str, total_bytes: int, *, groups: int = 2, layers_per_group: int = 2,
+    layer_ms: float = 0.0, profiles: tuple[Found, ...] = (),
+) -> Program:  # fmt: skip
+    """A program of equal groups of equal layers."""
+    count = groups * layers_per_group
+    plan = tuple(range(0, count, layers_per_group))
+    return Program(
+        manifest=manifest_of(digest, total_bytes, count, plan), plan=plan,
+        layer_ms=(layer_ms,) * count, profiles=profiles,
+    )  # fmt: skip

@@ -1,0 +1,260 @@
+"""A worker: a main thread that computes or runs a script, and a termination thread."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ..ipc.messages import (
+    Cleaned,
+    Epoch,
+    EvictTask,
+    ForgetModel,
+    GrantTurn,
+    InferenceDone,
+    InferenceFailed,
+    LeaseGranted,
+    LeaseRefused,
+    Message,
+    ModelPrepared,
+    Ping,
+    Pong,
+    PrepareModel,
+    RunInference,
+    RunJob,
+    Slot,
+    StopTask,
+    WorkerReady,
+)
+from .clock import Move
+from .device import Span, User, region_of
+from .process import Process
+from .script import SimulatedScript
+from .violation import Violation, require
+
+NO_EPOCH = Epoch(0)
+OF_A_JOB = StopTask | GrantTurn | EvictTask | LeaseGranted | LeaseRefused
+
+
+class SimulatedInference:
+    """The request that a worker has, and how far it is. It begins when it has its turn."""
+
+    def __init__(self, order: RunInference, costs_ms: tuple[float, ...], now_ms: float) -> None:
+        self.order = order
+        self.costs_ms = costs_ms  # of its groups
+        self.turn_at_ms = now_ms
+        self.has_begun = False
+        self.hangs = False
+        self.begins_at_ms: list[float] = []
+        self.ends_at_ms: list[float] = []
+
+    @property
+    def next_group(self) -> int:
+        return len(self.ends_at_ms)
+
+    def computed(self, now_ms: float) -> None:
+        """One more group, which took what it costs and ended not before now."""
+        cost_ms = self.costs_ms[self.next_group]
+        last_ms = self.ends_at_ms[-1] if self.ends_at_ms else self.turn_at_ms
+        begin_ms = max(last_ms, now_ms - cost_ms)
+        self.begins_at_ms.append(begin_ms)
+        self.ends_at_ms.append(begin_ms + cost_ms)
+
+
+class SimulatedWorker(Process):
+    """The process in a slot."""
+
+    def __init__(self, slot: Slot, *of_process: object) -> None:
+        super().__init__(f"worker {slot}", *of_process)  # type: ignore[arg-type]
+        self.slot = slot
+        self.is_ready = False
+        self.inference: SimulatedInference | None = None
+        self.script: SimulatedScript | None = None
+        self.begun: Epoch | None = NO_EPOCH  # its word on the board; None: not known
+        self.lease: Span | None = None  # promised or its own, until it is reaped
+        self._preparing: PrepareModel | None = None
+        self._cleaning = NO_EPOCH
+        self._early: list[Message] = []  # signals for a job that it has not read yet
+        self._job_epoch = NO_EPOCH  # of the RunJob on its way to it or in it
+
+    @property
+    def computes(self) -> bool:
+        """Whether it uses the device now (invariant I5)."""
+        if not self.runs:
+            return False
+        if self.inference is not None and self.inference.has_begun:
+            return True
+        return self.script is not None and self.script.computes
+
+    @property
+    def orders(self) -> list[RunInference]:
+        """The requests in it and on their way to it."""
+        found = [m for m in self.inbox.get("task", ()) if isinstance(m, RunInference)]
+        return [self.inference.order, *found] if self.inference is not None else found
+
+    def users(self) -> list[User]:
+        """Every range that it reads or writes."""
+        contents = self.scene.device.contents
+        found = [] if self.lease is None else [(f"the slice of {self.name}", self.lease)]
+        for order in self.orders:
+            region = region_of(contents[order.model])
+            found.append((f"{order.model}, which {self.name} reads", region))
+        return found
+
+    def daemon_lost(self) -> None:
+        """Its memory is gone: it faults, and waits for its end."""
+        self.lease = None
+        self.inbox.clear()
+        if self.runs and self.scene.choices.happens("takes_along", self.name):
+            self.end(70)
+        self.inference = self.script = self._preparing = None
+
+    # -- what it is told -----------------------------------------------------------------------
+
+    def hear(self, channel: str, message: Message) -> None:
+        require(self.is_ready or not self.runs, f"{self.name} is used before it is ready")
+        match message:
+            case RunInference(model=model, plan=plan):
+                require(not self._job_epoch, f"a request for a job's process: {self.name}")
+                require(not self.orders, f"two tasks on {self.name}")
+                program = self.scene.programs[model]
+                self.scene.device.check_order(message, len(plan) or len(program.plan))
+            case RunJob(epoch=epoch):
+                require(not self.orders and not self._job_epoch, f"{self.name} is taken")
+                self._job_epoch = epoch
+            case GrantTurn() if self.script is not None:
+                require(not self.script.computes, "granted what it never gave up")
+        if isinstance(message, OF_A_JOB):
+            require(message.epoch == self._job_epoch, f"{message} names another dispatch")
+        super().hear(channel, message)
+
+    def steps(self) -> list[Move]:
+        costs = self.scene.costs
+        if not self.is_ready:
+            return [Move("task", "starts", costs.start_ms, self._becomes_ready)]
+        found = self._reads("signal", self._hears)
+        if self.inference is not None:
+            found += self._inference_steps(self.inference)
+        elif self.script is not None:
+            if self.script.phase == "over" and not self.script.is_stubborn:
+                found.append(Move("main", "leaves", 0.0, partial(self.end, 0)))
+            found += self.script.steps()
+        elif self._cleaning:
+            found.append(Move("main", "cleans", 0.0, self._cleaned))
+        elif self._preparing is not None:
+            found.append(Move("main", "prepares", costs.prepare_ms, self._prepared))
+        else:
+            found += self._reads("task", self._takes)
+        return found
+
+    def _becomes_ready(self) -> None:
+        self.is_ready = True
+        self.say("task", WorkerReady(slot=self.slot, pid=100 + self.slot))
+
+    def _cleaned(self) -> None:
+        self.say("task", Cleaned(epoch=self._cleaning))
+        self._cleaning = NO_EPOCH
+
+    def _hears(self, message: Message) -> None:
+        """The termination thread, whatever the task does."""
+        if isinstance(message, Ping):
+            self.say("signal", Pong(epoch=message.epoch))
+        elif self.script is None or getattr(message, "epoch", 0) > self.script.order.epoch:
+            self._early.append(message)
+        else:
+            self.script.hears(message)
+
+    def _prepared(self) -> None:
+        order, self._preparing = self._preparing, None
+        assert order is not None
+        error = "no" if self.scene.choices.happens("prepare_error", order.model) else ""
+        self.say("task", ModelPrepared(
+            model=order.model, digest=order.digest, plan=order.plan, error=error))  # fmt: skip
+
+    def _takes(self, message: Message) -> None:
+        match message:
+            case PrepareModel():
+                self._preparing = message
+            case ForgetModel():
+                pass
+            case RunInference():
+                self._receives(message)
+            case RunJob():
+                self.begun = message.epoch
+                self.script = SimulatedScript(message, self.scene, self.say)
+                for signal in self._early:
+                    self.script.hears(signal)
+                self._early.clear()
+            case _:
+                raise Violation(f"a worker takes no {message}")
+
+    # -- inference -----------------------------------------------------------------------------
+
+    def _receives(self, order: RunInference) -> None:
+        happens, program = self.scene.choices.happens, self.scene.programs[order.model]
+        costs_ms = program.group_ms(order.plan, max(1, order.trial_batch))
+        self.inference = SimulatedInference(order, costs_ms, self.scene.clock.now_ms)
+        self.inference.hangs = happens("hang", order.model)
+        if happens("early_error", order.model):
+            self._fails("TaskFailed", "it does not load")
+
+    def _inference_steps(self, task: SimulatedInference) -> list[Move]:
+        """The next group when it has arrived, between the turn and the answer."""
+        order, device = task.order, self.scene.device
+        if not task.has_begun:
+            is_its_turn = device.turn == order.epoch
+            return [Move("main", "begins", 0.0, self._begins)] if is_its_turn else []
+        if task.hangs:
+            return []
+        if order.trial_batch and device.stop_words.get(self.slot) == order.epoch:
+            return [Move("main", "stops", 0.0, partial(self._fails, "Cancelled", "stopped"))]
+        if task.next_group == len(task.costs_ms):
+            return [Move("main", "answers", 0.0, self._answers)]
+        if not device.has_arrived(order, task.next_group):
+            return []
+        return [Move("main", "computes", task.costs_ms[task.next_group], self._computes_group)]
+
+    def _begins(self) -> None:
+        task = self.inference
+        assert task is not None
+        task.has_begun, self.begun = True, task.order.epoch
+        task.turn_at_ms = self.scene.clock.now_ms
+
+    def _computes_group(self) -> None:
+        task, scene = self.inference, self.scene
+        assert task is not None
+        scene.device.check_read(task.order)
+        task.computed(scene.clock.now_ms)
+        if scene.choices.happens("poison", task.order.model):
+            self.end(-11)
+
+    def _answers(self) -> None:
+        task = self.inference
+        assert task is not None
+        order, happens = task.order, self.scene.choices.happens
+        if happens("infer_error", order.model):
+            self._fails("TaskFailed", "NaN")
+            return
+        is_clean = not happens("unclean", order.model)
+        computed_ms = sum(task.costs_ms)
+        first_ms, last_ms = task.begins_at_ms[0], task.ends_at_ms[-1]
+        done = InferenceDone(
+            epoch=order.epoch, outputs=(), turn_at_ms=task.turn_at_ms,
+            first_group_at_ms=first_ms, ended_at_ms=last_ms,
+            stall_ms=max(0.0, last_ms - task.turn_at_ms - computed_ms), is_clean=is_clean,
+            group_begins_at_ms=tuple(task.begins_at_ms), group_ends_at_ms=tuple(task.ends_at_ms),
+        )  # fmt: skip
+        self._ends(order, done)
+        if is_clean:
+            self._cleaning = NO_EPOCH
+
+    def _fails(self, error: str, text: str) -> None:
+        assert self.inference is not None
+        order = self.inference.order
+        self._ends(order, InferenceFailed(epoch=order.epoch, error=error, message=text))
+
+    def _ends(self, order: RunInference, message: Message) -> None:
+        self.inference, self._cleaning = None, order.epoch
+        self.say("task", message)
+
+
+__all__ = ["SimulatedWorker"]

@@ -1,0 +1,291 @@
+"""The world around the real scheduler: its commands are performed, its questions answered."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from ..ipc.messages import (
+    BuildDone,
+    CancelTransmit,
+    LeaseGranted,
+    Message,
+    OpenCommits,
+    RunJob,
+    Slot,
+    TransmitModel,
+)
+from ..scheduler import events as ev
+from ..scheduler.scheduler import Scheduler
+from .builder import SimulatedBuilder
+from .choices import Choices, Faithful
+from .clients import SimulatedClients
+from .clock import Act, Move
+from .costs import Costs
+from .daemon import SimulatedDaemon
+from .device import Span, User
+from .process import Process, Scene
+from .violation import require
+from .worker import SimulatedWorker
+
+TOLD = 200  # of what happened last, for a violation's text
+SHOWN = 300  # characters of an event or command
+INFORMING = ev.Publish | ev.Span | ev.Journal
+
+
+class World:
+    """One server's life around a scheduler that has not begun yet.
+
+    Args:
+        is_checked: whether ``Scheduler.check`` is asked after each event; it looks at everything.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, *, choices: Choices | None = None, costs: Costs | None = None,
+        is_checked: bool = True,
+    ) -> None:  # fmt: skip
+        self.scheduler = scheduler
+        self.scene = Scene(choices=choices or Faithful(), costs=costs or Costs())
+        self.clock, self.device = self.scene.clock, self.scene.device
+        self.clients = SimulatedClients(self.scene, self.handle)
+        self.daemon: SimulatedDaemon | None = None
+        self.workers: dict[Slot, SimulatedWorker] = {}
+        self.builders: list[SimulatedBuilder] = []
+        self.ghosts: list[Process] = []  # reaped, and some of what they said is on its way
+        self.left: int | None = None  # the status with which the server ended
+        self.story: deque[tuple[float, str, Any]] = deque(maxlen=TOLD)
+        self._is_checked = is_checked
+        self.perform(scheduler.start(0.0))
+
+    @property
+    def now_ms(self) -> float:
+        return self.clock.now_ms
+
+    # -- by the clock --------------------------------------------------------------------------
+
+    def run(self, until_ms: float = math.inf) -> None:
+        """Let happen what is due, in order, until nothing is any more or it is ``until_ms``."""
+        clock = self.clock
+        while self.left is None:
+            for process in self.processes():
+                clock.plan(process.plans, process.moves())
+            due_ms, wake_ms = clock.next_ms(), self.scheduler.next_wakeup_ms()
+            is_tick = wake_ms is not None and (due_ms is None or wake_ms < due_ms)
+            next_ms = wake_ms if is_tick else due_ms
+            if next_ms is None or next_ms > until_ms:
+                break
+            if is_tick:
+                clock.now_ms = max(clock.now_ms, next_ms)
+                self.handle(ev.Tick())
+            else:
+                self._do(clock.take())
+        if until_ms < math.inf:
+            clock.now_ms = max(clock.now_ms, until_ms)
+
+    # -- move by move --------------------------------------------------------------------------
+
+    def moves(self) -> list[Move]:
+        """Everything that may happen next, the clients' wishes, faults and time apart."""
+        if self.left is not None:
+            return []
+        return [move for process in self.processes() for move in process.moves()]
+
+    def make(self, move: Move) -> None:
+        """Let it happen now."""
+        self._do(move.act)
+
+    def pass_time(self, ms: float) -> None:
+        self.clock.now_ms += ms
+        self.handle(ev.Tick())
+
+    def to_next_wakeup(self) -> bool:
+        """The clock goes to where the scheduler wants to look again; False when it does not."""
+        due_ms = self.scheduler.next_wakeup_ms()
+        if due_ms is None or self.left is not None:
+            return False
+        self.pass_time(max(0.0, due_ms - self.now_ms))
+        return True
+
+    # -- events in, commands out ---------------------------------------------------------------
+
+    def handle(self, event: ev.Event) -> None:
+        """One event into the scheduler, its commands into this world."""
+        self.story.append((self.now_ms, ">", event))
+        self._do(partial(self._handle, event))
+
+    def _handle(self, event: ev.Event) -> None:
+        self.perform(self.scheduler.handle(event, self.now_ms))
+        if self._is_checked:
+            self.scheduler.check()
+
+    def _do(self, act: Act) -> None:
+        """One act, and what must hold after it; an error gets a note of what led to it."""
+        try:
+            act()
+            computing = [worker.name for worker in self.workers.values() if worker.computes]
+            require(len(computing) <= 1, f"{computing} compute at the same time (I5)")
+        except Exception as error:
+            if not hasattr(error, "__notes__"):
+                lines = [f"{at_ms:.0f} {way} {what}"[:SHOWN] for at_ms, way, what in self.story]
+                error.add_note("\n".join(lines))
+            raise
+
+    def perform(self, commands: list[ev.Command]) -> None:
+        """What the controller's edges do."""
+        for command in commands:
+            if not isinstance(command, INFORMING):
+                self.story.append((self.now_ms, "  <", command))
+            self._perform(command)
+
+    def _perform(self, command: ev.Command) -> None:
+        device, commits = self.device, self.scene.commits
+        match command:
+            case ev.Answer():
+                self.clients.answered(command)
+            case ev.ToDaemon(message=message):
+                self._to_daemon(message)
+            case ev.ToWorker():
+                self._to_worker(command)
+            case ev.RaiseTurn(turn=turn):
+                device.turn = turn
+            case ev.StopTrial(slot=slot, epoch=epoch):
+                device.stop_words[slot] = epoch
+            case ev.SpawnDaemon(generation=generation):
+                require(self.daemon is None, "there are two memory daemons")
+                require(not self.workers, "workers outlive their memory daemon")
+                self.daemon = SimulatedDaemon(
+                    generation, self.scene, self._from_daemon, self._reap_daemon
+                )
+            case ev.SpawnWorker(slot=slot, generation=generation):
+                require(slot not in self.workers, f"slot {slot} has two processes")
+                require(self.daemon is not None and self.daemon.is_ready, "no daemon yet")
+                self.workers[slot] = self.new_worker(slot, generation)
+            case ev.KillWorker(slot=slot, generation=generation):
+                require(self.workers[slot].generation == generation, "the wrong process is killed")
+                self.workers[slot].end(-9)
+            case ev.StartBuild():
+                require(not self.builders, "two builds at once")
+                self.builders.append(
+                    SimulatedBuilder(command, self.scene, self._from_builder, self._reap_builder)
+                )
+            case ev.KillBuild(epoch=epoch):
+                for builder in self.builders:
+                    if builder.order.epoch == epoch:
+                        builder.end(-9)
+            case ev.CreateCommits(job=job):
+                commits[job] = -1
+            case ev.DropCommits(job=job):
+                del commits[job]
+            case ev.Leave(status=status):
+                require(self.left is None, "it leaves twice")
+                self.left = status
+            case _:
+                pass
+
+    def new_worker(self, slot: Slot, generation: int) -> SimulatedWorker:
+        """The process in a slot."""
+        return SimulatedWorker(slot, generation, self.scene, self.from_process, self.reap_worker)
+
+    def processes(self) -> Iterator[Process]:
+        """All that may still do or say something."""
+        yield from list(self.workers.values())
+        yield from self.ghosts
+        if self.daemon is not None:
+            yield self.daemon
+        yield from self.builders
+
+    def users(self) -> list[User]:
+        """Every range that is read or written now, and by whom."""
+        found = [user for worker in self.workers.values() for user in worker.users()]
+        return found + self.daemon.users() if self.daemon is not None else found
+
+    # -- the memory daemon ---------------------------------------------------------------------
+
+    def _to_daemon(self, message: Message) -> None:
+        daemon = self.daemon
+        require(daemon is not None and daemon.is_ready, f"{message} to a daemon not ready")
+        assert daemon is not None
+        match message:
+            case OpenCommits(job=job):
+                require(job in self.scene.commits, "opened commits that do not exist")
+            case TransmitModel(model=model):
+                words = self.scheduler.core.settings.words
+                self.device.send(message, self.scene.programs[model], words, self.users())
+            case CancelTransmit(epoch=epoch):
+                self.device.cancelled.add(epoch)
+            case _:
+                pass
+        daemon.hear("control", message)
+
+    def _from_daemon(self, daemon: SimulatedDaemon, message: Message) -> None:
+        self.handle(ev.FromDaemon(generation=daemon.generation, message=message))
+
+    def _reap_daemon(self, daemon: SimulatedDaemon) -> None:
+        self.daemon = None
+        self._reaped(daemon)
+        self.device.clear()
+        for worker in self.workers.values():
+            worker.daemon_lost()
+        self.handle(ev.DaemonExited(generation=daemon.generation, status=daemon.status or 0))
+
+    # -- workers -------------------------------------------------------------------------------
+
+    def _to_worker(self, command: ev.ToWorker) -> None:
+        worker = self.workers.get(command.slot)
+        require(worker is not None, f"{command} to nobody")
+        assert worker is not None
+        match command.message:
+            case RunJob(job=job):
+                names = [w.script.order.job for w in self.workers.values() if w.script is not None]
+                require(job not in names, f"two processes of {job}")
+            case LeaseGranted(offset_bytes=start, size_bytes=size):
+                lease = Span(start, start + size)
+                if worker.lease != lease:
+                    self.device.claim(lease, f"the slice of {worker.name}", self.users())
+                worker.lease = lease
+            case _:
+                pass
+        worker.hear(command.channel, command.message)
+
+    def from_process(self, worker: SimulatedWorker, message: Message) -> None:
+        self.handle(ev.FromWorker(slot=worker.slot, generation=worker.generation, message=message))
+
+    def reap_worker(self, worker: SimulatedWorker) -> None:
+        """It is gone for good, and the scheduler hears of it."""
+        del self.workers[worker.slot]
+        self._reaped(worker)
+        if worker.lease is not None:
+            self.device.dirty.append(worker.lease)
+        self.handle(
+            ev.WorkerExited(slot=worker.slot, generation=worker.generation,
+                            status=worker.status or 0, begun_epoch=worker.begun)
+        )  # fmt: skip
+
+    def _reaped(self, process: Process) -> None:
+        process.is_reaped = True
+        self.ghosts = [ghost for ghost in self.ghosts if any(ghost.out.values())]
+        if any(process.out.values()):
+            self.ghosts.append(process)
+
+    # -- builders ------------------------------------------------------------------------------
+
+    def _from_builder(self, builder: SimulatedBuilder, message: Message) -> None:
+        if not isinstance(message, BuildDone):
+            self.handle(ev.FromBuilder(message=message))
+            return
+        program = self.scene.programs[message.model]
+        self.handle(ev.FromBuilder(message=message, manifest=program.manifest,
+                                   profiles=program.profiles))  # fmt: skip
+
+    def _reap_builder(self, builder: SimulatedBuilder) -> None:
+        self.builders.remove(builder)
+        self.handle(
+            ev.BuilderExited(model=builder.order.model, epoch=builder.order.epoch,
+                             status=builder.status or 0)
+        )  # fmt: skip
+
+
+__all__ = ["World"]

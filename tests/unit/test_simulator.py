@@ -1,0 +1,129 @@
+"""The simulated world by the clock: closed forms, preemption, deaths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipeswitch.ipc.messages import JobName, ModelName
+from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.core import SchedulerSettings
+from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.simulator.costs import Costs, Link, Training
+from pipeswitch.simulator.programs import program_of
+from pipeswitch.simulator.violation import Violation
+from pipeswitch.simulator.world import World
+
+MIB = 1 << 20
+MODEL, JOB = ModelName("m"), JobName("j")
+COPY_MS, LAYER_MS, GROUPS, STEP_MS = 2.0, 3.0, 4, 50.0
+LINK = Link(bytes_per_ms=float(MIB), fixed_ms=1.0)  # of groups of 1 MiB
+
+
+class Answered(World):
+    """Knows when each token was answered."""
+
+    def perform(self, commands: list[ev.Command]) -> None:
+        super().perform(commands)
+        for command in commands:
+            if isinstance(command, ev.Answer) and not command.more:
+                self.answers[command.token] = (self.now_ms, command)
+
+    def __init__(self, **costs: Any) -> None:
+        self.answers: dict[ev.Token, tuple[float, ev.Answer]] = {}
+        settings = SchedulerSettings(arena_bytes=64 * MIB, store_bytes=64 * MIB, words=64)
+        super().__init__(Scheduler(settings), costs=Costs(to_device=LINK, **costs))
+        program = program_of("d", GROUPS * MIB, groups=GROUPS, layers_per_group=1,
+                             layer_ms=LAYER_MS)  # fmt: skip
+        self.clients.register(MODEL, program)
+        self.run()
+
+    def took_ms(self, token: ev.Token, since_ms: float) -> float:
+        return self.answers[token][0] - since_ms
+
+
+def trained(world: Answered, steps: int) -> ev.Token:
+    plan = Training(steps=steps, step_ms=STEP_MS, slice_bytes=MIB, state_bytes=MIB)
+    world.clients.train(JOB, plan)
+    return world.clients.ask(JOB, "wait")
+
+
+def test_a_cold_request_takes_the_first_copy_then_the_slower_of_copying_and_computing() -> None:
+    world = Answered()
+    began_ms = world.now_ms
+    cold = world.clients.infer(MODEL)
+    world.run()
+    # PipeSwitch 4.2: the first group is waited for, the others arrive while it computes.
+    assert world.took_ms(cold, began_ms) == COPY_MS + GROUPS * LAYER_MS
+    began_ms = world.now_ms
+    warm = world.clients.infer(MODEL)
+    world.run()
+    assert world.took_ms(warm, began_ms) == GROUPS * LAYER_MS
+    timing = world.answers[cold][1].timing
+    assert timing is not None
+    assert (timing["copy_ms"], timing["compute_ms"]) == (GROUPS * COPY_MS, GROUPS * LAYER_MS)
+
+
+def test_a_slow_link_is_what_a_cold_request_waits_for() -> None:
+    world = Answered(message_ms=0.5)
+    world.scene.costs = Costs(to_device=Link(bytes_per_ms=MIB / 9, fixed_ms=1.0), message_ms=0.5)
+    began_ms = world.now_ms
+    token = world.clients.infer(MODEL)
+    world.run()
+    assert world.took_ms(token, began_ms) == GROUPS * 10.0 + LAYER_MS + 0.5  # the answer's way
+
+
+def test_a_request_suspends_training_in_place_and_costs_it_no_more_than_its_own_time() -> None:
+    alone = Answered()
+    began_ms = alone.now_ms
+    done = trained(alone, steps=10)
+    alone.run()
+    assert alone.took_ms(done, began_ms) == 10 * STEP_MS
+    world = Answered()
+    began_ms = world.now_ms
+    done = trained(world, steps=10)
+    tokens = []
+    for at_ms in (70.0, 230.0):
+        world.clock.at(began_ms + at_ms, lambda: tokens.append(world.clients.infer(MODEL)))
+    world.run()
+    assert [world.answers[token][1].error for token in tokens] == [None, None]
+    # Cold, it steps aside before the first group is there; resident, for the computing alone.
+    assert world.took_ms(done, began_ms) == 10 * STEP_MS + COPY_MS + 2 * GROUPS * LAYER_MS
+
+
+def test_a_request_outlives_its_worker_and_a_job_its_process() -> None:
+    world = Answered()
+    began_ms = world.now_ms
+    token = world.clients.infer(MODEL)
+    busy = [worker for worker in world.workers.values() if worker.orders]
+    world.clock.at(began_ms + COPY_MS + 1.0, lambda: busy[0].end(-9))
+    world.run()
+    # The copy went on meanwhile: the next worker finds all groups there.
+    assert world.took_ms(token, began_ms) == COPY_MS + 1.0 + GROUPS * LAYER_MS
+    done = trained(world, steps=10)
+    world.clock.at(world.now_ms + 120.0, lambda: _kill_training(world))
+    world.run()
+    assert world.answers[done][1].body["job"]["state"] == "done"
+    assert world.answers[done][1].body["job"]["restarts"] == 1
+
+
+def _kill_training(world: World) -> None:
+    (worker,) = [worker for worker in world.workers.values() if worker.script is not None]
+    worker.end(-9)
+
+
+def test_until_an_instant_nothing_later_happens() -> None:
+    world = Answered()
+    began_ms = world.now_ms
+    world.clients.infer(MODEL)
+    world.run(began_ms + COPY_MS + LAYER_MS)
+    (busy,) = [worker.inference for worker in world.workers.values() if worker.inference]
+    assert busy.next_group == 1
+    assert world.now_ms == began_ms + COPY_MS + LAYER_MS
+
+
+def test_a_token_is_answered_once() -> None:
+    world = Answered()
+    with pytest.raises(Violation, match="answered twice"):
+        world.perform([ev.Answer(token=ev.Token(1))])
