@@ -74,7 +74,7 @@ class Arena:
 
         1. Arrival words, pinned models, models in use or being copied in: they stay.
         2. An idle model: what the policy says. One with waiting requests goes for a request
-           that ranks before them, never for a guess or a job (SCHEDULING 3.5).
+           that ranks before them, never for a guess or a job.
         3. A range being zeroed, an abandoned copy, the slice of a job that leaves: soon free.
         4. A job's slice: only for a request, and only when nothing else will do.
         5. The prefix of the model a place is sought for: it would come along for nothing.

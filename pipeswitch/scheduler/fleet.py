@@ -89,7 +89,7 @@ class Fleet:
             self._prepare_idle()
 
     def _wanted_slots(self) -> int:
-        """1 active + N standby; a suspended worker does not count as a standby (DESIGN 3)."""
+        """1 active + N standby; a suspended worker does not count as a standby."""
         suspended = sum(
             worker.state.state is WorkerState.SUSPENDED for worker in self._core.workers.values()
         )

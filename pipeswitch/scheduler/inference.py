@@ -1,4 +1,4 @@
-"""Inference requests: admission, dispatch, the switch, the end (DESIGN 4; PipeSwitch 3, 4.2)."""
+"""Inference requests: admission, dispatch, the switch, the end (PipeSwitch 3, 4.2)."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ class Inference:
 
         1. A task waits for its turn already, or nothing is queued: nothing to do.
         2. The best request's model is on the device, or a place for it is free or can be freed:
-           transmit and activate in the same breath; training is told to stop (DESIGN 4).
+           transmit and activate in the same breath; training is told to stop.
         3. Its place is taken by a training slice: that job is evicted; the request waits. So it
            does for a range that is being zeroed, or a copy that was cancelled.
         4. Its place is taken by models that must stay: it waits.
@@ -512,7 +512,7 @@ class Inference:
     def _bill(
         self, activation: Activation, request: Request, model: Model, message: InferenceDone
     ) -> dict[str, object]:
-        """Where the time went, as INTERFACE names it; all in milliseconds."""
+        """Where the time went; all in milliseconds."""
         copy_ms = 0.0
         if not activation.was_resident:
             ended = model.transmit_ended_at_ms or message.ended_at_ms
@@ -555,7 +555,7 @@ class Inference:
     # -- faults -------------------------------------------------------------------------------
 
     def worker_died(self, worker: Worker, status: int, begun_epoch: int | None) -> None:
-        """Its process is reaped: dispatch the request again, or give up on it (RELIABILITY 3).
+        """Its process is reaped: dispatch the request again, or give up on it.
 
         A death counts against request and model only when the task had begun: a worker that
         waits, or was dead already when the task was sent to it, has run no model code.

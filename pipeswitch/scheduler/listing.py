@@ -92,7 +92,7 @@ class Listing:
         return [self._jobs.row(job) for job in self._core.jobs.values()]
 
     def ps(self) -> list[dict[str, Any]]:
-        """Models, jobs, workers and the memory daemon: INTERFACE's columns plus ``pid``."""
+        """Models, jobs, workers and the memory daemon, with ``pid``."""
         core = self._core
         rows = [self._ps_model(model) for model in core.models.values()]
         rows += [self._ps_job(job) for job in core.jobs.values()]

@@ -75,7 +75,7 @@ class Model:
     reason: str = ""  # why it failed or is quarantined
     register_tokens: list[Token] = field(default_factory=list)
     unregister_tokens: list[Token] = field(default_factory=list)
-    home_bytes: int = -1  # sticky arena offset: cached views stay valid (DESIGN 6)
+    home_bytes: int = -1  # sticky arena offset: cached views stay valid
     first_word: int = -1
     store_offset_bytes: int = -1
     residency_epoch: Epoch = NO_EPOCH

@@ -1,6 +1,6 @@
 """The scheduler: ``handle(event, now_ms) -> [command]``. No thread, clock, socket or torch.
 
-The live server, the simulator and the model checker run this very object (DESIGN 3). It owns all
+The live server, the simulator and the model checker run this very object. It owns all
 records; its parts each own one concern: ``arena``,
 ``store``, ``residents`` and ``slices`` (bytes), ``registry`` (models), ``inference``
 (requests and the switch), ``jobs`` (the book of jobs), ``training`` (the device's idle time),
@@ -439,7 +439,7 @@ class Scheduler:
     # -- invariants ---------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Assert the invariants of DESIGN 10 that the scheduler's state can show."""
+        """Assert the invariants (docs/architecture.md) that the scheduler's state can show."""
         core = self.core
         for part in (self.arena, self.store.regions, self.residents, self.slices):
             part.check()

@@ -62,7 +62,7 @@ class Store:
 
 
 def gib(size_bytes: int) -> str:
-    """Bytes for people, as INTERFACE's error texts show them."""
+    """Bytes for people, as error texts show them."""
     if size_bytes >= 1 << 30:
         return f"{size_bytes / (1 << 30):.2f} GiB"
     return f"{size_bytes / (1 << 20):.1f} MiB"

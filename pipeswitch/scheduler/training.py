@@ -195,7 +195,7 @@ class Training:
         core.kill(core.workers[job.slot], reason)
 
     def _keep_one_suspended(self) -> None:
-        """At most one job stays suspended in place: the one that goes next (DESIGN 3)."""
+        """At most one job stays suspended in place: the one that goes next."""
         jobs = self._core.jobs.values()
         suspended = [job for job in jobs if job.state.state is TaskState.SUSPENDED]
         suspended.sort(key=lambda job: (job.lease_asked_bytes > 0, job.priority, job.place))
