@@ -5,9 +5,11 @@ Runs in the scheduler's thread. It decides nothing; what it learns goes back as 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,7 +41,7 @@ from ..ipc.messages import (
 from ..planning import files as profile_files
 from ..planning.profile import Profile
 from ..programs.build.builder import work_prefix
-from ..programs.spec import is_checked, kept, load_manifest
+from ..programs.spec import files_of, is_checked, kept, load_manifest
 from ..scheduler.events import (
     Announce,
     Answer,
@@ -66,6 +68,7 @@ from ..scheduler.events import (
     SpawnWorker,
     StartBuild,
     StopTrial,
+    SweepPrograms,
     ToDaemon,
     Token,
     ToWorker,
@@ -116,6 +119,9 @@ class Effects:
         self._builders: dict[Epoch, Child] = {}
         self._refused: dict[Token, PipeSwitchError] = {}  # their good answer is on its way here
         self.built_before: dict[bytes, str] = {}  # spec -> digest, from the journal
+        self._remembered = {name: entry["digest"] for name, entry in journal.models.items()}
+        self._started_at_s = time.time()  # wall clock: file times are
+        self._built_at_s: dict[bytes, float] = {}  # by spec: what was uploaded later is another's
         self.timeline = Timeline()
         self.left: Leave | None = None
 
@@ -145,6 +151,8 @@ class Effects:
             case KillBuild(epoch=epoch):
                 if epoch in self._builders:
                     self._processes.kill(self._builders[epoch])
+            case SweepPrograms():
+                self.sweep(command)
             case CreateCommits():
                 self._create_commits(command)
             case DropCommits(job=job):
@@ -178,6 +186,10 @@ class Effects:
         if its owner had asked for that. What was there before (pinned now, gone, restored) goes
         on: the journal is behind then, and catches up with the next entry it can write."""
         entry = command.entry
+        if entry["kind"] == "model":
+            self._remembered[entry["name"]] = entry["digest"]
+        elif entry["kind"] == "model-gone":
+            self._remembered.pop(entry["name"], None)
         try:
             if entry["kind"] == "job":  # accepted: its log exists, and is its own
                 (self._places.logs / f"job-{entry['name']}.log").write_bytes(b"")
@@ -317,6 +329,8 @@ class Effects:
                 return
             spec = kept(spec, self._places.models / digest)
 
+        self._built_at_s[command.spec] = time.time()
+
         def on_message(message: Message, _: list[int]) -> None:
             if isinstance(message, BuildDone):
                 self._built(message)
@@ -361,6 +375,24 @@ class Effects:
             return
         found = tuple(profile_files.find(self._profile_folders, manifest.digest))
         self._take(FromBuilder(message=message, manifest=manifest, profiles=found))
+
+    def sweep(self, command: SweepPrograms) -> None:
+        """Programs that neither a model nor the journal names, and the gone models' uploads.
+
+        The loop renames, another thread removes: a large file takes its time.
+        """
+        wanted = command.digests | set(self._remembered.values())
+        garbage = self._places.take_away(wanted)
+        uploads = self._places.uploads
+        still_named = {path for spec in command.specs for path in files_of(spec)}
+        for spec in command.gone_specs:
+            at_s = self._built_at_s.pop(spec, self._started_at_s)
+            for path in files_of(spec):
+                if path.parent == uploads and path not in still_named:
+                    with contextlib.suppress(OSError):
+                        if path.stat().st_mtime <= at_s:
+                            garbage.append(path)
+        self._frontend.remove_files(garbage)
 
     def _save_profile(self, profile: Profile) -> None:
         try:

@@ -44,7 +44,16 @@ from ..ipc.messages import JobName, ModelName
 from ..machine import available_bytes, cpu_count, processor_name
 from ..planning.profile import Identity
 from ..programs.signature import parse_input
-from ..scheduler.events import DrainAsked, Event, Leave, Query, RegisterAsked, Tick, Token
+from ..scheduler.events import (
+    DrainAsked,
+    Event,
+    Leave,
+    Query,
+    RegisterAsked,
+    SweepPrograms,
+    Tick,
+    Token,
+)
 from ..scheduler.scheduler import Scheduler, SchedulerSettings
 from ..units import format_bytes, printable
 from ..wire.private import check_trusted
@@ -433,6 +442,8 @@ class Server:
                     is_pinned=entry["pin"],
                 )
             )
+        nothing: frozenset[bytes] = frozenset()  # is registered yet; the journal's models stay
+        self._effects.sweep(SweepPrograms(digests=frozenset(), specs=nothing, gone_specs=nothing))
         for name, entry in self._journal.jobs.items():
             self._restore_job(JobName(name), entry)
         for model in self._config.models:

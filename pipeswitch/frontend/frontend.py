@@ -421,6 +421,10 @@ class Frontend:
         else:
             self._take(CancelAsked(token=pending.token))
 
+    def remove_files(self, paths: Sequence[Path]) -> None:
+        """On the thread that does all file work."""
+        self._uploads.remove(paths)
+
     def _prefetch(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
         """A hint; it has no answer."""
         if header.model in self._models:

@@ -15,7 +15,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -62,6 +62,16 @@ class _Chunk:
     offset_bytes: int
     data: Any  # a buffer that keeps its memory alive
     reply: Reply
+
+
+def _remove(paths: Sequence[Path]) -> None:
+    """What the disk does not give back now, the next start sweeps."""
+    for path in paths:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 class Uploads:
@@ -119,6 +129,11 @@ class Uploads:
             self._queued += 1
         chunk = _Chunk((session, f"{digest}.{kind}"), digest, size, offset, data, reply)
         self._writer.put(functools.partial(self._answer, chunk))
+
+    def remove(self, paths: Sequence[Path]) -> None:
+        """Files and folders that are of no use any more."""
+        if paths:
+            self._writer.put(functools.partial(_remove, tuple(paths)))
 
     def forget(self, session: str) -> None:
         """The client is gone: its partial files are removed."""

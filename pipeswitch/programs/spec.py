@@ -35,6 +35,12 @@ class BuildSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     bucket_bytes: int = 0  # 0: grouping's default
 
 
+def files_of(spec: bytes) -> list[Path]:
+    """The files that an encoded spec names; uploads among them."""
+    decoded = msgspec.msgpack.decode(spec, type=BuildSpec)
+    return [Path(text) for text in (decoded.source, decoded.weights) if os.path.isabs(text)]
+
+
 def weights_file(manifest: Manifest) -> str:
     """The name, inside the program's folder, of the file that holds its tensors."""
     return BUNDLE_FILE if manifest.mode == "graph" else WEIGHTS_FILE

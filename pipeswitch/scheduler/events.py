@@ -246,6 +246,15 @@ class KillBuild:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SweepPrograms:
+    """No build runs, and models are gone: give back what was kept on disk for them alone."""
+
+    digests: frozenset[str]  # of the models that stay
+    specs: frozenset[bytes]
+    gone_specs: frozenset[bytes]
+
+
+@dataclass(frozen=True, kw_only=True)
 class CreateCommits:
     """Make the job's commit memfd (header + two slots); the controller keeps it."""
 
@@ -349,5 +358,5 @@ class Leave:
 Command = (
     ToDaemon | ToWorker | RaiseTurn | SpawnDaemon | SpawnWorker | KillWorker | StartBuild
     | KillBuild | CreateCommits | DropCommits | Announce | Retract | Answer | Publish | Span
-    | Journal | StopTrial | SaveProfile | Warn | Leave
+    | Journal | SweepPrograms | StopTrial | SaveProfile | Warn | Leave
 )  # fmt: skip

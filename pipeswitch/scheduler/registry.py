@@ -39,6 +39,7 @@ from .events import (
     RegisterAsked,
     Retract,
     StartBuild,
+    SweepPrograms,
     Token,
     ToWorker,
     UnregisterAsked,
@@ -69,6 +70,7 @@ class Registry:
         self._waiting_builds: dict[ModelName, str] = {}  # whose it is, in order of arrival
         self._builders: dict[Epoch, str] = {}  # from StartBuild until the process is gone
         self._last_turns: dict[str, Epoch] = {}  # of clients that wait for another one
+        self._gone_specs: set[bytes] = set()  # of models whose files are to be given back
 
     # -- register -----------------------------------------------------------------------------
 
@@ -116,8 +118,12 @@ class Registry:
         self._waiting_builds[model.name] = event.client
 
     def pump(self) -> None:
-        """Start the next builds; finish unregistrations whose model is idle now."""
+        """Finish unregistrations whose model is idle now; start the next builds."""
         core = self._core
+        for model in [m for m in core.models.values() if m.state.state is ModelState.LEAVING]:
+            self._finish_unregister(model)
+        if self._gone_specs and not self._builders:  # one may have found its program there already
+            self._sweep()
         while len(self._builders) < core.settings.max_builds and (name := self._next_build()):
             model, client = core.models[name], self._waiting_builds.pop(name)
             self._builders[model.build_epoch] = client
@@ -125,8 +131,17 @@ class Registry:
             core.emit(StartBuild(model=model.name, epoch=model.build_epoch, spec=model.spec))
         waiting = {*self._waiting_builds.values(), *self._builders.values()}
         self._last_turns = {c: at for c, at in self._last_turns.items() if c in waiting}
-        for model in [m for m in core.models.values() if m.state.state is ModelState.LEAVING]:
-            self._finish_unregister(model)
+
+    def _sweep(self) -> None:
+        models = self._core.models.values()
+        self._core.emit(
+            SweepPrograms(
+                digests=frozenset(m.manifest.digest for m in models if m.manifest is not None),
+                specs=frozenset(model.spec for model in models),
+                gone_specs=frozenset(self._gone_specs),
+            )
+        )
+        self._gone_specs.clear()
 
     def _next_build(self) -> ModelName | None:
         """The first of the client whose last turn is longest ago, and that builds nothing now."""
@@ -263,6 +278,7 @@ class Registry:
         model.state.apply(ModelEvent.REFUSED, type(error).__name__)
         self._store.forget(model)
         del core.models[model.name]
+        self._gone_specs.add(model.spec)
         for token in model.register_tokens:
             core.refuse(token, error)
         core.publish("model.refused", model=model.name, error=to_wire(error))
@@ -341,6 +357,7 @@ class Registry:
             self._residents.evict(model, "unregistered")
         self._store.forget(model)
         del core.models[model.name]
+        self._gone_specs.add(model.spec)
         for worker in core.workers.values():
             worker.unpreparable = {key for key in worker.unpreparable if key[0] != model.name}
             if model.name in worker.warm and worker.state.state is not WorkerState.DEAD:
