@@ -15,6 +15,7 @@ import os
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,9 @@ CHUNK_BYTES: Final = 4 << 20
 CREDIT_CHUNKS: Final = 4  # unanswered chunks a client may have: 16 MiB of our memory
 MAX_QUEUED_CHUNKS: Final = 64  # of all clients together: 256 MiB
 MAX_PARTIALS: Final = 64  # unfinished files of all clients: each holds a descriptor
+MAX_PARTIALS_PER_CLIENT: Final = 16
+MAX_FILES: Final = 1024  # of all clients, whole ones: the oldest go
+MAX_FILES_PER_CLIENT: Final = 256  # of one, before its own oldest go
 KEPT_UPLOADS: Final = 4  # all files together are at most so many of the largest allowed
 MIN_FREE_SHARE: Final = 0.02  # of the disk: commits, journal and logs need it more
 MIN_FREE_BYTES: Final = 256 << 20  # enough for them, however large the disk is
@@ -83,6 +87,7 @@ class Uploads:
         self._queued = 0  # chunks handed over and not answered; counted under the lock
         self._lock = threading.Lock()
         self._partials: dict[tuple[str, str], _Partial] = {}
+        self._files: dict[str, deque[Path]] = {}  # by session, whole ones, the oldest first
         self._writer = Lane("pipeswitch-uploads")
 
     def start(self) -> None:
@@ -145,6 +150,8 @@ class Uploads:
         """The partial files of one client, or of all."""
         for key in [key for key in self._partials if session in (None, key[0])]:
             self._drop(key)
+        if session is not None:
+            self._files.pop(session, None)
 
     def _answer(self, chunk: _Chunk) -> None:
         body: dict[str, Any] = {}
@@ -189,6 +196,8 @@ class Uploads:
             self._drop(chunk.key)
             if len(self._partials) >= MAX_PARTIALS:
                 raise QueueFull(f"{len(self._partials)} uploads are unfinished already")
+            if sum(key[0] == chunk.key[0] for key in self._partials) >= MAX_PARTIALS_PER_CLIENT:
+                raise QueueFull(f"{MAX_PARTIALS_PER_CLIENT} uploads of this client are unfinished")
             self._open(chunk)
         partial = self._partials.get(chunk.key)
         if partial is None or partial.written_bytes != chunk.offset_bytes:
@@ -237,7 +246,12 @@ class Uploads:
             disk = shutil.disk_usage(self.directory)
             kept_free_bytes = min(MIN_FREE_SHARE * disk.total, MIN_FREE_BYTES)
             is_free = disk.free - unwritten_bytes >= kept_free_bytes
-            return is_free and promised_bytes + sum(size for _, size, _ in kept) <= limit_bytes
+            is_few = len(kept) < MAX_FILES
+            return (
+                is_free
+                and is_few
+                and promised_bytes + sum(size for _, size, _ in kept) <= limit_bytes
+            )
 
         kept = [
             (facts.st_mtime_ns, facts.st_size, entry.path)
@@ -261,6 +275,10 @@ class Uploads:
         reach("upload.publish")
         os.replace(partial.path, final)
         reach("upload.published")
+        files = self._files.setdefault(key[0], deque())
+        files.append(final)
+        if len(files) > MAX_FILES_PER_CLIENT:
+            files.popleft().unlink(missing_ok=True)
         directory = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(directory)
