@@ -7,7 +7,7 @@ here is made of value numbers alone: every operator and constant is passed in, n
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -24,6 +24,7 @@ Environment = dict[int, Any]
 GroupCall = Callable[[Environment, Sequence[torch.Tensor]], None]
 """Takes what it needs out of the environment, drops what no later group needs, adds its results."""
 
+NO_WEIGHT: Final = 1 << 62  # beyond every value's number
 MAX_VALUE_BYTES: Final = 64 << 30  # of one intermediate at the largest batch
 MAX_REMEMBERED: Final = 1 << 14  # calls without data whose results are kept during a check
 MAX_CHECKS: Final = 1 << 20  # nodes times batches: about a minute; large models have 2**16
@@ -101,29 +102,47 @@ def _signature(target: str, call: Any, node: Node) -> dict[str, tuple[Any, Any]]
 def mutations(graph: Graph) -> list[tuple[int, frozenset[int]]]:
     """(node position, placeholders its in-place write may reach), for those that reach any.
 
-    A value may alias what its arguments may alias, unless its operator is known to return new
-    memory. That is more than the operators' schemas say, on purpose: several composite operators
-    (``dropout``, ``meshgrid``, ``pad``) return their argument without saying so.
+    Of the inputs all are named, of the weights the first. A value may alias what its arguments may
+    alias, unless its operator is known to return new memory. That is more than the operators'
+    schemas say, on purpose: several composite operators (``dropout``, ``meshgrid``, ``pad``) return
+    their argument without saying so.
 
     Raises:
         RegistrationRefused: an operator this torch does not have, or arguments that do not fit it.
     """
-    aliases: list[frozenset[int]] = [frozenset([value]) for value in range(graph.first_node_value)]
+    inputs = len(graph.inputs)
+    # For each value two numbers, however many placeholders it may alias: a set for each of them
+    # would take nodes times weights.
+    aliases = [
+        (1 << value, NO_WEIGHT) if value < inputs else (0, value)
+        for value in range(graph.first_node_value)
+    ]
     found: list[tuple[int, frozenset[int]]] = []
     for position, node in enumerate(graph.nodes):
         namespace, name, _ = split_target(node.target)
-        reached = frozenset[int]().union(*(aliases[value] for value in node_references(node)))
+        reached = _joined(aliases, node_references(node))
         if namespace == "aten":
-            written = _written(node, name)
-            touched = frozenset[int]().union(*(aliases[value] for value in written))
+            mask, weight = _joined(aliases, _written(node, name))
+            touched = {value for value in range(inputs) if mask >> value & 1}
+            if weight != NO_WEIGHT:
+                touched.add(weight)
             if touched:
-                found.append((position, touched))
+                found.append((position, frozenset(touched)))
             if name in FRESH:
-                reached = frozenset()
+                reached = (0, NO_WEIGHT)
         elif name != "getitem":
-            reached = frozenset()  # integers alias nothing
+            reached = (0, NO_WEIGHT)  # integers alias nothing
         aliases.append(reached)
     return found
+
+
+def _joined(aliases: Sequence[tuple[int, int]], values: Iterable[int]) -> tuple[int, int]:
+    """What any of the values may alias: a bit for each input, and the first weight."""
+    mask, weight = 0, NO_WEIGHT
+    for value in values:
+        mask |= aliases[value][0]
+        weight = min(weight, aliases[value][1])
+    return mask, weight
 
 
 def _written(node: Node, name: str) -> list[int]:
@@ -324,10 +343,43 @@ def check_on_meta(graph: Graph, weights: Sequence[torch.Tensor], sizes: Sequence
     return max(_check_at(graph, compiled, on_meta, batch) for batch in sizes)
 
 
-def _check_at(
-    graph: Graph, compiled: CompiledGraph, weights: Sequence[torch.Tensor], batch: int
-) -> int:
-    inputs = [
+def intermediate_bytes(graph: Graph, weights: Sequence[torch.Tensor]) -> int:
+    """The most bytes that the values of one run hold together, at the largest batch it admits.
+
+    From extents alone, and an upper bound: a value that shares its argument's memory counts too,
+    unless its operator's schema says that it does. What a kernel takes for itself is not in it.
+    """
+    batch = graph.batch_max if any(None in spec.shape for spec in graph.inputs) else 1
+    spans = [(i, i + 1) for i in range(len(graph.nodes))]
+    compiled = CompiledGraph(graph, spans, "meta", _Rehearsed().look_up)
+    on_meta = [torch.empty_like(weight, device="meta") for weight in weights]
+    environment = compiled.start(_inputs_on_meta(graph, batch))
+    last_use = _last_uses(graph)
+    ends: dict[int, list[int]] = {}  # node position -> bytes that are free after it
+    live_bytes = peak_bytes = 0
+    for position, call in enumerate(compiled.calls):
+        own = graph.first_node_value + position
+        with torch.no_grad():
+            call(environment, [on_meta[i] for i in compiled.group_weights[position]])
+        is_view = _is_view(graph.nodes[position].target)
+        own_bytes = 0 if is_view else _bytes(environment.get(own))
+        live_bytes += own_bytes
+        peak_bytes = max(peak_bytes, live_bytes)
+        ends.setdefault(last_use.get(own, position), []).append(own_bytes)
+        live_bytes -= sum(ends.pop(position, ()))
+    return peak_bytes
+
+
+def _is_view(target: str) -> bool:
+    """The operator's schema says that what it returns is its argument's memory."""
+    call = resolve(target)
+    return isinstance(call, torch._ops.OpOverload) and any(
+        result.alias_info is not None for result in call._schema.returns
+    )
+
+
+def _inputs_on_meta(graph: Graph, batch: int) -> list[torch.Tensor]:
+    return [
         torch.empty(
             [batch if extent is None else extent for extent in spec.shape],
             dtype=getattr(torch, spec.dtype),
@@ -335,8 +387,13 @@ def _check_at(
         )
         for spec in graph.inputs
     ]
+
+
+def _check_at(
+    graph: Graph, compiled: CompiledGraph, weights: Sequence[torch.Tensor], batch: int
+) -> int:
     largest_bytes = 0
-    environment = compiled.start(inputs)
+    environment = compiled.start(_inputs_on_meta(graph, batch))
     for position, call in enumerate(compiled.calls):
         own = graph.first_node_value + position
         try:

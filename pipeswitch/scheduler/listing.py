@@ -63,6 +63,7 @@ class Listing:
                 "groups": len(manifest.groups),
                 "inputs": {v.name: [list(v.shape), v.dtype] for v in manifest.inputs},
                 "outputs": {v.name: [list(v.shape), v.dtype] for v in manifest.outputs},
+                "intermediate_bytes": manifest.extra.get("intermediate_bytes", 0),
                 "batch": [manifest.batch_min, manifest.batch_max],
             }
         return row | self._profiling.row(model)

@@ -32,7 +32,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "wire": "config errors",
     "ipc": "errors failpoints wire",
     "programs": "errors planning units",
-    "programs/build": "errors failpoints ipc programs",
+    "programs/build": "errors failpoints ipc programs units",
     "commits": "errors failpoints ipc",
     # The decisions.
     "scheduler/policies": "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -10,7 +11,13 @@ import torch
 
 from pipeswitch.errors import LocalProtocolError, RegistrationRefused
 from pipeswitch.programs.bundle import Graph, Node, check_graph
-from pipeswitch.programs.graph import CompiledGraph, check_no_mutation, check_on_meta
+from pipeswitch.programs.graph import (
+    CompiledGraph,
+    check_no_mutation,
+    check_on_meta,
+    intermediate_bytes,
+    mutations,
+)
 from pipeswitch.programs.layout import TensorSpec, ValueSpec
 from pipeswitch.programs.partition import layers_of_graph
 from pipeswitch.programs.views import bytes_over, tensor_over
@@ -18,6 +25,7 @@ from pipeswitch.programs.views import bytes_over, tensor_over
 X = {"v": 0}
 W = {"v": 1}
 FIRST = 2  # the value of the first node
+NOT_FRESH = "aten.expand_as.default"
 
 
 def graph(*nodes: tuple[Any, ...], result: int | None = None, shape: Any = (None, 4)) -> Graph:
@@ -191,3 +199,41 @@ def test_a_read_only_mapping_makes_tensors_without_a_warning() -> None:
     mapping = mmap.mmap(-1, 4096, prot=mmap.PROT_READ)
     tensor = tensor_over(bytes_over(mapping), spec(), 0)
     assert tensor.sum().item() == 0.0
+
+
+def test_what_a_run_holds_at_once_is_told_from_extents() -> None:
+    row = 8 * 4 * 4  # batch_max rows of x
+    weights = [torch.zeros(4)]
+    relu = ("aten.relu.default", [X])
+    assert intermediate_bytes(graph(relu), weights) == row
+    chain = [relu, *(("aten.relu.default", [value(i)]) for i in range(5))]
+    assert intermediate_bytes(graph(*chain), weights) == 2 * row  # one is read, one written
+    kept = [relu, relu, relu, ("aten.add.Tensor", [value(0), value(1)]),
+            ("aten.add.Tensor", [value(3), value(2)])]  # fmt: skip
+    assert intermediate_bytes(graph(*kept), weights) == 4 * row
+    views = [relu, ("aten.view.default", [value(0), [-1, 2, 2]]),
+             ("aten.view.default", [value(1), [-1, 4]])]  # fmt: skip
+    assert intermediate_bytes(graph(*views), weights) == row
+
+
+def test_what_may_change_is_found_without_a_set_for_each_node() -> None:
+    """2,000 nodes that each alias one weight more: two million members of sets before."""
+    count = 2000
+    gathered = Graph(
+        version=1,
+        inputs=(ValueSpec(name="x", dtype="float32", shape=(4,)),),
+        weights=tuple(f"w{number}" for number in range(count)),
+        nodes=tuple(
+            Node(NOT_FRESH, ({"v": 1 + number}, {"v": 1 + count + number - 1 if number else 0}), {})
+            for number in range(count)
+        ),
+        results=(2 * count,),
+        outputs=(ValueSpec(name="y", dtype="float32", shape=(4,)),),
+    )
+    tracemalloc.start()
+    try:
+        assert mutations(gathered) == []
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 4 << 20

@@ -19,6 +19,8 @@ from ...errors import PipeSwitchError, RegistrationRefused, to_wire
 from ...failpoints import reach
 from ...ipc.channel import Channel
 from ...ipc.messages import BuildDone, BuildFailed, BuildProgress, BuildSettings
+from ...units import format_bytes
+from ..layout import Manifest
 from ..spec import MANIFEST_FILE, BuildSpec, is_checked, load_manifest
 
 
@@ -52,6 +54,7 @@ def run(settings: BuildSettings, channel: Channel) -> int:
         spec = msgspec.msgpack.decode(settings.spec, type=BuildSpec)
         reach("build.begin")
         manifest = build(spec, work, progress)
+        _check_memory(manifest, settings.memory_bytes)
         reach("build.write")
         _publish(work, root / manifest.digest)
     except PipeSwitchError as error:
@@ -78,6 +81,18 @@ def _limit(settings: BuildSettings) -> None:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit_bytes = pages * resource.getpagesize() + settings.memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
+
+
+def _check_memory(manifest: Manifest, limit_bytes: int) -> None:
+    """What a run would take at its largest batch, before a worker tries."""
+    taken_bytes = manifest.extra.get("intermediate_bytes", 0)
+    if limit_bytes and taken_bytes > limit_bytes:
+        raise RegistrationRefused(
+            "program",
+            f"its intermediate values take {format_bytes(taken_bytes)} at batch "
+            f"{manifest.batch_max}, the limit is {format_bytes(limit_bytes)}",
+            hint="register it with a smaller max_batch, or raise [workers] build_memory",
+        )
 
 
 def work_prefix(epoch: int) -> str:

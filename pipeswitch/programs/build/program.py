@@ -18,7 +18,7 @@ from torch import nn
 from ...errors import PipeSwitchError, RegistrationRefused
 from ..bundle import Bundle, Graph, read_bundle
 from ..executor import BoundProgram, GraphProgram
-from ..graph import check_every_shape, check_no_mutation
+from ..graph import check_every_shape, check_no_mutation, intermediate_bytes
 from ..groups import regrouped
 from ..layout import Manifest
 from ..operators import checked_by
@@ -171,6 +171,7 @@ def _finish_graph(
         extra={
             **manifest.extra,
             "largest_value_bytes": largest_bytes,
+            "intermediate_bytes": intermediate_bytes(graph, weights),
             "checked_by": checked_by(),
         },
     )
