@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-
 from ..commits.files import load_commit
 from ..errors import PipeSwitchError, RegistrationRefused, ServerUnavailable
 from ..failpoints import reach
@@ -30,12 +28,7 @@ from ..ipc.messages import (
     JobName,
     Message,
     ModelName,
-    PersistCommit,
-    PrepareModel,
-    RunInference,
-    RunJob,
     Slot,
-    StoreModel,
     WorkerSettings,
 )
 from ..planning import files as profile_files
@@ -108,7 +101,6 @@ class Effects:
         self._places = places
         # What was measured here before what came along.
         self._profile_folders = (places.profiles, profiles_dir)
-        self._models_path = str(places.models)  # pathlib is slow on a request's path
         self._memory = memory
         self._processes = processes
         self._frontend = frontend
@@ -214,38 +206,23 @@ class Effects:
 
     # -- messages ------------------------------------------------------------------------------
 
-    def _program(self, digest: str) -> str:
-        return f"{self._models_path}/{digest}"
-
     def _to_worker(self, command: ToWorker) -> None:
         known = self._workers.get(command.slot)
         if known is None:
             return
-        message: Message = command.message
-        if isinstance(message, RunInference | PrepareModel):
-            message = msgspec.structs.replace(message, directory=self._program(message.digest))
-        elif isinstance(message, RunJob):
-            path = self._places.logs / f"job-{message.job}.log"
-            message = msgspec.structs.replace(message, log_path=str(path))
         descriptors = []
         if command.commits_of is not None:
             descriptors.append(self._memory.commits[command.commits_of])
         index = 0 if command.channel == "task" else 1
-        self._processes.send(known[1], index, message, descriptors)
+        self._processes.send(known[1], index, command.message, descriptors)
 
     def _to_daemon(self, command: ToDaemon) -> None:
         if self._daemon is None:
             return
-        message: Message = command.message
-        if isinstance(message, PersistCommit):
-            directory = str(self._places.commits / message.job)
-            message = msgspec.structs.replace(message, directory=directory)
-        elif isinstance(message, StoreModel):
-            message = msgspec.structs.replace(message, directory=self._program(message.directory))
         descriptors = []
         if command.commits_of is not None:
             descriptors.append(self._memory.commits[command.commits_of])
-        self._processes.send(self._daemon, 0, message, descriptors)
+        self._processes.send(self._daemon, 0, command.message, descriptors)
 
     # -- processes -----------------------------------------------------------------------------
 

@@ -130,7 +130,8 @@ class Commits:
             job.is_persisting = True
             job.persist_epoch = job.epoch
             job.persist_due_at_ms = core.now_ms + core.settings.persist_every_ms
-            core.tell_daemon(PersistCommit(job=job.name, epoch=job.epoch, directory=""))
+            directory = f"{core.settings.commits_dir}/{job.name}"
+            core.tell_daemon(PersistCommit(job=job.name, epoch=job.epoch, directory=directory))
 
     def _is_unsaved(self, job: Job) -> bool:
         """Its newest commit is not on disk, and somebody may want to resume from it."""

@@ -42,6 +42,12 @@ class SchedulerSettings:
     prefix_bytes: int = 0  # of the arena, for prefixes of models that had to leave; 0: none
     identity: Identity = UNKNOWN_DEVICE  # what profiles are measured on
     unix_offset_ms: float = 0.0  # from the scheduler's clock to the calendar
+    models_dir: str = "models"  # where programs, jobs' logs and commits lie: named to processes,
+    logs_dir: str = "logs"  # opened by them
+    commits_dir: str = "commits"
+
+    def program_dir(self, digest: str) -> str:
+        return f"{self.models_dir}/{digest}"
 
 
 @dataclass

@@ -182,7 +182,7 @@ class Fleet:
                     message=PrepareModel(
                         model=name,
                         digest=model.manifest.digest,
-                        directory="",
+                        directory=core.settings.program_dir(model.manifest.digest),
                         arena_offset_bytes=model.home_bytes,
                         plan=model.plan,
                     ),

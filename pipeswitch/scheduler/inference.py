@@ -343,7 +343,7 @@ class Inference:
                     request_id=request.request_id,
                     model=model.name,
                     digest=manifest.digest,
-                    directory="",
+                    directory=core.settings.program_dir(manifest.digest),
                     arena_offset_bytes=model.home_bytes,
                     first_word=model.first_word,
                     residency_epoch=model.residency_epoch,

@@ -206,7 +206,7 @@ class Registry:
             StoreModel(
                 model=model.name,
                 epoch=model.build_epoch,
-                directory=model.manifest.digest,
+                directory=self._core.settings.program_dir(model.manifest.digest),
                 store_offset_bytes=model.store_offset_bytes,
                 size_bytes=model.manifest.total_bytes,
             )

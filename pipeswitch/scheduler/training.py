@@ -138,7 +138,7 @@ class Training:
                     job=job.name,
                     entry=job.entry,
                     args=job.args,
-                    log_path="",
+                    log_path=f"{core.settings.logs_dir}/job-{job.name}.log",
                     slot_bytes=job.commit_slot_bytes,
                     commit_every_ms=core.settings.commit_every_ms,
                 ),

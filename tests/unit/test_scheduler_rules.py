@@ -48,6 +48,7 @@ from pipeswitch.ipc.messages import (
     OpenCommits,
     Parked,
     PersistCommit,
+    PrepareModel,
     RunInference,
     RunJob,
     Scrub,
@@ -575,6 +576,24 @@ def test_any_idle_model_leaves_rather_than_a_request_waits_for_a_range_being_zer
     rig.done()
     assert rig.residency("b") is Residency.TRANSMITTING
     assert rig.residency("hot") is Residency.HOST
+
+
+def test_messages_name_their_files_in_full(fleet_model: ModuleType) -> None:
+    rig = Rig(fleet_model, models_dir="/s/models", logs_dir="/s/logs", commits_dir="/s/commits",
+              commit_every_ms=0.0, persist_every_ms=0.0)  # fmt: skip
+    rig.built("a", 4, (rig.ask_register("a"), rig.commands(ev.StartBuild)[0].epoch)[1])
+    assert [m.directory for m in rig.sent(StoreModel)] == ["/s/models/digest a"]
+    job = rig.train("cifar")
+    assert [m.log_path for m in rig.sent(RunJob)] == ["/s/logs/job-cifar.log"]
+    rig.lease(job)
+    rig.commit(job, 1, 1)
+    rig.flip(job, 1, 1)
+    assert [m.directory for m in rig.sent(PersistCommit)] == ["/s/commits/cifar"]
+    rig.daemon(ModelStored(model="a", epoch=rig.core.models["a"].build_epoch, load_ms=1.0))
+    assert [m.directory for m in rig.sent(PrepareModel)] == ["/s/models/digest a"]
+    rig.prepared()
+    rig.infer("a")
+    assert [m.directory for m in rig.sent(RunInference)] == ["/s/models/digest a"]
 
 
 def test_a_server_whose_workers_all_start_is_not_ready_in_its_statistics_either(rig: Rig) -> None:
