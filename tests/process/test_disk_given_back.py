@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 
 import pytest
@@ -15,11 +17,14 @@ TURNS = 20
 
 
 def kept_bytes(running: RunningServer) -> int:
-    """Of programs and uploads."""
-    folders = (running.state_dir / "models", running.state_dir / "uploads")
-    return sum(
-        path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file()
-    )
+    """Of programs and uploads; what is removed while we look is no longer kept."""
+    found = 0
+    for folder in (running.state_dir / "models", running.state_dir / "uploads"):
+        for path, _, names in os.walk(folder):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    found += os.stat(os.path.join(path, name)).st_size
+    return found
 
 
 def module(seed: int) -> torch.nn.Module:
