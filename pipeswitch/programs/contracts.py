@@ -251,14 +251,19 @@ def _convolution(given: Arguments) -> None:
     made = inner * groups if transposed else outer
     bias = given["bias"]
     _need(bias is None or list(bias.shape) == [made], f"bias is not [{made}]")
-    extra = given.get("output_padding") or []
-    for e, m, d in zip(extra, _each(stride, extra), _each(dilation, extra), strict=True):
-        _need(e < max(m, d), f"output_padding is {extra}")
+    if transposed:
+        rank = weight.dim() - 2
+        extra = _each(given["output_padding"], rank)
+        for e, m, d in zip(extra, _each(stride, rank), _each(dilation, rank), strict=True):
+            _need(e < max(m, d), f"output_padding is {extra}")
 
 
-def _each(numbers: Any, like: Any) -> list[int]:
+def _each(numbers: Any, rank: int) -> list[int]:
+    """One number for each dimension; torch takes one for all of them too."""
     found = list(numbers) if isinstance(numbers, list | tuple) else [numbers]
-    return found * len(like) if len(found) == 1 else found
+    found = found * rank if len(found) == 1 else found
+    _need(len(found) == rank, f"{len(found)} numbers for {rank} dimensions")
+    return found
 
 
 _CONVOLUTION: Final = _all_of(

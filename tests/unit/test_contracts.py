@@ -63,6 +63,14 @@ SOUND: dict[str, tuple[str, tuple[Any, ...], list[int]]] = {
         "scaled_dot_product_attention.default",
         (meta(2, 4, 5, 8), meta(2, 4, 6, 8), meta(2, 4, 6, 7), meta(1, 1, 5, 6)), [2, 4, 5, 7],
     ),
+    "conv2d": (
+        "conv2d.default",
+        (meta(2, 6, 8, 8), meta(4, 3, 3, 3), meta(4), [2, 1], [1, 1], [1, 1], 2), [2, 4, 4, 8],
+    ),
+    "conv_transpose2d": (
+        "conv_transpose2d.input",
+        (meta(2, 4, 5, 5), meta(4, 3, 3, 3), None, [2], [1, 1], [1], 1, [1, 1]), [2, 3, 10, 10],
+    ),
     "linear": ("linear.default", (meta(2, 5, 4), meta(3, 4), meta(3)), [2, 5, 3]),
 }  # fmt: skip
 
