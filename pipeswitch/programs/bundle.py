@@ -39,7 +39,6 @@ MAX_NODES: Final = 131_072
 MAX_VALUES: Final = 64  # inputs or outputs
 MAX_DIMS: Final = 8
 MAX_BATCH: Final = 65_536
-MAX_BATCHES: Final = 256  # sizes of a range: each of them is checked when it is registered
 MAX_ELEMENTS: Final = 1 << 40
 MAX_NAME_CHARS: Final = 256
 MAX_NESTING: Final = 3  # of lists in arguments; index([[...]]) is the deepest that aten takes
@@ -164,14 +163,6 @@ def check_graph(graph: Graph) -> None:
         _refuse("bundle graph", f"more than {MAX_NODES} nodes or {MAX_WEIGHTS} weights")
     if not 1 <= graph.batch_min <= graph.batch_max <= MAX_BATCH:
         _refuse("bundle batch", f"[{graph.batch_min}, {graph.batch_max}] is not a range of sizes")
-    if len(batches(graph)) > MAX_BATCHES:
-        most = graph.batch_min + MAX_BATCHES - 1
-        raise RegistrationRefused(
-            "bundle batch",
-            f"[{graph.batch_min}, {graph.batch_max}] has more than {MAX_BATCHES} sizes, and each "
-            "is checked",
-            hint=f"[{graph.batch_min}, {most}] would be accepted",
-        )
     if not graph.outputs or len(graph.results) != len(graph.outputs):
         _refuse("bundle outputs", "there must be one result for each output, and at least one")
     for part, specs in (("input", graph.inputs), ("output", graph.outputs)):

@@ -536,6 +536,7 @@ _FAMILIES: Final[Mapping[str, Contract]] = {
         lambda g: _need(g["dropout_p"] == 0, "dropout_p"),
     ),
     "dropout dropout_": _NO_CHANCE,
+    "view": lambda g: _need(g.get("dtype") is not torch.bool, "bytes as bool"),
 }
 
 CONTRACTS: Final[Mapping[str, Contract]] = {

@@ -76,9 +76,9 @@ DAEMON: Final = """
 import os, sys
 import msgspec
 from memory_daemon.main import run
-from pipeswitch import commit_area, commit_files
+from pipeswitch.commits import area, files
 from pipeswitch.ipc.messages import DaemonSettings
-from pipeswitch.wire.frames import channel_from
+from pipeswitch.ipc.channel import channel_from
 settings, point, visit, control, *descriptors = sys.argv[1:]
 left = int(visit)
 def reach(name):
@@ -86,7 +86,7 @@ def reach(name):
     left -= name == point
     if name == point and left == 0:
         os.kill(os.getpid(), 9)
-commit_area.reach = commit_files.reach = reach
+area.reach = files.reach = reach
 run(msgspec.json.decode(settings, type=DaemonSettings), channel_from(int(control)),
     [int(d) for d in descriptors])
 """

@@ -91,6 +91,7 @@ BROKEN: dict[str, tuple[str, tuple[Any, ...]]] = {
         "batch_norm.default",
         (meta(2, 3, 4), meta(1), None, meta(3), meta(3), False, 0.1, 1e-5, False),
     ),
+    "bytes as bool": ("view.dtype", (meta(4, dtype=torch.uint8), torch.bool)),
     "a norm of one row": ("_weight_norm.default", (meta(60000, 4), meta(1, 1), 0)),
     "a mode that is not": (
         "grid_sampler_3d.default", (meta(1, 1, 2, 2, 2), meta(1, 4, 4, 4, 3), 7, 0, False),

@@ -118,8 +118,6 @@ HOSTILE: dict[str, Callable[[Header], None]] = {
     ),
     "an overload that is an attribute": node("aten.mul.__class__", {"v": 3}, {"v": 3}),
     "arithmetic on lists, which fills the memory": node("aten.mul.left_t", [0], 1 << 40),
-    "bytes read as another type": node("aten.view.dtype", {"v": 3}, {"dtype": "bool"}),
-    "a range of more batches than are checked": put("program", "batch_max", 300),
     "another namespace": node("prim.device.default", {"v": 3}),
     "python's own modules": node("os.system", "true"),
     "a python operator that calls": node("_operator.methodcaller", "x", 1),
