@@ -34,6 +34,7 @@ from ..ipc.messages import (
 from ..planning import files as profile_files
 from ..planning.profile import Profile
 from ..programs.build.builder import work_prefix
+from ..programs.layout import Manifest
 from ..programs.spec import files_of, is_checked, kept, load_manifest
 from ..scheduler.events import (
     Announce,
@@ -333,11 +334,16 @@ class Effects:
             "builder", "pipeswitch-bld", settings, 1, [], on_message, on_exit
         )
 
-    def _is_checked(self, digest: str) -> bool:
+    def manifest_of(self, digest: str) -> Manifest | None:
+        """Of a program on the disk; None where it cannot be read: its next build says why."""
         try:
-            return is_checked(load_manifest(self._places.models / digest))
+            return load_manifest(self._places.models / digest)
         except RegistrationRefused:
-            return True  # it is said when it is looked at the next time
+            return None
+
+    def _is_checked(self, digest: str) -> bool:
+        manifest = self.manifest_of(digest)
+        return manifest is None or is_checked(manifest)
 
     def _built(self, message: BuildDone) -> None:
         reach("build.done")

@@ -443,6 +443,7 @@ class Server:
                     spec_digest=entry["spec_digest"],
                     priority=entry["priority"],
                     is_pinned=entry["pin"],
+                    restored=self._effects.manifest_of(entry["digest"]),
                 )
             )
         nothing: frozenset[bytes] = frozenset()  # is registered yet; the journal's models stay

@@ -6,7 +6,17 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..errors import InvalidInput
-from .layout import ITEM_BYTES
+from .layout import ITEM_BYTES, Manifest
+
+
+def is_same_signature(one: Manifest, other: Manifest) -> bool:
+    """Whether a request that one admitted fits the other."""
+    return (one.inputs, one.outputs, one.batch_min, one.batch_max) == (
+        other.inputs,
+        other.outputs,
+        other.batch_min,
+        other.batch_max,
+    )
 
 
 def signature_text(dtype: str, shape: Iterable[object]) -> str:

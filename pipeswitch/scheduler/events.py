@@ -61,6 +61,7 @@ class RegisterAsked:
     priority: int
     is_pinned: bool
     client: str = ""  # builds take turns among clients; empty: the server's own
+    restored: Manifest | None = None  # of an earlier server: requests come, and wait for the build
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from ..ipc.messages import (
     InferenceDone,
     InferenceFailed,
     JobName,
+    ModelName,
     RunInference,
     SlabTensor,
     Turn,
@@ -33,7 +34,15 @@ from .events import Answer, CancelAsked, InferArrived, PrefetchHint, RaiseTurn, 
 from .policies import Waiting
 from .records import Activation, ColdSwitch, EndedTrial, Model, Request, Worker
 from .residency import Residents
-from .states import ModelEvent, ModelState, Residency, TaskEvent, WorkerEvent, WorkerState
+from .states import (
+    MODEL_AWAITED,
+    ModelEvent,
+    ModelState,
+    Residency,
+    TaskEvent,
+    WorkerEvent,
+    WorkerState,
+)
 from .training import Training
 
 
@@ -68,7 +77,7 @@ class Inference:
             arrived_at_ms=core.now_ms,
         )
         core.requests[request.token] = request
-        is_early = core.models[request.model].state.state is ModelState.STORING
+        is_early = core.models[request.model].state.state in MODEL_AWAITED
         (core.early if is_early else core.queue)[request.token] = request
         if request.deadline_at_ms is not None:
             core.look_again(request.deadline_at_ms)
@@ -82,9 +91,8 @@ class Inference:
             return ModelNotFound(f'no model "{event.model}"', hint="pipeswitch models")
         if model.state.state is ModelState.QUARANTINED:
             return quarantined(model)
-        manifest = model.manifest if model.state.state is not ModelState.BUILDING else None
-        if manifest is None or manifest.digest != event.digest:
-            return ModelNotFound(f'model "{event.model}" changed while the request was on its way')
+        if model.manifest is None or model.manifest.digest != event.digest:
+            return changed_on_the_way(event.model)
         waiting = len(core.queue) + len(core.early)
         if waiting >= core.settings.max_queue:
             return QueueFull(
@@ -649,6 +657,10 @@ def _hung(model: Model, activation: Activation) -> DeadlineExceeded:
         hint="set a deadline, or raise [scheduler] max_compute",
         longest_ms=model.longest_ms,
     )
+
+
+def changed_on_the_way(name: ModelName) -> ModelNotFound:
+    return ModelNotFound(f'model "{name}" changed while the request was on its way')
 
 
 def quarantined(model: Model) -> ModelQuarantined:

@@ -27,6 +27,7 @@ from ..ipc.messages import (
     StoreModel,
 )
 from ..programs.layout import Manifest
+from ..programs.signature import is_same_signature
 from .core import Core
 from .events import (
     Announce,
@@ -44,10 +45,10 @@ from .events import (
     ToWorker,
     UnregisterAsked,
 )
-from .inference import Inference
+from .inference import Inference, changed_on_the_way
 from .records import Model
 from .residency import Residents
-from .states import ModelEvent, ModelState, Residency, ResidencyEvent, WorkerState
+from .states import MODEL_AWAITED, ModelEvent, ModelState, Residency, ResidencyEvent, WorkerState
 from .store import Store
 
 OUT_OF_TIME: Final = (-14, -24)  # SIGALRM and SIGXCPU
@@ -112,10 +113,13 @@ class Registry:
             want_pinned=event.is_pinned,
             build_epoch=core.next_epoch(),
             registered_at_ms=core.now_ms,
+            manifest=event.restored,
         )
         model.register_tokens.append(event.token)
         core.models[model.name] = model
         self._waiting_builds[model.name] = event.client
+        if event.restored is not None:
+            self._announce(model)
 
     def pump(self) -> None:
         """Finish unregistrations whose model is idle now; start the next builds."""
@@ -188,6 +192,8 @@ class Registry:
         model = self._of(message.model, message.epoch)
         if model is None or model.state.state is not ModelState.BUILDING:
             return None
+        if model.manifest is not None and not is_same_signature(model.manifest, manifest):
+            self._inference.not_stored(model, changed_on_the_way(model.name))
         model.manifest = model.built = manifest
         model.state.apply(ModelEvent.BUILT, f"digest {manifest.digest[:12]}")
         try:
@@ -195,9 +201,14 @@ class Registry:
         except PipeSwitchError as error:
             self._refuse(model, error)
             return None
-        self._core.emit(Announce(model=model.name, manifest=manifest, priority=model.priority))
+        self._announce(model)
         self.store_again(model)
         return model
+
+    def _announce(self, model: Model) -> None:
+        assert model.manifest is not None
+        manifest, priority = model.manifest, model.priority
+        self._core.emit(Announce(model=model.name, manifest=manifest, priority=priority))
 
     def store_again(self, model: Model) -> None:
         """(Re)send the load order; there may be no daemon now, or the one that had it died."""
@@ -272,7 +283,7 @@ class Registry:
     def _refuse(self, model: Model, error: PipeSwitchError) -> None:
         """Nothing stays behind of a model that was refused; the name is free again."""
         core = self._core
-        if model.state.state is ModelState.STORING:  # it may have been announced
+        if model.manifest is not None:  # it may have been announced
             core.emit(Retract(model=model.name))
             self._inference.not_stored(model, error)
         model.state.apply(ModelEvent.REFUSED, type(error).__name__)
@@ -335,6 +346,7 @@ class Registry:
             return
         if model.state.state is ModelState.BUILDING:
             self._give_up(model, Cancelled(f'registration of "{model.name}" cancelled'))
+            core.emit(Journal(entry={"kind": "model-gone", "name": model.name}))  # if it was there
             core.answer(event.token, model=model.name)
             return
         if model.state.state is ModelState.STORING:
@@ -386,7 +398,7 @@ class Registry:
             # One that is not on the device is brought when nothing waits (Memory.bring_pinned).
         elif model.residency.state is Residency.PINNED:
             model.residency.apply(ResidencyEvent.UNPIN, "asked by the user")
-        if model.manifest is not None and model.state.state is not ModelState.STORING:
+        if model.state.state not in MODEL_AWAITED:
             self._remember(model)
         core.answer(event.token, model=model.name, pinned=event.pin,
                     state=model.residency.state.value)  # fmt: skip

@@ -77,7 +77,7 @@ from .records import Worker
 from .registry import Registry
 from .residency import Residents
 from .slices import Slices
-from .states import TASK_ON_WORKER, ModelState, TaskState, WorkerEvent, WorkerState
+from .states import MODEL_AWAITED, TASK_ON_WORKER, ModelState, TaskState, WorkerEvent, WorkerState
 from .store import Store
 from .training import Training
 from .trials import Profiling
@@ -473,7 +473,7 @@ class Scheduler:
         waiting = set(core.queue) | set(core.early)
         assert set(core.requests) == waiting | dispatched, "a request is lost"
         for name in {request.model for request in core.early.values()}:
-            assert core.models[name].state.state is ModelState.STORING, f"{name} is not awaited"
+            assert core.models[name].state.state in MODEL_AWAITED, f"{name} is not awaited"
         for activation in tasks:
             worker = core.workers[activation.slot]
             assert worker.is_alive, f"a request waits for dead worker {worker.slot}"

@@ -217,6 +217,7 @@ class ModelEvent(enum.Enum):
 
 
 _M, _N = ModelState, ModelEvent
+MODEL_AWAITED: Final = frozenset({_M.BUILDING, _M.STORING})  # a request for one waits
 MODEL_TRANSITIONS: Final[Mapping[tuple[ModelState, ModelEvent], ModelState]] = {
     (_M.BUILDING, _N.BUILT): _M.STORING,
     (_M.BUILDING, _N.REFUSED): _M.FAILED,

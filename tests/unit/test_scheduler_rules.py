@@ -9,6 +9,7 @@ import signal
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import pytest
 
 from pipeswitch.errors import (
@@ -43,6 +44,7 @@ from pipeswitch.ipc.messages import (
     LeaseGranted,
     LeaseRefused,
     LeaseRequest,
+    ModelName,
     ModelPrepared,
     ModelStored,
     OpenCommits,
@@ -61,6 +63,7 @@ from pipeswitch.ipc.messages import (
     TransmitModel,
     WorkerReady,
 )
+from pipeswitch.programs.layout import ValueSpec
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.regions import Owner
 from pipeswitch.scheduler.states import Residency, TaskState, WorkerState
@@ -147,13 +150,14 @@ class Rig:
     # -- longer steps --------------------------------------------------------------------------
 
     def ask_register(
-        self, name: str, *, spec: str = "", pin: bool = False, client: str = ""
-    ) -> ev.Token:
+        self, name: str, *, spec: str = "", pin: bool = False, client: str = "",
+        restored: Any = None,
+    ) -> ev.Token:  # fmt: skip
         token = self.token()
         spec = spec or f"spec of {name}"
         self.handle(ev.RegisterAsked(token=token, model=name, spec=spec.encode(),
                                      spec_digest=spec, priority=1, is_pinned=pin,
-                                     client=client))  # fmt: skip
+                                     client=client, restored=restored))  # fmt: skip
         return token
 
     def register(self, name: str, mib: int = 10, *, pin: bool = False) -> None:
@@ -1667,3 +1671,44 @@ def test_every_listing_is_answered_and_names_what_there_is(rig: Rig) -> None:
     token = rig.token()
     rig.handle(ev.Query(token=token, what="show", name="b"))
     assert isinstance(rig.error(token), ModelNotFound)
+
+
+def restored(rig: Rig, outputs: tuple[Any, ...] = ()) -> tuple[ev.Token, Any]:
+    """A model of the journal that is being checked again; a request that came meanwhile."""
+    manifest = rig.model_of("digest a", 10 * MIB, 2)
+    rig.ask_register("a", restored=msgspec.structs.replace(manifest, outputs=outputs))
+    [start] = rig.commands(ev.StartBuild)
+    assert rig.commands(ev.Announce)
+    return rig.infer("a"), start.epoch
+
+
+def test_a_request_for_a_model_that_is_checked_again_waits_for_it(rig: Rig) -> None:
+    token, epoch = restored(rig)
+    assert token not in rig.answers
+    rig.built("a", 10, epoch)
+    rig.daemon(ModelStored(model="a", epoch=epoch, load_ms=1.0))
+    rig.prepared()
+    rig.arrived("a")
+    rig.done()
+    assert rig.error(token) is None
+
+
+def test_a_request_for_a_model_that_is_refused_when_checked_again_reads_why(rig: Rig) -> None:
+    token, epoch = restored(rig)
+    rig.handle(ev.BuilderExited(model="a", epoch=epoch, status=-9))
+    assert isinstance(rig.error(token), RegistrationRefused)
+    assert rig.commands(ev.Retract)
+
+
+def test_a_request_for_a_model_that_comes_back_with_another_signature_is_refused(rig: Rig) -> None:
+    other = ValueSpec(name="y", dtype="float32", shape=(7,))
+    token, epoch = restored(rig, outputs=(other,))
+    rig.built("a", 10, epoch)
+    assert isinstance(rig.error(token), ModelNotFound)
+
+
+def test_a_model_that_is_unregistered_while_it_is_checked_again_stays_away(rig: Rig) -> None:
+    restored(rig)
+    rig.handle(ev.UnregisterAsked(token=rig.token(), model=ModelName("a")))
+    [journal] = rig.commands(ev.Journal)
+    assert journal.entry == {"kind": "model-gone", "name": "a"}
