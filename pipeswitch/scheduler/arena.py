@@ -129,7 +129,7 @@ class Arena:
         """Its home when nothing is cheaper, else the cheapest window anywhere.
 
         A model returns to its home offset so that cached parameter views (and CUDA graphs) stay
-        valid. It gets a new home rather than evict somebody while there is room elsewhere:
+        valid. It gets a new home rather than evict a model while there is room elsewhere:
         models whose homes overlap would throw each other out for ever.
         """
         assert model.manifest is not None

@@ -134,7 +134,7 @@ class Commits:
             core.tell_daemon(PersistCommit(job=job.name, epoch=job.epoch, directory=directory))
 
     def _is_unsaved(self, job: Job) -> bool:
-        """Its newest commit is not on disk, and somebody may want to resume from it."""
+        """Its newest commit is not on disk, and the job may have to resume from it."""
         return job.committed_step > job.persisted_step and job.state.state not in TASK_FINAL
 
     def persisted(self, message: CommitPersisted) -> None:

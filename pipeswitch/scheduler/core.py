@@ -23,7 +23,7 @@ class SchedulerSettings:
     arena_bytes: int = 1 << 30
     store_bytes: int = 2 << 30
     words: int = 16384  # arrival words; each registered model takes one per group
-    standby: int = 2  # beside the active one; at least one is kept, or nobody could step in
+    standby: int = 2  # beside the active one; at least one is kept, or none could step in
     max_queue: int = 512
     max_queue_per_model: int = 256
     max_builds: int = 1  # at once, one for each client

@@ -118,7 +118,7 @@ class ProfileAsked:
 
 @dataclass(frozen=True, kw_only=True)
 class PingAsked:
-    """Ask every process whether it is there; answered with the times, whoever is silent."""
+    """Ask every process whether it is there; answered with the times of those that are."""
 
     token: Token
 

@@ -15,7 +15,7 @@ from .events import Token, ToWorker
 from .records import Worker
 from .states import WORKER_SERVES
 
-SILENT_AFTER_MS: Final = 1000.0  # who has not answered by then is as good as dead to the asker
+SILENT_AFTER_MS: Final = 1000.0  # a process silent until then is as good as dead to the asker
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Probe:
 
 
 class Health:
-    """One round at a time: who asks meanwhile shares the next, so a flood of pings is no flood."""
+    """One round at a time: clients that ask meanwhile share the next, so a flood is no flood."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -55,7 +55,7 @@ class Health:
         self._conclude()
         if self._probe is None and self._waiting:
             self._ask()
-            self._conclude()  # nobody may be there to be asked
+            self._conclude()  # no process may be there to be asked
 
     def _conclude(self) -> None:
         core, probe = self._core, self._probe

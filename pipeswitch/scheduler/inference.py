@@ -120,7 +120,7 @@ class Inference:
         return True
 
     def prefetch(self, event: PrefetchHint) -> None:
-        """Send a model ahead of its request, if that disturbs nobody (no answer is owed)."""
+        """Send a model ahead of its request, if that disturbs no request (no answer is owed)."""
         core = self._core
         model = core.models.get(event.model)
         if model is None or model.state.state is not ModelState.READY or model.is_on_device:
@@ -135,14 +135,14 @@ class Inference:
             model.is_prefetch = True
 
     def stored(self, model: Model) -> None:
-        """Its bytes are in the host store: who came before that is dispatched in order."""
+        """Its bytes are in the host store: requests that came before are dispatched in order."""
         core = self._core
         for request in self._early_of(model):
             del core.early[request.token]
             core.queue[request.token] = request
 
     def not_stored(self, model: Model, error: PipeSwitchError) -> None:
-        """Its bytes cannot be had: who came before that is refused with the reason."""
+        """Its bytes cannot be had: requests that came before that read the reason."""
         for request in self._early_of(model):
             self._finish(request, TaskEvent.ERROR, error)
 
@@ -209,7 +209,8 @@ class Inference:
            does for a range that is being zeroed, or a copy that was cancelled.
         4. Its place is taken by models that must stay: it waits.
         5. While one waits for memory, the next best is tried if the policy lets it overtake: a
-           lower priority never runs in front of a higher one, and nobody is overtaken for ever.
+           lower priority never runs in front of a higher one, and no request is overtaken
+           for ever.
         """
         core = self._core
         if not core.is_daemon_ready:
@@ -379,7 +380,7 @@ class Inference:
         return activation
 
     def turn_is_free(self) -> None:
-        """If nobody computes any more, the dispatched task does, if there is one.
+        """If no task computes any more, the dispatched one does, if there is one.
 
         A worker that was told to raise another turn may still write it, as long as it lives and
         has not parked: 1. it was told to raise turn 7, 2. its script ends, 3. task 7 runs and
@@ -498,7 +499,7 @@ class Inference:
     def _give_up(
         self, activation: Activation, request: Request, error: PipeSwitchError | None
     ) -> None:
-        """No outputs will come of it; of a trial nobody expects any."""
+        """No outputs will come of it; of a trial no client expects any."""
         core = self._core
         if not activation.is_trial:
             assert error is not None
@@ -625,7 +626,7 @@ class Inference:
         core.current = core.upcoming = None
 
     def refuse_all(self, error: PipeSwitchError) -> None:
-        """The server cannot go on: nobody is left without an answer."""
+        """The server cannot go on: every client that waits is answered."""
         for activation in (self._core.current, self._core.upcoming):
             if activation is not None and activation.is_trial:
                 self._give_up(activation, self._core.requests[activation.token], error)

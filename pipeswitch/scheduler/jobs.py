@@ -213,7 +213,7 @@ class Jobs:
         job.waiters.clear()
 
     def refuse_all(self, error: PipeSwitchError) -> None:
-        """The server cannot go on: nobody is left without an answer."""
+        """The server cannot go on: every client that waits is answered."""
         for job in self._core.jobs.values():
             for token in (*job.waiters, *job.answer_on_change):
                 self._core.refuse(token, error)

@@ -78,8 +78,6 @@ class Listing:
                     "bytes": model.manifest.total_bytes,
                     "grouping": model.plan_source,
                     "grouping_why": model.plan_why,
-                    "requests": model.use_count,
-                    "age_s": (self._core.now_ms - model.registered_at_ms) / 1000.0,
                     "profile": None
                     if model.profile is None
                     else msgspec.to_builtins(model.profile),
@@ -245,7 +243,7 @@ class Listing:
         }
 
     def _leases(self) -> int:
-        """Regions somebody computes in or copies into now: models in use, training slices."""
+        """Regions that a process computes in or copies into now: models in use, training slices."""
         core = self._core
         in_use = sum(model.users > 0 or model.is_being_sent for model in core.models.values())
         slices = sum(region.owner.kind in ("slice", "scrub") for region in self._arena.regions)

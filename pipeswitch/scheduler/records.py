@@ -138,7 +138,7 @@ class Request:
     reply_offset_bytes: int
     reply_bytes: int
     arrived_at_ms: float
-    trial_batch: int = 0  # a trial, which nobody waits for; 0: a client's request
+    trial_batch: int = 0  # a trial, which no client waits for; 0: a client's request
     state: Machine[TaskState, TaskEvent] = field(init=False)
     deaths: int = 0  # workers that died while computing it
 

@@ -58,7 +58,7 @@ class Registry:
     """All registered models. Builds of one client run one after the other: each uses every core.
 
     Clients take turns: one that has had none for longest is next, so that one client's endless
-    builds keep nobody else waiting for more than one of them.
+    builds keep another client waiting for one of them at most.
     """
 
     def __init__(
@@ -159,12 +159,12 @@ class Registry:
 
     @property
     def is_quiet(self) -> bool:
-        """Nobody waits for a registration or for its end."""
+        """No client waits for a registration or for its end."""
         models = self._core.models.values()
         return not any(model.register_tokens or model.unregister_tokens for model in models)
 
     def refuse_all(self, error: PipeSwitchError) -> None:
-        """The server cannot go on: nobody is left without an answer."""
+        """The server cannot go on: every client that waits is answered."""
         for model in self._core.models.values():
             for token in (*model.register_tokens, *model.unregister_tokens):
                 self._core.refuse(token, error)
@@ -258,7 +258,7 @@ class Registry:
             self._refuse(model, RegistrationRefused("weights", message.reason))
 
     def refused(self, epoch: Epoch, reason: str) -> None:
-        """The daemon could not carry out an order in a way nobody expected: no answer follows."""
+        """The daemon could not carry out an order for a reason of its own: no answer follows."""
         for model in list(self._core.models.values()):
             if model.build_epoch == epoch and model.state.state is ModelState.STORING:
                 self._refuse(model, RegistrationRefused("weights", reason))

@@ -166,9 +166,9 @@ class Residents:
             self._broke_off(model, "transmission cancelled")
 
     def _broke_off(self, model: Model, cause: str) -> None:
-        """Groups are missing: who waits for them would wait for ever.
+        """Groups are missing: a task that waits for them would wait for ever.
 
-        1. Nobody reads it: the place is free.
+        1. No task reads it: the place is free.
         2. A worker does: it is killed, and the place is free when it is reaped (``unused``).
         """
         core = self._core
@@ -186,7 +186,7 @@ class Residents:
         model.users -= 1
         model.last_used_at_ms = self._core.now_ms
         if model.residency.state is Residency.ABANDONED and not model.users:
-            self._release_broken(model, "nobody waits for it any more")
+            self._release_broken(model, "no task reads it any more")
 
     def _release_broken(self, model: Model, cause: str) -> None:
         model.residency.apply(ResidencyEvent.RELEASED, cause)

@@ -142,7 +142,7 @@ class Scheduler:
 
     @property
     def waited_since_ms(self) -> float | None:
-        """When the oldest request came that has no answer yet; None when nobody waits."""
+        """When the oldest request came that has no answer yet; None when none waits."""
         oldest = next(iter(self.core.requests.values()), None)
         return oldest.arrived_at_ms if oldest is not None else None
 
@@ -297,7 +297,7 @@ class Scheduler:
                 self.core.counts["stale_messages"] += 1
 
     def _worker_exited(self, event: WorkerExited) -> None:
-        """Reaped: only now may anybody reuse what it could write (invariant I5)."""
+        """Reaped: only now may another owner have what it could write (invariant I5)."""
         worker = self.core.workers.get(event.slot)
         if worker is None or worker.generation != event.generation or not worker.is_alive:
             return
@@ -375,7 +375,7 @@ class Scheduler:
             self._leave("the grace period is over")
 
     def _leave(self, reason: str, status: int = 0) -> None:
-        """Answer everybody who still waits, then stop the server."""
+        """Answer every client that still waits, then stop the server."""
         core = self.core
         core.has_left = True
         error = ServerUnavailable(f"the server has stopped: {reason}")
@@ -391,7 +391,7 @@ class Scheduler:
         core.emit(Leave(status=status, reason=reason))
 
     def _refuse_late(self, event: Event) -> None:
-        """Whoever asks after the end is answered too; nothing is done any more."""
+        """A client that asks after the end is answered too; nothing is done any more."""
         match event:
             case (
                 InferArrived(token=token)

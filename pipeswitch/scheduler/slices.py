@@ -74,7 +74,7 @@ class Slices:
         )
 
     def scrub_again(self) -> None:
-        """What the daemon failed to zero: nobody may have the range before it is."""
+        """What the daemon failed to zero: no owner may have the range before it is."""
         for epoch, at_ms in list(self._unscrubbed.items()):
             region = self._arena.regions.get(Owner("scrub", str(epoch)))
             if region is None:  # the memory went with its owner

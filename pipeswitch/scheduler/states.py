@@ -254,7 +254,7 @@ class Machine(Generic[State, Event]):
 
     @property
     def story(self) -> list[str]:
-        """The last transitions as text, made when somebody reads it: a request has six."""
+        """The last transitions as text, made when it is read: a request has six."""
         return [
             f"{source.value}->{target.value} {event.value} {cause}".rstrip()
             for source, target, event, cause in self._steps

@@ -218,7 +218,7 @@ class Training:
     def stop(self, name: JobName, next_turn: Turn, next_slot: Slot) -> None:
         """Ask the job that holds the device to step aside and to hand the turn on by itself.
 
-        Once for each of its turns: whoever comes later is served when it has parked. One that is
+        Once for each of its turns: a later request is served when it has parked. One that is
         being evicted is asked too; it answers before it commits and unwinds.
         """
         core, job = self._core, self._core.jobs[name]

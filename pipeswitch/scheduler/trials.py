@@ -2,8 +2,8 @@
 
 A *trial* is dispatched like a request: it takes a worker and a turn, suspends a running job in
 place, and its model is leased and sent like any other. It differs in three ways. It begins only
-when no request waits; it takes no memory from a job and none from a model somebody waits for; and
-it leaves the device between two groups as soon as a request arrives.
+when no request waits; it takes no memory from a job and none from a model that a request waits
+for; and it leaves the device between two groups as soon as a request arrives.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .records import Activation, ColdSwitch, Model, Request
 from .residency import Residents
 from .states import ModelState, Residency, WorkerState
 
-TRIAL_TOKENS: Final = -(1 << 61)  # counted down from here: no client's, nobody is answered
+TRIAL_TOKENS: Final = -(1 << 61)  # counted down from here: no client's, none is answered
 MAX_BATCHES: Final = 8
 MAX_RETRIES: Final = 20  # of one trial in a row, without a request that made it leave
 BUCKETS: Final = "buckets"
@@ -111,7 +111,7 @@ class Profiling:
         return None
 
     def cancel(self, token: Token) -> None:
-        """Whoever asked has gone."""
+        """The client that asked has gone."""
         for name, batches, tokens in list(self._waiting):
             if token in tokens:
                 tokens.remove(token)
@@ -126,7 +126,7 @@ class Profiling:
                 self._end(session)
 
     def refuse_all(self, error: PipeSwitchError) -> None:
-        """The server leaves: nobody is left without an answer."""
+        """The server leaves: every client that waits is answered."""
         for _, _, tokens in self._waiting:
             for token in tokens:
                 self._core.refuse(token, error)
@@ -321,7 +321,7 @@ class Profiling:
             self._start(session, trial)  # 5.
 
     def _is_idle(self) -> bool:
-        """Nobody waits, nothing computes but a job, and no worker is busy with anything else."""
+        """No request waits, nothing computes but a job, and no worker is busy otherwise."""
         core = self._core
         if not core.is_daemon_ready or core.is_draining or core.queue:
             return False

@@ -38,7 +38,7 @@ def answer(*profiles: Profile | None) -> dict[str, Any]:
         "arena_bytes": 16 * MIB,
         "models": [
             {"name": f"m{number}", "bytes": LAYERS * MIB, "grouping": "planned",
-             "grouping_why": "it has no profile", "requests": 10, "age_s": 5.0,
+             "grouping_why": "it has no profile",
              "profile": None if one is None else msgspec.to_builtins(one)}
             for number, one in enumerate(profiles)
         ],

@@ -6,13 +6,9 @@ A policy sees an immutable view and returns numbers; the scheduler keeps the inv
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from .fifo import Fifo
 from .policy import Policy, Resident, Waiting
 from .priority import Priority
-
-PRIORITIES: Mapping[str, int] = {"high": 0, "normal": 1, "low": 2}
 
 
 def make_policy(name: str, *, max_wait_ms: float) -> Policy:
@@ -28,4 +24,4 @@ def make_policy(name: str, *, max_wait_ms: float) -> Policy:
     raise KeyError(f"no policy {name!r}; there are: fifo, priority")
 
 
-__all__ = ["PRIORITIES", "Fifo", "Policy", "Priority", "Resident", "Waiting", "make_policy"]
+__all__ = ["Fifo", "Policy", "Priority", "Resident", "Waiting", "make_policy"]

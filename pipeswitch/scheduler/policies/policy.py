@@ -34,7 +34,7 @@ class Resident:
 class Policy(Protocol):
     """What a scheduling policy decides.
 
-    Order alone decides who gets memory: a request is looked at only after every request that
+    Order alone decides which request gets memory: one is looked at only after every request that
     ranks before it, so a model that is evicted for it is wanted by later ones at most. That is
     what keeps two models that do not fit together from blocking each other, and a low priority
     from blocking a high one.
@@ -49,7 +49,7 @@ class Policy(Protocol):
     def may_overtake(self, request: Waiting, blocked: Waiting, now_ms: float) -> bool:
         """Whether ``request`` may run while ``blocked``, which ranks before it, has no memory.
 
-        A policy must say no to everybody at some time, or a large model starves behind small
+        A policy must say no to every request at some time, or a large model starves behind small
         ones that keep its place in use.
         """
         ...

@@ -6,14 +6,14 @@ import math
 
 from .policy import Resident, Waiting
 
-WANTED_WEIGHT = 64.0  # a model somebody waits for is the last choice among equals
+WANTED_WEIGHT = 64.0  # a model that a request waits for is the last choice among equals
 
 
 class Priority:
     """Ranks in this order:
 
     1. priority class, raised by one for every ``max_wait_ms`` waited, so nothing starves;
-    2. inside a class, who waited longer than ``max_wait_ms`` goes before any reuse;
+    2. inside a class, a request that waited longer than ``max_wait_ms`` goes before any reuse;
     3. the model that computes now (back to back, no switch), then models already on the device:
        reuse of residency is worth more than any order;
     4. the earlier deadline;
@@ -39,7 +39,7 @@ class Priority:
 
     def may_overtake(self, request: Waiting, blocked: Waiting, now_ms: float) -> bool:
         # Inside a class the device is not left idle for one that cannot run yet; a lower class
-        # never runs in front of a higher one; and nobody waits for ever.
+        # never runs in front of a higher one; and no request waits for ever.
         same_class = self._class(request, now_ms) <= self._class(blocked, now_ms)
         return same_class and not self._is_overdue(blocked, now_ms)
 
