@@ -394,17 +394,6 @@ def _places(given: Arguments) -> None:
         _need(index.dtype in INDICES or index.dtype is torch.bool, f"an index is {index.dtype}")
 
 
-def _bag(given: Arguments) -> None:
-    """Rows of a table, summed by bags: offsets are looked at by the kernel itself."""
-    weights = given["per_sample_weights"]
-    _need(given["weight"].dim() == 2 and given["weight"].is_floating_point(), "weight")
-    _need(given["indices"].dim() == 1 and given["offsets"].dim() == 1, "indices and offsets")
-    _need(given["indices"].dtype == given["offsets"].dtype, "indices and offsets differ")
-    _need(given["offsets"].numel() > 0 and given["weight"].numel() > 0, "nothing to look up")
-    _need(weights is None, "per_sample_weights")
-    _need(not given["sparse"] and not given["scale_grad_by_freq"], "sparse")
-
-
 def _one_hot(given: Arguments) -> None:
     _need(given["self"].dtype is torch.int64, "it takes int64")
 
@@ -522,7 +511,6 @@ _FAMILIES: Final[Mapping[str, Contract]] = {
     "fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn fft_irfft fft_irfft2 fft_rfft "
     "fft_rfft2": _all_of(_numbers(1, 1 << 24, "n", "s"), _not_empty("self")),
     "embedding": _all_of(_extents(weight="V D"), _indices("indices"), _is("sparse", False)),
-    "embedding_bag": _all_of(_indices("indices", "offsets"), _is("mode", 0, 1, 2), _bag),
     "gather": _all_of(_along(), _is("sparse_grad", False)),
     "scatter scatter_ scatter_add scatter_add_ scatter_reduce": _SCATTER,
     "index_select index_add index_add_ index_copy index_copy_ index_fill index_fill_": _INDEX_ROWS,
@@ -576,7 +564,7 @@ def _known_result(name: str, args: tuple[Any, ...]) -> torch.Tensor | None:
     return None
 
 
-_ONLY_FIRST: Final = frozenset({"embedding_bag", "native_layer_norm", "native_group_norm"})
+_ONLY_FIRST: Final = frozenset({"native_layer_norm", "native_group_norm"})
 """Their further results are for a backward pass, and have other extents than meta promises."""
 
 

@@ -39,7 +39,8 @@ PAGE: Final = mmap.PAGESIZE
 SLOT_PAGES: Final = 16
 SLOTS: Final = 24
 PATTERNS: Final = (0x5A, 0xA7)
-REPEATS: Final = 8  # of accepted arguments: other places, strides and values
+PLACES, VALUES = 8, 8  # of accepted arguments: other places and strides, and values for each
+TRIES: Final = 8  # until arguments are accepted
 FLOATS: Final = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16)
 DTYPES: Final = (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool)
 LAST_CALL_BYTES: Final = 4096
@@ -258,19 +259,6 @@ def of_family(name: str, wish: Wish) -> dict[str, Any]:
         }
     if name == "embedding":
         return {"weight": T([c, s[0]], f), "indices": T([n, s[1]], torch.int64, c)}
-    if name == "embedding_bag":
-        kind = r.choice([torch.int64, torch.int32])
-        return {
-            "weight": T([c, s[0]], f),
-            "indices": T([s[1]], kind, c),
-            "mode": r.randint(0, 2),
-            "offsets": T([n], kind, s[1]),
-            "sparse": False,
-            "scale_grad_by_freq": False,
-            "per_sample_weights": None,
-            "include_last_offset": r.random() < 0.5,
-            "padding_idx": r.choice([None, 0]),
-        }
     if name.startswith(("gather", "scatter", "take_along")):
         shape, dim = [n, c, s[0]], r.randint(-3, 2)
         index = T([e(x) for x in shape], torch.int64, shape[dim])
@@ -415,65 +403,105 @@ def arguments(target: str, schema: Any, seed: int) -> dict[str, Any]:
 # ---- memory -----------------------------------------------------------------------------------
 
 
+class Values:
+    """Data for tensors: long arrays made once, of which each call takes another piece."""
+
+    LENGTH: Final = 1 << 16
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._made: dict[tuple[torch.dtype, int, bool], bytes] = {}
+
+    def piece(self, wanted: T, size: int, rng: random.Random) -> bytes:
+        """``size`` bytes; of indices, one time in 16, some that a kernel must refuse."""
+        key = wanted.dtype, wanted.bound, wanted.bound > 0 and rng.random() < 1 / 16
+        made = self._made.get(key)
+        if made is None:
+            self._made[key] = made = self._make(*key)
+        item = wanted.dtype.itemsize
+        first = rng.randrange((len(made) - size) // item + 1) * item
+        return made[first : first + size]
+
+    def _make(self, dtype: torch.dtype, bound: int, is_hostile: bool) -> bytes:
+        count, generator = self.LENGTH // dtype.itemsize, self._generator
+        if dtype.is_floating_point:
+            return raw(torch.randn(count, generator=generator).to(dtype))
+        high = 2 if dtype is torch.bool else max(bound, 1) if bound else 5
+        low, high = (-2 * high - 1, 2 * high + 1) if is_hostile else (0, high)
+        return raw(torch.randint(low, high, (count,), generator=generator).to(dtype))
+
+
+class Place:
+    """Where a tensor lies, and what was written there last: strides' gaps are values too."""
+
+    def __init__(self, tensor: torch.Tensor, memory: memoryview, wanted: T) -> None:
+        self.tensor, self._memory, self._wanted = tensor, memory, wanted
+        self._written = b""
+
+    def fill(self, values: Values, rng: random.Random) -> None:
+        self._written = values.piece(self._wanted, len(self._memory), rng)
+
+    def write(self) -> None:
+        self._memory[:] = self._written
+
+    @property
+    def is_unchanged(self) -> bool:
+        return self._memory.tobytes() == self._written
+
+
 class Fence:
     """Slots of memory, each between two unmapped pages."""
 
+    SIZE: Final = SLOT_PAGES * PAGE
+
     def __init__(self) -> None:
-        self._slots: list[tuple[torch.UntypedStorage, int]] = []
+        self._slots: list[tuple[torch.UntypedStorage, memoryview]] = []
         self._maps: list[mmap.mmap] = []
         libc = ctypes.CDLL(None, use_errno=True)
         for _ in range(SLOTS):
-            whole = mmap.mmap(-1, (SLOT_PAGES + 2) * PAGE)
-            inner = memoryview(whole)[PAGE : (SLOT_PAGES + 1) * PAGE]
+            whole = mmap.mmap(-1, self.SIZE + 2 * PAGE)
+            inner = memoryview(whole)[PAGE : self.SIZE + PAGE]
             storage = torch.frombuffer(inner, dtype=torch.uint8).untyped_storage()
             start = storage.data_ptr()
-            for page in (start - PAGE, start + SLOT_PAGES * PAGE):
+            for page in (start - PAGE, start + self.SIZE):
                 if libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(PAGE), 0):
                     raise OSError(ctypes.get_errno(), "mprotect")
-            self._slots.append((storage, SLOT_PAGES * PAGE))
+            self._slots.append((storage, inner))
             self._maps.append(whole)
         self._next = 0
 
     def rewind(self) -> None:
         self._next = 0
 
-    def place(self, source: torch.Tensor, rng: random.Random, *, may_stride: bool) -> torch.Tensor:
-        """A copy that ends at a fence, starts after one, or lies up to 64 bytes off."""
-        storage, size = self._slots[self._next]
+    def place(self, wanted: T, rng: random.Random) -> Place:
+        """It ends at a fence, starts after one, or lies up to 64 bytes off.
+
+        Raises:
+            ValueError: larger than a slot.
+        """
+        storage, memory = self._slots[self._next]
         self._next += 1
-        item, shape = source.element_size(), list(source.shape)
-        strides = [1] * len(shape)
-        order = list(range(len(shape)))
-        if may_stride and rng.random() < 0.3:
+        item, shape = wanted.dtype.itemsize, wanted.shape
+        strides, order = [1] * len(shape), list(range(len(shape)))
+        if rng.random() < 0.3:
             rng.shuffle(order)
         step = 1
         for axis in reversed(order):
             strides[axis] = step
             step *= max(shape[axis], 1)
-        if may_stride and shape and rng.random() < 0.1:
+        if shape and rng.random() < 0.1:
             strides = [2 * stride for stride in strides]
         last = (
             sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if 0 not in shape else -1
         )
         used = (last + 1) * item
-        if used > size:
+        if used > self.SIZE:
             raise ValueError("larger than a slot")
         near = rng.choice([0, 0, 0, 0, rng.randint(1, 64)]) // item * item
-        room = (size - used) // item * item
+        room = (self.SIZE - used) // item * item
         first = min(near, room) if rng.random() < 0.3 else max(0, room - near)
-        made = torch.empty(0, dtype=source.dtype).set_(storage, first // item, shape, strides)
-        return made.copy_(source)
-
-
-def values(wanted: T, generator: torch.Generator) -> torch.Tensor:
-    """Data for it; of indices now and then some that are out of range, for the kernel to refuse."""
-    if wanted.bound or not (wanted.dtype.is_floating_point or wanted.dtype is torch.bool):
-        high = max(wanted.bound, 1) if wanted.bound else 5
-        low = 0
-        if wanted.bound and int(torch.randint(16, (1,), generator=generator)) == 0:
-            low, high = -2 * high - 1, 2 * high + 1
-        return torch.randint(low, high, wanted.shape, generator=generator).to(wanted.dtype)
-    return torch.randn(wanted.shape, generator=generator).to(wanted.dtype)
+        made = torch.empty(0, dtype=wanted.dtype).set_(storage, first // item, shape, strides)
+        return Place(made, memory[first : first + used], wanted)
 
 
 def walk(value: Any, change: Callable[[T], Any]) -> Any:
@@ -483,9 +511,11 @@ def walk(value: Any, change: Callable[[T], Any]) -> Any:
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    flat = torch.empty(plain.shape, dtype=plain.dtype).copy_(plain).reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    if not (tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()):
+        plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+        tensor = torch.empty(plain.shape, dtype=plain.dtype).copy_(plain)
+    size = tensor.numel() * tensor.element_size()
+    return ctypes.string_at(tensor.data_ptr(), size) if size else b""
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -496,38 +526,49 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     )
 
 
+def share(target: str) -> int:
+    return 4 if target.split(".")[1] in BY_CONTRACT else 1
+
+
 # ---- one child --------------------------------------------------------------------------------
 
 
 class Child:
     """Calls operators until the time is over; tells its last call through a file it maps."""
 
-    def __init__(self, last_call: Path, seed: int) -> None:
+    def __init__(self, last_call: Path, seed: int, only: str = "") -> None:
         self._seed = seed
         with last_call.open("r+b") as file:
             self._last = mmap.mmap(file.fileno(), LAST_CALL_BYTES)
-        self._fence = Fence()
-        self._calls = [(target, resolve(target)) for target in TARGETS]
+        self._fence, self._values = Fence(), Values(seed)
+        wanted = [target for target in TARGETS if target.startswith(f"aten.{only}")]
+        self._calls = [(target, resolve(target)) for target in wanted]
         self._behind = {target: guarded(call) for target, call in self._calls}
         perturb = ctypes.CDLL(None)
         self._pattern = getattr(perturb, "fence_pattern", lambda byte: perturb.mallopt(-6, byte))
         self.done: dict[str, int] = dict.fromkeys(TARGETS, 0)
         self.findings: list[str] = []
 
-    def run(self, seconds: float) -> None:
+    def run(self, seconds: float, report: Callable[[], None]) -> None:
+        """All operators in turn; those by contract more often: they believe their arguments."""
         ends_s = time.monotonic() + seconds
-        seed = self._seed
-        rng = random.Random(seed)
-        while time.monotonic() < ends_s:
-            target, call = rng.choice(self._calls)
-            # More of those by contract: their kernels believe their arguments.
-            for _ in range(4 if target.split(".")[1] in BY_CONTRACT else 1):
-                seed += 1
-                self._try(target, call, seed)
+        calls = [c for c in self._calls for _ in range(share(c[0]))]
+        random.Random(self._seed).shuffle(calls)
+        while True:
+            for place, (target, call) in enumerate(calls):
+                for _ in range(TRIES):
+                    self._seed += 1
+                    if self._try(target, call, self._seed):
+                        break
+                if place % 16 == 0:
+                    report()
+                    if time.monotonic() > ends_s:
+                        return
 
-    def _try(self, target: str, call: Any, seed: int) -> None:
+    def _try(self, target: str, call: Any, seed: int) -> bool:
+        """Whether the kernel took one call of these arguments."""
         if target.startswith("aten.sym_"):
-            return
+            return True
         given = arguments(target, call._schema, seed)
         on_meta = walk_all(given, lambda w: torch.empty(w.shape, dtype=w.dtype, device="meta"))
         if "device" in on_meta:
@@ -537,53 +578,54 @@ class Child:
                 on_meta["device"] = torch.device("meta")
             promised = self._behind[target](**on_meta)
         except Exception:  # not accepted: such a call never reaches a kernel
-            return
+            return False
         if sum(t.numel() for t in tensors_of(promised)) > 1 << 16:
-            return
-        for turn in range(REPEATS):
-            text = f"{target} {given} seed {seed}.{turn}".encode()[: LAST_CALL_BYTES - 1]
-            self._last[: len(text) + 1] = text + b"\0"
-            self._compare(target, call, given, promised, seed * REPEATS + turn)
+            return False
+        text = f"{target} {given} seed {seed}".encode()[: LAST_CALL_BYTES - 1]
+        self._last[: len(text) + 1] = text + b"\0"
+        rng, before = random.Random(seed), self.done[target]
+        with contextlib.suppress(ValueError):
+            for _ in range(PLACES):
+                self._call(target, call, given, tensors_of(promised), rng)
+        return self.done[target] > before
 
-    def _compare(self, target: str, call: Any, given: Any, promised: Any, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        sources: list[torch.Tensor] = []
+    def _call(
+        self, target: str, call: Any, given: Any, promised: list[torch.Tensor], rng: random.Random
+    ) -> None:
+        """The same arguments in one place, with several values, each over both patterns."""
+        self._fence.rewind()
+        places: list[Place] = []
 
-        def source(wanted: T) -> torch.Tensor:
-            sources.append(values(wanted, generator))
-            return sources[-1]
+        def put(wanted: T) -> torch.Tensor:
+            places.append(self._fence.place(wanted, rng))
+            return places[-1].tensor
 
-        plain = walk_all(given, source)
-        writes = target.split(".")[1].endswith("_") and "__" not in target
-        answers: list[list[bytes]] = []
-        for pattern in PATTERNS:
-            rng = random.Random(seed)
-            self._fence.rewind()
-            placed: list[torch.Tensor] = []
-
-            def put(tensor: Any, rng: random.Random = rng, placed: Any = placed) -> Any:
-                if isinstance(tensor, torch.Tensor):
-                    placed.append(self._fence.place(tensor, rng, may_stride=True))
-                    return placed[-1]
-                return [put(item) for item in tensor] if isinstance(tensor, list) else tensor
-
-            try:
-                actual = {name: put(value) for name, value in plain.items()}
+        actual = walk_all(given, put)
+        inputs = places[1:] if target.split(".")[1].endswith("_") and "__" not in target else places
+        extents = [(t.shape, t.dtype) for t in promised]
+        for _ in range(VALUES if places else 1):
+            for place in places:
+                place.fill(self._values, rng)
+            answers = []
+            for pattern in PATTERNS:
+                for place in places:
+                    place.write()
                 self._pattern(pattern)
-                result = call(**actual)
-            except Exception:  # refused by the kernel itself
-                return
-            found = tensors_of(result)[: len(tensors_of(promised))]
-            self.done[target] += 1
-            answers.append([raw(tensor) for tensor in found])
-            extents = [(t.shape, t.dtype) for t in found]
-            if extents != [(t.shape, t.dtype) for t in tensors_of(promised)]:
-                self._found("other extents than promised")
-            for index, (tensor, before) in enumerate(zip(placed, sources, strict=True)):
-                if not (writes and index == 0) and raw(tensor) != raw(before):
+                try:
+                    result = call(**actual)
+                except Exception:  # refused by the kernel itself
+                    break
+                finally:
+                    self._pattern(-1)
+                found = tensors_of(result)[: len(promised)]
+                self.done[target] += 1
+                answers.append([raw(tensor) for tensor in found])
+                if [(t.shape, t.dtype) for t in found] != extents:
+                    self._found("other extents than promised")
+                if not all(place.is_unchanged for place in inputs):
                     self._found("an input changed")
-        if answers[0] != answers[1]:
-            self._found("the answer has memory that was not written")
+            if len(answers) == 2 and answers[0] != answers[1]:
+                self._found("the answer has memory that was not written")
 
     def _found(self, what: str) -> None:
         text = bytes(self._last[:]).partition(b"\0")[0].decode()
@@ -595,17 +637,16 @@ def walk_all(given: dict[str, Any], change: Callable[[T], Any]) -> dict[str, Any
     return {name: walk(value, change) for name, value in given.items()}
 
 
-def child(last_call: Path, report: Path, seed: int, seconds: float) -> None:
+def child(last_call: Path, report: Path, seed: int, seconds: float, only: str) -> None:
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     warnings.simplefilter("ignore")
-    one = Child(last_call, seed)
-    # In pieces: what is counted must survive a crash.
-    ends_s = time.monotonic() + seconds
-    while time.monotonic() < ends_s:
-        one.run(min(1.0, ends_s - time.monotonic()))
-        one._seed += 1_000_000
+    one = Child(last_call, seed, only)
+
+    def tell() -> None:  # now and then: what is counted must survive a crash
         report.write_text(json.dumps({"done": one.done, "findings": one.findings}))
+
+    one.run(seconds, tell)
 
 
 # ---- the parent -------------------------------------------------------------------------------
@@ -622,7 +663,7 @@ def library(folder: Path) -> str:
     return str(made)
 
 
-def fuzz(seconds: float, seed: int) -> dict[str, Any]:
+def fuzz(seconds: float, seed: int, only: str = "") -> dict[str, Any]:
     """Run children one after the other until the time is over; one that dies is a finding."""
     done = dict.fromkeys(TARGETS, 0)
     findings: list[str] = []
@@ -636,6 +677,7 @@ def fuzz(seconds: float, seed: int) -> dict[str, Any]:
             report.unlink(missing_ok=True)
             command = [sys.executable, "-m", "tests.fuzz.fence", "--child", str(last), str(report)]
             command += ["--seed", str(seed), "--seconds", str(left_s)]
+            command += ["--only", only]
             environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
             environment |= {"LD_PRELOAD": preloaded} if preloaded else {}
             ended = subprocess.run(command, env=environment, cwd=HERE.parents[1], check=False)
@@ -663,13 +705,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", default="", help="operators whose name begins so")
     parser.add_argument("--out", type=Path, help="write the figures there, as JSON")
     parser.add_argument("--child", nargs=2, type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        child(*options.child, options.seed, options.seconds)
+        child(*options.child, options.seed, options.seconds, options.only)
         return 0
-    report = fuzz(options.seconds, options.seed)
+    report = fuzz(options.seconds, options.seed, options.only)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -65,8 +65,6 @@ SQUARES = made((2, 3, 8, 8))
 ODD_MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[torch.Tensor, ...]]] = {
     "small-table": (lambda: nn.Embedding(10, 4), (IDS,)),
     "tied-table": (TiedTable, (IDS,)),
-    "bag": (lambda: nn.EmbeddingBag(10, 4), (IDS,)),
-    "bag-offsets": (lambda: nn.EmbeddingBag(10, 4, mode="max"), (IDS[0], torch.tensor([0, 2]))),
     "one-hot": (lambda: Calls(lambda i: F.one_hot(i, 10)), (IDS,)),
     "weight-norm": (lambda: weight_norm(nn.Linear(4, 4)), (made((2, 4)),)),
     "spectral-norm": (lambda: spectral_norm(nn.Linear(4, 4)), (made((2, 4)),)),
@@ -141,6 +139,7 @@ class Counts(nn.Module):
         (lambda: 3, made((2, 4)), "not an nn.Module"),
         (lambda: Named(), (made((2, 4)), 3), "only tensors can travel"),
         (lambda: Named(), 3, "neither a tensor"),
+        (lambda: nn.EmbeddingBag(10, 4), IDS, "embedding_bag"),
         (
             lambda: Calls(torch.func.grad(lambda x: x.square().sum())),
             made((2, 4)),

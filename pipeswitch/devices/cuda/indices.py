@@ -19,9 +19,6 @@ from ...programs.layout import TensorSpec, ValueSpec
 
 LOOKUPS: Final[Mapping[str, tuple[int, int]]] = {
     "aten.embedding.default": (0, 1),
-    "aten.embedding_bag.default": (0, 1),
-    "aten.embedding_bag.padding_idx": (0, 1),
-    "aten._embedding_bag.default": (0, 1),
     "aten.index_select.default": (0, 2),
 }
 """Operators that take rows of a table: positions of the table and of the indices."""
