@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from .errors import ConfigError
+from .roles import Role
 from .units import Amount, nearest, parse_ms, parse_size
 
 DEFAULT_LISTEN: Final = "tcp://127.0.0.1:5555"
@@ -68,8 +69,9 @@ def _problem(value: Any, metadata: Mapping[str, Any]) -> str:
     if high is not None and value > high:
         return f"{value} is above {high}"
     choices = metadata.get("choices")
-    if choices and value not in choices:
-        return f"{value!r} is none of {', '.join(choices)}{nearest(str(value), choices)}"
+    for one in value if isinstance(value, tuple) else (value,):
+        if choices and one not in choices:
+            return f"{one!r} is none of {', '.join(choices)}{nearest(str(one), choices)}"
     pattern = metadata.get("pattern")
     if pattern is not None and value and not re.fullmatch(pattern, value):
         example = metadata.get("example")
@@ -105,6 +107,10 @@ class ServerConfig(_Checked):
     allow_code: tuple[str, ...] = _setting(
         (), "list", "module names and script paths TCP clients may name (shell wildcards)"
     )
+    tcp_roles: tuple[str, ...] = _setting(
+        (Role.INFER.value,), "list", "what every TCP client may do: infer, register, operate, "
+        "code; its key may say more", choices=tuple(Role),
+    )  # fmt: skip
     auth: str = _setting(
         "auto", "choice", "keys: TCP clients need an admitted key (pipeswitch keys); "
         "auto: only when other machines can reach the address", choices=("auto", "keys"),

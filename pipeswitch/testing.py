@@ -38,7 +38,10 @@ class RunningServer:
     state_dir: Path
 
     def client(self, *, tcp: bool = False, **options: Any) -> Client:
-        """A client through the owner's listener, or through TCP as a stranger's would."""
+        """A client through the owner's listener, or through TCP as a stranger's would.
+
+        A stranger may only ask, unless the server was made with more ``tcp_roles``.
+        """
         return Client(self.tcp_address if tcp else self.ipc_address, **options)
 
     @property
@@ -70,10 +73,13 @@ def server(
     arena: str = "256MiB",
     host_store: str = "1GiB",
     state_dir: str | Path | None = None,
+    tcp_roles: tuple[str, ...] = ("infer",),
     args: tuple[str, ...] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[RunningServer]:
     """Start ``pipeswitch serve`` on a free port in a folder of its own; stop it at the end.
+
+    ``tcp_roles`` is what clients through TCP may do: infer, register, operate, code.
 
     Raises:
         RuntimeError: it did not become ready; carries its output and log.
@@ -85,7 +91,8 @@ def server(
         command = [
             sys.executable, "-P", "-c", "from pipeswitch.cli.main import main; main()", "serve",
             "--device", "cpu", "--listen", "tcp://127.0.0.1:0", "--arena", arena,
-            "--host-store", host_store, "--state-dir", str(root), *args,
+            "--host-store", host_store, "--state-dir", str(root),
+            "--tcp-roles", ",".join(tcp_roles), *args,
         ]  # fmt: skip
         process = subprocess.Popen(
             command,

@@ -12,11 +12,16 @@ from typing import Any
 import click
 
 from ..errors import ConfigError
+from ..roles import Role, in_order
 from ..wire.keys import KeyFolder, make_pair, read_public
 from . import views
 from .common import json_option
 
 name_argument = click.argument("name")
+roles_option = click.option(
+    "--role", "roles", multiple=True, type=click.Choice([role.value for role in Role]),
+    help="What it may do besides infer: register, operate, code (repeatable).",
+)  # fmt: skip
 
 
 @click.group()
@@ -72,23 +77,26 @@ def keys_server(show: bool, as_json: bool) -> None:
 @name_argument
 @click.option("--out", type=click.Path(file_okay=False), default=".", show_default=True,
               help="Where the client's two files are written.")  # fmt: skip
+@roles_option
 @json_option
-def keys_client(name: str, out: str, as_json: bool) -> None:
+def keys_client(name: str, out: str, roles: tuple[str, ...], as_json: bool) -> None:
     """Make a pair for a client and admit it; move NAME.key_secret to the client's machine."""
     folder = _folder()
     server = folder.server()
     if server is None:
         raise ConfigError("the server has no key yet", hint="pipeswitch keys server")
     secret_file, public = make_pair(name, _folder_for(out))
-    folder.admit(name, public)
-    row = {
+    folder.admit(name, public, roles)
+    row: dict[str, Any] = {
         "client": name,
+        "roles": _roles(folder, name),
         "key": public.decode(),
         "secret_file": str(secret_file),
         "server_key": server.public.decode(),
     }
     lines = [
-        f"{name} is admitted. On its machine, with {secret_file.name} there:",
+        f"{name} is admitted with {', '.join(row['roles'])}. "
+        f"On its machine, with {secret_file.name} there:",
         f"  export PIPESWITCH_KEY={secret_file.name}",
         f"  export PIPESWITCH_SERVER_KEY='{row['server_key']}'",
     ]
@@ -114,23 +122,51 @@ def keys_pair(name: str, out: str, as_json: bool) -> None:
 @keys.command("admit")
 @name_argument
 @click.argument("key")
+@roles_option
 @json_option
-def keys_admit(name: str, key: str, as_json: bool) -> None:
+def keys_admit(name: str, key: str, roles: tuple[str, ...], as_json: bool) -> None:
     """Admit a client by its public KEY: 40 characters, or its NAME.key file."""
     public = read_public(key)
-    _folder().admit(name, public)
-    _print({"client": name, "key": public.decode()}, [f"{name} is admitted"], as_json)
+    folder = _folder()
+    folder.admit(name, public, roles)
+    found = _roles(folder, name)
+    row = {"client": name, "key": public.decode(), "roles": found}
+    _print(row, [f"{name} is admitted with {', '.join(found)}"], as_json)
+
+
+@keys.command("roles")
+@name_argument
+@roles_option
+@json_option
+def keys_roles(name: str, roles: tuple[str, ...], as_json: bool) -> None:
+    """Give an admitted client infer, the roles that are named, and no others.
+
+    A client that is connected has them within a second or two.
+    """
+    folder = _folder()
+    folder.give_roles(name, roles)
+    found = _roles(folder, name)
+    _print({"client": name, "roles": found}, [f"{name} has {', '.join(found)}"], as_json)
+
+
+def _roles(folder: KeyFolder, name: str) -> list[str]:
+    """As the folder says now."""
+    return in_order(folder.admitted()[name].roles)
 
 
 @keys.command("ls")
 @json_option
 def keys_ls(as_json: bool) -> None:
     """List the clients that may come in."""
-    rows = [{"name": name, "key": key.decode()} for name, key in _folder().clients().items()]
+    rows = [
+        {"name": name, "key": one.key.decode(), "roles": in_order(one.roles)}
+        for name, one in _folder().admitted().items()
+    ]
     if as_json:
         views.print_json(rows)
     else:
-        views.console().print(views.table(rows, ("name", "key")))
+        shown = [{**row, "roles": ", ".join(row["roles"])} for row in rows]
+        views.console().print(views.table(shown, ("name", "key", "roles")))
 
 
 @keys.command("revoke")

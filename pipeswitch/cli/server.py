@@ -41,6 +41,9 @@ EXIT_WAIT_S: Final = 30.0  # from a server's last answer to its end
 @click.option("--state-dir", type=click.Path(), help="Bundles, commits, journal, logs.")
 @click.option("--auth", help="keys: TCP clients need a key on loopback too (default: auto).")
 @click.option("--keys-dir", type=click.Path(), help="Made by pipeswitch keys.")
+@click.option("--tcp-roles", metavar="ROLE,ROLE",
+              help="What every TCP client may do: infer (default), register, operate, code.",
+)  # fmt: skip
 @click.option("--standby", type=int, help="Warm workers beside the active one.")
 @click.option("--threads", type=int, help="Compute threads of a worker on the cpu device.")
 @click.option("--policy", help="fifo or priority.")
@@ -68,6 +71,7 @@ def _flag_tree(flags: dict[str, Any]) -> dict[str, Any]:
             "state_dir": flags["state_dir"],
             "auth": flags["auth"],
             "keys_dir": flags["keys_dir"],
+            "tcp_roles": flags["tcp_roles"],
             "allow_code": list(flags["allow_code"]) or None,
         },
         "device": {

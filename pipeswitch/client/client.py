@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import zmq
 
-from ..errors import Cancelled, InvalidInput, ServerUnavailable
+from ..errors import Cancelled, InvalidInput, PermissionDenied, ServerUnavailable
 from ..wire.addresses import as_seen_from, default_address, full_address
 from ..wire.frames import unpack_dict
 from ..wire.keys import keys_from
@@ -455,6 +455,8 @@ class Client:
     def events(self, *topics: str, timeout_s: float | None = None) -> Iterator[dict[str, Any]]:
         """Records as the server publishes them; each has ``topic``. No topic: all of them.
 
+        They tell what all clients do, so they need the role ``operate`` (``PermissionDenied``).
+
         The subscription is made before this returns; records before it are not replayed.
 
         Args:
@@ -466,7 +468,16 @@ class Client:
 
     def subscribe(self, *topics: str) -> zmq.Socket[bytes]:
         """The bare subscription behind ``events``: ``[topic, msgpack]``; the caller closes it."""
-        address = as_seen_from(self.address, str(self.about()["events"]))
+        about = self.about()
+        if "operate" not in about["roles"]:
+            has = ", ".join(about["roles"])
+            raise PermissionDenied(
+                f'events need the role "operate", and this client has {has}',
+                hint="use the server's ipc socket, or on its machine: pipeswitch keys roles NAME "
+                "--role operate; without keys: start it with --tcp-roles infer,operate",
+                role="operate",
+            )
+        address = as_seen_from(self.address, str(about["events"]))
         try:
             subscriber = make_subscriber(self._connection.context, self._connection.keys)
         except zmq.ContextTerminated:

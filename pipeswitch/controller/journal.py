@@ -27,12 +27,20 @@ log = logging.getLogger(__name__)
 Entry = dict[str, Any]
 
 FILE_NAME: Final = "journal.sqlite"
-SCHEMA_VERSION: Final = 2  # in the file's user_version; 0 is a file without tables, 1 had no holds
+SCHEMA_VERSION: Final = 3  # in the file's user_version; 0 is a file without tables, 1 had no holds,
+# 2 no tenants
 SLOW_APPEND_MS: Final = 100.0  # the loop stands still so long: worth a line in the log
 CHECKPOINT_PAGES: Final = 64  # of 4 KiB in the write-ahead log, then they go to the main file
 
 FIELDS: Final[Mapping[str, Mapping[str, type]]] = {
-    "model": {"spec": bytes, "spec_digest": str, "digest": str, "priority": int, "pin": bool},
+    "model": {
+        "spec": bytes,
+        "spec_digest": str,
+        "digest": str,
+        "priority": int,
+        "pin": bool,
+        "tenant": str,
+    },
     "job": {"entry": str, "args": list, "priority": int},
     "hold": {"why": str},  # its name is a job's: paused, and not to go on by itself
 }
@@ -178,6 +186,9 @@ def _create(database: sqlite3.Connection) -> None:
             columns = ", ".join(f"{name} {_COLUMNS[type_]}" for name, type_ in fields.items())
             columns = f"name TEXT PRIMARY KEY, {columns}"
             database.execute(f"CREATE TABLE IF NOT EXISTS {kind} ({columns})")
+        known = {row[1] for row in database.execute("PRAGMA table_info(model)")}
+        if "tenant" not in known:  # what was there before there were tenants is the owner's
+            database.execute("ALTER TABLE model ADD COLUMN tenant TEXT DEFAULT ''")
         database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 

@@ -295,6 +295,9 @@ class Server:
     def run(self) -> int:
         """Serve until Leave. This thread alone owns the scheduler's state."""
         self._listeners = self._frontend.open()  # a port in use is known before anything is forked
+        for warning in self._listeners.warnings:
+            log.warning("%s", warning)
+            sys.stderr.write(f"Warning: {warning}\n")
         with contextlib.ExitStack() as cleanup:
             dump = cleanup.enter_context(open(self._log_path, "a"))
             watchdog = LoopWatchdog(self._config.server.watchdog_ms / 1000.0, dump)
@@ -443,6 +446,7 @@ class Server:
                     spec_digest=entry["spec_digest"],
                     priority=entry["priority"],
                     is_pinned=entry["pin"],
+                    tenant=entry["tenant"],
                     restored=self._effects.manifest_of(entry["digest"]),
                 )
             )

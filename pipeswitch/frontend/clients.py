@@ -10,8 +10,9 @@ import secrets
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
+from ..roles import Standing
 from ..scheduler.events import Token
 from .connections import connection_inode, socket_inode
 from .listeners import Listener
@@ -22,6 +23,39 @@ FD_SETTLE_MS: Final = 1_000.0  # libzmq reports a disconnect shortly before it c
 
 def _nothing() -> None:
     """For messages that hold no room and settle no request."""
+
+
+Outcome = Literal["ok", "error", "undeliverable"]
+
+
+@dataclass(kw_only=True)
+class Counters:
+    """``accepted = ok + error + undeliverable + in_flight``, at every moment (invariant I1)."""
+
+    accepted: int = 0
+    ok: int = 0
+    error: int = 0
+    undeliverable: int = 0
+    rejected: int = 0  # refused before acceptance; not part of the sum
+
+    @property
+    def in_flight(self) -> int:
+        return self.accepted - self.ok - self.error - self.undeliverable
+
+    def settle(self, outcome: Outcome) -> None:
+        """One accepted request got its final answer."""
+        setattr(self, outcome, getattr(self, outcome) + 1)
+
+    def as_dict(self) -> dict[str, int]:
+        """As ``stats`` shows them."""
+        return {
+            "accepted": self.accepted,
+            "ok": self.ok,
+            "error": self.error,
+            "undeliverable": self.undeliverable,
+            "in_flight": self.in_flight,
+            "rejected": self.rejected,
+        }
 
 
 @dataclass(kw_only=True, eq=False)
@@ -48,12 +82,14 @@ class Client:
     listener: Listener
     routing_id: bytes
     session: str
+    standing: Standing
     fd: int
     inode: int  # of the connection's socket: tells a reused descriptor number from this one
     requests: dict[str, Token] = field(default_factory=dict)  # that wait for their final answer
     backlog: deque[Outgoing] = field(default_factory=deque)
     unsent_bytes: int = 0
     upload_chunks: int = 0
+    counts: Counters = field(default_factory=Counters)  # of this session's requests
     user_id: str = ""  # the key it came in with; empty where no key is asked for
     is_gone: bool = False
 
@@ -86,6 +122,7 @@ class ClientTable:
             listener=listener,
             routing_id=routing_id,
             session=secrets.token_hex(16),
+            standing=listener.standing(user_id),
             fd=fd,
             inode=connection_inode(fd, listener.local),
             user_id=user_id,

@@ -29,6 +29,7 @@ from ..errors import (
     Cancelled,
     InvalidInput,
     ModelNotFound,
+    PermissionDenied,
     PipeSwitchError,
     QueueFull,
     RemoteProtocolError,
@@ -37,6 +38,7 @@ from ..errors import (
 from ..failpoints import reach
 from ..ipc.messages import ModelName
 from ..lane import Lane
+from ..roles import VERB_ROLES, Role, Standing, in_order
 from ..scheduler.events import (
     Announce,
     Answer,
@@ -58,7 +60,7 @@ from .intake import Intake, read_subscriptions
 from .job_logs import read_piece
 from .listeners import Listener, Listeners, open_listeners
 from .outbox import RELEASE_WAIT_MS, Outbox
-from .replies import envelope_id, reply_frames, wrong_version
+from .replies import envelope_id, reply_frames, told, wrong_version
 from .request_pool import RequestPool, Room
 from .requests import Pending, Requests
 from .uploads import CREDIT_CHUNKS, Uploads
@@ -74,6 +76,7 @@ SLOW: Final = "slow or gone"  # why a client is dropped that the monitor has not
 REVOKED: Final = "its key was revoked"
 _ROUTING_ID: Final = re.compile(rb"\0[\s\S]{4}")  # as libzmq makes them itself
 
+LISTINGS: Final = ("models", "show", "stats")  # with ``infer``; less is told then
 MODEL_VERBS: Final = ("show", "load", "unload", "unregister")
 Posted = Answer | Publish | Announce | Retract
 """The scheduler's commands that are performed here."""
@@ -237,6 +240,8 @@ class Frontend:
             case Publish(topic=topic, body=body):
                 frames = [topic.encode(), pack_dict(body)]
                 for listener in self._listeners.all:
+                    if not listener.has_events:
+                        continue
                     self._stirred.add(listener.publisher)
                     with contextlib.suppress(zmq.Again):
                         send_frames(listener.publisher, frames, DONTWAIT)
@@ -293,9 +298,8 @@ class Frontend:
             if header.op == "hello":
                 self._hello(listener, routing_id, frames[0], header)
             elif header.op == "ping" and not header.body:
-                self._send_now(
-                    listener, routing_id, reply_frames(header.id, body=self._about(listener))
-                )
+                body = self._about(listener, self._intake.standing(listener, frames[0]))
+                self._send_now(listener, routing_id, reply_frames(header.id, body=body))
             else:
                 client = self._intake.sender(listener, routing_id, frames[0], header.session)
                 self._dispatch(client, header, parts[2:])
@@ -303,17 +307,19 @@ class Frontend:
             self._refuse(listener, routing_id, client, request_id, error)
 
     def _dispatch(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
-        perform = self._ops.get(header.op, self._ask)
-        if perform == self._ask and header.op not in self._verbs:
+        role = VERB_ROLES.get(header.op)
+        if role is None:
             raise InvalidInput(f"{header.op} is not served by this release")
+        perform = self._ops.get(header.op, self._ask)
         if header.id in client.requests:
             raise InvalidInput(f"request id {header.id!r} is already waiting for its answer")
         if len(client.requests) >= MAX_CLIENT_REQUESTS:
             raise QueueFull(f"{len(client.requests)} requests of this client wait already")
         try:
+            client.standing.require(role, header.op)
             perform(client, header, tensors)
         except PipeSwitchError as error:
-            self.requests.reject(header.op, error)
+            self.requests.reject(client, header.op, error)
             raise
 
     def _refuse(
@@ -336,15 +342,17 @@ class Frontend:
 
     # ---- verbs ---------------------------------------------------------------------------------
 
-    def _about(self, listener: Listener) -> dict[str, Any]:
+    def _about(self, listener: Listener, standing: Standing) -> dict[str, Any]:
         """What every client may know."""
+        is_code_named = listener.is_owner or bool(self._config.server.allow_code)
         return {
             "server": "pipeswitch",
             "protocol": VERSION,
             "pid": os.getpid(),
             "events": listener.events_address,
-            "accepts_code": listener.is_owner or bool(self._config.server.allow_code),
+            "accepts_code": is_code_named and Role.CODE in standing.roles,
             "is_owner": listener.is_owner,
+            "roles": in_order(standing.roles),
             "max_message_bytes": self._max_message_bytes,
             "credit": CREDIT_CHUNKS,
             "ready": self._is_ready(),
@@ -357,7 +365,7 @@ class Frontend:
         client, replaced = self._intake.greet(listener, routing_id, frame)
         if replaced is not None:
             self._drop(replaced, "said hello again")
-        self._reply(client, header.id, body=self._about(listener))
+        self._reply(client, header.id, body=self._about(listener, client.standing))
 
     def _infer(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
         if header.body:
@@ -457,7 +465,7 @@ class Frontend:
 
     def _ask(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
         """A verb that is one question to the scheduler."""
-        asked = self._verbs.parse(header, is_owner=client.listener.is_owner)
+        asked = self._verbs.parse(header, client.standing)
         if isinstance(asked, LogPiece):  # the only one that is answered here
             piece = read_piece(self._log_directory, asked.job, asked.offset_bytes)
             self._reply(client, header.id, body=piece)
@@ -475,8 +483,14 @@ class Frontend:
         if pending is None:
             return  # it had its final answer
         client = pending.client
-        if pending.op == "stats" and not client.is_gone:
-            answer = dataclasses.replace(answer, body=self._completed(answer.body))
+        if pending.op in LISTINGS and not client.is_gone:
+            body = self._completed(answer.body) if pending.op == "stats" else answer.body
+            body = told(pending.op, body, client.standing, client.counts.as_dict())
+            answer = dataclasses.replace(answer, body=body)
+        if pending.op == "unregister" and isinstance(answer.error, PermissionDenied):
+            what = f'unregister of "{pending.model}", which is another client\'s,'
+            error = client.standing.refusal(Role.OPERATE, what)
+            answer = Answer(token=answer.token, error=error)
         elif isinstance(answer.error, ModelNotFound) and pending.op in MODEL_VERBS:
             error = admission.model_not_found(pending.model, self._models)
             answer = Answer(token=answer.token, error=error)

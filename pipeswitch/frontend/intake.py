@@ -17,6 +17,7 @@ import zmq
 
 from ..config import ServerConfig
 from ..errors import PermissionDenied, RemoteProtocolError
+from ..roles import Standing
 from ..wire.frames import MAX_TENSORS
 from ..wire.sockets import DONTWAIT, is_readable, next_events
 from .clients import Client, ClientTable
@@ -49,7 +50,7 @@ class Intake:
         self.malformed_count = 0  # messages that were not of the protocol
         self._complaints: deque[float] = deque()  # when they were written
         self._overlong: dict[zmq.Socket[bytes], list[zmq.Frame]] = {}  # still being read
-        self._admitted: frozenset[bytes] = frozenset()  # when it was last looked at
+        self._readers: frozenset[bytes] = frozenset()  # of events, when it was last looked at
         self._keys_look_at_ms = 0.0
 
     # ---- connections ---------------------------------------------------------------------------
@@ -68,7 +69,10 @@ class Intake:
         return gone
 
     def revoked(self, listeners: Listeners) -> list[Client]:
-        """Look at connections and keys when it is time; clients whose key is not admitted now."""
+        """Look at connections and keys when it is time; clients whose key is not admitted now.
+
+        The others have from now on the roles that their keys have now.
+        """
         if not self.connections:
             return []
         now_ms = self._now_ms()
@@ -76,15 +80,17 @@ class Intake:
         if listeners.tcp.allowed is None or now_ms <= self._keys_look_at_ms:
             return []
         self._keys_look_at_ms = now_ms + KEYS_LOOK_MS
-        admitted = listeners.tcp.allowed.keys()
-        if self._admitted - admitted:
+        standings = listeners.tcp.allowed.standings()
+        readers = frozenset(key for key, standing in standings.items() if standing.may_operate)
+        if self._readers - readers:
             self.connections.end_subscribers()
-        self._admitted = admitted
-        return [
-            client
-            for client in self._clients.all()
-            if client.user_id and client.user_id.encode() not in admitted
-        ]
+        self._readers = readers
+        revoked = []
+        for client in [client for client in self._clients.all() if client.user_id]:
+            client.standing = client.listener.standing(client.user_id)
+            if client.user_id.encode() not in standings:
+                revoked.append(client)
+        return revoked
 
     def _note(
         self, listener: Listener, event: int, fd: int, now_ms: float, *, is_subscriber: bool = False
@@ -164,6 +170,11 @@ class Intake:
         if not listener.is_owner:
             self.connections.greeted(fd)
         return client, replaced
+
+    @staticmethod
+    def standing(listener: Listener, frame: zmq.Frame) -> Standing:
+        """Of whoever sent this message, with a session or without."""
+        return listener.standing(_user_id(listener, frame))
 
     def sender(
         self, listener: Listener, routing_id: bytes, frame: zmq.Frame, session: str

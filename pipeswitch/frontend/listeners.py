@@ -1,8 +1,9 @@
 """Where clients come in: a TCP address and the owner's ipc socket, each with its event publisher.
 
 TCP is open on loopback; where other machines can reach it, or the owner says so, each client
-needs a CURVE key that is on the allow-list. The ipc socket lies in a folder that is the owner's
-alone, so what reaches it is the owner's: that listener accepts code, and asks for no key.
+needs a CURVE key that is on the allow-list. What it may do there is said by the listener and its
+key. The ipc socket lies in a folder that is the owner's alone, so what reaches it is the owner's:
+that listener gives every role, and asks for no key.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from ..config import ServerConfig
 from ..errors import ConfigError, PipeSwitchError
+from ..roles import ANYONE, OWNER, Role, Standing, in_order, parse_roles
 from ..wire.addresses import is_live, is_loopback, parse_listen
-from ..wire.keys import AllowList, KeyFolder, ServerKeys
+from ..wire.keys import EVENTS_DOMAIN, AllowList, KeyFolder, ServerKeys
 from ..wire.private import private_directory
 from ..wire.sockets import (
     ZAP_DOMAIN,
@@ -51,7 +53,22 @@ class Listener:
     address: str
     events_address: str
     is_owner: bool  # every client that comes in here is the server's owner
+    roles: frozenset[Role]  # of clients without a key
     allowed: AllowList | None = None  # the keys that may come in; None: no key is asked for
+
+    @property
+    def has_events(self) -> bool:
+        """Whether one that can subscribe may: where keys are asked for, they were looked at."""
+        return self.allowed is not None or Role.OPERATE in self.roles
+
+    def standing(self, user_id: str) -> Standing:
+        """Of the client that proved to have this key; of one that proved none."""
+        if self.is_owner:
+            return OWNER
+        if self.allowed is None:
+            return Standing(tenant=ANYONE, roles=self.roles)
+        revoked = Standing(tenant="?", roles=frozenset())
+        return self.allowed.standings().get(user_id.encode(), revoked)
 
     @functools.cached_property
     def local(self) -> int | str:
@@ -75,6 +92,7 @@ class Access:
 
     keys: ServerKeys
     allowed: AllowList
+    warning: str = ""
 
 
 @dataclass(kw_only=True)
@@ -83,6 +101,7 @@ class Listeners:
 
     tcp: Listener
     ipc: Listener
+    warnings: tuple[str, ...] = ()  # for who starts the server
     _authenticator: ThreadAuthenticator | None = None
     _paths: list[Path] = field(default_factory=list)
 
@@ -136,7 +155,27 @@ def find_access(config: ServerConfig, host: str) -> Access | None:
             hint=f"pipeswitch keys {where} server; then, for each client: "
             f"pipeswitch keys {where} client NAME. Or listen on 127.0.0.1",
         )
-    return Access(keys=keys, allowed=AllowList(folder))
+    silent = [name for name, admitted in folder.admitted().items() if not admitted.has_roles]
+    warning = f"keys without a role have infer alone: {', '.join(silent)}; give them others with: "
+    return Access(
+        keys=keys,
+        allowed=AllowList(folder, parse_roles(config.tcp_roles)),
+        warning=f"{warning}pipeswitch keys --keys-dir {path} roles NAME --role register"
+        if silent
+        else "",
+    )
+
+
+def _warnings(config: ServerConfig, access: Access | None) -> tuple[str, ...]:
+    """What was asked for and has no effect, or has another one than before there were roles."""
+    found = [access.warning] if access is not None and access.warning else []
+    if config.allow_code and access is None and Role.CODE not in config.tcp_roles:
+        wanted = ",".join(in_order({*parse_roles(config.tcp_roles), Role.REGISTER, Role.CODE}))
+        found.append(
+            "--allow-code lets nothing in: TCP clients have not the role code; "
+            f"give it to them with: --tcp-roles {wanted}"
+        )
+    return tuple(found)
 
 
 def open_listeners(context: zmq.Context[Any], config: ServerConfig) -> Listeners:
@@ -165,10 +204,23 @@ def open_listeners(context: zmq.Context[Any], config: ServerConfig) -> Listeners
         undo.pop_all()
     shown = f"[{host}]" if ":" in host else host
     addresses = [f"tcp://{shown}:{port}", f"tcp://{shown}:{port + 1}"]
-    allowed = access.allowed if access is not None else None
     return Listeners(
-        tcp=_listener(tcp, tcp_events, addresses, is_owner=False, allowed=allowed),
-        ipc=_listener(ipc, ipc_events, [f"ipc://{path}" for path in paths], is_owner=True),
+        tcp=_listener(
+            tcp,
+            tcp_events,
+            addresses,
+            is_owner=False,
+            roles=parse_roles(config.tcp_roles),
+            allowed=access.allowed if access is not None else None,
+        ),
+        ipc=_listener(
+            ipc,
+            ipc_events,
+            [f"ipc://{path}" for path in paths],
+            is_owner=True,
+            roles=OWNER.roles,
+        ),
+        warnings=_warnings(config, access),
         _authenticator=authenticator,
         _paths=paths,
     )
@@ -180,6 +232,7 @@ def _listener(
     addresses: Sequence[str],
     *,
     is_owner: bool,
+    roles: frozenset[Role],
     allowed: AllowList | None = None,
 ) -> Listener:
     return Listener(
@@ -190,13 +243,15 @@ def _listener(
         address=addresses[0],
         events_address=addresses[1],
         is_owner=is_owner,
+        roles=roles,
         allowed=allowed,
     )
 
 
 def _start_authenticator(context: zmq.Context[Any], access: Access) -> ThreadAuthenticator:
     authenticator = ThreadAuthenticator(context, log=logging.getLogger(f"{__name__}.zap"))
-    authenticator.configure_curve_callback(ZAP_DOMAIN, access.allowed)
+    for domain in (ZAP_DOMAIN, EVENTS_DOMAIN):
+        authenticator.configure_curve_callback(domain, access.allowed)
     authenticator.start()
     return authenticator
 
@@ -219,7 +274,7 @@ def _bind_tcp(
         publisher = make_publisher(context)
         publisher.setsockopt(zmq.IPV6, int(":" in host))
         if access is not None:
-            require_keys(publisher, access.keys)
+            require_keys(publisher, access.keys, EVENTS_DOMAIN)
         address = f"tcp://{shown}:{port or '*'}"
         bound = ""
         try:

@@ -38,7 +38,8 @@ def check_source(
     1. ``torchvision:`` and ``hf:`` names are data: any client. A folder behind ``hf:`` is a path.
     2. ``put:DIGEST`` is a file this or another client uploaded: any client.
     3. A path on the server's machine: the owner's ipc socket only, others upload.
-    4. ``package.module:factory`` is code: the owner, or an ``allow_code`` pattern.
+    4. ``package.module:factory`` is code: the owner, or an ``allow_code`` pattern (and the role
+       ``code``, which is another question).
 
     Raises:
         PermissionDenied, InvalidInput.

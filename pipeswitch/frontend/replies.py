@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -10,6 +10,7 @@ import msgspec
 from ..errors import PipeSwitchError, RemoteProtocolError, to_wire
 from ..ipc.messages import SlabTensor
 from ..programs.layout import ITEM_BYTES
+from ..roles import MODEL_FACTS, Role, Standing
 from ..scheduler.events import Answer
 from ..units import printed
 from ..wire.frames import (
@@ -77,6 +78,32 @@ def answer_frames(request_id: str, session: str, answer: Answer, memory: memoryv
         more=answer.more,
     )
     return [*frames, *tensors]
+
+
+def told(
+    op: str, body: dict[str, Any], standing: Standing, counts: Mapping[str, int]
+) -> dict[str, Any]:
+    """A listing, less what only operators learn: paths, and what other clients have and do.
+
+    Args:
+        counts: of the asker's own requests.
+    """
+    if standing.may_operate or not body:
+        return body
+    match op:
+        case "stats":
+            return dict(counts)
+        case "models":
+            return {"models": [_told_of(row, standing) for row in body["models"]]}
+        case "show":
+            return {"model": _told_of(body["model"], standing)}
+        case _:
+            return body
+
+
+def _told_of(row: Mapping[str, Any], standing: Standing) -> dict[str, Any]:
+    is_own = row.get("tenant") == standing.tenant and Role.REGISTER in standing.roles
+    return {key: value for key, value in row.items() if is_own or key in MODEL_FACTS}
 
 
 class _Envelope(msgspec.Struct):

@@ -10,50 +10,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ..errors import PipeSwitchError, QueueFull, TaskFailed
 from ..failpoints import reach
 from ..ipc.messages import ModelName
 from ..scheduler.events import Answer, Token
 from ..wire.frames import RequestHeader
-from .clients import ZERO_COPY_BYTES, Client, Outgoing
+from .clients import ZERO_COPY_BYTES, Client, Counters, Outcome, Outgoing
 from .replies import answer_frames, output_outside
 from .request_pool import RequestPool, Room
 
 _logger = logging.getLogger(__name__)
-
-Outcome = Literal["ok", "error", "undeliverable"]
-
-
-@dataclass(kw_only=True)
-class Counters:
-    """``accepted = ok + error + undeliverable + in_flight``, at every moment (invariant I1)."""
-
-    accepted: int = 0
-    ok: int = 0
-    error: int = 0
-    undeliverable: int = 0
-    rejected: int = 0  # refused before acceptance; not part of the sum
-
-    @property
-    def in_flight(self) -> int:
-        return self.accepted - self.ok - self.error - self.undeliverable
-
-    def settle(self, outcome: Outcome) -> None:
-        """One accepted request got its final answer."""
-        setattr(self, outcome, getattr(self, outcome) + 1)
-
-    def as_dict(self) -> dict[str, int]:
-        """As ``stats`` shows them."""
-        return {
-            "accepted": self.accepted,
-            "ok": self.ok,
-            "error": self.error,
-            "undeliverable": self.undeliverable,
-            "in_flight": self.in_flight,
-            "rejected": self.rejected,
-        }
 
 
 @dataclass(kw_only=True, eq=False)
@@ -95,12 +63,14 @@ class Requests:
         )
         self._pending[pending.token] = pending
         client.requests[header.id] = pending.token
+        client.counts.accepted += 1
         self.counts.accepted += 1
         self.inference.accepted += header.op == "infer"
         return pending
 
-    def reject(self, op: str, error: PipeSwitchError) -> None:
+    def reject(self, client: Client, op: str, error: PipeSwitchError) -> None:
         """Count one that was refused before it was accepted."""
+        client.counts.rejected += 1
         self.counts.rejected += 1
         self.inference.rejected += op == "infer"
         self.queue_full_count += isinstance(error, QueueFull)
@@ -167,6 +137,7 @@ class Requests:
         return answer_frames(pending.request_id, pending.client.session, answer, self._pool.memory)
 
     def _settle(self, pending: Pending, outcome: Outcome) -> None:
+        pending.client.counts.settle(outcome)
         self.counts.settle(outcome)
         if pending.op == "infer":
             self.inference.settle(outcome)

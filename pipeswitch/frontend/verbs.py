@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from ..errors import InvalidInput
 from ..ipc.messages import JobName, ModelName
+from ..roles import Role, Standing
 from ..scheduler.events import (
     DrainAsked,
     Event,
@@ -53,7 +54,7 @@ class Verbs:
     def __init__(self, *, allow_code: Sequence[str], uploads_dir: str) -> None:
         self._allow_code = tuple(allow_code)
         self._uploads_dir = uploads_dir
-        self._parsers: dict[str, Callable[[RequestHeader, bool], Asked | LogPiece]] = {
+        self._parsers: dict[str, Callable[[RequestHeader, Standing], Asked | LogPiece]] = {
             "register": self._register,
             "unregister": _unregister,
             "load": _pin,
@@ -75,27 +76,31 @@ class Verbs:
     def __contains__(self, op: str) -> bool:
         return op in self._parsers
 
-    def parse(self, header: RequestHeader, *, is_owner: bool) -> Asked | LogPiece:
-        """The event this request stands for.
+    def parse(self, header: RequestHeader, standing: Standing) -> Asked | LogPiece:
+        """The event this request stands for, of a client that has the verb's role.
 
         Raises:
             PipeSwitchError: a field is missing, unknown or out of range, or not allowed here.
         """
-        return self._parsers[header.op](header, is_owner)
+        return self._parsers[header.op](header, standing)
 
-    def _register(self, header: RequestHeader, is_owner: bool) -> Asked:
+    def _register(self, header: RequestHeader, standing: Standing) -> Asked:
         name = admission.check_name(header.model, "model")
         body = Body("register", header.body)
         source = permissions.check_source(
             body.text("source"),
             body.text("weights", ""),
-            is_owner=is_owner,
+            is_owner=standing.is_owner,
             allow_code=self._allow_code,
             uploads_dir=self._uploads_dir,
         )
+        if source.is_code:
+            standing.require(Role.CODE, "a factory")
         inputs = body.signature("inputs")
         priority = admission.priority_number(body.text("priority", ""), default=1)
         is_pinned = body.flag("pin")
+        if is_pinned:
+            standing.require(Role.OPERATE, "to pin a model")
         spec, digest = permissions.encode_spec(name, source, inputs, body.count("max_batch", 0))
         body.done()
         return lambda token: RegisterAsked(
@@ -105,13 +110,14 @@ class Verbs:
             spec_digest=digest,
             priority=priority,
             is_pinned=is_pinned,
+            tenant=standing.tenant,
         )
 
-    def _train(self, header: RequestHeader, is_owner: bool) -> Asked:
+    def _train(self, header: RequestHeader, standing: Standing) -> Asked:
         body = Body("train", header.body)
         job = JobName(admission.check_name(body.text("name"), "job"))
         entry = permissions.check_entry(
-            body.text("entry"), is_owner=is_owner, allow_code=self._allow_code
+            body.text("entry"), is_owner=standing.is_owner, allow_code=self._allow_code
         )
         args = body.texts("args")
         priority = admission.priority_number(body.text("priority", ""), default=2)
@@ -121,18 +127,19 @@ class Verbs:
         )
 
 
-def _unregister(header: RequestHeader, _: bool) -> Asked:
+def _unregister(header: RequestHeader, standing: Standing) -> Asked:
     Body("unregister", header.body).done()
-    return lambda token: UnregisterAsked(token=token, model=ModelName(header.model))
+    tenant = None if standing.may_operate else standing.tenant
+    return lambda token: UnregisterAsked(token=token, model=ModelName(header.model), tenant=tenant)
 
 
-def _pin(header: RequestHeader, _: bool) -> Asked:
+def _pin(header: RequestHeader, _: Standing) -> Asked:
     Body(header.op, header.body).done()
     pin = header.op == "load"
     return lambda token: PinAsked(token=token, model=ModelName(header.model), pin=pin)
 
 
-def _job(header: RequestHeader, _: bool) -> Asked | LogPiece:
+def _job(header: RequestHeader, _: Standing) -> Asked | LogPiece:
     body = Body("job", header.body)
     job = JobName(admission.check_name(body.text("name"), "job"))
     action: Any = body.text("action")
@@ -148,14 +155,14 @@ def _job(header: RequestHeader, _: bool) -> Asked | LogPiece:
     return lambda token: JobAsked(token=token, job=job, action=action)
 
 
-def _profile(header: RequestHeader, _: bool) -> Asked:
+def _profile(header: RequestHeader, _: Standing) -> Asked:
     body = Body("profile", header.body)
     batches = body.counts("batches")
     body.done()
     return lambda token: ProfileAsked(token=token, model=ModelName(header.model), batches=batches)
 
 
-def _ping(header: RequestHeader, _: bool) -> Asked:
+def _ping(header: RequestHeader, _: Standing) -> Asked:
     """``ping`` without a body asks the loop alone and is answered by it, without a session."""
     body = Body("ping", header.body)
     is_deep = body.flag("deep")
@@ -165,7 +172,7 @@ def _ping(header: RequestHeader, _: bool) -> Asked:
     return lambda token: PingAsked(token=token)
 
 
-def _query(header: RequestHeader, _: bool) -> Asked:
+def _query(header: RequestHeader, _: Standing) -> Asked:
     body = Body(header.op, header.body)
     seconds = body.number("seconds", 10.0, MAX_TRACE_S) if header.op == "trace" else 0.0
     body.done()
@@ -173,7 +180,7 @@ def _query(header: RequestHeader, _: bool) -> Asked:
     return lambda token: Query(token=token, what=what, name=header.model, seconds=seconds)
 
 
-def _stop(header: RequestHeader, _: bool) -> Asked:
+def _stop(header: RequestHeader, _: Standing) -> Asked:
     body = Body("stop", header.body)
     grace_ms = body.number("drain_ms", 30_000.0, MAX_DRAIN_MS)
     body.done()

@@ -61,6 +61,7 @@ class RegisterAsked:
     priority: int
     is_pinned: bool
     client: str = ""  # builds take turns among clients; empty: the server's own
+    tenant: str = ""  # whose model it will be; empty: the server's owner's
     restored: Manifest | None = None  # of an earlier server: requests come, and wait for the build
 
 
@@ -68,6 +69,7 @@ class RegisterAsked:
 class UnregisterAsked:
     token: Token
     model: ModelName
+    tenant: str | None = None  # only when it is this one's; None: whosever it is
 
 
 @dataclass(frozen=True, kw_only=True)

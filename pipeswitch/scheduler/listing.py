@@ -43,6 +43,7 @@ class Listing:
             "pinned": model.want_pinned,
             "requests": model.use_count,
             "reason": model.reason,
+            "tenant": model.tenant,
             "digest": "",
             "source": "",
             "mode": "",

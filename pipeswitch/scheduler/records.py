@@ -54,6 +54,7 @@ class Model:
     want_pinned: bool
     build_epoch: Epoch
     registered_at_ms: float
+    tenant: str = ""  # who registered it; empty: the server's owner
     state: Machine[ModelState, ModelEvent] = field(init=False)
     residency: Machine[Residency, ResidencyEvent] = field(init=False)
     manifest: Manifest | None = None  # in the groups of ``plan``

@@ -8,6 +8,7 @@ from ..errors import (
     AlreadyExists,
     Cancelled,
     ModelNotFound,
+    PermissionDenied,
     PipeSwitchError,
     QueueFull,
     RegistrationRefused,
@@ -113,6 +114,7 @@ class Registry:
             want_pinned=event.is_pinned,
             build_epoch=core.next_epoch(),
             registered_at_ms=core.now_ms,
+            tenant=event.tenant,
             manifest=event.restored,
         )
         model.register_tokens.append(event.token)
@@ -249,6 +251,7 @@ class Registry:
             "digest": model.manifest.digest,
             "priority": model.priority,
             "pin": model.want_pinned,
+            "tenant": model.tenant,
         }
         self._core.emit(Journal(entry=entry, accepts=accepts))
 
@@ -343,6 +346,9 @@ class Registry:
         model = core.models.get(event.model)
         if model is None:
             core.refuse(event.token, _not_found(event.model))
+            return
+        if event.tenant not in (None, model.tenant):
+            core.refuse(event.token, PermissionDenied(f'"{event.model}" is another client\'s'))
             return
         if model.state.state is ModelState.BUILDING:
             self._give_up(model, Cancelled(f'registration of "{model.name}" cancelled'))

@@ -1,30 +1,34 @@
 """CURVE keys: the server's own, the clients' it admits, and the pair a client brings.
 
 A folder (0700) holds ``server.key_secret`` and ``clients/NAME.key``, one public key for each
-client that may come in; the files are pyzmq's certificates. CURVE alone proves that a peer *has*
-a key: whether that key may come in is the allow-list's business (ZAP). Removing a
-file revokes the key.
+client that may come in, with its roles; the files are pyzmq's certificates. CURVE alone proves
+that a peer *has* a key: whether that key may come in is the allow-list's business (ZAP). Removing
+a file revokes the key.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from ..config import NAME_PATTERN
 from ..errors import AlreadyExists, ConfigError, InvalidInput, ModelNotFound
+from ..roles import LEAST, Role, Standing, in_order, parse_roles
 from .private import check_private, check_secret, check_trusted, private_directory
 
 KEY_CHARACTERS: Final = 40  # 32 bytes in Z85
 SETTING: Final = "[server] keys_dir"
 SERVER_NAME: Final = "server"
+ROLES_LINE: Final = re.compile(r'^\s*roles = "([a-z ]*)"$', re.MULTILINE)
+EVENTS_DOMAIN: Final = "pipeswitch-events"  # not all that come in may read them
 SETTLED_NS: Final = 100_000_000  # a folder changed more recently may change again unnoticed
 
 
@@ -35,6 +39,15 @@ class ClientKeys:
     public: bytes
     secret: bytes = field(repr=False)
     server: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admitted:
+    """A client that may come in."""
+
+    key: bytes
+    roles: frozenset[Role] = LEAST
+    has_roles: bool = True  # False: a file that says none, of a release that knew none
 
 
 @dataclass(frozen=True)
@@ -162,11 +175,12 @@ class KeyFolder:
             raise ConfigError(f"{self._server_file} holds no secret key")
         return ServerKeys(public, secret)
 
-    def admit(self, name: str, public: bytes) -> None:
-        """Let the holder of this key in from now on.
+    def admit(self, name: str, public: bytes, roles: Iterable[str] = ()) -> None:
+        """Let the holder of this key in from now on, with these roles and no others.
 
         Raises:
             AlreadyExists: the name has another key, or the key another name.
+            InvalidInput: one is no role.
         """
         _check_name(name)
         for other, key in self.clients().items():
@@ -176,8 +190,25 @@ class KeyFolder:
                 )
             if key == public and other != name:
                 raise AlreadyExists(f"{other} has this key already")
-        text = f'# admitted client\ncurve\n    public-key = "{public.decode()}"\n'
+        named = " ".join(in_order(parse_roles(roles)))
+        text = (
+            f'# admitted client\nmetadata\n    roles = "{named}"\n'
+            f'curve\n    public-key = "{public.decode()}"\n'
+        )
         _write(self._client_file(name), text)
+
+    def give_roles(self, name: str, roles: Iterable[str]) -> None:
+        """These roles and no others, to a client that is admitted already.
+
+        Raises:
+            ModelNotFound: no client has that name.
+            InvalidInput: one is no role.
+        """
+        _check_name(name)
+        public = self.clients().get(name)
+        if public is None:
+            raise _no_client(name)
+        self.admit(name, public, roles)
 
     def revoke(self, name: str) -> None:
         """Keep the holder of this name's key out from now on.
@@ -189,15 +220,19 @@ class KeyFolder:
         try:
             self._client_file(name).unlink()
         except FileNotFoundError:
-            raise ModelNotFound(f'no client "{name}"', hint="pipeswitch keys ls") from None
+            raise _no_client(name) from None
 
     def clients(self) -> dict[str, bytes]:
-        """Admitted public keys by name. A file that is no certificate admits no client."""
+        """Admitted public keys by name."""
+        return {name: admitted.key for name, admitted in self.admitted().items()}
+
+    def admitted(self) -> dict[str, Admitted]:
+        """Clients by name. A file that is no certificate admits no client."""
         found = {}
         with contextlib.suppress(FileNotFoundError):
             for path in sorted(self.clients_path.glob("*.key")):
-                with contextlib.suppress(InvalidInput):
-                    found[path.stem] = _read(path)[0]
+                with contextlib.suppress(InvalidInput, OSError, UnicodeDecodeError):
+                    found[path.stem] = _read_admitted(path)
         return found
 
     @property
@@ -206,6 +241,20 @@ class KeyFolder:
 
     def _client_file(self, name: str) -> Path:
         return self.clients_path / f"{name}.key"
+
+
+def _read_admitted(path: Path) -> Admitted:
+    """One file: an unknown role in it gives nothing."""
+    _check_name(path.stem)
+    key = _read(path)[0]
+    line = ROLES_LINE.search(path.read_text("utf-8"))
+    if line is None:
+        return Admitted(key=key, has_roles=False)
+    return Admitted(key=key, roles=parse_roles(set(line[1].split()) & set(Role)))
+
+
+def _no_client(name: str) -> ModelNotFound:
+    return ModelNotFound(f'no client "{name}"', hint="pipeswitch keys ls")
 
 
 def _check_name(name: str) -> None:
@@ -245,36 +294,46 @@ def _write(path: Path, text: str) -> None:
 
 
 class AllowList:
-    """Which clients' keys may come in, as the folder says now.
+    """Which clients' keys may come in and what they may do, as the folder says now.
 
     Asked by libzmq's authentication thread at each handshake, and by the server's loop about
     clients that are in already. The folder is read again when it has changed.
     """
 
-    def __init__(self, folder: KeyFolder) -> None:
+    def __init__(self, folder: KeyFolder, roles: frozenset[Role] = LEAST) -> None:
+        """``roles``: what each has besides its own."""
         self._folder = folder
+        self._roles = roles
         self._lock = threading.Lock()
         self._seen: tuple[int, int] | None = None  # the folder's inode and mtime_ns
-        self._keys: frozenset[bytes] = frozenset()
-        self.refused_count = 0  # handshakes with a key that is not on the list
+        self._standings: Mapping[bytes, Standing] = {}
+        self.refused_count = 0  # handshakes with a key that may not come in there
 
     def callback(self, domain: str, key: bytes) -> bool:
         """pyzmq's credentials provider: may this public key (Z85) come in? Never raises."""
-        is_admitted = key in self.keys()
+        standing = self.standings().get(key)
+        is_admitted = standing is not None and (domain != EVENTS_DOMAIN or standing.may_operate)
         self.refused_count += not is_admitted
         return is_admitted
 
     def keys(self) -> frozenset[bytes]:
-        """The admitted keys. A folder that cannot be read admits no client."""
+        """The admitted keys."""
+        return frozenset(self.standings())
+
+    def standings(self) -> Mapping[bytes, Standing]:
+        """By key. A folder that cannot be read admits no client."""
         with self._lock:
             try:
                 facts = os.stat(self._folder.clients_path)
                 stamp = (facts.st_ino, facts.st_mtime_ns)
                 if stamp != self._seen:
-                    self._keys = frozenset(self._folder.clients().values())
+                    self._standings = {
+                        admitted.key: Standing(tenant=name, roles=self._roles | admitted.roles)
+                        for name, admitted in self._folder.admitted().items()
+                    }
                     # A change within the same tick of the file system's clock has no new stamp.
                     is_settled = abs(time.time_ns() - facts.st_mtime_ns) > SETTLED_NS
                     self._seen = stamp if is_settled else None
             except OSError:
-                self._keys, self._seen = frozenset(), None
-            return self._keys
+                self._standings, self._seen = {}, None
+            return self._standings

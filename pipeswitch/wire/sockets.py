@@ -117,14 +117,14 @@ def make_subscriber(context: zmq.Context[Any], keys: ClientKeys | None) -> zmq.S
     return sock
 
 
-def require_keys(sock: zmq.Socket[bytes], keys: ServerKeys) -> None:
+def require_keys(sock: zmq.Socket[bytes], keys: ServerKeys, domain: str = ZAP_DOMAIN) -> None:
     """Before binding: each peer is asked for a key, and the authenticator about that key.
 
     Without an authenticator that answers, no client comes in (ZAP_ENFORCE_DOMAIN).
     """
     sock.setsockopt(zmq.CURVE_SERVER, 1)
     sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-    sock.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+    sock.setsockopt_string(zmq.ZAP_DOMAIN, domain)
     sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 

@@ -59,6 +59,7 @@ class Stage:
                 arena=ARENA,
                 state_dir=self.folder / "state",
                 args=("--listen", self.address, "--threads", "1"),
+                tcp_roles=("infer", "register", "operate"),
                 environment=environment,
             )
         )

@@ -21,6 +21,7 @@ from pipeswitch.frontend.frontend import Frontend
 from pipeswitch.frontend.listeners import Listener
 from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.ipc.messages import ModelName
+from pipeswitch.roles import Role
 from pipeswitch.scheduler.events import Announce, Answer, Event, InferArrived
 from pipeswitch.wire.frames import (
     MAGIC,
@@ -73,7 +74,7 @@ def _listener(*, is_owner: bool) -> Listener:
     router: Any = _Router()
     return Listener(
         router=router, monitor=router, publisher=router, readers=router, address=address,
-        events_address=f"{address}6", is_owner=is_owner,
+        events_address=f"{address}6", is_owner=is_owner, roles=frozenset(Role),
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from pipeswitch.frontend.frontend import Frontend, Posted
 from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.ipc.messages import ModelName, SlabTensor
 from pipeswitch.programs.layout import Manifest, ValueSpec
+from pipeswitch.roles import Role
 from pipeswitch.scheduler.events import (
     Announce,
     Answer,
@@ -30,9 +31,12 @@ from pipeswitch.scheduler.events import (
     Event,
     InferArrived,
     JobAsked,
+    PinAsked,
+    ProfileAsked,
     Query,
     RegisterAsked,
     TrainAsked,
+    UnregisterAsked,
 )
 from pipeswitch.wire.frames import MAGIC, RequestHeader, decode_reply, encode_header
 
@@ -79,6 +83,7 @@ class FakeScheduler:
                     "state_dir": str(directory / "state"),
                     "runtime_dir": str(directory / "run"),
                     "keys_dir": str(directory / "keys"),
+                    "tcp_roles": tuple(Role),  # what a client lacks is test_roles.py's matter
                     **server,
                 }
             )
@@ -150,7 +155,10 @@ class FakeScheduler:
                 events = [{"name": "x" * 100, "ts": n} for n in range(20_000)]
                 post(Answer(token=token, body={"trace": {"traceEvents": events}}))
             case Query(what=what, token=token):
-                post(Answer(token=token, body={"models": [], "rows": [], "jobs": [], what: []}))
+                body: dict[str, Any] = {"models": [], "rows": [], "jobs": [], "model": {}}
+                post(Answer(token=token, body={**body, what: []}))
+            case PinAsked(token=token) | UnregisterAsked(token=token) | ProfileAsked(token=token):
+                post(Answer(token=token, body={}))
             case DrainAsked(token=token) if token is not None:
                 post(Answer(token=token, body={}))
 

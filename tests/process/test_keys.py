@@ -275,7 +275,7 @@ def _ghost(guarded: Guarded, routing_id: bytes, session: str) -> Any:
     public = guarded.folder.clients()["a"].decode()
     return Client(
         listener=guarded.fake.listeners.tcp, routing_id=routing_id, session=session, fd=0, inode=0,
-        user_id=public,
+        standing=guarded.fake.listeners.tcp.standing(public), user_id=public,
     )  # fmt: skip
 
 

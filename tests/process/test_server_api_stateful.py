@@ -47,6 +47,7 @@ from pipeswitch.client.connection import Connection
 from pipeswitch.errors import InvalidInput, PipeSwitchError, RemoteProtocolError
 from pipeswitch.programs.build.export import export_module_to_bundle
 from pipeswitch.programs.spec import DEFAULT_MAX_BATCH
+from pipeswitch.roles import Role
 from pipeswitch.testing import RunningServer, server
 from pipeswitch.wire.frames import Op
 from tests.process.api_oracle import OK, Oracle, Outcomes, Program, only
@@ -312,6 +313,7 @@ class Stage:
                 arena=f"{ARENA_MIB}MiB",
                 host_store=f"{STORE_MIB}MiB",
                 state_dir=self._folder,
+                tcp_roles=tuple(Role),
                 args=("--threads", "1"),
                 environment={
                     **ENVIRONMENT,

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from pipeswitch.client.client import FINAL_JOB_STATES, Task
 from pipeswitch.errors import TaskFailed
+from pipeswitch.roles import Role
 from pipeswitch.testing import RunningServer, server
 
 DEADLINE_S = 30.0
@@ -215,8 +216,9 @@ def checked_server(*, settles: bool = True, status: int = 0, **options: Any) -> 
         settles: ask for cancelled jobs and returned leases before the stop; False where the test
             ends the server itself.
         status: what it must exit with.
-        **options: of ``pipeswitch.testing.server``.
+        **options: of ``pipeswitch.testing.server``; here TCP clients have all roles by default.
     """
+    options.setdefault("tcp_roles", tuple(Role))
     mark, names = uuid.uuid4().hex, shm_names()
     args = ("--threads", "1", *options.pop("args", ()))
     environment = {**options.pop("environment", {}), MARK: mark}

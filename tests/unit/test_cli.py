@@ -396,7 +396,7 @@ def test_the_line_that_admits_a_client_works_for_a_key_that_begins_with_a_dash(
     )
     _, text, _ = run("keys", "--keys-dir", str(tmp_path), "pair", "eve", "--out", str(tmp_path))
     _, verb, *words = shlex.split(text.splitlines()[1])
-    assert run(verb, "--keys-dir", str(tmp_path), *words)[:2] == (0, "eve is admitted\n")
+    assert run(verb, "--keys-dir", str(tmp_path), *words)[:2] == (0, "eve is admitted with infer\n")
     assert key in run("keys", "--keys-dir", str(tmp_path), "ls")[1]
 
 

@@ -27,9 +27,10 @@ MAY_IMPORT: Mapping[str, str] = {
     "failpoints": "",
     "lane": "",
     "job": "",
-    "config": "errors units",
+    "roles": "errors",
+    "config": "errors roles units",
     "planning": "",
-    "wire": "config errors",
+    "wire": "config errors roles",
     "ipc": "errors failpoints wire",
     "programs": "errors planning units",
     "programs/build": "errors failpoints ipc programs units",
@@ -46,7 +47,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "workers/": "devices failpoints ipc workers/inference/ workers/training/",
     "launch": "failpoints ipc memory_daemon/ programs/build workers/",
     # The server: clients' bytes to events, commands to deeds.
-    "frontend": "config errors failpoints ipc lane programs scheduler units wire",
+    "frontend": "config errors failpoints ipc lane programs roles scheduler units wire",
     "controller": "commits config devices errors failpoints frontend ipc lane launch machine "
     "planning programs programs/build scheduler units wire",
     # Its users.
@@ -55,7 +56,8 @@ MAY_IMPORT: Mapping[str, str] = {
     "testing": "client",
     "benchmarks": "client devices errors ipc job machine planning programs programs/build testing "
     "wire",
-    "cli": "__init__ benchmarks client config devices errors ipc planning programs units wire",
+    "cli": "__init__ benchmarks client config devices errors ipc planning programs roles units "
+    "wire",
     "demo": "__init__ cli client errors job programs programs/build testing",
     "demo_digits": "demo",
     "benchmarks/": "benchmarks cli devices errors job programs programs/build testing",

@@ -25,7 +25,7 @@ def job(name: str, **more: Any) -> dict[str, Any]:
 def model(name: str, **more: Any) -> dict[str, Any]:
     return {
         "kind": "model", "name": name, "spec": b"\0spec", "spec_digest": "s", "digest": "d",
-        "priority": 1, "pin": False, **more,
+        "priority": 1, "pin": False, "tenant": "", **more,
     }  # fmt: skip
 
 
@@ -89,6 +89,19 @@ def test_a_journal_of_a_release_without_holds_keeps_what_it_has(tmp_path: Path) 
         again.append({"kind": "hold", "name": "one", "why": "paused"})
     with opened(tmp_path) as last:
         assert set(last.holds) == {"one"}
+
+
+def test_models_of_a_release_without_tenants_are_the_owners(tmp_path: Path) -> None:
+    with opened(tmp_path) as file:
+        file.append(model("m", tenant="a"))
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database:
+        database.execute("ALTER TABLE model DROP COLUMN tenant")
+        database.execute("PRAGMA user_version = 2")
+    with opened(tmp_path) as again:
+        assert again.models == {"m": model("m")}
+        again.append(model("n", tenant="a"))
+    with opened(tmp_path) as last:
+        assert {name: entry["tenant"] for name, entry in last.models.items()} == {"m": "", "n": "a"}
 
 
 def test_what_was_appended_is_there_though_nothing_was_closed(tmp_path: Path) -> None:
@@ -261,6 +274,6 @@ def test_a_journal_of_a_later_release_is_left_alone(tmp_path: Path) -> None:
         file.append(job("one"))
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database:
         database.execute(f"PRAGMA user_version = {journal.SCHEMA_VERSION + 1}")
-    with pytest.raises(ConfigError, match="schema 3, this release knows 2"):
+    with pytest.raises(ConfigError, match="schema 4, this release knows 3"):
         JournalFile(tmp_path / FILE_NAME)
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]

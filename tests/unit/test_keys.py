@@ -150,4 +150,4 @@ def test_the_commands_make_admit_list_and_revoke(tmp_path: Path) -> None:
     cli(*where, "admit", "b", pair["key"], "--json")
     assert [row["name"] for row in cli(*where, "ls", "--json")] == ["a", "b"]
     cli(*where, "revoke", "a", "--json")
-    assert cli(*where, "ls", "--json") == [{"name": "b", "key": pair["key"]}]
+    assert cli(*where, "ls", "--json") == [{"name": "b", "key": pair["key"], "roles": ["infer"]}]

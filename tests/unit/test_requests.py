@@ -14,6 +14,7 @@ from pipeswitch.frontend.request_pool import RequestPool
 from pipeswitch.frontend.requests import Pending, Requests
 from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.ipc.messages import SlabTensor
+from pipeswitch.roles import OWNER
 from pipeswitch.scheduler.events import Answer
 from pipeswitch.wire.frames import RequestHeader, decode_reply
 
@@ -38,7 +39,9 @@ def requests(pool: RequestPool) -> Requests:
 @pytest.fixture
 def client() -> Client:
     listener: Any = None
-    return Client(listener=listener, routing_id=b"\0abcd", session="s", fd=1, inode=2)
+    return Client(
+        listener=listener, routing_id=b"\0abcd", session="s", standing=OWNER, fd=1, inode=2
+    )
 
 
 def infer(requests: Requests, client: Client, request_id: str = "1", size: int = 4) -> Pending:
@@ -159,8 +162,9 @@ def test_a_request_without_room_may_name_no_bytes_at_all(
 def test_refusals_are_counted_apart_and_want_of_room_by_itself(
     requests: Requests, client: Client
 ) -> None:
-    requests.reject("infer", QueueFull("full"))
-    requests.reject("train", InvalidInput("no"))
+    requests.reject(client, "infer", QueueFull("full"))
+    requests.reject(client, "train", InvalidInput("no"))
+    assert client.counts.rejected == 2
     assert (requests.counts.rejected, requests.inference.rejected) == (2, 1)
     assert requests.queue_full_count == 1
     pending = infer(requests, client)

@@ -1,0 +1,117 @@
+"""What a client may do: four roles, and the one that each verb of the wire needs.
+
+Every client that is let in has ``infer``; the address it came by (``[server] tcp_roles``) and its
+key (``pipeswitch keys``) may add others. The owner's socket has all (docs/adr/0021-roles.md).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from .errors import InvalidInput, PermissionDenied
+
+ANYONE: Final = "*"  # the tenant of clients without a key: no key's name has this character
+
+
+class Role(enum.StrEnum):
+    """In order of what they give away."""
+
+    INFER = "infer"  # ask models, and list what can be asked
+    REGISTER = "register"  # bring models, and take one's own away
+    OPERATE = "operate"  # the device, the jobs, everybody's models, the server's end
+    CODE = "code"  # name code that runs as the server's user: scripts and factories
+
+
+ALL_ROLES: Final = frozenset(Role)
+LEAST: Final = frozenset({Role.INFER})
+
+VERB_ROLES: Final[Mapping[str, Role]] = {
+    "hello": Role.INFER,
+    "ping": Role.INFER,
+    "infer": Role.INFER,
+    "prefetch": Role.INFER,
+    "cancel": Role.INFER,  # a session's own requests
+    "models": Role.INFER,  # in full of one's own models, and with `operate`
+    "show": Role.INFER,  # as models
+    "stats": Role.INFER,  # the session's own without `operate`
+    "put": Role.REGISTER,
+    "register": Role.REGISTER,  # to pin needs `operate`, a factory `code`
+    "unregister": Role.REGISTER,  # another's model: `operate`
+    "load": Role.OPERATE,
+    "unload": Role.OPERATE,
+    "profile": Role.OPERATE,
+    "plan": Role.OPERATE,
+    "ps": Role.OPERATE,
+    "jobs": Role.OPERATE,
+    "job": Role.OPERATE,
+    "trace": Role.OPERATE,
+    "stop": Role.OPERATE,
+    "train": Role.CODE,
+}
+"""Of every verb. Events need ``operate``: they tell what all clients do."""
+
+MODEL_FACTS: Final = frozenset({"name", "state", "inputs", "outputs", "batch"})
+"""What ``infer`` is told of a model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """Who a client is, and what it may do."""
+
+    tenant: str  # its key's name; ANYONE without a key; empty: the server's owner
+    roles: frozenset[Role] = LEAST
+
+    @property
+    def is_owner(self) -> bool:
+        return not self.tenant
+
+    @property
+    def may_operate(self) -> bool:
+        return Role.OPERATE in self.roles
+
+    def require(self, role: Role, what: str) -> None:
+        """Raises PermissionDenied: ``what`` needs a role that this client lacks."""
+        if role not in self.roles:
+            raise self.refusal(role, what)
+
+    def refusal(self, role: Role, what: str) -> PermissionDenied:
+        """Which role is missing, who lacks it, and the command that gives it."""
+        wanted = in_order({*self.roles, role})
+        if self.tenant == ANYONE:
+            who = "a TCP client without a key"
+            hint = f"start it with --tcp-roles {','.join(wanted)}"
+        else:
+            who = f'key "{self.tenant}"'
+            options = " ".join(f"--role {one}" for one in wanted)
+            hint = f"on its machine: pipeswitch keys roles {self.tenant} {options}"
+        has = ", ".join(in_order(self.roles)) or "none"
+        return PermissionDenied(
+            f'{what} needs the role "{role}", and {who} has {has}',
+            hint=f"use the server's ipc socket, or {hint}",
+            role=role.value,
+            client=self.tenant,
+        )
+
+
+OWNER: Final = Standing(tenant="", roles=ALL_ROLES)
+
+
+def parse_roles(names: Iterable[str]) -> frozenset[Role]:
+    """Roles by their names; ``infer`` comes with any.
+
+    Raises:
+        InvalidInput: one is no role.
+    """
+    try:
+        return LEAST.union(Role(name) for name in names)
+    except ValueError as error:
+        raise InvalidInput(f"{error}: roles are {', '.join(Role)}") from None
+
+
+def in_order(roles: Iterable[Role]) -> list[str]:
+    """Their names, as they are listed everywhere."""
+    found = set(roles)
+    return [role.value for role in Role if role in found]

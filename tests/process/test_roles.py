@@ -1,0 +1,296 @@
+"""What TCP clients may do without a key, with one, and with which role: real sockets."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from frontend_rig import FakeScheduler, ask, raw_dealer, until
+
+import pipeswitch as ps
+from pipeswitch.frontend.clients import Counters
+from pipeswitch.roles import VERB_ROLES, Role, in_order
+from pipeswitch.scheduler.events import Publish
+from pipeswitch.testing import RunningServer, server
+from pipeswitch.wire.frames import decode_reply
+from pipeswitch.wire.keys import KeyFolder, client_keys, make_pair
+from pipeswitch.wire.sockets import make_subscriber
+
+X = np.ones((1, 4), np.float32)
+DIGEST = "0" * 64
+BODIES: dict[str, dict[str, Any]] = {
+    "register": {"source": "torchvision:resnet18"},
+    "put": {"digest": DIGEST, "size_bytes": 1, "kind": "bundle"},
+    "train": {"name": "t", "entry": "pkg.train:main"},
+    "job": {"name": "t", "action": "show"},
+    "cancel": {"id": "none"},
+    "ping": {"deep": True},
+}
+SILENT = ("hello", "prefetch", "infer", "ping")  # asked in another way, or by the tests above
+
+
+@pytest.mark.parametrize("role", Role)
+def test_without_a_key_a_verb_is_served_when_its_role_is_the_addresss(
+    tmp_path: Path, role: Role
+) -> None:
+    fake = FakeScheduler(tmp_path, tcp_roles=(role.value,), allow_code=("pkg.*",))
+    fake.announce("m")
+    try:
+        with raw_dealer(fake.listeners.tcp.address) as sock:
+            session = ask(sock, op="hello").session
+            for number, (verb, needed) in enumerate(VERB_ROLES.items()):
+                if verb in SILENT:
+                    continue
+                fields = {"op": verb, "model": "m", "body": BODIES.get(verb, {})}
+                before = len(fake.seen)
+                reply = ask(sock, session=session, id=f"{number}", **fields)
+                while reply.more:
+                    reply = decode_reply(sock.recv_multipart())
+                is_denied = reply.error is not None and reply.error.type == "PermissionDenied"
+                assert is_denied == (needed not in (Role.INFER, role)), (verb, reply.error)
+                if is_denied:
+                    assert reply.error.data["role"] == needed
+                    wanted = ",".join(in_order({Role.INFER, role, needed}))
+                    assert f"--tcp-roles {wanted}" in reply.error.hint
+                    assert len(fake.seen) == before
+    finally:
+        fake.close()
+
+
+class Keyed:
+    """A server that asks for keys, and clients by name."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.folder = KeyFolder(folder / "keys").open()
+        self.server_key = self.folder.make_server().public.decode()
+        self.secrets = folder
+        self.admit("first")
+        self.fake = FakeScheduler(folder, auth="keys", **{"tcp_roles": ("infer",), **options})
+        self.fake.announce("m")
+
+    def admit(self, name: str, *roles: str) -> None:
+        self.folder.admit(name, make_pair(name, self.secrets)[1], roles)
+
+    def client(self, name: str) -> ps.Client:
+        return ps.Client(
+            self.fake.listeners.tcp.address,
+            key=self.secrets / f"{name}.key_secret",
+            server_key=self.server_key,
+        )
+
+
+@pytest.fixture
+def keyed(tmp_path: Path) -> Iterator[Keyed]:
+    made = Keyed(tmp_path)
+    yield made
+    made.fake.close()
+
+
+def denied(role: Role, call: Callable[[], Any]) -> ps.PermissionDenied:
+    with pytest.raises(ps.PermissionDenied) as caught:
+        call()
+    assert caught.value.role == role
+    return caught.value
+
+
+def test_a_key_without_a_role_may_ask_and_the_error_says_what_gives_more(keyed: Keyed) -> None:
+    with keyed.client("first") as client:
+        assert client.infer("m", X)["y"][0, 0] == 2.0
+        assert client.about()["roles"] == ["infer"]
+        error = denied(Role.OPERATE, lambda: client.load("m"))
+        assert "pipeswitch keys roles first --role infer --role operate" in error.hint
+        assert 'key "first" has infer' in str(error)
+
+
+def test_a_role_that_is_given_or_taken_counts_for_a_client_that_is_in(keyed: Keyed) -> None:
+    with keyed.client("first") as client:
+        denied(Role.OPERATE, client.jobs)
+        keyed.folder.give_roles("first", ["operate"])
+        until(lambda: client.about()["roles"] == ["infer", "operate"])
+        until(lambda: keyed.fake.tcp._clients.all()[0].standing.may_operate)
+        assert client.jobs() == []
+        keyed.folder.give_roles("first", [])
+        until(lambda: not keyed.fake.tcp._clients.all()[0].standing.may_operate)
+        denied(Role.OPERATE, client.jobs)
+
+
+def test_the_owners_socket_needs_no_role(keyed: Keyed) -> None:
+    with ps.Client(keyed.fake.listeners.ipc.address) as owner:
+        assert owner.about()["roles"] == [role.value for role in Role]
+        assert owner.jobs() == []
+
+
+def heard(fake: FakeScheduler, reader: Any) -> bool:
+    """One of a few records got there."""
+    for _ in range(40):
+        fake.post(Publish(topic="job.t", body={}))
+        if reader.poll(25):
+            reader.recv_multipart()
+            return True
+    return False
+
+
+def test_events_reach_operators_alone(keyed: Keyed) -> None:
+    keyed.admit("operator", "operate")
+    fake = keyed.fake
+    for name in ("operator", "first"):
+        with keyed.client(name) as client:
+            keys = client_keys(str(keyed.secrets / f"{name}.key_secret"), keyed.server_key)
+            reader = make_subscriber(client._connection.context, keys)  # asks nobody
+            client.about()
+            reader.subscribe("")
+            reader.connect(fake.listeners.tcp.events_address)
+            assert heard(fake, reader) == (name == "operator")
+            reader.close(0)
+    with keyed.client("first") as client:
+        denied(Role.OPERATE, client.events)
+
+
+def test_a_reader_whose_role_is_taken_hears_no_more(keyed: Keyed) -> None:
+    keyed.admit("operator", "operate")
+    with keyed.client("operator") as client:
+        reader = client.subscribe("job.")
+        assert heard(keyed.fake, reader)
+        keyed.folder.give_roles("operator", [])
+        until(lambda: keyed.fake.tcp._intake.connections.hung_up["a key was revoked"] >= 1)
+        while reader.poll(50):
+            reader.recv_multipart()
+        assert not heard(keyed.fake, reader)
+        reader.close(0)
+
+
+def test_without_keys_events_are_published_where_clients_may_operate(tmp_path: Path) -> None:
+    for number, roles in enumerate((("infer",), ("infer", "operate"))):
+        fake = FakeScheduler(tmp_path / str(number), tcp_roles=roles)
+        try:
+            with ps.Client(fake.listeners.tcp.address) as client:
+                client.about()
+                reader = make_subscriber(client._connection.context, None)
+                reader.subscribe("")
+                reader.connect(fake.listeners.tcp.events_address)
+                assert heard(fake, reader) == ("operate" in roles)
+                reader.close(0)
+        finally:
+            fake.close()
+
+
+def test_a_factory_and_a_pin_need_their_own_roles(tmp_path: Path) -> None:
+    fake = FakeScheduler(tmp_path, tcp_roles=("infer", "register"), allow_code=("pkg.*",))
+    try:
+        with ps.Client(fake.listeners.tcp.address) as client:
+            assert not client.about()["accepts_code"]
+            denied(Role.CODE, lambda: client.register("f", "pkg.models:make"))
+            denied(Role.OPERATE, lambda: client.register("r", "torchvision:resnet18", pin=True))
+            assert client.register("r", "torchvision:resnet18")["model"] == "r"
+    finally:
+        fake.close()
+
+
+def test_what_has_no_effect_any_more_is_said_at_the_start(tmp_path: Path) -> None:
+    keyed = Keyed(tmp_path)
+    keyed.fake.close()
+    old = keyed.folder.clients_path / "first.key"
+    old.write_text(f'curve\n    public-key = "{keyed.folder.clients()["first"].decode()}"\n')
+    keyed.admit("new", "register")
+    fake = FakeScheduler(tmp_path, auth="keys")
+    (warning,) = fake.listeners.warnings
+    assert "infer alone: first;" in warning
+    assert f"pipeswitch keys --keys-dir {keyed.folder.path} roles NAME --role register" in warning
+    fake.close()
+    fake = FakeScheduler(tmp_path / "open", tcp_roles=("infer",), allow_code=("pkg",))
+    (warning,) = fake.listeners.warnings
+    assert "--tcp-roles infer,register,code" in warning
+    fake.close()
+
+
+# ---- the whole server ----------------------------------------------------------------------------
+
+
+def linear(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Linear(4, 4)
+
+
+def command(running: RunningServer, *words: str) -> subprocess.CompletedProcess[str]:
+    code = "from pipeswitch.cli.main import main; main()"
+    return subprocess.run(
+        [sys.executable, "-P", "-c", code, "--host", running.tcp_address, *words],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_by_default_a_tcp_client_asks_and_lists_and_does_nothing_else(tmp_path: Path) -> None:
+    with server(state_dir=tmp_path) as running, running.client() as owner:
+        owner.register("m", linear(0), example_inputs=torch.zeros(1, 4))
+        with running.client(tcp=True) as stranger:
+            assert stranger.infer("m", X).outputs
+            (row,) = stranger.models()
+            assert row == stranger.show("m")
+            assert set(row) == {"name", "state", "inputs", "outputs", "batch"}
+            assert stranger.signature("m").inputs
+            assert stranger.ping(deep=True)["ready"]
+            stats = stranger.stats()
+            assert set(stats) == set(Counters().as_dict())
+            assert stats["ok"] >= 5
+            for role, call in (
+                (Role.REGISTER, lambda: stranger.unregister("m")),
+                (
+                    Role.REGISTER,
+                    lambda: stranger.register("n", linear(1), example_inputs=torch.zeros(1, 4)),
+                ),
+                (Role.OPERATE, stranger.ps),
+                (Role.OPERATE, stranger.jobs),
+                (Role.OPERATE, stranger.plan),
+                (Role.OPERATE, stranger.stop_server),
+                (Role.CODE, lambda: stranger.train("pkg.train:main")),
+            ):
+                denied(role, call)
+        refused = command(running, "unregister", "m")
+        assert refused.returncode == 1
+        assert '"register"' in refused.stderr
+        assert "--tcp-roles infer,register" in refused.stderr.replace("\n", " ")
+        listed = command(running, "models", "--json")
+        assert [one["name"] for one in json.loads(listed.stdout)] == ["m"]
+        assert command(running, "models").returncode == 0
+        assert command(running, "show", "m").returncode == 0
+        assert owner.infer("m", X).outputs
+
+
+def test_a_client_takes_away_its_own_models_also_after_a_restart(tmp_path: Path) -> None:
+    keys, secrets = KeyFolder(tmp_path / "keys").open(), tmp_path
+    server_key = keys.make_server().public.decode()
+    for name, roles in (("a", ["register"]), ("b", ["register"]), ("c", ["operate", "register"])):
+        keys.admit(name, make_pair(name, secrets)[1], roles)
+    options: dict[str, Any] = {
+        "state_dir": tmp_path / "state",
+        "args": ("--auth", "keys", "--keys-dir", str(keys.path)),
+    }
+
+    def client(running: RunningServer, name: str) -> ps.Client:
+        secret = secrets / f"{name}.key_secret"
+        return running.client(tcp=True, key=secret, server_key=server_key)
+
+    example = torch.zeros(1, 4)
+    with server(**options) as running, client(running, "a") as a, running.client() as owner:
+        a.register("of-a", linear(0), example_inputs=example)
+        a.register("too", linear(1), example_inputs=example)
+        owner.register("of-owner", linear(2), example_inputs=example)
+        assert {row["name"] for row in a.models() if "source" in row} == {"of-a", "too"}
+        assert owner.show("of-a")["tenant"] == "a"
+    with server(**options) as running, client(running, "b") as b, client(running, "a") as a:
+        for name in ("of-a", "of-owner"):
+            error = denied(Role.OPERATE, lambda name=name: b.unregister(name))  # type: ignore[misc]
+            assert "another client's" in error.message
+        denied(Role.OPERATE, lambda: a.unregister("of-owner"))
+        a.unregister("of-a")
+        with client(running, "c") as c:
+            c.unregister("too")
+            c.unregister("of-owner")
+            assert c.models() == []

@@ -1,0 +1,192 @@
+"""Which verb needs which role, and who has it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+import pipeswitch as ps
+from pipeswitch.cli.server import _flag_tree, serve
+from pipeswitch.config import Config, load
+from pipeswitch.frontend.frontend import Frontend
+from pipeswitch.frontend.replies import told
+from pipeswitch.ipc.board import sealed_memfd
+from pipeswitch.roles import (
+    ANYONE,
+    LEAST,
+    MODEL_FACTS,
+    OWNER,
+    VERB_ROLES,
+    Role,
+    Standing,
+    in_order,
+    parse_roles,
+)
+from pipeswitch.wire.frames import Op
+from pipeswitch.wire.keys import EVENTS_DOMAIN, AllowList, KeyFolder, make_pair
+
+ROOT = Path(__file__).parents[2]
+STRANGER = Standing(tenant=ANYONE)
+
+
+@pytest.fixture
+def frontend(tmp_path: Path) -> Iterator[Frontend]:
+    descriptor = sealed_memfd("pool", 1 << 20)
+    config = load(flags={"server": {"state_dir": str(tmp_path)}}, environ={})
+    made = Frontend(config, descriptor, lambda event: None)
+    yield made
+    made._pool.close()
+    os.close(descriptor)
+
+
+def test_every_verb_has_one_role_and_every_role_a_verb(frontend: Frontend) -> None:
+    served = {*frontend._ops, *frontend._verbs._parsers, "hello", "ping"}
+    assert served == set(VERB_ROLES) == set(get_args(Op))
+    assert set(VERB_ROLES.values()) == set(Role)
+
+
+def test_the_protocol_names_every_verb_with_its_role() -> None:
+    text = (ROOT / "docs/protocol.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| ([a-z, `]+) \|", text, re.MULTILINE)
+    told_of = {verb: Role(role) for role, verbs in rows for verb in re.findall(r"`(\w+)`", verbs)}
+    assert told_of == dict(VERB_ROLES)
+
+
+def test_whoever_comes_in_may_infer_and_no_role_comes_from_nothing() -> None:
+    assert parse_roles(()) == LEAST == {Role.INFER}
+    assert in_order(parse_roles(["code", "register"])) == ["infer", "register", "code"]
+    with pytest.raises(ps.InvalidInput, match="'root' is not a valid Role: roles are infer"):
+        parse_roles(["root"])
+    assert OWNER.roles == set(Role)
+
+
+def test_a_refusal_names_the_role_who_lacks_it_and_what_gives_it() -> None:
+    with pytest.raises(ps.PermissionDenied) as caught:
+        STRANGER.require(Role.REGISTER, "register")
+    assert '"register"' in caught.value.message
+    assert "a TCP client without a key has infer" in caught.value.message
+    assert "--tcp-roles infer,register" in caught.value.hint
+    keyed = Standing(tenant="a", roles=parse_roles(["register"]))
+    with pytest.raises(ps.PermissionDenied) as caught:
+        keyed.require(Role.OPERATE, "load")
+    assert 'key "a" has infer, register' in caught.value.message
+    command = "pipeswitch keys roles a --role infer --role register --role operate"
+    assert command in caught.value.hint
+    assert (caught.value.role, caught.value.client) == ("operate", "a")
+
+
+# ---- keys ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> KeyFolder:
+    return KeyFolder(tmp_path / "keys").open()
+
+
+def admitted(folder: KeyFolder, name: str, *roles: str) -> bytes:
+    _, public = make_pair(name, folder.path.parent)
+    folder.admit(name, public, roles)
+    return public
+
+
+def test_a_key_has_the_roles_it_was_admitted_with(folder: KeyFolder) -> None:
+    admitted(folder, "a")
+    admitted(folder, "b", "register", "operate")
+    found = folder.admitted()
+    assert in_order(found["a"].roles) == ["infer"]
+    assert in_order(found["b"].roles) == ["infer", "register", "operate"]
+    folder.give_roles("b", ["code"])
+    assert in_order(folder.admitted()["b"].roles) == ["infer", "code"]
+    with pytest.raises(ps.ModelNotFound):
+        folder.give_roles("c", [])
+    _, public = make_pair("d", folder.path.parent)
+    with pytest.raises(ps.InvalidInput):
+        folder.admit("d", public, ["root"])
+    assert set(folder.admitted()) == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "roles", "has_roles"),
+    [
+        ("", ["infer"], False),  # of a release that knew no roles
+        ('metadata\n    roles = ""\n', ["infer"], True),
+        ('metadata\n    roles = "root operate"\n', ["infer", "operate"], True),  # of a later one
+        ("metadata\n    roles = \"operate'\n", ["infer"], False),
+        ('# roles = "operate"\n', ["infer"], False),
+    ],
+)
+def test_a_file_gives_no_role_that_it_does_not_name(
+    folder: KeyFolder, metadata: str, roles: list[str], has_roles: bool
+) -> None:
+    public = admitted(folder, "a")
+    text = f'{metadata}curve\n    public-key = "{public.decode()}"\n'
+    (folder.clients_path / "a.key").write_text(text)
+    found = folder.admitted()["a"]
+    assert (in_order(found.roles), found.has_roles) == (roles, has_roles)
+
+
+def test_a_file_that_is_called_like_clients_without_keys_admits_nobody(folder: KeyFolder) -> None:
+    public = admitted(folder, "a")
+    (folder.clients_path / "a.key").rename(folder.clients_path / f"{ANYONE}.key")
+    assert not AllowList(folder).callback("pipeswitch", public)
+
+
+def test_events_are_for_operators(folder: KeyFolder) -> None:
+    reader, other = admitted(folder, "a", "operate"), admitted(folder, "b", "register")
+    allowed = AllowList(folder)
+    assert allowed.callback("pipeswitch", other)
+    assert allowed.callback(EVENTS_DOMAIN, reader)
+    assert not allowed.callback(EVENTS_DOMAIN, other)
+    assert AllowList(folder, parse_roles(["operate"])).callback(EVENTS_DOMAIN, other)
+
+
+def test_an_address_adds_its_roles_to_those_of_each_key(folder: KeyFolder) -> None:
+    key = admitted(folder, "a", "operate")
+    standing = AllowList(folder, parse_roles(["register"])).standings()[key]
+    assert standing == Standing(tenant="a", roles=parse_roles(["register", "operate"]))
+
+
+# ---- settings and listings -----------------------------------------------------------------------
+
+
+def tcp_roles(text: str | None) -> tuple[str, ...]:
+    flags = {param.name: None for param in serve.params} | {"allow_code": ()}
+    tree = _flag_tree({**flags, "tcp_roles": text})
+    config: Config = load(flags=tree, environ={})
+    return config.server.tcp_roles
+
+
+def test_tcp_clients_may_only_ask_unless_it_is_said() -> None:
+    assert tcp_roles(None) == ("infer",)
+    assert tcp_roles("infer, register") == ("infer", "register")
+    with pytest.raises(ps.ConfigError, match="tcp_roles: 'regster' is none of infer, register"):
+        tcp_roles("regster")
+
+
+def row(tenant: str) -> dict[str, Any]:
+    facts: dict[str, Any] = dict.fromkeys(MODEL_FACTS, "fact")
+    return {**facts, "tenant": tenant, "source": "/home/owner/secret.bundle", "reason": "/p"}
+
+
+def test_a_listing_tells_a_client_no_paths_and_of_no_other_client() -> None:
+    body = {"models": [row("a"), row("b"), row("")]}
+    for standing in (STRANGER, Standing(tenant="a"), Standing(tenant="c", roles=parse_roles(()))):
+        (shown,) = {tuple(sorted(one)) for one in told("models", body, standing, {})["models"]}
+        assert shown == tuple(sorted(MODEL_FACTS))
+    own = Standing(tenant="a", roles=parse_roles(["register"]))
+    first, *others = told("models", body, own, {})["models"]
+    assert first == row("a")
+    assert all(set(one) == MODEL_FACTS for one in others)
+    assert set(told("show", {"model": row("b")}, own, {})["model"]) == MODEL_FACTS
+    assert told("models", body, OWNER, {}) is body
+
+
+def test_stats_tell_a_client_of_itself_alone() -> None:
+    everyone = {"accepted": 70, "clients": 9}
+    assert told("stats", everyone, STRANGER, {"accepted": 2}) == {"accepted": 2}
+    assert told("stats", everyone, OWNER, {"accepted": 2}) is everyone
