@@ -1,6 +1,7 @@
 /* Preloaded by fence.py: torch's own allocations (it takes them by posix_memalign) end at an
    unmapped page and begin as a pattern; what lies around them on their pages is looked at when they
-   are freed. Each has addresses of its own, so a late use of freed memory is a fault too. */
+   are freed. Small ones take turns between fences that stay, and freed bytes are overwritten; large
+   ones have addresses of their own, so that a late use is a fault. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <malloc.h>
@@ -14,14 +15,33 @@
 #define RANGE (1UL << 40)
 #define LARGEST (64UL << 20)
 #define AROUND 0x5c
+#define FREED 0xee
+
+#define MOST_PAGES 8
+#define SLOTS 64 /* of each number of pages, used in turn: a late use finds the pattern gone */
 
 static uint8_t *base;
 static uint32_t *sizes; /* by the page an allocation begins on */
 static uint64_t next_page;
+static uint8_t *slots[MOST_PAGES + 1][SLOTS];
+static uint8_t used[MOST_PAGES + 1][SLOTS];
+static unsigned turn[MOST_PAGES + 1];
 static volatile int lock, pattern = -1;
 
 extern void __libc_free(void *);
 extern void *__libc_memalign(size_t, size_t);
+
+static void hold(void) {
+    while (__sync_lock_test_and_set(&lock, 1)) {
+    }
+}
+
+static uint8_t *fresh(size_t pages) { /* between unmapped pages, with an address of its own */
+    if ((next_page + pages + 2) * PAGE > RANGE) abort();
+    uint8_t *first = base + (next_page + 1) * PAGE;
+    next_page += pages + 1;
+    return mprotect(first, pages * PAGE, PROT_READ | PROT_WRITE) ? 0 : first;
+}
 
 void fence_pattern(int byte) {
     if (!base) {
@@ -30,8 +50,31 @@ void fence_pattern(int byte) {
         uint8_t *found = mmap(0, RANGE, PROT_NONE, flags, -1, 0);
         if (found == MAP_FAILED || sizes == MAP_FAILED) abort();
         base = found;
+        for (size_t pages = 1; pages <= MOST_PAGES; pages++)
+            for (int slot = 0; slot < SLOTS; slot++)
+                if (!(slots[pages][slot] = fresh(pages))) abort();
     }
     pattern = byte;
+}
+
+static uint8_t *taken(size_t pages) { /* a free slot, or none */
+    for (int tries = 0; pages <= MOST_PAGES && tries < SLOTS; tries++) {
+        unsigned slot = turn[pages]++ % SLOTS;
+        if (!used[pages][slot]) {
+            used[pages][slot] = 1;
+            return slots[pages][slot];
+        }
+    }
+    return 0;
+}
+
+static int given_back(uint8_t *first, size_t pages) {
+    for (int slot = 0; pages <= MOST_PAGES && slot < SLOTS; slot++)
+        if (slots[pages][slot] == first) {
+            used[pages][slot] = 0;
+            return 1;
+        }
+    return 0;
 }
 
 int posix_memalign(void **out, size_t align, size_t size) {
@@ -40,19 +83,24 @@ int posix_memalign(void **out, size_t align, size_t size) {
         return *out ? 0 : ENOMEM;
     }
     size_t pages = (size + align + PAGE - 1) / PAGE;
-    while (__sync_lock_test_and_set(&lock, 1)) {
-    }
-    if ((next_page + pages + 2) * PAGE > RANGE) abort();
-    uint8_t *first = base + (next_page + 1) * PAGE, *end = first + pages * PAGE;
-    next_page += pages + 1;
+    hold();
+    uint8_t *first = taken(pages);
+    if (!first) first = fresh(pages);
     __sync_lock_release(&lock);
-    if (mprotect(first, pages * PAGE, PROT_READ | PROT_WRITE)) return ENOMEM;
+    if (!first) return ENOMEM;
+    uint8_t *end = first + pages * PAGE;
     uint8_t *start = (uint8_t *)((uintptr_t)(end - size) & ~(align - 1));
-    memset(first, AROUND, pages * PAGE);
+    memset(first, AROUND, start - first);
     memset(start, pattern, size);
+    memset(start + size, AROUND, end - (start + size));
     sizes[(start - base) / PAGE] = size;
     *out = start;
     return 0;
+}
+
+static void look(const uint8_t *from, const uint8_t *until) {
+    for (; from < until; from++)
+        if (*from != AROUND) abort();
 }
 
 void free(void *address) {
@@ -62,12 +110,19 @@ void free(void *address) {
         return;
     }
     size_t size = sizes[(start - base) / PAGE];
-    uint8_t *first = (uint8_t *)((uintptr_t)start & ~(PAGE - 1));
     uint8_t *end = (uint8_t *)(((uintptr_t)start + size + PAGE - 1) & ~(PAGE - 1));
-    for (uint8_t *at = first; at < start; at++)
-        if (*at != AROUND) abort();
-    for (uint8_t *at = start + size; at < end; at++)
-        if (*at != AROUND) abort();
+    uint8_t *first = (uint8_t *)((uintptr_t)start & ~(PAGE - 1));
+    look(first, start);
+    look(start + size, end);
+    hold();
+    /* One that begins on its second page (an alignment) has one more before it. */
+    int kept = given_back(first, (end - first) / PAGE) ||
+               given_back(first - PAGE, (end - first) / PAGE + 1);
+    __sync_lock_release(&lock);
+    if (kept) {
+        memset(start, FREED, size);
+        return;
+    }
     madvise(first, end - first, MADV_DONTNEED);
     mprotect(first, end - first, PROT_NONE);
 }
