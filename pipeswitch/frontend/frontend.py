@@ -489,8 +489,8 @@ class Frontend:
             answer = dataclasses.replace(answer, body=body)
         if pending.op == "unregister" and isinstance(answer.error, PermissionDenied):
             what = f'unregister of "{pending.model}", which is another client\'s,'
-            error = client.standing.refusal(Role.OPERATE, what)
-            answer = Answer(token=answer.token, error=error)
+            refusal = client.standing.refusal(Role.OPERATE, what)
+            answer = Answer(token=answer.token, error=refusal)
         elif isinstance(answer.error, ModelNotFound) and pending.op in MODEL_VERBS:
             error = admission.model_not_found(pending.model, self._models)
             answer = Answer(token=answer.token, error=error)
