@@ -1,10 +1,11 @@
 """Our own single-threaded fork server, and the only place that names ``workers`` and
 ``memory_daemon``.
 
-It imports torch once (seconds) and then forks children in milliseconds. It never runs a tensor
-operation: after one OpenMP region a forked child would hang for ever (ADR 3). It never asks
-for a CUDA device either. A child closes every descriptor but its own: an inherited socket end
-would hide the end of file by which the others notice a death.
+It imports torch once (seconds) and then forks children in milliseconds; what only exports and
+optimizers need comes later. It never runs a tensor operation: after one OpenMP region a forked
+child would hang for ever (ADR 3). It never asks for a CUDA device either. A child closes every
+descriptor but its own: an inherited socket end would hide the end of file by which the others
+notice a death.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import os
 import selectors
 import signal
@@ -31,11 +33,26 @@ from .ipc.messages import (
     Fork,
     Forked,
     ForkServerReady,
+    Message,
     WorkerSettings,
 )
 
 PR_SET_NAME: Final = 15
 KEEP_BELOW: Final = 3  # stdin, stdout, stderr
+
+FIRST: Final = (
+    "torch",
+    "torch.fx.experimental.symbolic_shapes",  # as a program's kernels are checked
+    "workers.main",
+    "pipeswitch.programs.build.builder",
+    "pipeswitch.programs.build.program",
+)
+LATER: Final = ("torch._dynamo", "torchvision")
+"""What an export and the first optimizer of a process import: as long again as ``FIRST``."""
+
+IDLE_S: Final = 10.0
+"""So long after an order ``LATER`` is imported. A script that starts earlier imports it itself, in
+less time than it would have waited for the server."""
 
 
 def set_process_name(name: str) -> None:
@@ -55,13 +72,17 @@ class ForkServer:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._children: dict[int, int] = {}  # pidfd -> pid
+        self._is_whole = False  # LATER is imported
         self._selector = selectors.DefaultSelector()
         self._selector.register(channel, selectors.EVENT_READ)
 
     def run(self) -> None:
         """Serve until Exit or until the controller is gone."""
         while True:
-            for key, _ in self._selector.select():
+            ready = self._selector.select(None if self._is_whole else IDLE_S)
+            if not ready:
+                self._import_later()
+            for key, _ in ready:
                 if key.fd == self._channel.fileno():
                     if not self._serve():
                         return
@@ -83,13 +104,26 @@ class ForkServer:
 
     def _fork(self, order: Fork, descriptors: Sequence[int]) -> None:
         reach("fork.order")
+        settings = decode_message(order.settings)
+        if isinstance(settings, BuildSettings) and not self._is_whole:
+            from .programs.build.builder import exports
+
+            if exports(settings):
+                self._import_later()
         pid = os.fork()
         if pid == 0:
-            _child(order, descriptors)
+            _child(order.name, settings, descriptors)
         pidfd = os.pidfd_open(pid)
         self._children[pidfd] = pid
         self._selector.register(pidfd, selectors.EVENT_READ)
         self._channel.send(Forked(ticket=order.ticket, pid=pid))
+
+    def _import_later(self) -> None:
+        self._is_whole = True
+        try:
+            import_for_children(LATER)
+        except Exception:  # a build or script that needs it fails at the same place, and says so
+            traceback.print_exc()
 
     def _reap(self, pidfd: int) -> None:
         pid = self._children.pop(pidfd)
@@ -99,14 +133,23 @@ class ForkServer:
         self._channel.send(ChildExited(pid=pid, status=os.waitstatus_to_exitcode(status)))
 
 
-def _child(order: Fork, descriptors: Sequence[int]) -> NoReturn:
+def import_for_children(names: Sequence[str]) -> None:
+    """No child's garbage collector looks at torch's 190,000 objects again: that would take 0.2 s in
+    the middle of a task, and make each child a private copy of the pages they lie on."""
+    for name in names:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+
+
+def _child(name: str, settings: Message, descriptors: Sequence[int]) -> NoReturn:
     """The forked side: keep our own descriptors, run, leave without unwinding the parent."""
     status = 70
     try:
         reach("fork.child")
         _close_others(descriptors)
-        set_process_name(order.name)
-        status = _run(order, descriptors)
+        set_process_name(name)
+        status = _run(settings, descriptors)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -129,8 +172,7 @@ def _close_others(descriptors: Sequence[int]) -> None:
     os.closerange(lowest, os.sysconf("SC_OPEN_MAX"))
 
 
-def _run(order: Fork, descriptors: Sequence[int]) -> int:
-    settings = decode_message(order.settings)
+def _run(settings: Message, descriptors: Sequence[int]) -> int:
     match settings:
         case WorkerSettings():
             from workers.main import run as run_worker
@@ -157,17 +199,7 @@ def main(descriptor: int) -> None:
     channel = channel_from(descriptor)
     enable(os.environ)
     began = time.monotonic()
-    import torch  # noqa: F401  # imported for the children
-    import torchvision  # noqa: F401  # imported for the children
-
-    import workers.main  # noqa: F401
-
-    from .programs.build import builder  # noqa: F401
-
-    # No child's garbage collector looks at torch's 190,000 objects again: that would take 0.2 s in
-    # the middle of a task, and make each child a private copy of the pages they lie on.
-    gc.collect()
-    gc.freeze()
+    import_for_children(FIRST)
     channel.send(
         ForkServerReady(
             pid=os.getpid(),

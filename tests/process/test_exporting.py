@@ -107,9 +107,39 @@ def test_an_export_hides_no_other_threads_errors(capsys: pytest.CaptureFixture[s
     assert set(capsys.readouterr().err.split("of another")) == {""}
 
 
+def run_python(source: str, *arguments: object) -> list[str]:
+    """The words that a process of its own prints."""
+    command = [sys.executable, "-c", source, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
 def test_a_worker_does_not_import_the_exporter() -> None:
-    look = "import sys, workers.main, pipeswitch.programs.executor; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
-    loaded = set(done.stdout.split())
+    loaded = run_python(
+        "import sys, workers.main, pipeswitch.programs.executor; print(*sys.modules)"
+    )
     assert "pipeswitch.programs.executor" in loaded
-    assert not {"pipeswitch.programs.build.export", "pipeswitch.programs.build.encoder"} & loaded
+    assert not {"pipeswitch.programs.build.export", "pipeswitch.programs.build.encoder"} & {*loaded}
+
+
+def test_a_server_is_ready_without_what_only_exports_and_scripts_import(tmp_path: Path) -> None:
+    """And the build of a bundle imports nothing more: it would do so once for each model."""
+    export_module_to_bundle(layers(), X, tmp_path / "m.bundle")
+    first, more, later = run_python(
+        """
+import pathlib, sys
+from pipeswitch.launch import FIRST, LATER, import_for_children
+import_for_children(FIRST)
+print({*LATER} & {*sys.modules} or "light")
+from pipeswitch.programs.build.program import BuildSpec, build
+before = {*sys.modules}
+source, out = sys.argv[1:]
+build(BuildSpec(name="m", source=source), pathlib.Path(out), lambda *_: None)
+print({*sys.modules} - before or "nothing")
+import_for_children(LATER)
+print({*LATER} <= {*sys.modules})
+""",
+        tmp_path / "m.bundle",
+        tmp_path / "m",
+    )
+    assert (first, more, later) == ("light", "nothing", "True")

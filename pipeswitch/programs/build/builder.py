@@ -24,6 +24,11 @@ from ..layout import Manifest
 from ..spec import MANIFEST_FILE, BuildSpec, is_checked, load_manifest
 
 
+def exports(settings: BuildSettings) -> bool:
+    """The source is exported here; a bundle was by its client."""
+    return not msgspec.msgpack.decode(settings.spec, type=BuildSpec).source.endswith(".bundle")
+
+
 def run(settings: BuildSettings, channel: Channel) -> int:
     """Build into a temporary folder, then rename it to the program's digest."""
     # A program is built on the CPU, and is the same wherever it is built. Torch's export asks for
