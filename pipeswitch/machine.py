@@ -1,4 +1,4 @@
-"""What this machine has: memory within the cgroup's limit, cores this process may use."""
+"""This machine: memory within the cgroup's limit, cores this process may use, folders on disk."""
 
 from __future__ import annotations
 
@@ -38,6 +38,15 @@ def processor_name() -> str:
         if name.strip() == "model name":
             return value.strip()
     return os.uname().machine
+
+
+def sync_directory(path: Path) -> None:
+    """The names in a folder are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _meminfo(key: str) -> int:

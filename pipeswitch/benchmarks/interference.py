@@ -26,8 +26,8 @@ from typing import Any, Final
 import numpy as np
 
 from ..client.client import Client
+from ..planning.fit import quantile
 from .models import MODELS, BenchModel
-from .numbers import quantile
 from .serving import TWINS, Training, serving
 from .setting import Setting, end, read_line, spawn, tell
 from .trials import Arm, Numbers, Run, interleave

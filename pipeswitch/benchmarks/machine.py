@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from ..machine import cpu_count
+from ..machine import cpu_count, processor_name
 
 QUIET_LOAD: Final = 0.5  # load average of the last minute, before anything of ours runs
 QUIET_SHARE: Final = 0.05  # of all cores' time, taken by others during the run
@@ -23,7 +23,7 @@ def machine_facts() -> dict[str, Any]:
     commit, is_dirty = _commit()
     return {
         "device": "cpu",
-        "cpu": _cpu_name(),
+        "cpu": processor_name(),
         "cores": cpu_count(),
         "load_1m": round(os.getloadavg()[0], 2),  # what else ran when this began
         "kernel": platform.release(),
@@ -79,13 +79,6 @@ def busy_s() -> float | None:
     if total == 0:
         return None
     return (total - idle) / os.sysconf("SC_CLK_TCK")
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def _commit() -> tuple[str, bool]:

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Final
 
 from ..devices.cpu import CpuDeviceMemory
+from ..planning.fit import quantile
 from ..planning.grouping import bucket
 from .models import MODELS, BenchModel
-from .numbers import paired_differences, quantile
+from .numbers import paired_differences
 from .rig import Rig
 from .setting import Setting
 from .trials import Arm, Numbers, Run, now_ms

@@ -1,17 +1,8 @@
-"""The arithmetic of trials: quantiles, ratios, differences of pairs."""
+"""The arithmetic of trials: ratios, differences of pairs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which ``share`` of the others lie, interpolated."""
-    ordered = sorted(values)
-    position = share * (len(ordered) - 1)
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def ratio(over: float, under: float) -> float:

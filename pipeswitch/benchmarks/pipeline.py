@@ -18,8 +18,9 @@ from typing import Any, Final
 import numpy as np
 
 from ..client.client import Client
+from ..planning.fit import quantile
 from .models import MLP_WIDTH, MODELS, BenchModel, mlp
-from .numbers import quantile, ratio
+from .numbers import ratio
 from .plans import QUIET, compare_plans
 from .serving import TWINS, ask, serving
 from .trials import Arm, Numbers, Run, now_ms

@@ -18,9 +18,9 @@ from typing import Final
 
 from ..machine import cpu_count
 from ..planning import LayerCosts, LinkCost, bound, least_prefix, makespan, robust_plan
+from ..planning.fit import quantile
 from ..planning.grouping import Plan, bucket
 from .models import BenchModel
-from .numbers import quantile
 from .rig import Rig, Switch
 from .setting import Setting
 from .trials import Arm, Numbers, Run

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from .numbers import quantile
+from ..planning.fit import quantile
 
 NUMBERS: Final[Mapping[str, str]] = {
     "switch": "total_ms",

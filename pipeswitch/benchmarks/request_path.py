@@ -16,9 +16,9 @@ import numpy as np
 import zmq
 
 from ..client.client import Client
+from ..planning.fit import quantile
 from ..testing import server
 from ..wire.frames import ReplyHeader, WireTensor, encode_header
-from .numbers import quantile
 from .trials import Arm, Numbers, Run, now_ms
 
 SOURCE: Final = "pipeswitch.benchmarks.factories:first_column"

@@ -17,10 +17,10 @@ from typing import Any, Final
 from ..devices.cpu import CpuDeviceMemory
 from ..ipc.board import new_bell, sealed_memfd
 from ..ipc.messages import Epoch, GroupCopy, ModelName, TransmitEnded, TransmitModel
+from ..planning.fit import quantile
 from ..planning.grouping import bucket, spans
 from ..programs.layout import REGION_ALIGN_BYTES, TENSOR_ALIGN_BYTES, aligned
 from .models import MIB
-from .numbers import quantile
 from .pipeline import PlainCopy
 from .setting import end, next_answer, read_line, spawn
 from .trials import Arm, Numbers, Run, now_ms

@@ -18,9 +18,10 @@ from typing import Any, Final
 import numpy as np
 
 from ..client.client import Client
+from ..planning.fit import quantile
 from .baselines import BASELINES, NEEDS_CUDA, ReadyModel, StopAndStart
 from .models import MODELS, QUICK_MODELS, SWITCH_MODELS
-from .numbers import paired_differences, quantile, ratio
+from .numbers import paired_differences, ratio
 from .rival import PUBLISHED, SERIAL, TO_DEVICE
 from .serving import TWINS, Training, ask, serving
 from .setting import Baseline, Setting

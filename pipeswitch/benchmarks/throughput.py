@@ -20,9 +20,9 @@ from typing import Any, Final
 import numpy as np
 
 from ..client.client import Client
+from ..planning.fit import quantile
 from .baselines import ReadyModel, StopAndStart
 from .models import MODELS, BenchModel
-from .numbers import quantile
 from .rival import Rival
 from .serving import TWINS, ask, serving
 from .setting import Setting

@@ -28,9 +28,9 @@ from typing import Any, Final
 import numpy as np
 
 from ..client.client import Client
+from ..planning.fit import quantile
 from ..testing import server
 from .baselines import TRAIN_MODULE
-from .numbers import quantile
 from .request_path import SOURCE
 from .serving import TRAIN_ENTRY, Training, ask
 from .trials import Arm, Numbers, Run

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ..machine import cpu_count
+from ..planning.fit import quantile
 from .machine import Others, warnings_of
 from .models import missing
-from .numbers import quantile
 
 Numbers = dict[str, Any]
 Emit = Callable[[str], None]

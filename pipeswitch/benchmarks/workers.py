@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from ..planning.fit import quantile
 from .baselines import ReadyModel
-from .numbers import paired_differences, quantile
+from .numbers import paired_differences
 from .rival import ONE_PROCESS, PUBLISHED, TWO_PROCESSES
 from .switch import compare
 from .trials import Run

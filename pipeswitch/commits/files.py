@@ -23,6 +23,7 @@ import msgspec
 
 from ..errors import RemoteProtocolError
 from ..failpoints import reach
+from ..machine import sync_directory
 from .area import MAX_STEP, CommitArea, create_area
 from .image import LENGTH, safetensors_head
 
@@ -73,11 +74,11 @@ def write_commit(
         reach("persist.image.renamed")
         record = CommitRecord(step=step, size_bytes=len(image), sha256=digest, image=name)
         _write_synced(directory / f"{RECORD_NAME}.tmp", memoryview(msgspec.json.encode(record)))
-        _sync_directory(directory)  # the image's name must be on disk before anything names it
+        sync_directory(directory)  # the image's name must be on disk before anything names it
         reach("persist.record.written")
         (directory / f"{RECORD_NAME}.tmp").rename(directory / RECORD_NAME)
         reach("persist.record.renamed")
-        _sync_directory(directory)
+        sync_directory(directory)
     finally:
         _remove_unnamed(directory)
     return record
@@ -181,14 +182,6 @@ def _write_synced(path: Path, *parts: memoryview) -> str:
                     written += file.write(piece[written:])
         os.fsync(file.fileno())
     return digest.hexdigest()
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _next_generation(directory: Path) -> int:

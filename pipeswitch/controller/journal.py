@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from ..config import NAME_PATTERN
 from ..errors import ConfigError
+from ..machine import sync_directory
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class JournalFile:
                 self.models = {entry["name"]: entry for entry in _rows(self._database, "model")}
                 self.jobs = {entry["name"]: entry for entry in _rows(self._database, "job")}
                 self.holds = {entry["name"]: entry for entry in _rows(self._database, "hold")}
-                _sync_directory(path.parent)
+                sync_directory(path.parent)
             except BaseException:
                 self._database.close()
                 raise
@@ -304,11 +305,3 @@ def _errno(problem: sqlite3.Error) -> int:
 def _os_error(problem: sqlite3.Error) -> OSError:
     number = _errno(problem)
     return OSError(number, os.strerror(number))
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

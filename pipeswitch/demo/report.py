@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
 
+from ..cli.views import percentile
+
 BILL: Final = ("queue_ms", "switch_ms", "copy_ms", "stall_ms", "compute_ms")
 SECOND_MS: Final = 1000.0
-
-
-def percentile(values: Sequence[float], fraction: float) -> float:
-    """The smallest value with at least ``fraction`` of all values at or below it (nearest rank)."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
 
 
 def mean(values: Iterable[float]) -> float:

@@ -30,6 +30,7 @@ from .. import __version__
 from ..cli.infer import Outcome, instants
 from ..client.client import Client, Task
 from ..errors import PipeSwitchError, TaskFailed
+from ..machine import processor_name
 from ..testing import RunningServer, server
 from . import report as demo_report
 
@@ -197,7 +198,7 @@ class Demo:
 
         return {
             "machine": {
-                "cpu": _cpu_name(),
+                "cpu": processor_name(),
                 "cores": len(os.sched_getaffinity(0)),
                 "kernel": platform.release(),
                 "python": platform.python_version(),
@@ -482,11 +483,3 @@ def _baseline(*arguments: str | Path) -> dict[str, Any]:
         raise PipeSwitchError(f"baseline {arguments[0]} failed: {errors.strip()[-500:]}")
     result: dict[str, Any] = json.loads(output.splitlines()[-1])
     return result
-
-
-def _cpu_name() -> str:
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
-        for line in file:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()

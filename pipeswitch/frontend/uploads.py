@@ -24,6 +24,7 @@ from typing import Any, Final
 from ..errors import InvalidInput, PipeSwitchError, QueueFull
 from ..failpoints import reach
 from ..lane import Lane
+from ..machine import sync_directory
 from ..wire.frames import RequestHeader
 from .admission import Body
 from .permissions import DIGEST
@@ -279,11 +280,7 @@ class Uploads:
         files.append(final)
         if len(files) > MAX_FILES_PER_CLIENT:
             files.popleft().unlink(missing_ok=True)
-        directory = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        sync_directory(self.directory)
 
     def _drop(self, key: tuple[str, str]) -> None:
         partial = self._partials.pop(key, None)

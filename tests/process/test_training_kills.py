@@ -22,9 +22,9 @@ import pytest
 import torch
 from process_tools import Checked, checked_server, finish, kill, mlp, run_plain, until, write_script
 
-from pipeswitch.benchmarks.numbers import quantile
 from pipeswitch.client.client import Task
 from pipeswitch.failpoints import VARIABLE
+from pipeswitch.planning.fit import quantile
 from tests.process.figures import publishing, say
 
 SEED: Final = 1121

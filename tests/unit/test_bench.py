@@ -7,11 +7,11 @@ import json
 import pytest
 
 from pipeswitch.benchmarks import child
-from pipeswitch.benchmarks.numbers import quantile
 from pipeswitch.benchmarks.pipeline import makespan, optimal_makespan, typical
 from pipeswitch.benchmarks.trials import Arm, Run, interleave
 from pipeswitch.cli.bench import run
 from pipeswitch.errors import InvalidInput
+from pipeswitch.planning.fit import quantile
 
 FACTS = {"device": "cpu", "torch": "2.15.0", "commit": "0123456789ab"}
 

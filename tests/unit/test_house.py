@@ -34,7 +34,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "ipc": "errors failpoints wire",
     "programs": "errors planning units",
     "programs/build": "errors failpoints ipc programs units",
-    "commits": "errors failpoints ipc",
+    "commits": "errors failpoints ipc machine",
     # The decisions.
     "scheduler/policies": "",
     "scheduler": "errors ipc planning programs scheduler/policies",
@@ -47,7 +47,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "workers/": "devices failpoints ipc workers/inference/ workers/training/",
     "launch": "failpoints ipc memory_daemon/ programs/build workers/",
     # The server: clients' bytes to events, commands to deeds.
-    "frontend": "config errors failpoints ipc lane programs roles scheduler units wire",
+    "frontend": "config errors failpoints ipc lane machine programs roles scheduler units wire",
     "controller": "commits config devices errors failpoints frontend ipc lane launch machine "
     "planning programs programs/build scheduler units wire",
     # Its users.
@@ -58,7 +58,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "wire",
     "cli": "__init__ benchmarks client config devices errors ipc planning programs roles units "
     "wire",
-    "demo": "__init__ cli client errors job programs programs/build testing",
+    "demo": "__init__ cli client errors job machine programs programs/build testing",
     "demo_digits": "demo",
     "benchmarks/": "benchmarks cli devices errors job programs programs/build testing",
 }
