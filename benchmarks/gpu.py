@@ -11,8 +11,7 @@ without a GPU each says that it needs one.
 
 It runs with the packages that the machine has: torch >= 2.11 with CUDA, torchvision, numpy,
 safetensors, click, rich, pytest, pytest-timeout, hypothesis. On a machine that reaches no package
-index bring wheels of: pyzmq, msgspec, pydantic, pydantic-core, annotated-types, typing-inspection
-(and typing-extensions where it is old). transformers is used for BERT-base if there, else an
+index bring wheels of pyzmq and msgspec. transformers is used for BERT-base if there, else an
 encoder of its shape. The first run of a fresh clone needs nothing to be installed: the checkout is
 put on the path.
 """

@@ -39,8 +39,8 @@ def main() -> int:
         packages={
             name: _version(name)
             for name in (
-                "torch", "torchvision", "cuda-bindings", "pyzmq", "msgspec", "pydantic",
-                "transformers", "numpy",
+                "torch", "torchvision", "cuda-bindings", "pyzmq", "msgspec", "transformers",
+                "numpy",
             )
         },
     )  # fmt: skip

@@ -1,9 +1,8 @@
 """All settings in one place: a frozen value, and the reading of it from file, environment, flags.
 
-The code sees the frozen dataclasses below, validated when made. The annotations of each field
-(its TOML key, kind, and help) are the only list of settings there is: the parser, ``config init``
-and ``config schema`` are generated from it. pydantic is used to read and report, all errors at
-once, and is imported only when something is read.
+The code sees the frozen dataclasses below, validated when made. Their fields are the only list of
+settings there is: the reader, which reports all errors at once, ``config init`` and ``config
+schema`` follow it.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from .errors import ConfigError
 from .roles import Role
@@ -34,17 +33,20 @@ NAME_PATTERN: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 MAX_MS: Final = 480 * 3600e3  # 20 days: what waits for it counts milliseconds in 31 bits
 PRIORITIES: Final[Mapping[str, int]] = {"high": 0, "normal": 1, "low": 2}  # 0 is the most urgent
 
-_AUTO: Final = Amount()
-
-Kind = Literal["text", "bool", "count", "number", "size", "ms", "amount", "choice", "list", "any"]
-
 
 def _setting(
-    default: Any, kind: Kind, help_text: str, *, key: str = "", shown: str = "", **more: Any
+    default: Any, help_text: str, read: Callable[[object], Any] | None = None, **rules: Any
 ) -> Any:
-    """A field with its TOML key, kind and help; ``shown`` is the default as a user writes it."""
-    metadata = {"kind": kind, "help": help_text, "key": key, "shown": shown, **more}
-    return field(default=default, metadata=metadata)
+    """A field with its help.
+
+    Args:
+        default: as a user writes it.
+        help_text: for the example and the schema.
+        read: from what a user writes; without it the field has the default's type.
+        **rules: ``low``, ``high``, ``choices``, ``pattern`` with an ``example``, ``is_required``.
+    """
+    metadata = {"help": help_text, "shown": default, "read": read, **rules}
+    return field(default=read(default) if read else default, metadata=metadata)
 
 
 class _Checked:
@@ -59,8 +61,9 @@ class _Checked:
 
 def _problem(value: Any, metadata: Mapping[str, Any]) -> str:
     """Why this value of this setting cannot be, or nothing."""
-    low, high = metadata.get("low"), metadata.get("high")
-    if metadata.get("kind") == "ms" and value > MAX_MS:
+    reader, high = metadata.get("read"), metadata.get("high")
+    low = metadata.get("low", 0 if reader in (parse_ms, parse_size) else None)
+    if reader is parse_ms and value > MAX_MS:
         return f"longer than {MAX_MS / 3600e3:.0f}h"
     if isinstance(value, float) and not math.isfinite(value):
         return f"{value} is not a number to reckon with"
@@ -86,101 +89,89 @@ class ServerConfig(_Checked):
     """``[server]``: the doors and what may come through them."""
 
     listen: str = _setting(
-        DEFAULT_LISTEN, "text", "where clients connect; events are published on the next port",
+        DEFAULT_LISTEN, "where clients connect; events are published on the next port",
         pattern=LISTEN_PATTERN, example=DEFAULT_LISTEN,
     )  # fmt: skip
     name: str = _setting(
-        "", "text", "of the owner's ipc socket; empty: the port", pattern=NAME_PATTERN.pattern
+        "", "of the owner's ipc socket; empty: the port", pattern=NAME_PATTERN.pattern
     )
     max_message_bytes: int = _setting(
-        256 << 20, "size", "largest tensor or weight chunk a client may send",
-        key="max_message", shown="256MiB", low=1 << 20,
-    )  # fmt: skip
+        "256MiB", "largest tensor or weight chunk a client may send", parse_size, low=1 << 20
+    )
     pool_bytes: int = _setting(
-        512 << 20, "size", "shared memory for waiting requests and replies",
-        key="pool", shown="512MiB", low=1 << 20,
-    )  # fmt: skip
+        "512MiB", "shared memory for waiting requests and replies", parse_size, low=1 << 20
+    )
     max_upload_bytes: int = _setting(
-        32 << 30, "size", "largest model file a client may send",
-        key="max_upload", shown="32GiB", low=1 << 20,
-    )  # fmt: skip
+        "32GiB", "largest model file a client may send", parse_size, low=1 << 20
+    )
     allow_code: tuple[str, ...] = _setting(
-        (), "list", "module names and script paths TCP clients may name (shell wildcards)"
+        (), "module names and script paths TCP clients may name (shell wildcards)"
     )
     tcp_roles: tuple[str, ...] = _setting(
-        (Role.INFER.value,), "list", "what every TCP client may do: infer, register, operate, "
-        "code; its key may say more", choices=tuple(Role),
+        (Role.INFER.value,), "what every TCP client may do: infer, register, operate, code; "
+        "its key may say more", choices=tuple(Role),
     )  # fmt: skip
     auth: str = _setting(
-        "auto", "choice", "keys: TCP clients need an admitted key (pipeswitch keys); "
+        "auto", "keys: TCP clients need an admitted key (pipeswitch keys); "
         "auto: only when other machines can reach the address", choices=("auto", "keys"),
     )  # fmt: skip
-    keys_dir: str = _setting(
-        "", "text", "the server's CURVE key and its clients'; empty: STATE_DIR/keys"
-    )
+    keys_dir: str = _setting("", "the server's CURVE key and its clients'; empty: STATE_DIR/keys")
     max_connections: int = _setting(
-        1024, "count", "TCP connections at once, to each of the two ports", low=1
+        1024, "TCP connections at once, to each of the two ports", low=1
     )
     watchdog_ms: float = _setting(
-        30000.0, "ms", "a scheduler that stands still this long ends the server; 0: never",
-        key="watchdog", shown="30s", low=0,
-    )  # fmt: skip
+        "30s", "a scheduler that stands still this long ends the server; 0: never", parse_ms
+    )
     drain_grace_ms: float = _setting(
-        30000.0, "ms", "to finish what was accepted after SIGTERM or SIGINT",
-        key="drain_grace", shown="30s", low=0,
-    )  # fmt: skip
+        "30s", "to finish what was accepted after SIGTERM or SIGINT", parse_ms
+    )
     state_dir: str = _setting(
-        "", "text", "bundles, commits, journal, logs; empty: $XDG_STATE_HOME/pipeswitch"
+        "", "bundles, commits, journal, logs; empty: $XDG_STATE_HOME/pipeswitch"
     )
-    runtime_dir: str = _setting(
-        "", "text", "of the owner's ipc socket; empty: $XDG_RUNTIME_DIR/pipeswitch"
-    )
+    runtime_dir: str = _setting("", "of the owner's ipc socket; empty: $XDG_RUNTIME_DIR/pipeswitch")
 
 
 @dataclass(frozen=True)
 class DeviceConfig(_Checked):
     """``[device]``: which one, and how much of it."""
 
-    name: str = _setting("auto", "text", "auto, cpu or cuda:0", pattern=r"auto|cpu|cuda(:[0-9]+)?")
+    name: str = _setting("auto", "auto, cpu or cuda:0", pattern=r"auto|cpu|cuda(:[0-9]+)?")
     arena: Amount = _setting(  # noqa: RUF009 - Amount is frozen, sharing it is safe
-        _AUTO, "amount", "device memory to take: auto, 20GiB or a fraction", shown="auto"
+        "auto", "device memory to take: auto, 20GiB or a fraction", Amount.parse
     )
     prefix: Amount = _setting(  # noqa: RUF009 - as above
-        _AUTO, "amount",
+        "auto",
         "of the arena, to keep the first groups of models that had to leave: auto (none), 1GiB…",
-        shown="auto",
-    )  # fmt: skip
+        Amount.parse,
+    )
     link_gbps: float = _setting(
-        0.0, "number", "cpu device: model a host link of this many GB/s; 0: as fast as it goes",
-        low=0,
-    )  # fmt: skip
+        0.0, "cpu device: model a host link of this many GB/s; 0: as fast as it goes", low=0
+    )
     waits: str = _setting(
-        "auto", "choice", "cuda: who waits for a layer group to arrive: auto, cpu or gpu",
+        "auto", "cuda: who waits for a layer group to arrive: auto, cpu or gpu",
         choices=("auto", "cpu", "gpu"),
     )  # fmt: skip
     words: str = _setting(
-        "auto", "choice", "cuda: how arrival is signalled: auto, copy or write",
+        "auto", "cuda: how arrival is signalled: auto, copy or write",
         choices=("auto", "copy", "write"),
     )  # fmt: skip
     activations: str = _setting(
-        "auto", "choice", "cuda: where models compute: auto, private or slice (of the arena)",
+        "auto", "cuda: where models compute: auto, private or slice (of the arena)",
         choices=("auto", "private", "slice"),
     )  # fmt: skip
     slice: Amount = _setting(  # noqa: RUF009 - as above
-        _AUTO, "amount", "cuda: size of that slice: auto, 4GiB or a fraction", shown="auto"
+        "auto", "cuda: size of that slice: auto, 4GiB or a fraction", Amount.parse
     )
     graphs: str = _setting(
-        "auto", "choice", "cuda: replay layer groups as CUDA graphs: auto, off or on",
+        "auto", "cuda: replay layer groups as CUDA graphs: auto, off or on",
         choices=("auto", "off", "on"),
     )  # fmt: skip
     graph_budget_bytes: int = _setting(
-        1 << 30, "size", "cuda: driver memory that one worker's graphs may take",
-        key="graph_budget", shown="1GiB", low=0,
-    )  # fmt: skip
+        "1GiB", "cuda: driver memory that one worker's graphs may take", parse_size
+    )
     bindings: str = _setting(
-        "cuda.bindings", "text", "cuda: the package with the bindings",
-        pattern=r"[A-Za-z_][A-Za-z0-9_.]*",
-    )  # fmt: skip
+        "cuda.bindings", "cuda: the package with the bindings", pattern=r"[A-Za-z_][A-Za-z0-9_.]*"
+    )
 
 
 @dataclass(frozen=True)
@@ -188,7 +179,7 @@ class HostConfig(_Checked):
     """``[host]``: the store where registered models wait."""
 
     store: Amount = _setting(  # noqa: RUF009 - Amount is frozen, sharing it is safe
-        _AUTO, "amount", "host memory for models: auto, 32GiB or a fraction", shown="auto"
+        "auto", "host memory for models: auto, 32GiB or a fraction", Amount.parse
     )
 
 
@@ -196,74 +187,66 @@ class HostConfig(_Checked):
 class WorkersConfig(_Checked):
     """``[workers]``."""
 
-    standby: int = _setting(2, "count", "warm workers beside the active one", low=1, high=32)
+    standby: int = _setting(2, "warm workers beside the active one", low=1, high=32)
     threads: int = _setting(
-        0, "count", "compute threads of a worker on the cpu device; 0: cores - 1", low=0, high=4096
+        0, "compute threads of a worker on the cpu device; 0: cores - 1", low=0, high=4096
     )
     build_timeout_ms: float = _setting(
-        600e3, "ms", "a registration that builds and verifies longer is refused; 0: never",
-        key="build_timeout", shown="10m", low=0,
-    )  # fmt: skip
+        "10m", "a registration that builds and verifies longer is refused; 0: never", parse_ms
+    )
     build_memory: Amount = _setting(  # noqa: RUF009 - Amount is frozen, sharing it is safe
-        _AUTO, "amount", "host memory of one build: auto (3/4 of what is free), 8GiB or a fraction",
-        shown="auto",
+        "auto", "host memory of one build: auto (3/4 of what is free), 8GiB or a fraction",
+        Amount.parse,
     )  # fmt: skip
     restart_backoff_ms: float = _setting(
-        1000.0, "ms", "pause before a process that keeps dying is started again",
-        key="restart_backoff", shown="1s", low=0,
-    )  # fmt: skip
+        "1s", "pause before a process that keeps dying is started again", parse_ms
+    )
 
 
 @dataclass(frozen=True)
 class SchedulerConfig(_Checked):
     """``[scheduler]``."""
 
-    policy: str = _setting("priority", "choice", "fifo or priority", choices=("fifo", "priority"))
-    max_queue: int = _setting(512, "count", "requests that may wait", low=1)
+    policy: str = _setting("priority", "fifo or priority", choices=("fifo", "priority"))
+    max_queue: int = _setting(512, "requests that may wait", low=1)
     max_queue_per_model: int = _setting(
-        256, "count", "of them for one model: a flood for one leaves room for the others", low=1
+        256, "of them for one model: a flood for one leaves room for the others", low=1
     )
-    max_wait_ms: float = _setting(
-        2000.0, "ms", "after this a waiting request goes first",
-        key="max_wait", shown="2s", low=0,
-    )  # fmt: skip
-    commit_every_ms: float = _setting(
-        5000.0, "ms", "how often a training job's state is kept",
-        key="commit_every", shown="5s", low=0,
-    )  # fmt: skip
+    max_wait_ms: float = _setting("2s", "after this a waiting request goes first", parse_ms)
+    commit_every_ms: float = _setting("5s", "how often a training job's state is kept", parse_ms)
     persist_every_ms: float = _setting(
-        30000.0, "ms", "how often a job's newest commit is written to disk",
-        key="persist_every", shown="30s", low=0,
-    )  # fmt: skip
+        "30s", "how often a job's newest commit is written to disk", parse_ms
+    )
     max_compute_ms: float = _setting(
-        60000.0, "ms", "a request that computes so much longer than its model ever did is taken "
-        "for an endless loop and killed; 0: never", key="max_compute", shown="60s", low=0,
+        "60s", "a request that computes so much longer than its model ever did is taken "
+        "for an endless loop and killed; 0: never", parse_ms,
     )  # fmt: skip
     deadline_grace_ms: float = _setting(
-        5000.0, "ms", "a request that computes so long after its deadline is killed",
-        key="deadline_grace", shown="5s", low=0,
-    )  # fmt: skip
+        "5s", "a request that computes so long after its deadline is killed", parse_ms
+    )
     stop_grace_ms: float = _setting(
-        30000.0, "ms", "a job that does not step aside for so long is killed",
-        key="stop_grace", shown="30s", low=0,
-    )  # fmt: skip
+        "30s", "a job that does not step aside for so long is killed", parse_ms
+    )
     evict_grace_ms: float = _setting(
-        30000.0, "ms", "a job that does not leave the device for so long is killed",
-        key="evict_grace", shown="30s", low=0,
-    )  # fmt: skip
+        "30s", "a job that does not leave the device for so long is killed", parse_ms
+    )
 
 
 @dataclass(frozen=True)
 class ModelConfig(_Checked):
     """``[[model]]``: registered when the server starts."""
 
-    name: str = _setting("", "text", "what requests call it", pattern=NAME_PATTERN.pattern)
-    source: str = _setting("", "text", "torchvision:…, hf:…, a bundle file, package.module:factory")
-    weights: str = _setting("", "text", "FILE.safetensors, pretrained or random:SEED")
-    inputs: tuple[str, ...] = _setting((), "list", "like x=8x3x224x224:float32")
-    priority: str = _setting("normal", "choice", "high, normal or low", choices=tuple(PRIORITIES))
-    pin: bool = _setting(False, "bool", "keep on the device")
-    max_batch: int = _setting(0, "count", "largest dynamic batch; 0: 64", low=0)
+    name: str = _setting(
+        "", "what requests call it", pattern=NAME_PATTERN.pattern, is_required=True
+    )
+    source: str = _setting(
+        "", "torchvision:…, hf:…, a bundle file, package.module:factory", is_required=True
+    )
+    weights: str = _setting("", "FILE.safetensors, pretrained or random:SEED")
+    inputs: tuple[str, ...] = _setting((), "like x=8x3x224x224:float32")
+    priority: str = _setting("normal", "high, normal or low", choices=tuple(PRIORITIES))
+    pin: bool = _setting(False, "keep on the device")
+    max_batch: int = _setting(0, "largest dynamic batch; 0: 64", low=0)
 
 
 @dataclass(frozen=True)
@@ -289,68 +272,38 @@ SECTIONS: Final[Mapping[str, type[_Checked]]] = {
 }
 
 
-def _key(item: dataclasses.Field[Any]) -> str:
-    return item.metadata["key"] or item.name
+def _settings(cls: type[_Checked]) -> dict[str, dataclasses.Field[Any]]:
+    """The fields by their key in the file, which has no unit: its values bring theirs."""
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    return {item.name.removesuffix("_bytes").removesuffix("_ms"): item for item in fields}
 
 
-def _parser_model(section: str, cls: type[_Checked]) -> Any:
-    """A pydantic model that reads one section; made on demand from the dataclass's fields."""
-    from typing import Annotated
-
-    import pydantic
-
-    def reader(metadata: Mapping[str, Any]) -> Any:
-        kind = metadata["kind"]
-        parse = {"size": parse_size, "ms": parse_ms, "amount": Amount.parse}.get(kind)
-
-        def read(value: Any) -> Any:
-            if kind in ("count", "number") and isinstance(value, bool):
-                raise ValueError(f"{value} is not a number")
-            value = parse(value) if parse else value
-            if kind == "list" and isinstance(value, str):
-                value = [part.strip() for part in value.split(",") if part.strip()]
-            return value
-
-        def check(value: Any) -> Any:
-            problem = _problem(value, metadata)
-            if problem:
-                raise ValueError(problem)
-            return value
-
-        base = {
-            "text": str, "choice": str, "bool": bool, "count": int, "number": float,
-            "size": Any, "ms": Any, "amount": Any, "list": tuple[str, ...],
-        }[kind]  # fmt: skip
-        return Annotated[base, pydantic.BeforeValidator(read), pydantic.AfterValidator(check)]
-
-    fields: dict[str, Any] = {}
-    for item in dataclasses.fields(cls):  # type: ignore[arg-type]
-        default = item.metadata["shown"] or item.default
-        required = section == "model" and item.name in ("name", "source")
-        shown = pydantic.Field(
-            ... if required else default,
-            description=item.metadata["help"],
-            validate_default=True,
-        )
-        fields[_key(item)] = (reader(item.metadata), shown)
-    settings = pydantic.ConfigDict(extra="forbid")
-    return pydantic.create_model(section, __config__=settings, **fields)
-
-
-def _root_model() -> Any:
-    import pydantic
-
-    fields: dict[str, Any] = {
-        name: (
-            _parser_model(name, cls),
-            pydantic.Field(default_factory=dict, validate_default=True),
-        )
-        for name, cls in SECTIONS.items()
-    }
-    fields["model"] = (tuple[_parser_model("model", ModelConfig), ...], ())  # type: ignore[misc]
-    fields["profiles_dir"] = (str, "")
-    settings = pydantic.ConfigDict(extra="forbid")
-    return pydantic.create_model("pipeswitch", __config__=settings, **fields)
+def _read(item: dataclasses.Field[Any], given: Any) -> Any:
+    """A setting's value from what a file, a variable or a flag gives. ValueError says why not."""
+    read, kind = item.metadata["read"], type(item.default)
+    value: Any = given
+    if read is not None:
+        value = read(given)
+    elif kind is tuple:
+        if isinstance(given, str):
+            value = [part.strip() for part in given.split(",") if part.strip()]
+        if not isinstance(value, list) or not all(isinstance(part, str) for part in value):
+            raise ValueError(f"{given!r} is not a list of texts")
+        value = tuple(value)
+    elif kind in (int, float):
+        try:
+            value = kind(given)
+        except (TypeError, ValueError, OverflowError):
+            value = None
+        is_cut = kind is int and isinstance(given, float) and value != given
+        if value is None or is_cut or isinstance(given, bool):
+            raise ValueError(f"{given!r} is not a {'whole ' * (kind is int)}number")
+    elif not isinstance(given, kind):
+        raise ValueError(f"{given!r} is not " + ("true or false" if kind is bool else "a text"))
+    problem = _problem(value, item.metadata)
+    if problem:
+        raise ValueError(problem)
+    return value
 
 
 def parse(
@@ -361,99 +314,64 @@ def parse(
     Args:
         raw: sections by name.
         where: the file's name, for errors.
-        origins: ``section.key`` of what did not come from the file, and where it came from.
+        origins: ``section`` and ``section.key`` of what did not come from the file, and where it
+            came from.
 
     Raises:
         ConfigError: with every problem, one per line, and ``data["errors"]`` as a list.
     """
-    import pydantic
+    errors: list[str] = []
 
-    try:
-        tree = _root_model().model_validate(dict(raw))
-    except pydantic.ValidationError as error:
-        errors = [
-            _placed(_explain(dict(problem)), problem["loc"], where, origins or {})
-            for problem in error.errors()
-        ]
-        raise _errors(errors) from None
-    sections = {name: _from_parsed(cls, getattr(tree, name)) for name, cls in SECTIONS.items()}
-    models = tuple(_from_parsed(ModelConfig, model) for model in tree.model)
-    names = [model.name for model in models]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise _errors([_at(where, f"[[model]] name: {name!r} is there twice") for name in twice])
-    return Config(**sections, models=models, profiles_dir=tree.profiles_dir)
+    def complain(text: str, place: str) -> None:
+        origin = (origins or {}).get(place, where)
+        errors.append(f"{origin}: {text}" if origin else text)
 
+    def read(cls: type[_Checked], title: str, section: str, given: Any) -> dict[str, Any]:
+        known, values = _settings(cls), {}
+        if not isinstance(given, Mapping):
+            complain(f"{section}: {given!r} is not a table", section)
+            return {}
+        for key, value in given.items():
+            try:
+                if key not in known:
+                    raise ValueError(f"unknown key{nearest(key, known)}")
+                values[known[key].name] = _read(known[key], value)
+            except ValueError as problem:
+                complain(f"{title} {key}: {problem}", f"{section}.{key}")
+        for key, item in known.items():
+            if item.metadata.get("is_required") and key not in given:
+                complain(f"{title} {key}: is required", section)
+        return values
 
-def _from_parsed(cls: type[Any], parsed: Any) -> Any:
-    return cls(**{item.name: getattr(parsed, _key(item)) for item in dataclasses.fields(cls)})
-
-
-def _errors(errors: list[str]) -> ConfigError:
-    return ConfigError(
-        "\n".join(errors), hint="pipeswitch config init writes a commented example", errors=errors
+    sections = {
+        name: read(cls, f"[{name}]", name, raw.get(name, {})) for name, cls in SECTIONS.items()
+    }
+    tables = raw.get("model", [])
+    if not isinstance(tables, list):
+        complain("model: write [[model]] above each model, with two brackets", "model")
+        tables = []
+    models = [
+        read(ModelConfig, f"[[model]] {index}", "model", table)
+        for index, table in enumerate(tables)
+    ]
+    names = [model.get("name") for model in models]
+    for name in dict.fromkeys(name for name in names if name and names.count(name) > 1):
+        complain(f"[[model]] name: {name!r} is there twice", "model")
+    profiles_dir = raw.get("profiles_dir", "")
+    if not isinstance(profiles_dir, str):
+        complain(f"profiles_dir: {profiles_dir!r} is not a text", "profiles_dir")
+    others = [*SECTIONS, "model", "profiles_dir"]
+    for name in raw:
+        if name not in others:
+            complain(f"[{name}]: unknown section{nearest(name, others)}", name)
+    if errors:
+        hint = "pipeswitch config init writes a commented example"
+        raise ConfigError("\n".join(errors), hint=hint, errors=errors)
+    return Config(
+        **{name: cls(**sections[name]) for name, cls in SECTIONS.items()},  # type: ignore[arg-type]
+        models=tuple(ModelConfig(**model) for model in models),
+        profiles_dir=profiles_dir,
     )
-
-
-def _at(where: str, text: str) -> str:
-    return f"{where}: {text}" if where else text
-
-
-def _placed(text: str, place: tuple[int | str, ...], where: str, origins: Mapping[str, str]) -> str:
-    """An error with what it is about: a variable, the command line, else the file."""
-    return _at(origins.get(".".join(map(str, place[:2])), where), text)
-
-
-def _explain(problem: dict[str, Any]) -> str:
-    """One pydantic error in the file's own words."""
-    place = [str(part) for part in problem["loc"]]
-    key = place[-1]
-    if place == ["model"]:
-        return "model: write [[model]] above each model, with two brackets"
-    if problem["type"] == "extra_forbidden":
-        if len(place) == 1:
-            known = [*SECTIONS, "model", "profiles_dir"]
-            return f"[{key}]: unknown section{nearest(key, known)}"
-        cls = SECTIONS.get(place[0], ModelConfig)
-        keys = [_key(item) for item in dataclasses.fields(cls)]  # type: ignore[arg-type]
-        text = f"unknown key{nearest(key, keys)}"
-    elif problem["type"] == "missing":
-        text = "is required"
-    else:
-        text = str(problem["msg"]).removeprefix("Value error, ")
-        if problem["type"] != "value_error":
-            text += f", got {problem['input']!r}"
-    section = f"[[model]] {place[1]}" if place[0] == "model" else f"[{place[0]}]"
-    return f"{section} {key}: {text}" if len(place) > 1 else f"{key}: {text}"
-
-
-def _from_environment(environ: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """Settings of the form ``PIPESWITCH_SECTION__KEY``, and what is wrong with the others."""
-    tree: dict[str, Any] = {}
-    errors = []
-    if PROFILES_VARIABLE in environ:
-        tree["profiles_dir"] = environ[PROFILES_VARIABLE]
-    for name, value in sorted(environ.items()):
-        if not name.startswith("PIPESWITCH_") or "__" not in name:
-            continue
-        section, _, key = name.removeprefix("PIPESWITCH_").lower().partition("__")
-        cls = SECTIONS.get(section)
-        if cls is None:
-            errors.append(f"${name}: unknown section {section!r}{nearest(section, SECTIONS)}")
-            continue
-        keys = [_key(item) for item in dataclasses.fields(cls)]  # type: ignore[arg-type]
-        if key not in keys:
-            errors.append(f"${name}: unknown key {key!r}{nearest(key, keys)}")
-            continue
-        tree.setdefault(section, {})[key] = value
-    return tree, errors
-
-
-def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> None:
-    for section, values in over.items():
-        if isinstance(values, Mapping) and isinstance(base.get(section, {}), dict):
-            base[section] = {**base.get(section, {}), **values}
-        else:
-            base[section] = values
 
 
 def load(
@@ -462,7 +380,7 @@ def load(
     flags: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Config:
-    """Flags over environment over file over defaults; directories are made absolute.
+    """Flags over ``PIPESWITCH_SECTION__KEY`` over file over defaults; folders are made absolute.
 
     Args:
         path: a TOML file; None: ``pipeswitch.toml`` in the current folder if there is one.
@@ -473,33 +391,31 @@ def load(
         ConfigError: with every problem of all sources.
     """
     environ = os.environ if environ is None else environ
-    tree: dict[str, Any] = {}
     if path is None and Path("pipeswitch.toml").is_file():
         path = "pipeswitch.toml"
         _check_found(Path(path))
-    if path is not None:
-        tree = _read_toml(Path(path))
-    from_environment, errors = _from_environment(environ)
-    _merge(tree, from_environment)
-    origins = {
-        f"{section}.{key}": f"$PIPESWITCH_{section.upper()}__{key.upper()}"
-        for section in SECTIONS
-        for key in from_environment.get(section, {})
-    }
+    tree: dict[str, Any] = {} if path is None else _read_toml(Path(path))
+    origins: dict[str, str] = {}
+
+    def overrule(section: str, key: str, value: Any, origin: str) -> None:
+        table = tree.get(section)
+        tree[section] = {**(table if isinstance(table, dict) else {}), key: value}
+        origins[section] = origins[f"{section}.{key}"] = origin
+
+    if PROFILES_VARIABLE in environ:
+        tree["profiles_dir"] = environ[PROFILES_VARIABLE]
+    for name, value in sorted(environ.items()):
+        section, separator, key = name.removeprefix("PIPESWITCH_").lower().partition("__")
+        if name.startswith("PIPESWITCH_") and separator:
+            overrule(section, key, value, f"${name}")
     for section, values in (flags or {}).items():
         if isinstance(values, Mapping):
-            given = {key: value for key, value in values.items() if value is not None}
-            _merge(tree, {section: given})
-            origins |= {f"{section}.{key}": "command line" for key in given}
+            for key, value in values.items():
+                if value is not None:
+                    overrule(section, key, value, "command line")
         elif values is not None:
             tree[section] = values
-    try:
-        config = parse(tree, str(path or ""), origins)
-    except ConfigError as error:
-        raise _errors([*error.data["errors"], *errors]) from None
-    if errors:
-        raise _errors(errors)
-    return _with_directories(config, environ)
+    return _with_directories(parse(tree, str(path or ""), origins), environ)
 
 
 def _check_found(path: Path) -> None:
@@ -566,27 +482,45 @@ def example() -> str:
     lines = ["# PipeSwitch. Flags win over PIPESWITCH_SECTION__KEY, which win over this file.", ""]
     lines += ['profiles_dir = ""  # measured profiles of models; empty: those that come along', ""]
     for name, cls in SECTIONS.items():
-        lines.append(f"[{name}]")
-        lines += [_example_line(item) for item in dataclasses.fields(cls)]  # type: ignore[arg-type]
-        lines.append("")
+        lines += [f"[{name}]", *map(_example_line, _settings(cls), _settings(cls).values()), ""]
     lines += ["# [[model]]  # registered when the server starts; repeat for more"]
     shown = {"name": "resnet152", "source": "torchvision:resnet152", "weights": "random:0"}
-    for item in dataclasses.fields(ModelConfig):
-        value = json.dumps(shown.get(item.name, _shown(item)))
-        lines.append(f"# {_key(item)} = {value}  # {item.metadata['help']}")
+    for key, item in _settings(ModelConfig).items():
+        lines.append("# " + _example_line(key, item, shown.get(key)))
     return "\n".join(lines) + "\n"
 
 
-def _shown(item: dataclasses.Field[Any]) -> Any:
-    value = item.metadata["shown"] or item.default
-    return list(value) if isinstance(value, tuple) else value
+def _example_line(key: str, item: dataclasses.Field[Any], shown: str | None = None) -> str:
+    return f"{key} = {json.dumps(shown or item.metadata['shown'])}  # {item.metadata['help']}"
 
 
-def _example_line(item: dataclasses.Field[Any]) -> str:
-    return f"{_key(item)} = {json.dumps(_shown(item))}  # {item.metadata['help']}"
+_JSON_TYPES: Final = {
+    str: "string", bool: "boolean", int: "integer", float: "number", tuple: "array",
+}  # fmt: skip
 
 
 def schema() -> dict[str, Any]:
     """JSON Schema of the file."""
-    result: dict[str, Any] = _root_model().model_json_schema()
-    return result
+
+    def table(cls: type[_Checked]) -> dict[str, Any]:
+        items = _settings(cls).items()
+        required = [key for key, item in items if item.metadata.get("is_required")]
+        properties = {key: setting(item) for key, item in items}
+        return {
+            "type": "object", "additionalProperties": False, "required": required,
+            "properties": properties,
+        }  # fmt: skip
+
+    def setting(item: dataclasses.Field[Any]) -> dict[str, Any]:
+        facts = {"description": item.metadata["help"], "default": item.metadata["shown"]}
+        if item.metadata["read"] is None:  # else text or number: 20GiB, 0.9, 0
+            facts["type"] = _JSON_TYPES[type(item.default)]
+        if "choices" in item.metadata:
+            one = facts.setdefault("items", {}) if facts["type"] == "array" else facts
+            one["enum"] = item.metadata["choices"]
+        return facts
+
+    sections: dict[str, Any] = {name: table(cls) for name, cls in SECTIONS.items()}
+    sections["model"] = {"type": "array", "items": table(ModelConfig)}
+    sections["profiles_dir"] = {"type": "string", "default": ""}
+    return {"type": "object", "additionalProperties": False, "properties": sections}

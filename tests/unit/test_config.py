@@ -85,7 +85,7 @@ def test_all_errors_come_at_once_with_the_nearest_name(tmp_path: Path) -> None:
     assert '[server] lisen: unknown key; did you mean "listen"?' in text
     assert "[workers] standby: 0 is below 1" in text
     assert '[schduler]: unknown section; did you mean "scheduler"?' in text
-    assert "$PIPESWITCH_DEVICE__ARENAS: unknown key 'arenas'; did you mean \"arena\"?" in text
+    assert '$PIPESWITCH_DEVICE__ARENAS: [device] arenas: unknown key; did you mean "arena"?' in text
     assert len(caught.value.data["errors"]) == 4
 
 
@@ -133,7 +133,14 @@ def test_values_are_frozen() -> None:
         ('[server]\nlisten = "tcp://127.0.0.1:65535"', "is not of the form"),
         ("[device]\nlink_gbps = nan", "[device] link_gbps: nan is not a number"),
         ("[device]\nlink_gbps = inf", "[device] link_gbps: inf is not a number"),
-        ("[workers]\nstandby = true", "[workers] standby: True is not a number"),
+        ("[workers]\nstandby = true", "[workers] standby: True is not a whole number"),
+        ("[workers]\nstandby = 2.5", "[workers] standby: 2.5 is not a whole number"),
+        ("[server]\nname = 5", "[server] name: 5 is not a text"),
+        ("[server]\nallow_code = [5]", "[server] allow_code: [5] is not a list of texts"),
+        ("workers = 3", "workers: 3 is not a table"),
+        ("profiles_dir = 3", "profiles_dir: 3 is not a text"),
+        ('[[model]]\nname = "m"', "[[model]] 0 source: is required"),
+        ('[[model]]\nname = "m"\nsource = "a:b"\npin = 1', "pin: 1 is not true or false"),
         ('[server]\nwatchdog = "99999999999h"', "[server] watchdog: longer than 480h"),
         (2 * '[[model]]\nname = "m"\nsource = "a:b"\n', "[[model]] name: 'm' is there twice"),
     ],
