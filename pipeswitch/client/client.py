@@ -464,7 +464,9 @@ class Client:
             timeout_s: end after this long without a record; None: never.
         """
         wait_s = as_wait_s(timeout_s)
-        return _records(self.subscribe(*topics), wait_s)
+        records = _records(self.subscribe(*topics), wait_s)
+        next(records)  # one that is never looked at closes its socket too
+        return records
 
     def subscribe(self, *topics: str) -> zmq.Socket[bytes]:
         """The bare subscription behind ``events``: ``[topic, msgpack]``; the caller closes it."""
@@ -597,7 +599,9 @@ def _report(progress: Progress | None, stage: str, fraction: float) -> None:
 
 
 def _records(subscriber: zmq.Socket[bytes], timeout_s: float | None) -> Iterator[dict[str, Any]]:
+    """Records, behind an empty one: a generator that was not begun would not end either."""
     try:
+        yield {}
         while True:
             wait_ms = None if timeout_s is None else round(timeout_s * 1000)
             if not subscriber.poll(wait_ms):

@@ -473,6 +473,10 @@ def first_event(server: FakeScheduler, client: ps.Client) -> dict[str, Any]:
         events.close()  # type: ignore[attr-defined]
 
 
+def test_a_subscription_that_is_never_looked_at_is_closed(client: ps.Client) -> None:
+    client.events("switch.")  # an open socket that is collected warns, which is an error here
+
+
 def test_events_reach_subscribers_of_their_topic(server: FakeScheduler, client: ps.Client) -> None:
     assert first_event(server, client) == {"topic": "switch.m", "n": 2}
 
