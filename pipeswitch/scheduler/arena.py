@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from ..errors import OutOfDeviceMemory
 from ..ipc.messages import JobName, ModelName
 from ..programs.layout import REGION_ALIGN_BYTES, aligned
@@ -79,22 +77,18 @@ class Arena:
         4. A job's slice: only for a request, and only when nothing else will do.
         5. The prefix of the model a place is sought for: it would come along for nothing.
         """
-        core = self._core
-        waiting = Counter(request.model for request in core.queue.values())
         known: dict[Owner, Cost | None] = {}
 
         def price(region: Region) -> Cost | None:
             if mover is not None and region.owner == mover.owner:
                 return FREE  # 5.
             if region.owner not in known:
-                known[region.owner] = self._price(region, waiting, for_request=for_request)
+                known[region.owner] = self._price(region, for_request=for_request)
             return known[region.owner]
 
         return price
 
-    def _price(
-        self, region: Region, waiting: Counter[ModelName], *, for_request: bool
-    ) -> Cost | None:
+    def _price(self, region: Region, *, for_request: bool) -> Cost | None:
         core = self._core
         if region.owner == WORDS:
             return None  # 1.
@@ -111,7 +105,8 @@ class Arena:
             return SOON_FREE  # 3.
         if model.users or model.residency.state not in (Residency.RESIDENT, Residency.PARTIAL):
             return None  # 1.
-        if waiting[model.name] and not for_request:
+        waiting_count = core.queue.count(model.name)
+        if waiting_count and not for_request:
             return None  # 2.
         is_prefix = model.kept_groups > 0 and region.owner == model.owner
         resident = Resident(
@@ -120,7 +115,7 @@ class Arena:
             priority=model.priority,
             last_used_at_ms=model.last_used_at_ms,
             use_count=model.use_count,
-            waiting_count=waiting[model.name],
+            waiting_count=waiting_count,
         )
         cost = core.policy.eviction_cost(resident, core.now_ms)
         return (0.0, 0.0, 0.0, cost * (PREFIX_WEIGHT if is_prefix else 1.0))

@@ -11,8 +11,10 @@ from ..ipc.messages import Epoch, JobName, Message, ModelName, Slot
 from ..planning.profile import UNKNOWN_DEVICE, Identity
 from .events import Answer, Command, KillWorker, Publish, Span, ToDaemon, Token
 from .policies import Policy
+from .queue import Queue
 from .records import Activation, ColdSwitch, EndedTrial, Job, Model, Request, Worker
 from .states import WORKER_SERVES, WorkerEvent
+from .wakeups import Wakeups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +65,8 @@ class Core:
     policy: Policy
     models: dict[ModelName, Model] = field(default_factory=dict)
     requests: dict[Token, Request] = field(default_factory=dict)  # live ones
-    queue: dict[Token, Request] = field(default_factory=dict)  # QUEUED, in order of arrival
-    early: dict[Token, Request] = field(default_factory=dict)  # QUEUED too: their model is STORING
+    queue: Queue = field(default_factory=Queue)  # QUEUED
+    early: Queue = field(default_factory=Queue)  # QUEUED too: their model is STORING
     jobs: dict[JobName, Job] = field(default_factory=dict)
     workers: dict[Slot, Worker] = field(default_factory=dict)
     current: Activation | None = None
@@ -83,7 +85,7 @@ class Core:
     counts: Counter[str] = field(default_factory=Counter)
     out: list[Command] = field(default_factory=list)
     last_epoch: int = 0
-    due_ms: set[float] = field(default_factory=set)  # when to look again
+    wakeups: Wakeups = field(default_factory=Wakeups)
 
     def next_epoch(self) -> Epoch:
         """A number never used before: names a dispatch, lease, transfer or turn for ever."""
@@ -120,11 +122,6 @@ class Core:
         )
 
     @property
-    def waiting(self) -> list[Request]:
-        """Admitted, not dispatched: those that could be, then those whose model is on its way."""
-        return [*self.queue.values(), *self.early.values()]
-
-    @property
     def is_ready(self) -> bool:
         """The daemon owns its memory and a worker can take a request."""
         return self.is_daemon_ready and any(
@@ -137,7 +134,7 @@ class Core:
 
     def look_again(self, at_ms: float) -> None:
         """Ask for a Tick at that instant."""
-        self.due_ms.add(at_ms)
+        self.wakeups.add(at_ms)
 
     def job_of(self, worker: Worker, epoch: int) -> Job | None:
         """The job a message speaks of; None when it speaks of an older dispatch."""

@@ -27,7 +27,7 @@ from ..ipc.messages import (
     SlabTensor,
     Turn,
 )
-from ..programs.layout import Manifest
+from ..programs.layout import REGION_ALIGN_BYTES, Manifest, aligned
 from .arena import WHOLE, Arena
 from .core import Core
 from .events import Answer, CancelAsked, InferArrived, PrefetchHint, RaiseTurn, ToWorker
@@ -78,7 +78,7 @@ class Inference:
         )
         core.requests[request.token] = request
         is_early = core.models[request.model].state.state in MODEL_AWAITED
-        (core.early if is_early else core.queue)[request.token] = request
+        (core.early if is_early else core.queue).add(request)
         if request.deadline_at_ms is not None:
             core.look_again(request.deadline_at_ms)
 
@@ -100,7 +100,7 @@ class Inference:
                 hint="try again later, or raise [scheduler] max_queue",
                 waiting=waiting,
             )
-        waiting = sum(request.model == event.model for request in core.waiting)
+        waiting = core.queue.count(event.model) + core.early.count(event.model)
         if waiting >= core.settings.max_queue_per_model:
             return QueueFull(
                 f"{waiting} requests for {event.model} are waiting, "
@@ -137,33 +137,29 @@ class Inference:
     def stored(self, model: Model) -> None:
         """Its bytes are in the host store: requests that came before are dispatched in order."""
         core = self._core
-        for request in self._early_of(model):
-            del core.early[request.token]
-            core.queue[request.token] = request
+        for request in core.early.of(model.name):
+            core.early.discard(request)
+            core.queue.add(request)
 
     def not_stored(self, model: Model, error: PipeSwitchError) -> None:
         """Its bytes cannot be had: requests that came before that read the reason."""
-        for request in self._early_of(model):
+        for request in self._core.early.of(model.name):
             self._finish(request, TaskEvent.ERROR, error)
-
-    def _early_of(self, model: Model) -> list[Request]:
-        return [request for request in self._core.early.values() if request.model == model.name]
 
     def expire(self) -> None:
         """Answer queued requests whose deadline has passed; catch tasks that hang."""
         core = self._core
-        for request in core.waiting:
-            if request.deadline_at_ms is not None and request.deadline_at_ms <= core.now_ms:
-                waited = core.now_ms - request.arrived_at_ms
-                self._finish(
-                    request,
-                    TaskEvent.EXPIRE,
-                    DeadlineExceeded(
-                        f"the deadline passed after {waited:.0f} ms in the queue",
-                        hint="raise the deadline or the priority",
-                        waited_ms=waited,
-                    ),
-                )
+        for request in (*core.queue.expired(core.now_ms), *core.early.expired(core.now_ms)):
+            waited = core.now_ms - request.arrived_at_ms
+            self._finish(
+                request,
+                TaskEvent.EXPIRE,
+                DeadlineExceeded(
+                    f"the deadline passed after {waited:.0f} ms in the queue",
+                    hint="raise the deadline or the priority",
+                    waited_ms=waited,
+                ),
+            )
 
     def hung(self) -> Activation | None:
         """The task that computes for too long, if there is one; its ``hung_why`` says what is.
@@ -186,7 +182,7 @@ class Inference:
         at_ms = min(late_at_ms, endless_at_ms)
         if core.now_ms < at_ms:
             # A look that comes before finds it again: many short tasks leave one, not one each.
-            if at_ms < min(core.due_ms, default=math.inf):
+            if at_ms < core.wakeups.next_ms:
                 core.look_again(at_ms)
             return None
         activation.hung_why = (
@@ -222,22 +218,26 @@ class Inference:
 
     def _refuse_the_impossible(self) -> None:
         """Requests whose model does not fit beside what is pinned: waiting would not help."""
-        core, arena = self._core, self._arena
-        for name in {request.model for request in core.queue.values()}:
+        core = self._core
+        if not core.queue:
+            return
+        largest = self._arena.largest_for_all_bytes
+        if largest == self._arena.leasable_bytes:
+            return  # nothing is pinned, and the store took none that is larger
+        for name in core.queue.models():
             model = core.models[name]
             assert model.manifest is not None
             size = model.manifest.total_bytes
-            is_there = model.residency.state in WHOLE
-            if is_there or arena.can_ever_hold(size):
+            if model.residency.state in WHOLE or aligned(size, REGION_ALIGN_BYTES) <= largest:
                 continue
             pinned = [m.name for m in core.models.values() if m.residency.state is Residency.PINNED]
-            for request in [r for r in core.queue.values() if r.model == name]:
+            for request in core.queue.of(name):
                 error = OutOfDeviceMemory(
                     f'"{name}" needs {size} bytes, but pinned models ({", ".join(pinned)}) leave '
-                    f"{arena.largest_for_all_bytes} in one piece",
+                    f"{largest} in one piece",
                     hint=f"pipeswitch unload {pinned[0]}",
                     requested_bytes=size,
-                    largest_free_bytes=arena.largest_for_all_bytes,
+                    largest_free_bytes=largest,
                 )
                 self._finish(request, TaskEvent.ERROR, error)
 
@@ -245,7 +245,7 @@ class Inference:
         core = self._core
         if not self._has_worker():
             return False  # one will be clean, reaped, prepared or respawned: that pumps again
-        views = [(self._view(request), request) for request in core.queue.values()]
+        views = [(self._view(request), request) for request in core.queue]
         views.sort(key=lambda pair: core.policy.rank(pair[0], core.now_ms))
         blocked: list[Waiting] = []
         for view, request in views:
@@ -325,7 +325,7 @@ class Inference:
         assert manifest is not None
         worker = self._pick_worker(model)
         epoch = core.next_epoch()
-        core.queue.pop(request.token, None)
+        core.queue.discard(request)
         request.state.apply(TaskEvent.DISPATCHED, f"worker {worker.slot}")
         worker.state.apply(WorkerEvent.ACTIVATED, f"request {request.request_id}")
         worker.task_epoch = epoch
@@ -512,8 +512,8 @@ class Inference:
     def _finish(self, request: Request, event: TaskEvent, error: PipeSwitchError) -> None:
         core = self._core
         request.state.apply(event, type(error).__name__)
-        core.queue.pop(request.token, None)
-        core.early.pop(request.token, None)
+        core.queue.discard(request)
+        core.early.discard(request)
         core.requests.pop(request.token)
         error.request_id = request.request_id
         core.refuse(request.token, error)
@@ -588,7 +588,7 @@ class Inference:
             self._give_up(activation, request, error)
         else:
             request.state.apply(TaskEvent.WORKER_DIED, f"status {status}")
-            core.queue[request.token] = request
+            core.queue.add(request)
         if activation.hung_why and not activation.is_trial:  # it is not tried once more
             self._finish(request, TaskEvent.EXPIRE, _hung(model, activation))
         self._judge(request, model, status)
@@ -599,7 +599,7 @@ class Inference:
             model.state.apply(ModelEvent.POISONED, f"{model.deaths} workers died in a row")
             model.reason = f"{model.deaths} workers died in a row while computing it"
             core.publish("model.quarantined", model=model.name, reason=model.reason)
-            for other in [r for r in core.queue.values() if r.model == model.name]:
+            for other in core.queue.of(model.name):
                 if other is not request:
                     self._finish(other, TaskEvent.ERROR, quarantined(model))
         if request.token not in core.requests or request.trial_batch:
@@ -622,7 +622,7 @@ class Inference:
                 self._give_up(activation, request, None)
                 continue
             request.state.apply(TaskEvent.WORKER_DIED, "memory daemon exited")
-            core.queue[request.token] = request
+            core.queue.add(request)
         core.current = core.upcoming = None
 
     def refuse_all(self, error: PipeSwitchError) -> None:

@@ -173,7 +173,7 @@ class Listing:
             return model.reason
         if model.state.state is ModelState.LEAVING:
             return "being unregistered"
-        waiting = sum(r.model == model.name for r in self._core.waiting)
+        waiting = self._core.queue.count(model.name) + self._core.early.count(model.name)
         if waiting:
             return f"{waiting} waiting"
         if model.residency.state is Residency.PARTIAL:
@@ -217,7 +217,7 @@ class Listing:
         core, arena, store = self._core, self._arena, self._store.regions
         counts = core.counts
         return {
-            "queued": len(core.waiting),
+            "queued": len(core.queue) + len(core.early),
             "switches": counts["switches"],
             "preemptions": counts["preemptions"],
             "evictions": counts["evictions"],

@@ -368,8 +368,7 @@ class Registry:
 
     def _finish_unregister(self, model: Model) -> None:
         core = self._core
-        is_waited_for = any(r.model == model.name for r in core.queue.values())
-        if model.users or is_waited_for or model.is_being_sent:
+        if model.users or core.queue.count(model.name) or model.is_being_sent:
             return
         if model.residency.state is not Residency.HOST:
             self._residents.evict(model, "unregistered")

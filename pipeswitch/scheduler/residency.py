@@ -195,9 +195,8 @@ class Residents:
     def cancel_prefetches(self) -> None:
         """A real request needs the link or the place: hints step back (they were a guess)."""
         core = self._core
-        wanted = {request.model for request in core.queue.values()}
         for model in core.models.values():
-            if model.is_prefetch and not model.users and model.name not in wanted:
+            if model.is_prefetch and not model.users and not core.queue.count(model.name):
                 model.is_prefetch = False
                 model.residency.apply(ResidencyEvent.ABANDONED, "a request needs the link")
                 core.tell_daemon(CancelTransmit(epoch=model.residency_epoch))

@@ -10,6 +10,7 @@ groups made from them), ``fleet`` (processes), ``listing`` (rows).
 
 from __future__ import annotations
 
+import math
 from os import EX_SOFTWARE
 
 from ..errors import InvalidInput, ModelNotFound, ServerUnavailable
@@ -81,6 +82,7 @@ from .states import MODEL_AWAITED, TASK_ON_WORKER, ModelState, TaskState, Worker
 from .store import Store
 from .training import Training
 from .trials import Profiling
+from .wakeups import Wakeups
 
 
 class Scheduler:
@@ -121,7 +123,7 @@ class Scheduler:
         on their way already, which saves a request some 0.05 ms.
         """
         self.core.now_ms = max(self.core.now_ms, now_ms)
-        self.core.due_ms = {due for due in self.core.due_ms if due > self.core.now_ms}
+        self.core.wakeups.forget_until(self.core.now_ms)
         if self.core.has_left:
             self._refuse_late(event)
         else:
@@ -138,7 +140,8 @@ class Scheduler:
 
     def next_wakeup_ms(self) -> float | None:
         """When a Tick is wanted at the latest; None when only events matter."""
-        return min(self.core.due_ms, default=None)
+        next_ms = self.core.wakeups.next_ms
+        return next_ms if next_ms < math.inf else None
 
     @property
     def waited_since_ms(self) -> float | None:
@@ -387,7 +390,7 @@ class Scheduler:
         for token in core.drain_tokens:
             core.answer(token, reason=reason)
         core.drain_tokens.clear()
-        core.due_ms.clear()
+        core.wakeups = Wakeups()
         core.emit(Leave(status=status, reason=reason))
 
     def _refuse_late(self, event: Event) -> None:
@@ -464,15 +467,17 @@ class Scheduler:
 
     def _check_requests(self) -> None:
         core = self.core
-        for token, request in (core.queue | core.early).items():
-            assert core.requests.get(token) is request
+        for queue in (core.queue, core.early):
+            queue.check()
+        waiting = [*core.queue, *core.early]
+        for request in waiting:
+            assert core.requests[request.token] is request, "it waits, and is not live"
             assert request.state.state is TaskState.QUEUED, request.state.story
         tasks = [a for a in (core.current, core.upcoming) if a is not None]
         assert len({a.slot for a in tasks}) == len(tasks), "two tasks on one worker"
         dispatched = {a.token for a in tasks}
-        waiting = set(core.queue) | set(core.early)
-        assert set(core.requests) == waiting | dispatched, "a request is lost"
-        for name in {request.model for request in core.early.values()}:
+        assert set(core.requests) == {r.token for r in waiting} | dispatched, "a request is lost"
+        for name in core.early.models():
             assert core.models[name].state.state in MODEL_AWAITED, f"{name} is not awaited"
         for activation in tasks:
             worker = core.workers[activation.slot]

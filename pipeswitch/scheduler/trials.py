@@ -214,8 +214,7 @@ class Profiling:
         """
         if plan == model.plan:
             return True
-        waits = any(request.model == model.name for request in self._core.queue.values())
-        if model.users or waits or model.is_being_sent:
+        if model.users or self._core.queue.count(model.name) or model.is_being_sent:
             return False
         if model.residency.state is not Residency.HOST:
             self._residents.evict(model, "its groups are cut anew")

@@ -7,9 +7,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from pipeswitch.scheduler.queue import Queue
 from pipeswitch.scheduler.records import Activation, Job, Model, Request, Worker
 from pipeswitch.scheduler.regions import Owner, Region, Regions
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.wakeups import Wakeups
 
 from .frozen import Add, Codec, Next, Still
 
@@ -32,7 +34,7 @@ ACTIVATION = Codec(Activation, drop=SHOWN_OF_TASK)
 CORE = (
     "models", "requests", "queue", "jobs", "workers", "current", "upcoming", "training",
     "daemon_generation", "daemon_pid", "is_daemon_ready", "has_left", "drain_at_ms", "now_ms",
-    "counts", "last_epoch", "due_ms",
+    "counts", "last_epoch", "wakeups", "early",
     "cold_switches",  # for profiles, and nothing is measured in this world
 )  # fmt: skip
 OF_FLEET = ("is_daemon_alive", "_daemon_deaths", "_daemon_respawn_at_ms")
@@ -112,7 +114,7 @@ class Brain:
         return (
             tuple([models.freeze(model, e, name) for name, model in core.models.items()]),
             tuple([requests.freeze(request, e) for request in core.requests.values()]),
-            tuple(core.queue),
+            tuple([request.token for request in core.queue]),
             tuple([jobs.freeze(job, e) for job in core.jobs.values()]),
             tuple([workers.freeze(worker, e) for worker in core.workers.values()]),
             None if core.current is None else tasks.freeze(core.current, e),
@@ -121,13 +123,14 @@ class Brain:
             core.is_daemon_ready,
             core.has_left,
             core.now_ms,
-            tuple(sorted(core.due_ms)),
+            core.wakeups.all_ms,
             _freeze_regions(scheduler.arena.regions, e),
             _freeze_regions(scheduler.store.regions, e),
             fleet.is_daemon_alive,
             fleet._daemon_deaths,
             fleet._daemon_respawn_at_ms,
             core.drain_at_ms,
+            tuple([request.token for request in core.early]),
         )
 
     def thaw(self, frozen: Any, n: Next, last_epoch: int, generations: list[int]) -> None:
@@ -137,10 +140,14 @@ class Brain:
         (models, requests, queue, jobs, workers, current, upcoming, core.training,
          core.is_daemon_ready, core.has_left, core.now_ms, due_ms, arena, store,
          fleet.is_daemon_alive, fleet._daemon_deaths,
-         fleet._daemon_respawn_at_ms, core.drain_at_ms) = frozen  # fmt: skip
+         fleet._daemon_respawn_at_ms, core.drain_at_ms, early) = frozen  # fmt: skip
         core.models = {t[0]: self._models.thaw(t, n, t[0]) for t in models}
         core.requests = {t[0]: self._requests.thaw(t, n) for t in requests}
-        core.queue = {token: core.requests[token] for token in queue}
+        core.queue, core.early = Queue(), Queue()
+        for token in queue:
+            core.queue.add(core.requests[token])
+        for token in early:
+            core.early.add(core.requests[token])
         core.jobs = {t[0]: self._jobs.thaw(t, n) for t in jobs}
         core.workers = {t[0]: self._workers.thaw(t, n) for t in workers}
         for worker, generation in zip(core.workers.values(), generations[1:], strict=True):
@@ -148,7 +155,7 @@ class Brain:
         core.daemon_generation = generations[0]
         core.current = None if current is None else self._tasks.thaw(current, n)
         core.upcoming = None if upcoming is None else self._tasks.thaw(upcoming, n)
-        core.due_ms = set(due_ms)
+        core.wakeups = Wakeups(due_ms)
         core.last_epoch = last_epoch
         core.counts = Counter()
         core.out, core.cold_switches = [], []

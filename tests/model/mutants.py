@@ -107,11 +107,12 @@ def _position_later(self: Any, world: Any) -> None:
 
 
 def _request_lost(self: Inference, worker: Any, status: int, begun_epoch: Any) -> None:
-    before = set(self._core.queue)
+    before = {request.token for request in self._core.queue}
     _request_died(self, worker, status, begun_epoch)
-    for token in set(self._core.queue) - before:
-        del self._core.queue[token]
-        del self._core.requests[token]
+    for request in list(self._core.queue):
+        if request.token not in before:
+            self._core.queue.discard(request)
+            del self._core.requests[request.token]
 
 
 def _leaked(self: Training, worker: Any, status: int) -> None:
@@ -141,11 +142,11 @@ def _still_there(self: Residents) -> None:
         model.users = 0
 
 
-def _worth_little(self: Arena, region: Any, waiting: Any, *, for_request: bool) -> Cost | None:
+def _worth_little(self: Arena, region: Any, *, for_request: bool) -> Cost | None:
     model = self._core.models.get(region.owner.name)
     if model is not None and model.residency.state is Residency.RESIDENT:
         return FREE
-    return _price(self, region, waiting, for_request=for_request)
+    return _price(self, region, for_request=for_request)
 
 
 def _daemon_alone(self: Fleet, status: int) -> bool:
@@ -200,8 +201,9 @@ def _not_zeroed(self: Slices, job: Any) -> None:
 
 
 def _forgotten(self: Inference, event: Any) -> bool:
-    request = self._core.queue.pop(event.token, None)
+    request = self._core.queue.get(event.token)
     if request is not None:
+        self._core.queue.discard(request)
         del self._core.requests[event.token]
     return request is not None
 

@@ -201,7 +201,7 @@ class World(simulator.World):
         workers = [(w.slot, w.state.state.value, w.job, w.may_raise) for w in core.workers.values()]
         return (
             f"current={core.current} upcoming={core.upcoming} training={core.training} "
-            f"queue={[r.model for r in core.queue.values()]} jobs={jobs} workers={workers} "
+            f"queue={[r.model for r in core.queue]} jobs={jobs} workers={workers} "
             f"arena={list(self.scheduler.arena.regions)} turn={self.device.turn}"
         )
 

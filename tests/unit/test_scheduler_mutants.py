@@ -60,11 +60,12 @@ def slice_not_zeroed(patch: Patch) -> None:
 
 def request_forgotten_when_its_worker_dies(patch: Patch) -> None:
     def worker_died(self: Inference, worker: Any, *how: Any) -> None:
-        before = set(self._core.queue)
+        before = {request.token for request in self._core.queue}
         _original_died(self, worker, *how)
-        for token in set(self._core.queue) - before:
-            del self._core.queue[token]
-            del self._core.requests[token]
+        for request in list(self._core.queue):
+            if request.token not in before:
+                self._core.queue.discard(request)
+                del self._core.requests[request.token]
 
     patch.setattr(Inference, "worker_died", worker_died)
 
@@ -87,11 +88,11 @@ def generation_not_checked(patch: Patch) -> None:
 
 
 def model_in_use_evicted(patch: Patch) -> None:
-    def price(self: Arena, region: Any, waiting: Any, *, for_request: bool) -> Cost | None:
+    def price(self: Arena, region: Any, *, for_request: bool) -> Cost | None:
         model = self._core.models.get(region.owner.name)
         if model is not None and model.residency.state is Residency.RESIDENT:
             return FREE
-        return _original_price(self, region, waiting, for_request=for_request)
+        return _original_price(self, region, for_request=for_request)
 
     patch.setattr(Arena, "_price", price)
 

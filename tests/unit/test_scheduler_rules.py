@@ -691,7 +691,7 @@ def test_many_short_tasks_leave_one_look_at_the_clock(rig: Rig) -> None:
         rig.now_ms = float(number)
         rig.infer("a")
         rig.done()
-    assert len(rig.core.due_ms) == 1
+    assert len(rig.core.wakeups) == 1
 
 
 def test_time_in_the_queue_and_before_the_turn_is_not_computing(rig: Rig) -> None:

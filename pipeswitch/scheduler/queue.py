@@ -1,0 +1,83 @@
+"""Requests that wait, found by token, by model and by deadline; none of it looks at all of them."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from ..ipc.messages import ModelName
+from .events import Token
+from .records import Request
+
+SPARE_DEADLINES = 64  # of requests that have left, before the heap is made anew
+
+
+class Queue:
+    """Requests in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self._requests: dict[Token, tuple[int, Request]] = {}  # with the number it was added as
+        self._of: dict[ModelName, dict[Token, Request]] = {}
+        self._deadlines: list[tuple[float, int, Request]] = []  # a heap; some have left
+        self._added = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request for _, request in self._requests.values())
+
+    def __contains__(self, token: Token) -> bool:
+        return token in self._requests
+
+    def get(self, token: Token) -> Request | None:
+        """The request of that token, if it waits here."""
+        return self._requests[token][1] if token in self._requests else None
+
+    def add(self, request: Request) -> None:
+        """To the end."""
+        self._added += 1
+        self._requests[request.token] = (self._added, request)
+        self._of.setdefault(request.model, {})[request.token] = request
+        if request.deadline_at_ms is not None:
+            if len(self._deadlines) > 2 * len(self) + SPARE_DEADLINES:
+                self._deadlines = [entry for entry in self._deadlines if self._holds(entry)]
+                heapq.heapify(self._deadlines)
+            heapq.heappush(self._deadlines, (request.deadline_at_ms, self._added, request))
+
+    def discard(self, request: Request) -> None:
+        """Take it out; one that is not here stays where it is."""
+        if self._requests.pop(request.token, None) is not None:
+            same = self._of[request.model]
+            del same[request.token]
+            if not same:
+                del self._of[request.model]
+
+    def models(self) -> list[ModelName]:
+        """Those that requests here want."""
+        return list(self._of)
+
+    def count(self, model: ModelName) -> int:
+        return len(self._of.get(model, ()))
+
+    def of(self, model: ModelName) -> list[Request]:
+        """The requests for one model, in order."""
+        return list(self._of.get(model, {}).values())
+
+    def expired(self, now_ms: float) -> list[Request]:
+        """Those whose deadline has passed, in order; each is told of once for each ``add``."""
+        due = []
+        while self._deadlines and self._deadlines[0][0] <= now_ms:
+            entry = heapq.heappop(self._deadlines)
+            if self._holds(entry):
+                due.append(entry)
+        return [request for _, _, request in sorted(due, key=lambda entry: entry[1])]
+
+    def check(self) -> None:
+        """The requests of all models are those that wait."""
+        found = {token for same in self._of.values() for token in same}
+        assert found == self._requests.keys(), "a request is counted but does not wait"
+
+    def _holds(self, entry: tuple[float, int, Request]) -> bool:
+        _, number, request = entry
+        return self._requests.get(request.token, (0, None))[0] == number
