@@ -9,10 +9,10 @@ import msgspec
 from .arena import Arena
 from .core import Core
 from .jobs import Jobs
+from .plans import Plans
 from .records import Job, Model, Worker
 from .states import ModelState, Residency, TaskState, WorkerState
 from .store import Store
-from .trials import Profiling
 
 PRIORITY_NAMES = {0: "high", 1: "normal", 2: "low"}
 
@@ -20,14 +20,12 @@ PRIORITY_NAMES = {0: "high", 1: "normal", 2: "low"}
 class Listing:
     """Answers queries from the scheduler's own state, so every listing is consistent."""
 
-    def __init__(
-        self, core: Core, arena: Arena, store: Store, jobs: Jobs, profiling: Profiling
-    ) -> None:
+    def __init__(self, core: Core, arena: Arena, store: Store, jobs: Jobs, plans: Plans) -> None:
         self._core = core
         self._arena = arena
         self._store = store
         self._jobs = jobs
-        self._profiling = profiling
+        self._plans = plans
 
     def models(self) -> list[dict[str, Any]]:
         return [self.model(model) for model in self._core.models.values()]
@@ -67,7 +65,7 @@ class Listing:
                 "intermediate_bytes": manifest.extra.get("intermediate_bytes", 0),
                 "batch": [manifest.batch_min, manifest.batch_max],
             }
-        return row | self._profiling.row(model)
+        return row | self._plans.row(model)
 
     def plan(self) -> dict[str, Any]:
         """What ``pipeswitch plan`` reckons with: each model's profile, and the arena."""

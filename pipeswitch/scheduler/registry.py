@@ -29,6 +29,7 @@ from ..ipc.messages import (
 )
 from ..programs.layout import Manifest
 from ..programs.signature import is_same_signature
+from .admission import Admission, changed_on_the_way
 from .core import Core
 from .events import (
     Announce,
@@ -46,7 +47,6 @@ from .events import (
     ToWorker,
     UnregisterAsked,
 )
-from .inference import Inference, changed_on_the_way
 from .records import Model
 from .residency import Residents
 from .states import MODEL_AWAITED, ModelEvent, ModelState, Residency, ResidencyEvent, WorkerState
@@ -63,12 +63,12 @@ class Registry:
     """
 
     def __init__(
-        self, core: Core, store: Store, residents: Residents, inference: Inference
+        self, core: Core, store: Store, residents: Residents, admission: Admission
     ) -> None:
         self._core = core
         self._store = store
         self._residents = residents
-        self._inference = inference
+        self._admission = admission
         self._waiting_builds: dict[ModelName, str] = {}  # whose it is, in order of arrival
         self._builders: dict[Epoch, str] = {}  # from StartBuild until the process is gone
         self._last_turns: dict[str, Epoch] = {}  # of clients that wait for another one
@@ -195,7 +195,7 @@ class Registry:
         if model is None or model.state.state is not ModelState.BUILDING:
             return None
         if model.manifest is not None and not is_same_signature(model.manifest, manifest):
-            self._inference.not_stored(model, changed_on_the_way(model.name))
+            self._admission.not_stored(model, changed_on_the_way(model.name))
         model.manifest = model.built = manifest
         model.state.apply(ModelEvent.BUILT, f"digest {manifest.digest[:12]}")
         try:
@@ -233,7 +233,7 @@ class Registry:
             return
         assert model.manifest is not None
         model.state.apply(ModelEvent.STORED, f"{message.load_ms:.0f} ms")
-        self._inference.stored(model)
+        self._admission.stored(model)
         self._remember(model, accepts=tuple(model.register_tokens))
         core.publish("model.registered", model=model.name, bytes=model.manifest.total_bytes)
         for token in model.register_tokens:
@@ -288,7 +288,7 @@ class Registry:
         core = self._core
         if model.manifest is not None:  # it may have been announced
             core.emit(Retract(model=model.name))
-            self._inference.not_stored(model, error)
+            self._admission.not_stored(model, error)
         model.state.apply(ModelEvent.REFUSED, type(error).__name__)
         self._store.forget(model)
         del core.models[model.name]
@@ -400,7 +400,7 @@ class Registry:
                 model.deaths, model.reason = 0, ""
             if model.residency.state is Residency.RESIDENT:
                 model.residency.apply(ResidencyEvent.PIN, "asked by the user")
-            # One that is not on the device is brought when nothing waits (Memory.bring_pinned).
+            # One that is not on the device is brought when nothing waits (Residents.bring_pinned).
         elif model.residency.state is Residency.PINNED:
             model.residency.apply(ResidencyEvent.UNPIN, "asked by the user")
         if model.state.state not in MODEL_AWAITED:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..ipc.messages import CancelTransmit, Epoch, GroupCopy, TransmitEnded, TransmitModel
+from ..ipc.messages import CancelTransmit, Epoch, GroupCopy, ModelName, TransmitEnded, TransmitModel
 from ..planning.grouping import Plan
 from ..programs.groups import regrouped
 from ..programs.layout import REGION_ALIGN_BYTES, aligned
@@ -191,6 +191,21 @@ class Residents:
     def _release_broken(self, model: Model, cause: str) -> None:
         model.residency.apply(ResidencyEvent.RELEASED, cause)
         self._arena.release(model)
+
+    def prefetch(self, name: ModelName) -> None:
+        """Send a model ahead of its request, if that disturbs no request (no answer is owed)."""
+        core = self._core
+        model = core.models.get(name)
+        if model is None or model.state.state is not ModelState.READY or model.is_on_device:
+            return
+        if core.queue or core.upcoming is not None or not core.is_daemon_ready or core.is_draining:
+            return
+        if model.residency.state is Residency.ABANDONED:
+            return
+        window = self._arena.find_place(model, for_request=False)
+        if window is not None and not self._arena.obstacles(window):
+            self.transmit(model, window, "prefetch hint")
+            model.is_prefetch = True
 
     def cancel_prefetches(self) -> None:
         """A real request needs the link or the place: hints step back (they were a guess)."""

@@ -1,11 +1,11 @@
 """The scheduler: ``handle(event, now_ms) -> [command]``. No thread, clock, socket or torch.
 
 The live server, the simulator and the model checker run this very object. It owns all
-records; its parts each own one concern: ``arena``,
-``store``, ``residents`` and ``slices`` (bytes), ``registry`` (models), ``inference``
-(requests and the switch), ``jobs`` (the book of jobs), ``training`` (the device's idle time),
-``leases`` and ``commits`` (slices and what is kept of them), ``profiling`` (measured times and the
-groups made from them), ``fleet`` (processes), ``listing`` (rows).
+records; its parts each own one concern: ``arena``, ``store``, ``residents`` and ``slices`` (bytes),
+``registry`` (models), ``admission``, ``dispatch``, ``turns`` and ``endings`` (requests and the
+switch), ``jobs`` (the book of jobs), ``training`` (the device's idle time), ``leases`` and
+``commits`` (slices and what is kept of them), ``profiling``, ``trials`` and ``plans`` (measured
+times and the groups made from them), ``fleet`` (processes), ``listing`` (rows).
 """
 
 from __future__ import annotations
@@ -40,9 +40,12 @@ from ..ipc.messages import (
     TransmitEnded,
     WorkerReady,
 )
+from .admission import Admission
 from .arena import Arena
 from .commits import Commits
 from .core import Core, SchedulerSettings
+from .dispatch import Dispatch
+from .endings import Endings
 from .events import (
     BuilderExited,
     CancelAsked,
@@ -69,11 +72,12 @@ from .events import (
 )
 from .fleet import Fleet
 from .health import Health
-from .inference import Inference
 from .jobs import Jobs
 from .leases import Leases
 from .listing import Listing
+from .plans import Plans
 from .policies import make_policy
+from .profiling import Profiling
 from .records import Worker
 from .registry import Registry
 from .residency import Residents
@@ -81,7 +85,8 @@ from .slices import Slices
 from .states import MODEL_AWAITED, TASK_ON_WORKER, ModelState, TaskState, WorkerEvent, WorkerState
 from .store import Store
 from .training import Training
-from .trials import Profiling
+from .trials import Trials
+from .turns import Turns
 from .wakeups import Wakeups
 
 
@@ -99,12 +104,19 @@ class Scheduler:
         self.jobs = Jobs(self.core, self.commits)
         self.leases = Leases(self.core, self.arena, self.slices, self.commits)
         self.training = Training(self.core, self.slices, self.jobs, self.leases, self.commits)
-        self.inference = Inference(self.core, self.arena, self.residents, self.training)
-        self.registry = Registry(self.core, self.store, self.residents, self.inference)
-        self.profiling = Profiling(self.core, self.arena, self.residents, self.inference)
+        self.admission = Admission(self.core)
+        self.turns = Turns(self.core)
+        self.dispatch = Dispatch(
+            self.core, self.arena, self.residents, self.training, self.admission, self.turns
+        )
+        self.endings = Endings(self.core, self.residents, self.admission)
+        self.registry = Registry(self.core, self.store, self.residents, self.admission)
+        self.plans = Plans(self.core, self.residents)
+        self.trials = Trials(self.core, self.arena, self.residents, self.dispatch)
+        self.profiling = Profiling(self.core, self.plans, self.trials)
         self.fleet = Fleet(self.core)
         self.health = Health(self.core)
-        self.listing = Listing(self.core, self.arena, self.store, self.jobs, self.profiling)
+        self.listing = Listing(self.core, self.arena, self.store, self.jobs, self.plans)
 
     def start(self, now_ms: float) -> list[Command]:
         """The first commands: spawn the memory daemon."""
@@ -134,7 +146,7 @@ class Scheduler:
 
     def settle(self) -> list[Command]:
         """The rest of ``handle``: the timeline, and everything that can wait for a moment."""
-        self.inference.trace_ended()
+        self.endings.trace_ended()
         self._pump()
         return self._take_out()
 
@@ -163,15 +175,15 @@ class Scheduler:
     def _take(self, event: Event) -> None:
         match event:
             case InferArrived():
-                self.inference.arrived(event)
+                self.admission.arrived(event)
             case FromWorker():
                 self._from_worker(event)
             case FromDaemon():
                 self._from_daemon(event)
             case PrefetchHint():
-                self.inference.prefetch(event)
+                self.residents.prefetch(event.model)
             case CancelAsked():
-                if not self.inference.cancel(event):
+                if not self.admission.cancel(event):
                     self.registry.cancel(event)
                     self.profiling.cancel(event.token)
             case RegisterAsked():
@@ -213,20 +225,20 @@ class Scheduler:
             return
         match event.message:
             case InferenceDone() as message:
-                self.inference.done(worker, message)
-                self.inference.turn_is_free()
+                self.endings.done(worker, message)
+                self.turns.give()
                 self.fleet.served_well()
                 if message.is_clean:
                     self._cleaned(worker, message.epoch)
             case InferenceFailed() as message:
-                self.inference.failed(worker, message)
-                self.inference.turn_is_free()
+                self.endings.failed(worker, message)
+                self.turns.give()
             case Cleaned(epoch=epoch):
                 self._cleaned(worker, epoch)
             case Parked() as message:
                 if self.training.parked(worker, message):
-                    self.inference.turn_passed(message.next_turn)
-                self.inference.turn_is_free()
+                    self.turns.passed(message.next_turn)
+                self.turns.give()
             case WorkerReady(pid=pid):
                 self.fleet.worker_ready(worker, pid)
             case Pong(epoch=epoch):
@@ -241,7 +253,7 @@ class Scheduler:
                 self.jobs.report(worker, message)
             case JobEnded() as message:
                 self.training.ended(worker, message)
-                self.inference.turn_is_free()
+                self.turns.give()
             case _:
                 self.core.kill(worker, f"it sent a {type(event.message).__name__}")
 
@@ -293,7 +305,7 @@ class Scheduler:
                 assert event.manifest is not None
                 model = self.registry.built(message, event.manifest)
                 if model is not None:
-                    self.profiling.found(model, event.profiles)
+                    self.plans.found(model, event.profiles)
             case BuildFailed() as message:
                 self.registry.build_failed(message)
             case _:
@@ -306,15 +318,15 @@ class Scheduler:
             return
         # A job's process leaves after its JobEnded: that is no death.
         ended_well = event.status == 0 and worker.state.state is WorkerState.RETIRING
-        self.inference.worker_died(worker, event.status, event.begun_epoch)
+        self.endings.worker_died(worker, event.status, event.begun_epoch)
         self.fleet.worker_exited(worker, event.status, ended_well=ended_well)
         self.training.worker_died(worker, event.status)
-        self.inference.turn_is_free()
+        self.turns.give()
 
     def _daemon_exited(self, event: DaemonExited) -> None:
         if event.generation != self.core.daemon_generation or not self.fleet.is_daemon_alive:
             return
-        self.inference.daemon_died()
+        self.endings.daemon_died()
         self.arena.device_lost()
         self.residents.device_lost()
         self.commits.daemon_died()
@@ -382,7 +394,7 @@ class Scheduler:
         core = self.core
         core.has_left = True
         error = ServerUnavailable(f"the server has stopped: {reason}")
-        self.inference.refuse_all(error)
+        self.endings.refuse_all(error)
         self.registry.refuse_all(error)
         self.profiling.refuse_all(error)
         self.health.refuse_all(error)
@@ -416,9 +428,9 @@ class Scheduler:
     # -- after every event --------------------------------------------------------------------
 
     def _dispatch(self) -> None:
-        self.inference.expire()
-        self.inference.pump()
-        self.inference.turn_is_free()
+        self.admission.expire()
+        self.dispatch.pump()
+        self.turns.give()
 
     def _pump(self) -> None:
         if self.core.has_left:
@@ -435,7 +447,7 @@ class Scheduler:
         self._watch_drain()
 
     def _kill_hung(self) -> None:
-        hung = self.inference.hung()
+        hung = self.turns.hung()
         if hung is not None:
             self.core.kill(self.core.workers[hung.slot], hung.hung_why)
 

@@ -13,10 +13,11 @@ import msgspec
 from memory_daemon.commits import Commits
 from pipeswitch.commits.area import HEADER_BYTES, CommitArea
 from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.admission import Admission
 from pipeswitch.scheduler.arena import FREE, Arena
 from pipeswitch.scheduler.commits import Commits as JobCommits
+from pipeswitch.scheduler.endings import Endings
 from pipeswitch.scheduler.fleet import Fleet
-from pipeswitch.scheduler.inference import Inference
 from pipeswitch.scheduler.jobs import Jobs
 from pipeswitch.scheduler.regions import Cost, Owner
 from pipeswitch.scheduler.residency import Residents
@@ -24,6 +25,7 @@ from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.slices import Slices
 from pipeswitch.scheduler.states import Residency
 from pipeswitch.scheduler.training import Training
+from pipeswitch.scheduler.turns import Turns
 
 from .channel import unpack
 from .daemon import Daemon, acknowledgement
@@ -32,10 +34,10 @@ from .script import Script, after_step
 
 _handle = Scheduler.handle
 _from_worker = Scheduler._from_worker
-_end = Inference._end
-_done = Inference.done
-_request_died = Inference.worker_died
-_turn_is_free = Inference.turn_is_free
+_end = Endings._end
+_done = Endings.done
+_request_died = Endings.worker_died
+_give = Turns.give
 _ended = Training.ended
 _job_died = Training.worker_died
 _commit = JobCommits.commit
@@ -66,7 +68,7 @@ def _from_whoever(self: Scheduler, event: Any) -> None:
     _from_worker(self, replace(event, generation=worker.generation))
 
 
-def _end_whatever(self: Inference, worker: Any, epoch: Any) -> Any:
+def _end_whatever(self: Endings, worker: Any, epoch: Any) -> Any:
     for task in (self._core.current, self._core.upcoming):
         if task is not None and task.slot == worker.slot:
             return _end(self, worker, task.epoch)
@@ -106,7 +108,7 @@ def _position_later(self: Any, world: Any) -> None:
     self.phase = "fetch"
 
 
-def _request_lost(self: Inference, worker: Any, status: int, begun_epoch: Any) -> None:
+def _request_lost(self: Endings, worker: Any, status: int, begun_epoch: Any) -> None:
     before = {request.token for request in self._core.queue}
     _request_died(self, worker, status, begun_epoch)
     for request in list(self._core.queue):
@@ -123,13 +125,13 @@ def _leaked(self: Training, worker: Any, status: int) -> None:
         _job_died(self, worker, status)
 
 
-def _turn_for_two(self: Inference) -> None:
+def _turn_for_two(self: Turns) -> None:
     training, self._core.training = self._core.training, None
-    _turn_is_free(self)
+    _give(self)
     self._core.training = training
 
 
-def _done_again(self: Inference, worker: Any, message: Any) -> None:
+def _done_again(self: Endings, worker: Any, message: Any) -> None:
     before = len(self._core.out)
     _done(self, worker, message)
     if len(self._core.out) == before:
@@ -155,12 +157,12 @@ def _daemon_alone(self: Fleet, status: int) -> bool:
     return True
 
 
-def _turn_over_old_one(self: Inference) -> None:
+def _turn_over_old_one(self: Turns) -> None:
     workers = self._core.workers.values()
     raising = {worker.slot: worker.may_raise for worker in workers}
     for worker in workers:
         worker.may_raise = 0  # type: ignore[assignment]
-    _turn_is_free(self)
+    _give(self)
     for worker in workers:
         worker.may_raise = raising[worker.slot]
 
@@ -200,7 +202,7 @@ def _not_zeroed(self: Slices, job: Any) -> None:
         self._arena.regions.release(Owner("slice", job))
 
 
-def _forgotten(self: Inference, event: Any) -> bool:
+def _forgotten(self: Admission, event: Any) -> bool:
     request = self._core.queue.get(event.token)
     if request is not None:
         self._core.queue.discard(request)
@@ -237,7 +239,7 @@ class Mutant:
 
 MUTANTS = (
     Mutant("no fencing: late messages of dead workers count", LATE,
-           ((Scheduler, "_from_worker", _from_whoever), (Inference, "_end", _end_whatever))),
+           ((Scheduler, "_from_worker", _from_whoever), (Endings, "_end", _end_whatever))),
     Mutant("a suspect is taken for dead before it is reaped",
            replace(PREEMPTED, steps=1, suspicions=1), ((Scheduler, "handle", _handle_suspects),)),
     Mutant("a slice is used again before its worker is reaped", replace(FAULTLESS, requests=0),
@@ -246,11 +248,11 @@ MUTANTS = (
     Mutant("parameters and data position are committed apart", COMMITTED,
            ((Script, "_half", _parameters_first), (Script, "_position", _position_later))),
     Mutant("a request is not queued again when its worker dies", KILLED,
-           ((Inference, "worker_died", _request_lost),)),
+           ((Endings, "worker_died", _request_lost),)),
     Mutant("a lease is freed only on goodbye", KILLED, ((Training, "worker_died", _leaked),)),
-    Mutant("the turn is given twice", PREEMPTED, ((Inference, "turn_is_free", _turn_for_two),)),
+    Mutant("the turn is given twice", PREEMPTED, ((Turns, "give", _turn_for_two),)),
     Mutant("a repeated result is answered again", replace(FAULTLESS, repeats=1),
-           ((Inference, "done", _done_again),)),
+           ((Endings, "done", _done_again),)),
     Mutant("the stop is forgotten", PREEMPTED, ((Training, "stop", _spare),)),
     Mutant("models stay resident when the memory daemon dies",
            replace(FAULTLESS, is_coarse=True, daemon_kills=1),
@@ -262,7 +264,7 @@ MUTANTS = (
            ((Fleet, "daemon_died", _daemon_alone),)),
     Mutant("a turn is given over an older one on its way",
            replace(PREEMPTED, steps=1, requests=2, hears_late=True),
-           ((Inference, "turn_is_free", _turn_over_old_one),)),
+           ((Turns, "give", _turn_over_old_one),)),
     Mutant("a job starts beside its old process", replace(FAULTLESS, requests=0, pauses=1),
            ((Training, "_has_process", lambda self, job: False),)),
     Mutant("a job starts before its last commit is copied", KILLED,
@@ -279,9 +281,9 @@ MUTANTS = (
            ((JobCommits, "committed", _any_flip),)),
     Mutant("an older acknowledgement lets the optimizer write", REPEATED,
            ((Script, "obey", _any_acknowledgement),)),
-    Mutant("a request is begun after its deadline", DEADLINE, ((Inference, "expire", _spare),)),
+    Mutant("a request is begun after its deadline", DEADLINE, ((Admission, "expire", _spare),)),
     Mutant("a request that is taken back is never answered", CANCELLED,
-           ((Inference, "cancel", _forgotten),)),
+           ((Admission, "cancel", _forgotten),)),
     Mutant("the server leaves before its jobs have", DRAINED,
            ((Jobs, "is_quiet", True), (JobCommits, "is_quiet", True))),
     Mutant("the place of a cancelled prefetch is used at once", HINTED,

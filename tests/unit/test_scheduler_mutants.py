@@ -12,14 +12,15 @@ import pytest
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.arena import FREE, WHOLE, Arena
 from pipeswitch.scheduler.core import Core
+from pipeswitch.scheduler.endings import Endings
 from pipeswitch.scheduler.fleet import Fleet
-from pipeswitch.scheduler.inference import Inference
 from pipeswitch.scheduler.records import Model
 from pipeswitch.scheduler.regions import Cost, Owner
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.slices import Slices
 from pipeswitch.scheduler.states import Residency
 from pipeswitch.scheduler.training import Training
+from pipeswitch.scheduler.turns import Turns
 
 Patch = pytest.MonkeyPatch
 MOST_LIVES = 400
@@ -27,18 +28,18 @@ MOST_LIVES = 400
 _original_price = Arena._price
 _original_from_worker = Scheduler._from_worker
 _original_ended = Training.ended
-_original_died = Inference.worker_died
-_original_free = Inference.turn_is_free
+_original_died = Endings.worker_died
+_original_free = Turns.give
 _original_on_device = Model.is_on_device
 
 
 def turn_given_before_parked(patch: Patch) -> None:
-    def turn_is_free(self: Inference) -> None:
+    def give(self: Turns) -> None:
         training, self._core.training = self._core.training, None
         _original_free(self)
         self._core.training = training
 
-    patch.setattr(Inference, "turn_is_free", turn_is_free)
+    patch.setattr(Turns, "give", give)
 
 
 def slice_released_before_the_reap(patch: Patch) -> None:
@@ -59,7 +60,7 @@ def slice_not_zeroed(patch: Patch) -> None:
 
 
 def request_forgotten_when_its_worker_dies(patch: Patch) -> None:
-    def worker_died(self: Inference, worker: Any, *how: Any) -> None:
+    def worker_died(self: Endings, worker: Any, *how: Any) -> None:
         before = {request.token for request in self._core.queue}
         _original_died(self, worker, *how)
         for request in list(self._core.queue):
@@ -67,16 +68,16 @@ def request_forgotten_when_its_worker_dies(patch: Patch) -> None:
                 self._core.queue.discard(request)
                 del self._core.requests[request.token]
 
-    patch.setattr(Inference, "worker_died", worker_died)
+    patch.setattr(Endings, "worker_died", worker_died)
 
 
 def upcoming_kept_when_its_worker_dies(patch: Patch) -> None:
-    def worker_died(self: Inference, worker: Any, *how: Any) -> None:
+    def worker_died(self: Endings, worker: Any, *how: Any) -> None:
         upcoming = self._core.upcoming
         if upcoming is None or upcoming.slot != worker.slot:
             _original_died(self, worker, *how)
 
-    patch.setattr(Inference, "worker_died", worker_died)
+    patch.setattr(Endings, "worker_died", worker_died)
 
 
 def generation_not_checked(patch: Patch) -> None:

@@ -16,7 +16,7 @@ from pipeswitch.ipc.messages import EvictTask, RunInference, SlabTensor, Transmi
 from pipeswitch.planning.profile import UNKNOWN_DEVICE, Found, Profile
 from pipeswitch.programs.layout import ValueSpec
 from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.inference import batch_of
+from pipeswitch.scheduler.endings import batch_of
 from pipeswitch.scheduler.regions import Owner
 from pipeswitch.scheduler.states import Residency, TaskState
 
@@ -181,7 +181,7 @@ def test_other_groups_wait_until_nobody_reads_the_model(rig: Rig) -> None:
     model = rig.core.models["a"]
     rig.world.infer("a")
     rig.until(lambda: model.users)
-    rig.world.scheduler.profiling._fall_back(model, "test")
+    rig.world.scheduler.plans._fall_back(model, "test")
     rig.world.pass_time(0.0)
     assert model.plan == profile.checks[-1].plan
     rig.rest()
@@ -355,7 +355,7 @@ def test_a_model_whose_groups_change_gives_up_its_prefix(fleet_model: ModuleType
     rig.world.infer("b")
     rig.rest()
     model = rig.core.models["a"]
-    rig.world.scheduler.profiling._fall_back(model, "test")
+    rig.world.scheduler.plans._fall_back(model, "test")
     rig.world.pass_time(0.0)
     assert model.residency.state is Residency.HOST
     rig.world.infer("a")

@@ -1,0 +1,52 @@
+"""Where a request's time went: what its answer says, and what the timeline shows."""
+
+from __future__ import annotations
+
+from ..ipc.messages import InferenceDone
+from .core import Core
+from .records import Activation, Model, Request
+
+
+def bill(
+    activation: Activation, request: Request, model: Model, message: InferenceDone, now_ms: float
+) -> dict[str, object]:
+    """Where the time went; all in milliseconds."""
+    copy_ms = 0.0
+    if not activation.was_resident:
+        ended = model.transmit_ended_at_ms or message.ended_at_ms
+        copy_ms = max(0.0, ended - model.transmit_started_at_ms)
+    compute_ms = message.ended_at_ms - message.turn_at_ms - message.stall_ms
+    return {
+        "queue_ms": activation.dispatched_at_ms - request.arrived_at_ms,
+        "switch_ms": max(0.0, message.first_group_at_ms - activation.dispatched_at_ms),
+        "copy_ms": copy_ms,
+        "stall_ms": message.stall_ms,
+        "compute_ms": max(0.0, compute_ms),
+        "total_ms": now_ms - request.arrived_at_ms,
+        "resident": activation.was_resident,
+        "preempted": activation.preempted,
+        "worker": activation.slot,
+        "epoch": activation.epoch,
+        **({"kept_bytes": activation.kept_bytes} if activation.kept_bytes else {}),
+    }
+
+
+def trace(core: Core, activation: Activation, request: Request, message: InferenceDone) -> None:
+    """Its intervals on the timeline."""
+    track = f"worker {activation.slot}"
+    flow = activation.epoch
+    name = f"{request.request_id} {activation.model}"
+    core.span("scheduler", f"queue {name}", request.arrived_at_ms, activation.dispatched_at_ms)
+    core.span(
+        "scheduler",
+        f"switch {name}",
+        activation.dispatched_at_ms,
+        message.first_group_at_ms,
+        flow=flow,
+        preempted=activation.preempted,
+        resident=activation.was_resident,
+    )
+    core.span(track, name, message.turn_at_ms, message.ended_at_ms, flow=flow)
+    pairs = zip(message.group_begins_at_ms, message.group_ends_at_ms, strict=False)
+    for index, (begin, end) in enumerate(pairs):
+        core.span(track, f"group {index}", begin, end)

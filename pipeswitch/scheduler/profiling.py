@@ -1,0 +1,297 @@
+"""The book of measurements: who asked for which, what they read, and the one under way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Final
+
+import msgspec
+
+from ..errors import (
+    Cancelled,
+    InvalidInput,
+    ModelNotFound,
+    OutOfDeviceMemory,
+    PipeSwitchError,
+    RegistrationRefused,
+    ServerUnavailable,
+)
+from ..ipc.messages import InferenceDone, ModelName
+from ..planning.measuring import Measurement, Program, Run, Trial
+from ..planning.planned import predict
+from ..programs.groups import cut, layer_bytes
+from ..programs.layout import Manifest
+from .core import Core
+from .events import Answer, ProfileAsked, SaveProfile, Token
+from .plans import Plans
+from .records import Activation, Model
+from .states import ModelState
+from .trials import Trials
+
+MAX_BATCHES: Final = 8
+MAX_RETRIES: Final = 20  # of one trial in a row, without a request that made it leave
+
+
+@dataclass
+class Session:
+    """One model being measured."""
+
+    model: Model
+    measurement: Measurement
+    tokens: list[Token]
+    running: Activation | None = None
+    ended: tuple[Activation, InferenceDone] | None = None  # waits for the end of its copy
+    retries: int = 0
+
+
+class Profiling:
+    """At most one measurement at a time; the others wait."""
+
+    def __init__(self, core: Core, plans: Plans, trials: Trials) -> None:
+        self._core = core
+        self._plans = plans
+        self._trials = trials
+        self._session: Session | None = None
+        self._waiting: list[tuple[ModelName, tuple[int, ...], list[Token]]] = []
+
+    def asked(self, event: ProfileAsked) -> None:
+        """Measure it next; progress and one final answer follow."""
+        core = self._core
+        model = core.models.get(event.model)
+        refusal = self._refusal(model, event)
+        if refusal is not None:
+            core.refuse(event.token, refusal)
+            return
+        assert model is not None
+        batches = event.batches or (usual_batch(model),)
+        for name, others, tokens in self._waiting:
+            if (name, others) == (event.model, batches):
+                tokens.append(event.token)
+                return
+        self._waiting.append((event.model, batches, [event.token]))
+
+    def _refusal(self, model: Model | None, event: ProfileAsked) -> PipeSwitchError | None:
+        if self._core.is_draining:
+            return ServerUnavailable("the server is draining")
+        if model is None or model.state.state is ModelState.LEAVING:
+            return ModelNotFound(f'no model "{event.model}"', hint="pipeswitch models")
+        if model.built is None or model.state.state is not ModelState.READY:
+            return InvalidInput(f'"{model.name}" is {model.state.state.value}, it must be ready')
+        if not layer_bytes(model.built):
+            return RegistrationRefused(
+                model.name,
+                "it was built by a release that did not keep its layers",
+                hint=f"unregister and register {model.name}",
+            )
+        low, high = model.built.batch_min, model.built.batch_max
+        if len(event.batches) > MAX_BATCHES or not all(low <= b <= high for b in event.batches):
+            return InvalidInput(
+                f"{model.name} takes batches from {low} to {high}, at most {MAX_BATCHES} of them"
+            )
+        return None
+
+    def cancel(self, token: Token) -> None:
+        """The client that asked has gone."""
+        for name, batches, tokens in list(self._waiting):
+            if token in tokens:
+                tokens.remove(token)
+                self._core.refuse(token, Cancelled("cancelled by the caller"))
+                if not tokens:
+                    self._waiting.remove((name, batches, tokens))
+        session = self._session
+        if session is not None and token in session.tokens:
+            session.tokens.remove(token)
+            self._core.refuse(token, Cancelled("cancelled by the caller"))
+            if not session.tokens:
+                self._end(session)
+
+    def refuse_all(self, error: PipeSwitchError) -> None:
+        """The server leaves: every client that waits is answered."""
+        for _, _, tokens in self._waiting:
+            for token in tokens:
+                self._core.refuse(token, error)
+        self._waiting.clear()
+        if self._session is not None:
+            self._fail(self._session, error)
+
+    def pump(self) -> None:
+        """Take results, make room for requests, begin the next trial when nothing else waits."""
+        self._plans.watch_switches(self._measured)
+        self._take_ended_trial()
+        session = self._session
+        self._trials.make_way(session.running if session is not None else None)
+        while True:  # a session that ends here may be followed by the next one at once
+            if self._session is None:
+                self._next_session()
+            session = self._session
+            if session is not None:
+                self._advance(session)
+            if self._session is session:
+                break
+        self._plans.apply(self._measured)
+        self._core.measuring = self._session.model.name if self._session is not None else None
+
+    @property
+    def _measured(self) -> Model | None:
+        return self._session.model if self._session is not None else None
+
+    def _next_session(self) -> None:
+        core = self._core
+        if core.is_draining:
+            return
+        while self._waiting and self._session is None:
+            name, batches, tokens = self._waiting.pop(0)
+            model = core.models.get(name)
+            if model is None or model.state.state is not ModelState.READY:
+                for token in tokens:
+                    core.refuse(token, _gone(name))
+                continue
+            self._begin(model, batches, tokens)
+
+    def _begin(self, model: Model, batches: tuple[int, ...], tokens: list[Token]) -> None:
+        assert model.built is not None
+        measurement = Measurement(
+            program_of(model.name, model.built),
+            batches,
+            self._core.settings.identity,
+            lambda profile: self._plans.plan_of(profile)[0],
+            predict,
+        )
+        self._session = Session(model, measurement, tokens)
+        self._core.publish("model.profiling", model=model.name, batches=list(batches))
+
+    def _advance(self, session: Session) -> None:
+        """1. It cannot go on. 2. A run is under way. 3. A copy's times are awaited. 4. The
+        profile is complete. 5. The next trial begins when the device is idle."""
+        core, model = self._core, session.model
+        if core.models.get(model.name) is not model or model.state.state is ModelState.LEAVING:
+            if session.running is None:
+                self._fail(session, _gone(model.name))
+            return  # 1.
+        if model.state.state is not ModelState.READY:
+            if session.running is None:
+                self._fail(session, ServerUnavailable(f'"{model.name}": {model.reason}'))
+            return  # 1.
+        if session.running is not None:
+            return  # 2.
+        if session.ended is not None and not self._take_run(session, *session.ended):
+            return  # 3.
+        trial = session.measurement.next
+        if trial is None:
+            self._finish(session)  # 4.
+        elif self._trials.is_possible():
+            self._start(session, trial)  # 5.
+
+    def _start(self, session: Session, trial: Trial) -> None:
+        try:
+            session.running = self._trials.start(session.model, trial)
+        except OutOfDeviceMemory as error:
+            self._fail(session, error)
+
+    def _take_ended_trial(self) -> None:
+        """The run is over, one way or another."""
+        core, session = self._core, self._session
+        ended, core.ended_trial = core.ended_trial, None
+        if ended is None or session is None or session.running is not ended.activation:
+            return
+        session.running = None
+        if ended.message is not None:
+            session.ended = (ended.activation, ended.message)
+        elif ended.error is not None and not isinstance(ended.error, Cancelled):
+            self._fail(session, ended.error)
+        elif ended.activation.trial_stop_at_ms is None:
+            self._again(session)
+
+    def _again(self, session: Session) -> None:
+        session.retries += 1
+        if session.retries > MAX_RETRIES:
+            error = ServerUnavailable(
+                f'"{session.model.name}" could not be measured: no trial of it comes to its end'
+            )
+            self._fail(session, error)
+
+    def _take_run(self, session: Session, activation: Activation, done: InferenceDone) -> bool:
+        """Hand a run to the measurement; False while the end of its copy was not told yet."""
+        model, trial = session.model, session.measurement.next
+        assert trial is not None
+        run: Run | None = None
+        if trial.is_cold != activation.was_resident:
+            sent = model.transmission
+            has_ended = sent is not None and sent.epoch == activation.residency_epoch
+            if trial.is_cold and not has_ended:
+                if model.is_being_sent and model.residency_epoch == activation.residency_epoch:
+                    return False
+            elif trial.is_cold and sent is not None:
+                run = Run(
+                    sent.started_at_ms,
+                    sent.group_ends_at_ms,
+                    done.group_begins_at_ms,
+                    done.group_ends_at_ms,
+                )
+            else:
+                run = Run(done.turn_at_ms, (), done.group_begins_at_ms, done.group_ends_at_ms)
+        session.ended = None
+        if not session.measurement.take(run):
+            self._again(session)
+            return self._session is session
+        session.retries = 0
+        self._progress(session, trial)
+        return True
+
+    def _progress(self, session: Session, trial: Trial) -> None:
+        kind = "cold" if trial.is_cold else "resident"
+        stage = f"batch {trial.batch}, {len(trial.plan)} groups, {kind}"
+        body = {"stage": stage, "fraction": session.measurement.fraction}
+        for token in session.tokens:
+            self._core.emit(Answer(token=token, more=True, body=body))
+
+    def _finish(self, session: Session) -> None:
+        core, model = self._core, session.model
+        at = datetime.fromtimestamp((core.now_ms + core.settings.unix_offset_ms) / 1000.0, UTC)
+        profile = session.measurement.profile(at.isoformat(timespec="seconds"))
+        core.emit(SaveProfile(profile=profile))
+        self._end(session)
+        self._plans.use(model, profile)
+        core.publish("model.profiled", model=model.name, digest=profile.digest)
+        for token in session.tokens:
+            core.answer(token, profile=msgspec.to_builtins(profile))
+
+    def _fail(self, session: Session, error: PipeSwitchError) -> None:
+        self._end(session)
+        for token in session.tokens:
+            self._core.refuse(token, error)
+
+    def _end(self, session: Session) -> None:
+        """The model gets the groups again that it had before."""
+        model = session.model
+        self._session = None
+        if model.next_plan is None:
+            model.next_plan = (model.profile_plan, model.plan_source, model.plan_why)
+
+    def check(self) -> None:
+        self._trials.check(self._session.running if self._session is not None else None)
+
+
+def usual_batch(model: Model) -> int:
+    """The batch requests came with last; before the first, the smallest."""
+    assert model.built is not None
+    return model.last_batch or max(1, model.built.batch_min)
+
+
+def program_of(name: str, built: Manifest) -> Program:
+    """A manifest as a measurement sees it."""
+    layers, sizes = built.layers, layer_bytes(built)
+    finest = cut(layers, built.tensors, built.total_bytes, tuple(range(len(layers))))
+    starts = {layer.first_node: index for index, layer in reversed(list(enumerate(layers)))}
+    return Program(
+        model=name,
+        digest=built.digest,
+        layer_bytes=sizes,
+        labels=tuple(group.label for group in finest),
+        built_plan=tuple(starts[group.first_node] for group in built.groups),
+    )
+
+
+def _gone(name: ModelName) -> ModelNotFound:
+    return ModelNotFound(f'"{name}" is there no more', hint="pipeswitch models")
