@@ -13,7 +13,7 @@ STAMP  := $(VENV)/.installed
 CODE   := pipeswitch workers memory_daemon
 LINTED := $(CODE) tests docs benchmarks
 
-.PHONY: help demo check unit test test-long lint bench-quick chaos fuzz model reliability gpu clean
+.PHONY: help demo check unit test test-long lint bench-quick chaos fuzz model models reliability gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets.
@@ -62,6 +62,9 @@ fuzz: $(STAMP)  ## What outsiders can send: make fuzz SECONDS=3600; report in ou
 
 model: $(STAMP)  ## Every state of the protocol model's scopes, and the seeded bugs; minutes.
 	$(BIN)/python -m tests.model --all --processes 2 --out out/model.json
+
+models: $(STAMP)  ## Ninety models from torchvision, transformers and others: served to the bit, or why not.
+	$(BIN)/python -m tests.models --out out/models.json
 
 reliability: $(STAMP)  ## The long tests of reliability one after the other, then whether docs/reliability.md still says so; an hour.
 	@# Into out/ first: a results file that changes would make the next run call the checkout dirty.

@@ -1,0 +1,155 @@
+"""``python -m tests.models [--only PART] [--out FILE]``: the sweep, a line for each model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from pipeswitch.errors import PipeSwitchError
+from pipeswitch.programs.bundle import read_bundle
+from pipeswitch.programs.operators import OVERLOADS
+from pipeswitch.programs.spec import BUNDLE_FILE
+from pipeswitch.testing import RunningServer, server
+
+from .catalogue import Entry, catalogue
+
+BATCH: Final = 3  # the second one, where a model takes more than one at a time
+SEED: Final = 7
+THREADS: Final = 2
+FAST_PATH: Final = "set_fastpath_enabled"
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for item in value for t in tensors(item)] if isinstance(value, list | tuple) else []
+
+
+def equal(answer: Any, wanted: Any) -> bool:
+    """Every output, bit by bit: NaN equals itself, zeros have signs."""
+    found, plain = list(answer.outputs.values()), tensors(wanted)
+    return len(found) == len(plain) and all(
+        a.contiguous().numpy().tobytes() == b.contiguous().numpy().tobytes()
+        for a, b in zip(found, plain, strict=True)
+    )
+
+
+class Sweep:
+    """One server; each model registered, asked, compared and unregistered."""
+
+    def __init__(self, running: RunningServer) -> None:
+        self._running, self._client = running, running.client()
+        self.operators: Counter[str] = Counter()
+
+    def try_one(self, name: str, entry: Entry) -> dict[str, Any]:
+        torch.manual_seed(SEED)
+        began_s = time.monotonic()
+        try:
+            module, example = entry()
+        except Exception as error:
+            return {"name": name, "outcome": "not made", "why": f"{type(error).__name__}: {error}"}
+        module.eval().requires_grad_(False)  # as docs/programs.md says what answers are equal to
+        row: dict[str, Any] = {"name": name, "outcome": "refused"}
+        row["parameters"] = sum(p.numel() for p in module.parameters())
+        try:
+            self._register(module, example, row)
+            row["register_s"] = round(time.monotonic() - began_s, 1)
+            row["batches"] = self._ask(module, example, row["batch_max"])
+            row["outcome"] = "served" if all(row["batches"].values()) else "differs"
+        except PipeSwitchError as error:
+            row["why"] = str(error).splitlines()[0][:300]
+        except Exception as error:
+            row["why"] = f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"
+        self._forget()
+        torch.backends.mha.set_fastpath_enabled(True)
+        return row
+
+    def _register(
+        self, module: nn.Module, example: tuple[torch.Tensor, ...], row: dict[str, Any]
+    ) -> None:
+        try:
+            self._client.register("it", module, example_inputs=example, max_batch=4)
+        except PipeSwitchError as error:
+            if FAST_PATH not in str(error):
+                raise
+            torch.backends.mha.set_fastpath_enabled(False)  # as the refusal says
+            row["fast_path"] = False
+            self._client.register("it", module, example_inputs=example, max_batch=4)
+        shown = self._client.show("it")
+        row |= {"mode": shown["mode"], "bytes": shown["bytes"], "batch_max": shown["batch"][1]}
+        row["groups"] = shown["groups"]
+        folder = self._running.state_dir / "models" / shown["digest"]
+        names = {node.target for node in read_bundle(folder / BUNDLE_FILE).graph.nodes}
+        self.operators.update({n.removeprefix("aten.") for n in names if n.startswith("aten.")})
+
+    def _ask(
+        self, module: nn.Module, example: tuple[torch.Tensor, ...], most: int
+    ) -> dict[int, bool]:
+        found = {}
+        for batch in (1, BATCH) if most >= BATCH else (1,):
+            inputs = tuple(torch.cat([t] * batch) if t.dim() else t for t in example)
+            answer = self._client.infer("it", list(inputs))
+            with torch.no_grad():
+                found[batch] = equal(answer, module(*inputs))
+        return found
+
+    def _forget(self) -> None:
+        if any(row["name"] == "it" for row in self._client.models()):
+            self._client.unregister("it")
+
+
+def summary(rows: list[dict[str, Any]], operators: Counter[str]) -> dict[str, Any]:
+    outcomes = Counter(row["outcome"] for row in rows)
+    listed = {f"{n}.{o}" for n, overloads in OVERLOADS.items() for o in overloads}
+    return {
+        "torch": torch.__version__,
+        "models": len(rows),
+        "outcomes": dict(outcomes),
+        "operators_listed": len(listed),
+        "operators_needed": len(operators),
+        "operators_by_models": dict(operators.most_common()),
+        "operators_of_no_model_here": sorted(listed - set(operators)),
+        "table": rows,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="models whose name has this in it")
+    parser.add_argument("--out", type=Path, help="write the table there, as JSON")
+    options = parser.parse_args()
+    torch.set_num_threads(THREADS)
+    entries = {name: e for name, e in catalogue().items() if options.only in name}
+    rows = []
+    arguments = ("--threads", str(THREADS))
+    with server(arena="1GiB", host_store="2GiB", args=arguments) as running:
+        sweep = Sweep(running)
+        for number, (name, entry) in enumerate(entries.items(), 1):
+            rows.append(sweep.try_one(name, entry))
+            row = rows[-1]
+            sys.stdout.write(
+                f"{number:3}/{len(entries)} {row['outcome']:8} {name}  {row.get('why', '')}\n"
+            )
+            sys.stdout.flush()
+    report = summary(rows, sweep.operators)
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in report["outcomes"].items())
+    sys.stdout.write(
+        f"models   {counts}; {report['operators_needed']} of {report['operators_listed']} "
+        "operators are needed\n"
+    )
+    return 1 if any(row["outcome"] in ("differs", "not made") for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
