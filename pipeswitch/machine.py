@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
+from typing import Final
+
+CGROUPS: Final = Path("/sys/fs/cgroup")
+MEMBERSHIP: Final = Path("/proc/self/cgroup")
 
 
-def available_bytes() -> int:
-    """Available RAM, never above what the cgroup leaves."""
-    available = _meminfo("MemAvailable")
-    for limit_file, usage_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        limit, usage = _number(limit_file), _number(usage_file)
-        if limit is not None:
-            available = min(available, max(0, limit - (usage or 0)))
+def available_bytes(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
+    """Available RAM, never above what this process's cgroups, and those around them, leave."""
+    available = _numbers(Path("/proc/meminfo"))["MemAvailable:"] * 1024
+    for line in membership.read_text().splitlines() if membership.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        if controllers:
+            root, names = cgroups / "memory", ("limit_in_bytes", "usage_in_bytes", "total_")
+        else:
+            root, names = cgroups, ("max", "current", "")
+        inner = root / path.lstrip("/")
+        for folder in (inner, *inner.parents):
+            available = int(min(available, _room(folder, *names)))
+            if folder == root:
+                break
     return available
+
+
+def _room(folder: Path, limit_name: str, usage_name: str, prefix: str) -> float:
+    """Until the limit of one cgroup, where it has one; pages of files do not count, they can go."""
+    limit = _number(folder / f"memory.{limit_name}")
+    if limit is None:
+        return math.inf
+    usage = _number(folder / f"memory.{usage_name}") or 0
+    cached = _numbers(folder / "memory.stat").get(f"{prefix}inactive_file", 0)
+    return max(0, limit - max(0, usage - cached))
 
 
 def cpu_count() -> int:
@@ -49,17 +67,16 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def _meminfo(key: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == key:
-            return int(value.split()[0]) * 1024
-    raise OSError(f"/proc/meminfo has no {key}")
+def _numbers(path: Path) -> dict[str, int]:
+    """A file with a name and a number on each line."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {name: int(value) for name, value, *_ in map(str.split, lines)}
 
 
-def _number(path: str) -> int | None:
+def _number(path: Path) -> int | None:
+    """The number in a file; None where there is no file, or no number ("max")."""
     try:
-        text = Path(path).read_text().strip()
+        text = path.read_text().strip()
     except OSError:
         return None
     return int(text) if text.isdigit() else None

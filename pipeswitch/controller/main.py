@@ -181,7 +181,7 @@ def _sizes(config: Config, device: ChosenDevice) -> Sizes:
         cuda = msgspec.structs.replace(cuda, private_bytes=private_bytes)
     store = config.host.store.resolve(available, available // 4)
     cores = cpu_count()
-    return Sizes(
+    sizes = Sizes(
         arena_bytes=max(arena, 4 << 20) & -(2 << 20),
         store_bytes=max(store, 1 << 20) & -4096,
         pool_bytes=config.server.pool_bytes & -4096,
@@ -194,6 +194,26 @@ def _sizes(config: Config, device: ChosenDevice) -> Sizes:
         link_bytes_per_s=config.device.link_gbps * 1e9,
         cuda=cuda,
     )
+    _check_room(sizes, available)
+    return sizes
+
+
+def _check_room(sizes: Sizes, available_bytes: int) -> None:
+    """Before a page is touched: the kernel would end processes, ours or other people's.
+
+    Raises:
+        ConfigError: the machine, or this process's cgroup, has less than the server would take.
+    """
+    wanted = {"host store": sizes.store_bytes, "request pool": sizes.pool_bytes}
+    if sizes.cuda is None:
+        wanted["arena"] = sizes.arena_bytes
+    if sum(wanted.values()) > available_bytes:
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in wanted.items())
+        raise ConfigError(
+            f"the server would take {format_bytes(sum(wanted.values()))} of memory ({parts}), "
+            f"{format_bytes(available_bytes)} are available here",
+            hint="smaller --arena or --host-store, or a larger limit of the container",
+        )
 
 
 def _identity(device: ChosenDevice, sizes: Sizes) -> Identity:

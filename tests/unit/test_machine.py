@@ -1,0 +1,44 @@
+"""What a machine has: memory within all cgroups around a process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeswitch.machine import available_bytes
+
+MIB = 1 << 20
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2 = ("memory.max", "memory.current", "inactive_file")
+
+
+def group(folder: Path, names: tuple[str, str, str], limit: str, used: int, cached: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 7\n{names[2]} {cached}\n")
+
+
+@pytest.mark.parametrize(("names", "line", "root"), [
+    (V2, "0::/a/b", ""), (V1, "4:memory:/a/b", "memory"), (V1, "3:cpu,memory:/a/b", "memory"),
+])  # fmt: skip
+def test_memory_is_bounded_by_every_cgroup_around(
+    names: tuple[str, str, str], line: str, root: str, tmp_path: Path
+) -> None:
+    membership, inner = tmp_path / "self", tmp_path / "groups" / root / "a" / "b"
+    membership.write_text(f"1:cpu:/elsewhere\n{line}\n")
+
+    def found() -> int:
+        return available_bytes(tmp_path / "groups", membership)
+
+    free = found()
+    assert free > 100 * MIB
+    group(inner, names, str(100 * MIB), 30 * MIB, 10 * MIB)
+    assert found() == 80 * MIB  # pages of files can go
+    group(inner.parent, names, str(50 * MIB), 20 * MIB, 0)
+    assert found() == 30 * MIB
+    group(inner.parents[1], names, "max", 20 * MIB, 0)
+    assert found() == 30 * MIB
+    group(inner, names, str(100 * MIB), 300 * MIB, 0)
+    assert found() == 0
