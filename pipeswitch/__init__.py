@@ -12,7 +12,6 @@ exported or tensors are asked for.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from .errors import (
@@ -87,7 +86,9 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     """Load a public name on first use (PEP 562)."""
     if name == "__version__":
-        return importlib.metadata.version("pipeswitch")
+        from importlib.metadata import version  # imports all of email
+
+        return version("pipeswitch")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module_name, attribute = _LAZY[name]
