@@ -48,7 +48,7 @@ FIRST: Final = (
     "pipeswitch.programs.build.program",
 )
 LATER: Final = ("torch._dynamo", "torchvision")
-"""What an export and the first optimizer of a process import: as long again as ``FIRST``."""
+"""What an export and the first optimizer of a process import: half as long again as ``FIRST``."""
 
 IDLE_S: Final = 10.0
 """So long after an order ``LATER`` is imported. A script that starts earlier imports it itself, in

@@ -142,9 +142,6 @@ BY_CONTRACT: Final = frozenset(
 FRESH: Final = frozenset(_table(_POINTWISE + _FRESH + _FRESH_BY_CONTRACT))
 """Results are new memory (or plain integers): changing them in place changes no argument."""
 
-IN_PLACE: Final = frozenset(_table(_IN_PLACE + _IN_PLACE_BY_CONTRACT))
-"""They write their first argument and return it."""
-
 OVERLOADS: Final[Mapping[str, frozenset[str]]] = _table(
     _POINTWISE + _IN_PLACE + _IN_PLACE_BY_CONTRACT + _FRESH + _FRESH_BY_CONTRACT
     + _MAY_ALIAS + _MAY_ALIAS_BY_CONTRACT

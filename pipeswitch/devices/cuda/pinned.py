@@ -72,11 +72,6 @@ class PinnedMapping:
             return
         self._pinned.add(piece)
 
-    @property
-    def pinned_bytes(self) -> int:
-        """How much is pinned."""
-        return sum(min(PIN_BYTES, self._size_bytes - p * PIN_BYTES) for p in self._pinned)
-
     def close(self) -> None:
         """Unpin, then unmap; in this order."""
         for piece in sorted(self._pinned):
