@@ -173,7 +173,7 @@ class Intake:
 
     @staticmethod
     def standing(listener: Listener, frame: zmq.Frame) -> Standing:
-        """Of whoever sent this message, with a session or without."""
+        """Of the peer that sent this message, with a session or without."""
         return listener.standing(_user_id(listener, frame))
 
     def sender(

@@ -70,7 +70,7 @@ ACTIVE: Final = ("active", "suspended", "cleaning")
 
 
 def _active(stage: Stage, generator: random.Random) -> int | None:
-    """The worker that computes; one that is between two tasks when nobody does."""
+    """The worker that computes; one that is between two tasks when none does."""
     return _pick(stage, generator, *ACTIVE) or _pick(stage, generator)
 
 
@@ -89,7 +89,7 @@ def _controller(stage: Stage, _: random.Random) -> int | None:
 
 
 def _stop_and_go(stage: Stage, generator: random.Random) -> bool:
-    """The controller stands still for a while; nobody may take it for dead."""
+    """The controller stands still for a while; no process may take it for dead."""
     pid = stage.running.pid
     kill(pid, signal.SIGSTOP)
     threading.Event().wait(generator.uniform(0.05, STOPPED_FOR_S))

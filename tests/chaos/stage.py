@@ -78,7 +78,7 @@ class Stage:
         return Client(self.address, timeout_s=30.0)
 
     def revive(self, down_at_s: float) -> None:
-        """After the controller has gone: nobody may be left, then the same state again."""
+        """After the controller has gone: no process may be left, then the same state again."""
         with self._lock:
             self.running.process.wait(30)
             gone(self.mark)
@@ -117,4 +117,4 @@ def staged(folder: Path, history: History) -> Iterator[Stage]:
     try:
         yield stage
     finally:
-        stage.kill_all()  # whoever is left after a failure of the run itself
+        stage.kill_all()  # what is left after a failure of the run itself

@@ -1,4 +1,4 @@
-"""What a server, or whoever answers in its place, can send to a client; and its events."""
+"""What a server, or a peer in its place, can send to a client; and its events."""
 
 from __future__ import annotations
 

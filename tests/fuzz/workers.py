@@ -204,7 +204,7 @@ class Stage(World):
         self.scheduler.check()
 
     def _hostile(self, slot: Slot, packet: bytes) -> None:
-        """As processes.py hears it: nonsense is the end of whoever says it."""
+        """As processes.py hears it: nonsense is the end of the process that says it."""
         try:
             message = decode_message(packet)
         except RemoteProtocolError:

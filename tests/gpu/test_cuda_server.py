@@ -99,7 +99,7 @@ def test_killed_workers_come_back(running: RunningServer) -> None:
 
 
 class Lookup(torch.nn.Module):
-    """Looks up indices that it computes: nobody can know them before."""
+    """Looks up indices that it computes: they cannot be known before."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -194,7 +194,7 @@ class Oracle:
         assert others == {program}, f"{others} have one digest"
 
     def adopt(self, name: str, program: Program, row: Mapping[str, Any]) -> None:
-        """Believe a row of ``models``: it came of requests whose order nobody knows."""
+        """Believe a row of ``models``: it came of requests whose order is not known."""
         old = self.models.get(name)
         self.models[name] = KnownModel(
             program=program,

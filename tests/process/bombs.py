@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Bomb:
-    """Whoever unpickles it makes a folder."""
+    """Unpickling it makes a folder."""
 
     def __init__(self, target: Path) -> None:
         self.target = target

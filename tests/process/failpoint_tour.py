@@ -279,7 +279,7 @@ class Tour:
     # -- end -------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """It leaves when told to, with nobody left behind."""
+        """It leaves when told to, with no process left behind."""
         status = self.stage.end()
         assert status == 0, f"status {status}\n{self.stage.running.log()[-4000:]}"
 

@@ -240,8 +240,8 @@ def test_a_second_server_on_the_same_gpu_is_refused(
 
 
 class Lookup(torch.nn.Module):
-    """Rows of a table of ten; ``is_hidden``: by indices that it computes, so that nobody can know
-    them before."""
+    """Rows of a table of ten; ``is_hidden``: by indices that it computes, which cannot be known
+    before."""
 
     def __init__(self, is_hidden: bool) -> None:
         super().__init__()

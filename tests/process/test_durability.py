@@ -299,7 +299,7 @@ def kill_servers(folder: Path, kills: int, seed: int) -> dict[str, int]:
         with checked_server(settles=False, **options) as last:
             ledger.check(last)
             task = last.client.task(name)
-            epoch = task.status()["step"] // EPOCH_STEPS + 5  # nobody is there yet
+            epoch = task.status()["step"] // EPOCH_STEPS + 5  # no step of it is made yet
             Path(f"{served}.enough-{epoch}").touch()
             found["steps"] += finish(task)["step"]
         run_plain(script, str(plain), str(epoch))

@@ -298,7 +298,7 @@ def test_a_cancelled_transmission_is_answered_and_its_range_is_free_again(start:
 def test_loading_a_model_does_not_hold_up_a_transmission(daemon: DaemonRig, tmp_path: Path) -> None:
     weights = write_model(tmp_path, b"x" * 1000) / BUNDLE_FILE
     weights.unlink()
-    os.mkfifo(weights)  # opening it blocks until somebody writes
+    os.mkfifo(weights)  # opening it blocks until it has a writer
     daemon.control.send(store_model(tmp_path, MIB, offset=8 * MIB))
     assert daemon.ask(transmit(2, MIB, MIB), TransmitEnded).is_complete
     with weights.open("wb"):
@@ -387,7 +387,7 @@ def test_overlapping_and_stale_transmissions_are_refused(start: Start) -> None:
     "packet", [b"\xc1", b"\x80", encode_message(ForgetModel(model=MODEL))[:-1]], ids=repr
 )
 def test_an_order_that_cannot_be_read_ends_the_daemon(daemon: DaemonRig, packet: bytes) -> None:
-    """Whoever waits for what it asked would wait for ever: the next daemon gets it again."""
+    """A client of what it asked would wait for ever: the next daemon gets it again."""
     raw = socket.socket(fileno=os.dup(daemon.control.fileno()))
     raw.send(packet)
     raw.close()

@@ -1,4 +1,4 @@
-"""Models and clients that nobody foresaw: code that takes another path than the one that was
+"""Models and clients that were not foreseen: code that takes another path than the one that was
 measured, that sets torch for everybody, that is not what export sees; callers that mix things up.
 """
 

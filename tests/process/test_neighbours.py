@@ -157,7 +157,7 @@ def test_zeromq_a_message_that_never_ends_is_cut(server: FakeScheduler) -> None:
         while b"READY" not in heard:  # before it, our messages would be no messages
             heard += sock.recv(4096)
         sock.settimeout(1.0)
-        with contextlib.suppress(OSError):  # reset, broken pipe, or nobody takes any more
+        with contextlib.suppress(OSError):  # reset, broken pipe, or no end takes any more
             for _ in range(10_000):  # 160 MB
                 sock.sendall(part)
         until(lambda: server.tcp._intake.connections.hung_up)

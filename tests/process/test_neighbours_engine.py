@@ -172,7 +172,7 @@ def listening(pids: set[int]) -> set[str]:
 
 
 def test_pipeswitch_nobody_reaches_the_memory_who_was_not_given_it(running: Checked) -> None:
-    """The original serves its memory's handle to whoever connects to 0.0.0.0:9001."""
+    """The original serves its memory's handle to every peer that connects to 0.0.0.0:9001."""
     folder = Path(running.running.ipc_address.removeprefix("ipc://")).parent
     listeners = listening(marked_pids(running.mark))
     by_name = {listener for listener in listeners if listener.startswith("/")}
@@ -199,7 +199,7 @@ def test_pipeswitch_a_job_is_not_done_before_it_ran(running: Checked, tmp_path: 
     reached: list[int] = []
 
     def is_at_the_gate() -> bool:
-        with contextlib.suppress(OSError):  # nobody reads it yet
+        with contextlib.suppress(OSError):  # it has no reader yet
             reached.append(os.open(gate, os.O_WRONLY | os.O_NONBLOCK))
         return bool(reached)
 

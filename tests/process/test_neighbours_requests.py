@@ -143,7 +143,7 @@ def test_shelltorch_no_source_is_fetched_from_an_address(
 
 
 def test_shadowray_a_stranger_starts_no_job(server: FakeScheduler, stranger: Stranger) -> None:
-    """Ray runs the code of whoever reaches its port."""
+    """Ray runs the code of every peer that reaches its port."""
     for entry in ("os:abort", "/bin/true", "train.py", "pickle:loads", "__main__:x"):
         reply = stranger.ask(op="train", body={"name": "j", "entry": entry, "args": []})
         assert reply.error.type == "PermissionDenied", entry
@@ -363,7 +363,7 @@ def test_python_a_process_that_leaves_takes_no_memory_of_others_along(end: str) 
     descriptor = sealed_memfd("shared", 4096)
     try:
         command = [sys.executable, "-c", ATTACHED.format(end), str(descriptor)]
-        for _ in range(2):  # whoever comes next finds it too
+        for _ in range(2):  # the next one finds it too
             subprocess.run(command, pass_fds=[descriptor], check=False, timeout=60)
             with mmap.mmap(descriptor, 0) as memory:
                 assert memory[0] == 7

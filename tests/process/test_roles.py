@@ -143,7 +143,7 @@ def test_events_reach_operators_alone(keyed: Keyed) -> None:
     for name in ("operator", "first"):
         with keyed.client(name) as client:
             keys = client_keys(str(keyed.secrets / f"{name}.key_secret"), keyed.server_key)
-            reader = make_subscriber(client._connection.context, keys)  # asks nobody
+            reader = make_subscriber(client._connection.context, keys)  # asks no server
             client.about()
             reader.subscribe("")
             reader.connect(fake.listeners.tcp.events_address)

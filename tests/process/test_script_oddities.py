@@ -302,7 +302,7 @@ def running() -> Iterator[Checked]:
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The scripts; beside each lies what it ends with when nobody disturbs it."""
+    """The scripts; beside each lies what it ends with undisturbed."""
     folder = tmp_path_factory.mktemp("exact")
     scripts = {name: script(folder, name, body) for name, body in EXACT.items()}
     subprocess.run([sys.executable, "-c", PLAIN, *scripts.values()], check=True, timeout=240)

@@ -255,7 +255,7 @@ class Material:
 
     @contextlib.contextmanager
     def shut_gate(self) -> Iterator[None]:
-        """Whoever computes a held input waits in the kernel until this ends."""
+        """A worker that computes a held input waits in the kernel until this ends."""
         with self._gate.open() as gate:
             fcntl.flock(gate, fcntl.LOCK_EX)
             yield
@@ -765,7 +765,7 @@ class ServerApi(RuleBasedStateMachine):
         self.answered(name, 1, 1, outcome, result)
 
     def _last_id(self, is_owner: bool) -> str:
-        """Of the latest request: ids are numbered, and nobody else uses this client."""
+        """Of the latest request: ids are numbered, and no other thread uses this client."""
         connection = self.client(is_owner)._connection
         made = connection._header("ps", "", None)["id"]  # never sent
         prefix, number = made.rsplit("-", 1)

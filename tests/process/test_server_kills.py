@@ -198,7 +198,7 @@ def test_a_killed_memory_daemon_is_restarted_with_its_workers_and_requests_survi
     assert is_bit_equal(futures[-1].result()["y"], eager(wide, X))
     until(lambda: running.daemon_pid() not in (0, old), "another daemon")
     running.wait_until_whole()
-    assert not workers & set(running.worker_pids().values())  # nobody outlives the arena's owner
+    assert not workers & set(running.worker_pids().values())  # none outlives the arena's owner
     assert not workers & marked_pids(running.mark)
 
 

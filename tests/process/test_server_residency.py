@@ -1,4 +1,4 @@
-"""What stays on the device is not sent again, and nobody gets another's answer."""
+"""What stays on the device is not sent again, and no client gets another's answer."""
 
 from __future__ import annotations
 

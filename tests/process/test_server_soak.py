@@ -101,7 +101,7 @@ class Soak:
                 for kind in ("descriptors", "memfds", "mapped memfds", "threads")
             },
         )
-        assert processes(self.checked) == pids  # nobody died on the way
+        assert processes(self.checked) == pids  # none died on the way
         assert held_after == held
         assert not any(figures["deltas"].values()), figures
         assert figures["transmissions"] >= switches * 0.9

@@ -1,4 +1,4 @@
-"""Training on a real server: suspended, evicted and killed, it ends as if nobody had asked."""
+"""Training on a real server: suspended, evicted and killed, it ends like one left alone."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class FakeHost:
 
     def lease(self, slice_bytes: int, state_bytes: int) -> torch.Tensor:
         assert 0 < state_bytes <= slice_bytes
-        self._slice.fill_(255)  # whoever still reads the old slice reads NaN
+        self._slice.fill_(255)  # a tensor that still lies in the old slice reads NaN
         self._slice = torch.zeros(slice_bytes, dtype=torch.uint8)
         self.leases += 1
         return self._slice

@@ -233,7 +233,7 @@ class Killer:
         return draft.rename(self.points / point)
 
     def _wait(self, armed: Path) -> None:
-        until(lambda: not armed.exists(), f"somebody comes by {armed.name}")
+        until(lambda: not armed.exists(), f"a process comes by {armed.name}")
 
 
 PLACES: Final = ("loader", "forward", "backward", "half update")
@@ -299,7 +299,7 @@ def kill_one_job(checked: Checked, folder: Path, aims: list[str], seed: int) -> 
     for aim in aims:
         killer.strike(aim)
     furthest = max(life.last_step for life in killer.lives())
-    Path(f"{out}.enough-{furthest // EPOCH_STEPS + 5}").touch()  # nobody is beyond that yet
+    Path(f"{out}.enough-{furthest // EPOCH_STEPS + 5}").touch()  # no process is beyond that yet
     finish(task)
     return killer
 

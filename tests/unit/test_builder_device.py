@@ -17,7 +17,7 @@ from pipeswitch.programs.spec import BuildSpec
 
 
 class Sent:
-    """A channel that nobody reads."""
+    """A channel without a reader."""
 
     def send(self, message: Any) -> None:
         pass

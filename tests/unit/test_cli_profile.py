@@ -90,7 +90,7 @@ def test_the_plan_predicts_each_model_and_says_what_the_arena_holds() -> None:
     assert made["models"][0]["cold_ms"] < made["models"][1]["cold_ms"]
     text = text_of(cli_profile.report_view(made))
     assert "2 of 2 profiled models are resident together" in text
-    assert "DEADLINE" not in text  # nobody asked for one
+    assert "DEADLINE" not in text  # none was asked for
 
 
 def test_deadlines_are_for_all_or_for_one_model() -> None:

@@ -92,7 +92,7 @@ def test_every_error_code_that_is_named_exists() -> None:
         assert hasattr(kind, code), code
 
 
-@pytest.mark.skipif(has_driver_library(), reason="the addresses are nobody's")
+@pytest.mark.skipif(has_driver_library(), reason="the addresses are unused")
 @pytest.mark.parametrize(
     ("call", "arguments"),
     [

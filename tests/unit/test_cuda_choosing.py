@@ -22,7 +22,7 @@ def without_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_process_is_started_where_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     without_driver(monkeypatch)
-    monkeypatch.setattr(choosing.subprocess, "Popen", None)  # whoever calls it fails
+    monkeypatch.setattr(choosing.subprocess, "Popen", None)  # a call of it fails
     with pytest.raises(ConfigError, match="no NVIDIA driver"):
         choose_device(DeviceConfig(name="cuda:0"), workers=3)
     chosen = choose_device(DeviceConfig(name="auto"), workers=3)

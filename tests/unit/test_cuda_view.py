@@ -36,7 +36,7 @@ def spec(dtype: str, shape: tuple[int, ...], offset: int, size: int) -> TensorSp
     )  # fmt: skip
 
 
-# ---- real cuda tensors over an address that is nobody's: nothing is read, no driver is needed ----
+# ---- real cuda tensors over an address that is unused: nothing is read, no driver is needed ----
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def test_tensors_over_words_or_behind_the_arena_are_refused(rig: Rig) -> None:
     with pytest.raises(RemoteProtocolError, match="arrival words"):
         rig.view.tensor(spec("float32", (4,), 0, 16), 0)
     with pytest.raises(LocalProtocolError):
-        rig.view.tensor(spec("float32", (4,), 0, 16), 3 * MIB)  # the slice's bytes are nobody's
+        rig.view.tensor(spec("float32", (4,), 0, 16), 3 * MIB)  # the slice's bytes are no model's
     with pytest.raises(LocalProtocolError):
         rig.view.slice_bytes(3 * MIB - 1, 2)
 

@@ -61,7 +61,7 @@ BROKEN = {
     "worker": "pipeswitch.scheduler.core.Core.job_of",
     "order": "workers.training.gate.Gate.grant",
 }
-"""A target -> something in its way that raises what nobody promised."""
+"""A target -> something in its way that raises what was not promised."""
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -1,4 +1,4 @@
-"""A deep ping goes through daemon and workers, is bounded by a second, and floods nobody."""
+"""A deep ping goes through daemon and workers, is bounded by a second, and floods no process."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ def test_releasing_a_reply_twice_gives_nobody_a_larger_share(pool: RequestPool) 
 def test_a_client_that_left_holds_its_room_until_its_requests_end_and_none_after(
     pool: RequestPool,
 ) -> None:
-    """Its inputs may still be copied or read; whoever comes in its place has a share anew."""
+    """Its inputs may still be copied or read; the client in its place has a share anew."""
     left = [pool.reserve("gone", PAGE, PAGE) for _ in range(2)]
     assert pool.held_bytes("gone") == 4 * PAGE
     back = pool.reserve("back", SHARE_BYTES - PAGE, PAGE)

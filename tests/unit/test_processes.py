@@ -43,7 +43,7 @@ def test_descriptors_that_a_worker_sends_unasked_are_closed(tmp_path: Path) -> N
 
 
 def test_a_stop_also_ends_who_is_just_being_forked(tmp_path: Path) -> None:
-    """Its pid is told after the stop has begun: nobody waits for it, and nobody forgets it."""
+    """Its pid is told after the stop has begun: it is not waited for, and not forgotten."""
     ours, theirs = channel_pair()
     exits: list[int] = []
     sleeper = subprocess.Popen(["sleep", "600"])

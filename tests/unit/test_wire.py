@@ -196,7 +196,7 @@ def test_deep_nesting_is_refused_not_a_crash(depth: int) -> None:
 @pytest.mark.parametrize("depth", [MAX_NESTING, 200, 900])
 @pytest.mark.parametrize("opener", [b"\x91", b"\x81\xa1a"])
 def test_what_only_the_decoder_could_bear_is_refused(depth: int, opener: bytes) -> None:
-    """Whoever prints or encodes it again is deeper down, and would meet the end of the stack."""
+    """What prints or encodes it again is deeper down, and would meet the end of the stack."""
     mark = 0x7123_4567
     deep = opener * depth + b"\x01"
     messages = [

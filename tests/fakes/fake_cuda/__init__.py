@@ -1,7 +1,7 @@
 """A fake of ``cuda.bindings``: a device in host memory that really holds bytes.
 
 Device memory is a memfd, so another process that opens the fake's IPC handle maps the same bytes.
-A stream is a queue: what is enqueued runs, in order, when somebody synchronises, queries or steps,
+A stream is a queue: what is enqueued runs, in order, when a caller synchronises, queries or steps,
 never at once. So a source that is overwritten too early, a word that overtakes its data, or a
 wait that is forgotten shows up as wrong bytes.
 
@@ -275,7 +275,7 @@ class World:
             if stream.step():
                 continue
             if time.monotonic() > ends_at:
-                raise AssertionError("a stream waits for a word that nobody writes")
+                raise AssertionError("a stream waits for a word that no stream writes")
             threading.Event().wait(POLL_S)
 
     def is_device(self, address: int, size_bytes: int) -> bool:
