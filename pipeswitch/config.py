@@ -523,4 +523,7 @@ def schema() -> dict[str, Any]:
     sections: dict[str, Any] = {name: table(cls) for name, cls in SECTIONS.items()}
     sections["model"] = {"type": "array", "items": table(ModelConfig)}
     sections["profiles_dir"] = {"type": "string", "default": ""}
-    return {"type": "object", "additionalProperties": False, "properties": sections}
+    return {
+        "title": "pipeswitch", "type": "object", "additionalProperties": False,
+        "properties": sections,
+    }  # fmt: skip
