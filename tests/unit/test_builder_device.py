@@ -1,4 +1,4 @@
-"""A builder computes on the CPU, also where there is a GPU."""
+"""What a builder is told: it computes on the CPU, also where there is a GPU."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import os
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from pipeswitch.errors import RegistrationRefused
 from pipeswitch.ipc.channel import Channel
 from pipeswitch.ipc.messages import BuildSettings, Epoch, ModelName
 from pipeswitch.programs.build import program as build_module
-from pipeswitch.programs.build.builder import run
+from pipeswitch.programs.build.builder import exports, run
 from pipeswitch.programs.spec import BuildSpec
 
 
@@ -23,10 +24,32 @@ class Sent:
         pass
 
 
-def test_a_builder_sees_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import msgspec
+def settings_of(spec: bytes, folder: Path) -> BuildSettings:
     import torch
 
+    return BuildSettings(
+        model=ModelName("m"), epoch=Epoch(1), directory=str(folder), spec=spec,
+        threads=torch.get_num_threads(),  # it sets them for good: here they stay what they are
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("spec", "is_exported"),
+    [
+        (msgspec.msgpack.encode(BuildSpec(name="m", source="torchvision:resnet18")), True),
+        (msgspec.msgpack.encode(BuildSpec(name="m", source="/a/b.bundle")), False),
+        (b"damaged on disk", False),
+        (b"\x91" * 100_000, False),
+    ],
+    ids=["a source", "a bundle", "no spec", "a deep one"],
+)
+def test_the_fork_server_is_told_which_builds_export(
+    spec: bytes, is_exported: bool, tmp_path: Path
+) -> None:
+    assert exports(settings_of(spec, tmp_path)) == is_exported
+
+
+def test_a_builder_sees_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     seen: list[str | None] = []
 
@@ -36,10 +59,6 @@ def test_a_builder_sees_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
     monkeypatch.setattr(build_module, "build", build)
     spec = BuildSpec(name="m", source="torchvision:resnet18", weights="random:0", inputs={})
-    settings = BuildSettings(
-        model=ModelName("m"), epoch=Epoch(1), directory=str(tmp_path),
-        spec=msgspec.msgpack.encode(spec),
-        threads=torch.get_num_threads(),  # it sets them for good: here they stay what they are
-    )  # fmt: skip
+    settings = settings_of(msgspec.msgpack.encode(spec), tmp_path)
     assert run(settings, cast(Channel, Sent())) == 0
     assert seen == [""]

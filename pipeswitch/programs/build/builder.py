@@ -25,8 +25,12 @@ from ..spec import MANIFEST_FILE, BuildSpec, is_checked, load_manifest
 
 
 def exports(settings: BuildSettings) -> bool:
-    """The source is exported here; a bundle was by its client."""
-    return not msgspec.msgpack.decode(settings.spec, type=BuildSpec).source.endswith(".bundle")
+    """The source is exported here; a bundle was by its client. Never raises."""
+    try:
+        spec = msgspec.msgpack.decode(settings.spec, type=BuildSpec)
+    except Exception:  # for the build to refuse
+        return False
+    return not spec.source.endswith(".bundle")
 
 
 def run(settings: BuildSettings, channel: Channel) -> int:
