@@ -16,7 +16,8 @@ from ..errors import RegistrationRefused
 from .bundle import Graph, Node, batches, node_references, references
 from .contracts import guarded
 from .layout import ITEM_BYTES
-from .operators import FRESH, split_target
+from .operators import FRESH, ZEROED, split_target
+from .zeroed import on_zeros
 
 Environment = dict[int, Any]
 """Values that are alive between groups, by number; weights are not in it."""
@@ -252,7 +253,7 @@ class CompiledGraph:
 
         for position in range(first_node, end_node):
             node, own = graph.nodes[position], graph.first_node_value + position
-            call = self._calls.get(node.target) or self._look_up(node.target)
+            call = self._calls.get(node.target) or self._callable(node.target)
             self._calls[node.target] = call
             spelt = [spell(argument) for argument in node.args]
             spelt += [f"{key}={spell(value)}" for key, value in node.kwargs.items()]
@@ -274,6 +275,11 @@ class CompiledGraph:
         self.group_weights.append(tuple(used_weights))
         group: GroupCall = scope["group"]
         return group
+
+    def _callable(self, target: str) -> Callable[..., Any]:
+        call = self._look_up(target)
+        is_zeroed = self._device.type == "cpu" and split_target(target)[1] in ZEROED
+        return on_zeros(call) if is_zeroed else call
 
     def _constant(self, argument: Any) -> Any:
         match argument:

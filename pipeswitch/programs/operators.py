@@ -111,6 +111,12 @@ upsample_linear1d:default,vec upsample_nearest1d:default,vec upsample_nearest2d:
 upsample_nearest3d:default,vec upsample_trilinear3d:default,vec
 """
 
+_WRITTEN_WHOLE: Final = """
+_adaptive_avg_pool2d adaptive_avg_pool2d avg_pool2d batch_norm constant_pad_nd conv1d conv2d conv3d
+convolution dropout embedding gather group_norm index index_select layer_norm linear max_pool2d
+native_group_norm native_layer_norm pad prelu rms_norm scaled_dot_product_attention view
+"""
+
 _MAY_ALIAS: Final = """
 _unsafe_view alias atleast_1d atleast_2d atleast_3d broadcast_tensors broadcast_to chunk contiguous
 detach diagonal einsum expand expand_as flatten:using_ints imag lift_fresh mT
@@ -138,6 +144,10 @@ BY_CONTRACT: Final = frozenset(
     _table(_FRESH_BY_CONTRACT + _IN_PLACE_BY_CONTRACT + _MAY_ALIAS_BY_CONTRACT)
 )
 """Each has a contract of its own."""
+
+ZEROED: Final = BY_CONTRACT - frozenset(_table(_WRITTEN_WHOLE))
+"""Their results begin as zeros. Kernels that go by TensorIterator, or are in every second model,
+have one loop over all of a result; what the others leave out shall not be another's memory."""
 
 FRESH: Final = frozenset(_table(_POINTWISE + _FRESH + _FRESH_BY_CONTRACT))
 """Results are new memory (or plain integers): changing them in place changes no argument."""

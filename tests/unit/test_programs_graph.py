@@ -147,6 +147,24 @@ def test_a_value_is_dropped_after_its_last_use_and_kept_for_a_later_group() -> N
     assert torch.equal(compiled.finish(environment, [])[0], torch.full((2, 4), 2.0))
 
 
+def test_a_kernel_that_writes_nothing_answers_zeros_and_not_what_was_freed_before() -> None:
+    """What an operator leaves out of its result would be another request's value."""
+
+    def writes_nothing(x: torch.Tensor, *rest: object) -> torch.Tensor:
+        return torch.cat([torch.empty(1 << 10) for _ in range(64)])
+
+    answers = {}
+    for target in ("aten.grid_sampler_3d.default", "aten.relu.default"):
+        compiled = CompiledGraph(graph((target, [X])), [(0, 1)], "cpu", lambda _: writes_nothing)
+        freed = [torch.full((1 << 10,), 7.0) for _ in range(64)]
+        del freed  # what is allocated next lies where these were
+        environment = compiled.start([torch.ones(1, 4)])
+        compiled.calls[0](environment, [])
+        answers[target] = compiled.finish(environment, [])[0]
+    assert not answers["aten.grid_sampler_3d.default"].any()
+    assert (answers["aten.relu.default"] == 7.0).any(), "all was clean: this test shows nothing"
+
+
 def test_groups_that_leave_out_a_node_are_refused() -> None:
     with pytest.raises(RegistrationRefused, match="cover"):
         CompiledGraph(graph(("aten.relu.default", [X])), [], "cpu")

@@ -1,0 +1,47 @@
+"""Zeroed memory for operators whose kernels might not write all of their results.
+
+A fresh tensor is freed heap: what the last request left. For each operator torch is asked to
+zero it (``operators.ZEROED`` says for which, ADR 19 why not for all).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+log = logging.getLogger(__name__)
+
+SWITCH: Final = "FLAGS_caffe2_cpu_allocator_do_zero_fill"  # of libc10, for every cpu allocation
+
+
+def on_zeros(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same call; what it allocates on cpu begins as zeros."""
+    switch = _switch()
+    if switch is None:
+        return call
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        switch.value = True
+        try:
+            return call(*args, **kwargs)
+        finally:
+            switch.value = False
+
+    return called
+
+
+@functools.cache
+def _switch() -> ctypes.c_bool | None:
+    """It can be set at any time; torch has no call for it."""
+    library = Path(torch.__file__).parent / "lib" / "libc10.so"
+    try:
+        return ctypes.c_bool.in_dll(ctypes.CDLL(str(library)), SWITCH)
+    except (OSError, ValueError) as error:
+        log.warning("zeroed memory=none cause=%s: contracts alone say what is written", error)
+        return None
