@@ -176,6 +176,7 @@ class Worker:
         "cleaning" a worker that ran user code is replacing it (ADR 0005).
         """
         self._programs.clear()
+        self._view.leave()
         self._host = JobHost(message, self._task, self._view, descriptors)
         self._job_epoch = message.epoch
         self._job_known.set()

@@ -98,11 +98,16 @@ class Runner:
         assert pool is not None
         begins_ms: list[float] = []
         ends_ms: list[float] = []
+        tensors, groups = self._manifest.tensors, bound.manifest.groups
+        last_word = max(first_word, len(groups) - 1)
+        pool.enter(self._region_bytes, self._manifest.total_bytes, last_word, epoch)
 
         def before(index: int) -> None:
             if begins_ms:
                 ends_ms.append(now_ms())
             pool.wait_group(first_word if not begins_ms else index, epoch)
+            for number in groups[index].tensors[-1:]:
+                pool.show(tensors[number].offset_bytes + tensors[number].size_bytes)
             begins_ms.append(now_ms())
 
         outputs = bound.run(self._inputs, before)

@@ -12,7 +12,8 @@ import torch
 import torchvision  # noqa: F401 - the fork server imports it once, for all workers
 from torch import nn
 
-from ..devices.cpu import MADV_POPULATE_READ, Link
+from ..devices.cpu import Link
+from ..devices.windows import MADV_POPULATE_READ
 from ..programs.executor import ModuleProgram
 from ..programs.layout import TensorSpec
 from ..programs.views import bytes_over, tensor_over

@@ -165,7 +165,7 @@ def _memory() -> list[Finding]:
 
 
 def _kernel() -> list[Finding]:
-    """What the shared memory rests on: memfd, seals, eventfd, pidfd."""
+    """What the shared memory rests on: memfd, seals, windows, eventfd, pidfd."""
     found = []
     descriptors: list[int] = []
     try:
@@ -174,6 +174,8 @@ def _kernel() -> list[Finding]:
         found.append(Finding("memfd and seals", "ok", "work"))
     except (OSError, AttributeError) as error:
         found.append(Finding("memfd and seals", "fail", str(error), "Linux 5.1 or newer is needed"))
+    else:
+        found.append(_windows(descriptors[0]))
     makers: dict[str, Callable[[], int]] = {
         "eventfd": lambda: os.eventfd(0),
         "pidfd": lambda: os.pidfd_open(os.getpid()),
@@ -187,6 +189,17 @@ def _kernel() -> list[Finding]:
     for descriptor in descriptors:
         os.close(descriptor)
     return found
+
+
+def _windows(descriptor: int) -> Finding:
+    """Whether a worker on cpu can open and close its model's memory."""
+    from ..devices.windows import Window
+
+    try:
+        Window(descriptor, 1 << 20).unmap()
+    except OSError as error:
+        return Finding("windows", "fail", str(error), "Linux 5.13 or newer is needed")
+    return Finding("windows", "ok", "work")
 
 
 def _ports(config: Config) -> list[Finding]:

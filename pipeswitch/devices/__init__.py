@@ -76,6 +76,22 @@ class PoolView(Protocol):
         """Take a region's page faults now."""
         ...
 
+    def enter(self, offset_bytes: int, size_bytes: int, last_word: int, epoch: Epoch) -> None:
+        """A task on this region begins: no kernel can reach another's any more (cpu).
+
+        Of the region itself it can reach what ``show`` says, all when ``last_word`` has risen. A
+        task for the same region and epoch finds it as the last one left it.
+        """
+        ...
+
+    def show(self, arrived_bytes: int) -> None:
+        """The region's first bytes have arrived: kernels may read them."""
+        ...
+
+    def leave(self) -> None:
+        """No kernel can reach a region any more, until the next ``enter`` (cpu)."""
+        ...
+
     def tensor(self, spec: TensorSpec, region_offset_bytes: int) -> torch.Tensor:
         """A read-only tensor over a model's region; bounds are checked."""
         ...
@@ -105,7 +121,16 @@ class PoolView(Protocol):
         ...
 
     def pin(self, pointer: int, size_bytes: int) -> None:
-        """Make copies between this mapped host memory and the device asynchronous."""
+        """The request pool is mapped here: on cuda, make copies from and to it asynchronous; on
+        cpu, put it out of reach but for what is lent."""
+        ...
+
+    def lend(self, offset_bytes: int, size_bytes: int, *, writable: bool) -> None:
+        """Let kernels reach a slab of the pool (cpu)."""
+        ...
+
+    def take_back(self) -> None:
+        """No kernel can reach a slab any more (cpu)."""
         ...
 
     def wait_group(self, word: int, epoch: Epoch) -> float:

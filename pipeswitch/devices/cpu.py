@@ -27,10 +27,11 @@ from ..errors import RemoteProtocolError
 from ..failpoints import reach
 from ..ipc.board import Board, ring, seal_against_writers, sealed_memfd
 from ..ipc.messages import ByteRange, Epoch, GroupCopy, TransmitEnded, TransmitModel
-from ..programs.layout import TensorSpec
+from ..programs.layout import TensorSpec, aligned
 from .orders import WORD_BYTES, WORD_MASK, check_range, check_slice_reads
 from .transmissions import OnEnd, Transmission, TransmissionQueue
 from .waiting import Waiter, now_ms
+from .windows import UNIT_BYTES, Guarded, Window, address_of, whole_pages
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +42,6 @@ log = logging.getLogger(__name__)
 
 CHUNK_BYTES: Final = 8 << 20  # between two looks at the cancel flag; larger gains nothing
 THROTTLED_CHUNK_BYTES: Final = 1 << 20
-MADV_POPULATE_READ: Final = 22  # Linux 5.14; Python 3.11's mmap does not name it
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
@@ -211,8 +211,9 @@ class CpuDeviceMemory:
         self._to_device.begin()
         try:
             reach("daemon.transmit.begin")
-            for group in order.groups:
-                copied_bytes += self._copy(group, job.cancelled)
+            copied = [0] * len(order.groups)
+            for index, group in enumerate(order.groups):
+                copied_bytes += self._bring(order, index, copied, job.cancelled)
                 if job.cancelled.is_set():
                     break  # perhaps in the middle of this group: its word must not rise
                 reach("daemon.transmit.group")
@@ -227,23 +228,61 @@ class CpuDeviceMemory:
             self._ring_all()  # a worker that waits for a group that will not come looks once more
         return ended
 
-    def _copy(self, group: GroupCopy, cancelled: threading.Event) -> int:
-        """Store → models, chunk by chunk until cancelled; bytes copied.
+    def _bring(
+        self, order: TransmitModel, index: int, copied: list[int], cancelled: threading.Event
+    ) -> int:
+        """Copy what is missing of a group, and what shares its last unit; bytes copied.
+
+        A worker opens a group's units whole (``Window``). What lay there before is another
+        model's, so when the group's word rises
+
+        1. the later groups that begin in its last unit have come as far as that unit goes,
+        2. behind the model's last byte the page is zeros.
+
+        ``copied`` says how far each group has come.
+        """
+        group = order.groups[index]
+        total = self._copy(group, copied, index, group.size_bytes, cancelled)
+        end = group.arena_offset_bytes + group.size_bytes
+        unit_end = aligned(end, UNIT_BYTES)
+        if not group.size_bytes:
+            return 0  # nothing of it was missing, nor of its last unit
+        for later in range(index + 1, len(order.groups)):
+            following = order.groups[later]
+            if following.arena_offset_bytes >= unit_end or cancelled.is_set():
+                break
+            upto = min(following.size_bytes, unit_end - following.arena_offset_bytes)
+            total += self._copy(following, copied, later, upto, cancelled)  # 1.
+            end = max(end, following.arena_offset_bytes + upto)
+        region_end = order.arena_offset_bytes + order.region_bytes
+        self._models[end : min(aligned(end, mmap.PAGESIZE), region_end)] = 0  # 2.
+        return total
+
+    def _copy(
+        self,
+        group: GroupCopy,
+        copied: list[int],
+        index: int,
+        upto: int,
+        cancelled: threading.Event,
+    ) -> int:
+        """Store → models, chunk by chunk until ``upto`` or cancelled; bytes copied.
 
         ``np.copyto`` lets the interpreter lock go, which slice assignment to a memoryview
         would hold for the whole copy.
         """
         source, target = group.store_offset_bytes, group.arena_offset_bytes
-        done = 0
-        while done < group.size_bytes and not cancelled.is_set():
-            size = min(self._to_device.chunk_bytes, group.size_bytes - done)
+        first = done = copied[index]
+        while done < upto and not cancelled.is_set():
+            size = min(self._to_device.chunk_bytes, upto - done)
             np.copyto(
                 self._models[target + done : target + done + size],
                 self._store[source + done : source + done + size],
             )
             done += size
             self._to_device.pace(size, cancelled)
-        return done
+        copied[index] = done
+        return done - first
 
     def _ring_all(self) -> None:
         for bell in self._bells:
@@ -267,16 +306,22 @@ class CpuPoolView:
     ) -> None:
         """Map everything; the descriptors stay the caller's, bells must outlive this object.
 
+        Only the arrival words can be read until ``enter`` and ``slice_bytes``.
+
         Args:
             bell, bells, on_wake: as ``Waiter``.
         """
         self._waiter = Waiter(board=board, bell=bell, bells=bells, on_wake=on_wake)
         self._words_bytes = words * WORD_BYTES
-        self._models_map = mmap.mmap(
-            models, arena_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ
-        )
+        self._words_map = mmap.mmap(models, self._words_bytes, prot=mmap.PROT_READ)
+        self._words = memoryview(self._words_map).cast("I")
+        self._window = Window(models, arena_bytes)
+        self._entered = (0, 0, 0)  # region's start and end, epoch
+        self._last_word = 0
+        self._open_end = 0
         self._work_map = mmap.mmap(work, arena_bytes)
-        self._words = memoryview(self._models_map)[: self._words_bytes].cast("I")
+        self._work_windows = Guarded(address_of(self._work_map), arena_bytes)
+        self._pool_windows: Guarded | None = None
 
     device: Final = "cpu"
 
@@ -288,7 +333,8 @@ class CpuPoolView:
     def _models(self) -> torch.UntypedStorage:
         from ..programs.views import bytes_over
 
-        return bytes_over(self._models_map)
+        window = self._window
+        return bytes_over(window.reserve, window.reserve_offset_bytes, window.size_bytes)
 
     @cached_property
     def _work(self) -> torch.UntypedStorage:
@@ -302,15 +348,43 @@ class CpuPoolView:
         Raises:
             RemoteProtocolError: outside of the arena.
         """
-        check_range("prefault", offset_bytes, size_bytes, len(self._models_map))
-        start = offset_bytes // mmap.PAGESIZE * mmap.PAGESIZE
-        try:
-            self._models_map.madvise(MADV_POPULATE_READ, start, offset_bytes + size_bytes - start)
-        except OSError as error:  # an older kernel: the faults come later, nothing is lost
-            log.debug("prefault=skipped cause=%s", error)
+        check_range("prefault", offset_bytes, size_bytes, self._window.size_bytes)
+        self._window.populate(offset_bytes, size_bytes)
+
+    def enter(self, offset_bytes: int, size_bytes: int, last_word: int, epoch: int) -> None:
+        """Close what any other task could read; repeated, it keeps what has been shown.
+
+        Raises:
+            RemoteProtocolError: outside of the arena.
+        """
+        check_range("region", offset_bytes, size_bytes, self._window.size_bytes)
+        entered = (offset_bytes, offset_bytes + size_bytes, epoch)
+        if self._entered != entered:
+            self._window.close()
+            self._entered = entered
+            self._last_word = last_word
+            self._open_end, _ = whole_pages(offset_bytes, 0)
+
+    def show(self, arrived_bytes: int) -> None:
+        """Open what has arrived, in whole units (the daemon fills a unit before it says so)."""
+        start, region_end, epoch = self._entered
+        arrived_end = start + arrived_bytes
+        if arrived_end <= self._open_end:
+            return
+        if self._words[self._last_word] == epoch & WORD_MASK:
+            arrived_end = region_end  # in one step
+        end = min(aligned(arrived_end, UNIT_BYTES), aligned(region_end, mmap.PAGESIZE))
+        self._window.open(self._open_end, end)
+        self._open_end = end
+
+    def leave(self) -> None:
+        """Close it."""
+        self._window.close()
+        self._entered, self._open_end = (0, 0, 0), 0
 
     def tensor(self, spec: TensorSpec, region_offset_bytes: int) -> torch.Tensor:
-        """A tensor over a model's region. Writing to it kills this process.
+        """A tensor over a model's region. Writing to it kills this process, and so does reading
+        before ``show``.
 
         Raises:
             RemoteProtocolError: out of bounds, over the arrival words, or a wrong size.
@@ -335,7 +409,9 @@ class CpuPoolView:
         )  # fmt: skip
         from ..programs.views import tensor_over
 
-        return tensor_over(self._work, spec, 0)
+        tensor = tensor_over(self._work, spec, 0)
+        self._work_windows.open(offset_bytes, size_bytes, writable=True)
+        return tensor
 
     def wait_group(self, word: int, epoch: int) -> float:
         """Block until arrival word ``word`` is exactly ``epoch``; milliseconds blocked."""
@@ -369,7 +445,22 @@ class CpuPoolView:
         return nullcontext()
 
     def pin(self, pointer: int, size_bytes: int) -> None:
-        """Nothing: the copy engine is a thread."""
+        """Close it: each task opens its slabs (``lend``)."""
+        self._pool_windows = Guarded(pointer, size_bytes)
+
+    def lend(self, offset_bytes: int, size_bytes: int, *, writable: bool) -> None:
+        """Open a slab.
+
+        Raises:
+            RemoteProtocolError: outside of the pool.
+        """
+        if self._pool_windows is not None:
+            self._pool_windows.open(offset_bytes, size_bytes, writable=writable)
+
+    def take_back(self) -> None:
+        """Close the slabs."""
+        if self._pool_windows is not None:
+            self._pool_windows.close()
 
     def quiesce(self) -> None:
         """Nothing is ever queued here: kernels have ended when they return."""
@@ -393,8 +484,9 @@ class CpuPoolView:
         self._waiter.close()
         self.__dict__.pop("_models", None)
         self.__dict__.pop("_work", None)
-        _unmap(self._models_map)
-        _unmap(self._work_map)
+        self._window.unmap()
+        for mapping in (self._words_map, self._window.reserve, self._work_map):
+            _unmap(mapping)
 
 
 def _unmap(mapping: mmap.mmap) -> None:

@@ -21,8 +21,9 @@ import numpy as np
 
 from ..errors import QueueFull
 from ..ipc.messages import SlabTensor
+from ..programs.layout import aligned
 from .admission import CheckedInput
-from .slabs import SlabPool
+from .slabs import SLAB_ALIGN_BYTES, SlabPool
 
 SHARES: Final = 2  # a client may hold half of the pool: it can fill its half, never all of it
 _RELEASED: Final = -1  # no slab lies there, so releasing it again is a KeyError
@@ -138,14 +139,20 @@ class RequestPool:
     # ---- bytes ---------------------------------------------------------------------------------
 
     def fill(self, tensors: Sequence[SlabTensor], payload: Sequence[Any]) -> None:
-        """Copy each tensor's buffer to its place.
+        """Copy each tensor's buffer to its place, and clear what lies between and behind them.
 
-        Any thread may, and numpy releases the interpreter lock meanwhile.
+        A worker's kernels reach whole pages: all that they hold is this request's, then. Any
+        thread may, and numpy releases the interpreter lock meanwhile.
         """
-        for tensor, data in zip(tensors, payload, strict=True):
+        pieces = sorted(zip(tensors, payload, strict=True), key=lambda piece: piece[0].offset_bytes)
+        filled_end = pieces[0][0].offset_bytes if pieces else 0
+        for tensor, data in pieces:
             source = np.frombuffer(data, dtype=np.uint8)
             at = tensor.offset_bytes
-            np.copyto(self._bytes[at : at + len(source)], source)
+            self._bytes[filled_end:at] = 0
+            filled_end = at + len(source)
+            np.copyto(self._bytes[at:filled_end], source)
+        self._bytes[filled_end : aligned(filled_end, SLAB_ALIGN_BYTES)] = 0
 
     # ---- shown ---------------------------------------------------------------------------------
 

@@ -12,8 +12,10 @@ from ..errors import LocalProtocolError
 from .layout import ITEM_BYTES, TensorSpec
 
 
-def bytes_over(buffer: mmap.mmap | bytearray | memoryview) -> torch.UntypedStorage:
-    """All of a host buffer as one storage, without a copy; it keeps the buffer alive.
+def bytes_over(
+    buffer: mmap.mmap | bytearray | memoryview, offset_bytes: int = 0, size_bytes: int = -1
+) -> torch.UntypedStorage:
+    """A host buffer, or a part of it, as one storage, without a copy; it keeps the buffer alive.
 
     torch warns that a tensor over a read-only mapping can be written to. That a worker cannot
     write to a model's weights is what we want: programs that would are refused when they are
@@ -21,7 +23,9 @@ def bytes_over(buffer: mmap.mmap | bytearray | memoryview) -> torch.UntypedStora
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
-        return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+        return torch.frombuffer(
+            buffer, dtype=torch.uint8, offset=offset_bytes, count=size_bytes
+        ).untyped_storage()
 
 
 def tensor_over(

@@ -18,6 +18,7 @@ from pathlib import Path
 from queue import Queue
 from typing import Final
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -41,7 +42,7 @@ from pipeswitch.ipc.messages import (
     TransmitEnded,
     TransmitModel,
 )
-from pipeswitch.programs.layout import TensorSpec
+from pipeswitch.programs.layout import TensorSpec, aligned
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 MIB: Final = 1 << 20
@@ -347,6 +348,11 @@ def order(
     )  # fmt: skip
 
 
+def in_whole_units(sent: TransmitModel) -> TransmitModel:
+    """The same, and its region as the ledger leases it."""
+    return msgspec.structs.replace(sent, region_bytes=aligned(sent.region_bytes, 2 * MIB))
+
+
 def on_host(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     """What a tensor over the device holds; of the cpu device it is no copy."""
     return tensor.cpu().numpy()  # type: ignore[no-any-return]
@@ -629,10 +635,13 @@ from pipeswitch.programs.layout import TensorSpec
 spec = TensorSpec(name="w", dtype="float32", shape=(1024,), offset_bytes=0, size_bytes=4096,
                   file_offset_bytes=0)
 tensor = view.tensor(spec, {MIB})
-say("writing")
+view.enter({MIB}, 4096, 0, 1)
+view.show(4096)
+say(tensor[0].item() != 0)
 tensor.fill_(1.0)
 """
     )
+    expect(child, "True")
     finish(child, -signal.SIGSEGV)
     assert rig.arena(MIB, 4096) == bytes([7]) * 4096
 
@@ -692,6 +701,8 @@ def test_tensors_have_the_transmitted_values(rig: CpuRig) -> None:
     rig.fill_store(1024, halves.view(torch.int16).numpy().tobytes())
     rig.run(order(1, 2 * MIB, [2048]))
     view = rig.view()
+    view.enter(2 * MIB, 2048, 0, Epoch(1))
+    view.show(2048)
     assert torch.equal(view.tensor(spec("float32", (2, 3, 4), 512, 96), 2 * MIB).cpu(), values)
     assert torch.equal(view.tensor(spec("bfloat16", (10,), 1024, 20), 2 * MIB).cpu(), halves)
     assert view.tensor(spec("float32", (0, 7), 0, 0), 2 * MIB).shape == (0, 7)
@@ -774,3 +785,150 @@ def test_a_scrub_out_of_bounds_is_refused(rig: CpuRig) -> None:
     for offset, size in ((-1, 10), (0, -1), (ARENA_BYTES - 5, 6)):
         with pytest.raises(RemoteProtocolError):
             rig.memory.scrub(offset, size)
+
+
+# ---- windows: what kernels reach on cpu -------------------------------------------------------
+
+PAGE = mmap.PAGESIZE
+
+PEEK: Final = """
+import numpy as np
+from pipeswitch.devices.windows import address_of
+from pipeswitch.programs.layout import TensorSpec
+def at(offset, size=1):
+    spec = TensorSpec(name="w", dtype="uint8", shape=(size,), offset_bytes=0, size_bytes=size,
+                      file_offset_bytes=0)
+    return view.tensor(spec, offset)
+def read(offset, size=1):
+    return bytes(at(offset, size).tolist())
+def touch(offset):
+    say("touching")
+    say(read(offset))
+"""
+
+
+@pytest.fixture
+def cpu() -> Iterator[CpuRig]:
+    rig = CpuRig()
+    yield rig
+    rig.close()
+
+
+def two_models(rig: CpuRig) -> None:
+    """A at 2 MiB, B right behind it at 6 MiB; each ends in the middle of a page."""
+    for epoch, start, value, size in ((1, 2, b"A", 4 * MIB - 100), (2, 6, b"B", 3 * MIB + 100)):
+        rig.fill_store(0, value * size)
+        sizes = [MIB // 2, 10_000, size - MIB // 2 - 10_000]
+        rig.run(order(epoch, start * MIB, sizes, first_word=3 * epoch))
+
+
+ENTER_A = f"view.enter({2 * MIB}, {4 * MIB - 100}, 5, 1); view.show({4 * MIB - 100})\n"
+ENTER_B = f"view.enter({6 * MIB}, {3 * MIB + 100}, 8, 2); view.show({3 * MIB + 100})\n"
+
+
+def test_a_worker_reads_the_model_of_its_task(cpu: CpuRig) -> None:
+    two_models(cpu)
+    code = f"""
+for _ in range(3):
+    {ENTER_A}
+    if read({2 * MIB}, {4 * MIB - 100}) != b"A" * {4 * MIB - 100}:
+        sys.exit("A is damaged")
+    {ENTER_B}
+    if read({6 * MIB}, {3 * MIB + 100}) != b"B" * {3 * MIB + 100}:
+        sys.exit("B is damaged")
+"""
+    finish(cpu.child(PEEK + code))
+
+
+@pytest.mark.parametrize(
+    ("code", "offset"),
+    [
+        ("", 2 * MIB),  # nothing was entered
+        (ENTER_A, 6 * MIB),  # the neighbour's first byte
+        (ENTER_A, 9 * MIB),
+        (ENTER_A, ARENA_BYTES - 1),
+        (ENTER_B, 6 * MIB - 1),
+        (ENTER_B, 9 * MIB + PAGE),  # behind the page with its last byte
+        (ENTER_A + ENTER_B, 2 * MIB),  # it was A's
+        (ENTER_A + "view.leave()\n", 2 * MIB),
+        (f"view.enter({2 * MIB}, {4 * MIB}, 5, 1)\n", 2 * MIB),  # nothing has been shown
+        (f"view.enter({2 * MIB}, {4 * MIB}, 9, 1); view.show({MIB})\n", 4 * MIB),  # not that yet
+        (f"view.prefault(0, {ARENA_BYTES})\n", 6 * MIB),
+        (f"{ENTER_A}view.prefault(0, {ARENA_BYTES})\n{ENTER_B}", 2 * MIB),
+    ],
+)
+def test_a_read_past_the_windows_edge_kills_the_reader(cpu: CpuRig, code: str, offset: int) -> None:
+    two_models(cpu)
+    child = cpu.child(f"{PEEK}{code}touch({offset})\n")
+    expect(child, "touching")
+    finish(child, -signal.SIGSEGV)
+
+
+def test_the_page_behind_a_models_last_byte_holds_nothing_of_another(cpu: CpuRig) -> None:
+    cpu.fill_store(0, b"S" * (8 * MIB))
+    cpu.run(order(1, 2 * MIB, [8 * MIB]))
+    size = MIB + 100
+    cpu.fill_store(0, b"A" * size)
+    cpu.run(in_whole_units(order(2, 2 * MIB, [MIB, 100])))
+    slack = aligned(size, PAGE) - size
+    assert cpu.arena(2 * MIB + size - 1, slack + 2) == b"A" + bytes(slack) + b"S"
+
+
+def test_when_a_groups_word_rises_its_last_unit_holds_nothing_of_another() -> None:
+    """What a worker opens of it is whole units: the model before must not show in them."""
+    rig = CpuRig(20 * MIB)
+    try:
+        rig.fill_store(0, b"S" * (8 * MIB))
+        rig.run(in_whole_units(order(1, 2 * MIB, [8 * MIB])))
+        rig.fill_store(0, b"A" * (8 * MIB))
+        sizes = [1000, 3000, MIB, 7 * MIB - 4000]
+        rig.transmit(in_whole_units(order(2, 2 * MIB, sizes, first_word=1)))
+        view = rig.view()
+        view.wait_group(1, Epoch(2))
+        assert rig.arena(2 * MIB, 2 * MIB) == b"A" * (2 * MIB)
+        view.wait_group(4, Epoch(2))
+        assert rig.arena(2 * MIB, 8 * MIB) == b"A" * (8 * MIB)
+    finally:
+        rig.close()
+
+
+def test_a_slice_can_be_touched_when_it_was_asked_for(cpu: CpuRig) -> None:
+    cpu.view().slice_bytes(2 * MIB, 4 * MIB).fill_(7)
+    touches = f"""
+mine = view.slice_bytes({2 * MIB}, 100)
+say(int(mine[99]))
+wider = mine.as_strided((1,), (1,), {4 * MIB})
+say("touching")
+wider.item()
+"""
+    child = cpu.child(touches)
+    expect(child, "7")
+    expect(child, "touching")
+    finish(child, -signal.SIGSEGV)
+
+
+def test_only_a_lent_slab_can_be_touched(cpu: CpuRig) -> None:
+    code = f"""
+pool = mmap.mmap(-1, {16 * PAGE})
+pool[:] = b"p" * {16 * PAGE}
+view.pin(__import__("pipeswitch.devices.windows").devices.windows.address_of(pool), len(pool))
+view.lend({2 * PAGE}, {PAGE + 1}, writable=False)
+view.lend({6 * PAGE}, 10, writable=True)
+pool[{6 * PAGE}] = pool[{4 * PAGE} - 1]
+view.take_back()
+view.lend({2 * PAGE}, 1, writable=False)
+say(pool[{2 * PAGE}])
+match arguments[0]:
+    case "behind":
+        pool[{3 * PAGE}]
+    case "before":
+        pool[{2 * PAGE} - 1]
+    case "taken back":
+        pool[{6 * PAGE}]
+    case "written":
+        pool[{2 * PAGE}] = 1
+"""
+    for where in ("behind", "before", "taken back", "written"):
+        child = cpu.child(code, where)
+        expect(child, "112")
+        finish(child, -signal.SIGSEGV)

@@ -76,6 +76,26 @@ def test_inputs_lie_in_their_room_and_every_mapping_shows_them() -> None:
     os.close(descriptor)
 
 
+def test_pages_of_a_request_hold_nothing_of_the_one_before() -> None:
+    descriptor = sealed_memfd("pool", PAGES * PAGE)
+    pool = RequestPool(descriptor)
+    pool.memory[:] = b"s" * (PAGES * PAGE)
+    room = pool.reserve("a", PAGE + 70, 8)
+    inputs = [
+        CheckedInput(
+            name=name, dtype="int8", shape=(size,), frame=i, offset_bytes=at, size_bytes=size
+        )
+        for i, (name, at, size) in enumerate([("x", 64, PAGE + 6), ("empty", 0, 0), ("m", 0, 2)])
+    ]
+    pool.fill(room.place(inputs), [b"x" * (PAGE + 6), b"", b"mm"])
+    at = room.input_offset_bytes
+    expected = b"mm" + bytes(62) + b"x" * (PAGE + 6) + bytes(PAGE - 70)
+    assert pool.memory[at : at + 2 * PAGE] == expected
+    assert pool.memory[at + 2 * PAGE] == ord("s")
+    pool.close()
+    os.close(descriptor)
+
+
 def test_a_reply_that_is_still_on_its_way_outlives_the_pool() -> None:
     pool = make_pool()
     room = pool.reserve("a", 4, 4)

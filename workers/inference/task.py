@@ -108,10 +108,12 @@ def load_program(
 
 
 class _Groups:
-    """Called before each group: waits for its arrival word, keeps the times for the bill."""
+    """Called before each group: waits for its arrival word, shows its weights to the kernels,
+    keeps the times for the bill."""
 
-    def __init__(self, view: PoolView, message: RunInference) -> None:
+    def __init__(self, view: PoolView, message: RunInference, manifest: Manifest) -> None:
         self._view = view
+        self._groups = manifest.groups
         self._first_word = message.first_word
         self._epoch = message.residency_epoch
         self._is_trial = message.trial_batch > 0
@@ -125,6 +127,8 @@ class _Groups:
         if self.begins_ms:
             self.ends_ms.append(now_ms())
         self.stall_ms += self._view.wait_group(self._first_word + index, self._epoch)
+        group = self._groups[index]
+        self._view.show(group.offset_bytes + group.size_bytes)
         reach("worker.infer.group")
         self.begins_ms.append(now_ms())
 
@@ -142,21 +146,41 @@ def infer(
     The model's own failure leaves this worker in order.
     """
     try:
+        return _infer(message, programs, pool, view, task, slot)
+    finally:
+        view.take_back()  # after the report: an error's text may read the model's inputs
+
+
+def _infer(
+    message: RunInference,
+    programs: Programs,
+    pool: RequestPool,
+    view: PoolView,
+    task: Channel,
+    slot: int,
+) -> bool:
+    try:
         reach("worker.infer.received")
         bound = programs.bound(message)
+        manifest = bound.manifest
+        last_word = message.first_word + len(manifest.groups) - 1
+        region_bytes, epoch = manifest.total_bytes, message.residency_epoch
+        view.enter(message.arena_offset_bytes, region_bytes, last_word, epoch)
         inputs = [pool.tensor(slab) for slab in message.inputs]
         view.wait_turn(message.epoch)
         turn_at_ms = now_ms()
         reach("worker.infer.turn")
         view.board.write_begun(slot, message.epoch)  # from here on a death may be the model's
-        groups = _Groups(view, message)
+        groups = _Groups(view, message, manifest)
         slabs: tuple[SlabTensor, ...] = ()
         with view.computing(bound):
             if message.trial_batch:
                 run_trial(bound, message, programs.made_up, groups, view, slot)
             else:
+                _lend_inputs(view, message, manifest)
                 outputs = bound.run(inputs, groups)
                 reach("worker.infer.outputs")
+                view.lend(message.reply_offset_bytes, message.reply_bytes, writable=True)
                 slabs = _write(bound, outputs, message, pool)
             view.quiesce()
         ended_at_ms = now_ms()
@@ -188,6 +212,15 @@ def infer(
     if not is_clean:
         view.improve(bound)
     return is_clean
+
+
+def _lend_inputs(view: PoolView, message: RunInference, manifest: Manifest) -> None:
+    """A graph that writes to its inputs is refused when it is registered; the operator's own
+    module may, and reads its own request's alone."""
+    if message.inputs:  # they lie in one slab
+        start = min(slab.offset_bytes for slab in message.inputs)
+        end = max(slab.offset_bytes + slab.size_bytes for slab in message.inputs)
+        view.lend(start, end - start, writable=manifest.mode == "module")
 
 
 def _write(

@@ -92,6 +92,15 @@ class CudaPoolView:
     def prefault(self, offset_bytes: int, size_bytes: int) -> None:
         """Nothing: device memory has no page faults."""
 
+    def enter(self, offset_bytes: int, size_bytes: int, last_word: int, epoch: int) -> None:
+        """Nothing: the arena is one allocation, and a worker can read all of it."""
+
+    def show(self, arrived_bytes: int) -> None:
+        """Nothing, as ``enter``."""
+
+    def leave(self) -> None:
+        """Nothing, as ``enter``."""
+
     # -- tensors -------------------------------------------------------------------------------
 
     def tensor(self, spec: TensorSpec, region_offset_bytes: int) -> torch.Tensor:
@@ -171,6 +180,12 @@ class CudaPoolView:
             log.warning("pool=pageable cause=%s: copies are staged", error)
         else:
             self._pinned_pools.append(pointer)
+
+    def lend(self, offset_bytes: int, size_bytes: int, *, writable: bool) -> None:
+        """Nothing: the copy engine reads and writes pinned pages."""
+
+    def take_back(self) -> None:
+        """Nothing, as ``lend``."""
 
     # -- waiting -------------------------------------------------------------------------------
 
