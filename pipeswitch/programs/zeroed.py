@@ -22,7 +22,7 @@ SWITCH: Final = "FLAGS_caffe2_cpu_allocator_do_zero_fill"  # of libc10, for ever
 
 def on_zeros(call: Callable[..., Any]) -> Callable[..., Any]:
     """The same call; what it allocates on cpu begins as zeros."""
-    switch = _switch()
+    switch = allocator_switch()
     if switch is None:
         return call
 
@@ -37,8 +37,8 @@ def on_zeros(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @functools.cache
-def _switch() -> ctypes.c_bool | None:
-    """It can be set at any time; torch has no call for it."""
+def allocator_switch() -> ctypes.c_bool | None:
+    """It can be set at any time; torch has no call for it. The first look opens a library."""
     library = Path(torch.__file__).parent / "lib" / "libc10.so"
     try:
         return ctypes.c_bool.in_dll(ctypes.CDLL(str(library)), SWITCH)

@@ -26,6 +26,7 @@ from pipeswitch.programs.groups import regrouped
 from pipeswitch.programs.layout import Manifest
 from pipeswitch.programs.spec import BUNDLE_FILE, is_checked, load_manifest
 from pipeswitch.programs.torch_settings import construct_on_meta
+from pipeswitch.programs.zeroed import allocator_switch
 
 from .pool import RequestPool
 from .trials import MadeUpInputs, run_trial
@@ -43,6 +44,7 @@ class Programs:
         self._bound: dict[ModelName, tuple[Version, int, BoundProgram]] = {}
         # An index out of range is an exception on cpu; on cuda it costs the whole process.
         self.made_up = MadeUpInputs(zero_integers=view.device != "cpu")
+        allocator_switch()  # while this process may still open a file
 
     def prepare(self, message: PrepareModel) -> None:
         """Load the structure; bind when the model has a home already."""
