@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from process_tools import Checked, checked_server, finish, until, write_script
+from process_tools import Checked, checked_server, finish, run_plain, until, write_script
 
 from pipeswitch.errors import InvalidInput, TaskFailed
 
@@ -273,21 +271,6 @@ REFUSED = {
     """,
 }
 
-PLAIN = """
-import os, runpy, sys
-import torch
-import torch._dynamo  # seconds; optimizers do it at their first step
-torch.set_num_threads(1)
-for script in sys.argv[1:]:
-    if os.fork() == 0:  # torch is imported once
-        sys.argv = [script, script + ".plain"]
-        runpy.run_path(script, run_name="__main__")
-        break  # an end like any other: with threads and exit hooks
-    _, status = os.wait()
-    if status:
-        sys.exit(f"{script} ended with {status}")
-"""
-
 
 def script(folder: Path, name: str, body: str) -> Path:
     prelude = textwrap.dedent(PRELUDE)
@@ -305,7 +288,8 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The scripts; beside each lies what it ends with undisturbed."""
     folder = tmp_path_factory.mktemp("exact")
     scripts = {name: script(folder, name, body) for name, body in EXACT.items()}
-    subprocess.run([sys.executable, "-c", PLAIN, *scripts.values()], check=True, timeout=240)
+    for path in scripts.values():
+        run_plain(path, f"{path}.plain")
     return scripts
 
 

@@ -1,17 +1,21 @@
 """What the tests of a running server share; conftest.py loads it as ``process_tools``.
 
 Conditions are waited for with a deadline, never slept for. Processes are found by a mark in
-their environment: every child of a server inherits it, whoever its parent is by now.
+their environment: every child of a server inherits it, whatever its parent is by now.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import itertools
+import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -294,18 +298,47 @@ def finish(task: Task, deadline_s: float = 60.0) -> dict[str, Any]:
     return row
 
 
+_PLAIN = """
+import gc, json, os, runpy, sys
+import torch, torch._dynamo  # seconds
+torch.set_num_threads(1)
+gc.freeze()  # no child takes its 190,000 objects down
+for line in sys.stdin:
+    printed, *sys.argv = json.loads(line)
+    if os.fork() == 0:
+        os.dup2(os.open(printed, os.O_WRONLY), 1)
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        break  # an end like any other: with threads and exit hooks
+    print(os.wait()[1], flush=True)
+"""
+_plain_lock = threading.Lock()
+
+
+@functools.cache
+def _plain() -> subprocess.Popen[str]:
+    """Forks for each plain script, so that torch is imported once."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _PLAIN],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    atexit.register(process.communicate)
+    return process
+
+
 def run_plain(script: Path, *args: str) -> str:
     """The same script without a server, one compute thread; what it printed."""
-    done = subprocess.run(
-        [sys.executable, script, *args],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    with _plain_lock, tempfile.NamedTemporaryFile("r") as printed:
+        process = _plain()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps([printed.name, str(script), *args]) + "\n")
+        process.stdin.flush()
+        status, said = process.stdout.readline(), printed.read()
+    assert status == "0\n", f"{script} ended with {status}: {said}"
+    return said
 
 
 # ------------------------------------------------------------------------------- models
