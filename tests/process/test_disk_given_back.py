@@ -13,7 +13,7 @@ import pipeswitch as ps
 from pipeswitch.testing import RunningServer, server
 from tests.process.tools import until
 
-TURNS = 20
+TURNS = 5
 
 
 def kept_bytes(running: RunningServer) -> int:

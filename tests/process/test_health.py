@@ -349,18 +349,18 @@ def test_a_model_in_an_endless_loop_is_killed_and_the_device_is_free_again(tmp_p
 # ------------------------------------------------------------------------------- disks
 
 
-def test_a_fork_server_is_replaced_though_its_log_cannot_be_written(tmp_path: Path) -> None:
+def test_a_fork_server_is_replaced_though_its_log_cannot_be_written(running: Checked) -> None:
     """As on a disk that has become read-only."""
-    state = tmp_path / "state"
-    with checked_server(arena="64MiB", environment=ENVIRONMENT, state_dir=state) as checked:
-        checked.client.register("small", mlp(16, 2, 1), example_inputs=(X,))
-        path = state / "logs/processes.log"
-        path.unlink()
-        path.mkdir()  # a folder cannot be opened for writing, not even by root
-        replace_fork_server(checked)
-        worker = checked.worker_pids()[0]
-        kill(worker)
-        until(lambda: checked.worker_pids().get(0) not in (None, worker), "it forks")
-        assert checked.client.infer("small", X)["y"].shape == (1, 16)
-        assert "processes.log cannot be written" in (state / "logs/server.log").read_text()
-        path.rmdir()
+    logs = running.running.state_dir / "logs"
+    path, kept = logs / "processes.log", logs / "processes.log.kept"
+    path.rename(kept)
+    path.mkdir()  # a folder cannot be opened for writing, not even by root
+    replace_fork_server(running)
+    worker = running.worker_pids()[0]
+    kill(worker)
+    until(lambda: running.worker_pids().get(0) not in (None, worker), "it forks")
+    assert running.client.infer("small", X)["y"].shape == (1, 16)
+    assert "processes.log cannot be written" in (logs / "server.log").read_text()
+    path.rmdir()
+    kept.rename(path)
+    running.wait_until_whole()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import stat
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,27 @@ DEPTH = 24  # layers of 257 KiB: 6 MiB, more groups than one bucket makes
 def net() -> torch.nn.Module:
     module: torch.nn.Module = mlp(WIDTH, DEPTH, 0)
     return module
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Checked, Path]]:
+    """A server and the folder of its profiles that came along."""
+    folder = tmp_path_factory.mktemp("profiles")
+    with checked_server(arena="64MiB", args=("--profiles-dir", str(folder))) as checked:
+        yield checked, folder
+
+
+@pytest.fixture
+def roomy(shared: tuple[Checked, Path]) -> Iterator[tuple[Checked, Path]]:
+    """The same, without a model or a profile."""
+    yield shared
+    checked, folder = shared
+    checked.settle()
+    checked.wait_until_whole()
+    for row in checked.client.models():
+        checked.client.unregister(row["name"])
+    for path in (*folder.iterdir(), *(checked.running.state_dir / "profiles").glob("*")):
+        path.unlink()
 
 
 def register(checked: Checked, module: torch.nn.Module, name: str = "net") -> None:
@@ -161,118 +183,124 @@ def measured(net: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> 
     ],
 )
 def test_a_profile_that_is_not_true_here_is_one_warning_and_buckets(
-    how: str, reason: str, net: torch.nn.Module, measured: Path, tmp_path: Path
+    how: str, reason: str, net: torch.nn.Module, measured: Path, roomy: tuple[Checked, Path]
 ) -> None:
+    checked, folder = roomy
     (source,) = (measured / "profiles").glob("net.*.json")
-    folder = tmp_path / "profiles"
-    folder.mkdir()
     (folder / source.name).write_bytes(source.read_bytes())
     _spoil(folder / source.name, how)
-    with checked_server(args=("--profiles-dir", str(folder))) as checked:
-        register(checked, net)
-        row = checked.client.show("net")
-        assert row["grouping"] == "buckets"
-        assert any(word in row["grouping_why"].lower() for word in reason.split("|"))
-        warnings = [line for line in checked.running.log().splitlines() if "WARNING" in line]
-        assert len(warnings) == 1
-        assert f'model "net": profile {source.name} is not used' in warnings[0]
-        answers(checked, net)
-        checked.client.profile("net", [2])  # and it can be measured anew
-        in_force(checked, "planned")
-        answers(checked, net)
+
+    def warnings() -> set[str]:
+        return {line for line in checked.running.log().splitlines() if "WARNING" in line}
+
+    before = warnings()
+    register(checked, net)
+    row = checked.client.show("net")
+    assert row["grouping"] == "buckets"
+    assert any(word in row["grouping_why"].lower() for word in reason.split("|"))
+    (warning,) = warnings() - before
+    assert f'model "net": profile {source.name} is not used' in warning
+    answers(checked, net)
+    checked.client.profile("net", [2])  # and it can be measured anew
+    in_force(checked, "planned")
+    answers(checked, net)
 
 
-def test_requests_are_answered_right_and_before_the_trials(net: torch.nn.Module) -> None:
-    with checked_server(arena="64MiB") as checked:
-        register(checked, net)
-        stop, wrong, count = threading.Event(), [], 0
-        expected = {seed: eager(net, value(seed)) for seed in range(4)}
+def test_requests_are_answered_right_and_before_the_trials(
+    net: torch.nn.Module, roomy: tuple[Checked, Path]
+) -> None:
+    checked, _ = roomy
+    register(checked, net)
+    stop, wrong, count = threading.Event(), [], 0
+    expected = {seed: eager(net, value(seed)) for seed in range(4)}
 
-        def ask() -> None:
-            nonlocal count
-            with checked.running.client() as client:
-                while not stop.is_set():
-                    seed = count % 4
-                    if not is_bit_equal(client.infer("net", value(seed))["y"], expected[seed]):
-                        wrong.append(seed)
-                    count += 1
-                    stop.wait(0.01)  # a pause in which a trial may begin
+    def ask() -> None:
+        nonlocal count
+        with checked.running.client() as client:
+            while not stop.is_set():
+                seed = count % 4
+                if not is_bit_equal(client.infer("net", value(seed))["y"], expected[seed]):
+                    wrong.append(seed)
+                count += 1
+                stop.wait(0.01)  # a pause in which a trial may begin
 
-        asking = threading.Thread(target=ask)
-        asking.start()
-        try:
-            profile = checked.client.profile("net", [2])
-        finally:
-            stop.set()
-            asking.join()
-        assert not wrong
-        assert count > 0
-        assert profile["checks"]
-        in_force(checked, "planned")
-        answers(checked, net)
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        profile = checked.client.profile("net", [2])
+    finally:
+        stop.set()
+        asking.join()
+    assert not wrong
+    assert count > 0
+    assert profile["checks"]
+    in_force(checked, "planned")
+    answers(checked, net)
 
 
 def test_a_running_job_is_suspended_for_trials_and_loses_no_step(
-    net: torch.nn.Module, tmp_path: Path
+    net: torch.nn.Module, tmp_path: Path, roomy: tuple[Checked, Path]
 ) -> None:
-    with checked_server(arena="64MiB") as checked:
-        register(checked, net)
-        task = start_endless_job(checked, tmp_path)
-        checked.client.profile("net", [2])
-        row = task.status()
-        assert row["suspensions"] > 0
-        assert row["restarts"] == row["evictions"] == 0
-        until(lambda: task.status()["step"] > row["step"], "it goes on")
+    checked, _ = roomy
+    register(checked, net)
+    task = start_endless_job(checked, tmp_path)
+    checked.client.profile("net", [2])
+    row = task.status()
+    assert row["suspensions"] > 0
+    assert row["restarts"] == row["evictions"] == 0
+    until(lambda: task.status()["step"] > row["step"], "it goes on")
 
 
 def test_a_worker_that_is_killed_in_a_trial_costs_the_profile_and_nothing_else(
-    net: torch.nn.Module,
+    net: torch.nn.Module, roomy: tuple[Checked, Path]
 ) -> None:
-    with checked_server(arena="64MiB") as checked:
-        register(checked, net)
-        caught: list[PipeSwitchError] = []
-        began = threading.Event()
+    checked, _ = roomy
+    register(checked, net)
+    caught: list[PipeSwitchError] = []
+    began = threading.Event()
 
-        def measure() -> None:
-            with checked.running.client() as client:
-                try:
-                    client.profile("net", [2], progress=lambda stage, part: began.set())
-                except PipeSwitchError as error:
-                    caught.append(error)
+    def measure() -> None:
+        with checked.running.client() as client:
+            try:
+                client.profile("net", [2], progress=lambda stage, part: began.set())
+            except PipeSwitchError as error:
+                caught.append(error)
 
-        measuring = threading.Thread(target=measure)
-        measuring.start()
-        assert began.wait(30)
-        for pid in checked.worker_pids().values():
-            kill(pid)
-        measuring.join(60)
-        assert not measuring.is_alive()
-        answers(checked, net)
-        if caught:
-            assert checked.client.show("net")["grouping"] == "buckets"
-        checked.client.profile("net", [2])
-        in_force(checked, "planned")
+    measuring = threading.Thread(target=measure)
+    measuring.start()
+    assert began.wait(30)
+    for pid in checked.worker_pids().values():
+        kill(pid)
+    measuring.join(60)
+    assert not measuring.is_alive()
+    answers(checked, net)
+    if caught:
+        assert checked.client.show("net")["grouping"] == "buckets"
+    checked.client.profile("net", [2])
+    in_force(checked, "planned")
 
 
-def test_who_goes_away_takes_the_measurement_along(net: torch.nn.Module) -> None:
-    with checked_server(arena="64MiB") as checked:
-        register(checked, net)
-        began = threading.Event()
-        client = checked.running.client()
+def test_a_client_that_goes_away_takes_the_measurement_along(
+    net: torch.nn.Module, roomy: tuple[Checked, Path]
+) -> None:
+    checked, _ = roomy
+    register(checked, net)
+    began = threading.Event()
+    client = checked.running.client()
 
-        def measure() -> None:
-            with pytest.raises(PipeSwitchError):
-                client.profile("net", [2, 1, 3, 4], progress=lambda stage, part: began.set())
+    def measure() -> None:
+        with pytest.raises(PipeSwitchError):
+            client.profile("net", [2, 1, 3, 4], progress=lambda stage, part: began.set())
 
-        measuring = threading.Thread(target=measure)
-        measuring.start()
-        assert began.wait(30)
-        client.close()
-        measuring.join(30)
-        row = in_force(checked, "buckets")
-        until(lambda: checked.client.show("net")["plan"] == [], "the groups are as before")
-        assert row["profile"] == ""
-        answers(checked, net)
+    measuring = threading.Thread(target=measure)
+    measuring.start()
+    assert began.wait(30)
+    client.close()
+    measuring.join(30)
+    row = in_force(checked, "buckets")
+    until(lambda: checked.client.show("net")["plan"] == [], "the groups are as before")
+    assert row["profile"] == ""
+    answers(checked, net)
 
 
 def test_a_model_that_leaves_keeps_its_prefix_and_computes_the_same_bits(
@@ -317,15 +345,17 @@ def test_a_model_that_leaves_keeps_its_prefix_and_computes_the_same_bits(
         assert sent == row["bytes"] - kept
 
 
-def test_what_cannot_be_measured_is_refused(net: torch.nn.Module) -> None:
-    with checked_server() as checked:
-        register(checked, net)
-        with pytest.raises(ModelNotFound):
-            checked.client.profile("nobody")
-        with pytest.raises(InvalidInput, match="takes batches from 1 to 64"):
-            checked.client.profile("net", [65])
-        with pytest.raises(InvalidInput, match="whole numbers"):
-            checked.client.profile("net", [0])
+def test_what_cannot_be_measured_is_refused(
+    net: torch.nn.Module, roomy: tuple[Checked, Path]
+) -> None:
+    checked, _ = roomy
+    register(checked, net)
+    with pytest.raises(ModelNotFound):
+        checked.client.profile("absent")
+    with pytest.raises(InvalidInput, match="takes batches from 1 to 64"):
+        checked.client.profile("net", [65])
+    with pytest.raises(InvalidInput, match="whole numbers"):
+        checked.client.profile("net", [0])
 
 
 def test_a_profile_that_is_not_true_any_more_is_marked_until_it_is_measured_again(
