@@ -37,6 +37,7 @@ def command(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
     )  # fmt: skip
 
 
+@pytest.mark.slow  # ten processes that import torch; it fails when a stage is renamed, if ever
 def test_a_dry_run_starts_every_stage_and_each_says_that_it_needs_a_gpu(gpu: ModuleType) -> None:
     done = command("--dry-run", PIPESWITCH_DEVICE__BINDINGS="fake_cuda", FAKE_CUDA="no-device")
     assert done.returncode == gpu.NEEDS_A_GPU, done.stdout + done.stderr
