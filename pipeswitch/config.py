@@ -104,6 +104,14 @@ class ServerConfig(_Checked):
     max_upload_bytes: int = _setting(
         "32GiB", "largest model file a client may send", parse_size, low=1 << 20
     )
+    max_disk: Amount = _setting(  # noqa: RUF009 - Amount is frozen, sharing it is safe
+        "auto", "programs, uploads and commits in state_dir, all together: auto (9/10 of its "
+        "disk), 100GiB or a fraction", Amount.parse,
+    )  # fmt: skip
+    max_disk_per_client: Amount = _setting(  # noqa: RUF009 - as above
+        "auto", "of that, programs and uploads of one TCP client (a key's name): auto (half), "
+        "10GiB or a fraction", Amount.parse,
+    )  # fmt: skip
     allow_code: tuple[str, ...] = _setting(
         (), "module names and script paths TCP clients may name (shell wildcards)"
     )

@@ -18,7 +18,7 @@ PipeSwitchError
 │   └── ModelQuarantined       the model killed too many workers
 ├── sizes
 │   ├── OutOfDeviceMemory      larger than the arena can ever hold
-│   └── HostStoreFull          the host store has no room for another model
+│   └── HostStoreFull          the host store, or the server's disk, has no room for it
 └── the server's own
     ├── ConfigError            a file or flag is wrong: says which, and what would be right
     ├── LocalProtocolError     we tried to send nonsense: a bug here
@@ -132,7 +132,8 @@ class OutOfDeviceMemory(PipeSwitchError):
 
 
 class HostStoreFull(PipeSwitchError):
-    """The host store cannot take ``requested_bytes`` more; ``largest_free_bytes`` are left."""
+    """``requested_bytes`` more do not fit in the host store, or on the disk of the server's state
+    directory (within a client's share of it); ``largest_free_bytes`` are left."""
 
 
 class ConfigError(PipeSwitchError):

@@ -80,7 +80,7 @@ def write_commit(
         reach("persist.record.renamed")
         sync_directory(directory)
     finally:
-        _remove_unnamed(directory)
+        remove_unnamed(directory)
     return record
 
 
@@ -138,6 +138,19 @@ def load_commit(directory: Path, slot_bytes: int = 0) -> tuple[int, int, CommitR
     return descriptor, slot_bytes, record
 
 
+def remove_unnamed(directory: Path) -> None:
+    """Remove our files that ``commit.json`` does not name: leftovers of crashes, older images."""
+    try:
+        record = read_record(directory)
+    except RemoteProtocolError:
+        return  # a damaged record: leave the images for a person to look at
+    kept = record.image if record is not None else ""
+    for path in directory.iterdir():
+        if _OURS.fullmatch(path.name) and path.name != kept:
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+
+
 def _head_bytes(path: Path, record: CommitRecord) -> int:
     """What stands in front of the image; the file must end with the image."""
     try:
@@ -192,16 +205,3 @@ def _next_generation(directory: Path) -> int:
         if _IMAGE.fullmatch(path.name)
     ]
     return max(found, default=-1) + 1
-
-
-def _remove_unnamed(directory: Path) -> None:
-    """Remove our files that ``commit.json`` does not name: leftovers of crashes, older images."""
-    try:
-        record = read_record(directory)
-    except RemoteProtocolError:
-        return  # a damaged record: leave the images for a person to look at
-    kept = record.image if record is not None else ""
-    for path in directory.iterdir():
-        if _OURS.fullmatch(path.name) and path.name != kept:
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()

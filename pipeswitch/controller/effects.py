@@ -10,11 +10,11 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
-from ..commits.files import load_commit
-from ..errors import PipeSwitchError, RegistrationRefused, ServerUnavailable
+from ..commits.files import load_commit, remove_unnamed
+from ..errors import PipeSwitchError, RegistrationRefused, ServerUnavailable, to_wire
 from ..failpoints import reach
 from ..frontend.frontend import Frontend
 from ..ipc.board import ring
@@ -22,12 +22,14 @@ from ..ipc.messages import (
     BuildDone,
     BuildFailed,
     BuildSettings,
+    CommitPersisted,
     DaemonReady,
     DaemonSettings,
     Epoch,
     JobName,
     Message,
     ModelName,
+    PersistCommit,
     Slot,
     WorkerSettings,
 )
@@ -81,6 +83,15 @@ log = logging.getLogger(__name__)
 _SERVER = Token(-(1 << 62))  # the server itself asks; below all of main's own
 
 
+def _copied_bytes(spec: bytes) -> int:
+    """What a build copies before it looks at it; at least one byte."""
+    found = 1
+    for path in files_of(spec):
+        with contextlib.suppress(OSError):  # the builder says it better
+            found += path.stat().st_size
+    return found
+
+
 class Effects:
     """One method per command."""
 
@@ -108,11 +119,14 @@ class Effects:
         self._journal = journal
         self._take = take  # an event, to be handled after the running one
         self._daemon: Child | None = None
+        self._daemon_generation = 0
         self._workers: dict[Slot, tuple[int, Child]] = {}
         self._builders: dict[Epoch, Child] = {}
         self._refused: dict[Token, PipeSwitchError] = {}  # their good answer is on its way here
         self.built_before: dict[bytes, str] = {}  # spec -> digest, from the journal
-        self._remembered = {name: entry["digest"] for name, entry in journal.models.items()}
+        self._disk = frontend.disk
+        for name, known in journal.models.items():
+            self._disk.keep_program(name, known["digest"], known["tenant"])
         self._started_at_s = time.time()  # wall clock: file times are
         self._built_at_s: dict[bytes, float] = {}  # by spec: what was uploaded later is another's
         self.timeline = Timeline()
@@ -180,9 +194,9 @@ class Effects:
         on: the journal is behind then, and catches up with the next entry it can write."""
         entry = command.entry
         if entry["kind"] == "model":
-            self._remembered[entry["name"]] = entry["digest"]
+            self._disk.keep_program(entry["name"], entry["digest"], entry["tenant"])
         elif entry["kind"] == "model-gone":
-            self._remembered.pop(entry["name"], None)
+            self._disk.drop_program(entry["name"])
         try:
             if entry["kind"] == "job":  # accepted: its log exists, and is its own
                 (self._places.logs / f"job-{entry['name']}.log").write_bytes(b"")
@@ -218,12 +232,24 @@ class Effects:
         self._processes.send(known[1], index, command.message, descriptors)
 
     def _to_daemon(self, command: ToDaemon) -> None:
-        if self._daemon is None:
+        if self._daemon is None or self._has_no_disk(command.message):
             return
         descriptors = []
         if command.commits_of is not None:
             descriptors.append(self._memory.commits[command.commits_of])
         self._processes.send(self._daemon, 0, command.message, descriptors)
+
+    def _has_no_disk(self, message: Message) -> bool:
+        """A commit that the disk's budget has no room for: the older one on disk stays."""
+        if not isinstance(message, PersistCommit):
+            return False
+        size_bytes = self._memory.slot_bytes(message.job)
+        refusal = self._disk.refusal("", size_bytes, f'a commit of "{message.job}"')
+        if refusal is None:
+            return False
+        failed = CommitPersisted(job=message.job, epoch=message.epoch, step=-1, error=str(refusal))
+        self._take(FromDaemon(generation=self._daemon_generation, message=failed))
+        return True
 
     # -- processes -----------------------------------------------------------------------------
 
@@ -247,6 +273,7 @@ class Effects:
             log_path=str(self._places.logs / "memory-daemon.log"),
         )
         descriptors = [self._memory.store, *self._memory.bells]
+        self._daemon_generation = generation
         self._daemon = self._processes.fork(
             "daemon", "pipeswitch-mem", settings, 1, descriptors, on_message, on_exit
         )
@@ -299,6 +326,8 @@ class Effects:
         One that other contracts than ours let through is built anew, of the bytes on disk.
         """
         spec, digest = command.spec, self.built_before.pop(command.spec, None)
+        if digest is None:
+            self._built_at_s[spec] = time.time()
         if digest is not None and (self._places.models / digest / "manifest.json").is_file():
             if self._is_checked(digest):
                 self._built(BuildDone(model=command.model, epoch=command.epoch, digest=digest))
@@ -306,12 +335,20 @@ class Effects:
                 self._take(BuilderExited(model=command.model, epoch=command.epoch, status=0))
                 return
             spec = kept(spec, self._places.models / digest)
-
-        self._built_at_s[command.spec] = time.time()
+        elif refusal := self._disk.refusal(command.tenant, _copied_bytes(spec), "a program"):
+            self._refuse_build(command, refusal)
+            self._take(BuilderExited(model=command.model, epoch=command.epoch, status=0))
+            return
 
         def on_message(message: Message, _: list[int]) -> None:
             if isinstance(message, BuildDone):
-                self._built(message)
+                over_bytes = -self._disk.left_bytes(command.tenant, message.digest)
+                if over_bytes > 0:  # another one was built meanwhile
+                    refusal = self._disk.refusal(command.tenant, over_bytes, "a program")
+                    assert refusal is not None
+                    self._refuse_build(command, refusal)
+                else:
+                    self._built(message)
             else:
                 self._take(FromBuilder(message=message))
 
@@ -329,6 +366,7 @@ class Effects:
             threads=self._sizes.build_threads,
             timeout_s=self._sizes.build_timeout_s,
             memory_bytes=self._sizes.build_memory_bytes,
+            disk_bytes=max(1, self._disk.left_bytes(command.tenant)),
         )
         self._builders[command.epoch] = self._processes.fork(
             "builder", "pipeswitch-bld", settings, 1, [], on_message, on_exit
@@ -340,6 +378,14 @@ class Effects:
             return load_manifest(self._places.models / digest)
         except RegistrationRefused:
             return None
+
+    def _refuse_build(self, command: StartBuild, error: PipeSwitchError) -> None:
+        wire = to_wire(error)
+        failed = BuildFailed(
+            model=command.model, epoch=command.epoch, error=wire["type"],
+            message=wire["message"], hint=wire["hint"], data=wire["data"],
+        )  # fmt: skip
+        self._take(FromBuilder(message=failed))
 
     def _is_checked(self, digest: str) -> bool:
         manifest = self.manifest_of(digest)
@@ -364,7 +410,7 @@ class Effects:
 
         The loop renames, another thread removes: a large file takes its time.
         """
-        wanted = command.digests | set(self._remembered.values())
+        wanted = command.digests | self._disk.digests()
         garbage = self._places.take_away(wanted)
         uploads = self._places.uploads
         still_named = {path for spec in command.specs for path in files_of(spec)}
@@ -397,6 +443,14 @@ class Effects:
         descriptor, slot_bytes, record = loaded
         self._memory.keep_commits(job, descriptor, slot_bytes)
         return slot_bytes, record.step
+
+    def sweep_commits(self, jobs: Collection[str]) -> None:
+        """At the start: commits of jobs that are over, and what a crash left beside the others."""
+        for path in self._places.commits.iterdir():
+            if path.name not in jobs:
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.is_dir():
+                remove_unnamed(path)
 
     def _drop_commits(self, job: JobName) -> None:
         reach("commits.drop")

@@ -472,6 +472,7 @@ class Server:
             )
         nothing: frozenset[bytes] = frozenset()  # is registered yet; the journal's models stay
         self._effects.sweep(SweepPrograms(digests=frozenset(), specs=nothing, gone_specs=nothing))
+        self._effects.sweep_commits(self._journal.jobs)
         for name, entry in self._journal.jobs.items():
             self._restore_job(JobName(name), entry)
         for model in self._config.models:

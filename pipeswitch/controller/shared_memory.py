@@ -60,6 +60,10 @@ class Memory:
         self.commits[job] = descriptor
         self._slot_bytes[job] = slot_bytes
 
+    def slot_bytes(self, job: JobName) -> int:
+        """How large the job's commits may be."""
+        return self._slot_bytes.get(job, 0)
+
     def drop_commits(self, job: JobName) -> None:
         old = self.commits.pop(job, None)
         if old is not None:

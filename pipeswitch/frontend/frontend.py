@@ -56,6 +56,7 @@ from . import admission
 from .admission import Body
 from .clients import Client, ClientTable, Outgoing
 from .connections import hang_up
+from .disk import Disk
 from .intake import Intake, read_subscriptions
 from .job_logs import read_piece
 from .listeners import Listener, Listeners, open_listeners
@@ -118,7 +119,8 @@ class Frontend:
         self._max_message_bytes = config.server.max_message_bytes
         state = Path(config.server.state_dir)
         self._log_directory = state / "logs"
-        self._uploads = Uploads(state / "uploads", config.server.max_upload_bytes)
+        self.disk = Disk(state, config.server.max_disk, config.server.max_disk_per_client)
+        self._uploads = Uploads(state / "uploads", config.server.max_upload_bytes, self.disk)
         self._copier = Lane("pipeswitch-copy")
         self._verbs = Verbs(
             allow_code=config.server.allow_code, uploads_dir=str(self._uploads.directory)
@@ -460,7 +462,13 @@ class Frontend:
 
             self._call_soon(send)
 
-        self._uploads.offer(client.session, header, tensors[0] if tensors else b"", reply)
+        self._uploads.offer(
+            client.session,
+            header,
+            tensors[0] if tensors else b"",
+            reply,
+            tenant=client.standing.tenant,
+        )
         client.upload_chunks += 1
 
     def _ask(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:

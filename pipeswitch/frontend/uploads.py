@@ -27,6 +27,7 @@ from ..lane import Lane
 from ..machine import sync_directory
 from ..wire.frames import RequestHeader
 from .admission import Body
+from .disk import PARTIAL, Disk
 from .permissions import DIGEST
 
 _logger = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ class _Chunk:
     offset_bytes: int
     data: Any  # a buffer that keeps its memory alive
     reply: Reply
+    tenant: str  # whose share of the disk it takes
 
 
 def _remove(paths: Sequence[Path]) -> None:
@@ -82,8 +84,9 @@ def _remove(paths: Sequence[Path]) -> None:
 class Uploads:
     """The upload folder. ``offer`` and ``forget`` belong to the loop and never block."""
 
-    def __init__(self, directory: Path, max_upload_bytes: int) -> None:
+    def __init__(self, directory: Path, max_upload_bytes: int, disk: Disk) -> None:
         self.directory = directory
+        self._disk = disk
         self._max_upload_bytes = max_upload_bytes
         self._queued = 0  # chunks handed over and not answered; counted under the lock
         self._lock = threading.Lock()
@@ -96,7 +99,7 @@ class Uploads:
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         horizon = time.time() - KEEP_S  # wall clock: file times are
         for path in self.directory.iterdir():
-            if path.name.startswith(".part-") or path.stat().st_mtime < horizon:
+            if path.name.startswith(PARTIAL) or path.stat().st_mtime < horizon:
                 path.unlink(missing_ok=True)
         self._writer.start()
 
@@ -105,7 +108,9 @@ class Uploads:
         self._writer.put(self._drop_all)
         self._writer.stop()
 
-    def offer(self, session: str, header: RequestHeader, data: Any, reply: Reply) -> None:
+    def offer(
+        self, session: str, header: RequestHeader, data: Any, reply: Reply, *, tenant: str
+    ) -> None:
         """Take one ``put`` message; ``reply`` is called exactly once, later or now.
 
         Raises:
@@ -133,7 +138,7 @@ class Uploads:
             if self._queued >= MAX_QUEUED_CHUNKS:
                 raise QueueFull(f"{self._queued} upload chunks already wait for the disk")
             self._queued += 1
-        chunk = _Chunk((session, f"{digest}.{kind}"), digest, size, offset, data, reply)
+        chunk = _Chunk((session, f"{digest}.{kind}"), digest, size, offset, data, reply, tenant)
         self._writer.put(functools.partial(self._answer, chunk))
 
     def remove(self, paths: Sequence[Path]) -> None:
@@ -215,7 +220,7 @@ class Uploads:
             raise InvalidInput(
                 f"the upload's digest is {partial.hash.hexdigest()[:12]}…, not {digest[:12]}…"
             )
-        self._publish(chunk.key, final)
+        self._publish(chunk.key, final, chunk.tenant)
         return self._progress(chunk.size_bytes, is_complete=True)
 
     @staticmethod
@@ -223,18 +228,21 @@ class Uploads:
         return {"offset_bytes": offset_bytes, "complete": is_complete, "credit": CREDIT_CHUNKS}
 
     def _open(self, chunk: _Chunk) -> None:
-        self._make_room(chunk.size_bytes)
+        self._make_room(chunk.size_bytes, chunk.tenant)
         session, name = chunk.key
-        path = self.directory / f".part-{session[:8]}-{name}"
+        path = self.directory / f"{PARTIAL}{session[:8]}-{name}"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         file = os.fdopen(descriptor, "wb")
         self._partials[chunk.key] = _Partial(path, chunk.size_bytes, file)
+        os.ftruncate(descriptor, chunk.size_bytes)  # it counts as what it is going to be
+        self._disk.keep_upload(path.name, chunk.tenant)
 
-    def _make_room(self, size_bytes: int) -> None:
+    def _make_room(self, size_bytes: int, tenant: str) -> None:
         """For one more file of this size: those that no registration named for longest go.
 
         Raises:
             QueueFull: unfinished ones have taken all of it.
+            HostStoreFull: the server's disk, or this tenant's share of it, has no room.
             PipeSwitchError: the disk has none.
         """
         limit_bytes = KEPT_UPLOADS * self._max_upload_bytes
@@ -257,7 +265,7 @@ class Uploads:
         kept = [
             (facts.st_mtime_ns, facts.st_size, entry.path)
             for entry in os.scandir(self.directory)
-            if not entry.name.startswith(".part-") and (facts := entry.stat())
+            if not entry.name.startswith(PARTIAL) and (facts := entry.stat())
         ]
         kept.sort(reverse=True)
         while not has_room():
@@ -267,14 +275,25 @@ class Uploads:
                     hint="free space in the server's state directory",
                 )
             os.unlink(kept.pop()[2])
+        while refusal := self._disk.refusal(tenant, size_bytes, "an upload"):
+            may_go = [
+                entry
+                for entry in kept
+                if not refusal.tenant or self._disk.owns_upload(tenant, os.path.basename(entry[2]))
+            ]
+            if not may_go:
+                raise refusal
+            kept.remove(may_go[-1])
+            os.unlink(may_go[-1][2])
 
-    def _publish(self, key: tuple[str, str], final: Path) -> None:
+    def _publish(self, key: tuple[str, str], final: Path, tenant: str) -> None:
         """fsync, rename, fsync the folder: after this the name always means these bytes."""
         partial = self._partials.pop(key)
         os.fsync(partial.file.fileno())
         partial.file.close()
         reach("upload.publish")
         os.replace(partial.path, final)
+        self._disk.keep_upload(final.name, tenant)
         reach("upload.published")
         files = self._files.setdefault(key[0], deque())
         files.append(final)

@@ -497,6 +497,7 @@ class BuildSettings(Message, frozen=True):
     threads: int
     timeout_s: float = 0.0  # 0: as long as it takes
     memory_bytes: int = 0  # beyond what a fresh child has mapped; 0: no limit
+    disk_bytes: int = 0  # what may be written; 0: no limit
 
 
 class BuildProgress(Message, frozen=True):

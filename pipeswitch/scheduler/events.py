@@ -240,6 +240,7 @@ class StartBuild:
     model: ModelName
     epoch: Epoch
     spec: bytes
+    tenant: str = ""  # whose disk it takes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -134,7 +134,14 @@ class Registry:
             model, client = core.models[name], self._waiting_builds.pop(name)
             self._builders[model.build_epoch] = client
             self._last_turns[client] = model.build_epoch
-            core.emit(StartBuild(model=model.name, epoch=model.build_epoch, spec=model.spec))
+            core.emit(
+                StartBuild(
+                    model=model.name,
+                    epoch=model.build_epoch,
+                    spec=model.spec,
+                    tenant=model.tenant,
+                )
+            )
         waiting = {*self._waiting_builds.values(), *self._builders.values()}
         self._last_turns = {c: at for c, at in self._last_turns.items() if c in waiting}
 

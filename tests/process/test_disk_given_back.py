@@ -59,3 +59,51 @@ def _damaged(folder: Path) -> Path:
     path = folder / "damaged.bundle"
     path.write_bytes(b"\x00" * 4096)
     return path
+
+
+def test_what_does_not_fit_a_clients_share_is_refused_before_it_is_written(tmp_path: Path) -> None:
+    """256 KiB of weights, as upload and program: that fits once."""
+    example = torch.zeros(1, 256)
+    environment = {"PIPESWITCH_SERVER__MAX_DISK_PER_CLIENT": "1MiB"}
+    options = {"tcp_roles": ("infer", "register"), "environment": environment}
+    with (
+        server(state_dir=tmp_path, **options) as running,
+        running.client(tcp=True) as client,
+        running.client() as owner,
+    ):
+        client.register("one", module(0), example_inputs=example)
+        before = kept_bytes(running)
+        with pytest.raises(ps.HostStoreFull) as caught:
+            client.register("two", module(1), example_inputs=example)
+        assert caught.value.tenant == "*"
+        assert caught.value.largest_free_bytes < caught.value.requested_bytes
+        until(lambda: kept_bytes(running) == before, "what was refused is given back")
+        owner.register("owners", module(1), example_inputs=example)  # the owner has no share
+        client.unregister("one")
+        client.register("two", module(1), example_inputs=example)
+        assert client.infer("two", example).outputs
+
+
+def test_a_model_from_a_name_is_refused_before_it_is_written(tmp_path: Path) -> None:
+    environment = {"PIPESWITCH_SERVER__MAX_DISK": "8MiB"}
+    with (
+        server(state_dir=tmp_path, environment=environment) as running,
+        running.client() as client,
+    ):
+        with pytest.raises(ps.HostStoreFull, match="does not fit"):
+            client.register("large", "torchvision:resnet18", weights="random:0")
+        assert kept_bytes(running) == 0
+        assert client.models() == []
+
+
+def test_what_jobs_and_builds_of_before_left_is_swept_at_the_start(tmp_path: Path) -> None:
+    os.chmod(tmp_path, 0o700)
+    for folder in ("commits/gone", "models/.build-7-abc"):
+        left = tmp_path / folder
+        left.mkdir(parents=True, mode=0o700)
+        (left / "file").write_bytes(b"x" * 4096)
+    for folder in ("commits", "models"):
+        (tmp_path / folder).chmod(0o700)
+    with server(state_dir=tmp_path) as running, running.client() as client:
+        assert client.models() == []
+        assert [list((tmp_path / folder).iterdir()) for folder in ("commits", "models")] == [[], []]

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from pipeswitch.errors import QueueFull
+from pipeswitch.errors import HostStoreFull, QueueFull
 from pipeswitch.frontend import uploads
+from pipeswitch.frontend.disk import Disk
 from pipeswitch.frontend.uploads import Uploads
+from pipeswitch.units import Amount
 from pipeswitch.wire.frames import RequestHeader
 
 
@@ -22,7 +24,8 @@ def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Uploads]
     monkeypatch.setattr(uploads, "MAX_FILES", 6)
     monkeypatch.setattr(uploads, "MAX_FILES_PER_CLIENT", 4)
     monkeypatch.setattr(uploads, "MAX_PARTIALS_PER_CLIENT", 2)
-    found = Uploads(tmp_path / "uploads", 1 << 20)
+    disk = Disk(tmp_path, Amount(size_bytes=1 << 20), Amount(size_bytes=1000))
+    found = Uploads(tmp_path / "uploads", 1 << 20, disk)
     found.start()
     yield found
     found.stop()
@@ -35,7 +38,7 @@ def put(writer: Uploads, session: str, text: str, *, size_bytes: int = 0) -> tup
     body = {"digest": digest, "size_bytes": size_bytes or len(data), "offset_bytes": 0}
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
     header = RequestHeader(v=1, id="1", op="put", body=body)
-    writer.offer(session, header, data, lambda body, error: answers.put(error))
+    writer.offer(session, header, data, lambda body, error: answers.put(error), tenant=session)
     error = answers.get(timeout=30)
     path = writer.directory / f"{digest}.bundle"
     if path.exists():  # file times are coarser than this test is fast
@@ -65,3 +68,23 @@ def test_a_client_has_so_many_unfinished_files(writer: Uploads) -> None:
     assert put(writer, "friend", "friend-3", size_bytes=100)[1] is None
     writer.forget("enemy")
     assert put(writer, "enemy", "enemy-4", size_bytes=100)[1] is None
+
+
+def test_a_client_has_so_many_bytes_and_its_own_oldest_files_make_room(writer: Uploads) -> None:
+    others, _ = put(writer, "friend", "friend-0")
+    size_bytes = 501
+    texts = [f"enemy-{number}".rjust(size_bytes, "x") for number in (1, 2)]
+    mine = [put(writer, "enemy", text)[0] for text in texts]
+    assert names(writer) == {others, mine[1]}
+    _, error = put(writer, "enemy", "enemy-3", size_bytes=1001)
+    assert isinstance(error, HostStoreFull)
+    assert (error.requested_bytes, error.tenant) == (1001, "enemy")
+    assert "max_disk_per_client" in error.hint
+
+
+def test_what_is_promised_counts_before_it_is_written(writer: Uploads) -> None:
+    assert put(writer, "enemy", "enemy-1", size_bytes=900)[1] is None
+    _, error = put(writer, "enemy", "enemy-2", size_bytes=200)
+    assert isinstance(error, HostStoreFull)
+    writer.forget("enemy")
+    assert put(writer, "enemy", "enemy-3", size_bytes=900)[1] is None

@@ -62,7 +62,7 @@ def run(settings: BuildSettings, channel: Channel) -> int:
     try:
         spec = msgspec.msgpack.decode(settings.spec, type=BuildSpec)
         reach("build.begin")
-        manifest = build(spec, work, progress)
+        manifest = build(spec, work, progress, settings.disk_bytes)
         _check_memory(manifest, settings.memory_bytes)
         reach("build.write")
         _publish(work, root / manifest.digest)

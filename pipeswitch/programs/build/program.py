@@ -15,7 +15,8 @@ import msgspec
 import torch
 from torch import nn
 
-from ...errors import PipeSwitchError, RegistrationRefused
+from ...errors import HostStoreFull, PipeSwitchError, RegistrationRefused
+from ...units import format_bytes
 from ..bundle import Bundle, Graph, read_bundle
 from ..executor import BoundProgram, GraphProgram
 from ..graph import check_every_shape, check_no_mutation, intermediate_bytes
@@ -38,7 +39,7 @@ __all__ = ["BuildSpec", "build", "load_manifest"]
 Progress = Callable[[str, float], None]
 
 
-def build(spec: BuildSpec, out_dir: Path, progress: Progress) -> Manifest:
+def build(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int = 0) -> Manifest:
     """Build a model into ``out_dir``: program.bundle (or weights.safetensors), manifest.json.
 
     Args:
@@ -46,16 +47,18 @@ def build(spec: BuildSpec, out_dir: Path, progress: Progress) -> Manifest:
         out_dir: an existing or new folder; owned by the caller, also when this raises.
         progress: told (stage, fraction done) as stages "build", "export", "partition", "verify"
             and "pack" begin and end.
+        disk_bytes: what may be written; 0: no limit.
 
     Raises:
         RegistrationRefused: the model cannot be served; says which part and why.
+        HostStoreFull: it takes more than ``disk_bytes``; nothing was written.
     """
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         if spec.source.endswith(".bundle"):
             manifest = _build_bundle(spec, out_dir, progress)
         else:
-            manifest = _build_module(spec, out_dir, progress)
+            manifest = _build_module(spec, out_dir, progress, disk_bytes)
         save_manifest(out_dir, manifest)
         progress("pack", 1.0)
         return manifest
@@ -78,9 +81,10 @@ def _build_bundle(spec: BuildSpec, out_dir: Path, progress: Progress) -> Manifes
     return _finish_graph(spec, path, bundle, None, [], progress)
 
 
-def _build_module(spec: BuildSpec, out_dir: Path, progress: Progress) -> Manifest:
+def _build_module(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int) -> Manifest:
     progress("build", 0.0)
     loaded = load_source(spec)
+    _check_disk(loaded.module, disk_bytes)
     settings = TorchSettings.now()  # before the module has run: what it sets when it is made
     specs = example_specs(loaded.inputs)
     examples = acceptable_inputs(specs, 1, lambda inputs: _plain_outputs(loaded.module, inputs))
@@ -105,6 +109,21 @@ def _build_module(spec: BuildSpec, out_dir: Path, progress: Progress) -> Manifes
     (out_dir / BUNDLE_FILE).unlink(missing_ok=True)
     settings.apply()
     return build_module(spec, loaded, examples, out_dir, reason, progress)
+
+
+def _check_disk(module: nn.Module, limit_bytes: int) -> None:
+    """Its tensors are what a program takes, but for a few constants."""
+    storages = [tensor.untyped_storage() for tensor in (*module.parameters(), *module.buffers())]
+    size_bytes = sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+    if limit_bytes and size_bytes > limit_bytes:
+        raise HostStoreFull(
+            f"a program of {format_bytes(size_bytes)} does not fit: {format_bytes(limit_bytes)} "
+            "are left for this client on the server's disk",
+            hint="pipeswitch unregister models that are not used, or raise [server] max_disk or "
+            "max_disk_per_client",
+            requested_bytes=size_bytes,
+            largest_free_bytes=limit_bytes,
+        )
 
 
 class _BatchMatters(Exception):

@@ -1,0 +1,134 @@
+"""The disk of the state directory: what its folders hold, for whom, and what may still come.
+
+Programs, uploads and commits count, all together and by tenant (docs/adr/0021-roles.md); a job has
+none. Nothing is booked: sizes are looked up when something is to come, before any byte of it is
+written, so what was removed is given back whoever removed it. An unfinished upload's file has its
+whole size from the start.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Final
+
+from ..errors import HostStoreFull
+from ..units import Amount, format_bytes
+
+FOLDERS: Final = ("models", "uploads", "commits")
+GIVEN_BACK: Final = ".build-gone-"  # begins the name of what is being removed
+PARTIAL: Final = ".part-"  # begins the name of an unfinished upload
+AUTO_SHARE: Final = 0.9  # of the disk, for all; the rest is logs' and the journal's
+AUTO_TENANT_SHARE: Final = 0.5  # of that, for one client
+
+
+class Disk:
+    """Asked by the loop and by the upload writer; it never blocks for long."""
+
+    def __init__(self, root: Path, all_of_it: Amount, of_a_tenant: Amount) -> None:
+        self._root = root
+        self._amounts = (all_of_it, of_a_tenant)
+        self._lock = threading.Lock()
+        self._programs: dict[str, tuple[str, str]] = {}  # model -> digest, tenant
+        self._uploads: dict[str, str] = {}  # file name -> tenant
+
+    # ---- whose it is -------------------------------------------------------------------------
+
+    def keep_program(self, model: str, digest: str, tenant: str) -> None:
+        """A registered model needs the program; the tenant is charged for it, as others may be."""
+        with self._lock:
+            self._programs[model] = (digest, tenant)
+
+    def drop_program(self, model: str) -> None:
+        with self._lock:
+            self._programs.pop(model, None)
+
+    def digests(self) -> set[str]:
+        """Of the programs that models need."""
+        with self._lock:
+            return {digest for digest, _ in self._programs.values()}
+
+    def keep_upload(self, file_name: str, tenant: str) -> None:
+        """From its first byte on. What was uploaded before the start is nobody's: all's alone."""
+        with self._lock:
+            self._uploads[file_name] = tenant
+
+    def owns_upload(self, tenant: str, file_name: str) -> bool:
+        with self._lock:
+            return self._uploads.get(file_name) == tenant
+
+    # ---- how much ----------------------------------------------------------------------------
+
+    def left_bytes(self, tenant: str, program: str = "") -> int:
+        """What may be written for this tenant; the server's owner is bounded by the whole alone.
+
+        With a ``program`` (its digest) that is there and will be this tenant's; below 0: too much.
+        """
+        return min(limit - used for _, used, limit in self._budgets(tenant, program))
+
+    def refusal(self, tenant: str, size_bytes: int, what: str) -> HostStoreFull | None:
+        """Why so many bytes more may not be written; None: they may. ``data["tenant"]`` is whose
+        budget it is about: empty, all's."""
+        for whose, used_bytes, limit_bytes in self._budgets(tenant):
+            left_bytes = max(0, limit_bytes - used_bytes)
+            if size_bytes > left_bytes:
+                of_whom = f'client "{whose}"' if whose else "the server"
+                setting = "max_disk_per_client" if whose else "max_disk"
+                return HostStoreFull(
+                    f"{what} of {format_bytes(size_bytes)} does not fit: programs, uploads and "
+                    f"commits of {of_whom} take {format_bytes(used_bytes)} of "
+                    f"{format_bytes(limit_bytes)} on its disk",
+                    hint="pipeswitch unregister models that are not used (or cancel jobs), or "
+                    f"raise [server] {setting}",
+                    requested_bytes=size_bytes,
+                    largest_free_bytes=left_bytes,
+                    tenant=whose,
+                )
+        return None
+
+    def _budgets(self, tenant: str, program: str = "") -> list[tuple[str, int, int]]:
+        """Whose, used and limit: all's, and the tenant's own."""
+        all_of_it, of_a_tenant = self._amounts
+        total_bytes = shutil.disk_usage(self._root).total
+        all_bytes = all_of_it.resolve(total_bytes, int(AUTO_SHARE * total_bytes))
+        with self._lock:
+            known = dict(self._uploads)
+            programs = {digest for digest, owner in self._programs.values() if owner == tenant}
+        uploads = {name for name, owner in known.items() if owner == tenant}
+        programs.add(program)
+        used_bytes = own_bytes = 0
+        for folder in FOLDERS:
+            for path in _entries(self._root / folder):
+                size_bytes = _size(path)
+                used_bytes += size_bytes
+                is_own = path.name in uploads or path.name in programs
+                own_bytes += size_bytes * is_own
+                known.pop(path.name, None)
+        with self._lock:
+            for gone in known:
+                self._uploads.pop(gone, None)
+        found = [("", used_bytes, all_bytes)]
+        if tenant:
+            limit_bytes = of_a_tenant.resolve(all_bytes, int(AUTO_TENANT_SHARE * all_bytes))
+            found.append((tenant, own_bytes, limit_bytes))
+        return found
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as found:
+            return [entry for entry in found if not entry.name.startswith(GIVEN_BACK)]
+    except FileNotFoundError:
+        return []
+
+
+def _size(entry: os.DirEntry[str]) -> int:
+    """Of a file, or of the files in a folder; what goes meanwhile is gone."""
+    try:
+        if entry.is_dir(follow_symlinks=False):
+            return sum(map(_size, _entries(Path(entry.path))))
+        return entry.stat(follow_symlinks=False).st_size
+    except FileNotFoundError:
+        return 0
