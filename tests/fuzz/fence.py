@@ -42,7 +42,7 @@ PATTERNS: Final = (0x5A, 0xA7)
 PLACES, VALUES = 8, 8  # of accepted arguments: other places and strides, and values for each
 TRIES: Final = 8  # until arguments are accepted
 FLOATS: Final = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16)
-DTYPES: Final = (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool)
+DTYPES: Final = (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64)
 LAST_CALL_BYTES: Final = 4096
 TARGETS: Final = sorted(f"aten.{n}.{o}" for n, suffixes in OVERLOADS.items() for o in suffixes)
 
@@ -424,7 +424,7 @@ class Values:
 
     def _make(self, dtype: torch.dtype, bound: int, is_hostile: bool) -> bytes:
         count, generator = self.LENGTH // dtype.itemsize, self._generator
-        if dtype.is_floating_point:
+        if dtype.is_floating_point or dtype.is_complex:
             return raw(torch.randn(count, generator=generator).to(dtype))
         high = 2 if dtype is torch.bool else max(bound, 1) if bound else 5
         low, high = (-2 * high - 1, 2 * high + 1) if is_hostile else (0, high)
