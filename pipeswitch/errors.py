@@ -172,6 +172,10 @@ def _tree(root: type[PipeSwitchError]) -> dict[str, type[PipeSwitchError]]:
 ERRORS_BY_NAME: Mapping[str, type[PipeSwitchError]] = _tree(PipeSwitchError)
 
 
+def no_server(address: str) -> ServerUnavailable:
+    return ServerUnavailable(f"no server answers at {address}", hint="start one: pipeswitch serve")
+
+
 def to_wire(error: PipeSwitchError) -> dict[str, Any]:
     """The error as it travels: ``{type, message, hint, data}``."""
     return {

@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from ..errors import PipeSwitchError
+from ..errors import PipeSwitchError, no_server
 from ..units import printed
-from ..wire.addresses import full_address
+from ..wire.addresses import full_address, is_refused
 from . import views
 
 EXIT_OK, EXIT_FAILED = 0, 1
@@ -22,10 +22,15 @@ watch_option = click.option("--watch", is_flag=True, help="Refresh until Ctrl-C.
 
 @contextlib.contextmanager
 def connected() -> Iterator[Any]:
-    """A client of the server that was named, or of the default one."""
+    """A client of the server that was named, or of the default one.
+
+    The SDK waits a while for a server that is being started; who types a verb wants to know now.
+    """
     from ..client.client import Client
 
     with Client(**click.get_current_context().obj) as client:
+        if is_refused(client.address):
+            raise no_server(client.address)
         yield client
 
 

@@ -34,6 +34,7 @@ from ..errors import (
     RemoteProtocolError,
     ServerUnavailable,
     from_wire,
+    no_server,
 )
 from ..wire.frames import (
     MAGIC,
@@ -508,11 +509,7 @@ class Connection:
 
     def _unavailable(self) -> None:
         self._shut()
-        self._fail_all(
-            lambda: ServerUnavailable(
-                f"no server answers at {self.address}", hint="start one: pipeswitch serve"
-            )
-        )
+        self._fail_all(lambda: no_server(self.address))
 
     def _begin(self, call: _Call) -> None:
         if call.future.cancelled():

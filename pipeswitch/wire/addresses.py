@@ -74,6 +74,21 @@ def is_live(path: Path) -> bool:
     return True
 
 
+def is_refused(address: str) -> bool:
+    """Whether certainly no server listens at a client's address: nothing is gained by waiting."""
+    scheme, _, rest = address.partition("://")
+    if scheme == "ipc":
+        return not is_live(Path(rest))
+    host, _, port = rest.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=0.2):
+            return False
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError):
+        return False  # what is wrong with it is said by who connects
+
+
 def parse_listen(listen: str) -> tuple[str, int]:
     """Host and port of ``tcp://host:port`` (port ``*`` or 0: any free one).
 

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,11 +21,12 @@ from pipeswitch.cli import infer as cli_infer
 from pipeswitch.cli import views
 from pipeswitch.cli.main import main
 from pipeswitch.client.client import job_name
+from pipeswitch.client.connection import Connection
 from pipeswitch.config import Config
 from pipeswitch.controller import main as controller
 from pipeswitch.errors import ConfigError, InvalidInput, ServerUnavailable
 from pipeswitch.programs.signature import parse_input
-from pipeswitch.wire.addresses import default_address
+from pipeswitch.wire.addresses import default_address, is_refused
 
 NOBODY = {"PIPESWITCH_HOST": "ipc:///nonexistent/pipeswitch.sock"}
 
@@ -412,3 +414,32 @@ def test_a_state_directory_on_a_full_disk_is_named(
         controller._locked(tmp_path),
     ):
         pass
+
+
+def test_an_address_where_nothing_listens_is_told_at_once_from_one_that_is_busy(
+    tmp_path: Path,
+) -> None:
+    assert is_refused(f"ipc://{tmp_path / 'none.sock'}")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "a.sock"))
+        assert is_refused(f"ipc://{tmp_path / 'a.sock'}")  # the file of a server that died
+        listener.listen()
+        assert not is_refused(f"ipc://{tmp_path / 'a.sock'}")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        assert is_refused(address)
+        listener.listen()
+        assert not is_refused(address)
+    assert not is_refused("tcp://nowhere.invalid:5555")  # said by who connects
+    assert not is_refused("nonsense")
+
+
+def test_a_verb_does_not_wait_for_a_server_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Connection, "call", lambda *_, **__: pytest.fail("it waited"))
+    for verb in (["ps"], ["models"], ["stop"], ["infer", "x"], ["ping"]):
+        code, _, err = run(*verb, env=NOBODY)
+        assert code == 3
+        assert "pipeswitch serve" in err
