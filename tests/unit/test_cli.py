@@ -193,6 +193,7 @@ class NobodysServer:
 def answering(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> None:
     """Every command of this test talks to that client."""
     monkeypatch.setattr("pipeswitch.client.client.Client", lambda **_: NobodysServer(**answers))
+    monkeypatch.setattr("pipeswitch.cli.common.is_refused", lambda _: False)
 
 
 @pytest.mark.parametrize(
@@ -313,6 +314,7 @@ def test_host_takes_what_pipeswitch_host_takes(
         return NobodysServer(stats=dict)
 
     monkeypatch.setattr("pipeswitch.client.client.Client", client)
+    monkeypatch.setattr("pipeswitch.cli.common.is_refused", lambda _: False)
     assert run("--host", named, "stats")[0] == 0
     assert asked == [address]
     assert default_address({"PIPESWITCH_HOST": named}) == address

@@ -75,6 +75,8 @@ def test_a_refusal_echoes_no_such_character(text: str) -> None:
 class Enemy:
     """A client whose server says what it likes."""
 
+    address = "nobody's"
+
     def __init__(self, text: str) -> None:
         self.text = text
 
