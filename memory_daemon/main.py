@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 from pipeswitch.devices.opening import open_memory
 from pipeswitch.ipc.channel import Channel
 from pipeswitch.ipc.messages import DaemonSettings
+from pipeswitch.units import PrintableFormatter, printable
 
 from .daemon import Daemon
 
@@ -41,11 +43,7 @@ def run(
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     Path("/proc/self/comm").write_text(PROCESS_NAME)
     if settings.log_path:
-        try:
-            logging.basicConfig(filename=settings.log_path, level=logging.INFO)
-        except OSError as error:  # a log is no reason to stop: what is said goes to the parent's
-            logging.basicConfig(level=logging.INFO)
-            log.warning("%s cannot be written: %s", settings.log_path, error.strerror)
+        log_to(settings.log_path)
     threading.excepthook = _leave
     device = open_memory(settings, descriptors)
     daemon = Daemon(device, control, words=settings.words, device_name=settings.device)
@@ -54,9 +52,24 @@ def run(
         os._exit(1)
 
 
+def log_to(path: str) -> None:
+    """A log is no reason to stop: where it cannot be written, what is said goes to the parent's."""
+    handler: logging.Handler = logging.StreamHandler()
+    refusal = ""
+    try:
+        handler = logging.FileHandler(path)
+    except OSError as error:
+        refusal = error.strerror or ""
+    handler.setFormatter(PrintableFormatter(logging.BASIC_FORMAT))
+    logging.basicConfig(handlers=[handler], level=logging.INFO)
+    if refusal:
+        log.warning("%s cannot be written: %s", path, refusal)
+
+
 def _leave(args: threading.ExceptHookArgs) -> None:
     """A thread has died: what waits for it would have no answer, so the process goes with it."""
     name = args.thread.name if args.thread is not None else "unknown"
     log.critical("thread=%s died: %r", name, args.exc_value)
-    traceback.print_exception(args.exc_value)
+    sys.stderr.write(printable("".join(traceback.format_exception(args.exc_value))))
+    sys.stderr.flush()
     os._exit(os.EX_SOFTWARE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import math
 import re
 import unicodedata
@@ -92,6 +93,13 @@ class Amount:
 UNPRINTABLE: Final = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 """Unicode's categories of what a terminal obeys instead of showing it: controls, C1 ones too,
 formats such as the change of direction, halves of characters, separators of lines."""
+
+
+class PrintableFormatter(logging.Formatter):
+    """A log that is looked at in a terminal commands it to nothing."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 def printable(text: str, keep: str = "\n\t") -> str:

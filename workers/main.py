@@ -11,6 +11,7 @@ import faulthandler
 import logging
 import os
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Sequence
@@ -41,6 +42,7 @@ from pipeswitch.ipc.messages import (
     WorkerReady,
     WorkerSettings,
 )
+from pipeswitch.units import PrintableFormatter, printable
 
 from .inference.pool import RequestPool
 from .inference.task import Programs, infer
@@ -85,7 +87,7 @@ def run(settings: WorkerSettings, descriptors: Sequence[int]) -> int:
 def _log_to_stderr(slot: int) -> None:
     """Into the server's ``processes.log``; a script's own logging is left as it is."""
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(f"worker={slot} %(levelname)s %(name)s %(message)s"))
+    handler.setFormatter(PrintableFormatter(f"worker={slot} %(levelname)s %(name)s %(message)s"))
     ours = logging.getLogger("pipeswitch")
     ours.addHandler(handler)
     ours.setLevel(logging.INFO)
@@ -206,7 +208,8 @@ class Worker:
         try:
             self._listen()
         except BaseException:
-            traceback.print_exc()
+            sys.stderr.write(printable(traceback.format_exc()))
+            sys.stderr.flush()
             os._exit(STATUS_FAILED)
 
     def _listen(self) -> None:

@@ -196,11 +196,13 @@ def progress_bar(enabled: bool, title: str) -> Iterator[Callable[[str, float], N
     if not enabled:
         yield None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(),
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(),
                TimeElapsedColumn())  # fmt: skip
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=1.0)
-        yield lambda stage, part: bar.update(task, completed=part, description=f"{title} {stage}")
+        yield lambda stage, part: bar.update(
+            task, completed=part, description=printable(f"{title} {stage}", keep="")
+        )
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:

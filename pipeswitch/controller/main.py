@@ -55,7 +55,7 @@ from ..scheduler.events import (
     Token,
 )
 from ..scheduler.scheduler import Scheduler, SchedulerSettings
-from ..units import format_bytes, printable
+from ..units import PrintableFormatter, format_bytes
 from ..wire.private import check_trusted
 from .effects import Effects
 from .folders import Places
@@ -136,13 +136,6 @@ def _locked(root: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-class PrintableFormatter(logging.Formatter):
-    """A log that is looked at in a terminal commands it to nothing."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
 
 
 def _log_to(path: Path) -> None:

@@ -106,6 +106,10 @@ class Registry:
         if event.client and list(self._waiting_builds.values()).count(event.client) >= limit:
             core.refuse(event.token, QueueFull(f"{limit} registrations of this client wait"))
             return
+        limit = core.settings.max_waiting_builds_in_all
+        if event.client and len(self._waiting_builds) >= limit:
+            core.refuse(event.token, QueueFull(f"{limit} registrations wait"))
+            return
         model = Model(
             name=event.model,
             spec=event.spec,

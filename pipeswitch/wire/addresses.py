@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import os
 import re
 import socket
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
 from ..config import DEFAULT_LISTEN, default_runtime_dir
 from ..errors import ConfigError
+from .private import check_private
 
 
 def default_address(environ: Mapping[str, str]) -> str:
@@ -20,11 +23,17 @@ def default_address(environ: Mapping[str, str]) -> str:
     2. the owner's ipc socket of the default port, when a server listens on it;
     3. the only live ipc socket of the owner, when there is exactly one;
     4. ``tcp://127.0.0.1:5555``.
+
+    Raises:
+        ConfigError: the folder of the sockets is another user's, or open to others: who listens
+            there may be anybody.
     """
     named = environ.get("PIPESWITCH_HOST", "").strip()
     if named:
         return full_address(named)
     directory = default_runtime_dir(environ)
+    if os.path.lexists(directory):
+        check_private(directory, "XDG_RUNTIME_DIR or PIPESWITCH_HOST", stat.S_IFDIR)
     port = DEFAULT_LISTEN.rpartition(":")[2]
     if is_live(directory / f"{port}.sock"):
         return f"ipc://{directory / f'{port}.sock'}"

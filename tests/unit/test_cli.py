@@ -320,6 +320,23 @@ def test_host_takes_what_pipeswitch_host_takes(
     assert default_address({"PIPESWITCH_HOST": named}) == address
 
 
+@pytest.mark.parametrize("make", ["open", "link"])
+def test_a_socket_in_a_folder_that_others_may_write_is_no_server(tmp_path: Path, make: str) -> None:
+    """Who made the folder first could listen there, and be sent models and scripts."""
+    folder = tmp_path / "pipeswitch"
+    if make == "open":
+        folder.mkdir()
+        folder.chmod(0o777)
+    else:
+        (tmp_path / "theirs").mkdir(mode=0o700)
+        folder.symlink_to(tmp_path / "theirs")
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    with pytest.raises(ConfigError, match="must be a folder") as caught:
+        default_address(environ)
+    assert "PIPESWITCH_HOST" in caught.value.hint
+    assert default_address({**environ, "PIPESWITCH_HOST": "gpu1"}) == "tcp://gpu1:5555"
+
+
 def test_ping_waits_for_a_server_that_is_not_there_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[Any] = [
         ServerUnavailable("nobody"),

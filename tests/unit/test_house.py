@@ -41,10 +41,10 @@ MAY_IMPORT: Mapping[str, str] = {
     "simulator": "ipc planning programs scheduler",
     # The device, and the processes that touch it.
     "devices": "config errors failpoints ipc programs units",
-    "memory_daemon/": "commits devices errors failpoints ipc programs",
+    "memory_daemon/": "commits devices errors failpoints ipc programs units",
     "workers/inference/": "devices errors failpoints ipc programs programs/build",
     "workers/training/": "commits devices errors failpoints ipc job programs",
-    "workers/": "devices failpoints ipc workers/inference/ workers/training/",
+    "workers/": "devices failpoints ipc units workers/inference/ workers/training/",
     "launch": "failpoints ipc memory_daemon/ programs/build workers/",
     # The server: clients' bytes to events, commands to deeds.
     "frontend": "config errors failpoints ipc lane machine programs roles scheduler units wire",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 import pipeswitch as ps
+from memory_daemon.main import log_to as log_daemon_to
 from pipeswitch.cli import main as cli_main
 from pipeswitch.cli import views
 from pipeswitch.controller.main import _log_to
@@ -22,6 +25,7 @@ from pipeswitch.frontend.admission import Body
 from pipeswitch.frontend.replies import reply_frames
 from pipeswitch.programs.bundle import _is_name
 from pipeswitch.units import printable
+from workers.main import _log_to_stderr as log_worker_to
 
 OBEYED = [
     "\x1b[2J", "\x9b31m", "\x9d0;title\x07", "\u202eevil", "\u2066", "\u200b", "\x7f", "\u2028",
@@ -110,6 +114,37 @@ def test_no_command_prints_such_a_character(
     printed = CliRunner().invoke(cli_main.main, [*words]).output + out.getvalue()
     assert text[0] not in printed
     assert printable(text)[:3] in printed
+
+
+@pytest.mark.parametrize("text", ["\x1b[2J", "\x9b31m", "\u202eevil"])
+def test_a_bar_of_progress_obeys_no_stage(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(views, "Console", lambda **_: Console(file=out, force_terminal=True))
+    with views.progress_bar(True, "m") as report:
+        assert report is not None
+        report(f"{text}[link=http://x]", 0.5)
+    assert text not in out.getvalue()
+    assert f"{printable(text)}[link=http://x]" in out.getvalue()
+
+
+@pytest.mark.parametrize("log_to", [log_daemon_to, lambda path: log_worker_to(0)])
+def test_no_log_of_a_process_holds_such_a_character(
+    log_to: Callable[[str], None], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In a process of its own: what is set up stays set up."""
+    path = tmp_path / "memory-daemon.log"
+    child = os.fork()
+    if child == 0:
+        logging.getLogger().handlers.clear()
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115 - pytest's own is in its place
+        log_to(str(path))
+        logging.getLogger("pipeswitch.test").error("%s", "a\x1b[2J\u202eb")
+        logging.shutdown()
+        os._exit(0)
+    os.waitpid(child, 0)
+    written = capfd.readouterr().err + (path.read_text() if path.exists() else "")
+    assert "a\\x1b[2J\\u202eb" in written
+    assert "\x1b[2J" not in written
 
 
 def test_the_servers_log_holds_no_such_character(tmp_path: Path) -> None:

@@ -1398,6 +1398,16 @@ def test_so_many_builds_of_one_client_wait_and_no_more(fleet_model: ModuleType) 
     assert rig.ask_register("friend", client="friend") not in rig.answers
 
 
+def test_so_many_builds_of_all_clients_wait_and_the_owners_are_not_among_them(
+    fleet_model: ModuleType,
+) -> None:
+    rig = Rig(fleet_model, max_waiting_builds_in_all=2)
+    for number in range(3):  # one of them runs
+        assert rig.ask_register(f"m-{number}", client=f"session {number}") not in rig.answers
+    assert isinstance(rig.error(rig.ask_register("m-3", client="session 3")), QueueFull)
+    assert rig.ask_register("owners") not in rig.answers
+
+
 def test_a_build_that_took_too_long_is_refused_in_words(rig: Rig) -> None:
     token = rig.ask_register("a")
     epoch = rig.commands(ev.StartBuild)[0].epoch
