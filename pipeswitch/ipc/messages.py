@@ -259,6 +259,8 @@ class WorkerSettings(Message, frozen=True):
     bell_count: int
     log_path: str = ""
     handle: bytes = b""  # DaemonReady's
+    is_sandboxed: bool = False  # from the first program on that is not code
+    task_memory_bytes: int = 0  # in the sandbox, beyond what it has then; 0: no limit
     cuda: CudaOptions | None = None  # of a cuda device
 
 
@@ -270,13 +272,18 @@ class WorkerReady(Message, frozen=True):
 
 
 class PrepareModel(Message, frozen=True):
-    """controller -> worker (standby): load a program's structure ahead of its first request."""
+    """controller -> worker (standby): load a program's structure ahead of its first request.
+
+    For a worker in the sandbox, which opens no files, the first message that names a program
+    carries two descriptors: of its manifest and of its bundle.
+    """
 
     model: ModelName
     digest: str
     directory: str
     arena_offset_bytes: int  # its home, to bind parameters now; -1 when it has none yet
     plan: tuple[int, ...] = ()  # layers that open a group; empty: the groups it was built with
+    is_code: bool = False  # the operator's own module, which runs outside of the sandbox
 
 
 class ModelPrepared(Message, frozen=True):
@@ -325,6 +332,7 @@ class RunInference(Message, frozen=True):
     reply_bytes: int
     plan: tuple[int, ...] = ()  # as PrepareModel's
     trial_batch: int = 0  # 0: a request
+    is_code: bool = False  # as PrepareModel's
 
 
 class InferenceDone(Message, frozen=True):
@@ -498,6 +506,8 @@ class BuildSettings(Message, frozen=True):
     timeout_s: float = 0.0  # 0: as long as it takes
     memory_bytes: int = 0  # beyond what a fresh child has mapped; 0: no limit
     disk_bytes: int = 0  # what may be written; 0: no limit
+    task_memory_bytes: int = 0  # what a run may take for its intermediate values; 0: no limit
+    is_sandboxed: bool = False  # where the program is a client's
 
 
 class BuildProgress(Message, frozen=True):
@@ -510,11 +520,12 @@ class BuildProgress(Message, frozen=True):
 
 
 class BuildDone(Message, frozen=True):
-    """builder -> controller: the directory holds a complete program."""
+    """builder -> controller: the folder, inside the models' one, holds a complete program."""
 
     model: ModelName
     epoch: Epoch
     digest: str
+    folder: str = ""  # empty: it has its place already
 
 
 class BuildFailed(Message, frozen=True):

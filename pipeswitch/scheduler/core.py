@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import PipeSwitchError
 from ..ipc.messages import Epoch, JobName, Message, ModelName, Slot
 from ..planning.profile import UNKNOWN_DEVICE, Identity
-from .events import Answer, Command, KillWorker, Publish, Span, ToDaemon, Token
+from .events import Answer, Command, KillWorker, Publish, Span, SpawnWorker, ToDaemon, Token
 from .policies import Policy
 from .queue import Queue
 from .records import Activation, ColdSwitch, EndedTrial, Job, Model, Request, Worker
@@ -45,6 +45,7 @@ class SchedulerSettings:
     prefix_bytes: int = 0  # of the arena, for prefixes of models that had to leave; 0: none
     identity: Identity = UNKNOWN_DEVICE  # what profiles are measured on
     unix_offset_ms: float = 0.0  # from the scheduler's clock to the calendar
+    is_sandboxed: bool = False  # a process that runs programs can run no code afterwards (ADR 20)
     models_dir: str = "models"  # where programs, jobs' logs and commits lie: named to processes,
     logs_dir: str = "logs"  # opened by them
     commits_dir: str = "commits"
@@ -132,6 +133,29 @@ class Core:
     @property
     def is_draining(self) -> bool:
         return self.drain_at_ms is not None
+
+    def spawn(self, worker: Worker) -> None:
+        """A fresh process for its slot; the one that is there is killed."""
+        worker.generation += 1
+        worker.respawn_at_ms = None
+        worker.kill_reason = ""
+        worker.is_blamed = True
+        worker.pid = 0
+        worker.warm.clear()
+        worker.unpreparable.clear()
+        worker.preparing = None
+        worker.runs_code = None
+        self.emit(SpawnWorker(slot=worker.slot, generation=worker.generation))
+
+    def fits(self, worker: Worker, *, is_code: bool) -> bool:
+        """Whether its process may run the operator's code, or else clients' programs (ADR 20)."""
+        return not self.settings.is_sandboxed or worker.runs_code in (None, is_code)
+
+    def claim(self, worker: Worker, *, is_code: bool) -> None:
+        """Before it is given something to run: a process that does not fit is replaced."""
+        if not self.fits(worker, is_code=is_code):
+            self.spawn(worker)
+        worker.runs_code = is_code
 
     def look_again(self, at_ms: float) -> None:
         """Ask for a Tick at that instant."""

@@ -141,11 +141,13 @@ class Dispatch:
 
     def _pick_worker(self, model: Model) -> Worker:
         """A free worker: one that knows the model, then one that is just learning it, then one
-        that must; last, one that is busy with another model's program."""
+        that must; last, one that is busy with another model's program, or is to be replaced."""
         version = model.version
 
         def rank(worker: Worker) -> int:
             is_warm = worker.warm.get(model.name) == version
+            if not self._core.fits(worker, is_code=model.is_code):
+                return 3
             if worker.preparing is None:
                 return 0 if is_warm else 2
             return 1 if worker.preparing == model.name and not is_warm else 3
@@ -163,6 +165,7 @@ class Dispatch:
         epoch = core.next_epoch()
         core.queue.discard(request)
         request.state.apply(TaskEvent.DISPATCHED, f"worker {worker.slot}")
+        core.claim(worker, is_code=model.is_code)
         worker.state.apply(WorkerEvent.ACTIVATED, f"request {request.request_id}")
         worker.task_epoch = epoch
         model.users += 1
@@ -197,6 +200,7 @@ class Dispatch:
                     reply_bytes=request.reply_bytes,
                     plan=model.plan,
                     trial_batch=request.trial_batch,
+                    is_code=model.is_code,
                 ),
             )
         )

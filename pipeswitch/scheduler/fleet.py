@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..ipc.messages import ForgetModel, ModelName, ModelPrepared, PrepareModel, Slot
 from .core import Core
-from .events import SpawnDaemon, SpawnWorker, ToWorker
+from .events import SpawnDaemon, ToWorker
 from .records import NO_TURN, Worker
 from .states import ModelState, WorkerEvent, WorkerState
 
@@ -106,23 +106,16 @@ class Fleet:
             if worker.respawn_at_ms is not None and core.now_ms < worker.respawn_at_ms:
                 core.look_again(worker.respawn_at_ms)
                 continue
-            worker.generation += 1
-            worker.state.apply(WorkerEvent.RESPAWNED, f"generation {worker.generation}")
-            worker.respawn_at_ms = None
-            worker.kill_reason = ""
-            worker.is_blamed = True
-            worker.pid = 0
-            worker.warm.clear()
-            worker.unpreparable.clear()
-            worker.preparing = None
-            core.emit(SpawnWorker(slot=worker.slot, generation=worker.generation))
+            worker.state.apply(WorkerEvent.RESPAWNED, f"generation {worker.generation + 1}")
+            core.spawn(worker)
 
     def worker_ready(self, worker: Worker, pid: int) -> None:
-        if not worker.state.allows(WorkerEvent.READY):
+        if worker.pid:
             self._core.kill(worker, "it was ready twice")
             return
         worker.pid = pid
-        worker.state.apply(WorkerEvent.READY, f"pid {pid}")
+        if worker.state.allows(WorkerEvent.READY):  # else it has a task already (ADR 20)
+            worker.state.apply(WorkerEvent.READY, f"pid {pid}")
         self._core.publish("worker.ready", worker=worker.slot, pid=pid)
 
     def worker_exited(self, worker: Worker, status: int, *, ended_well: bool) -> None:
@@ -176,6 +169,7 @@ class Fleet:
             model = core.models[name]
             assert model.manifest is not None
             worker.preparing = name
+            core.claim(worker, is_code=model.is_code)
             core.emit(
                 ToWorker(
                     slot=worker.slot,
@@ -185,6 +179,7 @@ class Fleet:
                         directory=core.settings.program_dir(model.manifest.digest),
                         arena_offset_bytes=model.home_bytes,
                         plan=model.plan,
+                        is_code=model.is_code,
                     ),
                 )
             )
@@ -196,6 +191,7 @@ class Fleet:
             if model.state.state is ModelState.READY
             and model.manifest is not None
             and worker.warm.get(model.name) != model.version
+            and self._core.fits(worker, is_code=model.is_code)
             and (model.name, model.version) not in worker.unpreparable
         ]
         latest = max(missing, key=lambda m: (m.last_used_at_ms, m.registered_at_ms), default=None)

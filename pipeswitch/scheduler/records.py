@@ -106,6 +106,12 @@ class Model:
         return Owner("rest", self.name)
 
     @property
+    def is_code(self) -> bool:
+        """The operator's own module, not a graph; it has a manifest."""
+        assert self.manifest is not None
+        return self.manifest.mode == "module"
+
+    @property
     def version(self) -> Version:
         """What a worker must have loaded to run it; it has a manifest."""
         assert self.manifest is not None
@@ -229,6 +235,7 @@ class Worker:
     deaths: int = 0  # in a row, without a task ended well
     respawn_at_ms: float | None = None
     kill_reason: str = ""  # of a doomed one
+    runs_code: bool | None = None  # its process ran the operator's code; False: programs; None: yet
     is_blamed: bool = True  # killed for what it did itself
 
     def __post_init__(self) -> None:

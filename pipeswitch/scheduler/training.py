@@ -116,7 +116,11 @@ class Training:
             and worker.state.state is WorkerState.STANDBY
             and worker.preparing is None
         ]
-        return min(free, key=lambda worker: (len(worker.warm), -worker.slot), default=None)
+
+        def order(worker: Worker) -> tuple[bool, int, int]:
+            return not self._core.fits(worker, is_code=True), len(worker.warm), -worker.slot
+
+        return min(free, key=order, default=None)
 
     def _dispatch(self, job: Job, worker: Worker) -> None:
         core = self._core
@@ -125,6 +129,7 @@ class Training:
         job.commit_number = 0
         job.slot = worker.slot
         job.state.apply(TaskEvent.DISPATCHED, f"worker {worker.slot}")
+        core.claim(worker, is_code=True)
         worker.state.apply(WorkerEvent.ACTIVATED, f"job {job.name}")
         worker.job = job.name
         worker.task_epoch = job.epoch

@@ -67,6 +67,8 @@ class SimulatedWorker(Process):
         super().__init__(f"worker {slot}", *of_process)  # type: ignore[arg-type]
         self.slot = slot
         self.is_ready = False
+        self.is_replacement = False  # given its task at once, before it is ready
+        self.runs_code: bool | None = None
         self.inference: SimulatedInference | None = None
         self.script: SimulatedScript | None = None
         self.begun: Epoch | None = NO_EPOCH  # its word on the board; None: not known
@@ -111,7 +113,8 @@ class SimulatedWorker(Process):
     # -- what it is told -----------------------------------------------------------------------
 
     def hear(self, channel: str, message: Message) -> None:
-        require(self.is_ready or not self.runs, f"{self.name} is used before it is ready")
+        may_hear = self.is_ready or self.is_replacement or not self.runs
+        require(may_hear, f"{self.name} is used before it is ready")
         match message:
             case RunInference(model=model, plan=plan):
                 require(not self._job_epoch, f"a request for a job's process: {self.name}")

@@ -14,6 +14,8 @@ from ..ipc.messages import (
     LeaseGranted,
     Message,
     OpenCommits,
+    PrepareModel,
+    RunInference,
     RunJob,
     Slot,
     TransmitModel,
@@ -53,6 +55,7 @@ class World:
         self.clients = SimulatedClients(self.scene, self.handle)
         self.daemon: SimulatedDaemon | None = None
         self.workers: dict[Slot, SimulatedWorker] = {}
+        self.dying: list[SimulatedWorker] = []  # killed; their slots have others
         self.builders: list[SimulatedBuilder] = []
         self.ghosts: list[Process] = []  # reaped, and some of what they said is on its way
         self.left: int | None = None  # the status with which the server ended
@@ -160,9 +163,11 @@ class World:
                     generation, self.scene, self._from_daemon, self._reap_daemon
                 )
             case ev.SpawnWorker(slot=slot, generation=generation):
-                require(slot not in self.workers, f"slot {slot} has two processes")
                 require(self.daemon is not None and self.daemon.is_ready, "no daemon yet")
+                before = self.workers.get(slot)
                 self.workers[slot] = self.new_worker(slot, generation)
+                if before is not None:
+                    self._replace(before, self.workers[slot])
             case ev.KillWorker(slot=slot, generation=generation):
                 require(self.workers[slot].generation == generation, "the wrong process is killed")
                 self.workers[slot].end(-9)
@@ -192,6 +197,7 @@ class World:
     def processes(self) -> Iterator[Process]:
         """All that may still do or say something."""
         yield from list(self.workers.values())
+        yield from list(self.dying)
         yield from self.ghosts
         if self.daemon is not None:
             yield self.daemon
@@ -237,7 +243,14 @@ class World:
         worker = self.workers.get(command.slot)
         require(worker is not None, f"{command} to nobody")
         assert worker is not None
-        match command.message:
+        message = command.message
+        if isinstance(message, RunInference | PrepareModel | RunJob):
+            is_code = isinstance(message, RunJob) or message.is_code
+            fits = worker.runs_code in (None, is_code)
+            is_sandboxed = self.scheduler.core.settings.is_sandboxed
+            require(fits or not is_sandboxed, f"code and programs in {worker.name}")
+            worker.runs_code = is_code
+        match message:
             case RunJob(job=job):
                 names = [w.script.order.job for w in self.workers.values() if w.script is not None]
                 require(job not in names, f"two processes of {job}")
@@ -250,12 +263,23 @@ class World:
                 pass
         worker.hear(command.channel, command.message)
 
+    def _replace(self, before: SimulatedWorker, worker: SimulatedWorker) -> None:
+        """By a process that may run what the one before may not, or no more."""
+        is_idle = before.script is None and not before.orders and before.lease is None
+        require(is_idle, f"{before.name} is replaced with a task in it")
+        worker.is_replacement = True
+        before.end(-9)
+        self.dying.append(before)
+
     def from_process(self, worker: SimulatedWorker, message: Message) -> None:
         self.handle(ev.FromWorker(slot=worker.slot, generation=worker.generation, message=message))
 
     def reap_worker(self, worker: SimulatedWorker) -> None:
         """It is gone for good, and the scheduler hears of it."""
-        del self.workers[worker.slot]
+        if worker in self.dying:
+            self.dying.remove(worker)
+        else:
+            del self.workers[worker.slot]
         self._reaped(worker)
         if worker.lease is not None:
             self.device.dirty.append(worker.lease)

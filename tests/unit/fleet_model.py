@@ -13,6 +13,8 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
+from msgspec import structs
+
 from pipeswitch.planning.profile import (
     UNKNOWN_DEVICE,
     VERSION,
@@ -117,6 +119,7 @@ class World(simulator.World):
             arena_bytes=arena_mib * MIB, store_bytes=256 * MIB, words=64, standby=standby,
             max_queue=16, restart_backoff_ms=100.0, max_daemon_restarts=10**6,
             max_compute_ms=max_compute_ms, prefix_bytes=prefix_mib * MIB,
+            is_sandboxed=seed % 2 == 1,
         )  # fmt: skip
         self.profiled = profiled  # chance that a profile of a built program is on the disk
         self.announced: set[str] = set()
@@ -162,7 +165,7 @@ class World(simulator.World):
         if self.daemon is not None and self.random.random() < self.faults.kill_daemon:
             self.daemon.end(-9)
 
-    def settle(self, limit: int = 6000) -> None:
+    def settle(self, limit: int = 12000) -> None:
         """No more faults: everything must come to its end in bounded steps."""
         self.faults = Faults(**QUIET, persist_error=0.0)
         for worker in self.workers.values():
@@ -223,6 +226,10 @@ class World(simulator.World):
         """With luck there is a profile of it on the disk."""
         found: tuple[Found, ...] = ()
         program = program_of(f"d-{name}", total_bytes, groups=groups, layer_ms=LAYER_MS)
+        if name.endswith("2"):  # the operator's own code
+            needs = {f"layer{index}": 0 for index in range(len(program.manifest.layers))}
+            manifest = structs.replace(program.manifest, mode="module", extra={"needs": needs})
+            program = replace(program, manifest=manifest)
         if self.random.random() < self.profiled:
             layer_ms = self.random.choice((1.0, 12.0, 40.0))
             found = (Found("found.json", profile_of(name, program.manifest, layer_ms)),)

@@ -179,6 +179,8 @@ class Rig:
 
     def built(self, name: str, mib: int, epoch: Any) -> None:
         manifest = self.model_of(f"digest {name}", mib * MIB, 2)
+        if name.startswith("code"):
+            manifest = msgspec.structs.replace(manifest, mode="module")
         done = BuildDone(model=name, epoch=epoch, digest=manifest.digest)
         self.handle(ev.FromBuilder(message=done, manifest=manifest))
 
@@ -1722,3 +1724,70 @@ def test_a_model_that_is_unregistered_while_it_is_checked_again_stays_away(rig: 
     rig.handle(ev.UnregisterAsked(token=rig.token(), model=ModelName("a")))
     [journal] = rig.commands(ev.Journal)
     assert journal.entry == {"kind": "model-gone", "name": "a"}
+
+
+# -- what a process may run (ADR 20) ---------------------------------------------------------------
+
+
+def test_a_job_is_given_a_fresh_process_when_all_have_run_clients_programs(
+    fleet_model: ModuleType,
+) -> None:
+    rig = Rig(fleet_model, is_sandboxed=True)
+    rig.register("a")
+    assert [worker.runs_code for worker in rig.core.workers.values()] == [False] * 3
+    job = rig.train("cifar")
+    [spawned] = rig.commands(ev.SpawnWorker)
+    assert spawned.slot == job.slot
+    assert [type(c) for c in rig.out if isinstance(c, ev.SpawnWorker | ev.ToWorker)] == [
+        ev.SpawnWorker, ev.ToWorker,
+    ]  # fmt: skip
+    assert len(rig.sent(RunJob)) == 1
+    # Its end is told before the fresh one is ready, and is not the job's.
+    rig.handle(ev.WorkerExited(slot=job.slot, generation=1, status=-9, begun_epoch=0))
+    worker = rig.core.workers[job.slot]
+    assert (worker.state.state, worker.warm) == (WorkerState.ACTIVE, {})
+    rig.worker(job.slot, WorkerReady(slot=job.slot, pid=99))
+    assert worker.pid == 99
+    assert job.slot is not None
+    rig.worker(job.slot, WorkerReady(slot=job.slot, pid=100))
+    assert [command.slot for command in rig.commands(ev.KillWorker)] == [job.slot]
+
+
+def test_without_a_sandbox_a_job_runs_where_programs_did(fleet_model: ModuleType) -> None:
+    rig = Rig(fleet_model)
+    rig.register("a")
+    rig.train("cifar")
+    assert rig.commands(ev.SpawnWorker) == []
+    assert len(rig.sent(RunJob)) == 1
+
+
+def test_code_and_programs_are_never_prepared_in_one_process(fleet_model: ModuleType) -> None:
+    rig = Rig(fleet_model, is_sandboxed=True)
+    rig.register("code")
+    assert all("code" in worker.warm for worker in rig.core.workers.values())
+    rig.register("a")
+    assert not any("a" in worker.warm for worker in rig.core.workers.values())
+    # The first request for it replaces one process; the others keep what they know.
+    rig.infer("a")
+    [spawned] = rig.commands(ev.SpawnWorker)
+    [order] = rig.sent(RunInference)
+    assert not order.is_code
+    kept = [w for w in rig.core.workers.values() if w.slot != spawned.slot]
+    assert all(list(worker.warm) == ["code"] for worker in kept)
+
+
+def test_a_request_goes_to_a_process_that_fits_before_one_that_is_to_be_replaced(
+    fleet_model: ModuleType,
+) -> None:
+    rig = Rig(fleet_model, is_sandboxed=True)
+    rig.register("code")
+    rig.register("a")
+    rig.infer("a")
+    [spawned] = rig.commands(ev.SpawnWorker)
+    rig.worker(spawned.slot, WorkerReady(slot=spawned.slot, pid=99))
+    rig.arrived("a")
+    rig.done()
+    rig.infer("code")
+    assert rig.commands(ev.SpawnWorker) == []
+    [order] = rig.sent(RunInference)
+    assert order.is_code
