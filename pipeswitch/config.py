@@ -206,6 +206,10 @@ class WorkersConfig(_Checked):
         "auto", "host memory of one build: auto (3/4 of what is free), 8GiB or a fraction",
         Amount.parse,
     )  # fmt: skip
+    task_memory: Amount = _setting(  # noqa: RUF009 - as above
+        "auto", "host memory for the intermediate values of a client's model (cpu device): auto "
+        "(half of what is free), 4GiB or a fraction", Amount.parse,
+    )  # fmt: skip
     restart_backoff_ms: float = _setting(
         "1s", "pause before a process that keeps dying is started again", parse_ms
     )
@@ -241,6 +245,17 @@ class SchedulerConfig(_Checked):
 
 
 @dataclass(frozen=True)
+class SecurityConfig(_Checked):
+    """``[security]``."""
+
+    sandbox: str = _setting(
+        "on", "clients' programs may open no file, socket or process: on (what the "
+        "kernel has of it), require (all of it, or no start) or off",
+        choices=("on", "require", "off"),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class ModelConfig(_Checked):
     """``[[model]]``: registered when the server starts."""
 
@@ -266,6 +281,7 @@ class Config(_Checked):
     host: HostConfig = field(default_factory=HostConfig)
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
     models: tuple[ModelConfig, ...] = ()
     profiles_dir: str = ""
 
@@ -277,6 +293,7 @@ SECTIONS: Final[Mapping[str, type[_Checked]]] = {
     "host": HostConfig,
     "workers": WorkersConfig,
     "scheduler": SchedulerConfig,
+    "security": SecurityConfig,
 }
 
 

@@ -27,8 +27,7 @@ REACHED: Final = "reached"
 POINTS: Final[Mapping[str, str]] = {
     "build.begin": "a program is built",
     "build.done": "a program was built, it is taken over",
-    "build.published": "a program has its place, the controller was not told",
-    "build.write": "a built program gets its place",
+    "build.write": "a program is built, the controller was not told",
     "commit.acknowledge": "a commit has been flipped in, its job was not told",
     "commit.copied": "a commit is copied, its record is not written",
     "commit.flipped": "a commit has been flipped in",

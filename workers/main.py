@@ -42,10 +42,12 @@ from pipeswitch.ipc.messages import (
     WorkerReady,
     WorkerSettings,
 )
+from pipeswitch.sandbox.confine import confine_worker
 from pipeswitch.units import PrintableFormatter, printable
 
 from .inference.pool import RequestPool
 from .inference.task import Programs, infer
+from .inference.warm import warm_up
 from .training.gate import Gate, Where
 from .training.hooks import use_pace
 from .training.host import JobHost
@@ -117,6 +119,7 @@ class Worker:
         self._next_slot = 0
         self._job_epoch = 0
         self._job_known = threading.Event()
+        self._is_confined = False
 
     def start(self) -> None:
         threading.Thread(target=self._listen_or_leave, name="termination", daemon=True).start()
@@ -141,10 +144,12 @@ class Worker:
             message, descriptors = received
             match message:
                 case RunInference():
+                    self._make_ready_for(message, descriptors)
                     slot = self._settings.slot
                     if not infer(message, self._programs, self._pool, self._view, self._task, slot):
                         self._task.send(Cleaned(epoch=message.epoch))
                 case PrepareModel():
+                    self._make_ready_for(message, descriptors)
                     self._prepare(message)
                 case ForgetModel(model=model):
                     self._programs.forget(model)
@@ -154,6 +159,16 @@ class Worker:
                     return 0
                 case _:
                     raise ValueError(f"a worker cannot take a {type(message).__name__}")
+
+    def _make_ready_for(self, message: RunInference | PrepareModel, descriptors: list[int]) -> None:
+        """Before anything of a client's program is looked at, its worker enters the sandbox."""
+        self._programs.take_files(message.model, descriptors)
+        if self._is_confined and message.is_code:
+            raise ValueError(f"{message.model} is code, and this worker is in the sandbox")
+        if self._settings.is_sandboxed and not self._is_confined and not message.is_code:
+            warm_up()
+            confine_worker(self._settings.task_memory_bytes)
+            self._is_confined = True
 
     def _prepare(self, message: PrepareModel) -> None:
         error = ""
@@ -177,6 +192,8 @@ class Worker:
         A script leaves modules, threads and patches behind. A fresh fork costs 10 ms, so
         "cleaning" a worker that ran user code is replacing it (ADR 0005).
         """
+        if self._is_confined:
+            raise ValueError(f"{message.job} is a script, and this worker is in the sandbox")
         self._programs.clear()
         self._view.leave()
         self._host = JobHost(message, self._task, self._view, descriptors)

@@ -18,6 +18,7 @@ from ..devices import choosing
 from ..devices.cuda import ladder as cuda_ladder
 from ..errors import PipeSwitchError
 from ..ipc import board
+from ..sandbox.confine import missing
 from ..units import format_bytes
 from ..wire.addresses import default_address, parse_listen
 
@@ -49,6 +50,7 @@ def examine(config: Config) -> list[Finding]:
         lambda: _cuda(config),
         _memory,
         _kernel,
+        _sandbox,
         lambda: _ports(config),
         _copy_speed,
         _limits,
@@ -200,6 +202,14 @@ def _windows(descriptor: int) -> Finding:
     except OSError as error:
         return Finding("windows", "fail", str(error), "Linux 5.13 or newer is needed")
     return Finding("windows", "ok", "work")
+
+
+def _sandbox() -> list[Finding]:
+    lacks = missing()
+    if not lacks:
+        return [Finding("sandbox", "ok", "seccomp and Landlock work")]
+    text = f"this kernel lacks {' and '.join(lacks)}: clients' programs run with less of a sandbox"
+    return [Finding("sandbox", "warn", text, "Linux 5.13 or newer, with both in its configuration")]
 
 
 def _ports(config: Config) -> list[Finding]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Collection
@@ -26,10 +27,13 @@ from ..ipc.messages import (
     DaemonReady,
     DaemonSettings,
     Epoch,
+    ForgetModel,
     JobName,
     Message,
     ModelName,
     PersistCommit,
+    PrepareModel,
+    RunInference,
     Slot,
     WorkerSettings,
 )
@@ -37,7 +41,7 @@ from ..planning import files as profile_files
 from ..planning.profile import Profile
 from ..programs.build.builder import work_prefix
 from ..programs.layout import Manifest
-from ..programs.spec import files_of, is_checked, kept, load_manifest
+from ..programs.spec import files_of, is_checked, kept, load_manifest, needs_more
 from ..scheduler.events import (
     Announce,
     Answer,
@@ -72,7 +76,7 @@ from ..scheduler.events import (
     Warn,
     WorkerExited,
 )
-from .folders import Places
+from .folders import DIGEST, Places
 from .journal import JournalFile
 from .processes import Child, Processes
 from .shared_memory import Memory, Sizes
@@ -121,6 +125,7 @@ class Effects:
         self._daemon: Child | None = None
         self._daemon_generation = 0
         self._workers: dict[Slot, tuple[int, Child]] = {}
+        self._handed: dict[Slot, dict[ModelName, str]] = {}  # digests, by the model's name
         self._builders: dict[Epoch, Child] = {}
         self._refused: dict[Token, PipeSwitchError] = {}  # their good answer is on its way here
         self.built_before: dict[bytes, str] = {}  # spec -> digest, from the journal
@@ -228,8 +233,28 @@ class Effects:
         descriptors = []
         if command.commits_of is not None:
             descriptors.append(self._memory.commits[command.commits_of])
+        files = self._files_for(command.slot, command.message)
         index = 0 if command.channel == "task" else 1
-        self._processes.send(known[1], index, command.message, descriptors)
+        self._processes.send(known[1], index, command.message, [*descriptors, *files])
+        for descriptor in files:
+            os.close(descriptor)
+
+    def _files_for(self, slot: Slot, message: Message) -> list[int]:
+        """A program's files for a worker in the sandbox, which opens none: once for each."""
+        if not self._sizes.is_sandboxed:
+            return []
+        handed = self._handed[slot]
+        match message:
+            case ForgetModel(model=model):
+                handed.pop(model, None)
+            case PrepareModel(is_code=False) | RunInference(is_code=False):
+                if handed.get(message.model) == message.digest:
+                    return []
+                handed[message.model] = message.digest
+                return self._places.open_program(message.digest)
+            case _:
+                pass
+        return []
 
     def _to_daemon(self, command: ToDaemon) -> None:
         if self._daemon is None or self._has_no_disk(command.message):
@@ -288,6 +313,10 @@ class Effects:
                 WorkerExited(slot=slot, generation=generation, status=status, begun_epoch=begun)
             )
 
+        known = self._workers.get(slot)
+        if known is not None:
+            self._processes.kill(known[1])  # replaced; one that has left is not there any more
+        self._handed[slot] = {}
         self._memory.board.write_begun(slot, 0)
 
         settings = WorkerSettings(
@@ -299,6 +328,8 @@ class Effects:
             threads=self._sizes.threads,
             bell_count=len(self._memory.bells),
             handle=self._memory.arena_handle,
+            is_sandboxed=self._sizes.is_sandboxed,
+            task_memory_bytes=self._sizes.task_memory_bytes,
             cuda=self._sizes.cuda,
         )
         descriptors = [
@@ -342,13 +373,7 @@ class Effects:
 
         def on_message(message: Message, _: list[int]) -> None:
             if isinstance(message, BuildDone):
-                over_bytes = -self._disk.left_bytes(command.tenant, message.digest)
-                if over_bytes > 0:  # another one was built meanwhile
-                    refusal = self._disk.refusal(command.tenant, over_bytes, "a program")
-                    assert refusal is not None
-                    self._refuse_build(command, refusal)
-                else:
-                    self._built(message)
+                self._publish(command, message, spec)
             else:
                 self._take(FromBuilder(message=message))
 
@@ -367,6 +392,8 @@ class Effects:
             timeout_s=self._sizes.build_timeout_s,
             memory_bytes=self._sizes.build_memory_bytes,
             disk_bytes=max(1, self._disk.left_bytes(command.tenant)),
+            task_memory_bytes=self._sizes.task_memory_bytes,
+            is_sandboxed=self._sizes.is_sandboxed,
         )
         self._builders[command.epoch] = self._processes.fork(
             "builder", "pipeswitch-bld", settings, 1, [], on_message, on_exit
@@ -390,6 +417,33 @@ class Effects:
     def _is_checked(self, digest: str) -> bool:
         manifest = self.manifest_of(digest)
         return manifest is None or is_checked(manifest)
+
+    def _publish(self, command: StartBuild, message: BuildDone, spec: bytes) -> None:
+        """A builder of a client's program may say anything: it is looked at as a stranger's."""
+        is_a_place = bool(re.fullmatch(DIGEST, message.digest)) and "/" not in message.folder
+        if not is_a_place or not message.folder.startswith(work_prefix(command.epoch)):
+            nonsense = RegistrationRefused("build", "its builder spoke nonsense")
+            self._refuse_build(command, nonsense)
+            return
+        try:
+            built = load_manifest(self._places.models / message.folder)
+            if built.mode == "module" and not needs_more(spec):
+                raise RegistrationRefused("build", "a module's code, of a source that has none")
+            self._places.publish(message.folder, message.digest)
+        except RegistrationRefused as error:
+            self._refuse_build(command, error)
+            return
+        except OSError as error:
+            reason = f"{os.strerror(error.errno or 0)}: {self._places.models}"
+            self._refuse_build(command, RegistrationRefused("build", reason))
+            return
+        over_bytes = -self._disk.left_bytes(command.tenant, message.digest)
+        if over_bytes > 0:  # another one was built meanwhile
+            refusal = self._disk.refusal(command.tenant, over_bytes, "a program")
+            assert refusal is not None
+            self._refuse_build(command, refusal)
+        else:
+            self._built(message)
 
     def _built(self, message: BuildDone) -> None:
         reach("build.done")

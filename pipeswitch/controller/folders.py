@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from ..programs.spec import BUNDLE_FILE, MANIFEST_FILE, is_checked, load_manifest
 from ..wire.private import check_trusted
 
 DIGEST: Final = "[0-9a-f]{64}"
@@ -58,6 +59,32 @@ class Places:
         """Remove what a killed builder left; only one who holds the lock knows that it is dead."""
         for leftover in self.models.glob(".build-*"):
             shutil.rmtree(leftover, ignore_errors=True)
+
+    def publish(self, folder: str, digest: str) -> None:
+        """Give a built program its place. The same digest is the same program: the first wins.
+
+        Raises:
+            OSError: the disk refuses it.
+        """
+        work, target = self.models / folder, self.models / digest
+        try:
+            os.rename(work, target)
+        except OSError:
+            if not (target / MANIFEST_FILE).is_file():
+                raise
+            if not is_checked(load_manifest(target)):
+                os.replace(work / MANIFEST_FILE, target / MANIFEST_FILE)
+
+    def open_program(self, digest: str) -> list[int]:
+        """Its manifest and its bundle, to be read; nothing when one of them is missing."""
+        opened: list[int] = []
+        try:
+            for name in (MANIFEST_FILE, BUNDLE_FILE):
+                opened.append(os.open(self.models / digest / name, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError:  # the worker says so: its registration is damaged
+            while opened:
+                os.close(opened.pop())
+        return opened
 
     def take_away(self, kept: Collection[str]) -> list[Path]:
         """Programs of other digests, under names that no build asks for; the caller removes them.

@@ -44,6 +44,7 @@ from ..ipc.messages import JobName, ModelName
 from ..machine import available_bytes, cpu_count, processor_name
 from ..planning.profile import Identity
 from ..programs.signature import parse_input
+from ..sandbox.confine import missing
 from ..scheduler.events import (
     DrainAsked,
     Event,
@@ -184,6 +185,8 @@ def _sizes(config: Config, device: ChosenDevice) -> Sizes:
         build_threads=config.workers.threads or max(1, cores - 1),
         build_timeout_s=config.workers.build_timeout_ms / 1000.0,
         build_memory_bytes=config.workers.build_memory.resolve(available, available * 3 // 4),
+        task_memory_bytes=config.workers.task_memory.resolve(available, available // 2),
+        is_sandboxed=_is_sandboxed(config, device),
         link_bytes_per_s=config.device.link_gbps * 1e9,
         cuda=cuda,
     )
@@ -207,6 +210,24 @@ def _check_room(sizes: Sizes, available_bytes: int) -> None:
             f"{format_bytes(available_bytes)} are available here",
             hint="smaller --arena or --host-store, or a larger limit of the container",
         )
+
+
+def _is_sandboxed(config: Config, device: ChosenDevice) -> bool:
+    """Whether clients' programs run in the sandbox; what it lacks is said.
+
+    Raises:
+        ConfigError: it is required, and this machine does not have all of it.
+    """
+    wanted = config.security.sandbox
+    lacks = missing() if device.options is None else ("a sandbox on the cuda device",)
+    if wanted == "off":
+        log.warning("sandbox=off: clients' programs run without one")
+    elif lacks:
+        text = f"this machine lacks {' and '.join(lacks)}"
+        if wanted == "require":
+            raise ConfigError(f"[security] sandbox is required, and {text}")
+        log.warning("sandbox=incomplete: %s", text)
+    return wanted != "off" and device.options is None and "seccomp" not in lacks
 
 
 def _identity(device: ChosenDevice, sizes: Sizes) -> Identity:
@@ -282,6 +303,7 @@ class Server:
                 prefix_bytes=config.device.prefix.resolve(sizes.arena_bytes, 0),
                 identity=_identity(device, sizes),
                 unix_offset_ms=time.time() * 1000.0 - _now_ms(),
+                is_sandboxed=sizes.is_sandboxed,
                 models_dir=str(places.models),
                 logs_dir=str(places.logs),
                 commits_dir=str(places.commits),

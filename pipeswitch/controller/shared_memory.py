@@ -23,6 +23,8 @@ class Sizes:
     build_threads: int
     build_timeout_s: float
     build_memory_bytes: int
+    task_memory_bytes: int
+    is_sandboxed: bool
     link_bytes_per_s: float
     cuda: CudaOptions | None = None  # of a cuda device
 

@@ -110,7 +110,7 @@ def _refuse(part: str, reason: str) -> NoReturn:
     raise RegistrationRefused(part, reason)
 
 
-def read_bundle(path: str | os.PathLike[str]) -> Bundle:
+def read_bundle(path: str | os.PathLike[str] | int) -> Bundle:
     """Read and check a bundle's header. Tensor bytes are not touched.
 
     Raises:
@@ -284,7 +284,7 @@ def weights_of_node(graph: Graph, node: Node) -> list[int]:
 
 
 def read_safetensors_header(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | int,
 ) -> tuple[tuple[FileTensor, ...], dict[str, str]]:
     """The tensors in file order, and the metadata. Needs no torch and reads no tensor bytes.
 
@@ -292,8 +292,9 @@ def read_safetensors_header(
         RegistrationRefused: not a safetensors file, or one with holes, overlaps or odd dtypes.
     """
     try:
-        with open(path, "rb") as file:
-            file_bytes = os.fstat(file.fileno()).st_size
+        with open(path, "rb", closefd=not isinstance(path, int)) as file:
+            file_bytes = file.seek(0, os.SEEK_END)  # a confined process may not ask for its size
+            file.seek(0)
             prefix = file.read(8)
             if len(prefix) < 8:
                 _refuse("weights file", "it is too short to be a safetensors file")

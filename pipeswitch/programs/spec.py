@@ -41,26 +41,37 @@ def files_of(spec: bytes) -> list[Path]:
     return [Path(text) for text in (decoded.source, decoded.weights) if os.path.isabs(text)]
 
 
+def needs_more(spec: bytes) -> bool:
+    """Whether a build cannot be confined: the operator's own code, or weights from a hub."""
+    decoded = msgspec.msgpack.decode(spec, type=BuildSpec)
+    is_data = decoded.source.endswith(".bundle")
+    is_named = decoded.source.startswith(("torchvision:", "hf:"))
+    return not is_data and (not is_named or decoded.weights == "pretrained")
+
+
 def weights_file(manifest: Manifest) -> str:
     """The name, inside the program's folder, of the file that holds its tensors."""
     return BUNDLE_FILE if manifest.mode == "graph" else WEIGHTS_FILE
 
 
-def load_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """Read ``manifest.json`` (or the one in the folder ``path``).
+def load_manifest(path: str | os.PathLike[str] | int) -> Manifest:
+    """Read ``manifest.json`` (or the one in the folder ``path``, or a descriptor of it).
 
     Raises:
         RegistrationRefused: it is missing or not a manifest.
     """
-    file = Path(path)
-    if file.is_dir():
-        file = file / MANIFEST_FILE
+    place = path
+    if not isinstance(path, int) and os.path.isdir(path):
+        place = os.path.join(path, MANIFEST_FILE)
     try:
-        if file.stat().st_size > MAX_MANIFEST_BYTES:
+        with open(place, "rb", closefd=not isinstance(path, int)) as file:
+            file.seek(0)
+            text = file.read(MAX_MANIFEST_BYTES + 1)
+        if len(text) > MAX_MANIFEST_BYTES:
             raise RegistrationRefused("manifest", f"larger than {MAX_MANIFEST_BYTES} bytes")
-        return msgspec.json.decode(file.read_bytes(), type=Manifest)
+        return msgspec.json.decode(text, type=Manifest)
     except (OSError, ValueError, msgspec.DecodeError, RecursionError) as error:
-        raise RegistrationRefused("manifest", f"{file}: {error}") from error
+        raise RegistrationRefused("manifest", f"{place}: {error}") from error
 
 
 def save_manifest(path: str | os.PathLike[str], manifest: Manifest) -> None:

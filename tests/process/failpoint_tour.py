@@ -73,7 +73,6 @@ TOUR: Final[Mapping[str, tuple[Stop, ...]]] = {
         *_stops("worker.infer.outputs", "worker.infer.done", "worker.send"),
         *_stops("worker.prepare", "worker.start", "fork.child", "fork.order", act="evict"),
         *_stops("build.begin", "build.write", act="register", writes=True),
-        *_stops("build.published", act="register"),
     ),
     "memory-daemon": (
         *_stops("daemon.message", "daemon.send"),

@@ -26,6 +26,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "machine": "",
     "failpoints": "",
     "lane": "",
+    "sandbox": "",
     "job": "",
     "roles": "errors",
     "config": "errors roles units",
@@ -33,7 +34,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "wire": "config errors roles",
     "ipc": "errors failpoints wire",
     "programs": "errors planning units",
-    "programs/build": "errors failpoints ipc programs units",
+    "programs/build": "errors failpoints ipc programs sandbox units",
     "commits": "errors failpoints ipc machine",
     # The decisions.
     "scheduler/policies": "",
@@ -44,20 +45,20 @@ MAY_IMPORT: Mapping[str, str] = {
     "memory_daemon/": "commits devices errors failpoints ipc programs units",
     "workers/inference/": "devices errors failpoints ipc programs programs/build",
     "workers/training/": "commits devices errors failpoints ipc job programs",
-    "workers/": "devices failpoints ipc units workers/inference/ workers/training/",
+    "workers/": "devices failpoints ipc sandbox units workers/inference/ workers/training/",
     "launch": "failpoints ipc memory_daemon/ programs/build workers/",
     # The server: clients' bytes to events, commands to deeds.
     "frontend": "config errors failpoints ipc lane machine programs roles scheduler units wire",
     "controller": "commits config devices errors failpoints frontend ipc lane launch machine "
-    "planning programs programs/build scheduler units wire",
+    "planning programs programs/build sandbox scheduler units wire",
     # Its users.
     "client": "errors programs programs/build wire",
     "__init__": "client errors job",
     "testing": "client",
     "benchmarks": "client devices errors ipc job machine planning programs programs/build testing "
     "wire",
-    "cli": "__init__ benchmarks client config devices errors ipc planning programs roles units "
-    "wire",
+    "cli": "__init__ benchmarks client config devices errors ipc planning programs roles sandbox "
+    "units wire",
     "demo": "__init__ cli client errors job machine programs programs/build testing",
     "demo_digits": "demo",
     "benchmarks/": "benchmarks cli devices errors job programs programs/build testing",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -20,11 +21,11 @@ from pipeswitch.ipc.messages import (
     RunInference,
     SlabTensor,
 )
-from pipeswitch.programs.bundle import read_bundle
+from pipeswitch.programs.bundle import Graph, read_bundle
 from pipeswitch.programs.executor import BoundProgram, GraphProgram, ModuleProgram, Program
 from pipeswitch.programs.groups import regrouped
 from pipeswitch.programs.layout import Manifest
-from pipeswitch.programs.spec import BUNDLE_FILE, is_checked, load_manifest
+from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE, is_checked, load_manifest
 from pipeswitch.programs.torch_settings import construct_on_meta
 from pipeswitch.programs.zeroed import allocator_switch
 
@@ -33,6 +34,7 @@ from .trials import MadeUpInputs, run_trial
 
 Wanted = RunInference | PrepareModel
 Version = tuple[str, tuple[int, ...]]  # digest and plan: what a loaded program was made for
+Source = str | os.PathLike[str] | int  # a path, or a descriptor where nothing can be opened
 
 
 class Programs:
@@ -40,11 +42,23 @@ class Programs:
 
     def __init__(self, view: PoolView) -> None:
         self._view = view
+        self._files: dict[ModelName, list[int]] = {}  # of the manifest and the bundle, unread
+        self._read: dict[ModelName, tuple[str, Manifest, Graph | None]] = {}  # by digest
         self._programs: dict[ModelName, tuple[Version, Program]] = {}
         self._bound: dict[ModelName, tuple[Version, int, BoundProgram]] = {}
         # An index out of range is an exception on cpu; on cuda it costs the whole process.
         self.made_up = MadeUpInputs(zero_integers=view.device != "cpu")
         allocator_switch()  # while this process may still open a file
+
+    def take_files(self, model: ModelName, descriptors: list[int]) -> None:
+        """Of a program that is going to be asked for: they are read when it is."""
+        if descriptors:
+            self._close_files(model)
+            self._files[model] = descriptors
+
+    def _close_files(self, model: ModelName) -> None:
+        for descriptor in self._files.pop(model, ()):
+            os.close(descriptor)
 
     def prepare(self, message: PrepareModel) -> None:
         """Load the structure; bind when the model has a home already."""
@@ -57,11 +71,23 @@ class Programs:
         known = self._programs.get(wanted.model)
         if known is not None and known[0] == version:
             return known[1]
-        manifest = regrouped(load_manifest(Path(wanted.directory)), wanted.plan)
-        program = load_program(wanted.directory, manifest, self._view.device)
+        _, manifest, graph = self._structure(wanted)
+        program = make_program(regrouped(manifest, wanted.plan), graph, self._view.device)
         self._programs[wanted.model] = (version, program)
         self._unbind(wanted.model)
         return program
+
+    def _structure(self, wanted: Wanted) -> tuple[str, Manifest, Graph | None]:
+        known = self._read.get(wanted.model)
+        if known is None or known[0] != wanted.digest:
+            folder = Path(wanted.directory)
+            files: Sequence[Source] = (folder / MANIFEST_FILE, folder / BUNDLE_FILE)
+            manifest_file, bundle_file = self._files.get(wanted.model, files)
+            manifest = load_manifest(manifest_file)
+            known = (wanted.digest, manifest, read_graph(manifest, bundle_file))
+            self._read[wanted.model] = known
+            self._close_files(wanted.model)
+        return known
 
     def bound(self, wanted: Wanted) -> BoundProgram:
         """The program with its parameters over its region; cached: it seldom moves."""
@@ -81,11 +107,13 @@ class Programs:
             self._view.drop(known[2])
 
     def forget(self, model: ModelName) -> None:
+        self._close_files(model)
+        self._read.pop(model, None)
         self._programs.pop(model, None)
         self._unbind(model)
 
     def clear(self) -> None:
-        for model in list(self._programs):
+        for model in {*self._files, *self._read}:
             self.forget(model)
 
 
@@ -94,17 +122,27 @@ def load_program(
 ) -> Program:
     """Load the structure that ``build`` wrote into ``directory``; no weights.
 
-    Reads the graph (graph mode) or imports the operator's factory and constructs it on meta
-    (module mode). Tensor bytes are the memory daemon's business.
-
     Raises:
         RegistrationRefused: the files are damaged, or do not belong to ``manifest``, or other
             contracts than ours let the program through.
     """
+    return make_program(manifest, read_graph(manifest, Path(directory) / BUNDLE_FILE), device)
+
+
+def read_graph(manifest: Manifest, bundle: Source) -> Graph | None:
+    """The graph of a bundle; None in module mode, which has none."""
     if not is_checked(manifest):
         raise RegistrationRefused("manifest", "not checked by this server", hint="register again")
-    if manifest.mode == "graph":
-        return GraphProgram(manifest, read_bundle(Path(directory) / BUNDLE_FILE).graph, device)
+    return read_bundle(bundle).graph if manifest.mode == "graph" else None
+
+
+def make_program(manifest: Manifest, graph: Graph | None, device: torch.device | str) -> Program:
+    """Compile the graph, or import the operator's factory and construct it on meta (module mode).
+
+    Tensor bytes are the memory daemon's business.
+    """
+    if graph is not None:
+        return GraphProgram(manifest, graph, device)
     module, settings = construct_on_meta(manifest.source)
     return ModuleProgram(manifest, module, device, settings)
 

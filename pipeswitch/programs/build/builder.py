@@ -12,6 +12,7 @@ import shutil
 import signal
 import tempfile
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -19,9 +20,12 @@ from ...errors import PipeSwitchError, RegistrationRefused, to_wire
 from ...failpoints import reach
 from ...ipc.channel import Channel
 from ...ipc.messages import BuildDone, BuildFailed, BuildProgress, BuildSettings
+from ...sandbox.confine import confine_builder
 from ...units import format_bytes
 from ..layout import Manifest
-from ..spec import MANIFEST_FILE, BuildSpec, is_checked, load_manifest
+from ..spec import BuildSpec, files_of, needs_more
+
+HUB_CACHE: Final = os.environ.get("HF_HOME", "~/.cache/huggingface")  # what all may have
 
 
 def exports(settings: BuildSettings) -> bool:
@@ -34,7 +38,7 @@ def exports(settings: BuildSettings) -> bool:
 
 
 def run(settings: BuildSettings, channel: Channel) -> int:
-    """Build into a temporary folder, then rename it to the program's digest."""
+    """Build into a temporary folder, which the controller then renames to the program's digest."""
     # A program is built on the CPU, and is the same wherever it is built. Torch's export asks for
     # a GPU, and would make a context of half a gigabyte beside an arena that has taken the rest.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -62,22 +66,30 @@ def run(settings: BuildSettings, channel: Channel) -> int:
     try:
         spec = msgspec.msgpack.decode(settings.spec, type=BuildSpec)
         reach("build.begin")
+        if settings.is_sandboxed and not needs_more(settings.spec):
+            _confine(settings.spec, work)
         manifest = build(spec, work, progress, settings.disk_bytes)
-        _check_memory(manifest, settings.memory_bytes)
+        _check_memory(manifest, settings.task_memory_bytes)
         reach("build.write")
-        _publish(work, root / manifest.digest)
-    except PipeSwitchError as error:
+    except (Exception, SystemExit) as error:  # a model's own code may raise anything
+        shutil.rmtree(work, ignore_errors=True)  # all but itself, when confined
+        if not isinstance(error, PipeSwitchError):
+            reason = f"{type(error).__name__}: {error}"
+            error = RegistrationRefused("build", reason[:2000])
         _fail(channel, settings, error)
         return 0
-    except (Exception, SystemExit) as error:  # a model's own code may raise anything
-        reason = f"{type(error).__name__}: {error}"
-        _fail(channel, settings, RegistrationRefused("build", reason[:2000]))
-        return 0
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    reach("build.published")
-    channel.send(BuildDone(model=settings.model, epoch=settings.epoch, digest=manifest.digest))
+    channel.send(
+        BuildDone(
+            model=settings.model, epoch=settings.epoch, digest=manifest.digest, folder=work.name
+        )
+    )
     return 0
+
+
+def _confine(spec: bytes, work: Path) -> None:
+    """What a client sent is built in a sandbox, with one folder to write."""
+    tempfile.tempdir = str(work)
+    confine_builder([*files_of(spec), Path(HUB_CACHE).expanduser()], work)
 
 
 def _limit(settings: BuildSettings) -> None:
@@ -100,24 +112,13 @@ def _check_memory(manifest: Manifest, limit_bytes: int) -> None:
             "program",
             f"its intermediate values take {format_bytes(taken_bytes)} at batch "
             f"{manifest.batch_max}, the limit is {format_bytes(limit_bytes)}",
-            hint="register it with a smaller max_batch, or raise [workers] build_memory",
+            hint="register it with a smaller max_batch, or raise [workers] task_memory",
         )
 
 
 def work_prefix(epoch: int) -> str:
     """How the folder of an unfinished build is called; a killed builder leaves it behind."""
     return f".build-{epoch}-"
-
-
-def _publish(work: Path, target: Path) -> None:
-    """The same digest is the same program: the first build wins."""
-    try:
-        os.rename(work, target)
-    except OSError:
-        if not (target / MANIFEST_FILE).is_file():
-            raise
-        if not is_checked(load_manifest(target)):
-            os.replace(work / MANIFEST_FILE, target / MANIFEST_FILE)
 
 
 def _fail(channel: Channel, settings: BuildSettings, error: PipeSwitchError) -> None:

@@ -1,0 +1,242 @@
+"""The sandbox of workers and builders, tried by processes that want out of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pipeswitch as ps
+from pipeswitch.sandbox.confine import missing
+from pipeswitch.testing import server
+
+ROOT = Path(__file__).parents[2]
+
+needs_sandbox = pytest.mark.skipif(
+    bool(missing()), reason=f"this kernel lacks {' and '.join(missing())}: there is no sandbox"
+)
+
+CONFINED = """
+import json, os, sys, threading
+sys.path.insert(0, {here!r})
+import hostile_code, socket
+from pipeswitch.sandbox.confine import confine_worker
+ready, confined, told = threading.Barrier(2), threading.Event(), {{}}
+def late():
+    ready.wait()
+    confined.wait()
+    told.update(hostile_code.attempts({victim}, {a_file!r}))
+thread = threading.Thread(target=late, daemon=True)
+thread.start()
+ready.wait()
+confine_worker({memory})
+mine = hostile_code.attempts({victim}, {a_file!r})
+confined.set()
+thread.join()
+print(json.dumps([mine, told]))
+"""
+
+
+def run(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, cwd="/",
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def victim():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+@needs_sandbox
+def test_a_confined_process_opens_no_file_no_socket_and_reaches_no_process(victim, tmp_path):
+    a_file = tmp_path / "secret"
+    a_file.write_text("of another")
+    code = CONFINED.format(
+        here=str(Path(__file__).parent), victim=victim.pid, a_file=str(a_file), memory=0
+    )
+    for tried in json.loads(run(code)):  # by the thread that entered, and by one beside it
+        assert len(tried) > 150
+        assert {name: got for name, got in tried.items() if got not in ("EPERM", "ENOSYS")} == {}
+    assert a_file.read_text() == "of another"
+    assert [path.name for path in tmp_path.iterdir()] == ["secret"]
+    assert victim.poll() is None
+
+
+BUILDER = """
+import json, os, socket, sys
+from pathlib import Path
+sys.path.insert(0, {here!r})
+import hostile_code, msgspec
+from pipeswitch.programs.build import builder, program
+from pipeswitch.programs.spec import BuildSpec
+from pipeswitch.ipc.channel import channel_pair
+from pipeswitch.ipc.messages import BuildFailed, BuildSettings
+
+def build(spec, work, progress):
+    tried = hostile_code.attempts({victim}, {a_file!r})
+    (work / "mine").write_text("may be written")
+    (work / "mine").rename(work / "moved")
+    tried["reads its source"] = Path(spec.source).read_text()
+    import colorsys
+    print(json.dumps(tried))
+    raise SystemExit
+
+program.build = build
+_, channel = channel_pair()
+heard = []
+channel.send = heard.append
+spec = BuildSpec(name="m", source={source!r})
+settings = BuildSettings(model="m", epoch=7, spec=msgspec.msgpack.encode(spec), threads=1,
+                         directory={models!r}, is_sandboxed=True)
+builder.run(settings, channel)
+"""
+# What a hostile builder may do beside a worker: own descriptors, its own memory as a file, and
+# ask whether a file is there and how large it is, which Landlock does not hide.
+HARMLESS_IN_A_BUILDER = {
+    "statx", "newfstatat", "faccessat", "readlinkat", "getdents64", "ftruncate", "fallocate",
+    "sendfile", "copy_file_range", "pwrite64", "Python opens /proc/self/mem",
+    "Python opens /proc/self/fd/0", "Python opens /dev/null", "Python imports",
+}  # fmt: skip
+
+
+@needs_sandbox
+def test_a_builder_reads_libraries_and_its_source_and_writes_its_own_folder(victim, tmp_path):
+    models, others = tmp_path / "models", tmp_path / "others"
+    models.mkdir()
+    others.mkdir()
+    (others / "secret").write_text("of another")
+    (tmp_path / "uploaded.bundle").write_text("the source")
+    code = BUILDER.format(
+        here=str(Path(__file__).parent), victim=victim.pid, a_file=str(others / "secret"),
+        source=str(tmp_path / "uploaded.bundle"), models=str(models),
+    )  # fmt: skip
+    tried = json.loads(run(code))
+    assert tried.pop("reads its source") == "the source"
+    refused = ("EPERM", "ENOSYS", "EACCES")
+    assert {name for name, end in tried.items() if end not in refused} == HARMLESS_IN_A_BUILDER
+    assert (others / "secret").read_text() == "of another"
+    assert victim.poll() is None
+    [work] = models.iterdir()
+    assert list(work.iterdir()) == []
+
+
+# The fork server imports this: its workers' Python is an enemy's from then on.
+HOSTILE = """
+import importlib.util, json, os, sys
+sys.path.insert(0, {here!r})
+import hostile_code
+
+def infer(message, programs, pool, view, task, slot):
+    import torch
+    from pipeswitch.ipc.messages import InferenceFailed
+    view.wait_turn(message.epoch)
+    view.board.write_begun(slot, message.epoch)
+    tried = hostile_code.attempts(os.getppid(), message.directory + "/program.bundle")
+    try:
+        torch.ones(6 << 28)
+        tried["takes 6 GiB"] = ""
+    except RuntimeError:
+        tried["takes 6 GiB"] = "EPERM"
+    got = {{name: end for name, end in tried.items() if end not in ("EPERM", "ENOSYS")}}
+    text = json.dumps([len(tried), got])
+    task.send(InferenceFailed(epoch=message.epoch, error="TaskFailed", message=text, data={{}}))
+    return False
+
+def run(settings, channel):
+    import msgspec, tempfile
+    from pathlib import Path
+    from pipeswitch.ipc.messages import BuildDone
+    from pipeswitch.programs.layout import Manifest
+    work = tempfile.mkdtemp(prefix=f".build-{{settings.epoch}}-", dir=settings.directory)
+    digest, folder = "a" * 64, os.path.basename(work)
+    manifest = Manifest(digest=digest, mode="module", mode_reason="", source="os:getcwd",
+                        total_bytes=0, tensors=(), groups=(), inputs=(), outputs=())
+    Path(work, "manifest.json").write_bytes(msgspec.json.encode(manifest))
+    if settings.model == "another-place":
+        digest = "../../uploads"
+    if settings.model == "another-folder":
+        folder = ".build-1-/../../uploads"
+    done = BuildDone(model=settings.model, epoch=settings.epoch, digest=digest, folder=folder)
+    channel.send(done)
+    return 0
+
+HOSTILE = {{"workers.main": infer, "pipeswitch.programs.build.builder": run}}
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name not in HOSTILE:
+            return None
+        function = HOSTILE.pop(name)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+        def exec_module(module):
+            execute(module)
+            if name in {only!r}:
+                setattr(module, function.__name__, function)
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def enemys_path(folder: Path, *only: str) -> dict[str, str]:
+    """What makes a server's children hostile, in these modules."""
+    code = HOSTILE.format(here=str(Path(__file__).parent), only=only)
+    (folder / "sitecustomize.py").write_text(code)
+    return {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+
+
+SOURCE: dict[str, Any] = {"source": "torchvision:squeezenet1_1", "weights": "random:0",
+                          "inputs": {"x": ((1, 3, 64, 64), "float32")}}  # fmt: skip
+
+
+@needs_sandbox
+def test_a_workers_hostile_python_opens_no_file_no_socket_and_reaches_no_process(
+    tmp_path: Path,
+) -> None:
+    environment = enemys_path(tmp_path, "workers.main")
+    environment["PIPESWITCH_WORKERS__TASK_MEMORY"] = "2GiB"
+    with server(environment=environment) as running, running.client() as client:
+        client.register("m", **SOURCE)
+        with pytest.raises(ps.TaskFailed) as caught:
+            client.infer("m", x=np.zeros((1, 3, 64, 64), np.float32))
+        count, got = json.loads(caught.value.message)
+        assert count > 150
+        assert got == {}
+        assert "sandbox=" not in running.log()
+
+
+def test_a_builder_that_lies_is_refused(tmp_path: Path) -> None:
+    environment = enemys_path(tmp_path, "pipeswitch.programs.build.builder")
+    with server(environment=environment) as running, running.client() as client:
+        for name in ("another-place", "another-folder", "claims-code"):
+            with pytest.raises(ps.RegistrationRefused, match=r"nonsense|a module's code"):
+                client.register(name, **SOURCE)
+        assert client.models() == []
+
+
+def test_a_model_whose_values_need_more_than_a_task_may_take_is_refused(tmp_path: Path) -> None:
+    with (
+        server(environment={"PIPESWITCH_WORKERS__TASK_MEMORY": "1MiB"}) as running,
+        running.client() as client,
+        pytest.raises(ps.RegistrationRefused, match=r"intermediate values.*limit is 1.00 MiB"),
+    ):
+        client.register("m", **SOURCE)
+
+
+def test_a_server_without_a_sandbox_says_so() -> None:
+    with server(environment={"PIPESWITCH_SECURITY__SANDBOX": "off"}) as running:
+        assert "sandbox=off" in running.log()
