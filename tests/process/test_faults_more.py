@@ -116,19 +116,19 @@ class Chaos:
         self._client.close()
 
     def _run(self) -> None:
-        fork_server_at_s = 0.0
         while not self._stop.wait(self._random.uniform(0.05, 1.0)):
             for _ in range(self._random.choice((1, 1, 1, 2, 3))):
                 rows = [r for r in self._client.ps() if r["pid"] and r["state"] != "dead"]
                 workers = [r for r in rows if r["kind"] == "worker"]
                 draw = self._random.random()
-                if draw < 0.08 and time.monotonic() - fork_server_at_s > 8.0:
+                if draw < 0.08:
                     try:
                         pid = self.checked.fork_server_pid()
                     except AssertionError:
                         continue
-                    fork_server_at_s = time.monotonic()
-                    self.kills["fork server"] += kill(pid)
+                    # Three deaths before it is ready would rightly end the server.
+                    if f"fork_server=ready pid={pid} " in self.checked.running.log():
+                        self.kills["fork server"] += kill(pid)
                 elif draw < 0.2 and self.answered > self.answers_at_daemon_kill + 3:
                     daemon = [r["pid"] for r in rows if r["kind"] == "daemon"]
                     if daemon:  # five deaths without one answer would rightly end the server
