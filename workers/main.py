@@ -79,7 +79,7 @@ def run(settings: WorkerSettings, descriptors: Sequence[int]) -> int:
         bells=descriptors[4:first_of_arena],
         arena=descriptors[first_of_arena:],
     )
-    pool = RequestPool(pool_descriptor, settings.pool_bytes)
+    pool = RequestPool(pool_descriptor, settings.pool_bytes, hides_replies=view.device == "cpu")
     view.pin(pool.address, pool.size_bytes)
     worker = Worker(settings, task, control, view, pool)
     worker.start()

@@ -97,7 +97,7 @@ class Window:
         _kernel("mprotect", start, len(self.reserve), PROT_NONE)
         self.address = aligned(start + UNIT_BYTES, UNIT_BYTES)
         self.reserve_offset_bytes = self.address - start
-        self._hidden = _map_by_chance(descriptor, size_bytes)
+        self._hidden = map_by_chance(descriptor, size_bytes, mmap.PROT_READ)
         self._start = self._end = 0
         self._lock = threading.Lock()  # between the moves and the thread that populates
         self.open(0, mmap.PAGESIZE)  # an error comes now, not in the first request
@@ -156,13 +156,13 @@ def address_of(mapping: mmap.mmap) -> int:
     return int(np.frombuffer(mapping, dtype=np.uint8).ctypes.data)
 
 
-def _map_by_chance(descriptor: int, size_bytes: int) -> int:
-    """Map a memfd for reading at an address that no code here could guess: one of 25 million."""
+def map_by_chance(descriptor: int, size_bytes: int, access: int) -> int:
+    """Map a memfd at an address that no kernel could guess, one of 25 million; for good."""
     for _ in range(PLACEMENT_TRIES):
         address = LOWEST + secrets.randbelow((HIGHEST - LOWEST) // UNIT_BYTES) * UNIT_BYTES
         flags = mmap.MAP_SHARED | MAP_FIXED_NOREPLACE
         try:
-            _kernel("mmap", address, size_bytes, mmap.PROT_READ, flags, descriptor, 0)
+            _kernel("mmap", address, size_bytes, access, flags, descriptor, 0)
         except OSError as error:
             if error.errno != errno.EEXIST:
                 raise

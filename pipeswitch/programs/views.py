@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import warnings
 from math import prod
+from typing import Any
 
 import torch
 
@@ -13,7 +15,9 @@ from .layout import ITEM_BYTES, TensorSpec
 
 
 def bytes_over(
-    buffer: mmap.mmap | bytearray | memoryview, offset_bytes: int = 0, size_bytes: int = -1
+    buffer: mmap.mmap | bytearray | memoryview | ctypes.Array[Any],
+    offset_bytes: int = 0,
+    size_bytes: int = -1,
 ) -> torch.UntypedStorage:
     """A host buffer, or a part of it, as one storage, without a copy; it keeps the buffer alive.
 

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Sequence
 
 import torch
 
+from pipeswitch.devices.windows import map_by_chance
 from pipeswitch.errors import InvalidInput
 from pipeswitch.ipc.messages import SlabTensor
 from pipeswitch.programs.layout import ITEM_BYTES
+from pipeswitch.programs.views import bytes_over
 
 REPLY_ALIGN_BYTES = 64
 
 
 class RequestPool:
-    """A mapping of the pool memfd."""
+    """A mapping of the pool memfd; where kernels are kept from it, a hidden one for replies."""
 
-    def __init__(self, descriptor: int, size_bytes: int) -> None:
+    def __init__(self, descriptor: int, size_bytes: int, *, hides_replies: bool = False) -> None:
         self._size_bytes = size_bytes
         self._storage = torch.frombuffer(
             mmap.mmap(descriptor, size_bytes), dtype=torch.uint8
         ).untyped_storage()
+        self._replies = self._storage
+        if hides_replies:  # outputs are copied there: no slab is opened and closed for it
+            address = map_by_chance(descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+            self._replies = bytes_over((ctypes.c_char * size_bytes).from_address(address))
 
     @property
     def address(self) -> int:
@@ -34,11 +41,11 @@ class RequestPool:
 
     def tensor(self, slab: SlabTensor) -> torch.Tensor:
         """A tensor over a request's slab; it stays valid until the reply is sent."""
-        return self._view(slab.dtype, slab.shape, slab.offset_bytes, slab.size_bytes)
+        return self._view(self._storage, slab)
 
-    def _view(
-        self, dtype_name: str, shape: Sequence[int], offset_bytes: int, size_bytes: int
-    ) -> torch.Tensor:
+    def _view(self, storage: torch.UntypedStorage, slab: SlabTensor) -> torch.Tensor:
+        dtype_name, shape = slab.dtype, slab.shape
+        offset_bytes, size_bytes = slab.offset_bytes, slab.size_bytes
         item = ITEM_BYTES[dtype_name]
         if offset_bytes % item or not 0 <= offset_bytes <= self._size_bytes - size_bytes:
             raise ValueError(f"slab at {offset_bytes}+{size_bytes} lies outside of the pool")
@@ -48,7 +55,7 @@ class RequestPool:
             strides.append(step)
             step *= max(1, extent)
         tensor = torch.empty(0, dtype=dtype)
-        return tensor.set_(self._storage, offset_bytes // item, tuple(shape), strides[::-1])
+        return tensor.set_(storage, offset_bytes // item, tuple(shape), strides[::-1])
 
     def write(
         self,
@@ -78,9 +85,7 @@ class RequestPool:
                 offset_bytes=offset_bytes + cursor,
                 size_bytes=size,
             )
-            self._view(dtype_name, slab.shape, slab.offset_bytes, size).copy_(
-                output, non_blocking=True
-            )
+            self._view(self._replies, slab).copy_(output, non_blocking=True)
             slabs.append(slab)
             cursor += -(-size // REPLY_ALIGN_BYTES) * REPLY_ALIGN_BYTES
         return tuple(slabs)

@@ -220,7 +220,6 @@ def _infer(
                 _lend_inputs(view, message, manifest)
                 outputs = bound.run(inputs, groups)
                 reach("worker.infer.outputs")
-                view.lend(message.reply_offset_bytes, message.reply_bytes, writable=True)
                 slabs = _write(bound, outputs, message, pool)
             view.quiesce()
         ended_at_ms = now_ms()
