@@ -105,6 +105,11 @@ def enable(environment: Mapping[str, str]) -> None:
         os.makedirs(os.path.join(_folder, REACHED), exist_ok=True)
 
 
+def are_enabled() -> bool:
+    """Whether they may be armed: with files, which a confined process could not see."""
+    return _folder is not None
+
+
 def reach(name: str) -> None:
     """Come by the point ``name``."""
     if _folder is not None:

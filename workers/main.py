@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pipeswitch.devices import PoolView
 from pipeswitch.devices.opening import open_view
 from pipeswitch.devices.waiting import now_ms
-from pipeswitch.failpoints import reach
+from pipeswitch.failpoints import are_enabled, reach
 from pipeswitch.ipc.channel import Channel, channel_from
 from pipeswitch.ipc.messages import (
     Cleaned,
@@ -167,7 +167,8 @@ class Worker:
             raise ValueError(f"{message.model} is code, and this worker is in the sandbox")
         if self._settings.is_sandboxed and not self._is_confined and not message.is_code:
             warm_up()
-            confine_worker(self._settings.task_memory_bytes)
+            if not are_enabled():
+                confine_worker(self._settings.task_memory_bytes)
             self._is_confined = True
 
     def _prepare(self, message: PrepareModel) -> None:

@@ -227,6 +227,8 @@ def _is_sandboxed(config: Config, device: ChosenDevice) -> bool:
         if wanted == "require":
             raise ConfigError(f"[security] sandbox is required, and {text}")
         log.warning("sandbox=incomplete: %s", text)
+    elif failpoints.are_enabled():
+        log.warning("sandbox=off: failpoints are on, whose files no confined process could open")
     return wanted != "off" and device.options is None and "seccomp" not in lacks
 
 
