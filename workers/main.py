@@ -197,6 +197,7 @@ class Worker:
             raise ValueError(f"{message.job} is a script, and this worker is in the sandbox")
         self._programs.clear()
         self._view.leave()
+        self._view.take_back()
         self._host = JobHost(message, self._task, self._view, descriptors)
         self._job_epoch = message.epoch
         self._job_known.set()

@@ -126,11 +126,11 @@ class PoolView(Protocol):
         ...
 
     def lend(self, offset_bytes: int, size_bytes: int, *, writable: bool) -> None:
-        """Let kernels reach a slab of the pool (cpu)."""
+        """Let kernels reach this slab of the pool, and no other (cpu)."""
         ...
 
     def take_back(self) -> None:
-        """No kernel can reach a slab any more (cpu)."""
+        """No kernel can reach a slab (cpu)."""
         ...
 
     def wait_group(self, word: int, epoch: Epoch) -> float:

@@ -322,6 +322,7 @@ class CpuPoolView:
         self._work_map = mmap.mmap(work, arena_bytes)
         self._work_windows = Guarded(address_of(self._work_map), arena_bytes)
         self._pool_windows: Guarded | None = None
+        self._lent: tuple[int, int, bool] | None = None
 
     device: Final = "cpu"
 
@@ -449,18 +450,22 @@ class CpuPoolView:
         self._pool_windows = Guarded(pointer, size_bytes)
 
     def lend(self, offset_bytes: int, size_bytes: int, *, writable: bool) -> None:
-        """Open a slab.
+        """Open a slab, and close the one before; the next request often lies where it did.
 
         Raises:
             RemoteProtocolError: outside of the pool.
         """
-        if self._pool_windows is not None:
+        wanted = (offset_bytes, size_bytes, writable)
+        if self._pool_windows is not None and self._lent != wanted:
+            self.take_back()
             self._pool_windows.open(offset_bytes, size_bytes, writable=writable)
+            self._lent = wanted
 
     def take_back(self) -> None:
-        """Close the slabs."""
+        """Close it."""
         if self._pool_windows is not None:
             self._pool_windows.close()
+            self._lent = None
 
     def quiesce(self) -> None:
         """Nothing is ever queued here: kernels have ended when they return."""

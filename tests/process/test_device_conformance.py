@@ -913,9 +913,9 @@ pool = mmap.mmap(-1, {16 * PAGE})
 pool[:] = b"p" * {16 * PAGE}
 view.pin(__import__("pipeswitch.devices.windows").devices.windows.address_of(pool), len(pool))
 view.lend({2 * PAGE}, {PAGE + 1}, writable=False)
+last = pool[{4 * PAGE} - 1]
 view.lend({6 * PAGE}, 10, writable=True)
-pool[{6 * PAGE}] = pool[{4 * PAGE} - 1]
-view.take_back()
+pool[{6 * PAGE}] = last
 view.lend({2 * PAGE}, 1, writable=False)
 say(pool[{2 * PAGE}])
 match arguments[0]:

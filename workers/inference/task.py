@@ -186,25 +186,12 @@ def infer(
     The model's own failure leaves this worker in order.
     """
     try:
-        return _infer(message, programs, pool, view, task, slot)
-    finally:
-        view.take_back()  # after the report: an error's text may read the model's inputs
-
-
-def _infer(
-    message: RunInference,
-    programs: Programs,
-    pool: RequestPool,
-    view: PoolView,
-    task: Channel,
-    slot: int,
-) -> bool:
-    try:
         reach("worker.infer.received")
         bound = programs.bound(message)
         manifest = bound.manifest
         last_word = message.first_word + len(manifest.groups) - 1
         region_bytes, epoch = manifest.total_bytes, message.residency_epoch
+        _lend_inputs(view, message, manifest)
         view.enter(message.arena_offset_bytes, region_bytes, last_word, epoch)
         inputs = [pool.tensor(slab) for slab in message.inputs]
         view.wait_turn(message.epoch)
@@ -217,7 +204,6 @@ def _infer(
             if message.trial_batch:
                 run_trial(bound, message, programs.made_up, groups, view, slot)
             else:
-                _lend_inputs(view, message, manifest)
                 outputs = bound.run(inputs, groups)
                 reach("worker.infer.outputs")
                 slabs = _write(bound, outputs, message, pool)
@@ -255,11 +241,13 @@ def _infer(
 
 def _lend_inputs(view: PoolView, message: RunInference, manifest: Manifest) -> None:
     """A graph that writes to its inputs is refused when it is registered; the operator's own
-    module may, and reads its own request's alone."""
+    module may, and reads its own request's alone. They stay open until the next task."""
     if message.inputs:  # they lie in one slab
         start = min(slab.offset_bytes for slab in message.inputs)
         end = max(slab.offset_bytes + slab.size_bytes for slab in message.inputs)
         view.lend(start, end - start, writable=manifest.mode == "module")
+    else:
+        view.take_back()
 
 
 def _write(
