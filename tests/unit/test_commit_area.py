@@ -244,7 +244,7 @@ def test_a_persist_that_is_cut_off_anywhere_leaves_a_whole_commit(
     if had_one:
         write_commit(tmp_path, 1, memoryview(image_of(1)))
     with monkeypatch.context() as patch:
-        patch.setattr(commit_files, "_remove_unnamed", lambda _: None)  # the dead do not tidy up
+        patch.setattr(commit_files, "remove_unnamed", lambda _: None)  # the dead do not tidy up
         patch.setattr(commit_files, "reach", dies_at(point))
         with pytest.raises(Died):
             write_commit(tmp_path, 2, memoryview(image_of(2)))
