@@ -31,7 +31,8 @@ Thaw = Callable[[Any, Next], Any]
 Kept = tuple[bytes, tuple[int, ...]]  # marshalled, and its epochs: see ``frozen_part``
 
 PLAIN = frozenset({
-    "int", "float", "str", "bool", "int | None", "float | None", "Slot", "Slot | None", "Token",
+    "int", "float", "str", "bool", "int | None", "float | None", "bool | None", "Slot",
+    "Slot | None", "Token",
     "ModelName", "JobName", "JobName | None", "ModelName | None", "Wanted", "Data",
     "tuple[int, ...]", "tuple[str, ...]",
 })  # fmt: skip
