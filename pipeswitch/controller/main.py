@@ -502,7 +502,7 @@ class Server:
             slot_bytes, step = self._effects.restore_commits(name) or (0, -1)
         except (PipeSwitchError, OSError) as error:
             log.error("job=%s commit on disk is unusable, starting over: %s", name, error)
-        self._scheduler.jobs.restore(
+        self._scheduler.machine.device.jobs.restore(
             name,
             str(entry["entry"]),
             tuple(entry["args"]),  # type: ignore[arg-type]

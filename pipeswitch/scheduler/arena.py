@@ -5,11 +5,12 @@ from __future__ import annotations
 from ..errors import OutOfDeviceMemory
 from ..ipc.messages import JobName, ModelName
 from ..programs.layout import REGION_ALIGN_BYTES, aligned
-from .core import Core
+from .device_state import DeviceState
 from .policies import Resident
-from .records import Model
+from .records import Model, Replica
 from .regions import Cost, Owner, Price, Region, Regions, Window
 from .states import Residency, TaskState
+from .store import gib, stored_bytes
 
 WORDS = Owner("words")
 
@@ -36,10 +37,11 @@ class Arena:
     rest and leave the prefix: the model is PARTIAL then, and only the rest is sent next time.
     """
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
-        self.regions = Regions(core.settings.arena_bytes, REGION_ALIGN_BYTES)
-        self.words = Regions(core.settings.words, 1)
+    def __init__(self, device: DeviceState) -> None:
+        self._core = device.core
+        self._device = device
+        self.regions = Regions(device.settings.arena_bytes, REGION_ALIGN_BYTES)
+        self.words = Regions(device.settings.words, 1)
         self._reserve_words()
 
     def device_lost(self) -> None:
@@ -48,11 +50,11 @@ class Arena:
         self._reserve_words()
 
     def _reserve_words(self) -> None:
-        if self.regions.reserve(WORDS, self._core.settings.words * 4, at_bytes=0) is None:
+        if self.regions.reserve(WORDS, self._device.settings.words * 4, at_bytes=0) is None:
             raise OutOfDeviceMemory(
                 f"an arena of {self.regions.capacity_bytes} bytes has no room for arrival words",
                 hint="start with --arena 64MiB or more",
-                requested_bytes=self._core.settings.words * 4,
+                requested_bytes=self._device.settings.words * 4,
                 largest_free_bytes=self.regions.capacity_bytes,
             )
 
@@ -62,12 +64,12 @@ class Arena:
         words = self.regions.get(WORDS)
         return self.regions.capacity_bytes - (words.size_bytes if words is not None else 0)
 
-    def model_of(self, region: Region) -> Model | None:
+    def model_of(self, region: Region) -> Replica | None:
         if region.owner.kind not in ("model", "rest"):
             return None
-        return self._core.models.get(ModelName(region.owner.name))
+        return self._device.replicas.get(ModelName(region.owner.name))
 
-    def prices(self, *, for_request: bool, mover: Model | None = None) -> Price:
+    def prices(self, *, for_request: bool, mover: Replica | None = None) -> Price:
         """What taking a region's place costs; None when its owner must stay.
 
         1. Arrival words, pinned models, models in use or being copied in: they stay.
@@ -89,56 +91,56 @@ class Arena:
         return price
 
     def _price(self, region: Region, *, for_request: bool) -> Cost | None:
-        core = self._core
+        core, device = self._core, self._device
         if region.owner == WORDS:
             return None  # 1.
         if region.owner.kind == "scrub":
             return SOON_FREE  # 3.
         if region.owner.kind == "slice":
-            job = core.jobs[JobName(region.owner.name)]
+            job = device.jobs[JobName(region.owner.name)]
             if job.slot is None or job.state.state not in COMPUTING:
                 return JOB_LEAVES  # 3.
             return (float(region.size_bytes), 0.0, 0.0, 0.0) if for_request else None  # 4.
-        model = self.model_of(region)
-        assert model is not None, region
-        if model.residency.state is Residency.ABANDONED:
+        replica = self.model_of(region)
+        assert replica is not None, region
+        if replica.residency.state is Residency.ABANDONED:
             return SOON_FREE  # 3.
-        if model.users or model.residency.state not in (Residency.RESIDENT, Residency.PARTIAL):
+        if replica.users or replica.residency.state not in (Residency.RESIDENT, Residency.PARTIAL):
             return None  # 1.
-        waiting_count = core.queue.count(model.name)
+        waiting_count = device.queue.count(replica.name)
         if waiting_count and not for_request:
             return None  # 2.
-        is_prefix = model.kept_groups > 0 and region.owner == model.owner
+        is_prefix = replica.kept_groups > 0 and region.owner == replica.owner
         resident = Resident(
-            model=model.name,
+            model=replica.name,
             size_bytes=region.size_bytes,
-            priority=model.priority,
-            last_used_at_ms=model.last_used_at_ms,
-            use_count=model.use_count,
+            priority=replica.model.priority,
+            last_used_at_ms=replica.last_used_at_ms,
+            use_count=replica.use_count,
             waiting_count=waiting_count,
         )
         cost = core.policy.eviction_cost(resident, core.now_ms)
         return (0.0, 0.0, 0.0, cost * (PREFIX_WEIGHT if is_prefix else 1.0))
 
-    def find_place(self, model: Model, *, for_request: bool) -> Window | None:
+    def find_place(self, replica: Replica, *, for_request: bool) -> Window | None:
         """Its home when nothing is cheaper, else the cheapest window anywhere.
 
         A model returns to its home offset so that cached parameter views (and CUDA graphs) stay
         valid. It gets a new home rather than evict a model while there is room elsewhere:
         models whose homes overlap would throw each other out for ever.
         """
-        assert model.manifest is not None
-        size = max(model.manifest.total_bytes, 1)
-        price = self.prices(for_request=for_request, mover=model)
+        assert replica.manifest is not None
+        size = max(replica.manifest.total_bytes, 1)
+        price = self.prices(for_request=for_request, mover=replica)
         best = self.regions.cheapest_window(size, price)
-        if model.residency.state is Residency.PARTIAL:
-            head = self.regions.get(model.owner)
+        if replica.residency.state is Residency.PARTIAL:
+            head = self.regions.get(replica.owner)
             assert head is not None
             rest = self.regions.window_at(head.end_bytes, size - head.size_bytes, price)
             if rest is not None and (best is None or rest.cost <= best.cost):
                 return Rest(rest.offset_bytes, rest.victims, rest.cost)
-        if best is not None and model.home_bytes >= 0:
-            home = self.regions.window_at(model.home_bytes, size, price)
+        if best is not None and replica.home_bytes >= 0:
+            home = self.regions.window_at(replica.home_bytes, size, price)
             if home is not None and home.cost <= best.cost:
                 return home
         return best
@@ -152,8 +154,23 @@ class Arena:
         ]
 
     def _is_abandoned(self, region: Region) -> bool:
-        model = self.model_of(region)
-        return model is not None and model.residency.state is Residency.ABANDONED
+        replica = self.model_of(region)
+        return replica is not None and replica.residency.state is Residency.ABANDONED
+
+    def check_fits(self, model: Model) -> None:
+        """Some request of it can run once.
+
+        Raises:
+            OutOfDeviceMemory: larger than the arena; none ever could.
+        """
+        size, largest = stored_bytes(model), self.leasable_bytes
+        if aligned(size, REGION_ALIGN_BYTES) > largest:
+            raise OutOfDeviceMemory(
+                f'"{model.name}" needs {gib(size)}, the arena has {gib(largest)}',
+                hint=f"start with --arena {aligned(2 * size, 1 << 30) >> 30}GiB",
+                requested_bytes=size,
+                largest_free_bytes=largest,
+            )
 
     def can_ever_hold(self, size_bytes: int) -> bool:
         """Whether it fits once everything that is not pinned has left."""
@@ -164,8 +181,8 @@ class Arena:
         """The longest range between what never leaves: arrival words and pinned models."""
         cursor = largest = 0
         for region in self.regions:
-            model = self.model_of(region)
-            is_pinned = model is not None and model.residency.state is Residency.PINNED
+            replica = self.model_of(region)
+            is_pinned = replica is not None and replica.residency.state is Residency.PINNED
             if region.owner == WORDS or is_pinned:
                 largest = max(largest, region.offset_bytes - cursor)
                 cursor = region.end_bytes
@@ -177,34 +194,34 @@ class Arena:
         assert region is not None, "a window without its victims is free"
         return region
 
-    def may_keep(self, model: Model) -> bool:
+    def may_keep(self, replica: Replica) -> bool:
         """Whether its prefix fits into what may be kept of all models."""
-        head = self.regions.get(model.owner)
+        head = self.regions.get(replica.owner)
         assert head is not None
-        return self.kept_bytes + head.size_bytes <= self._core.settings.prefix_bytes
+        return self.kept_bytes + head.size_bytes <= self._device.settings.prefix_bytes
 
     @property
     def kept_bytes(self) -> int:
         """Held by prefixes whose rest is gone."""
         regions = (
-            self.regions.get(model.owner)
-            for model in self._core.models.values()
-            if model.residency.state is Residency.PARTIAL
+            self.regions.get(replica.owner)
+            for replica in self._device.replicas.values()
+            if replica.residency.state is Residency.PARTIAL
         )
         return sum(region.size_bytes for region in regions if region is not None)
 
-    def held_bytes(self, model: Model) -> int:
+    def held_bytes(self, replica: Replica) -> int:
         """Of the arena, its prefix and the rest."""
-        regions = (self.regions.get(model.owner), self.regions.get(model.rest))
+        regions = (self.regions.get(replica.owner), self.regions.get(replica.rest))
         return sum(region.size_bytes for region in regions if region is not None)
 
-    def release(self, model: Model) -> None:
+    def release(self, replica: Replica) -> None:
         """Give back what the model holds, its prefix and the rest."""
-        for owner in (model.owner, model.rest):
+        for owner in (replica.owner, replica.rest):
             if self.regions.get(owner) is not None:
                 self.regions.release(owner)
 
     def check(self) -> None:
         self.regions.check()
         self.words.check()
-        assert self.kept_bytes <= max(0, self._core.settings.prefix_bytes), "too much is kept"
+        assert self.kept_bytes <= max(0, self._device.settings.prefix_bytes), "too much is kept"

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from ..ipc.messages import InferenceDone
 from .core import Core
-from .records import Activation, Model, Request
+from .records import Activation, Replica, Request
 
 
 def bill(
-    activation: Activation, request: Request, model: Model, message: InferenceDone, now_ms: float
+    activation: Activation,
+    request: Request,
+    replica: Replica,
+    message: InferenceDone,
+    now_ms: float,
 ) -> dict[str, object]:
     """Where the time went; all in milliseconds."""
     copy_ms = 0.0
     if not activation.was_resident:
-        ended = model.transmit_ended_at_ms or message.ended_at_ms
-        copy_ms = max(0.0, ended - model.transmit_started_at_ms)
+        ended = replica.transmit_ended_at_ms or message.ended_at_ms
+        copy_ms = max(0.0, ended - replica.transmit_started_at_ms)
     compute_ms = message.ended_at_ms - message.turn_at_ms - message.stall_ms
     return {
         "queue_ms": activation.dispatched_at_ms - request.arrived_at_ms,

@@ -16,7 +16,7 @@ from ..ipc.messages import (
     StepCommitted,
 )
 from .arena import Arena
-from .core import Core
+from .device_state import DeviceState
 from .events import CreateCommits, DropCommits, ToWorker
 from .records import NO_EPOCH, Job, Worker
 from .states import TASK_FINAL
@@ -29,8 +29,9 @@ NO_COPY: Final = (NO_EPOCH, 0)
 class Commits:
     """The commit areas of all jobs, and the one commit of each that is on its way."""
 
-    def __init__(self, core: Core, arena: Arena, store: Store) -> None:
-        self._core = core
+    def __init__(self, device: DeviceState, arena: Arena, store: Store) -> None:
+        self._core = device.core
+        self._device = device
         self._arena = arena
         self._store = store
 
@@ -66,7 +67,7 @@ class Commits:
         self._tell_daemon(job)
 
     def _tell_daemon(self, job: Job) -> None:
-        self._core.tell_daemon(
+        self._device.tell_daemon(
             OpenCommits(job=job.name, slot_bytes=job.commit_slot_bytes), commits_of=job.name
         )
 
@@ -76,16 +77,16 @@ class Commits:
         Each number once: when a commit is acknowledged its owner writes the slice again, so a
         message that comes late or again would have a torn image copied.
         """
-        job = self._core.job_of(worker, message.epoch)
+        job = self._device.job_of(worker, message.epoch)
         if job is None or message.number <= job.commit_number:
             self._core.counts["stale_messages"] += 1
             return
         region = self._arena.regions.get(job.slice)
-        if region is None or not self._core.is_daemon_ready:
+        if region is None or not self._device.is_daemon_ready:
             return  # nothing is copied, so nothing is acknowledged and the number is not used up
         job.commit_number = message.number
         job.copying_epoch, job.copying_number = job.epoch, message.number
-        self._core.tell_daemon(
+        self._device.tell_daemon(
             CommitCopy(
                 job=job.name,
                 epoch=job.epoch,
@@ -99,8 +100,8 @@ class Commits:
 
     def committed(self, message: StepCommitted) -> None:
         """Flipped: tell the worker; write it to disk now and then."""
-        core = self._core
-        job = core.jobs.get(message.job)
+        core, device = self._core, self._device
+        job = device.jobs.get(message.job)
         told = (message.epoch, message.number)
         if job is None or told != (job.copying_epoch, job.copying_number):
             core.counts["stale_messages"] += 1  # of an older job of this name, or told again
@@ -116,13 +117,13 @@ class Commits:
             core.counts["commits"] += 1
             core.publish("job.committed", job=job.name, step=message.step, copy_ms=message.copy_ms)
         if job.slot is not None and message.epoch == job.epoch:
-            core.emit(ToWorker(slot=job.slot, message=message, channel="signal"))
+            self._device.emit(ToWorker(slot=job.slot, message=message, channel="signal"))
 
     def persist_due(self) -> None:
         """Write commits to disk now and then, and at once when a job was put aside."""
-        core = self._core
-        for job in core.jobs.values():
-            if not self._is_unsaved(job) or job.is_persisting or not core.is_daemon_ready:
+        core, device = self._core, self._device
+        for job in device.jobs.values():
+            if not self._is_unsaved(job) or job.is_persisting or not device.is_daemon_ready:
                 continue
             if core.now_ms < job.persist_due_at_ms:
                 core.look_again(job.persist_due_at_ms)
@@ -131,7 +132,7 @@ class Commits:
             job.persist_epoch = job.epoch
             job.persist_due_at_ms = core.now_ms + core.settings.persist_every_ms
             directory = f"{core.settings.commits_dir}/{job.name}"
-            core.tell_daemon(PersistCommit(job=job.name, epoch=job.epoch, directory=directory))
+            device.tell_daemon(PersistCommit(job=job.name, epoch=job.epoch, directory=directory))
 
     def _is_unsaved(self, job: Job) -> bool:
         """Its newest commit is not on disk, and the job may have to resume from it."""
@@ -139,7 +140,7 @@ class Commits:
 
     def persisted(self, message: CommitPersisted) -> None:
         """On disk, or why not; the older file is intact either way and training goes on."""
-        job = self._core.jobs.get(message.job)
+        job = self._device.jobs.get(message.job)
         if job is None or message.epoch <= job.born_epoch:
             return
         job.is_persisting = False
@@ -151,7 +152,7 @@ class Commits:
 
     def refused(self, epoch: Epoch, reason: str) -> None:
         """The daemon refused an order: no answer to it will come."""
-        for job in self._core.jobs.values():
+        for job in self._device.jobs.values():
             if job.persist_epoch == epoch and job.is_persisting:
                 job.is_persisting = False
                 job.why = f"commit not on disk: {reason}"
@@ -162,24 +163,24 @@ class Commits:
     def _restart(self, job: Job, epoch: Epoch, reason: str) -> None:
         """From the last commit: its script waits for an acknowledgement that will not come."""
         if job.slot is not None and job.epoch == epoch:
-            self._core.kill(self._core.workers[job.slot], reason)
+            self._device.kill(self._device.workers[job.slot], reason)
 
     def forget(self, job: Job) -> None:
         if job.commit_slot_bytes:
             self._store.regions.release(job.commits)
             job.commit_slot_bytes = 0
-            self._core.tell_daemon(CloseCommits(job=job.name))
+            self._device.tell_daemon(CloseCommits(job=job.name))
             self._core.emit(DropCommits(job=job.name))
 
     def daemon_died(self) -> None:
         """Slices are gone with the device; commits are not."""
-        for job in self._core.jobs.values():
+        for job in self._device.jobs.values():
             job.lease_bytes = job.lease_asked_bytes = 0
             job.is_persisting = False
             job.copying_epoch, job.copying_number = NO_COPY
 
     def daemon_ready(self) -> None:
-        for job in self._core.jobs.values():
+        for job in self._device.jobs.values():
             if job.commit_slot_bytes:
                 self._tell_daemon(job)
 
@@ -191,5 +192,5 @@ class Commits:
             job.copying_epoch
             or job.is_persisting
             or (self._is_unsaved(job) and job.persist_due_at_ms <= now_ms)
-            for job in self._core.jobs.values()
+            for job in self._device.jobs.values()
         )

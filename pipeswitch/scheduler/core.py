@@ -1,4 +1,4 @@
-"""The state the scheduler's parts share: records, the device's turn, and the commands to emit."""
+"""What all parts of the scheduler share: settings, time, numbers, commands to emit."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import PipeSwitchError
-from ..ipc.messages import Epoch, JobName, Message, ModelName, Slot
+from ..ipc.messages import Epoch
 from ..planning.profile import UNKNOWN_DEVICE, Identity
-from .events import Answer, Command, KillWorker, Publish, Span, SpawnWorker, ToDaemon, Token
+from .events import Answer, Command, Publish, Span, Token
 from .policies import Policy
-from .queue import Queue
-from .records import Activation, ColdSwitch, EndedTrial, Job, Model, Request, Worker
-from .states import WORKER_SERVES, WorkerEvent
 from .wakeups import Wakeups
 
 
@@ -56,30 +53,10 @@ class SchedulerSettings:
 
 @dataclass
 class Core:
-    """Shared by the scheduler's parts; touched by the scheduler thread only.
-
-    Invariants (``Scheduler.check``): ``current`` is the only inference task that may compute;
-    ``upcoming`` is dispatched and waits for the turn; ``training`` names the job that holds the
-    turn or is giving it up; at most one of ``current`` and a running ``training`` computes.
-    """
+    """What every part needs and no device owns: time, numbers, the commands to emit, the end."""
 
     settings: SchedulerSettings
     policy: Policy
-    models: dict[ModelName, Model] = field(default_factory=dict)
-    requests: dict[Token, Request] = field(default_factory=dict)  # live ones
-    queue: Queue = field(default_factory=Queue)  # QUEUED
-    early: Queue = field(default_factory=Queue)  # QUEUED too: their model is STORING
-    jobs: dict[JobName, Job] = field(default_factory=dict)
-    workers: dict[Slot, Worker] = field(default_factory=dict)
-    current: Activation | None = None
-    upcoming: Activation | None = None
-    training: JobName | None = None
-    measuring: ModelName | None = None  # its groups are those of the current trial
-    ended_trial: EndedTrial | None = None  # for Profiling to take
-    cold_switches: list[ColdSwitch] = field(default_factory=list)  # the same
-    daemon_generation: int = 0
-    daemon_pid: int = 0
-    is_daemon_ready: bool = False
     drain_at_ms: float | None = None
     drain_tokens: list[Token] = field(default_factory=list)
     has_left: bool = False
@@ -124,63 +101,9 @@ class Core:
         )
 
     @property
-    def is_ready(self) -> bool:
-        """The daemon owns its memory and a worker can take a request."""
-        return self.is_daemon_ready and any(
-            worker.state.state in WORKER_SERVES for worker in self.workers.values()
-        )
-
-    @property
     def is_draining(self) -> bool:
         return self.drain_at_ms is not None
-
-    def spawn(self, worker: Worker) -> None:
-        """A fresh process for its slot; the one that is there is killed."""
-        worker.generation += 1
-        worker.respawn_at_ms = None
-        worker.kill_reason = ""
-        worker.is_blamed = True
-        worker.pid = 0
-        worker.warm.clear()
-        worker.unpreparable.clear()
-        worker.preparing = None
-        worker.runs_code = None
-        self.emit(SpawnWorker(slot=worker.slot, generation=worker.generation))
-
-    def fits(self, worker: Worker, *, is_code: bool) -> bool:
-        """Whether its process may run the operator's code, or else clients' programs (ADR 20)."""
-        return not self.settings.is_sandboxed or worker.runs_code in (None, is_code)
-
-    def claim(self, worker: Worker, *, is_code: bool) -> None:
-        """Before it is given something to run: a process that does not fit is replaced."""
-        if not self.fits(worker, is_code=is_code):
-            self.spawn(worker)
-        worker.runs_code = is_code
 
     def look_again(self, at_ms: float) -> None:
         """Ask for a Tick at that instant."""
         self.wakeups.add(at_ms)
-
-    def job_of(self, worker: Worker, epoch: int) -> Job | None:
-        """The job a message speaks of; None when it speaks of an older dispatch."""
-        job = self.jobs.get(worker.job) if worker.job is not None else None
-        return job if job is not None and job.epoch == epoch and job.slot == worker.slot else None
-
-    def tell_daemon(self, message: Message, commits_of: JobName | None = None) -> None:
-        """Send to the memory daemon; to one that is not ready, nothing.
-
-        What a new daemon must know is sent again when it is ready, so that nothing reaches it
-        twice and nothing is ordered from memory it has not taken yet.
-        """
-        if self.is_daemon_ready:
-            self.emit(ToDaemon(message=message, commits_of=commits_of))
-
-    def kill(self, worker: Worker, reason: str, *, blame: bool = True) -> None:
-        """SIGKILL once; its memory is reused when WorkerExited says it is reaped.
-
-        ``blame``: for what it did itself, so that its death counts against its task.
-        """
-        if worker.state.allows(WorkerEvent.KILLED):
-            worker.state.apply(WorkerEvent.KILLED, reason)
-            worker.kill_reason, worker.is_blamed = reason, blame
-            self.emit(KillWorker(slot=worker.slot, generation=worker.generation, reason=reason))

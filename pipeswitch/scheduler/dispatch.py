@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from ..errors import OutOfDeviceMemory
+from ..errors import DeadlineExceeded, OutOfDeviceMemory
 from ..ipc.messages import JobName, RunInference
 from ..programs.layout import REGION_ALIGN_BYTES, aligned
-from .admission import Admission
 from .arena import WHOLE, Arena
-from .core import Core
+from .device_state import DeviceState
 from .events import ToWorker
 from .policies import Waiting
-from .records import Activation, Model, Request, Worker
+from .records import Activation, Replica, Request, Worker
 from .residency import Residents
 from .states import Residency, TaskEvent, WorkerEvent, WorkerState
 from .training import Training
@@ -21,15 +20,30 @@ class Dispatch:
     """At most one task waits for its turn while another computes."""
 
     def __init__(
-        self, core: Core, arena: Arena, residents: Residents, training: Training,
-        admission: Admission, turns: Turns,
+        self, device: DeviceState, arena: Arena, residents: Residents, training: Training,
+        turns: Turns,
     ) -> None:  # fmt: skip
-        self._core = core
+        self._core = device.core
+        self._device = device
         self._arena = arena
         self._residents = residents
         self._training = training
-        self._admission = admission
         self._turns = turns
+
+    def expire(self) -> None:
+        """Answer queued requests whose deadline has passed."""
+        core, device = self._core, self._device
+        for request in (*device.queue.expired(core.now_ms), *device.early.expired(core.now_ms)):
+            waited = core.now_ms - request.arrived_at_ms
+            device.refuse(
+                request,
+                TaskEvent.EXPIRE,
+                DeadlineExceeded(
+                    f"the deadline passed after {waited:.0f} ms in the queue",
+                    hint="raise the deadline or the priority",
+                    waited_ms=waited,
+                ),
+            )
 
     def pump(self) -> None:
         """Dispatch what can be dispatched. Outcomes:
@@ -44,30 +58,32 @@ class Dispatch:
            lower priority never runs in front of a higher one, and no request is overtaken
            for ever.
         """
-        core = self._core
-        if not core.is_daemon_ready:
+        device = self._device
+        if not device.is_daemon_ready:
             return
         self._refuse_the_impossible()
-        while core.queue and core.upcoming is None:
+        while device.queue and device.upcoming is None:
             if not self._dispatch_best():
                 return
 
     def _refuse_the_impossible(self) -> None:
         """Requests whose model does not fit beside what is pinned: waiting would not help."""
-        core = self._core
-        if not core.queue:
+        device = self._device
+        if not device.queue:
             return
         largest = self._arena.largest_for_all_bytes
         if largest == self._arena.leasable_bytes:
             return  # nothing is pinned, and the store took none that is larger
-        for name in core.queue.models():
-            model = core.models[name]
-            assert model.manifest is not None
-            size = model.manifest.total_bytes
-            if model.residency.state in WHOLE or aligned(size, REGION_ALIGN_BYTES) <= largest:
+        for name in device.queue.models():
+            replica = device.replicas[name]
+            assert replica.manifest is not None
+            size = replica.manifest.total_bytes
+            if replica.residency.state in WHOLE or aligned(size, REGION_ALIGN_BYTES) <= largest:
                 continue
-            pinned = [m.name for m in core.models.values() if m.residency.state is Residency.PINNED]
-            for request in core.queue.of(name):
+            pinned = [
+                m.name for m in device.replicas.values() if m.residency.state is Residency.PINNED
+            ]
+            for request in device.queue.of(name):
                 error = OutOfDeviceMemory(
                     f'"{name}" needs {size} bytes, but pinned models ({", ".join(pinned)}) leave '
                     f"{largest} in one piece",
@@ -75,13 +91,13 @@ class Dispatch:
                     requested_bytes=size,
                     largest_free_bytes=largest,
                 )
-                self._admission.refuse(request, TaskEvent.ERROR, error)
+                self._device.refuse(request, TaskEvent.ERROR, error)
 
     def _dispatch_best(self) -> bool:
-        core = self._core
+        core, device = self._core, self._device
         if not self._has_worker():
             return False  # one will be clean, reaped, prepared or respawned: that pumps again
-        views = [(self._view(request), request) for request in core.queue]
+        views = [(self._view(request), request) for request in device.queue]
         views.sort(key=lambda pair: core.policy.rank(pair[0], core.now_ms))
         blocked: list[Waiting] = []
         for view, request in views:
@@ -97,122 +113,122 @@ class Dispatch:
     def _has_worker(self) -> bool:
         """A worker could begin. One that loads a program cannot, perhaps for seconds: it is given
         a task only where no task's end makes another one free before."""
-        free = [worker for worker in self._core.workers.values() if worker.is_free]
+        free = [worker for worker in self._device.workers.values() if worker.is_free]
         return any(worker.preparing is None for worker in free) or (
-            bool(free) and self._core.current is None
+            bool(free) and self._device.current is None
         )
 
     def _dispatch(self, request: Request) -> bool:
         """Dispatch a request if its model is on the device or can be sent now."""
-        core, arena = self._core, self._arena
-        model = core.models[request.model]
-        if model.is_on_device:
-            self.activate(request, model, is_sent=False)
+        device, arena = self._device, self._arena
+        replica = device.replicas[request.model]
+        if replica.is_on_device:
+            self.activate(request, replica, is_sent=False)
             return True
-        if model.residency.state is Residency.ABANDONED:
+        if replica.residency.state is Residency.ABANDONED:
             return False  # its region is in the way of itself until the copy has ended
-        window = arena.find_place(model, for_request=True)
+        window = arena.find_place(replica, for_request=True)
         if window is None:
             self._residents.cancel_prefetches()
             return False  # 4.
         obstacles = arena.obstacles(window)
         for region in obstacles:
             if region.owner.kind == "slice":
-                self._training.evict(JobName(region.owner.name), f"memory for {model.name}")  # 3.
+                self._training.evict(JobName(region.owner.name), f"memory for {replica.name}")  # 3.
         if obstacles:
             return False
         self._residents.cancel_prefetches()
-        self._residents.transmit(model, window, f"request {request.request_id}")
-        self.activate(request, model, is_sent=True)
+        self._residents.transmit(replica, window, f"request {request.request_id}")
+        self.activate(request, replica, is_sent=True)
         return True
 
     def _view(self, request: Request) -> Waiting:
-        core = self._core
-        model = core.models[request.model]
+        device = self._device
+        replica = device.replicas[request.model]
         return Waiting(
             token=request.token,
             model=request.model,
             priority=request.priority,
             deadline_at_ms=request.deadline_at_ms,
             arrived_at_ms=request.arrived_at_ms,
-            is_resident=model.is_on_device,
-            is_current=core.current is not None and core.current.model == request.model,
+            is_resident=replica.is_on_device,
+            is_current=device.current is not None and device.current.model == request.model,
         )
 
-    def _pick_worker(self, model: Model) -> Worker:
+    def _pick_worker(self, replica: Replica) -> Worker:
         """A free worker: one that knows the model, then one that is just learning it, then one
         that must; last, one that is busy with another model's program, or is to be replaced."""
-        version = model.version
+        version = replica.version
 
         def rank(worker: Worker) -> int:
-            is_warm = worker.warm.get(model.name) == version
-            if not self._core.fits(worker, is_code=model.is_code):
+            is_warm = worker.warm.get(replica.name) == version
+            if not self._device.fits(worker, is_code=replica.is_code):
                 return 3
             if worker.preparing is None:
                 return 0 if is_warm else 2
-            return 1 if worker.preparing == model.name and not is_warm else 3
+            return 1 if worker.preparing == replica.name and not is_warm else 3
 
         def order(worker: Worker) -> tuple[int, bool, int]:
             return rank(worker), worker.state.state is WorkerState.CLEANING, worker.slot
 
-        return min((w for w in self._core.workers.values() if w.is_free), key=order)
+        return min((w for w in self._device.workers.values() if w.is_free), key=order)
 
-    def activate(self, request: Request, model: Model, *, is_sent: bool) -> Activation:
+    def activate(self, request: Request, replica: Replica, *, is_sent: bool) -> Activation:
         """Give the request to a worker; ``is_sent``: its model was sent for it just now."""
-        core, manifest = self._core, model.manifest
+        core, device, manifest = self._core, self._device, replica.manifest
         assert manifest is not None
-        worker = self._pick_worker(model)
+        worker = self._pick_worker(replica)
         epoch = core.next_epoch()
-        core.queue.discard(request)
+        device.queue.discard(request)
         request.state.apply(TaskEvent.DISPATCHED, f"worker {worker.slot}")
-        core.claim(worker, is_code=model.is_code)
+        device.claim(worker, is_code=replica.is_code)
         worker.state.apply(WorkerEvent.ACTIVATED, f"request {request.request_id}")
         worker.task_epoch = epoch
-        model.users += 1
-        model.is_prefetch = False
+        replica.users += 1
+        replica.is_prefetch = False
         activation = Activation(
             epoch=epoch,
             slot=worker.slot,
             token=request.token,
-            model=model.name,
+            model=replica.name,
             dispatched_at_ms=core.now_ms,
-            was_resident=model.residency.state in (Residency.RESIDENT, Residency.PINNED),
-            residency_epoch=model.residency_epoch,
+            was_resident=replica.residency.state in (Residency.RESIDENT, Residency.PINNED),
+            residency_epoch=replica.residency_epoch,
             is_trial=request.trial_batch > 0,
-            kept_bytes=model.kept_bytes if is_sent else 0,
+            kept_bytes=replica.kept_bytes if is_sent else 0,
         )
-        core.upcoming = activation
+        device.upcoming = activation
         self._turns.give()  # before the order: the worker must not find an old turn
-        core.emit(
+        self._device.emit(
             ToWorker(
                 slot=worker.slot,
                 message=RunInference(
                     epoch=epoch,
                     request_id=request.request_id,
-                    model=model.name,
+                    model=replica.name,
                     digest=manifest.digest,
                     directory=core.settings.program_dir(manifest.digest),
-                    arena_offset_bytes=model.home_bytes,
-                    first_word=model.first_word,
-                    residency_epoch=model.residency_epoch,
+                    arena_offset_bytes=replica.home_bytes,
+                    first_word=replica.first_word,
+                    residency_epoch=replica.residency_epoch,
                     inputs=request.inputs,
                     reply_offset_bytes=request.reply_offset_bytes,
                     reply_bytes=request.reply_bytes,
-                    plan=model.plan,
+                    plan=replica.plan,
                     trial_batch=request.trial_batch,
-                    is_code=model.is_code,
+                    is_code=replica.is_code,
                 ),
             )
         )
-        if core.training is not None:
-            activation.preempted = core.training
+        if device.training is not None:
+            activation.preempted = device.training
             activation.stop_asked_at_ms = core.now_ms
-            self._training.stop(core.training, activation.turn, activation.slot)
+            self._training.stop(device.training, activation.turn, activation.slot)
         if is_sent and not activation.is_trial:
             core.counts["switches"] += 1
             core.publish(
                 "switch.started",
-                model=model.name,
+                model=replica.name,
                 request=request.request_id,
                 worker=worker.slot,
                 preempts=activation.preempted,

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from ..errors import DeadlineExceeded, PipeSwitchError, TaskFailed, WorkerLost, from_wire
+from ..errors import (
+    DeadlineExceeded,
+    ModelQuarantined,
+    PipeSwitchError,
+    TaskFailed,
+    WorkerLost,
+    from_wire,
+)
 from ..ipc.messages import Epoch, InferenceDone, InferenceFailed, SlabTensor
 from ..programs.layout import Manifest
-from .admission import Admission, quarantined
 from .bill import bill, trace
-from .core import Core
+from .device_state import DeviceState
 from .events import Answer
-from .records import Activation, ColdSwitch, EndedTrial, Model, Request, Worker
+from .records import Activation, ColdSwitch, EndedTrial, Model, Replica, Request, Worker
 from .residency import Residents
 from .states import ModelEvent, ModelState, TaskEvent, WorkerEvent
 
@@ -17,10 +23,10 @@ from .states import ModelEvent, ModelState, TaskEvent, WorkerEvent
 class Endings:
     """Each dispatched task ends here, once."""
 
-    def __init__(self, core: Core, residents: Residents, admission: Admission) -> None:
-        self._core = core
+    def __init__(self, device: DeviceState, residents: Residents) -> None:
+        self._core = device.core
+        self._device = device
         self._residents = residents
-        self._admission = admission
         self._ended: list[tuple[Activation, Request, InferenceDone]] = []  # not traced yet
 
     def done(self, worker: Worker, message: InferenceDone) -> None:
@@ -28,43 +34,43 @@ class Endings:
         ended = self._end(worker, message.epoch)
         if ended is None:
             return
-        activation, request, model = ended
-        core = self._core
-        model.deaths = 0
-        model.longest_ms = max(model.longest_ms, core.now_ms - activation.began_at_ms)
+        activation, request, replica = ended
+        core, device = self._core, self._device
+        replica.model.deaths = 0
+        replica.longest_ms = max(replica.longest_ms, core.now_ms - activation.began_at_ms)
         worker.deaths = 0
-        worker.warm[model.name] = model.version  # it has just run it
+        worker.warm[replica.name] = replica.version  # it has just run it
         self._ended.append((activation, request, message))
         if activation.is_trial:
             request.state.apply(TaskEvent.FINISHED, "measured")
-            core.requests.pop(request.token)
-            core.ended_trial = EndedTrial(activation, message)
+            device.requests.pop(request.token)
+            device.ended_trial = EndedTrial(activation, message)
             return
-        self._note_switch(activation, request, model, message)
-        model.use_count += 1
+        self._note_switch(activation, request, replica, message)
+        replica.use_count += 1
         core.counts["inferences"] += 1
         request.state.apply(TaskEvent.FINISHED, "outputs written")
-        core.requests.pop(request.token)
+        device.requests.pop(request.token)
         core.emit(
             Answer(
                 token=request.token,
                 outputs=message.outputs,
-                timing=bill(activation, request, model, message, core.now_ms),
+                timing=bill(activation, request, replica, message, core.now_ms),
             )
         )
 
     def _note_switch(
-        self, activation: Activation, request: Request, model: Model, message: InferenceDone
+        self, activation: Activation, request: Request, replica: Replica, message: InferenceDone
     ) -> None:
         """Its batch is what a profile should be of; a cold one is compared with its prediction."""
-        assert model.manifest is not None
-        model.last_batch = batch_of(model.manifest, request.inputs)
-        if not activation.was_resident and not model.kept_bytes:
-            self._core.cold_switches.append(
+        assert replica.manifest is not None
+        replica.model.last_batch = batch_of(replica.manifest, request.inputs)
+        if not activation.was_resident and not replica.kept_bytes:
+            self._device.cold_switches.append(
                 ColdSwitch(
-                    model=model.name,
+                    model=replica.name,
                     residency_epoch=activation.residency_epoch,
-                    batch=model.last_batch,
+                    batch=replica.model.last_batch,
                     turn_at_ms=message.turn_at_ms,
                     ended_at_ms=message.ended_at_ms,
                 )
@@ -88,40 +94,40 @@ class Endings:
             error = from_wire(TaskFailed.__name__, message.message, "", message.data)
         self._give_up(activation, request, error)
 
-    def _end(self, worker: Worker, epoch: Epoch) -> tuple[Activation, Request, Model] | None:
+    def _end(self, worker: Worker, epoch: Epoch) -> tuple[Activation, Request, Replica] | None:
         """Take the activation of that epoch off the device; None for a late message."""
-        core = self._core
+        device = self._device
         # Its turn was raised by the parked worker, whose own message is still on its way; or it
         # failed before it had the turn. Either way it computes no more.
-        if core.current is not None and (core.current.epoch, core.current.slot) == (
+        if device.current is not None and (device.current.epoch, device.current.slot) == (
             epoch,
             worker.slot,
         ):
-            activation, core.current = core.current, None
-        elif core.upcoming is not None and (core.upcoming.epoch, core.upcoming.slot) == (
+            activation, device.current = device.current, None
+        elif device.upcoming is not None and (device.upcoming.epoch, device.upcoming.slot) == (
             epoch,
             worker.slot,
         ):
-            activation, core.upcoming = core.upcoming, None
+            activation, device.upcoming = device.upcoming, None
         else:
             return None
         worker.state.apply(WorkerEvent.TASK_ENDED, f"epoch {epoch}")
-        model = core.models[activation.model]
-        self._residents.unused(model)
-        return activation, core.requests[activation.token], model
+        replica = device.replicas[activation.model]
+        self._residents.unused(replica)
+        return activation, device.requests[activation.token], replica
 
     def _give_up(
         self, activation: Activation, request: Request, error: PipeSwitchError | None
     ) -> None:
         """No outputs will come of it; of a trial no client expects any."""
-        core = self._core
+        device = self._device
         if not activation.is_trial:
             assert error is not None
-            self._admission.refuse(request, TaskEvent.ERROR, error)
+            self._device.refuse(request, TaskEvent.ERROR, error)
             return
         request.state.apply(TaskEvent.ERROR, type(error).__name__)
-        core.requests.pop(request.token)
-        core.ended_trial = EndedTrial(activation, error=error)
+        device.requests.pop(request.token)
+        device.ended_trial = EndedTrial(activation, error=error)
 
     def worker_died(self, worker: Worker, status: int, begun_epoch: int | None) -> None:
         """Its process is reaped: dispatch the request again, or give up on it.
@@ -129,70 +135,74 @@ class Endings:
         A death counts against request and model only when the task had begun: a worker that
         waits, or was dead already when the task was sent to it, has run no model code.
         """
-        core = self._core
-        if core.current is not None and core.current.slot == worker.slot:
-            activation, had_turn = core.current, worker.is_blamed
-            core.current = None
-        elif core.upcoming is not None and core.upcoming.slot == worker.slot:
-            activation, had_turn = core.upcoming, False
-            core.upcoming = None
+        device = self._device
+        if device.current is not None and device.current.slot == worker.slot:
+            activation, had_turn = device.current, worker.is_blamed
+            device.current = None
+        elif device.upcoming is not None and device.upcoming.slot == worker.slot:
+            activation, had_turn = device.upcoming, False
+            device.upcoming = None
         else:
             return
-        model, request = core.models[activation.model], core.requests[activation.token]
-        self._residents.unused(model)
+        replica, request = device.replicas[activation.model], device.requests[activation.token]
+        self._residents.unused(replica)
         is_blamed = had_turn and begun_epoch in (None, activation.epoch)
         request.deaths += is_blamed
-        model.deaths += is_blamed
+        replica.model.deaths += is_blamed
         if activation.is_trial:
-            error = _worker_lost(model, 1, status) if is_blamed else None
+            error = _worker_lost(replica, 1, status) if is_blamed else None
             self._give_up(activation, request, error)
         else:
             request.state.apply(TaskEvent.WORKER_DIED, f"status {status}")
-            core.queue.add(request)
+            device.queue.add(request)
         if activation.hung_why and not activation.is_trial:  # it is not tried once more
-            self._admission.refuse(request, TaskEvent.EXPIRE, _hung(model, activation))
-        self._judge(request, model, status)
+            self._device.refuse(request, TaskEvent.EXPIRE, _hung(replica, activation))
+        self._judge(request, replica, status)
 
-    def _judge(self, request: Request, model: Model, status: int) -> None:
-        core, limit = self._core, self._core.settings.max_deaths
-        if model.deaths >= limit and model.state.allows(ModelEvent.POISONED):
-            model.state.apply(ModelEvent.POISONED, f"{model.deaths} workers died in a row")
-            model.reason = f"{model.deaths} workers died in a row while computing it"
-            core.publish("model.quarantined", model=model.name, reason=model.reason)
-            for other in core.queue.of(model.name):
+    def _judge(self, request: Request, replica: Replica, status: int) -> None:
+        core, device, limit = self._core, self._device, self._core.settings.max_deaths
+        if replica.model.deaths >= limit and replica.model.state.allows(ModelEvent.POISONED):
+            replica.model.state.apply(
+                ModelEvent.POISONED, f"{replica.model.deaths} workers died in a row"
+            )
+            replica.model.reason = (
+                f"{replica.model.deaths} workers died in a row while computing it"
+            )
+            core.publish("model.quarantined", model=replica.name, reason=replica.model.reason)
+            for other in device.queue.of(replica.name):
                 if other is not request:
-                    self._admission.refuse(other, TaskEvent.ERROR, quarantined(model))
-        if request.token not in core.requests or request.trial_batch:
+                    self._device.refuse(other, TaskEvent.ERROR, quarantined(replica.model))
+        if request.token not in device.requests or request.trial_batch:
             return
         if (
-            limit <= max(request.deaths, model.deaths)
-            or model.state.state is ModelState.QUARANTINED
+            limit <= max(request.deaths, replica.model.deaths)
+            or replica.model.state.state is ModelState.QUARANTINED
         ):
-            error = _worker_lost(model, request.deaths, status)
-            self._admission.refuse(request, TaskEvent.ERROR, error)
+            error = _worker_lost(replica, request.deaths, status)
+            self._device.refuse(request, TaskEvent.ERROR, error)
 
     def daemon_died(self) -> None:
         """Everything in flight goes back to the queue: not the requests' fault."""
-        core = self._core
-        for activation in (core.current, core.upcoming):
+        device = self._device
+        for activation in (device.current, device.upcoming):
             if activation is None:
                 continue
-            request = core.requests[activation.token]
+            request = device.requests[activation.token]
             if activation.is_trial:
                 self._give_up(activation, request, None)
                 continue
             request.state.apply(TaskEvent.WORKER_DIED, "memory daemon exited")
-            core.queue.add(request)
-        core.current = core.upcoming = None
+            device.queue.add(request)
+        device.current = device.upcoming = None
 
     def refuse_all(self, error: PipeSwitchError) -> None:
         """The server cannot go on: every client that waits is answered."""
-        for activation in (self._core.current, self._core.upcoming):
+        for activation in (self._device.current, self._device.upcoming):
             if activation is not None and activation.is_trial:
-                self._give_up(activation, self._core.requests[activation.token], error)
-        for request in list(self._core.requests.values()):
-            self._admission.refuse(request, TaskEvent.ERROR, error)
-        self._core.current = self._core.upcoming = None
+                self._give_up(activation, self._device.requests[activation.token], error)
+        for request in list(self._device.requests.values()):
+            self._device.refuse(request, TaskEvent.ERROR, error)
+        self._device.current = self._device.upcoming = None
 
 
 def batch_of(manifest: Manifest, inputs: tuple[SlabTensor, ...]) -> int:
@@ -204,17 +214,25 @@ def batch_of(manifest: Manifest, inputs: tuple[SlabTensor, ...]) -> int:
     return 1
 
 
-def _worker_lost(model: Model, deaths: int, status: int) -> WorkerLost:
+def _worker_lost(replica: Replica, deaths: int, status: int) -> WorkerLost:
     return WorkerLost(
-        f'the worker died {deaths} times while computing "{model.name}" (last status {status})',
-        hint=f"pipeswitch show {model.name}",
+        f'the worker died {deaths} times while computing "{replica.name}" (last status {status})',
+        hint=f"pipeswitch show {replica.name}",
         deaths=deaths,
     )
 
 
-def _hung(model: Model, activation: Activation) -> DeadlineExceeded:
+def _hung(replica: Replica, activation: Activation) -> DeadlineExceeded:
     return DeadlineExceeded(
-        f'"{model.name}" was killed: {activation.hung_why}',
+        f'"{replica.name}" was killed: {activation.hung_why}',
         hint="set a deadline, or raise [scheduler] max_compute",
-        longest_ms=model.longest_ms,
+        longest_ms=replica.longest_ms,
+    )
+
+
+def quarantined(model: Model) -> ModelQuarantined:
+    """What a caller of a quarantined model reads."""
+    return ModelQuarantined(
+        f'"{model.name}" is quarantined: {model.reason}',
+        hint=f"pipeswitch load {model.name} gives it another chance",
     )

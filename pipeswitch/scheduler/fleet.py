@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..ipc.messages import ForgetModel, ModelName, ModelPrepared, PrepareModel, Slot
-from .core import Core
+from .device_state import DeviceState
 from .events import SpawnDaemon, ToWorker
 from .records import NO_TURN, Worker
 from .states import ModelState, WorkerEvent, WorkerState
@@ -14,8 +14,9 @@ MAX_DOUBLINGS = 3  # of the restart delay: 8 s at the default of 1 s
 class Fleet:
     """The memory daemon and the worker slots."""
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
+    def __init__(self, device: DeviceState) -> None:
+        self._core = device.core
+        self._device = device
         self.is_daemon_alive = False
         self._daemon_deaths = 0
         self._daemon_respawn_at_ms: float | None = None
@@ -27,17 +28,17 @@ class Fleet:
         self._spawn_daemon()
 
     def _spawn_daemon(self) -> None:
-        core = self._core
-        core.daemon_generation += 1
-        core.is_daemon_ready = False
+        device = self._device
+        device.daemon_generation += 1
+        device.is_daemon_ready = False
         self.is_daemon_alive = True
         self._daemon_respawn_at_ms = None
-        core.emit(SpawnDaemon(generation=core.daemon_generation))
+        self._device.emit(SpawnDaemon(generation=device.daemon_generation))
 
     def daemon_ready(self, pid: int) -> None:
-        core = self._core
-        core.is_daemon_ready = True
-        core.daemon_pid = pid
+        core, device = self._core, self._device
+        device.is_daemon_ready = True
+        device.daemon_pid = pid
         core.publish("worker.daemon_ready", pid=pid)
 
     def daemon_died(self, status: int) -> bool:
@@ -50,15 +51,15 @@ class Fleet:
         Returns:
             False when it died too often: the server cannot go on.
         """
-        core = self._core
-        core.is_daemon_ready = False
-        core.daemon_pid = 0
+        core, device = self._core, self._device
+        device.is_daemon_ready = False
+        device.daemon_pid = 0
         self.is_daemon_alive = False
         self._daemon_deaths += 1
         core.counts["daemon_restarts"] += 1
         core.publish("worker.daemon_died", status=status)
-        for worker in core.workers.values():
-            core.kill(worker, "the memory daemon exited", blame=False)
+        for worker in device.workers.values():
+            device.kill(worker, "the memory daemon exited", blame=False)
         if self._daemon_deaths > core.settings.max_daemon_restarts:
             return False
         delay_ms = 0.0
@@ -75,43 +76,43 @@ class Fleet:
 
     def pump(self) -> None:
         """Respawn what is missing and due; let standbys prepare what they do not know yet."""
-        core = self._core
+        core, device = self._core, self._device
         if not self.is_daemon_alive and self._daemon_respawn_at_ms is not None:
-            if any(worker.is_alive for worker in core.workers.values()):
+            if any(worker.is_alive for worker in device.workers.values()):
                 return
             if core.now_ms >= self._daemon_respawn_at_ms:
                 self._spawn_daemon()
             else:
                 core.look_again(self._daemon_respawn_at_ms)
             return
-        if core.is_daemon_ready:
+        if device.is_daemon_ready:
             self._spawn_missing()
             self._prepare_idle()
 
     def _wanted_slots(self) -> int:
         """1 active + N standby; a suspended worker does not count as a standby."""
         suspended = sum(
-            worker.state.state is WorkerState.SUSPENDED for worker in self._core.workers.values()
+            worker.state.state is WorkerState.SUSPENDED for worker in self._device.workers.values()
         )
-        return 1 + max(1, self._core.settings.standby) + min(1, suspended)
+        return 1 + max(1, self._device.settings.standby) + min(1, suspended)
 
     def _spawn_missing(self) -> None:
-        core = self._core
-        while len(core.workers) < self._wanted_slots():
-            slot = Slot(len(core.workers))
-            core.workers[slot] = Worker(slot)
-        for worker in core.workers.values():
+        core, device = self._core, self._device
+        while len(device.workers) < self._wanted_slots():
+            slot = Slot(len(device.workers))
+            device.workers[slot] = Worker(slot)
+        for worker in device.workers.values():
             if worker.is_alive:
                 continue
             if worker.respawn_at_ms is not None and core.now_ms < worker.respawn_at_ms:
                 core.look_again(worker.respawn_at_ms)
                 continue
             worker.state.apply(WorkerEvent.RESPAWNED, f"generation {worker.generation + 1}")
-            core.spawn(worker)
+            device.spawn(worker)
 
     def worker_ready(self, worker: Worker, pid: int) -> None:
         if worker.pid:
-            self._core.kill(worker, "it was ready twice")
+            self._device.kill(worker, "it was ready twice")
             return
         worker.pid = pid
         if worker.state.allows(WorkerEvent.READY):  # else it has a task already (ADR 20)
@@ -151,10 +152,10 @@ class Fleet:
         A program may take seconds to load, and its worker takes no task meanwhile: so where two
         workers are free, one of them always stays ready for the next request.
         """
-        core = self._core
-        if core.queue or core.upcoming is not None or core.measuring is not None:
+        core, device = self._core, self._device
+        if device.queue or device.upcoming is not None or device.measuring is not None:
             return
-        free = [worker for worker in core.workers.values() if worker.is_free]
+        free = [worker for worker in device.workers.values() if worker.is_free]
         ready = [worker for worker in free if worker.preparing is None]
         spare = len(ready) - (len(free) > 1)
         for worker in ready:
@@ -166,35 +167,37 @@ class Fleet:
             if name is None:
                 continue
             spare -= 1
-            model = core.models[name]
-            assert model.manifest is not None
+            replica = device.replicas[name]
+            assert replica.manifest is not None
             worker.preparing = name
-            core.claim(worker, is_code=model.is_code)
-            core.emit(
+            device.claim(worker, is_code=replica.is_code)
+            self._device.emit(
                 ToWorker(
                     slot=worker.slot,
                     message=PrepareModel(
                         model=name,
-                        digest=model.manifest.digest,
-                        directory=core.settings.program_dir(model.manifest.digest),
-                        arena_offset_bytes=model.home_bytes,
-                        plan=model.plan,
-                        is_code=model.is_code,
+                        digest=replica.manifest.digest,
+                        directory=core.settings.program_dir(replica.manifest.digest),
+                        arena_offset_bytes=replica.home_bytes,
+                        plan=replica.plan,
+                        is_code=replica.is_code,
                     ),
                 )
             )
 
     def _next_to_prepare(self, worker: Worker) -> ModelName | None:
         missing = [
-            model
-            for model in self._core.models.values()
-            if model.state.state is ModelState.READY
-            and model.manifest is not None
-            and worker.warm.get(model.name) != model.version
-            and self._core.fits(worker, is_code=model.is_code)
-            and (model.name, model.version) not in worker.unpreparable
+            replica
+            for replica in self._device.replicas.values()
+            if replica.model.state.state is ModelState.READY
+            and replica.manifest is not None
+            and worker.warm.get(replica.name) != replica.version
+            and self._device.fits(worker, is_code=replica.is_code)
+            and (replica.name, replica.version) not in worker.unpreparable
         ]
-        latest = max(missing, key=lambda m: (m.last_used_at_ms, m.registered_at_ms), default=None)
+        latest = max(
+            missing, key=lambda m: (m.last_used_at_ms, m.model.registered_at_ms), default=None
+        )
         return latest.name if latest is not None else None
 
     def prepared(self, worker: Worker, message: ModelPrepared) -> None:
@@ -210,9 +213,18 @@ class Fleet:
         elif self._is_known(message):
             worker.warm[message.model] = (message.digest, message.plan)
         else:  # unregistered meanwhile
-            core.emit(ToWorker(slot=worker.slot, message=ForgetModel(model=message.model)))
+            self._device.emit(ToWorker(slot=worker.slot, message=ForgetModel(model=message.model)))
+
+    def forget(self, name: ModelName) -> None:
+        """A model is unregistered: no worker keeps its program."""
+        for worker in self._device.workers.values():
+            worker.unpreparable = {key for key in worker.unpreparable if key[0] != name}
+            if name in worker.warm and worker.is_alive:
+                del worker.warm[name]
+                if worker.job is None:
+                    self._device.emit(ToWorker(slot=worker.slot, message=ForgetModel(model=name)))
 
     def _is_known(self, message: ModelPrepared) -> bool:
-        model = self._core.models.get(message.model)
-        manifest = model.manifest if model is not None else None
+        replica = self._device.replicas.get(message.model)
+        manifest = replica.manifest if replica is not None else None
         return manifest is not None and manifest.digest == message.digest

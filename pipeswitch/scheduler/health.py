@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ..errors import ServerUnavailable
 from ..ipc.messages import Epoch, Ping, Slot
-from .core import Core
+from .device_state import DeviceState
 from .events import Token, ToWorker
 from .records import Worker
 from .states import WORKER_SERVES
@@ -32,8 +32,9 @@ class Probe:
 class Health:
     """One round at a time: clients that ask meanwhile share the next, so a flood is no flood."""
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
+    def __init__(self, device: DeviceState) -> None:
+        self._core = device.core
+        self._device = device
         self._probe: Probe | None = None
         self._waiting: list[Token] = []
 
@@ -79,25 +80,25 @@ class Health:
             self._core.refuse(token, error)
 
     def _ask(self) -> None:
-        core = self._core
+        core, device = self._core, self._device
         probe = Probe(core.next_epoch(), core.now_ms, self._waiting)
         self._probe, self._waiting = probe, []
         question = Ping(epoch=probe.epoch)
-        core.tell_daemon(question)
-        for worker in core.workers.values():
+        device.tell_daemon(question)
+        for worker in device.workers.values():
             if worker.state.state in WORKER_SERVES:
                 probe.workers[worker.slot] = (worker.generation, None)
-                core.emit(ToWorker(slot=worker.slot, message=question, channel="signal"))
+                self._device.emit(ToWorker(slot=worker.slot, message=question, channel="signal"))
 
     def _drop_dead(self, probe: Probe) -> None:
         """No answer will come from a process that has died meanwhile."""
         for slot, (generation, _) in list(probe.workers.items()):
-            worker = self._core.workers[slot]
+            worker = self._device.workers[slot]
             if worker.generation != generation or not worker.is_alive:
                 del probe.workers[slot]
 
     def _is_complete(self, probe: Probe) -> bool:
-        if not self._core.is_daemon_ready:
+        if not self._device.is_daemon_ready:
             probe.daemon_ms = None
             return True  # dead: nothing else matters
         took = [ms for _, ms in probe.workers.values()]
@@ -105,22 +106,22 @@ class Health:
 
     def _report(self, probe: Probe) -> dict[str, Any]:
         """What ``Client.ping(deep=True)`` returns, less the client's own part of the way."""
-        core = self._core
+        core, device = self._core, self._device
         silent = [slot for slot, (_, ms) in probe.workers.items() if ms is None]
         why = ""
-        if not core.is_daemon_ready:
+        if not device.is_daemon_ready:
             why = "the memory daemon is not there"
         elif probe.daemon_ms is None:
             why = f"the memory daemon was silent for {SILENT_AFTER_MS:.0f} ms"
         elif len(silent) == len(probe.workers):
-            why = f"of {len(core.workers)} workers none answered"
+            why = f"of {len(device.workers)} workers none answered"
         return {
             "ready": not why,
             "why": why,
             "engine_ms": core.now_ms - probe.asked_at_ms,
             "daemon_ms": probe.daemon_ms,
             "workers": [
-                {"worker": slot, "state": core.workers[slot].state.state.value, "ms": ms}
+                {"worker": slot, "state": device.workers[slot].state.state.value, "ms": ms}
                 for slot, (_, ms) in probe.workers.items()
             ],
         }

@@ -14,7 +14,7 @@ from ..errors import (
 )
 from ..ipc.messages import Epoch, JobName, JobReport
 from .commits import Commits
-from .core import Core
+from .device_state import DeviceState
 from .events import JobAsked, Journal, Token, TrainAsked
 from .records import Job, Worker
 from .states import TASK_FINAL, TASK_ON_WORKER, TaskEvent, TaskState
@@ -25,17 +25,18 @@ RATE_WEIGHT: Final = 0.2  # of the newest report in a job's steps per second
 class Jobs:
     """A job's identity and what it is wanted to do; ``Training`` gives it the device."""
 
-    def __init__(self, core: Core, commits: Commits) -> None:
-        self._core = core
+    def __init__(self, device: DeviceState, commits: Commits) -> None:
+        self._core = device.core
+        self._device = device
         self._commits = commits
 
     def train(self, event: TrainAsked) -> None:
         """Accept a job; it is answered as soon as it is on the books."""
-        core = self._core
+        core, device = self._core, self._device
         if core.is_draining:
             core.refuse(event.token, ServerUnavailable("the server is draining"))
             return
-        old = core.jobs.get(event.job)
+        old = device.jobs.get(event.job)
         if old is not None and old.state.state not in TASK_FINAL:
             error = AlreadyExists(
                 f'a job "{event.job}" is {old.state.state.value}',
@@ -54,12 +55,12 @@ class Jobs:
 
     def adopt(self, name: JobName, entry: str, args: tuple[str, ...], priority: int) -> Job:
         """Put a job on the books (a new one, or one the journal remembers)."""
-        core = self._core
+        core, device = self._core, self._device
         job = Job(name, entry, args, priority)
         job.born_epoch = Epoch(core.last_epoch)
         job.place = core.next_epoch()
         job.cycle_left_ms = core.settings.training_cycle_ms
-        core.jobs[name] = job
+        device.jobs[name] = job
         return job
 
     def restore(
@@ -75,8 +76,8 @@ class Jobs:
 
     def asked(self, event: JobAsked) -> None:
         """show, pause, resume, cancel, wait."""
-        core = self._core
-        job = core.jobs.get(event.job)
+        core, device = self._core, self._device
+        job = device.jobs.get(event.job)
         if job is None:
             core.refuse(
                 event.token, ModelNotFound(f'no job "{event.job}"', hint="pipeswitch jobs ls")
@@ -144,7 +145,7 @@ class Jobs:
 
     def report(self, worker: Worker, message: JobReport) -> None:
         """What the script says of itself."""
-        job = self._core.job_of(worker, message.epoch)
+        job = self._device.job_of(worker, message.epoch)
         if job is None:
             return
         values = {str(key): value for key, value in message.values.items()}
@@ -214,7 +215,7 @@ class Jobs:
 
     def refuse_all(self, error: PipeSwitchError) -> None:
         """The server cannot go on: every client that waits is answered."""
-        for job in self._core.jobs.values():
+        for job in self._device.jobs.values():
             for token in (*job.waiters, *job.answer_on_change):
                 self._core.refuse(token, error)
             job.waiters.clear()
@@ -222,7 +223,7 @@ class Jobs:
 
     def drain(self) -> None:
         """Commit and unwind every job, write all to disk; the journal brings them back."""
-        for job in self._core.jobs.values():
+        for job in self._device.jobs.values():
             job.persist_due_at_ms = self._core.now_ms  # also of one that waits in the queue
             if job.state.state in TASK_ON_WORKER and job.wanted == "run":
                 job.wanted = "drain"  # Training evicts it
@@ -230,7 +231,7 @@ class Jobs:
     @property
     def is_quiet(self) -> bool:
         """No job is on a worker."""
-        return not any(job.state.state in TASK_ON_WORKER for job in self._core.jobs.values())
+        return not any(job.state.state in TASK_ON_WORKER for job in self._device.jobs.values())
 
 
 def _number(value: Any, default: int) -> int:

@@ -8,7 +8,7 @@ from ..errors import OutOfDeviceMemory, PipeSwitchError, to_wire
 from ..ipc.messages import LeaseGranted, LeaseRefused, LeaseRequest
 from .arena import Arena
 from .commits import Commits
-from .core import Core
+from .device_state import DeviceState
 from .events import ToWorker
 from .records import Job, Worker
 from .slices import Slices
@@ -18,15 +18,15 @@ from .states import TaskEvent, TaskState
 class Leases:
     """Of each job at most one slice, from its first ``job.steps`` until its process is reaped."""
 
-    def __init__(self, core: Core, arena: Arena, slices: Slices, commits: Commits) -> None:
-        self._core = core
+    def __init__(self, device: DeviceState, arena: Arena, slices: Slices, commits: Commits) -> None:
+        self._device = device
         self._arena = arena
         self._slices = slices
         self._commits = commits
 
     def requested(self, worker: Worker, message: LeaseRequest) -> None:
         """A job's first ``job.steps`` wants its slice; it waits outside the device's turn."""
-        job = self._core.job_of(worker, message.epoch)
+        job = self._device.job_of(worker, message.epoch)
         if job is None or job.state.state is TaskState.EVICTING:
             return  # EvictTask is on its way to it
         old = self._arena.regions.get(job.slice)
@@ -46,10 +46,10 @@ class Leases:
         Yields:
             A job that must leave before the next can have its slice, and why.
         """
-        core = self._core
-        if core.queue or not core.is_daemon_ready:
+        device = self._device
+        if device.queue or not device.is_daemon_ready:
             return
-        for job in core.jobs.values():
+        for job in device.jobs.values():
             if not job.lease_asked_bytes or job.slot is None:
                 continue
             try:
@@ -70,7 +70,7 @@ class Leases:
             job.lease_bytes = region.size_bytes
             if job.state.state is TaskState.TRANSMITTING:
                 job.state.apply(TaskEvent.STARTED, "leased its slice")
-            core.emit(
+            self._device.emit(
                 ToWorker(
                     slot=job.slot,
                     message=LeaseGranted(
@@ -85,10 +85,10 @@ class Leases:
 
     def _who_leaves_for(self, job: Job) -> Job | None:
         """Models in use leave soon; another job's slice only when that job is evicted."""
-        core = self._core
-        if core.current is not None or core.upcoming is not None:
+        device = self._device
+        if device.current is not None or device.upcoming is not None:
             return None
-        for other in core.jobs.values():
+        for other in device.jobs.values():
             has_slice = self._arena.regions.get(other.slice) is not None
             if other is not job and has_slice and other.state.state is TaskState.SUSPENDED:
                 return other
@@ -97,7 +97,7 @@ class Leases:
     def _refuse(self, job: Job, error: PipeSwitchError) -> None:
         assert job.slot is not None
         wire = to_wire(error)
-        self._core.emit(
+        self._device.emit(
             ToWorker(
                 slot=job.slot,
                 message=LeaseRefused(

@@ -6,13 +6,10 @@ from typing import Any
 
 import msgspec
 
-from .arena import Arena
 from .core import Core
-from .jobs import Jobs
-from .plans import Plans
-from .records import Job, Model, Worker
+from .machine import Machine
+from .records import Job, Model, Replica, Worker
 from .states import ModelState, Residency, TaskState, WorkerState
-from .store import Store
 
 PRIORITY_NAMES = {0: "high", 1: "normal", 2: "low"}
 
@@ -20,26 +17,29 @@ PRIORITY_NAMES = {0: "high", 1: "normal", 2: "low"}
 class Listing:
     """Answers queries from the scheduler's own state, so every listing is consistent."""
 
-    def __init__(self, core: Core, arena: Arena, store: Store, jobs: Jobs, plans: Plans) -> None:
+    def __init__(self, core: Core, machine: Machine) -> None:
+        device = machine.device
         self._core = core
-        self._arena = arena
-        self._store = store
-        self._jobs = jobs
-        self._plans = plans
+        self._machine = machine
+        self._device = device.state
+        self._arena = device.arena
+        self._jobs = device.jobs
+        self._plans = device.plans
 
     def models(self) -> list[dict[str, Any]]:
-        return [self.model(model) for model in self._core.models.values()]
+        return [self.model(model) for model in self._machine.models.values()]
 
     def model(self, model: Model) -> dict[str, Any]:
         """One model in full."""
-        manifest = model.manifest
+        replica = self._device.replicas[model.name]
+        manifest = replica.manifest or model.manifest  # in its groups, once it was built
         row: dict[str, Any] = {
             "name": model.name,
             "state": model.state.state.value,
-            "residency": model.residency.state.value,
+            "residency": replica.residency.state.value,
             "priority": PRIORITY_NAMES.get(model.priority, str(model.priority)),
             "pinned": model.want_pinned,
-            "requests": model.use_count,
+            "requests": replica.use_count,
             "reason": model.reason,
             "tenant": model.tenant,
             "digest": "",
@@ -65,7 +65,7 @@ class Listing:
                 "intermediate_bytes": manifest.extra.get("intermediate_bytes", 0),
                 "batch": [manifest.batch_min, manifest.batch_max],
             }
-        return row | self._plans.row(model)
+        return row | self._plans.row(replica)
 
     def plan(self) -> dict[str, Any]:
         """What ``pipeswitch plan`` reckons with: each model's profile, and the arena."""
@@ -73,34 +73,34 @@ class Listing:
             "arena_bytes": self._arena.leasable_bytes,
             "models": [
                 {
-                    "name": model.name,
-                    "bytes": model.manifest.total_bytes,
-                    "grouping": model.plan_source,
-                    "grouping_why": model.plan_why,
+                    "name": replica.name,
+                    "bytes": replica.model.manifest.total_bytes,
+                    "grouping": replica.plan_source,
+                    "grouping_why": replica.plan_why,
                     "profile": None
-                    if model.profile is None
-                    else msgspec.to_builtins(model.profile),
+                    if replica.profile is None
+                    else msgspec.to_builtins(replica.profile),
                 }
-                for model in self._core.models.values()
-                if model.manifest is not None
+                for replica in self._device.replicas.values()
+                if replica.model.manifest is not None
             ],
         }
 
     def jobs(self) -> list[dict[str, Any]]:
-        return [self._jobs.row(job) for job in self._core.jobs.values()]
+        return [self._jobs.row(job) for job in self._device.jobs.values()]
 
     def ps(self) -> list[dict[str, Any]]:
         """Models, jobs, workers and the memory daemon, with ``pid``."""
-        core = self._core
-        rows = [self._ps_model(model) for model in core.models.values()]
-        rows += [self._ps_job(job) for job in core.jobs.values()]
-        rows += [self._ps_worker(worker) for worker in core.workers.values()]
+        device = self._device
+        rows = [self._ps_model(replica) for replica in device.replicas.values()]
+        rows += [self._ps_job(job) for job in device.jobs.values()]
+        rows += [self._ps_worker(worker) for worker in device.workers.values()]
         rows.append(
             self._row(
                 "memory-daemon",
                 "daemon",
-                "active" if core.is_daemon_ready else "starting",
-                pid=core.daemon_pid,
+                "active" if device.is_daemon_ready else "starting",
+                pid=device.daemon_pid,
                 device=f"{self._arena.leasable_bytes - self._arena.regions.free_bytes}",
             )
         )
@@ -134,52 +134,53 @@ class Listing:
             "pid": pid,
         }
 
-    def _ps_model(self, model: Model) -> dict[str, Any]:
-        core = self._core
+    def _ps_model(self, replica: Replica) -> dict[str, Any]:
+        device = self._device
         slot = next(
-            (a.slot for a in (core.current, core.upcoming) if a and a.model == model.name), None
+            (a.slot for a in (device.current, device.upcoming) if a and a.model == replica.name),
+            None,
         )
-        stored = self._store.regions.get(model.owner)
+        stored = self._machine.store.regions.get(replica.owner)
         return self._row(
-            model.name,
+            replica.name,
             "model",
-            self._model_state(model, slot is not None),
+            self._model_state(replica, slot is not None),
             worker=slot,
-            device=f"{self._arena.held_bytes(model)}",
+            device=f"{self._arena.held_bytes(replica)}",
             host=f"{stored.size_bytes if stored else 0}",
-            prio=model.priority,
-            last_used_at_ms=model.last_used_at_ms,
-            why=self._model_why(model),
-            pid=core.workers[slot].pid if slot is not None else 0,
+            prio=replica.model.priority,
+            last_used_at_ms=replica.last_used_at_ms,
+            why=self._model_why(replica),
+            pid=device.workers[slot].pid if slot is not None else 0,
         )
 
-    def _model_state(self, model: Model, is_active: bool) -> str:
-        if model.state.state in (ModelState.QUARANTINED, ModelState.FAILED):
+    def _model_state(self, replica: Replica, is_active: bool) -> str:
+        if replica.model.state.state in (ModelState.QUARANTINED, ModelState.FAILED):
             return "failed"
-        if model.state.state not in (ModelState.READY, ModelState.LEAVING):
-            return str(model.state.state.value)
-        if is_active and self._core.current and self._core.current.model == model.name:
+        if replica.model.state.state not in (ModelState.READY, ModelState.LEAVING):
+            return str(replica.model.state.state.value)
+        if is_active and self._device.current and self._device.current.model == replica.name:
             return "active"
-        if model.is_being_sent:
+        if replica.is_being_sent:
             return "transmitting"
-        if model.residency.state in (Residency.RESIDENT, Residency.PINNED):
+        if replica.residency.state in (Residency.RESIDENT, Residency.PINNED):
             return "resident"
         return "host"
 
-    def _model_why(self, model: Model) -> str:
-        if model.reason:
-            return model.reason
-        if model.state.state is ModelState.LEAVING:
+    def _model_why(self, replica: Replica) -> str:
+        if replica.model.reason:
+            return replica.model.reason
+        if replica.model.state.state is ModelState.LEAVING:
             return "being unregistered"
-        waiting = self._core.queue.count(model.name) + self._core.early.count(model.name)
+        waiting = self._device.queue.count(replica.name) + self._device.early.count(replica.name)
         if waiting:
             return f"{waiting} waiting"
-        if model.residency.state is Residency.PARTIAL:
+        if replica.residency.state is Residency.PARTIAL:
             return "its prefix is kept"
-        return "pinned" if model.want_pinned else ""
+        return "pinned" if replica.model.want_pinned else ""
 
     def _ps_job(self, job: Job) -> dict[str, Any]:
-        worker = self._core.workers.get(job.slot) if job.slot is not None else None
+        worker = self._device.workers.get(job.slot) if job.slot is not None else None
         region = self._arena.regions.get(job.slice)
         words: dict[TaskState, str] = {TaskState.RUNNING: "active", TaskState.STOPPING: "active"}
         return self._row(
@@ -196,9 +197,9 @@ class Listing:
         )
 
     def _ps_worker(self, worker: Worker) -> dict[str, Any]:
-        core = self._core
+        device = self._device
         task = worker.job or next(
-            (a.model for a in (core.current, core.upcoming) if a and a.slot == worker.slot), ""
+            (a.model for a in (device.current, device.upcoming) if a and a.slot == worker.slot), ""
         )
         why = worker.kill_reason or (f"preparing {worker.preparing}" if worker.preparing else task)
         return self._row(
@@ -212,10 +213,11 @@ class Listing:
 
     def stats(self) -> dict[str, Any]:
         """Counters and sizes; the frontend adds accepted/ok/error/undeliverable/in_flight."""
-        core, arena, store = self._core, self._arena, self._store.regions
+        core, device, arena = self._core, self._device, self._arena
+        store = self._machine.store.regions
         counts = core.counts
         return {
-            "queued": len(core.queue) + len(core.early),
+            "queued": len(device.queue) + len(device.early),
             "switches": counts["switches"],
             "preemptions": counts["preemptions"],
             "evictions": counts["evictions"],
@@ -232,18 +234,18 @@ class Listing:
             "arena_leases": self._leases(),
             "store_capacity_bytes": store.capacity_bytes,
             "store_free_bytes": store.free_bytes,
-            "models": len(core.models),
-            "jobs": len(core.jobs),
-            "workers": len(core.workers),
-            "device": core.settings.device,
+            "models": len(self._machine.models),
+            "jobs": len(device.jobs),
+            "workers": len(device.workers),
+            "device": device.settings.device,
             "policy": core.policy.name,
             "draining": core.is_draining,
-            "ready": core.is_ready,
+            "ready": device.is_ready,
         }
 
     def _leases(self) -> int:
         """Regions that a process computes in or copies into now: models in use, training slices."""
-        core = self._core
-        in_use = sum(model.users > 0 or model.is_being_sent for model in core.models.values())
+        replicas = self._device.replicas.values()
+        in_use = sum(replica.users > 0 or replica.is_being_sent for replica in replicas)
         slices = sum(region.owner.kind in ("slice", "scrub") for region in self._arena.regions)
         return in_use + slices

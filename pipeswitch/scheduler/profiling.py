@@ -22,10 +22,10 @@ from ..planning.measuring import Measurement, Program, Run, Trial
 from ..planning.planned import predict
 from ..programs.groups import cut, layer_bytes
 from ..programs.layout import Manifest
-from .core import Core
+from .device_state import DeviceState
 from .events import Answer, ProfileAsked, SaveProfile, Token
 from .plans import Plans
-from .records import Activation, Model
+from .records import Activation, Replica
 from .states import ModelState
 from .trials import Trials
 
@@ -37,7 +37,7 @@ MAX_RETRIES: Final = 20  # of one trial in a row, without a request that made it
 class Session:
     """One model being measured."""
 
-    model: Model
+    replica: Replica
     measurement: Measurement
     tokens: list[Token]
     running: Activation | None = None
@@ -48,8 +48,9 @@ class Session:
 class Profiling:
     """At most one measurement at a time; the others wait."""
 
-    def __init__(self, core: Core, plans: Plans, trials: Trials) -> None:
-        self._core = core
+    def __init__(self, device: DeviceState, plans: Plans, trials: Trials) -> None:
+        self._core = device.core
+        self._device = device
         self._plans = plans
         self._trials = trials
         self._session: Session | None = None
@@ -57,37 +58,39 @@ class Profiling:
 
     def asked(self, event: ProfileAsked) -> None:
         """Measure it next; progress and one final answer follow."""
-        core = self._core
-        model = core.models.get(event.model)
-        refusal = self._refusal(model, event)
+        core, device = self._core, self._device
+        replica = device.replicas.get(event.model)
+        refusal = self._refusal(replica, event)
         if refusal is not None:
             core.refuse(event.token, refusal)
             return
-        assert model is not None
-        batches = event.batches or (usual_batch(model),)
+        assert replica is not None
+        batches = event.batches or (usual_batch(replica),)
         for name, others, tokens in self._waiting:
             if (name, others) == (event.model, batches):
                 tokens.append(event.token)
                 return
         self._waiting.append((event.model, batches, [event.token]))
 
-    def _refusal(self, model: Model | None, event: ProfileAsked) -> PipeSwitchError | None:
+    def _refusal(self, replica: Replica | None, event: ProfileAsked) -> PipeSwitchError | None:
         if self._core.is_draining:
             return ServerUnavailable("the server is draining")
-        if model is None or model.state.state is ModelState.LEAVING:
+        if replica is None or replica.model.state.state is ModelState.LEAVING:
             return ModelNotFound(f'no model "{event.model}"', hint="pipeswitch models")
-        if model.built is None or model.state.state is not ModelState.READY:
-            return InvalidInput(f'"{model.name}" is {model.state.state.value}, it must be ready')
-        if not layer_bytes(model.built):
-            return RegistrationRefused(
-                model.name,
-                "it was built by a release that did not keep its layers",
-                hint=f"unregister and register {model.name}",
+        if replica.model.manifest is None or replica.model.state.state is not ModelState.READY:
+            return InvalidInput(
+                f'"{replica.name}" is {replica.model.state.state.value}, it must be ready'
             )
-        low, high = model.built.batch_min, model.built.batch_max
+        if not layer_bytes(replica.model.manifest):
+            return RegistrationRefused(
+                replica.name,
+                "it was built by a release that did not keep its layers",
+                hint=f"unregister and register {replica.name}",
+            )
+        low, high = replica.model.manifest.batch_min, replica.model.manifest.batch_max
         if len(event.batches) > MAX_BATCHES or not all(low <= b <= high for b in event.batches):
             return InvalidInput(
-                f"{model.name} takes batches from {low} to {high}, at most {MAX_BATCHES} of them"
+                f"{replica.name} takes batches from {low} to {high}, at most {MAX_BATCHES} of them"
             )
         return None
 
@@ -130,48 +133,51 @@ class Profiling:
             if self._session is session:
                 break
         self._plans.apply(self._measured)
-        self._core.measuring = self._session.model.name if self._session is not None else None
+        self._device.measuring = self._session.replica.name if self._session is not None else None
 
     @property
-    def _measured(self) -> Model | None:
-        return self._session.model if self._session is not None else None
+    def _measured(self) -> Replica | None:
+        return self._session.replica if self._session is not None else None
 
     def _next_session(self) -> None:
-        core = self._core
+        core, device = self._core, self._device
         if core.is_draining:
             return
         while self._waiting and self._session is None:
             name, batches, tokens = self._waiting.pop(0)
-            model = core.models.get(name)
-            if model is None or model.state.state is not ModelState.READY:
+            replica = device.replicas.get(name)
+            if replica is None or replica.model.state.state is not ModelState.READY:
                 for token in tokens:
                     core.refuse(token, _gone(name))
                 continue
-            self._begin(model, batches, tokens)
+            self._begin(replica, batches, tokens)
 
-    def _begin(self, model: Model, batches: tuple[int, ...], tokens: list[Token]) -> None:
-        assert model.built is not None
+    def _begin(self, replica: Replica, batches: tuple[int, ...], tokens: list[Token]) -> None:
+        assert replica.model.manifest is not None
         measurement = Measurement(
-            program_of(model.name, model.built),
+            program_of(replica.name, replica.model.manifest),
             batches,
-            self._core.settings.identity,
+            self._device.settings.identity,
             lambda profile: self._plans.plan_of(profile)[0],
             predict,
         )
-        self._session = Session(model, measurement, tokens)
-        self._core.publish("model.profiling", model=model.name, batches=list(batches))
+        self._session = Session(replica, measurement, tokens)
+        self._core.publish("model.profiling", model=replica.name, batches=list(batches))
 
     def _advance(self, session: Session) -> None:
         """1. It cannot go on. 2. A run is under way. 3. A copy's times are awaited. 4. The
         profile is complete. 5. The next trial begins when the device is idle."""
-        core, model = self._core, session.model
-        if core.models.get(model.name) is not model or model.state.state is ModelState.LEAVING:
+        device, replica = self._device, session.replica
+        if (
+            device.replicas.get(replica.name) is not replica
+            or replica.model.state.state is ModelState.LEAVING
+        ):
             if session.running is None:
-                self._fail(session, _gone(model.name))
+                self._fail(session, _gone(replica.name))
             return  # 1.
-        if model.state.state is not ModelState.READY:
+        if replica.model.state.state is not ModelState.READY:
             if session.running is None:
-                self._fail(session, ServerUnavailable(f'"{model.name}": {model.reason}'))
+                self._fail(session, ServerUnavailable(f'"{replica.name}": {replica.model.reason}'))
             return  # 1.
         if session.running is not None:
             return  # 2.
@@ -185,14 +191,14 @@ class Profiling:
 
     def _start(self, session: Session, trial: Trial) -> None:
         try:
-            session.running = self._trials.start(session.model, trial)
+            session.running = self._trials.start(session.replica, trial)
         except OutOfDeviceMemory as error:
             self._fail(session, error)
 
     def _take_ended_trial(self) -> None:
         """The run is over, one way or another."""
-        core, session = self._core, self._session
-        ended, core.ended_trial = core.ended_trial, None
+        device, session = self._device, self._session
+        ended, device.ended_trial = device.ended_trial, None
         if ended is None or session is None or session.running is not ended.activation:
             return
         session.running = None
@@ -207,20 +213,20 @@ class Profiling:
         session.retries += 1
         if session.retries > MAX_RETRIES:
             error = ServerUnavailable(
-                f'"{session.model.name}" could not be measured: no trial of it comes to its end'
+                f'"{session.replica.name}" could not be measured: no trial of it comes to its end'
             )
             self._fail(session, error)
 
     def _take_run(self, session: Session, activation: Activation, done: InferenceDone) -> bool:
         """Hand a run to the measurement; False while the end of its copy was not told yet."""
-        model, trial = session.model, session.measurement.next
+        replica, trial = session.replica, session.measurement.next
         assert trial is not None
         run: Run | None = None
         if trial.is_cold != activation.was_resident:
-            sent = model.transmission
+            sent = replica.transmission
             has_ended = sent is not None and sent.epoch == activation.residency_epoch
             if trial.is_cold and not has_ended:
-                if model.is_being_sent and model.residency_epoch == activation.residency_epoch:
+                if replica.is_being_sent and replica.residency_epoch == activation.residency_epoch:
                     return False
             elif trial.is_cold and sent is not None:
                 run = Run(
@@ -247,13 +253,13 @@ class Profiling:
             self._core.emit(Answer(token=token, more=True, body=body))
 
     def _finish(self, session: Session) -> None:
-        core, model = self._core, session.model
+        core, replica = self._core, session.replica
         at = datetime.fromtimestamp((core.now_ms + core.settings.unix_offset_ms) / 1000.0, UTC)
         profile = session.measurement.profile(at.isoformat(timespec="seconds"))
         core.emit(SaveProfile(profile=profile))
         self._end(session)
-        self._plans.use(model, profile)
-        core.publish("model.profiled", model=model.name, digest=profile.digest)
+        self._plans.use(replica, profile)
+        core.publish("model.profiled", model=replica.name, digest=profile.digest)
         for token in session.tokens:
             core.answer(token, profile=msgspec.to_builtins(profile))
 
@@ -264,19 +270,19 @@ class Profiling:
 
     def _end(self, session: Session) -> None:
         """The model gets the groups again that it had before."""
-        model = session.model
+        replica = session.replica
         self._session = None
-        if model.next_plan is None:
-            model.next_plan = (model.profile_plan, model.plan_source, model.plan_why)
+        if replica.next_plan is None:
+            replica.next_plan = (replica.profile_plan, replica.plan_source, replica.plan_why)
 
     def check(self) -> None:
         self._trials.check(self._session.running if self._session is not None else None)
 
 
-def usual_batch(model: Model) -> int:
+def usual_batch(replica: Replica) -> int:
     """The batch requests came with last; before the first, the smallest."""
-    assert model.built is not None
-    return model.last_batch or max(1, model.built.batch_min)
+    assert replica.model.manifest is not None
+    return replica.model.last_batch or max(1, replica.model.manifest.batch_min)
 
 
 def program_of(name: str, built: Manifest) -> Program:

@@ -27,11 +27,11 @@ from .states import (
     RESIDENCY_TRANSITIONS,
     TASK_TRANSITIONS,
     WORKER_TRANSITIONS,
-    Machine,
     ModelEvent,
     ModelState,
     Residency,
     ResidencyEvent,
+    StateMachine,
     TaskEvent,
     TaskState,
     WorkerEvent,
@@ -44,21 +44,50 @@ Version = tuple[str, Plan]  # digest and groups: what a worker has loaded
 
 
 @dataclass
-class Model:
-    """A registered program and where its bytes are."""
+class Registration:
+    """What a client asked to be served, its build, and the clients that wait for either end."""
 
-    name: ModelName
+    model: ModelName
     spec: bytes
     spec_digest: str
+    client: str  # builds take turns among clients
+    build_epoch: Epoch
+    waiters: list[Token] = field(default_factory=list)
+    end_waiters: list[Token] = field(default_factory=list)  # for its end
+
+
+@dataclass
+class Model:
+    """A name that is served, or will be: the same on all devices."""
+
+    name: ModelName
     priority: int
     want_pinned: bool
-    build_epoch: Epoch
     registered_at_ms: float
     tenant: str = ""  # who registered it; empty: the server's owner
-    state: Machine[ModelState, ModelEvent] = field(init=False)
-    residency: Machine[Residency, ResidencyEvent] = field(init=False)
+    state: StateMachine[ModelState, ModelEvent] = field(init=False)
+    manifest: Manifest | None = None  # as it was built; until then an earlier server's, if at all
+    store_offset_bytes: int = -1
+    reason: str = ""  # why it failed or is quarantined
+    deaths: int = 0  # workers it killed since its last success
+    last_batch: int = 0  # of the last request; 0: none yet
+
+    def __post_init__(self) -> None:
+        self.state = StateMachine(f"model {self.name}", ModelState.BUILDING, MODEL_TRANSITIONS)
+
+    @property
+    def owner(self) -> Owner:
+        """Of its bytes on a device, in the host store, and of its arrival words."""
+        return Owner("model", self.name)
+
+
+@dataclass
+class Replica:
+    """A model as one device has it: its groups there, their place, what was measured."""
+
+    model: Model
+    residency: StateMachine[Residency, ResidencyEvent] = field(init=False)
     manifest: Manifest | None = None  # in the groups of ``plan``
-    built: Manifest | None = None  # in the groups it was built with
     plan: Plan = ()  # empty: as built
     plan_source: str = "buckets"
     plan_why: str = "it has no profile"
@@ -72,13 +101,8 @@ class Model:
     predicted_ms: dict[int, float] = field(default_factory=dict)  # a cold switch, by batch
     bias: float = 1.0  # measured over predicted when the profile was made
     drift: Drift = field(default_factory=Drift)
-    last_batch: int = 0  # of the last request; 0: none yet
-    reason: str = ""  # why it failed or is quarantined
-    register_tokens: list[Token] = field(default_factory=list)
-    unregister_tokens: list[Token] = field(default_factory=list)
     home_bytes: int = -1  # sticky arena offset: cached views stay valid
     first_word: int = -1
-    store_offset_bytes: int = -1
     residency_epoch: Epoch = NO_EPOCH
     transmit_started_at_ms: float = 0.0
     transmit_ended_at_ms: float = 0.0
@@ -89,16 +113,18 @@ class Model:
     last_used_at_ms: float = 0.0
     use_count: int = 0
     longest_ms: float = 0.0  # from the turn to the outputs, of all its runs
-    deaths: int = 0  # workers it killed since its last success
 
     def __post_init__(self) -> None:
-        self.state = Machine(f"model {self.name}", ModelState.BUILDING, MODEL_TRANSITIONS)
-        self.residency = Machine(f"model {self.name}", Residency.HOST, RESIDENCY_TRANSITIONS)
+        self.residency = StateMachine(f"model {self.name}", Residency.HOST, RESIDENCY_TRANSITIONS)
+
+    @property
+    def name(self) -> ModelName:
+        return self.model.name
 
     @property
     def owner(self) -> Owner:
-        """Of its bytes on the device, in the host store, and of its arrival words."""
-        return Owner("model", self.name)
+        """Of its bytes and its arrival words; with a prefix, of that."""
+        return self.model.owner
 
     @property
     def rest(self) -> Owner:
@@ -146,11 +172,11 @@ class Request:
     reply_bytes: int
     arrived_at_ms: float
     trial_batch: int = 0  # a trial, which no client waits for; 0: a client's request
-    state: Machine[TaskState, TaskEvent] = field(init=False)
+    state: StateMachine[TaskState, TaskEvent] = field(init=False)
     deaths: int = 0  # workers that died while computing it
 
     def __post_init__(self) -> None:
-        self.state = Machine(f"request {self.request_id}", TaskState.QUEUED, TASK_TRANSITIONS)
+        self.state = StateMachine(f"request {self.request_id}", TaskState.QUEUED, TASK_TRANSITIONS)
 
 
 Wanted = Literal["run", "pause", "cancel", "drain"]
@@ -164,7 +190,7 @@ class Job:
     entry: str
     args: tuple[str, ...]
     priority: int
-    state: Machine[TaskState, TaskEvent] = field(init=False)
+    state: StateMachine[TaskState, TaskEvent] = field(init=False)
     born_epoch: Epoch = NO_EPOCH  # epochs up to it speak of an older job of this name
     epoch: Epoch = NO_EPOCH  # of its current dispatch
     turn: Turn = NO_TURN
@@ -204,7 +230,7 @@ class Job:
     why: str = ""
 
     def __post_init__(self) -> None:
-        self.state = Machine(f"job {self.name}", TaskState.QUEUED, TASK_TRANSITIONS)
+        self.state = StateMachine(f"job {self.name}", TaskState.QUEUED, TASK_TRANSITIONS)
 
     @property
     def slice(self) -> Owner:
@@ -224,7 +250,7 @@ class Worker:
     slot: Slot
     generation: int = 0
     pid: int = 0
-    state: Machine[WorkerState, WorkerEvent] = field(init=False)
+    state: StateMachine[WorkerState, WorkerEvent] = field(init=False)
     warm: dict[ModelName, Version] = field(default_factory=dict)  # what it has loaded
     unpreparable: set[tuple[ModelName, Version]] = field(default_factory=set)
     preparing: ModelName | None = None
@@ -239,7 +265,7 @@ class Worker:
     is_blamed: bool = True  # killed for what it did itself
 
     def __post_init__(self) -> None:
-        self.state = Machine(f"worker {self.slot}", WorkerState.DEAD, WORKER_TRANSITIONS)
+        self.state = StateMachine(f"worker {self.slot}", WorkerState.DEAD, WORKER_TRANSITIONS)
 
     @property
     def is_alive(self) -> bool:

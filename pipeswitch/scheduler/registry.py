@@ -21,12 +21,12 @@ from ..ipc.messages import (
     BuildFailed,
     BuildProgress,
     Epoch,
-    ForgetModel,
     ModelName,
     ModelStored,
     StoreFailed,
     StoreModel,
 )
+from ..planning.profile import Found
 from ..programs.layout import Manifest
 from ..programs.signature import is_same_signature
 from .admission import Admission, changed_on_the_way
@@ -44,13 +44,11 @@ from .events import (
     StartBuild,
     SweepPrograms,
     Token,
-    ToWorker,
     UnregisterAsked,
 )
-from .records import Model
-from .residency import Residents
-from .states import MODEL_AWAITED, ModelEvent, ModelState, Residency, ResidencyEvent, WorkerState
-from .store import Store
+from .machine import Machine
+from .records import Model, Registration, Replica
+from .states import MODEL_AWAITED, ModelEvent, ModelState, Residency, ResidencyEvent
 
 OUT_OF_TIME: Final = (-14, -24)  # SIGALRM and SIGXCPU
 
@@ -62,14 +60,13 @@ class Registry:
     builds keep another client waiting for one of them at most.
     """
 
-    def __init__(
-        self, core: Core, store: Store, residents: Residents, admission: Admission
-    ) -> None:
+    def __init__(self, core: Core, machine: Machine, admission: Admission) -> None:
         self._core = core
-        self._store = store
-        self._residents = residents
+        self._machine = machine
         self._admission = admission
-        self._waiting_builds: dict[ModelName, str] = {}  # whose it is, in order of arrival
+        self.registrations: dict[ModelName, Registration] = {}
+        self._leaving: dict[ModelName, Model] = {}
+        self._waiting_builds: list[Registration] = []  # in order of arrival
         self._builders: dict[Epoch, str] = {}  # from StartBuild until the process is gone
         self._last_turns: dict[str, Epoch] = {}  # of clients that wait for another one
         self._gone_specs: set[bytes] = set()  # of models whose files are to be given back
@@ -83,16 +80,16 @@ class Registry:
         if core.is_draining:
             core.refuse(event.token, ServerUnavailable("the server is draining"))
             return
-        old = core.models.get(event.model)
+        old = self._machine.models.get(event.model)
         is_leaving = old is not None and old.state.state is ModelState.LEAVING
-        if old is not None and old.spec_digest == event.spec_digest and not is_leaving:
+        if old is not None and not is_leaving and self._is_same(event):
             if old.manifest is not None and old.state.state in (
                 ModelState.READY,
                 ModelState.QUARANTINED,
             ):
                 self._answer_registered(old, event.token)  # 1.
             else:
-                old.register_tokens.append(event.token)
+                self.registrations[old.name].waiters.append(event.token)
             return
         if old is not None:
             error = AlreadyExists(
@@ -103,92 +100,97 @@ class Registry:
             core.refuse(event.token, error)
             return
         limit = core.settings.max_waiting_builds
-        if event.client and list(self._waiting_builds.values()).count(event.client) >= limit:
+        waiting = sum(one.client == event.client for one in self._waiting_builds)
+        if event.client and waiting >= limit:
             core.refuse(event.token, QueueFull(f"{limit} registrations of this client wait"))
             return
         limit = core.settings.max_waiting_builds_in_all
         if event.client and len(self._waiting_builds) >= limit:
             core.refuse(event.token, QueueFull(f"{limit} registrations wait"))
             return
-        model = Model(
-            name=event.model,
+        self._begin(event)
+
+    def _is_same(self, event: RegisterAsked) -> bool:
+        return self.registrations[event.model].spec_digest == event.spec_digest
+
+    def _begin(self, event: RegisterAsked) -> None:
+        """Its name is taken, and a build waits."""
+        core, machine = self._core, self._machine
+        registration = Registration(
+            model=event.model,
             spec=event.spec,
             spec_digest=event.spec_digest,
+            client=event.client,
+            build_epoch=core.next_epoch(),
+            waiters=[event.token],
+        )
+        model = Model(
+            name=event.model,
             priority=event.priority,
             want_pinned=event.is_pinned,
-            build_epoch=core.next_epoch(),
             registered_at_ms=core.now_ms,
             tenant=event.tenant,
             manifest=event.restored,
         )
-        model.register_tokens.append(event.token)
-        core.models[model.name] = model
-        self._waiting_builds[model.name] = event.client
+        self.registrations[model.name] = registration
+        self._waiting_builds.append(registration)
+        machine.models[model.name] = model
+        machine.device.state.replicas[model.name] = Replica(model)
         if event.restored is not None:
             self._announce(model)
 
     def pump(self) -> None:
         """Finish unregistrations whose model is idle now; start the next builds."""
         core = self._core
-        for model in [m for m in core.models.values() if m.state.state is ModelState.LEAVING]:
+        for model in list(self._leaving.values()):
             self._finish_unregister(model)
         if self._gone_specs and not self._builders:  # one may have found its program there already
             self._sweep()
-        while len(self._builders) < core.settings.max_builds and (name := self._next_build()):
-            model, client = core.models[name], self._waiting_builds.pop(name)
-            self._builders[model.build_epoch] = client
-            self._last_turns[client] = model.build_epoch
+        while len(self._builders) < core.settings.max_builds and (one := self._next_build()):
+            self._waiting_builds.remove(one)
+            self._builders[one.build_epoch] = one.client
+            self._last_turns[one.client] = one.build_epoch
+            tenant = self._machine.models[one.model].tenant
             core.emit(
-                StartBuild(
-                    model=model.name,
-                    epoch=model.build_epoch,
-                    spec=model.spec,
-                    tenant=model.tenant,
-                )
+                StartBuild(model=one.model, epoch=one.build_epoch, spec=one.spec, tenant=tenant)
             )
-        waiting = {*self._waiting_builds.values(), *self._builders.values()}
+        waiting = {*(one.client for one in self._waiting_builds), *self._builders.values()}
         self._last_turns = {c: at for c, at in self._last_turns.items() if c in waiting}
 
     def _sweep(self) -> None:
-        models = self._core.models.values()
+        models = self._machine.models.values()
         self._core.emit(
             SweepPrograms(
                 digests=frozenset(m.manifest.digest for m in models if m.manifest is not None),
-                specs=frozenset(model.spec for model in models),
+                specs=frozenset(one.spec for one in self.registrations.values()),
                 gone_specs=frozenset(self._gone_specs),
             )
         )
         self._gone_specs.clear()
 
-    def _next_build(self) -> ModelName | None:
+    def _next_build(self) -> Registration | None:
         """The first of the client whose last turn is longest ago, and that builds nothing now."""
         busy = set(self._builders.values())
-        free = [name for name, client in self._waiting_builds.items() if client not in busy]
-        return min(
-            free,
-            key=lambda name: self._last_turns.get(self._waiting_builds[name], -1),
-            default=None,
-        )
+        free = [one for one in self._waiting_builds if one.client not in busy]
+        return min(free, key=lambda one: self._last_turns.get(one.client, -1), default=None)
 
     @property
     def is_quiet(self) -> bool:
         """No client waits for a registration or for its end."""
-        models = self._core.models.values()
-        return not any(model.register_tokens or model.unregister_tokens for model in models)
+        return not any(one.waiters or one.end_waiters for one in self.registrations.values())
 
     def refuse_all(self, error: PipeSwitchError) -> None:
         """The server cannot go on: every client that waits is answered."""
-        for model in self._core.models.values():
-            for token in (*model.register_tokens, *model.unregister_tokens):
+        for one in self.registrations.values():
+            for token in (*one.waiters, *one.end_waiters):
                 self._core.refuse(token, error)
-            model.register_tokens.clear()
-            model.unregister_tokens.clear()
+            one.waiters.clear()
+            one.end_waiters.clear()
 
     def progress(self, message: BuildProgress) -> None:
-        model = self._of(message.model, message.epoch)
-        if model is None:
+        if self._of(message.model, message.epoch) is None:
             return
-        for token in model.register_tokens:
+        for token in self.registrations[message.model].waiters:
             self._core.emit(
                 Answer(
                     token=token,
@@ -197,44 +199,55 @@ class Registry:
                 )
             )
 
-    def built(self, message: BuildDone, manifest: Manifest) -> Model | None:
-        """The directory is complete: take room and let the daemon load it; the model if so.
+    def built(self, message: BuildDone, manifest: Manifest, profiles: tuple[Found, ...]) -> None:
+        """The directory is complete: take room, let the daemon load it, plan its groups.
 
         From here on requests are admitted, and wait: after a restart they come before the bytes do.
         """
         model = self._of(message.model, message.epoch)
         if model is None or model.state.state is not ModelState.BUILDING:
-            return None
+            return
         if model.manifest is not None and not is_same_signature(model.manifest, manifest):
             self._admission.not_stored(model, changed_on_the_way(model.name))
-        model.manifest = model.built = manifest
+        model.manifest = manifest
         model.state.apply(ModelEvent.BUILT, f"digest {manifest.digest[:12]}")
+        device = self._machine.device
+        replica = device.state.replicas[model.name]
         try:
-            self._store.take(model)
+            device.arena.check_fits(model)
+            self._machine.store.take(model)
+            if not device.residents.take(replica):
+                raise self._machine.store.full(model)
         except PipeSwitchError as error:
             self._refuse(model, error)
-            return None
+            return
         self._announce(model)
-        self.store_again(model)
-        return model
+        self._store_again(model)
+        device.plans.found(replica, profiles)
 
     def _announce(self, model: Model) -> None:
         assert model.manifest is not None
         manifest, priority = model.manifest, model.priority
         self._core.emit(Announce(model=model.name, manifest=manifest, priority=priority))
 
-    def store_again(self, model: Model) -> None:
+    def _store_again(self, model: Model) -> None:
         """(Re)send the load order; there may be no daemon now, or the one that had it died."""
         assert model.manifest is not None
-        self._core.tell_daemon(
+        self._machine.device.state.tell_daemon(
             StoreModel(
                 model=model.name,
-                epoch=model.build_epoch,
+                epoch=self.registrations[model.name].build_epoch,
                 directory=self._core.settings.program_dir(model.manifest.digest),
                 store_offset_bytes=model.store_offset_bytes,
                 size_bytes=model.manifest.total_bytes,
             )
         )
+
+    def daemon_ready(self) -> None:
+        """A new one: what was being stored is stored anew."""
+        for model in self._machine.models.values():
+            if model.state.state is ModelState.STORING:
+                self._store_again(model)
 
     def stored(self, message: ModelStored) -> None:
         """Complete: requests may be dispatched."""
@@ -245,20 +258,22 @@ class Registry:
         assert model.manifest is not None
         model.state.apply(ModelEvent.STORED, f"{message.load_ms:.0f} ms")
         self._admission.stored(model)
-        self._remember(model, accepts=tuple(model.register_tokens))
+        waiters = self.registrations[model.name].waiters
+        self._remember(model, accepts=tuple(waiters))
         core.publish("model.registered", model=model.name, bytes=model.manifest.total_bytes)
-        for token in model.register_tokens:
+        for token in waiters:
             self._answer_registered(model, token)
-        model.register_tokens.clear()
+        waiters.clear()
 
     def _remember(self, model: Model, accepts: tuple[Token, ...] = ()) -> None:
         """In the journal: the next server has it again, pinned or not, without a build."""
         assert model.manifest is not None
+        registration = self.registrations[model.name]
         entry = {
             "kind": "model",
             "name": model.name,
-            "spec": model.spec,
-            "spec_digest": model.spec_digest,
+            "spec": registration.spec,
+            "spec_digest": registration.spec_digest,
             "digest": model.manifest.digest,
             "priority": model.priority,
             "pin": model.want_pinned,
@@ -273,8 +288,9 @@ class Registry:
 
     def refused(self, epoch: Epoch, reason: str) -> None:
         """The daemon could not carry out an order for a reason of its own: no answer follows."""
-        for model in list(self._core.models.values()):
-            if model.build_epoch == epoch and model.state.state is ModelState.STORING:
+        for one in list(self.registrations.values()):
+            model = self._machine.models[one.model]
+            if one.build_epoch == epoch and model.state.state is ModelState.STORING:
                 self._refuse(model, RegistrationRefused("weights", reason))
 
     def build_failed(self, message: BuildFailed) -> None:
@@ -291,8 +307,9 @@ class Registry:
             self._refuse(model, RegistrationRefused("build", _why_it_ended(event.status)))
 
     def _of(self, name: ModelName, epoch: Epoch) -> Model | None:
-        model = self._core.models.get(name)
-        return model if model is not None and model.build_epoch == epoch else None
+        registration = self.registrations.get(name)
+        is_it = registration is not None and registration.build_epoch == epoch
+        return self._machine.models[name] if is_it else None
 
     def _refuse(self, model: Model, error: PipeSwitchError) -> None:
         """Nothing stays behind of a model that was refused; the name is free again."""
@@ -301,15 +318,23 @@ class Registry:
             core.emit(Retract(model=model.name))
             self._admission.not_stored(model, error)
         model.state.apply(ModelEvent.REFUSED, type(error).__name__)
-        self._store.forget(model)
-        del core.models[model.name]
-        self._gone_specs.add(model.spec)
-        for token in model.register_tokens:
+        registration = self._forget(model)
+        for token in registration.waiters:
             core.refuse(token, error)
         core.publish("model.refused", model=model.name, error=to_wire(error))
 
+    def _forget(self, model: Model) -> Registration:
+        """Its name is free again."""
+        device = self._machine.device
+        device.residents.forget(device.state.replicas[model.name])
+        self._machine.store.forget(model)
+        del self._machine.models[model.name]
+        registration = self.registrations.pop(model.name)
+        self._gone_specs.add(registration.spec)
+        return registration
+
     def _answer_registered(self, model: Model, token: Token) -> None:
-        manifest = model.manifest
+        manifest = self._machine.device.state.replicas[model.name].manifest
         assert manifest is not None
         self._core.answer(
             token,
@@ -328,22 +353,23 @@ class Registry:
         the answer says so.
         """
         core = self._core
-        for model in list(core.models.values()):
-            is_building = model.state.state is ModelState.BUILDING
-            if event.token not in model.register_tokens or not is_building:
+        for one in list(self.registrations.values()):
+            model = self._machine.models[one.model]
+            if event.token not in one.waiters or model.state.state is not ModelState.BUILDING:
                 continue
-            model.register_tokens.remove(event.token)
+            one.waiters.remove(event.token)
             error = Cancelled(f'registration of "{model.name}" cancelled')
             core.refuse(event.token, error)
-            if not model.register_tokens:
+            if not one.waiters:
                 self._give_up(model, error)
 
     def _give_up(self, model: Model, error: PipeSwitchError) -> None:
         """End its build, or take it from those that wait."""
-        if model.build_epoch in self._builders:
-            self._core.emit(KillBuild(model=model.name, epoch=model.build_epoch))
+        registration = self.registrations[model.name]
+        if registration.build_epoch in self._builders:
+            self._core.emit(KillBuild(model=model.name, epoch=registration.build_epoch))
         else:
-            del self._waiting_builds[model.name]
+            self._waiting_builds.remove(registration)
         self._refuse(model, error)
 
     # -- unregister, load, unload -------------------------------------------------------------
@@ -354,7 +380,7 @@ class Registry:
         A registration whose build waits or runs is cancelled: a build may take as long as it may.
         """
         core = self._core
-        model = core.models.get(event.model)
+        model = self._machine.models.get(event.model)
         if model is None:
             core.refuse(event.token, _not_found(event.model))
             return
@@ -375,49 +401,43 @@ class Registry:
         if model.state.state is not ModelState.LEAVING:
             model.state.apply(ModelEvent.UNREGISTERED, "asked by the user")
             core.emit(Retract(model=model.name))
-        model.unregister_tokens.append(event.token)
+            self._leaving[model.name] = model
+        self.registrations[model.name].end_waiters.append(event.token)
 
     def _finish_unregister(self, model: Model) -> None:
-        core = self._core
-        if model.users or core.queue.count(model.name) or model.is_being_sent:
+        core, device = self._core, self._machine.device
+        if not device.residents.is_idle(device.state.replicas[model.name]):
             return
-        if model.residency.state is not Residency.HOST:
-            self._residents.evict(model, "unregistered")
-        self._store.forget(model)
-        del core.models[model.name]
-        self._gone_specs.add(model.spec)
-        for worker in core.workers.values():
-            worker.unpreparable = {key for key in worker.unpreparable if key[0] != model.name}
-            if model.name in worker.warm and worker.state.state is not WorkerState.DEAD:
-                del worker.warm[model.name]
-                if worker.job is None:
-                    core.emit(ToWorker(slot=worker.slot, message=ForgetModel(model=model.name)))
+        del self._leaving[model.name]
+        registration = self._forget(model)
+        device.fleet.forget(model.name)
         core.emit(Journal(entry={"kind": "model-gone", "name": model.name}))
         core.publish("model.unregistered", model=model.name)
-        for token in model.unregister_tokens:
+        for token in registration.end_waiters:
             core.answer(token, model=model.name)
 
     def pin(self, event: PinAsked) -> None:
         """``load`` pins and brings to the device, and pardons; ``unload`` unpins."""
         core = self._core
-        model = core.models.get(event.model)
+        model = self._machine.models.get(event.model)
         if model is None or model.state.state is ModelState.LEAVING:
             core.refuse(event.token, _not_found(event.model))
             return
+        residency = self._machine.device.state.replicas[model.name].residency
         model.want_pinned = event.pin
         if event.pin:
             if model.state.state is ModelState.QUARANTINED:
                 model.state.apply(ModelEvent.PARDONED, "asked by the user")
                 model.deaths, model.reason = 0, ""
-            if model.residency.state is Residency.RESIDENT:
-                model.residency.apply(ResidencyEvent.PIN, "asked by the user")
+            if residency.state is Residency.RESIDENT:
+                residency.apply(ResidencyEvent.PIN, "asked by the user")
             # One that is not on the device is brought when nothing waits (Residents.bring_pinned).
-        elif model.residency.state is Residency.PINNED:
-            model.residency.apply(ResidencyEvent.UNPIN, "asked by the user")
+        elif residency.state is Residency.PINNED:
+            residency.apply(ResidencyEvent.UNPIN, "asked by the user")
         if model.state.state not in MODEL_AWAITED:
             self._remember(model)
         core.answer(event.token, model=model.name, pinned=event.pin,
-                    state=model.residency.state.value)  # fmt: skip
+                    state=residency.state.value)  # fmt: skip
 
 
 def _why_it_ended(status: int) -> str:

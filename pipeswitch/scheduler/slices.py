@@ -7,7 +7,7 @@ from typing import Literal
 from ..errors import OutOfDeviceMemory
 from ..ipc.messages import Epoch, JobName, Scrub
 from .arena import Arena
-from .core import Core
+from .device_state import DeviceState
 from .regions import Owner, Region
 from .residency import Residents
 from .store import gib
@@ -16,8 +16,9 @@ from .store import gib
 class Slices:
     """No range of a slice is given to another owner before it reads as zeros."""
 
-    def __init__(self, core: Core, arena: Arena, residents: Residents) -> None:
-        self._core = core
+    def __init__(self, device: DeviceState, arena: Arena, residents: Residents) -> None:
+        self._core = device.core
+        self._device = device
         self._arena = arena
         self._residents = residents
         self._unscrubbed: dict[Epoch, float] = {}  # of a scrub that failed: when to try again
@@ -59,7 +60,7 @@ class Slices:
         if self._arena.regions.get(Owner("slice", job)) is None:
             return
         region = self._arena.regions.release(Owner("slice", job))
-        if not self._core.is_daemon_ready:
+        if not self._device.is_daemon_ready:
             return  # the memory went with its owner
         epoch = self._core.next_epoch()
         taken = self._arena.regions.reserve(
@@ -69,7 +70,7 @@ class Slices:
         self._scrub(epoch, taken)
 
     def _scrub(self, epoch: Epoch, region: Region) -> None:
-        self._core.tell_daemon(
+        self._device.tell_daemon(
             Scrub(epoch=epoch, offset_bytes=region.offset_bytes, size_bytes=region.size_bytes)
         )
 
@@ -99,4 +100,4 @@ class Slices:
         for region in self._arena.regions:
             if region.owner.kind == "slice":
                 name = JobName(region.owner.name)
-                assert any(w.job == name for w in self._core.workers.values()), region
+                assert any(w.job == name for w in self._device.workers.values()), region

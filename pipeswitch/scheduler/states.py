@@ -237,7 +237,7 @@ Event = TypeVar("Event", bound=enum.Enum)
 STORY_LENGTH: Final = 12  # enough to read a whole preemption back, small enough to keep for all
 
 
-class Machine(Generic[State, Event]):
+class StateMachine(Generic[State, Event]):
     """One record's state, its table, and the last transitions with what caused them.
 
     ``apply`` is the only way a state changes. An event with no row raises InvalidTransition and

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ..errors import HostStoreFull, OutOfDeviceMemory
-from ..programs.layout import REGION_ALIGN_BYTES, TENSOR_ALIGN_BYTES, aligned
-from .arena import Arena
+from ..errors import HostStoreFull
+from ..programs.layout import TENSOR_ALIGN_BYTES
 from .core import Core
 from .records import Model
 from .regions import Regions
@@ -13,52 +12,40 @@ from .regions import Regions
 class Store:
     """Each model's bytes lie here once, as they will lie on the device."""
 
-    def __init__(self, core: Core, arena: Arena) -> None:
-        self._arena = arena
+    def __init__(self, core: Core) -> None:
         self.regions = Regions(core.settings.store_bytes, TENSOR_ALIGN_BYTES)
 
     def take(self, model: Model) -> None:
-        """Reserve its place in the host store and its arrival words.
+        """Reserve its place.
 
         Raises:
-            OutOfDeviceMemory: larger than the arena; no request could ever run.
             HostStoreFull: no room beside the others.
         """
-        manifest = model.manifest
-        assert manifest is not None
-        size = max(manifest.total_bytes, TENSOR_ALIGN_BYTES)
-        largest = self._arena.leasable_bytes
-        if aligned(size, REGION_ALIGN_BYTES) > largest:
-            raise OutOfDeviceMemory(
-                f'"{model.name}" needs {gib(size)}, the arena has {gib(largest)}',
-                hint=f"start with --arena {aligned(2 * size, 1 << 30) >> 30}GiB",
-                requested_bytes=size,
-                largest_free_bytes=largest,
-            )
-        groups = max(1, len(manifest.groups))
-        words = self._arena.words.reserve(model.owner, groups)
-        region = self.regions.reserve(model.owner, size)
-        if region is None or words is None:
-            if words is not None:
-                self._arena.words.release(model.owner)
-            if region is not None:
-                self.regions.release(model.owner)
-            raise HostStoreFull(
-                f'"{model.name}" needs {gib(size)}, the host store has '
-                f"{gib(self.regions.largest_free_bytes)} left in one piece",
-                hint="pipeswitch unregister a model, or start with a larger --host-store",
-                requested_bytes=size,
-                largest_free_bytes=self.regions.largest_free_bytes,
-            )
+        region = self.regions.reserve(model.owner, stored_bytes(model))
+        if region is None:
+            raise self.full(model)
         model.store_offset_bytes = region.offset_bytes
-        model.first_word = words.offset_bytes
+
+    def full(self, model: Model) -> HostStoreFull:
+        size, largest = stored_bytes(model), self.regions.largest_free_bytes
+        return HostStoreFull(
+            f'"{model.name}" needs {gib(size)}, the host store has '
+            f"{gib(largest)} left in one piece",
+            hint="pipeswitch unregister a model, or start with a larger --host-store",
+            requested_bytes=size,
+            largest_free_bytes=largest,
+        )
 
     def forget(self, model: Model) -> None:
-        """Give back its place and its arrival words."""
+        """Give back its place."""
         if self.regions.get(model.owner) is not None:
             self.regions.release(model.owner)
-        if self._arena.words.get(model.owner) is not None:
-            self._arena.words.release(model.owner)
+
+
+def stored_bytes(model: Model) -> int:
+    """What a model takes; it has a manifest."""
+    assert model.manifest is not None
+    return max(model.manifest.total_bytes, TENSOR_ALIGN_BYTES)
 
 
 def gib(size_bytes: int) -> str:

@@ -17,7 +17,7 @@ from ..ipc.messages import (
     Turn,
 )
 from .commits import Commits
-from .core import Core
+from .device_state import DeviceState
 from .events import ToWorker
 from .jobs import Jobs
 from .leases import Leases
@@ -36,9 +36,10 @@ class Training:
     """Which job has the device. Inside a priority the smallest ``Job.place`` goes next."""
 
     def __init__(
-        self, core: Core, slices: Slices, jobs: Jobs, leases: Leases, commits: Commits
+        self, device: DeviceState, slices: Slices, jobs: Jobs, leases: Leases, commits: Commits
     ) -> None:
-        self._core = core
+        self._core = device.core
+        self._device = device
         self._slices = slices
         self._jobs = jobs
         self._leases = leases
@@ -46,29 +47,29 @@ class Training:
 
     def pump(self) -> None:
         """Give the idle device to the next job, and keep the rules about suspended ones."""
-        core = self._core
-        for job in core.jobs.values():
+        core, device = self._core, self._device
+        for job in device.jobs.values():
             if job.wanted != "run":
                 self.evict(job.name, WHY_EVICTED[job.wanted])
         for job, why in self._leases.grant():
             self.evict(job.name, why)
-        if core.training is not None:
-            self._watch_running(core.jobs[core.training])
-        elif core.is_daemon_ready and not core.is_draining and self._is_device_idle():
+        if device.training is not None:
+            self._watch_running(device.jobs[device.training])
+        elif device.is_daemon_ready and not core.is_draining and self._is_device_idle():
             self._run_next()
         self._keep_one_suspended()
         self._kill_who_stays()
         self._commits.persist_due()
 
     def _is_device_idle(self) -> bool:
-        core = self._core
-        return core.current is None and core.upcoming is None and not core.queue
+        device = self._device
+        return device.current is None and device.upcoming is None and not device.queue
 
     def _runnable(self) -> list[Job]:
         """Jobs that could have the device, in the order they would get it."""
         able = [
             job
-            for job in self._core.jobs.values()
+            for job in self._device.jobs.values()
             if (job.state.state is TaskState.SUSPENDED and not job.lease_asked_bytes)
             or (job.state.state is TaskState.QUEUED and not self._is_leaving(job))
         ]
@@ -88,12 +89,12 @@ class Training:
         A job never has two: the old one's slice is released by name when it is reaped, and it
         may still hold the job's log and commits.
         """
-        return any(worker.job == job.name for worker in self._core.workers.values())
+        return any(worker.job == job.name for worker in self._device.workers.values())
 
     def _waiting_behind(self, running: Job) -> bool:
         """Whether another job wants the device, or memory the running one may have."""
         waiting = self._runnable() + [
-            job for job in self._core.jobs.values() if job.lease_asked_bytes
+            job for job in self._device.jobs.values() if job.lease_asked_bytes
         ]
         return any(job is not running and job.priority <= running.priority for job in waiting)
 
@@ -111,14 +112,14 @@ class Training:
         """A standby; the least warm one, so that warm ones stay for inference."""
         free = [
             worker
-            for worker in self._core.workers.values()
+            for worker in self._device.workers.values()
             if worker.is_free
             and worker.state.state is WorkerState.STANDBY
             and worker.preparing is None
         ]
 
         def order(worker: Worker) -> tuple[bool, int, int]:
-            return not self._core.fits(worker, is_code=True), len(worker.warm), -worker.slot
+            return not self._device.fits(worker, is_code=True), len(worker.warm), -worker.slot
 
         return min(free, key=order, default=None)
 
@@ -129,12 +130,12 @@ class Training:
         job.commit_number = 0
         job.slot = worker.slot
         job.state.apply(TaskEvent.DISPATCHED, f"worker {worker.slot}")
-        core.claim(worker, is_code=True)
+        self._device.claim(worker, is_code=True)
         worker.state.apply(WorkerEvent.ACTIVATED, f"job {job.name}")
         worker.job = job.name
         worker.task_epoch = job.epoch
         self._holds_device(job)
-        core.emit(
+        self._device.emit(
             ToWorker(
                 slot=worker.slot,
                 message=RunJob(
@@ -153,13 +154,13 @@ class Training:
         core.publish("job.dispatched", job=job.name, worker=worker.slot, step=job.committed_step)
 
     def _resume(self, job: Job) -> None:
-        core = self._core
+        core, device = self._core, self._device
         assert job.slot is not None
         job.turn = Turn(core.next_epoch())
         job.state.apply(TaskEvent.TURN_GIVEN, "device is idle")
-        core.workers[job.slot].state.apply(WorkerEvent.TURN_GIVEN, f"job {job.name}")
+        device.workers[job.slot].state.apply(WorkerEvent.TURN_GIVEN, f"job {job.name}")
         self._holds_device(job)
-        core.emit(
+        self._device.emit(
             ToWorker(
                 slot=job.slot, message=GrantTurn(epoch=job.epoch, turn=job.turn), channel="signal"
             )
@@ -167,7 +168,7 @@ class Training:
         core.publish("job.resumed_in_place", job=job.name, worker=job.slot)
 
     def _holds_device(self, job: Job) -> None:
-        self._core.training = job.name
+        self._device.training = job.name
         job.cycle_began_at_ms = self._core.now_ms
         job.last_ran_at_ms = self._core.now_ms
         self._core.look_again(job.cycle_began_at_ms + job.cycle_left_ms)
@@ -193,15 +194,15 @@ class Training:
         job.cycle_left_ms = self._core.settings.training_cycle_ms
 
     def _kill_after(self, job: Job, at_ms: float, reason: str) -> None:
-        core = self._core
+        core, device = self._core, self._device
         if core.now_ms < at_ms or job.slot is None:
             core.look_again(at_ms)
             return
-        core.kill(core.workers[job.slot], reason)
+        device.kill(device.workers[job.slot], reason)
 
     def _keep_one_suspended(self) -> None:
         """At most one job stays suspended in place: the one that goes next."""
-        jobs = self._core.jobs.values()
+        jobs = self._device.jobs.values()
         suspended = [job for job in jobs if job.state.state is TaskState.SUSPENDED]
         suspended.sort(key=lambda job: (job.lease_asked_bytes > 0, job.priority, job.place))
         for job in suspended[1:]:
@@ -209,14 +210,14 @@ class Training:
 
     def _kill_who_stays(self) -> None:
         """A script that swallows the eviction, or a process that does not leave after it."""
-        core, grace_ms = self._core, self._core.settings.evict_grace_ms
-        for job in core.jobs.values():
+        core, device, grace_ms = self._core, self._device, self._core.settings.evict_grace_ms
+        for job in device.jobs.values():
             if job.state.state is TaskState.EVICTING:
                 self._kill_after(job, job.evict_asked_at_ms + grace_ms, "did not unwind")
-        for worker in core.workers.values():
+        for worker in device.workers.values():
             if worker.state.state is WorkerState.RETIRING:
                 if core.now_ms >= worker.retired_at_ms + grace_ms:
-                    core.kill(worker, "its script is over, its process did not leave")
+                    device.kill(worker, "its script is over, its process did not leave")
                 else:
                     core.look_again(worker.retired_at_ms + grace_ms)
 
@@ -226,15 +227,15 @@ class Training:
         Once for each of its turns: a later request is served when it has parked. One that is
         being evicted is asked too; it answers before it commits and unwinds.
         """
-        core, job = self._core, self._core.jobs[name]
+        core, device, job = self._core, self._device, self._device.jobs[name]
         if job.slot is None or job.stopped_turn == job.turn:
             return
         job.state.apply(TaskEvent.STOP_REQUESTED, f"turn {next_turn}")
         job.stopped_turn = job.turn
         job.stop_asked_at_ms = core.now_ms
-        core.workers[job.slot].may_raise = next_turn
+        device.workers[job.slot].may_raise = next_turn
         core.look_again(core.now_ms + core.settings.stop_grace_ms)
-        core.emit(
+        self._device.emit(
             ToWorker(
                 slot=job.slot,
                 message=StopTask(
@@ -252,7 +253,7 @@ class Training:
         core = self._core
         if worker.task_epoch == message.epoch and worker.may_raise == message.next_turn:
             worker.may_raise = NO_TURN
-        job = self._core.job_of(worker, message.epoch)
+        job = self._device.job_of(worker, message.epoch)
         if job is None or message.turn != job.turn or not job.state.allows(TaskEvent.PARKED):
             return False
         if job.state.apply(TaskEvent.PARKED, message.where) is TaskState.SUSPENDED:
@@ -277,10 +278,10 @@ class Training:
 
     def _device_left(self, job: Job) -> None:
         """Account the cycle; rotate when it is used up."""
-        core = self._core
-        if core.training != job.name:
+        core, device = self._core, self._device
+        if device.training != job.name:
             return
-        core.training = None
+        device.training = None
         core.span("scheduler", f"train {job.name}", job.cycle_began_at_ms, core.now_ms)
         job.cycle_left_ms -= core.now_ms - job.cycle_began_at_ms
         if job.cycle_left_ms <= 0:
@@ -289,7 +290,7 @@ class Training:
 
     def evict(self, name: JobName, cause: str) -> None:
         """Ask a job on a worker to commit its last step and unwind."""
-        core, job = self._core, self._core.jobs[name]
+        core, job = self._core, self._device.jobs[name]
         if not job.state.allows(TaskEvent.EVICT_REQUESTED) or job.slot is None:
             return
         job.state.apply(TaskEvent.EVICT_REQUESTED, cause)
@@ -299,12 +300,14 @@ class Training:
         job.why = cause
         core.counts["job_evictions"] += 1
         core.look_again(core.now_ms + core.settings.evict_grace_ms)
-        core.emit(ToWorker(slot=job.slot, message=EvictTask(epoch=job.epoch), channel="signal"))
+        self._device.emit(
+            ToWorker(slot=job.slot, message=EvictTask(epoch=job.epoch), channel="signal")
+        )
         core.publish("job.evicting", job=name, cause=cause)
 
     def ended(self, worker: Worker, message: JobEnded) -> None:
         """The script is over; its process retires and only then its memory is free."""
-        job = self._core.job_of(worker, message.epoch)
+        job = self._device.job_of(worker, message.epoch)
         if job is None:
             return
         worker.state.apply(WorkerEvent.RETIRED, f"job {job.name} {message.outcome}")
@@ -329,12 +332,12 @@ class Training:
 
     def worker_died(self, worker: Worker, status: int) -> None:
         """Reaped. After a crash the job starts again from its last commit."""
-        core = self._core
+        core, device = self._core, self._device
         name = worker.job
         if name is None:
             return
         worker.job = None
-        job = core.jobs.get(name)
+        job = device.jobs.get(name)
         if job is not None and job.slot == worker.slot:
             self._device_left(job)
             job.slot = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ..ipc.messages import Turn
-from .core import Core
+from .device_state import DeviceState
 from .events import RaiseTurn
 from .records import Activation
 from .states import TaskEvent
@@ -14,8 +14,9 @@ from .states import TaskEvent
 class Turns:
     """The dispatched task becomes the current one when no other and no job computes."""
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
+    def __init__(self, device: DeviceState) -> None:
+        self._core = device.core
+        self._device = device
 
     def give(self) -> None:
         """If no task computes any more, the dispatched one does, if there is one.
@@ -24,26 +25,26 @@ class Turns:
         has not parked: 1. it was told to raise turn 7, 2. its script ends, 3. task 7 runs and
         ends, 4. its termination thread sees the stop and writes 7 over turn 9. So 9 waits.
         """
-        core = self._core
-        activation = core.upcoming
-        if activation is None or core.current is not None or core.training is not None:
+        device = self._device
+        activation = device.upcoming
+        if activation is None or device.current is not None or device.training is not None:
             return
-        if any(w.may_raise not in (0, activation.turn) for w in core.workers.values()):
+        if any(w.may_raise not in (0, activation.turn) for w in device.workers.values()):
             return
         self._starts(activation, "has the turn")
-        core.emit(RaiseTurn(turn=activation.turn, slot=activation.slot))
+        self._device.emit(RaiseTurn(turn=activation.turn, slot=activation.slot))
 
     def passed(self, turn: Turn) -> None:
         """The parked worker has raised the turn itself."""
-        core = self._core
-        if core.upcoming is not None and core.upcoming.turn == turn and core.current is None:
-            self._starts(core.upcoming, "turn passed on")
+        device = self._device
+        if device.upcoming is not None and device.upcoming.turn == turn and device.current is None:
+            self._starts(device.upcoming, "turn passed on")
 
     def _starts(self, activation: Activation, cause: str) -> None:
-        core = self._core
-        core.current, core.upcoming = activation, None
+        core, device = self._core, self._device
+        device.current, device.upcoming = activation, None
         activation.began_at_ms = core.now_ms
-        core.requests[activation.token].state.apply(TaskEvent.STARTED, cause)
+        device.requests[activation.token].state.apply(TaskEvent.STARTED, cause)
 
     def hung(self) -> Activation | None:
         """The task that computes for too long, if there is one; its ``hung_why`` says what is.
@@ -52,12 +53,12 @@ class Turns:
         2. It has had the turn for ``max_compute_ms`` more than its model's longest run: taken for
            an endless loop, which would hold the device for ever.
         """
-        core = self._core
-        activation = core.current
+        core, device = self._core, self._device
+        activation = device.current
         if activation is None or activation.hung_why:
             return activation
-        settings, longest_ms = core.settings, core.models[activation.model].longest_ms
-        deadline_at_ms = core.requests[activation.token].deadline_at_ms
+        settings, longest_ms = core.settings, device.replicas[activation.model].longest_ms
+        deadline_at_ms = device.requests[activation.token].deadline_at_ms
         late_at_ms = endless_at_ms = math.inf
         if deadline_at_ms is not None:
             late_at_ms = deadline_at_ms + settings.deadline_grace_ms

@@ -109,7 +109,7 @@ class Stage(World):
             restart_backoff_ms=100.0, prefix_bytes=4 * MIB,
         )  # fmt: skip
         super().__init__(Scheduler(settings, "priority", 2000.0), is_checked=False)
-        self.core = self.scheduler.core
+        self.state = self.scheduler.machine.device.state
         self._rest()
         for model in MODELS:
             manifest = manifest_of(digest=model * 64, total_bytes=3 * MIB)
@@ -151,13 +151,13 @@ class Stage(World):
             process = self.workers.get(slot)
             if not isinstance(process, Told) or not process.told:
                 return
-            has_job = self.core.workers[slot].job is not None
+            has_job = self.state.workers[slot].job is not None
             for message in _obedience(process.told.pop(0), has_job):
                 self.from_worker(slot, message)
         raise AssertionError("a worker does not come to rest")
 
     def from_worker(self, slot: Slot, message: Message) -> None:
-        worker = self.core.workers.get(slot)
+        worker = self.state.workers.get(slot)
         generation = worker.generation if worker is not None else 1
         self.hear(ev.FromWorker(slot=slot, generation=generation, message=message))
 
@@ -187,16 +187,16 @@ class Stage(World):
         """Three stands for a worker that has something to do."""
         if number != BUSY:
             return Slot(number)
-        core = self.core
-        busy = [a.slot for a in (core.current, core.upcoming) if a is not None]
-        busy += [worker.slot for worker in core.workers.values() if worker.job is not None]
+        state = self.state
+        busy = [a.slot for a in (state.current, state.upcoming) if a is not None]
+        busy += [worker.slot for worker in state.workers.values() if worker.job is not None]
         return busy[0] if busy else Slot(0)
 
     def _dies(self, slot: Slot, rest: bytes) -> None:
         process = self.workers.get(slot)
         if process is None:
             return
-        task_epoch = self.core.workers[slot].task_epoch
+        task_epoch = self.state.workers[slot].task_epoch
         process.begun = None if not rest else Epoch(task_epoch if rest[0] & 1 else 0)
         process.end(-11)
         self.reap_worker(process)
@@ -214,10 +214,10 @@ class Stage(World):
 
     def _in_time(self, slot: Slot, message: Any) -> Any:
         """Zeros become the numbers that are current for the slot."""
-        worker = self.core.workers.get(slot)
+        worker = self.state.workers.get(slot)
         if worker is None:
             return message
-        job = self.core.jobs.get(worker.job) if worker.job is not None else None
+        job = self.state.jobs.get(worker.job) if worker.job is not None else None
         now = {"epoch": worker.task_epoch, "next_turn": worker.may_raise,
                "turn": job.turn if job is not None else 0}  # fmt: skip
         fields = {key: number for key, number in now.items() if getattr(message, key, 1) == 0}
@@ -230,9 +230,10 @@ class Stage(World):
             return
         if isinstance(message, BuildDone):
             return  # its manifest is read from disk first
-        model = self.core.models.get(getattr(message, "model", MODELS[0]))
-        if model is not None and getattr(message, "epoch", 1) == 0:
-            message = msgspec.structs.replace(message, epoch=model.build_epoch)
+        registrations = self.scheduler.registry.registrations
+        asked = registrations.get(getattr(message, "model", MODELS[0]))
+        if asked is not None and getattr(message, "epoch", 1) == 0:
+            message = msgspec.structs.replace(message, epoch=asked.build_epoch)
         self.hear(ev.FromBuilder(message=message))
 
     def _client(self, rest: bytes) -> None:

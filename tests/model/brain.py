@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 from pipeswitch.scheduler.queue import Queue
-from pipeswitch.scheduler.records import Activation, Job, Model, Request, Worker
+from pipeswitch.scheduler.records import Activation, Job, Model, Replica, Request, Worker
 from pipeswitch.scheduler.regions import Owner, Region, Regions
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.wakeups import Wakeups
@@ -21,20 +21,21 @@ SHOWN_OF_JOB = (
     "born_epoch",  # tells the messages of an older job of that name; there is only one job here
 )  # fmt: skip
 # What profiles are made of: nothing is measured in this world, so nothing follows from it.
-MEASURED_OF_MODEL = ("transmission", "drift", "last_batch")
-SHOWN_OF_MODEL = ("reason", "transmit_started_at_ms", "transmit_ended_at_ms", *MEASURED_OF_MODEL)
+MEASURED = ("transmission", "drift")
+SHOWN_OF_REPLICA = ("transmit_started_at_ms", "transmit_ended_at_ms", *MEASURED)
 
-MODEL = Codec(Model, drop=SHOWN_OF_MODEL)
+MODEL = Codec(Model, drop=("reason", "last_batch"))
+REPLICA = Codec(Replica, drop=("model", *SHOWN_OF_REPLICA))
 REQUEST = Codec(Request)
 JOB = Codec(Job, drop=SHOWN_OF_JOB, ordered=("place", "epoch", "persist_epoch", "copying_epoch"))
 WORKER = Codec(Worker, drop=("generation",))
 SHOWN_OF_TASK = ("dispatched_at_ms", "was_resident", "stop_asked_at_ms")
 ACTIVATION = Codec(Activation, drop=SHOWN_OF_TASK)
 
-CORE = (
-    "models", "requests", "queue", "jobs", "workers", "current", "upcoming", "training",
-    "daemon_generation", "daemon_pid", "is_daemon_ready", "has_left", "drain_at_ms", "now_ms",
-    "counts", "last_epoch", "wakeups", "early",
+OF_CORE = ("has_left", "drain_at_ms", "now_ms", "counts", "last_epoch", "wakeups")
+OF_STATE = (
+    "replicas", "requests", "queue", "early", "jobs", "workers", "current", "upcoming",
+    "training", "daemon_generation", "daemon_pid", "is_daemon_ready",
     "cold_switches",  # for profiles, and nothing is measured in this world
 )  # fmt: skip
 OF_FLEET = ("is_daemon_alive", "_daemon_deaths", "_daemon_respawn_at_ms")
@@ -89,12 +90,15 @@ class Brain:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        core = scheduler.core
-        known = {"core": CORE, "fleet": OF_FLEET}
-        self._still = [
-            (part, Still(part, *known.get(name, ()))) for name, part in vars(scheduler).items()
-        ]
-        self._models = _Records(MODEL, *core.models.items())
+        machine = scheduler.machine
+        state = machine.device.state
+        known = {
+            "core": OF_CORE, "state": OF_STATE, "fleet": OF_FLEET, "machine": ("models",),
+        }  # fmt: skip
+        parts = {**vars(scheduler), **vars(machine.device), "store": machine.store}
+        self._still = [(part, Still(part, *known.get(name, ()))) for name, part in parts.items()]
+        self._models = _Records(MODEL, *machine.models.items())
+        self._replicas = _Records(REPLICA, *state.replicas.items())
         self._requests = _Records(REQUEST, (None, Request("", "", "", 0, 0.0, (), 0, 0, 0.0)))
         self._jobs = _Records(JOB, (None, Job("", "", (), 1)))
         self._workers = _Records(WORKER, (None, Worker(0)))
@@ -105,62 +109,68 @@ class Brain:
 
         Generations are the caller's to rank: he knows which late messages name them.
         """
-        scheduler = self.scheduler
-        core, fleet = scheduler.core, scheduler.fleet
+        core, machine = self.scheduler.core, self.scheduler.machine
+        device, state, fleet = machine.device, machine.device.state, machine.device.fleet
         for part, still in self._still:
             still.check(part)
-        models, requests, jobs = self._models, self._requests, self._jobs
+        models, replicas = self._models, self._replicas
+        requests, jobs = self._requests, self._jobs
         workers, tasks = self._workers, self._tasks
         return (
-            tuple([models.freeze(model, e, name) for name, model in core.models.items()]),
-            tuple([requests.freeze(request, e) for request in core.requests.values()]),
-            tuple([request.token for request in core.queue]),
-            tuple([jobs.freeze(job, e) for job in core.jobs.values()]),
-            tuple([workers.freeze(worker, e) for worker in core.workers.values()]),
-            None if core.current is None else tasks.freeze(core.current, e),
-            None if core.upcoming is None else tasks.freeze(core.upcoming, e),
-            core.training,
-            core.is_daemon_ready,
+            tuple([models.freeze(model, e, name) for name, model in machine.models.items()]),
+            tuple([requests.freeze(request, e) for request in state.requests.values()]),
+            tuple([request.token for request in state.queue]),
+            tuple([jobs.freeze(job, e) for job in state.jobs.values()]),
+            tuple([workers.freeze(worker, e) for worker in state.workers.values()]),
+            None if state.current is None else tasks.freeze(state.current, e),
+            None if state.upcoming is None else tasks.freeze(state.upcoming, e),
+            state.training,
+            state.is_daemon_ready,
             core.has_left,
             core.now_ms,
             core.wakeups.all_ms,
-            _freeze_regions(scheduler.arena.regions, e),
-            _freeze_regions(scheduler.store.regions, e),
+            _freeze_regions(device.arena.regions, e),
+            _freeze_regions(machine.store.regions, e),
             fleet.is_daemon_alive,
             fleet._daemon_deaths,
             fleet._daemon_respawn_at_ms,
             core.drain_at_ms,
-            tuple([request.token for request in core.early]),
+            tuple([request.token for request in state.early]),
+            tuple([replicas.freeze(one, e, name) for name, one in state.replicas.items()]),
         )
 
     def thaw(self, frozen: Any, n: Next, last_epoch: int, generations: list[int]) -> None:
         """Set the scheduler to a frozen state. ``generations``: the daemon's, then the slots'."""
-        scheduler = self.scheduler
-        core, fleet = scheduler.core, scheduler.fleet
-        (models, requests, queue, jobs, workers, current, upcoming, core.training,
-         core.is_daemon_ready, core.has_left, core.now_ms, due_ms, arena, store,
+        core, machine = self.scheduler.core, self.scheduler.machine
+        device, state, fleet = machine.device, machine.device.state, machine.device.fleet
+        (models, requests, queue, jobs, workers, current, upcoming, state.training,
+         state.is_daemon_ready, core.has_left, core.now_ms, due_ms, arena, store,
          fleet.is_daemon_alive, fleet._daemon_deaths,
-         fleet._daemon_respawn_at_ms, core.drain_at_ms, early) = frozen  # fmt: skip
-        core.models = {t[0]: self._models.thaw(t, n, t[0]) for t in models}
-        core.requests = {t[0]: self._requests.thaw(t, n) for t in requests}
-        core.queue, core.early = Queue(), Queue()
+         fleet._daemon_respawn_at_ms, core.drain_at_ms, early, replicas) = frozen  # fmt: skip
+        machine.models = {t[0]: self._models.thaw(t, n, t[0]) for t in models}
+        state.requests = {t[0]: self._requests.thaw(t, n) for t in requests}
+        state.queue, state.early = Queue(), Queue()
         for token in queue:
-            core.queue.add(core.requests[token])
+            state.queue.add(state.requests[token])
         for token in early:
-            core.early.add(core.requests[token])
-        core.jobs = {t[0]: self._jobs.thaw(t, n) for t in jobs}
-        core.workers = {t[0]: self._workers.thaw(t, n) for t in workers}
-        for worker, generation in zip(core.workers.values(), generations[1:], strict=True):
+            state.early.add(state.requests[token])
+        state.jobs = {t[0]: self._jobs.thaw(t, n) for t in jobs}
+        state.workers = {t[0]: self._workers.thaw(t, n) for t in workers}
+        for worker, generation in zip(state.workers.values(), generations[1:], strict=True):
             worker.generation = generation
-        core.daemon_generation = generations[0]
-        core.current = None if current is None else self._tasks.thaw(current, n)
-        core.upcoming = None if upcoming is None else self._tasks.thaw(upcoming, n)
+        state.daemon_generation = generations[0]
+        state.current = None if current is None else self._tasks.thaw(current, n)
+        state.upcoming = None if upcoming is None else self._tasks.thaw(upcoming, n)
         core.wakeups = Wakeups(due_ms)
         core.last_epoch = last_epoch
         core.counts = Counter()
-        core.out, core.cold_switches = [], []
-        _thaw_regions(scheduler.arena.regions, arena, n)
-        _thaw_regions(scheduler.store.regions, store, n)
+        core.out, state.cold_switches = [], []
+        _thaw_regions(device.arena.regions, arena, n)
+        _thaw_regions(machine.store.regions, store, n)
+        state.replicas = {}
+        for (name, model), one in zip(machine.models.items(), replicas, strict=True):
+            state.replicas[name] = self._replicas.thaw(one, n, name)
+            state.replicas[name].model = model
 
 
 _COMMITTED_STEP = JOB.position("committed_step")

@@ -22,7 +22,7 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
-from pipeswitch.scheduler.states import Machine
+from pipeswitch.scheduler.states import StateMachine
 
 Add = Callable[[int], None]
 Next = Callable[[], int]
@@ -69,7 +69,11 @@ class Codec:
         self._lines_out: list[str] = []
         self._epochs_in: list[str] = []  # before the others, as they were taken out
         self._lines_in: list[str] = []
-        self._names: dict[str, Any] = {"kind": kind, "new": kind.__new__, "Machine": Machine}
+        self._names: dict[str, Any] = {
+            "kind": kind,
+            "new": kind.__new__,
+            "StateMachine": StateMachine,
+        }
         for name, annotation in kind.__annotations__.items():
             if name not in drop:
                 self._field(name, annotation)
@@ -96,7 +100,7 @@ class Codec:
             self._value(name, f"tuple(sorted(o.{name}))", "set({})")
         elif annotation.startswith("dict[ModelName, "):
             self._value(name, f"tuple(sorted(o.{name}.items()))", "dict({})")
-        elif annotation.startswith("Machine["):
+        elif annotation.startswith("StateMachine["):
             self._machine(name, annotation)
         else:
             self.still.append(name)
@@ -110,7 +114,7 @@ class Codec:
         import pipeswitch.scheduler.records as records
         import pipeswitch.scheduler.states as states
 
-        state, event = annotation.removeprefix("Machine[").removesuffix("]").split(", ")
+        state, event = annotation.removeprefix("StateMachine[").removesuffix("]").split(", ")
         kind: type[Enum] = getattr(records, state)
         table = {
             "TaskEvent": states.TASK_TRANSITIONS,
@@ -122,7 +126,7 @@ class Codec:
             f"s_{name}": {member.value: member for member in kind},
             f"m_{name}": table,
         }
-        into = f"Machine({self.kind.__name__!r}, s_{name}[{{}}], m_{name})"
+        into = f"StateMachine({self.kind.__name__!r}, s_{name}[{{}}], m_{name})"
         self._value(name, f"o.{name}.state._value_", into)
 
     def _compile(self) -> tuple[Freeze, Thaw]:

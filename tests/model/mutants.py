@@ -16,6 +16,8 @@ from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.admission import Admission
 from pipeswitch.scheduler.arena import FREE, Arena
 from pipeswitch.scheduler.commits import Commits as JobCommits
+from pipeswitch.scheduler.device import Device
+from pipeswitch.scheduler.dispatch import Dispatch
 from pipeswitch.scheduler.endings import Endings
 from pipeswitch.scheduler.fleet import Fleet
 from pipeswitch.scheduler.jobs import Jobs
@@ -33,7 +35,7 @@ from .scope import Scope
 from .script import Script, after_step
 
 _handle = Scheduler.handle
-_from_worker = Scheduler._from_worker
+_from_worker = Device.from_worker
 _end = Endings._end
 _done = Endings.done
 _request_died = Endings.worker_died
@@ -63,13 +65,13 @@ def _spare(self: Any, *_: Any) -> None:
     return None
 
 
-def _from_whoever(self: Scheduler, event: Any) -> None:
-    worker = self.core.workers[event.slot]
+def _from_whoever(self: Device, event: Any) -> None:
+    worker = self.state.workers[event.slot]
     _from_worker(self, replace(event, generation=worker.generation))
 
 
 def _end_whatever(self: Endings, worker: Any, epoch: Any) -> Any:
-    for task in (self._core.current, self._core.upcoming):
+    for task in (self._device.current, self._device.upcoming):
         if task is not None and task.slot == worker.slot:
             return _end(self, worker, task.epoch)
     return None
@@ -109,16 +111,16 @@ def _position_later(self: Any, world: Any) -> None:
 
 
 def _request_lost(self: Endings, worker: Any, status: int, begun_epoch: Any) -> None:
-    before = {request.token for request in self._core.queue}
+    before = {request.token for request in self._device.queue}
     _request_died(self, worker, status, begun_epoch)
-    for request in list(self._core.queue):
+    for request in list(self._device.queue):
         if request.token not in before:
-            self._core.queue.discard(request)
-            del self._core.requests[request.token]
+            self._device.queue.discard(request)
+            del self._device.requests[request.token]
 
 
 def _leaked(self: Training, worker: Any, status: int) -> None:
-    if self._core.jobs[worker.job].slot is None:  # its script had ended
+    if self._device.jobs[worker.job].slot is None:  # its script had ended
         _job_died(self, worker, status)
         return
     with patch.object(self._slices, "release", lambda job: None):
@@ -126,9 +128,9 @@ def _leaked(self: Training, worker: Any, status: int) -> None:
 
 
 def _turn_for_two(self: Turns) -> None:
-    training, self._core.training = self._core.training, None
+    training, self._device.training = self._device.training, None
     _give(self)
-    self._core.training = training
+    self._device.training = training
 
 
 def _done_again(self: Endings, worker: Any, message: Any) -> None:
@@ -140,25 +142,25 @@ def _done_again(self: Endings, worker: Any, message: Any) -> None:
 
 
 def _still_there(self: Residents) -> None:
-    for model in self._core.models.values():
+    for model in self._device.replicas.values():
         model.users = 0
 
 
 def _worth_little(self: Arena, region: Any, *, for_request: bool) -> Cost | None:
-    model = self._core.models.get(region.owner.name)
+    model = self._device.replicas.get(region.owner.name)
     if model is not None and model.residency.state is Residency.RESIDENT:
         return FREE
     return _price(self, region, for_request=for_request)
 
 
 def _daemon_alone(self: Fleet, status: int) -> bool:
-    self._core.is_daemon_ready = self.is_daemon_alive = False
+    self._device.is_daemon_ready = self.is_daemon_alive = False
     self._spawn_daemon()
     return True
 
 
 def _turn_over_old_one(self: Turns) -> None:
-    workers = self._core.workers.values()
+    workers = self._device.workers.values()
     raising = {worker.slot: worker.may_raise for worker in workers}
     for worker in workers:
         worker.may_raise = 0  # type: ignore[assignment]
@@ -176,7 +178,7 @@ def _said_too_early(self: Daemon, world: Any) -> None:
 
 def _any_commit(self: JobCommits, worker: Any, message: Any) -> None:
     if worker.job is not None:
-        self._core.jobs[worker.job].commit_number = 0
+        self._device.jobs[worker.job].commit_number = 0
     _commit(self, worker, message)
 
 
@@ -185,7 +187,7 @@ def _any_order(self: Commits, order: Any) -> bool:
 
 
 def _any_flip(self: JobCommits, message: Any) -> None:
-    job = self._core.jobs[message.job]
+    job = self._device.jobs[message.job]
     if message.epoch == job.copying_epoch:
         job.copying_number = message.number
     _committed(self, message)
@@ -203,15 +205,16 @@ def _not_zeroed(self: Slices, job: Any) -> None:
 
 
 def _forgotten(self: Admission, event: Any) -> bool:
-    request = self._core.queue.get(event.token)
+    state = self._machine.device.state
+    request = state.queue.get(event.token)
     if request is not None:
-        self._core.queue.discard(request)
-        del self._core.requests[event.token]
+        state.queue.discard(request)
+        del state.requests[event.token]
     return request is not None
 
 
 def _cancelled_at_once(self: Residents) -> None:
-    for model in self._core.models.values():
+    for model in self._device.replicas.values():
         if model.is_prefetch and not model.users:
             self._release_broken(model, "cancelled")
     _cancel_prefetches(self)
@@ -239,7 +242,7 @@ class Mutant:
 
 MUTANTS = (
     Mutant("no fencing: late messages of dead workers count", LATE,
-           ((Scheduler, "_from_worker", _from_whoever), (Endings, "_end", _end_whatever))),
+           ((Device, "from_worker", _from_whoever), (Endings, "_end", _end_whatever))),
     Mutant("a suspect is taken for dead before it is reaped",
            replace(PREEMPTED, steps=1, suspicions=1), ((Scheduler, "handle", _handle_suspects),)),
     Mutant("a slice is used again before its worker is reaped", replace(FAULTLESS, requests=0),
@@ -281,7 +284,7 @@ MUTANTS = (
            ((JobCommits, "committed", _any_flip),)),
     Mutant("an older acknowledgement lets the optimizer write", REPEATED,
            ((Script, "obey", _any_acknowledgement),)),
-    Mutant("a request is begun after its deadline", DEADLINE, ((Admission, "expire", _spare),)),
+    Mutant("a request is begun after its deadline", DEADLINE, ((Dispatch, "expire", _spare),)),
     Mutant("a request that is taken back is never answered", CANCELLED,
            ((Admission, "cancel", _forgotten),)),
     Mutant("the server leaves before its jobs have", DRAINED,

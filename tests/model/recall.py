@@ -120,7 +120,7 @@ class Recall:
 
     def _freeze(self) -> Moment:
         assert self._brain is not None
-        core = self._scheduler.core
+        core, state = self._scheduler.core, self._scheduler.machine.device.state
         frozen: list[Any] = []
 
         def freeze(brain: Brain, e: Any) -> Any:
@@ -128,7 +128,7 @@ class Recall:
             return frozen[0]
 
         kept = frozen_part(freeze, self._brain)
-        generations = (core.daemon_generation, *[w.generation for w in core.workers.values()])
+        generations = (state.daemon_generation, *[w.generation for w in state.workers.values()])
         return self._moment(kept, frozen[0], generations, core.last_epoch)
 
     def _moment(

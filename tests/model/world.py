@@ -336,7 +336,7 @@ class World:
     @property
     def _daemon_generation(self) -> int:
         if self._starting:
-            return self.scheduler.core.daemon_generation
+            return self.scheduler.machine.device.state.daemon_generation
         return self.recall.moment.generations[0]
 
     def _do_kill_daemon(self) -> None:
@@ -476,17 +476,21 @@ class World:
         """Nothing more can happen: all is answered, and nothing is held (I1, I3)."""
         if self.clients.has_left:
             return
-        core = self.scheduler.core
+        state = self.scheduler.machine.device.state
         still_open = sorted(self.clients.open)
         require(not still_open, f"never answered: tokens {still_open} (I1)")
-        models = {model.owner for model in core.models.values()}
-        owners = {region.owner for region in self.scheduler.arena.regions} - {WORDS} - models
+        models = {model.owner for model in state.replicas.values()}
+        owners = (
+            {region.owner for region in self.scheduler.machine.device.arena.regions}
+            - {WORDS}
+            - models
+        )
         require(not owners, f"at rest {sorted(owners)} hold device memory (I3)")
-        kept = {region.owner for region in self.scheduler.store.regions} - models
+        kept = {region.owner for region in self.scheduler.machine.store.regions} - models
         require(not kept, f"at rest {sorted(kept)} hold the host store (I3)")
-        require(core.training is None and core.current is None, "a task at rest")
+        require(state.training is None and state.current is None, "a task at rest")
         require(not self.commits.is_open, "a commit area is left over (I3)")
-        alive = [w for w in core.workers.values() if w.is_alive]
+        alive = [w for w in state.workers.values() if w.is_alive]
         require(len(alive) > self.scope.standby, "a worker is missing at rest")
 
 

@@ -181,7 +181,7 @@ class World(simulator.World):
         require(not self.open, f"never answered: {sorted(self.open)} {self.describe()}")
 
     def is_settled(self) -> bool:
-        jobs = self.scheduler.core.jobs.values()
+        jobs = self.scheduler.machine.device.state.jobs.values()
         return (
             not self.open
             and all(job.state.state.value in FINAL for job in jobs)
@@ -199,26 +199,28 @@ class World(simulator.World):
         require(not self.open, f"never answered: {sorted(self.open)}")
 
     def describe(self) -> str:
-        core = self.scheduler.core
-        jobs = [(j.name, j.state.state.value, j.lease_asked_bytes) for j in core.jobs.values()]
-        workers = [(w.slot, w.state.state.value, w.job, w.may_raise) for w in core.workers.values()]
+        state = self.scheduler.machine.device.state
+        jobs = [(j.name, j.state.state.value, j.lease_asked_bytes) for j in state.jobs.values()]
+        workers = [
+            (w.slot, w.state.state.value, w.job, w.may_raise) for w in state.workers.values()
+        ]
         return (
-            f"current={core.current} upcoming={core.upcoming} training={core.training} "
-            f"queue={[r.model for r in core.queue]} jobs={jobs} workers={workers} "
-            f"arena={list(self.scheduler.arena.regions)} turn={self.device.turn}"
+            f"current={state.current} upcoming={state.upcoming} training={state.training} "
+            f"queue={[r.model for r in state.queue]} jobs={jobs} workers={workers} "
+            f"arena={list(self.scheduler.machine.device.arena.regions)} turn={self.device.turn}"
         )
 
     def check_rest(self) -> None:
         """I3 at rest: the arena holds arrival words and idle models, nothing else."""
-        core = self.scheduler.core
-        for region in self.scheduler.arena.regions:
+        state = self.scheduler.machine.device.state
+        for region in self.scheduler.machine.device.arena.regions:
             owner = region.owner
-            is_idle_model = owner.kind in ("model", "rest") and owner.name in core.models
+            is_idle_model = owner.kind in ("model", "rest") and owner.name in state.replicas
             require(owner.kind == "words" or is_idle_model, f"leaked {region}")
-        for region in self.scheduler.store.regions:
-            require(region.owner.name in core.models, f"leaked {region} in the store")
-        require(all(m.users == 0 for m in core.models.values()), "a lease at rest")
-        require(core.training is None and core.current is None, "a task at rest")
+        for region in self.scheduler.machine.store.regions:
+            require(region.owner.name in state.replicas, f"leaked {region} in the store")
+        require(all(m.users == 0 for m in state.replicas.values()), "a lease at rest")
+        require(state.training is None and state.current is None, "a task at rest")
 
     # -- clients -------------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ BROKEN = {
     "profile": "pipeswitch.planning.profile._check",
     "packet": "tests.fuzz.packets.decode_message",
     "daemon": "memory_daemon.transmit.check_order",
-    "worker": "pipeswitch.scheduler.core.Core.job_of",
+    "worker": "pipeswitch.scheduler.device_state.DeviceState.job_of",
     "order": "workers.training.gate.Gate.grant",
 }
 """A target -> something in its way that raises what was not promised."""
@@ -114,13 +114,13 @@ def test_a_worker_of_the_stage_computes_and_trains() -> None:
         stage.take(frame)
     stage.take(train)
     stage.take(workers._says(workers.Who.HONEST, workers.BUSY))
-    assert stage.core.jobs[workers.JOBS[0]].state.state is TaskState.RUNNING
+    assert stage.state.jobs[workers.JOBS[0]].state.state is TaskState.RUNNING
     stage.take(infer)
-    assert stage.core.upcoming is not None
+    assert stage.state.upcoming is not None
     ended = next(m for m in workers.worker_messages() if isinstance(m, JobEnded))
     for slot in range(2):
         stage.take(workers._hostile(slot, ended))
-    assert stage.core.jobs[workers.JOBS[0]].state.state is TaskState.DONE
+    assert stage.state.jobs[workers.JOBS[0]].state.state is TaskState.DONE
 
 
 # ---- mutations ----------------------------------------------------------------------------------

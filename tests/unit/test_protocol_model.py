@@ -111,7 +111,7 @@ def test_a_server_leaves_when_the_commit_of_a_waiting_job_is_on_disk() -> None:
                    ("moves", 1), ("tells", 1, 0), ("daemon_works",), ("moves", 1),
                    ("tells", 1, 0), ("moves", 1)]:  # fmt: skip
         world.apply(action)
-    assert world.scheduler.core.jobs["job"].slot is None
+    assert world.scheduler.machine.device.state.jobs["job"].slot is None
     assert world.commits.on_disk == -1
     for action in [("drain",), ("moves", 0), ("daemon_copies",), ("moves", 0), ("tells", 0, 0)]:
         assert not world.clients.has_left
@@ -127,7 +127,7 @@ def test_a_job_starts_again_only_when_its_last_commit_is_copied() -> None:
     for action in [("moves", 1), ("tells", 1, 0), ("moves", 1), ("moves", 1), ("moves", 1)]:
         world.apply(action)
     world.apply(("kill", 1))  # its CommitStep is heard as its last words
-    job = world.scheduler.core.jobs["job"]
+    job = world.scheduler.machine.device.state.jobs["job"]
     assert job.slot is None
     assert [order[0] for order in world.daemon.lane] == ["CommitCopy", "Scrub"]
     world.apply(("daemon_works",))
@@ -144,6 +144,6 @@ def test_a_death_is_blamed_on_a_task_only_when_it_had_begun(has_begun: bool, dea
     if has_begun:
         world.apply(("moves", 0))
     world.apply(("kill", 0))
-    core = world.scheduler.core
-    assert [request.deaths for request in core.requests.values()] == [deaths]
-    assert [model.deaths for model in core.models.values()] == [deaths]
+    state = world.scheduler.machine.device.state
+    assert [request.deaths for request in state.requests.values()] == [deaths]
+    assert [replica.model.deaths for replica in state.replicas.values()] == [deaths]

@@ -11,12 +11,12 @@ import pytest
 
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.arena import FREE, WHOLE, Arena
-from pipeswitch.scheduler.core import Core
+from pipeswitch.scheduler.device import Device
+from pipeswitch.scheduler.device_state import DeviceState
 from pipeswitch.scheduler.endings import Endings
 from pipeswitch.scheduler.fleet import Fleet
-from pipeswitch.scheduler.records import Model
+from pipeswitch.scheduler.records import Replica
 from pipeswitch.scheduler.regions import Cost, Owner
-from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.slices import Slices
 from pipeswitch.scheduler.states import Residency
 from pipeswitch.scheduler.training import Training
@@ -26,18 +26,18 @@ Patch = pytest.MonkeyPatch
 MOST_LIVES = 400
 
 _original_price = Arena._price
-_original_from_worker = Scheduler._from_worker
+_original_from_worker = Device.from_worker
 _original_ended = Training.ended
 _original_died = Endings.worker_died
 _original_free = Turns.give
-_original_on_device = Model.is_on_device
+_original_on_device = Replica.is_on_device
 
 
 def turn_given_before_parked(patch: Patch) -> None:
     def give(self: Turns) -> None:
-        training, self._core.training = self._core.training, None
+        training, self._device.training = self._device.training, None
         _original_free(self)
-        self._core.training = training
+        self._device.training = training
 
     patch.setattr(Turns, "give", give)
 
@@ -61,19 +61,19 @@ def slice_not_zeroed(patch: Patch) -> None:
 
 def request_forgotten_when_its_worker_dies(patch: Patch) -> None:
     def worker_died(self: Endings, worker: Any, *how: Any) -> None:
-        before = {request.token for request in self._core.queue}
+        before = {request.token for request in self._device.queue}
         _original_died(self, worker, *how)
-        for request in list(self._core.queue):
+        for request in list(self._device.queue):
             if request.token not in before:
-                self._core.queue.discard(request)
-                del self._core.requests[request.token]
+                self._device.queue.discard(request)
+                del self._device.requests[request.token]
 
     patch.setattr(Endings, "worker_died", worker_died)
 
 
 def upcoming_kept_when_its_worker_dies(patch: Patch) -> None:
     def worker_died(self: Endings, worker: Any, *how: Any) -> None:
-        upcoming = self._core.upcoming
+        upcoming = self._device.upcoming
         if upcoming is None or upcoming.slot != worker.slot:
             _original_died(self, worker, *how)
 
@@ -81,16 +81,16 @@ def upcoming_kept_when_its_worker_dies(patch: Patch) -> None:
 
 
 def generation_not_checked(patch: Patch) -> None:
-    def from_worker(self: Scheduler, event: ev.FromWorker) -> None:
-        worker = self.core.workers[event.slot]
+    def from_worker(self: Device, event: ev.FromWorker) -> None:
+        worker = self.state.workers[event.slot]
         _original_from_worker(self, replace(event, generation=worker.generation))
 
-    patch.setattr(Scheduler, "_from_worker", from_worker)
+    patch.setattr(Device, "from_worker", from_worker)
 
 
 def model_in_use_evicted(patch: Patch) -> None:
     def price(self: Arena, region: Any, *, for_request: bool) -> Cost | None:
-        model = self._core.models.get(region.owner.name)
+        model = self._device.replicas.get(region.owner.name)
         if model is not None and model.residency.state is Residency.RESIDENT:
             return FREE
         return _original_price(self, region, for_request=for_request)
@@ -103,14 +103,14 @@ def job_started_beside_its_old_process(patch: Patch) -> None:
 
 
 def cancelled_copy_used(patch: Patch) -> None:
-    patch.setattr(Model, "is_on_device", property(lambda model: model.residency.state in WHOLE))
+    patch.setattr(Replica, "is_on_device", property(lambda model: model.residency.state in WHOLE))
 
 
 def daemon_told_before_it_is_ready(patch: Patch) -> None:
-    def tell_daemon(self: Core, message: Any, commits_of: Any = None) -> None:
-        self.emit(ev.ToDaemon(message=message, commits_of=commits_of))
+    def tell_daemon(self: DeviceState, message: Any, commits_of: Any = None) -> None:
+        self.core.emit(ev.ToDaemon(message=message, commits_of=commits_of))
 
-    patch.setattr(Core, "tell_daemon", tell_daemon)
+    patch.setattr(DeviceState, "tell_daemon", tell_daemon)
 
 
 def stubborn_script_never_killed(patch: Patch) -> None:
@@ -119,7 +119,7 @@ def stubborn_script_never_killed(patch: Patch) -> None:
 
 def workers_kept_when_the_daemon_dies(patch: Patch) -> None:
     def daemon_died(self: Fleet, status: int) -> bool:
-        self._core.is_daemon_ready = self.is_daemon_alive = False
+        self._device.is_daemon_ready = self.is_daemon_alive = False
         self._spawn_daemon()
         return True
 

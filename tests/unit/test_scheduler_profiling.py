@@ -31,6 +31,7 @@ class Rig:
         faults = fleet_model.Faults(**fleet_model.QUIET, persist_error=0.0)
         self.world = fleet_model.World(1, faults=faults, **options)
         self.core = self.world.scheduler.core
+        self.state = self.world.scheduler.machine.device.state
         self.said: list[ev.Command] = []
         perform = self.world.perform
 
@@ -62,7 +63,7 @@ class Rig:
         return [message for message in messages if isinstance(message, kind)]
 
     def trial_runs(self) -> bool:
-        return any(a is not None and a.is_trial for a in (self.core.current, self.core.upcoming))
+        return any(a is not None and a.is_trial for a in (self.state.current, self.state.upcoming))
 
     def profile(self, name: str = "a") -> None:
         """Measured to the end; the commands of it are forgotten."""
@@ -83,7 +84,7 @@ def test_a_measured_model_gets_the_planned_groups_and_the_profile_is_kept(rig: R
     rig.until(lambda: token not in rig.world.open)
     rig.rest()
     (saved,) = rig.commands(ev.SaveProfile)
-    model = rig.core.models["a"]
+    model = rig.state.replicas["a"]
     assert model.plan_source == "planned"
     assert model.plan == saved.profile.checks[-1].plan
     assert len(model.manifest.groups) == len(model.plan)
@@ -100,7 +101,7 @@ def test_a_request_makes_the_trial_leave_and_runs_before_the_next_one(rig: Rig) 
     rig.register("a", "b")
     rig.world.profile("a")
     rig.until(rig.trial_runs)
-    trial = rig.core.current
+    trial = rig.state.current
     rig.said.clear()
     token = rig.world.infer("b")
     (stop,) = rig.commands(ev.StopTrial)
@@ -109,7 +110,7 @@ def test_a_request_makes_the_trial_leave_and_runs_before_the_next_one(rig: Rig) 
     rig.until(lambda: token not in rig.world.open)
     assert rig.sent(RunInference)[0].model == "b"
     rig.rest()
-    assert rig.core.models["a"].plan_source == "planned"  # it was measured in the end
+    assert rig.state.replicas["a"].plan_source == "planned"  # it was measured in the end
 
 
 def test_no_trial_begins_while_a_request_waits(rig: Rig) -> None:
@@ -128,22 +129,22 @@ def test_trials_suspend_a_job_in_place_and_take_none_of_its_memory(fleet_model: 
     rig = Rig(fleet_model, arena_mib=48)
     rig.register("a", mib=30)
     rig.world.train("j")  # its slice and the model do not fit beside each other
-    rig.until(lambda: rig.core.jobs["j"].state.state is TaskState.RUNNING)
+    rig.until(lambda: rig.state.jobs["j"].state.state is TaskState.RUNNING)
     rig.said.clear()
     token = rig.world.profile("a")
     rig.until(lambda: token not in rig.world.open)
     assert not rig.sent(EvictTask)
     assert "cannot be measured now" in rig.commands(ev.Answer)[-1].error.message
-    rig.until(lambda: rig.core.jobs["j"].state.state is TaskState.DONE)
+    rig.until(lambda: rig.state.jobs["j"].state.state is TaskState.DONE)
     rig.profile()
-    assert rig.core.models["a"].plan_source == "planned"
+    assert rig.state.replicas["a"].plan_source == "planned"
 
 
 def test_a_trial_that_does_not_stop_is_killed_and_blamed_on_nobody(rig: Rig) -> None:
     rig.register("a", "b")
     rig.world.profile("a")
-    rig.until(lambda: rig.trial_runs() and rig.core.current is not None)
-    slot = rig.core.current.slot
+    rig.until(lambda: rig.trial_runs() and rig.state.current is not None)
+    slot = rig.state.current.slot
     worker = rig.world.workers[slot]
     rig.until(lambda: worker.inference is not None and worker.inference.has_begun)
     worker.inference.hangs = True
@@ -155,8 +156,8 @@ def test_a_trial_that_does_not_stop_is_killed_and_blamed_on_nobody(rig: Rig) -> 
     (kill,) = rig.commands(ev.KillWorker)
     assert kill.slot == slot
     rig.until(lambda: token not in rig.world.open)
-    assert rig.core.models["a"].deaths == 0
-    rig.until(lambda: rig.core.models["a"].plan_source == "planned")
+    assert rig.state.replicas["a"].model.deaths == 0
+    rig.until(lambda: rig.state.replicas["a"].plan_source == "planned")
 
 
 def test_a_profile_found_at_registration_plans_at_once_and_a_foreign_one_warns_once(
@@ -170,7 +171,7 @@ def test_a_profile_found_at_registration_plans_at_once_and_a_foreign_one_warns_o
         rig.said.clear()
         found = (Found("a.json", one),)
         register_with(rig, found)
-        assert rig.core.models["a"].plan_source == source
+        assert rig.state.replicas["a"].plan_source == source
         assert len(rig.commands(ev.Warn)) == warnings
         rig.world.handle(ev.UnregisterAsked(token=rig.world.token(), model="a"))
         rig.rest()
@@ -178,10 +179,10 @@ def test_a_profile_found_at_registration_plans_at_once_and_a_foreign_one_warns_o
 
 def test_other_groups_wait_until_nobody_reads_the_model(rig: Rig) -> None:
     profile = measured(rig)
-    model = rig.core.models["a"]
+    model = rig.state.replicas["a"]
     rig.world.infer("a")
     rig.until(lambda: model.users)
-    rig.world.scheduler.plans._fall_back(model, "test")
+    rig.world.scheduler.machine.device.plans._fall_back(model, "test")
     rig.world.pass_time(0.0)
     assert model.plan == profile.checks[-1].plan
     rig.rest()
@@ -194,18 +195,18 @@ def test_a_pinned_model_is_measured_and_comes_back(rig: Rig) -> None:
     rig.world.handle(ev.PinAsked(token=rig.world.token(), model="a", pin=True))
     rig.rest()
     rig.profile()
-    model = rig.core.models["a"]
+    model = rig.state.replicas["a"]
     assert model.residency.state is Residency.PINNED
     assert model.plan_source == "planned"
 
 
 def test_a_plan_without_arrival_words_changes_nothing(rig: Rig) -> None:
     rig.register("a")
-    model, arena = rig.core.models["a"], rig.world.scheduler.arena
+    model, arena = rig.state.replicas["a"], rig.world.scheduler.machine.device.arena
     taken = arena.words.reserve(Owner("words"), arena.words.largest_free_bytes)
     assert taken is not None
     before = (model.first_word, model.manifest)
-    assert not rig.world.scheduler.residents.cut_anew(model, tuple(range(4)))
+    assert not rig.world.scheduler.machine.device.residents.cut_anew(model, tuple(range(4)))
     assert (model.first_word, model.manifest) == before
     assert arena.words.get(Owner("model", "a")).size_bytes == 2
     token = rig.world.profile("a")
@@ -231,30 +232,30 @@ def measured(rig: Rig) -> Profile:
 
 def switch_cold(rig: Rig, count: int) -> None:
     """Cold switches of "a" that take as long as the model's devices do."""
-    model = rig.core.models["a"]
+    model = rig.state.replicas["a"]
     for _ in range(count):
         if model.residency.state is not Residency.HOST:
-            rig.world.scheduler.residents.evict(model, "test")
+            rig.world.scheduler.machine.device.residents.evict(model, "test")
         rig.world.infer("a")
         rig.rest()
 
 
 def make_slower(rig: Rig, factor: float) -> None:
-    model = rig.core.models["a"]
+    model = rig.state.replicas["a"]
     model.predicted_ms = {batch: ms / factor for batch, ms in model.predicted_ms.items()}
 
 
 def test_switches_as_predicted_never_make_a_profile_stale(rig: Rig) -> None:
     measured(rig)
     switch_cold(rig, 60)
-    assert rig.core.models["a"].plan_source == "planned"
-    assert rig.core.models["a"].drift.count == 20
+    assert rig.state.replicas["a"].plan_source == "planned"
+    assert rig.state.replicas["a"].drift.count == 20
     assert not rig.commands(ev.Warn)
 
 
 def test_a_drift_is_one_warning_and_buckets_until_somebody_measures_again(rig: Rig) -> None:
     measured(rig)
-    model = rig.core.models["a"]
+    model = rig.state.replicas["a"]
     make_slower(rig, 1.5)
     switch_cold(rig, 20)
     assert (model.plan_source, model.plan) == ("buckets", ())
@@ -272,7 +273,7 @@ def test_a_drift_is_one_warning_and_buckets_until_somebody_measures_again(rig: R
 
 def test_a_switch_that_waited_for_its_turn_or_of_another_batch_says_nothing(rig: Rig) -> None:
     measured(rig)
-    model = rig.core.models["a"]
+    model = rig.state.replicas["a"]
     model.predicted_ms = {}  # nothing was measured at this batch
     switch_cold(rig, 25)
     assert model.drift.count == 0
@@ -310,7 +311,7 @@ def test_a_model_that_leaves_keeps_its_prefix_and_only_the_rest_is_sent(
     fleet_model: ModuleType,
 ) -> None:
     rig = with_prefix(fleet_model)
-    model, arena = rig.core.models["a"], rig.world.scheduler.arena
+    model, arena = rig.state.replicas["a"], rig.world.scheduler.machine.device.arena
     assert model.prefix_groups == 1
     home_bytes = model.home_bytes
     rig.world.infer("b")
@@ -328,12 +329,12 @@ def test_a_model_that_leaves_keeps_its_prefix_and_only_the_rest_is_sent(
 
 def test_without_a_budget_nothing_is_kept(fleet_model: ModuleType) -> None:
     rig = with_prefix(fleet_model, prefix_mib=0)
-    model = rig.core.models["a"]
+    model = rig.state.replicas["a"]
     assert model.prefix_groups == 0
     rig.world.infer("b")
     rig.rest()
     assert model.residency.state is Residency.HOST
-    assert rig.world.scheduler.arena.kept_bytes == 0
+    assert rig.world.scheduler.machine.device.arena.kept_bytes == 0
 
 
 def test_a_prefix_goes_when_its_own_place_is_needed(fleet_model: ModuleType) -> None:
@@ -343,7 +344,7 @@ def test_a_prefix_goes_when_its_own_place_is_needed(fleet_model: ModuleType) -> 
     rig.rest()
     rig.world.infer("c")
     rig.rest()
-    assert rig.core.models["a"].residency.state is Residency.HOST
+    assert rig.state.replicas["a"].residency.state is Residency.HOST
     rig.said.clear()
     rig.world.infer("a")
     rig.rest()
@@ -354,8 +355,8 @@ def test_a_model_whose_groups_change_gives_up_its_prefix(fleet_model: ModuleType
     rig = with_prefix(fleet_model)
     rig.world.infer("b")
     rig.rest()
-    model = rig.core.models["a"]
-    rig.world.scheduler.plans._fall_back(model, "test")
+    model = rig.state.replicas["a"]
+    rig.world.scheduler.machine.device.plans._fall_back(model, "test")
     rig.world.pass_time(0.0)
     assert model.residency.state is Residency.HOST
     rig.world.infer("a")
@@ -370,7 +371,7 @@ def test_an_unregistered_model_leaves_no_prefix_behind(fleet_model: ModuleType) 
     rig.rest()
     rig.world.handle(ev.UnregisterAsked(token=rig.world.token(), model="a"))
     rig.rest()
-    assert rig.world.scheduler.arena.regions.get(Owner("model", "a")) is None
+    assert rig.world.scheduler.machine.device.arena.regions.get(Owner("model", "a")) is None
     rig.world.check_rest()
 
 
@@ -381,7 +382,7 @@ def test_a_pinned_model_of_which_a_prefix_is_left_is_brought_back(fleet_model: M
     rig.said.clear()
     rig.world.handle(ev.PinAsked(token=rig.world.token(), model="a", pin=True))
     rig.rest()
-    assert rig.core.models["a"].residency.state is Residency.PINNED
+    assert rig.state.replicas["a"].residency.state is Residency.PINNED
     assert sizes_sent(rig)[0] == 0
 
 

@@ -85,13 +85,14 @@ class Rig:
             fleet_model.SchedulerSettings(**values), policy, 2000.0
         )
         self.core = self.scheduler.core
+        self.state = self.scheduler.machine.device.state
         self.now_ms = 0.0
         self.last_token = 0
         self.answers: dict[int, ev.Answer] = {}
         self.out: list[ev.Command] = []
         self._take(self.scheduler.start(0.0))
         self.daemon(DaemonReady(pid=1, arena_bytes=0, store_bytes=0, device="cpu"))
-        for slot in list(self.core.workers):
+        for slot in list(self.state.workers):
             self.worker(slot, WorkerReady(slot=slot, pid=10 + slot))
 
     def _take(self, commands: list[ev.Command]) -> None:
@@ -107,20 +108,20 @@ class Rig:
         self.scheduler.check()
 
     def daemon(self, message: Any) -> None:
-        self.handle(ev.FromDaemon(generation=self.core.daemon_generation, message=message))
+        self.handle(ev.FromDaemon(generation=self.state.daemon_generation, message=message))
 
     def worker(self, slot: int, message: Any) -> None:
-        generation = self.core.workers[slot].generation
+        generation = self.state.workers[slot].generation
         self.handle(ev.FromWorker(slot=slot, generation=generation, message=message))
 
     def worker_exits(self, slot: int, status: int = -9) -> None:
-        generation = self.core.workers[slot].generation
+        generation = self.state.workers[slot].generation
         self.handle(ev.WorkerExited(slot=slot, generation=generation, status=status))
 
     def worker_restarts(self, slot: int, status: int = -9) -> None:
         """Dies, and the next process in its slot is ready."""
         self.worker_exits(slot, status)
-        while self.core.workers[slot].state.state is WorkerState.DEAD:
+        while self.state.workers[slot].state.state is WorkerState.DEAD:
             due = self.scheduler.next_wakeup_ms()
             assert due is not None
             self.tick(due)
@@ -171,7 +172,7 @@ class Rig:
 
     def prepared(self) -> None:
         """Every worker ends what it prepares, until none has anything left to prepare."""
-        while busy := [w for w in self.core.workers.values() if w.preparing is not None]:
+        while busy := [w for w in self.state.workers.values() if w.preparing is not None]:
             for worker in busy:
                 name = worker.preparing
                 self.worker(worker.slot, ModelPrepared(
@@ -194,14 +195,14 @@ class Rig:
         return token
 
     def arrived(self, name: str, *, is_complete: bool = True) -> None:
-        epoch = self.core.models[name].residency_epoch
+        epoch = self.state.replicas[name].residency_epoch
         self.daemon(TransmitEnded(
             model=name, epoch=epoch, is_complete=is_complete, group_count=2,
             copied_bytes=1, started_at_ms=0.0, ended_at_ms=0.0))  # fmt: skip
 
     def done(self) -> None:
         """The computing task ends well and its worker cleans up."""
-        task = self.core.current
+        task = self.state.current
         assert task is not None
         self.worker(task.slot, InferenceDone(
             epoch=task.epoch, outputs=(), turn_at_ms=0.0,
@@ -220,7 +221,7 @@ class Rig:
         """Submit a job; returns its record."""
         self.handle(ev.TrainAsked(token=self.token(), job=name, entry="t.py", args=(),
                                   priority=priority))  # fmt: skip
-        return self.core.jobs[name]
+        return self.state.jobs[name]
 
     def lease(self, job: Any, mib: int = 10) -> None:
         request = LeaseRequest(epoch=job.epoch, slice_bytes=mib * MIB, state_bytes=MIB)
@@ -262,7 +263,7 @@ class Rig:
         return token
 
     def residency(self, name: str) -> Any:
-        return self.core.models[name].residency.state
+        return self.state.replicas[name].residency.state
 
 
 @pytest.fixture
@@ -379,9 +380,9 @@ def test_the_parked_worker_has_raised_the_turn_itself(rig: Rig) -> None:
     rig.register("a")
     job = rig.start_training()
     token = rig.infer("a")
-    assert rig.core.upcoming is not None
-    rig.park(job, rig.core.upcoming.turn)
-    assert rig.core.current is not None
+    assert rig.state.upcoming is not None
+    rig.park(job, rig.state.upcoming.turn)
+    assert rig.state.current is not None
     assert not rig.commands(ev.RaiseTurn)
     rig.done()
     timing = rig.answers[token].timing
@@ -394,7 +395,7 @@ def test_a_suspended_job_resumes_in_place_when_the_queue_is_empty(rig: Rig) -> N
     job = rig.start_training()
     slot, epoch, turn = job.slot, job.epoch, job.turn
     rig.infer("a")
-    rig.park(job, rig.core.upcoming.turn)
+    rig.park(job, rig.state.upcoming.turn)
     assert job.state.state is TaskState.SUSPENDED
     rig.done()
     (grant,) = rig.sent(GrantTurn)
@@ -407,7 +408,7 @@ def test_the_answer_may_arrive_before_the_parked_of_the_job_it_preempted(rig: Ri
     rig.register("a")
     job = rig.start_training()
     token = rig.infer("a")
-    task = rig.core.upcoming
+    task = rig.state.upcoming
     assert task is not None
     rig.worker(task.slot, InferenceDone(
         epoch=task.epoch, outputs=(), turn_at_ms=0.0, first_group_at_ms=0.0,
@@ -421,10 +422,10 @@ def test_a_stop_that_names_a_dead_worker_s_turn_does_not_lose_the_next_request(r
     rig.register("a")
     job = rig.start_training()
     token = rig.infer("a")
-    first = rig.core.upcoming
+    first = rig.state.upcoming
     assert first is not None
     rig.worker_exits(first.slot)
-    second = rig.core.upcoming
+    second = rig.state.upcoming
     assert second is not None
     assert second.epoch > first.epoch
     rig.park(job, first.turn)  # raised for nobody
@@ -437,13 +438,13 @@ def test_a_turn_waits_while_a_retiring_worker_may_still_write_an_older_one(rig: 
     rig.register("a")
     job = rig.start_training()
     rig.infer("a")
-    first = rig.core.upcoming
+    first = rig.state.upcoming
     assert first is not None
     slot = rig.job_ends(job, "done")  # it crossed the stop, which names the first request's turn
     assert [command.turn for command in rig.commands(ev.RaiseTurn)] == [first.turn]
     rig.infer("a")
     rig.done()
-    assert rig.core.current is None
+    assert rig.state.current is None
     assert not rig.commands(ev.RaiseTurn)
     rig.worker_exits(slot, 0)
     assert len(rig.commands(ev.RaiseTurn)) == 1
@@ -453,7 +454,7 @@ def test_a_parked_that_is_late_behind_its_own_end_frees_the_board(rig: Rig) -> N
     rig.register("a")
     job = rig.start_training()
     rig.infer("a")
-    first = rig.core.upcoming
+    first = rig.state.upcoming
     assert first is not None
     epoch, turn, slot = job.epoch, job.turn, rig.job_ends(job, "done")
     rig.infer("a")
@@ -472,8 +473,8 @@ def test_the_next_request_is_sent_while_the_first_computes(rig: Rig) -> None:
     assert rig.sent(RunInference)
     assert not rig.commands(ev.RaiseTurn)
     rig.done()
-    assert rig.core.current is not None
-    assert rig.core.current.model == "b"
+    assert rig.state.current is not None
+    assert rig.state.current.model == "b"
 
 
 def test_requests_for_the_computing_model_run_back_to_back(rig: Rig) -> None:
@@ -484,8 +485,8 @@ def test_requests_for_the_computing_model_run_back_to_back(rig: Rig) -> None:
     rig.infer("b")
     rig.infer("a")
     rig.done()  # b computes now: the second b goes before the older a
-    assert rig.core.upcoming is not None
-    assert rig.core.upcoming.model == "b"
+    assert rig.state.upcoming is not None
+    assert rig.state.upcoming.model == "b"
 
 
 def test_a_higher_priority_runs_first(rig: Rig) -> None:
@@ -496,8 +497,8 @@ def test_a_higher_priority_runs_first(rig: Rig) -> None:
     rig.infer("c", priority=2)
     rig.infer("d", priority=0)
     rig.done()
-    assert rig.core.upcoming is not None
-    assert rig.core.upcoming.model == "d"
+    assert rig.state.upcoming is not None
+    assert rig.state.upcoming.model == "d"
 
 
 def test_low_priority_requests_do_not_protect_their_model_from_a_high_one(
@@ -523,11 +524,11 @@ def test_a_lower_priority_does_not_slip_in_front_of_one_that_waits_for_memory(ri
     rig.infer("small")
     rig.infer("big", priority=0)
     rig.infer("other", priority=2)
-    assert rig.core.upcoming is None, "'other' would keep the place of 'big' in use"
+    assert rig.state.upcoming is None, "'other' would keep the place of 'big' in use"
     rig.arrived("small")
     rig.done()
-    assert rig.core.current is not None
-    assert rig.core.current.model == "big"
+    assert rig.state.current is not None
+    assert rig.state.current.model == "big"
 
 
 def test_small_models_overtake_a_large_one_only_until_it_has_waited_too_long(rig: Rig) -> None:
@@ -537,17 +538,17 @@ def test_small_models_overtake_a_large_one_only_until_it_has_waited_too_long(rig
     rig.infer("small")
     rig.infer("big")
     rig.infer("other")
-    assert rig.core.upcoming is not None
-    assert rig.core.upcoming.model == "other"
+    assert rig.state.upcoming is not None
+    assert rig.state.upcoming.model == "other"
     rig.now_ms = 2000.0
     rig.arrived("small")
     rig.done()
     rig.infer("small")
-    assert rig.core.upcoming is None
+    assert rig.state.upcoming is None
     rig.arrived("other")
     rig.done()
-    assert rig.core.current is not None
-    assert rig.core.current.model == "big"
+    assert rig.state.current is not None
+    assert rig.state.current.model == "big"
 
 
 def test_a_model_moves_rather_than_evict_another_while_there_is_room(rig: Rig) -> None:
@@ -573,7 +574,7 @@ def test_any_idle_model_leaves_rather_than_a_request_waits_for_a_range_being_zer
     rig.job_asked("cifar", "cancel")
     rig.worker_exits(rig.job_ends(job, "preempted"))  # its slice is being zeroed now
     rig.make_resident("small", "hot")
-    hot = rig.core.models["hot"]
+    hot = rig.state.replicas["hot"]
     hot.priority, hot.use_count = 0, 8
     rig.infer("small"), rig.infer("small")
     rig.infer("hot")
@@ -588,14 +589,15 @@ def test_messages_name_their_files_in_full(fleet_model: ModuleType) -> None:
     rig = Rig(fleet_model, models_dir="/s/models", logs_dir="/s/logs", commits_dir="/s/commits",
               commit_every_ms=0.0, persist_every_ms=0.0)  # fmt: skip
     rig.built("a", 4, (rig.ask_register("a"), rig.commands(ev.StartBuild)[0].epoch)[1])
-    assert [m.directory for m in rig.sent(StoreModel)] == ["/s/models/digest a"]
+    (store,) = rig.sent(StoreModel)
+    assert store.directory == "/s/models/digest a"
     job = rig.train("cifar")
     assert [m.log_path for m in rig.sent(RunJob)] == ["/s/logs/job-cifar.log"]
     rig.lease(job)
     rig.commit(job, 1, 1)
     rig.flip(job, 1, 1)
     assert [m.directory for m in rig.sent(PersistCommit)] == ["/s/commits/cifar"]
-    rig.daemon(ModelStored(model="a", epoch=rig.core.models["a"].build_epoch, load_ms=1.0))
+    rig.daemon(ModelStored(model="a", epoch=store.epoch, load_ms=1.0))
     assert [m.directory for m in rig.sent(PrepareModel)] == ["/s/models/digest a"]
     rig.prepared()
     rig.infer("a")
@@ -603,10 +605,10 @@ def test_messages_name_their_files_in_full(fleet_model: ModuleType) -> None:
 
 
 def test_a_server_whose_workers_all_start_is_not_ready_in_its_statistics_either(rig: Rig) -> None:
-    for slot in list(rig.core.workers):
+    for slot in list(rig.state.workers):
         rig.worker_exits(slot)
     rig.tick(1000.0)
-    assert {w.state.state for w in rig.core.workers.values()} == {WorkerState.STARTING}
+    assert {w.state.state for w in rig.state.workers.values()} == {WorkerState.STARTING}
     token = rig.token()
     rig.handle(ev.Query(token=token, what="stats"))
     assert rig.answers[token].body["ready"] is False is rig.scheduler.is_ready
@@ -638,7 +640,7 @@ def test_a_deadline_that_passes_in_the_queue_is_answered(rig: Rig) -> None:
 def test_a_task_that_hangs_after_its_deadline_is_killed_and_answered_when_reaped(rig: Rig) -> None:
     rig.register("a")
     token = rig.infer("a", deadline_ms=50.0)
-    task = rig.core.current
+    task = rig.state.current
     assert task is not None
     rig.tick(60.0)
     assert not rig.commands(ev.KillWorker)
@@ -657,7 +659,7 @@ def test_a_task_that_computes_much_longer_than_its_model_ever_did_is_killed(rig:
     rig.now_ms = 2000.0
     rig.done()  # its longest run: 2 s
     token = rig.infer("a")
-    task = rig.core.current
+    task = rig.state.current
     assert task is not None
     ticks = []
     while not rig.commands(ev.KillWorker):
@@ -678,7 +680,7 @@ def test_a_model_that_hangs_every_time_is_quarantined(rig: Rig) -> None:
     rig.register("a")
     for _ in range(rig.core.settings.max_deaths):
         token = rig.infer("a")
-        task = rig.core.current
+        task = rig.state.current
         assert task is not None
         rig.tick(rig.now_ms + rig.core.settings.max_compute_ms)
         rig.worker_restarts(task.slot)
@@ -703,7 +705,7 @@ def test_time_in_the_queue_and_before_the_turn_is_not_computing(rig: Rig) -> Non
     rig.infer("a")
     rig.now_ms = limit_ms - 1
     rig.done()
-    assert rig.core.current is not None
+    assert rig.state.current is not None
     rig.tick(2 * limit_ms)
     assert not rig.commands(ev.KillWorker)
 
@@ -753,7 +755,7 @@ def test_an_unknown_model_or_another_digest_is_refused(rig: Rig) -> None:
 def test_an_error_of_the_model_is_the_request_s_alone(rig: Rig) -> None:
     rig.register("a")
     token = rig.infer("a")
-    task = rig.core.current
+    task = rig.state.current
     assert task is not None
     data = {"type": "ValueError"}
     failed = InferenceFailed(epoch=task.epoch, error="TaskFailed", message="boom", data=data)
@@ -767,13 +769,13 @@ def test_a_request_that_fails_before_its_turn_leaves_the_turn_alone(rig: Rig) ->
     rig.register("a")
     rig.infer("a")
     token = rig.infer("a")
-    current, upcoming = rig.core.current, rig.core.upcoming
+    current, upcoming = rig.state.current, rig.state.upcoming
     assert upcoming is not None
     rig.worker(
         upcoming.slot, InferenceFailed(epoch=upcoming.epoch, error="TaskFailed", message="x")
     )
     assert isinstance(rig.error(token), TaskFailed)
-    assert rig.core.current is current
+    assert rig.state.current is current
     assert not rig.commands(ev.RaiseTurn)
 
 
@@ -783,7 +785,7 @@ def test_a_request_that_fails_before_its_turn_leaves_the_turn_alone(rig: Rig) ->
 def test_a_request_whose_worker_dies_is_dispatched_again_at_once(rig: Rig) -> None:
     rig.register("a")
     token = rig.infer("a")
-    task = rig.core.current
+    task = rig.state.current
     assert task is not None
     rig.worker_exits(task.slot)
     (run,) = rig.sent(RunInference)
@@ -796,9 +798,9 @@ def test_a_request_whose_worker_dies_is_dispatched_again_at_once(rig: Rig) -> No
 def test_a_late_message_of_an_older_process_is_dropped(rig: Rig) -> None:
     rig.register("a")
     token = rig.infer("a")
-    task = rig.core.current
+    task = rig.state.current
     assert task is not None
-    generation = rig.core.workers[task.slot].generation
+    generation = rig.state.workers[task.slot].generation
     rig.worker_restarts(task.slot)
     rig.handle(ev.FromWorker(slot=task.slot, generation=generation, message=InferenceFailed(
         epoch=task.epoch, error="TaskFailed", message="late")))  # fmt: skip
@@ -810,13 +812,13 @@ def test_three_deaths_in_a_row_while_computing_quarantine_the_model(rig: Rig) ->
     rig.register("a")
     first, second, third = rig.infer("a"), rig.infer("a"), rig.infer("a")
     for _ in range(3):
-        assert rig.core.current is not None
-        rig.worker_restarts(rig.core.current.slot)
+        assert rig.state.current is not None
+        rig.worker_restarts(rig.state.current.slot)
     assert isinstance(rig.error(rig.infer("a")), ModelQuarantined)
     refused = [token for token in (first, second, third) if token in rig.answers]
     assert refused
     assert all(isinstance(rig.error(one), WorkerLost | ModelQuarantined) for one in refused)
-    while rig.core.current is not None:  # what was dispatched before may still end
+    while rig.state.current is not None:  # what was dispatched before may still end
         rig.done()
     assert {first, second, third} <= set(rig.answers)
     rig.handle(ev.PinAsked(token=rig.token(), model="a", pin=True))
@@ -829,9 +831,9 @@ def test_a_death_while_waiting_for_the_turn_counts_for_nobody(rig: Rig) -> None:
     job = rig.start_training()
     token = rig.infer("a")
     for _ in range(5):
-        assert rig.core.upcoming is not None
-        rig.worker_restarts(rig.core.upcoming.slot)
-    rig.park(job, rig.core.upcoming.turn if rig.core.upcoming else 0)
+        assert rig.state.upcoming is not None
+        rig.worker_restarts(rig.state.upcoming.slot)
+    rig.park(job, rig.state.upcoming.turn if rig.state.upcoming else 0)
     rig.done()
     assert rig.error(token) is None
 
@@ -841,8 +843,8 @@ def test_a_success_in_between_forgives_the_deaths_before(rig: Rig) -> None:
     for _ in range(4):
         token = rig.infer("a")
         for _ in range(2):
-            assert rig.core.current is not None
-            rig.worker_restarts(rig.core.current.slot)
+            assert rig.state.current is not None
+            rig.worker_restarts(rig.state.current.slot)
         rig.done()
         assert rig.error(token) is None
 
@@ -869,7 +871,7 @@ def test_a_dead_daemon_restarts_only_when_all_workers_are_reaped(rig: Rig) -> No
 def test_what_a_dead_daemon_still_says_is_dropped(rig: Rig) -> None:
     rig.handle(ev.DaemonExited(generation=1, status=-9))
     rig.daemon(DaemonReady(pid=1, arena_bytes=0, store_bytes=0, device="cpu"))
-    assert not rig.core.is_daemon_ready
+    assert not rig.state.is_daemon_ready
 
 
 def test_a_daemon_that_dies_too_often_ends_the_server_and_answers_everybody(rig: Rig) -> None:
@@ -879,8 +881,8 @@ def test_a_daemon_that_dies_too_often_ends_the_server_and_answers_everybody(rig:
     waiting = rig.job_asked(job.name, "wait")
     token = rig.infer("a")
     for _ in range(rig.core.settings.max_daemon_restarts + 1):
-        rig.handle(ev.DaemonExited(generation=rig.core.daemon_generation, status=-9))
-        for slot, worker in rig.core.workers.items():
+        rig.handle(ev.DaemonExited(generation=rig.state.daemon_generation, status=-9))
+        for slot, worker in rig.state.workers.items():
             if worker.is_alive:
                 rig.worker_exits(slot)
         if rig.commands(ev.Leave) or rig.core.has_left:
@@ -894,7 +896,7 @@ def test_a_daemon_that_dies_too_often_ends_the_server_and_answers_everybody(rig:
 def test_a_copy_that_breaks_off_kills_who_waits_for_it_and_is_sent_again(rig: Rig) -> None:
     rig.register("a")
     token = rig.infer("a")
-    task = rig.core.current
+    task = rig.state.current
     assert task is not None
     rig.arrived("a", is_complete=False)
     assert [command.slot for command in rig.commands(ev.KillWorker)] == [task.slot]
@@ -902,13 +904,13 @@ def test_a_copy_that_breaks_off_kills_who_waits_for_it_and_is_sent_again(rig: Ri
     assert rig.sent(TransmitModel)
     rig.done()
     assert rig.error(token) is None
-    assert rig.core.models["a"].deaths == 0
+    assert rig.state.replicas["a"].model.deaths == 0
 
 
 def test_a_transmission_the_daemon_refuses_is_not_waited_for(rig: Rig) -> None:
     rig.register("a")
     rig.infer("a")
-    epoch = rig.core.models["a"].residency_epoch
+    epoch = rig.state.replicas["a"].residency_epoch
     rig.daemon(DaemonFault(epoch=epoch, reason="overlaps"))
     assert rig.commands(ev.KillWorker)
 
@@ -982,12 +984,12 @@ def test_a_commit_area_that_does_not_fit_is_refused_and_leaves_the_books_right(r
     (refused,) = rig.sent(LeaseRefused)
     assert refused.error == "HostStoreFull"
     rig.job_ends(job, "failed")
-    assert rig.scheduler.store.regions.free_bytes == rig.core.settings.store_bytes
+    assert rig.scheduler.machine.store.regions.free_bytes == rig.core.settings.store_bytes
 
 
 def test_asking_for_the_slice_again_gives_the_same_one_or_a_larger_one(rig: Rig) -> None:
     job = rig.start_training()
-    first = rig.scheduler.arena.regions.get(Owner("slice", "cifar"))
+    first = rig.scheduler.machine.device.arena.regions.get(Owner("slice", "cifar"))
     rig.lease(job)
     assert first is not None
     assert rig.sent(LeaseGranted)[0].offset_bytes == first.offset_bytes
@@ -1031,7 +1033,7 @@ def test_at_most_one_job_stays_suspended(rig: Rig) -> None:
     rig.park(one)
     rig.lease(two)
     rig.infer("a")
-    rig.park(two, rig.core.upcoming.turn)
+    rig.park(two, rig.state.upcoming.turn)
     (evict,) = rig.sent(EvictTask)
     states = {one.state.state, two.state.state}
     assert states == {TaskState.SUSPENDED, TaskState.EVICTING}
@@ -1116,8 +1118,8 @@ def test_a_request_is_served_before_a_job_that_is_being_evicted_has_unwound(rig:
     rig.job_asked("cifar", "pause")
     rig.infer("a")
     assert rig.sent(StopTask)
-    rig.park(job, rig.core.upcoming.turn)
-    assert rig.core.current is not None
+    rig.park(job, rig.state.upcoming.turn)
+    assert rig.state.current is not None
 
 
 def test_a_job_that_ended_before_it_saw_the_stop_hands_the_device_on(rig: Rig) -> None:
@@ -1152,8 +1154,10 @@ def test_after_a_crash_the_job_starts_again_and_without_progress_it_fails(rig: R
         rig.worker_exits(slot)
         for scrub in rig.sent(Scrub):
             rig.daemon(Scrubbed(epoch=scrub.epoch))
-        assert rig.core.training == "cifar"
-        assert rig.core.workers[slot].state.state is WorkerState.STARTING, "no delay: it had a task"
+        assert rig.state.training == "cifar"
+        assert rig.state.workers[slot].state.state is WorkerState.STARTING, (
+            "no delay: it had a task"
+        )
         rig.worker(slot, WorkerReady(slot=slot, pid=99))
     rig.worker_exits(job.slot)
     assert isinstance(rig.error(token), TaskFailed)
@@ -1202,12 +1206,12 @@ def test_numbers_that_leap_shut_out_their_own_sender_alone(rig: Rig) -> None:
 
 def test_a_commit_that_found_no_memory_daemon_has_not_used_its_number_up(rig: Rig) -> None:
     job = rig.start_training()
-    rig.handle(ev.DaemonExited(generation=rig.core.daemon_generation, status=-9))
+    rig.handle(ev.DaemonExited(generation=rig.state.daemon_generation, status=-9))
     rig.commit(job, 1, step=1)
     assert not rig.sent(CommitCopy)
     assert (job.commit_number, job.copying_epoch) == (0, 0)
     assert not rig.core.counts["stale_messages"], "it was not late"
-    assert rig.core.workers[job.slot].kill_reason, "who waits for the answer is ended"
+    assert rig.state.workers[job.slot].kill_reason, "who waits for the answer is ended"
 
 
 def test_an_answer_that_is_told_again_does_not_end_the_next_copy(rig: Rig) -> None:
@@ -1236,7 +1240,7 @@ def test_commits_reach_the_disk_now_and_then_however_often_the_job_is_preempted(
         rig.infer("a")
         if round_index == 1:
             rig.arrived("a")
-        rig.park(job, rig.core.upcoming.turn)
+        rig.park(job, rig.state.upcoming.turn)
         rig.done()
         rig.tick(rig.now_ms)
         persisted += rig.sent(PersistCommit)
@@ -1279,9 +1283,9 @@ def test_a_pause_is_on_record_before_it_is_answered_and_holds_in_the_next_server
     assert rig.out.index(hold) < rig.out.index(rig.answers[token])
 
     again = Rig(fleet_model)
-    again.scheduler.jobs.restore("cifar", "x.py", (), 2, 0, -1, is_paused=True)
+    again.scheduler.machine.device.jobs.restore("cifar", "x.py", (), 2, 0, -1, is_paused=True)
     again.tick(1.0)
-    assert again.core.jobs["cifar"].state.state is TaskState.PAUSED
+    assert again.state.jobs["cifar"].state.state is TaskState.PAUSED
     assert not again.sent(RunJob)
     again.job_asked("cifar", "resume")
     assert again.sent(RunJob)
@@ -1295,7 +1299,7 @@ def test_cancel_ends_a_job_in_any_state(rig: Rig) -> None:
     assert rig.answers[token].body["job"]["state"] == "cancelled"
     token = rig.job_asked("one", "cancel")
     assert rig.sent(EvictTask)
-    rig.job_ends(rig.core.jobs["one"], "preempted")
+    rig.job_ends(rig.state.jobs["one"], "preempted")
     assert rig.answers[token].body["job"]["state"] == "cancelled"
     assert isinstance(rig.error(rig.job_asked("two", "resume")), InvalidInput)
     assert two.state.state is TaskState.CANCELLED
@@ -1307,7 +1311,7 @@ def test_a_job_killed_with_the_daemon_has_done_nothing_wrong(rig: Rig) -> None:
     rig.worker_exits(job.slot)
     assert job.deaths_without_progress == 0
     assert job.state.state is TaskState.QUEUED
-    assert not rig.scheduler.arena.regions.get(Owner("slice", "cifar"))
+    assert not rig.scheduler.machine.device.arena.regions.get(Owner("slice", "cifar"))
 
 
 def test_a_slice_asked_for_while_the_daemon_is_dead_is_not_granted(rig: Rig) -> None:
@@ -1317,7 +1321,7 @@ def test_a_slice_asked_for_while_the_daemon_is_dead_is_not_granted(rig: Rig) -> 
     assert not rig.sent(LeaseGranted)
     for slot in (0, 1, 2):
         rig.worker_exits(slot)
-    assert len(rig.scheduler.arena.regions) == 1  # the arrival words
+    assert len(rig.scheduler.machine.device.arena.regions) == 1  # the arrival words
 
 
 # -- registration --------------------------------------------------------------------------------
@@ -1364,7 +1368,7 @@ def test_a_build_that_waits_is_cancelled_without_a_kill(rig: Rig) -> None:
     assert not rig.commands(ev.KillBuild)
     assert rig.error(gone) is None
     assert isinstance(rig.error(token), Cancelled)
-    assert "b" not in rig.core.models
+    assert "b" not in rig.state.replicas
 
 
 def test_one_clients_endless_build_leaves_the_other_lane_to_others(fleet_model: ModuleType) -> None:
@@ -1432,7 +1436,7 @@ def test_a_builder_that_dies_without_a_word_refuses_its_model(rig: Rig) -> None:
     epoch = rig.commands(ev.StartBuild)[0].epoch
     rig.handle(ev.BuilderExited(model="a", epoch=epoch, status=-11))
     assert isinstance(rig.error(token), RegistrationRefused)
-    assert "a" not in rig.core.models
+    assert "a" not in rig.state.replicas
 
 
 @pytest.mark.parametrize(
@@ -1446,7 +1450,7 @@ def test_a_model_too_large_for_the_arena_or_the_store_is_refused(
     rig.built("a", mib, rig.commands(ev.StartBuild)[0].epoch)
     assert isinstance(rig.error(token), error)
     assert rig.error(token).requested_bytes == mib * MIB
-    assert len(rig.scheduler.store.regions) == 0
+    assert len(rig.scheduler.machine.store.regions) == 0
 
 
 def test_a_store_that_fails_in_a_way_nobody_expected_refuses_the_registration(rig: Rig) -> None:
@@ -1456,7 +1460,7 @@ def test_a_store_that_fails_in_a_way_nobody_expected_refuses_the_registration(ri
     rig.handle(ev.BuilderExited(model="a", epoch=epoch, status=0))
     rig.daemon(DaemonFault(epoch=epoch, reason="RuntimeError: no idea"))
     assert "no idea" in rig.error(token).message
-    assert len(rig.scheduler.store.regions) == 0
+    assert len(rig.scheduler.machine.store.regions) == 0
 
 
 def test_a_slice_that_could_not_be_zeroed_is_nobodys_until_it_was(rig: Rig) -> None:
@@ -1471,7 +1475,7 @@ def test_a_slice_that_could_not_be_zeroed_is_nobodys_until_it_was(rig: Rig) -> N
     rig.tick(due)
     assert [again.epoch for again in rig.sent(Scrub)] == [scrub.epoch]
     rig.daemon(Scrubbed(epoch=scrub.epoch))
-    assert rig.scheduler.arena.regions.get(Owner("scrub", str(scrub.epoch))) is None
+    assert rig.scheduler.machine.device.arena.regions.get(Owner("scrub", str(scrub.epoch))) is None
 
 
 def test_a_model_that_was_being_stored_when_the_daemon_died_is_stored_again(rig: Rig) -> None:
@@ -1501,8 +1505,8 @@ def test_unregister_waits_for_its_requests_and_refuses_new_ones(rig: Rig) -> Non
         rig.done()
     assert rig.error(token) is None
     assert all(rig.error(one) is None for one in (first, queued, last))
-    assert len(rig.scheduler.arena.regions) == 1
-    assert rig.scheduler.store.regions.free_bytes == rig.core.settings.store_bytes
+    assert len(rig.scheduler.machine.device.arena.regions) == 1
+    assert rig.scheduler.machine.store.regions.free_bytes == rig.core.settings.store_bytes
 
 
 def test_a_pinned_model_comes_to_the_device_and_is_never_a_victim(rig: Rig) -> None:
@@ -1538,7 +1542,7 @@ def stored(rig: Rig, name: str) -> None:
 
 
 def preparing(rig: Rig) -> list[int]:
-    return [slot for slot, worker in rig.core.workers.items() if worker.preparing is not None]
+    return [slot for slot, worker in rig.state.workers.items() if worker.preparing is not None]
 
 
 def test_standbys_prepare_models_they_do_not_know_and_one_stays_ready(rig: Rig) -> None:
@@ -1547,14 +1551,14 @@ def test_standbys_prepare_models_they_do_not_know_and_one_stays_ready(rig: Rig) 
     rig.worker(0, ModelPrepared(model="a", digest="digest a"))
     assert preparing(rig) == [1, 2]
     rig.prepared()
-    assert all(worker.warm for worker in rig.core.workers.values())
+    assert all(worker.warm for worker in rig.state.workers.values())
 
 
 def test_the_only_free_worker_prepares_too(fleet_model: ModuleType) -> None:
     rig = Rig(fleet_model, standby=1)
     job = rig.start_training()
     stored(rig, "a")
-    assert preparing(rig) == [slot for slot in rig.core.workers if slot != job.slot]
+    assert preparing(rig) == [slot for slot in rig.state.workers if slot != job.slot]
 
 
 def test_a_request_for_another_model_meets_a_worker_that_is_ready(rig: Rig) -> None:
@@ -1562,14 +1566,14 @@ def test_a_request_for_another_model_meets_a_worker_that_is_ready(rig: Rig) -> N
     rig.make_resident("a")
     stored(rig, "b")
     rig.infer("a")
-    assert rig.core.current.slot == 2
+    assert rig.state.current.slot == 2
     assert preparing(rig) == [0, 1]
 
 
 def test_a_request_goes_to_who_is_just_learning_its_model(rig: Rig) -> None:
     stored(rig, "a")
     rig.infer("a")
-    assert rig.core.current.slot == 0
+    assert rig.state.current.slot == 0
     rig.worker(0, ModelPrepared(model="a", digest="digest a"))
     rig.done()
 
@@ -1580,9 +1584,9 @@ def test_a_second_request_waits_for_the_first_rather_than_for_a_program(rig: Rig
     rig.make_resident("a")
     stored(rig, "b")
     first, second = rig.infer("a"), rig.infer("a")
-    assert (rig.core.current.token, rig.core.upcoming) == (first, None)
+    assert (rig.state.current.token, rig.state.upcoming) == (first, None)
     rig.done()
-    assert (rig.core.current.token, rig.core.current.slot) == (second, 2)
+    assert (rig.state.current.token, rig.state.current.slot) == (second, 2)
     assert preparing(rig) == [0, 1]
 
 
@@ -1593,7 +1597,7 @@ def test_what_was_prepared_is_given_a_task_at_once(rig: Rig) -> None:
     rig.infer("a")
     second = rig.infer("a")
     rig.worker(1, ModelPrepared(model="b", digest="digest b"))
-    assert (rig.core.upcoming.token, rig.core.upcoming.slot) == (second, 1)
+    assert (rig.state.upcoming.token, rig.state.upcoming.slot) == (second, 1)
 
 
 def test_where_nobody_computes_a_worker_that_prepares_is_given_the_task(
@@ -1610,10 +1614,10 @@ def test_where_nobody_computes_a_worker_that_prepares_is_given_the_task(
 def test_a_worker_that_knows_the_model_is_preferred(rig: Rig) -> None:
     rig.register("a")
     for slot in (0, 1):
-        rig.core.workers[slot].warm.clear()
+        rig.state.workers[slot].warm.clear()
     rig.infer("a")
-    assert rig.core.current is not None
-    assert rig.core.current.slot == 2
+    assert rig.state.current is not None
+    assert rig.state.current.slot == 2
 
 
 # -- drain ---------------------------------------------------------------------------------------
@@ -1630,7 +1634,7 @@ def test_drain_finishes_what_was_accepted_evicts_jobs_and_leaves(rig: Rig) -> No
     assert rig.sent(EvictTask)
     assert rig.sent(PersistCommit)
     assert isinstance(rig.error(rig.infer("a")), ServerUnavailable)
-    rig.park(job, rig.core.upcoming.turn)
+    rig.park(job, rig.state.upcoming.turn)
     rig.done()
     assert rig.error(request) is None
     rig.job_ends(job, "preempted")
@@ -1734,7 +1738,7 @@ def test_a_job_is_given_a_fresh_process_when_all_have_run_clients_programs(
 ) -> None:
     rig = Rig(fleet_model, is_sandboxed=True)
     rig.register("a")
-    assert [worker.runs_code for worker in rig.core.workers.values()] == [False] * 3
+    assert [worker.runs_code for worker in rig.state.workers.values()] == [False] * 3
     job = rig.train("cifar")
     [spawned] = rig.commands(ev.SpawnWorker)
     assert spawned.slot == job.slot
@@ -1744,7 +1748,7 @@ def test_a_job_is_given_a_fresh_process_when_all_have_run_clients_programs(
     assert len(rig.sent(RunJob)) == 1
     # Its end is told before the fresh one is ready, and is not the job's.
     rig.handle(ev.WorkerExited(slot=job.slot, generation=1, status=-9, begun_epoch=0))
-    worker = rig.core.workers[job.slot]
+    worker = rig.state.workers[job.slot]
     assert (worker.state.state, worker.warm) == (WorkerState.ACTIVE, {})
     rig.worker(job.slot, WorkerReady(slot=job.slot, pid=99))
     assert worker.pid == 99
@@ -1764,15 +1768,15 @@ def test_without_a_sandbox_a_job_runs_where_programs_did(fleet_model: ModuleType
 def test_code_and_programs_are_never_prepared_in_one_process(fleet_model: ModuleType) -> None:
     rig = Rig(fleet_model, is_sandboxed=True)
     rig.register("code")
-    assert all("code" in worker.warm for worker in rig.core.workers.values())
+    assert all("code" in worker.warm for worker in rig.state.workers.values())
     rig.register("a")
-    assert not any("a" in worker.warm for worker in rig.core.workers.values())
+    assert not any("a" in worker.warm for worker in rig.state.workers.values())
     # The first request for it replaces one process; the others keep what they know.
     rig.infer("a")
     [spawned] = rig.commands(ev.SpawnWorker)
     [order] = rig.sent(RunInference)
     assert not order.is_code
-    kept = [w for w in rig.core.workers.values() if w.slot != spawned.slot]
+    kept = [w for w in rig.state.workers.values() if w.slot != spawned.slot]
     assert all(list(worker.warm) == ["code"] for worker in kept)
 
 

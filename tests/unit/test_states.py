@@ -17,9 +17,9 @@ from pipeswitch.scheduler.states import (
     TASK_ON_WORKER,
     TASK_TRANSITIONS,
     WORKER_TRANSITIONS,
-    Machine,
     ModelState,
     Residency,
+    StateMachine,
     TaskEvent,
     TaskState,
     WorkerState,
@@ -67,7 +67,7 @@ def test_a_task_on_a_worker_survives_its_death_and_reports_its_error() -> None:
 
 
 def test_an_event_without_a_row_changes_nothing_and_tells_the_story() -> None:
-    task = Machine("job cifar", TaskState.QUEUED, TASK_TRANSITIONS)
+    task = StateMachine("job cifar", TaskState.QUEUED, TASK_TRANSITIONS)
     task.apply(TaskEvent.DISPATCHED, "worker 1")
     with pytest.raises(InvalidTransition, match=r"job cifar.*queued->transmitting") as caught:
         task.apply(TaskEvent.PARKED)

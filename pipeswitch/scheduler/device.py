@@ -1,0 +1,243 @@
+"""One device: the parts that decide over it, and what its workers and its daemon tell them."""
+
+from __future__ import annotations
+
+from ..ipc.messages import (
+    Cleaned,
+    CommitPersisted,
+    CommitStep,
+    DaemonFault,
+    DaemonReady,
+    Epoch,
+    InferenceDone,
+    InferenceFailed,
+    JobEnded,
+    JobReport,
+    LeaseRequest,
+    Message,
+    ModelPrepared,
+    Parked,
+    Pong,
+    Scrubbed,
+    StepCommitted,
+    TransmitEnded,
+    WorkerReady,
+)
+from .arena import Arena
+from .commits import Commits
+from .core import Core, SchedulerSettings
+from .device_state import DeviceState
+from .dispatch import Dispatch
+from .endings import Endings
+from .events import DaemonExited, FromDaemon, FromWorker, WorkerExited
+from .fleet import Fleet
+from .health import Health
+from .jobs import Jobs
+from .leases import Leases
+from .plans import Plans
+from .profiling import Profiling
+from .records import Worker
+from .residency import Residents
+from .slices import Slices
+from .states import MODEL_AWAITED, TASK_ON_WORKER, TaskState, WorkerEvent, WorkerState
+from .store import Store
+from .training import Training
+from .trials import Trials
+from .turns import Turns
+
+
+class Device:
+    """Its state, and its parts; each owns one concern and takes only the others it needs."""
+
+    def __init__(self, core: Core, settings: SchedulerSettings, store: Store) -> None:
+        self.core = core
+        self.state = state = DeviceState(core, settings)
+        self.arena = Arena(state)
+        self.residents = Residents(state, self.arena)
+        self.slices = Slices(state, self.arena, self.residents)
+        self.commits = Commits(state, self.arena, store)
+        self.jobs = Jobs(state, self.commits)
+        self.leases = Leases(state, self.arena, self.slices, self.commits)
+        self.training = Training(state, self.slices, self.jobs, self.leases, self.commits)
+        self.turns = Turns(state)
+        self.dispatch = Dispatch(state, self.arena, self.residents, self.training, self.turns)
+        self.endings = Endings(state, self.residents)
+        self.plans = Plans(state, self.residents)
+        self.trials = Trials(state, self.arena, self.residents, self.dispatch)
+        self.profiling = Profiling(state, self.plans, self.trials)
+        self.fleet = Fleet(state)
+        self.health = Health(state)
+
+    # -- its processes ------------------------------------------------------------------------
+
+    def from_worker(self, event: FromWorker) -> None:
+        worker = self.state.workers.get(event.slot)
+        if worker is None or worker.generation != event.generation or not worker.is_alive:
+            self.core.counts["stale_messages"] += 1
+            return
+        match event.message:
+            case InferenceDone() as message:
+                self.endings.done(worker, message)
+                self.turns.give()
+                self.fleet.served_well()
+                if message.is_clean:
+                    self._cleaned(worker, message.epoch)
+            case InferenceFailed() as message:
+                self.endings.failed(worker, message)
+                self.turns.give()
+            case Cleaned(epoch=epoch):
+                self._cleaned(worker, epoch)
+            case Parked() as message:
+                if self.training.parked(worker, message):
+                    self.turns.passed(message.next_turn)
+                self.turns.give()
+            case WorkerReady(pid=pid):
+                self.fleet.worker_ready(worker, pid)
+            case Pong(epoch=epoch):
+                self.health.worker_answered(worker, epoch)
+            case ModelPrepared() as message:
+                self.fleet.prepared(worker, message)
+            case LeaseRequest() as message:
+                self.leases.requested(worker, message)
+            case CommitStep() as message:
+                self.commits.commit(worker, message)
+            case JobReport() as message:
+                self.jobs.report(worker, message)
+            case JobEnded() as message:
+                self.training.ended(worker, message)
+                self.turns.give()
+            case _:
+                self.state.kill(worker, f"it sent a {type(event.message).__name__}")
+
+    def _cleaned(self, worker: Worker, epoch: Epoch) -> None:
+        if worker.task_epoch == epoch and worker.state.state is WorkerState.CLEANING:
+            worker.state.apply(WorkerEvent.CLEANED, f"epoch {epoch}")
+
+    def hears(self, event: FromDaemon | DaemonExited) -> bool:
+        """Whether it speaks of the daemon that lives now."""
+        return event.generation == self.state.daemon_generation and self.fleet.is_daemon_alive
+
+    def from_daemon(self, message: Message) -> None:
+        """What the daemon that lives says of this device."""
+        match message:
+            case TransmitEnded():
+                self.residents.transmit_ended(message)
+            case DaemonReady(pid=pid):
+                self.fleet.daemon_ready(pid)
+                self.commits.daemon_ready()
+            case Scrubbed(epoch=epoch):
+                self.slices.scrubbed(epoch)
+            case StepCommitted():
+                self.commits.committed(message)
+                self.fleet.served_well()
+            case Pong(epoch=epoch):
+                self.health.daemon_answered(epoch)
+            case CommitPersisted():
+                self.commits.persisted(message)
+            case DaemonFault():
+                self.core.counts["daemon_faults"] += 1
+                self.slices.refused(message.epoch)
+                self.residents.refused(message.epoch, message.reason)
+                self.commits.refused(message.epoch, message.reason)
+            case _:
+                self.core.counts["stale_messages"] += 1
+
+    def worker_exited(self, event: WorkerExited) -> None:
+        """Reaped: only now may another owner have what it could write (invariant I5)."""
+        worker = self.state.workers.get(event.slot)
+        if worker is None or worker.generation != event.generation or not worker.is_alive:
+            return
+        # A job's process leaves after its JobEnded: that is no death.
+        ended_well = event.status == 0 and worker.state.state is WorkerState.RETIRING
+        self.endings.worker_died(worker, event.status, event.begun_epoch)
+        self.fleet.worker_exited(worker, event.status, ended_well=ended_well)
+        self.training.worker_died(worker, event.status)
+        self.turns.give()
+
+    def daemon_exited(self, event: DaemonExited) -> bool:
+        """False: it died too often, the server cannot go on."""
+        self.endings.daemon_died()
+        self.arena.device_lost()
+        self.residents.device_lost()
+        self.commits.daemon_died()
+        return self.fleet.daemon_died(event.status)
+
+    # -- after every event --------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """The urgent part: the device is given its next task."""
+        self.dispatch.expire()
+        self.dispatch.pump()
+        self.turns.give()
+
+    def pump(self) -> None:
+        """Everything else that can be done now."""
+        self.advance()
+        self.profiling.pump()
+        self.training.pump()
+        self.residents.bring_pinned()
+        self.slices.scrub_again()
+        self._kill_hung()
+        self.fleet.pump()
+        self.health.pump()
+
+    def _kill_hung(self) -> None:
+        hung = self.turns.hung()
+        if hung is not None:
+            self.state.kill(self.state.workers[hung.slot], hung.hung_why)
+
+    # -- the end ------------------------------------------------------------------------------
+
+    @property
+    def is_quiet(self) -> bool:
+        """No request is live, no job on a worker, no commit on its way."""
+        return not self.state.requests and self.jobs.is_quiet and self.commits.is_quiet
+
+    # -- invariants ---------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert the invariants (docs/architecture.md) that the device's state can show."""
+        state = self.state
+        for part in (self.arena, self.residents, self.slices, self.profiling):
+            part.check()
+        if self.core.has_left:
+            assert not state.requests, "left without an answer"
+            return  # processes are killed next; nothing is decided any more
+        self._check_requests()
+        for replica in state.replicas.values():
+            users = [a for a in (state.current, state.upcoming) if a and a.model == replica.name]
+            assert replica.users == len(users), f"{replica.name}: {replica.users} users"
+        for name, job in state.jobs.items():
+            if job.state.state in (TaskState.RUNNING, TaskState.TRANSMITTING, TaskState.STOPPING):
+                assert state.training == name, f"{name} runs without the turn"
+            is_on_worker = job.state.state in TASK_ON_WORKER
+            assert (job.slot is not None) == is_on_worker, (name, job.slot, list(job.state.story))
+            assert sum(w.job == name for w in state.workers.values()) <= 1, f"{name} runs twice"
+            if job.slot is not None:
+                assert state.workers[job.slot].job == name, f"{name} is not on its worker"
+        if state.training is not None:
+            slot = state.jobs[state.training].slot
+            assert slot is not None, f"{state.training} left with the turn"
+
+    def _check_requests(self) -> None:
+        state = self.state
+        for queue in (state.queue, state.early):
+            queue.check()
+        waiting = [*state.queue, *state.early]
+        for request in waiting:
+            assert state.requests[request.token] is request, "it waits, and is not live"
+            assert request.state.state is TaskState.QUEUED, request.state.story
+        tasks = [a for a in (state.current, state.upcoming) if a is not None]
+        assert len({a.slot for a in tasks}) == len(tasks), "two tasks on one worker"
+        dispatched = {a.token for a in tasks}
+        assert set(state.requests) == {r.token for r in waiting} | dispatched, "a request is lost"
+        for name in state.early.models():
+            model = state.replicas[name].model
+            assert model.state.state in MODEL_AWAITED, f"{name} is not awaited"
+        for activation in tasks:
+            worker = state.workers[activation.slot]
+            assert worker.is_alive, f"a request waits for dead worker {worker.slot}"
+            assert worker.task_epoch == activation.epoch, f"worker {worker.slot} has another task"
+        if state.current is not None:
+            assert state.requests[state.current.token].state.state is TaskState.RUNNING
+            assert state.training is None, f"{state.training} computes beside {state.current.model}"

@@ -1,0 +1,108 @@
+"""What one device owns: its processes, the models on it, its requests and jobs, its turn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..errors import PipeSwitchError
+from ..ipc.messages import JobName, Message, ModelName, Slot
+from .core import Core, SchedulerSettings
+from .events import Command, KillWorker, SpawnWorker, ToDaemon, Token
+from .queue import Queue
+from .records import Activation, ColdSwitch, EndedTrial, Job, Replica, Request, Worker
+from .states import WORKER_SERVES, TaskEvent, WorkerEvent
+
+
+@dataclass
+class DeviceState:
+    """Shared by the parts of one device (``Device``), and known to no other's.
+
+    Invariants (``Device.check``): ``current`` is the only inference task that may compute;
+    ``upcoming`` is dispatched and waits for the turn; ``training`` names the job that holds the
+    turn or is giving it up; at most one of ``current`` and a running ``training`` computes.
+    """
+
+    core: Core
+    settings: SchedulerSettings
+    replicas: dict[ModelName, Replica] = field(default_factory=dict)
+    requests: dict[Token, Request] = field(default_factory=dict)  # live ones
+    queue: Queue = field(default_factory=Queue)  # QUEUED
+    early: Queue = field(default_factory=Queue)  # QUEUED too: their model is awaited
+    jobs: dict[JobName, Job] = field(default_factory=dict)
+    workers: dict[Slot, Worker] = field(default_factory=dict)
+    current: Activation | None = None
+    upcoming: Activation | None = None
+    training: JobName | None = None
+    measuring: ModelName | None = None  # its groups are those of the current trial
+    ended_trial: EndedTrial | None = None  # for Profiling to take
+    cold_switches: list[ColdSwitch] = field(default_factory=list)  # the same, for Plans
+    daemon_generation: int = 0
+    daemon_pid: int = 0
+    is_daemon_ready: bool = False
+
+    @property
+    def is_ready(self) -> bool:
+        """The daemon owns its memory and a worker can take a request."""
+        return self.is_daemon_ready and any(
+            worker.state.state in WORKER_SERVES for worker in self.workers.values()
+        )
+
+    def job_of(self, worker: Worker, epoch: int) -> Job | None:
+        """The job a message speaks of; None when it speaks of an older dispatch."""
+        job = self.jobs.get(worker.job) if worker.job is not None else None
+        return job if job is not None and job.epoch == epoch and job.slot == worker.slot else None
+
+    def emit(self, command: Command) -> None:
+        """To a process of this device; where commands name a device, it is named here."""
+        self.core.emit(command)
+
+    def refuse(self, request: Request, event: TaskEvent, error: PipeSwitchError) -> None:
+        """A request's bad end: it waits no more and reads why."""
+        request.state.apply(event, type(error).__name__)
+        self.queue.discard(request)
+        self.early.discard(request)
+        self.requests.pop(request.token)
+        error.request_id = request.request_id
+        self.core.refuse(request.token, error)
+
+    def spawn(self, worker: Worker) -> None:
+        """A fresh process for its slot; the one that is there is killed."""
+        worker.generation += 1
+        worker.respawn_at_ms = None
+        worker.kill_reason = ""
+        worker.is_blamed = True
+        worker.pid = 0
+        worker.warm.clear()
+        worker.unpreparable.clear()
+        worker.preparing = None
+        worker.runs_code = None
+        self.emit(SpawnWorker(slot=worker.slot, generation=worker.generation))
+
+    def fits(self, worker: Worker, *, is_code: bool) -> bool:
+        """Whether its process may run the operator's code, or else clients' programs (ADR 20)."""
+        return not self.core.settings.is_sandboxed or worker.runs_code in (None, is_code)
+
+    def claim(self, worker: Worker, *, is_code: bool) -> None:
+        """Before it is given something to run: a process that does not fit is replaced."""
+        if not self.fits(worker, is_code=is_code):
+            self.spawn(worker)
+        worker.runs_code = is_code
+
+    def tell_daemon(self, message: Message, commits_of: JobName | None = None) -> None:
+        """Send to the memory daemon; to one that is not ready, nothing.
+
+        What a new daemon must know is sent again when it is ready, so that nothing reaches it
+        twice and nothing is ordered from memory it has not taken yet.
+        """
+        if self.is_daemon_ready:
+            self.emit(ToDaemon(message=message, commits_of=commits_of))
+
+    def kill(self, worker: Worker, reason: str, *, blame: bool = True) -> None:
+        """SIGKILL once; its memory is reused when WorkerExited says it is reaped.
+
+        ``blame``: for what it did itself, so that its death counts against its task.
+        """
+        if worker.state.allows(WorkerEvent.KILLED):
+            worker.state.apply(WorkerEvent.KILLED, reason)
+            worker.kill_reason, worker.is_blamed = reason, blame
+            self.emit(KillWorker(slot=worker.slot, generation=worker.generation, reason=reason))

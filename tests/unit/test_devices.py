@@ -1,0 +1,131 @@
+"""Two devices of one machine: what one does is nothing to the other."""
+
+# mypy: disable-error-code="arg-type"
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pipeswitch.ipc.messages import (
+    DaemonReady,
+    RunInference,
+    RunJob,
+    StopTask,
+    TransmitModel,
+    WorkerReady,
+)
+from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.core import Core, SchedulerSettings
+from pipeswitch.scheduler.device import Device
+from pipeswitch.scheduler.policies import make_policy
+from pipeswitch.scheduler.records import Model, Replica, Request
+from pipeswitch.scheduler.states import ModelEvent, Residency, TaskState
+from pipeswitch.scheduler.store import Store
+from pipeswitch.simulator.programs import program_of
+
+MIB = 1 << 20
+SETTINGS = SchedulerSettings(arena_bytes=64 * MIB, store_bytes=64 * MIB, words=64)
+
+
+class Machine:
+    """A model in the host store, which both devices may run."""
+
+    def __init__(self) -> None:
+        self.core = Core(SETTINGS, make_policy("priority", max_wait_ms=2000.0))
+        store = Store(self.core)
+        smaller = replace(SETTINGS, arena_bytes=32 * MIB)
+        self.devices = [Device(self.core, settings, store) for settings in (SETTINGS, smaller)]
+        self.model = Model("m", priority=1, want_pinned=False, registered_at_ms=0.0)
+        self.model.manifest = program_of("d", 8 * MIB).manifest
+        store.take(self.model)
+        for event in (ModelEvent.BUILT, ModelEvent.STORED):
+            self.model.state.apply(event)
+        for device in self.devices:
+            replica = device.state.replicas["m"] = Replica(self.model)
+            assert device.residents.take(replica)
+            self.start(device)
+
+    def start(self, device: Device) -> None:
+        device.fleet.start()
+        device.from_daemon(DaemonReady(pid=1, arena_bytes=0, store_bytes=0, device="cpu"))
+        device.pump()
+        for slot in device.state.workers:
+            ready = WorkerReady(slot=slot, pid=2)
+            device.from_worker(ev.FromWorker(slot=slot, generation=1, message=ready))
+        self.core.out.clear()
+
+    def ask(self, device: Device, token: int) -> Request:
+        """A request for the model, admitted to one of the devices."""
+        request = Request(token, f"r{token}", "m", 1, None, (), 0, 0, self.core.now_ms)
+        device.state.requests[request.token] = request
+        device.state.queue.add(request)
+        device.advance()
+        return request
+
+    def sent(self, kind: type) -> list[Any]:
+        orders = [c for c in self.core.out if isinstance(c, ev.ToWorker | ev.ToDaemon)]
+        return [order.message for order in orders if isinstance(order.message, kind)]
+
+    def check(self) -> None:
+        for device in self.devices:
+            device.check()
+
+
+@pytest.fixture
+def machine() -> Machine:
+    return Machine()
+
+
+def test_a_request_on_one_device_leaves_the_other_idle(machine: Machine) -> None:
+    first, second = machine.devices
+    request = machine.ask(second, 1)
+    assert request.state.state is TaskState.RUNNING
+    assert (first.state.current, first.state.upcoming, len(first.state.queue)) == (None, None, 0)
+    assert first.state.replicas["m"].residency.state is Residency.HOST
+    assert second.state.replicas["m"].residency.state is Residency.TRANSMITTING
+    assert [len(list(device.arena.regions)) for device in machine.devices] == [1, 2]
+    machine.check()
+
+
+def test_both_devices_run_one_model_at_once_from_the_same_place_in_the_store(
+    machine: Machine,
+) -> None:
+    first, second = machine.devices
+    machine.ask(first, 1)
+    machine.ask(second, 2)
+    one, other = machine.sent(TransmitModel)
+    assert one.groups[0].store_offset_bytes == other.groups[0].store_offset_bytes
+    assert one.epoch != other.epoch
+    assert len(machine.sent(RunInference)) == 2
+    assert first.state.replicas["m"].model is second.state.replicas["m"].model
+    machine.check()
+
+
+def test_training_on_one_device_does_not_step_aside_for_a_request_on_the_other(
+    machine: Machine,
+) -> None:
+    first, second = machine.devices
+    first.jobs.train(ev.TrainAsked(token=9, job="j", entry="x.py", args=(), priority=1))
+    first.pump()
+    assert [order.job for order in machine.sent(RunJob)] == ["j"]
+    machine.ask(second, 1)
+    assert not machine.sent(StopTask)
+    assert (first.state.training, second.state.training) == ("j", None)
+    machine.ask(first, 2)
+    assert [order.epoch for order in machine.sent(StopTask)] == [first.state.jobs["j"].epoch]
+    machine.check()
+
+
+def test_a_daemon_that_dies_takes_its_own_device_alone(machine: Machine) -> None:
+    first, second = machine.devices
+    machine.ask(first, 1)
+    machine.ask(second, 2)
+    assert first.daemon_exited(ev.DaemonExited(generation=1, status=-9))
+    assert first.state.replicas["m"].residency.state is Residency.HOST
+    assert second.state.replicas["m"].residency.state is Residency.TRANSMITTING
+    assert second.state.current is not None
+    assert (first.state.is_ready, second.state.is_ready) == (False, True)
+    second.check()
