@@ -39,10 +39,13 @@ static void hold(void) {
     }
 }
 
+uint64_t fence_regions; /* made so far; each leaves a mapping behind, of which there are 65,530 */
+
 static uint8_t *fresh(size_t pages) { /* between unmapped pages, with an address of its own */
     if ((next_page + pages + 2) * PAGE > RANGE) abort();
     uint8_t *first = base + (next_page + 1) * PAGE;
     next_page += pages + 1;
+    fence_regions++;
     return mprotect(first, pages * PAGE, PROT_READ | PROT_WRITE) ? 0 : first;
 }
 

@@ -41,6 +41,7 @@ SLOTS: Final = 24
 PATTERNS: Final = (0x5A, 0xA7)
 PLACES, VALUES = 8, 8  # of accepted arguments: other places and strides, and values for each
 TRIES: Final = 8  # until arguments are accepted
+REGIONS: Final = 20_000  # of a child's large allocations; the kernel has room for some 30,000
 FLOATS: Final = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16)
 DTYPES: Final = (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64)
 LAST_CALL_BYTES: Final = 4096
@@ -546,6 +547,9 @@ class Child:
         self._behind = {target: guarded(call) for target, call in self._calls}
         perturb = ctypes.CDLL(None)
         self._pattern = getattr(perturb, "fence_pattern", lambda byte: perturb.mallopt(-6, byte))
+        self._regions = ctypes.c_uint64()
+        if hasattr(perturb, "fence_regions"):
+            self._regions = ctypes.c_uint64.in_dll(perturb, "fence_regions")
         self.done: dict[str, int] = dict.fromkeys(TARGETS, 0)
         self.findings: list[str] = []
 
@@ -562,7 +566,7 @@ class Child:
                         break
                 if place % 16 == 0:
                     report()
-                    if time.monotonic() > ends_s:
+                    if time.monotonic() > ends_s or self._regions.value > REGIONS:
                         return
 
     def _try(self, target: str, call: Any, seed: int) -> bool:
