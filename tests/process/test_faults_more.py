@@ -468,11 +468,11 @@ def test_damage_to_the_state_directory_costs_what_is_damaged_alone(tmp_path: Pat
             checked.client.register(name, module, example_inputs=(SMALL,))
             digests[name] = checked.client.show(name)["digest"]
     garbage = [
-        ("half", None, None, None, None, None), ("bytes", "text", 1, 2, "high", "x"),
-        ("../../etc", b"", "s", "d", 1, 0), (b"\xff\xfe\x00", b"spec", "s", "d", 1, 0),
+        ("half", None, None, None, None, None, None), ("bytes", "text", 1, 2, "high", "x", 3),
+        ("../../etc", b"", "s", "d", 1, 0, ""), (b"\xff\xfe\x00", b"spec", "s", "d", 1, 0, ""),
     ]  # fmt: skip
     with contextlib.closing(sqlite3.connect(state / FILE_NAME)) as database, database:
-        database.executemany("INSERT INTO model VALUES (?, ?, ?, ?, ?, ?)", garbage)
+        database.executemany("INSERT INTO model VALUES (?, ?, ?, ?, ?, ?, ?)", garbage)
         database.execute("INSERT INTO job VALUES ('j', 3, '[4', 'x')")
         database.execute("INSERT INTO job VALUES ('deep', 'x.py', ?, 1)", ["[" * 100_000])
     weights = next((state / "models" / digests["b"]).glob("*.safetensors"), None) or max(

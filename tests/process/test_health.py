@@ -261,7 +261,9 @@ def test_a_scheduler_that_never_returns_ends_the_server_with_the_stacks_in_its_l
 
     done, _ = serve_until_it_ends(
         tmp_path, program=PLANTED, when_ready=ask,
-        environment={"PIPESWITCH_SERVER__WATCHDOG": "2s"},
+        environment={
+            "PIPESWITCH_SERVER__WATCHDOG": "2s", "PIPESWITCH_SERVER__TCP_ROLES": "infer,operate",
+        },
     )  # fmt: skip
     for client in clients:
         client.close()
