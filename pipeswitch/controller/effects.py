@@ -126,6 +126,8 @@ class Effects:
         self._daemon_generation = 0
         self._workers: dict[Slot, tuple[int, Child]] = {}
         self._handed: dict[Slot, dict[ModelName, str]] = {}  # digests, by the model's name
+        # The files of the program that was handed over last; before that, as many of nothing.
+        self._opened = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(2)]
         self._builders: dict[Epoch, Child] = {}
         self._refused: dict[Token, PipeSwitchError] = {}  # their good answer is on its way here
         self.built_before: dict[bytes, str] = {}  # spec -> digest, from the journal
@@ -236,8 +238,6 @@ class Effects:
         files = self._files_for(command.slot, command.message)
         index = 0 if command.channel == "task" else 1
         self._processes.send(known[1], index, command.message, [*descriptors, *files])
-        for descriptor in files:
-            os.close(descriptor)
 
     def _files_for(self, slot: Slot, message: Message) -> list[int]:
         """A program's files for a worker in the sandbox, which opens none: once for each."""
@@ -251,10 +251,17 @@ class Effects:
                 if handed.get(message.model) == message.digest:
                     return []
                 handed[message.model] = message.digest
-                return self._places.open_program(message.digest)
+                return self._open_program(message.digest)
             case _:
                 pass
         return []
+
+    def _open_program(self, digest: str) -> list[int]:
+        """Those of the last one make room for it: a server that is out of descriptors still can."""
+        for descriptor in self._opened:
+            os.close(descriptor)
+        self._opened = self._places.open_program(digest)
+        return self._opened
 
     def _to_daemon(self, command: ToDaemon) -> None:
         if self._daemon is None or self._has_no_disk(command.message):
