@@ -66,8 +66,9 @@ class Sweep:
             row["outcome"] = "served" if all(row["batches"].values()) else "differs"
         except PipeSwitchError as error:
             row["why"] = str(error).splitlines()[0][:300]
-        except Exception as error:
-            row["why"] = f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"
+        except Exception as error:  # not refused in words
+            row["outcome"] = "failed"
+            row["why"] = f"{type(error).__name__}: {str(error)[:300]}"
         self._forget()
         torch.backends.mha.set_fastpath_enabled(True)
         return row
@@ -148,7 +149,7 @@ def main() -> int:
         f"models   {counts}; {report['operators_needed']} of {report['operators_listed']} "
         "operators are needed\n"
     )
-    return 1 if any(row["outcome"] in ("differs", "not made") for row in rows) else 0
+    return 1 if any(row["outcome"] not in ("served", "refused") for row in rows) else 0
 
 
 if __name__ == "__main__":
