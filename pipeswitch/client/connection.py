@@ -176,6 +176,7 @@ class Connection:
         self._numbers = itertools.count(1)
         self._link: _Link | None = None
         self._poller = zmq.Poller()
+        self._poller.register(self._wake, zmq.POLLIN)
         self._is_closing = False
         self._lock = threading.Lock()  # of _is_closing against late posts
         self._role = threading.Lock()  # its holder owns socket, link, poller and calls
@@ -347,8 +348,8 @@ class Connection:
     def _run(self) -> None:
         """The background thread: hello at once, then I/O whenever calls are under way."""
         with self._holding():
-            self._poller.register(self._wake, zmq.POLLIN)
-            self._guard(self._open)
+            if self._link is None:  # else a caller was here first
+                self._guard(self._open)
         while True:
             with self._holding():
                 while not self._is_idle and not (self._is_closing and not self._posts):

@@ -27,6 +27,7 @@ from frontend_rig import (
 )
 
 import pipeswitch as ps
+from pipeswitch.client.connection import Connection
 from pipeswitch.config import Config
 from pipeswitch.frontend.frontend import Frontend
 from pipeswitch.ipc.messages import SlabTensor
@@ -73,6 +74,28 @@ def client(request: pytest.FixtureRequest, server: FakeScheduler) -> Iterator[ps
 
 
 # ---- inference ---------------------------------------------------------------------------------
+
+
+def test_a_call_before_the_clients_thread_runs_shares_its_connection(
+    server: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_run = threading.Event()
+    run = Connection._run
+
+    def run_later(self: Connection) -> None:
+        may_run.wait()
+        run(self)
+
+    monkeypatch.setattr(Connection, "_run", run_later)
+    with ps.Client(server.listeners.tcp.address) as client:
+        try:
+            client.stats()
+        finally:
+            may_run.set()
+        first, second = (client._connection.request("ping") for _ in range(2))  # by the thread
+        assert first.result(DEADLINE_S)
+        assert second.result(DEADLINE_S)
+        assert len(server.tcp._clients) == 1
 
 
 def test_an_answer_comes_back_with_its_bill(server: FakeScheduler, client: ps.Client) -> None:
