@@ -21,6 +21,7 @@ from pipeswitch.devices.opening import open_view
 from pipeswitch.devices.waiting import now_ms
 from pipeswitch.failpoints import are_enabled, reach
 from pipeswitch.ipc.channel import Channel, channel_from
+from pipeswitch.ipc.gate import Gate, Where
 from pipeswitch.ipc.messages import (
     Cleaned,
     EvictTask,
@@ -48,7 +49,6 @@ from pipeswitch.units import PrintableFormatter, printable
 from .inference.pool import RequestPool
 from .inference.task import Programs, infer
 from .inference.warm import warm_up
-from .training.gate import Gate, Where
 from .training.hooks import use_pace
 from .training.host import JobHost
 from .training.script import run_script

@@ -1,4 +1,4 @@
-"""A training script in a worker, with the states of the gate (``workers/training/gate.py``)."""
+"""A training script in a worker, with the states of the gate (``ipc/gate.py``)."""
 
 from __future__ import annotations
 

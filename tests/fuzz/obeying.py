@@ -15,6 +15,7 @@ from pipeswitch.commits.area import create_area
 from pipeswitch.errors import RemoteProtocolError
 from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.ipc.channel import decode_message, encode_message
+from pipeswitch.ipc.gate import Gate, GateState
 from pipeswitch.ipc.messages import (
     Epoch,
     EvictTask,
@@ -35,7 +36,6 @@ from pipeswitch.ipc.messages import (
     Turn,
 )
 from workers.inference.pool import RequestPool
-from workers.training.gate import Gate, GateState
 from workers.training.host import JobHost
 
 from .target import MSGPACK_FRAMES, Target, join_frames, split_frames

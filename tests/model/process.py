@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from pipeswitch.ipc.gate import Gate
 from pipeswitch.ipc.messages import Cleaned, Epoch, InferenceDone, Message, Parked
 from pipeswitch.scheduler.records import NO_EPOCH
-from workers.training.gate import Gate
 
 from .channel import Data, Item, Items, ItemsCodec, pack, unpack
 from .frozen import Codec, Kept

@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 from pipeswitch.errors import TaskPreempted
+from pipeswitch.ipc.gate import Gate, GateState
 from pipeswitch.ipc.messages import CommitStep, JobEnded, LeaseRequest
-from workers.training.gate import Gate, GateState
 
 from .frozen import Add, Next
 

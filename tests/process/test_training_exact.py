@@ -32,8 +32,8 @@ from pipeswitch.commits.area import CommitArea
 from pipeswitch.commits.files import load_commit, read_record, write_commit
 from pipeswitch.commits.image import parse_image
 from pipeswitch.errors import TaskPreempted
+from pipeswitch.ipc.gate import Gate
 from tests.process.figures import publishing, say
-from workers.training.gate import Gate
 from workers.training.session import TrainingSession
 from workers.training.snapshot import Captured, captured
 

@@ -59,7 +59,7 @@ BROKEN = {
     "packet": "tests.fuzz.packets.decode_message",
     "daemon": "memory_daemon.transmit.check_order",
     "worker": "pipeswitch.scheduler.device_state.DeviceState.job_of",
-    "order": "workers.training.gate.Gate.grant",
+    "order": "pipeswitch.ipc.gate.Gate.grant",
 }
 """A target -> something in its way that raises what was not promised."""
 

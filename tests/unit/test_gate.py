@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeswitch.errors import TaskPreempted
-from workers.training.gate import Gate, GateState, Where
+from pipeswitch.ipc.gate import Gate, GateState, Where
 
 S = GateState
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .gate import Gate
+from pipeswitch.ipc.gate import Gate
 
 _gate: Gate | None = None
 _pace: Callable[[], None] | None = None

@@ -20,9 +20,9 @@ from typing import Final, Literal
 from pipeswitch import job as job_api
 from pipeswitch.errors import TaskPreempted
 from pipeswitch.failpoints import reach
+from pipeswitch.ipc.gate import Gate
 from pipeswitch.ipc.messages import JobEnded, RunJob
 
-from .gate import Gate
 from .host import JobHost
 from .session import TrainingSession
 

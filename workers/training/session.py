@@ -24,10 +24,10 @@ from typing import Any, Final, Protocol, TypeVar
 import torch
 
 from pipeswitch.errors import HostStoreFull, InvalidInput, OutOfDeviceMemory
+from pipeswitch.ipc.gate import Gate
 from pipeswitch.job import InexactResumeWarning, as_number, warn_if_not_finite
 
 from .commits import Committer, Point, state_area_bytes
-from .gate import Gate
 from .hooks import Removable, hook_modules, hook_optimizer, use_gate
 from .layout import history_bytes
 from .objects import TrainedObjects

@@ -45,7 +45,7 @@ import threading
 from collections.abc import Callable
 from typing import Literal
 
-from pipeswitch.errors import TaskPreempted
+from ..errors import TaskPreempted
 
 Where = Literal["forward", "backward", "boundary", "loader"]
 OnParked = Callable[[int, int, Where], None]
