@@ -140,13 +140,17 @@ class GroupCopy(Message, frozen=True):
 
 
 class TransmitModel(Message, frozen=True):
-    """controller -> memory daemon: copy groups in order, raise each word (PipeSwitch 4.2)."""
+    """controller -> memory daemon: copy groups in order, raise each word (PipeSwitch 4.2).
+
+    Where tenants are separate, the first one of a tenant carries its file of the arena.
+    """
 
     model: ModelName
     epoch: Epoch
     arena_offset_bytes: int  # the leased region; every copy must lie inside
     region_bytes: int
     groups: tuple[GroupCopy, ...]
+    tenant: str = ""  # whose file of the arena, where tenants are separate (ADR 23)
 
 
 class CancelTransmit(Message, frozen=True):
@@ -269,6 +273,17 @@ class WorkerReady(Message, frozen=True):
 
     slot: Slot
     pid: int
+
+
+class BindTenant(Message, frozen=True):
+    """controller -> worker: from now on this process serves one tenant (ADR 23).
+
+    Only where tenants are separate, and before anything else. Descriptors: the tenant's file of
+    the request pool, its file of the arena for reading, and for code the training slices.
+    """
+
+    tenant: str
+    is_code: bool
 
 
 class PrepareModel(Message, frozen=True):
@@ -543,9 +558,9 @@ AnyMessage = (
     Fork | ForkServerReady | Forked | ChildExited | DaemonSettings | DaemonReady | StoreModel
     | ModelStored | StoreFailed | GroupCopy | TransmitModel | CancelTransmit | TransmitEnded | Scrub
     | Scrubbed | OpenCommits | CloseCommits | ByteRange | CommitCopy | PersistCommit
-    | CommitPersisted | DaemonFault | WorkerSettings | WorkerReady | PrepareModel | ModelPrepared
-    | ForgetModel | SlabTensor | RunInference | InferenceDone | InferenceFailed | Cleaned | RunJob
-    | LeaseRequest | LeaseGranted | LeaseRefused | StopTask | Parked | GrantTurn | EvictTask
-    | CommitStep | StepCommitted | JobReport | JobEnded | Ping | Pong | Exit | BuildSettings
-    | BuildProgress | BuildDone | BuildFailed
+    | CommitPersisted | DaemonFault | WorkerSettings | WorkerReady | BindTenant | PrepareModel
+    | ModelPrepared | ForgetModel | SlabTensor | RunInference | InferenceDone | InferenceFailed
+    | Cleaned | RunJob | LeaseRequest | LeaseGranted | LeaseRefused | StopTask | Parked | GrantTurn
+    | EvictTask | CommitStep | StepCommitted | JobReport | JobEnded | Ping | Pong | Exit
+    | BuildSettings | BuildProgress | BuildDone | BuildFailed
 )  # fmt: skip

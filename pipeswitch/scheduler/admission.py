@@ -59,7 +59,8 @@ class Admission:
             return ModelNotFound(f'no model "{event.model}"', hint="pipeswitch models")
         if model.state.state is ModelState.QUARANTINED:
             return quarantined(model)
-        if model.manifest is None or model.manifest.digest != event.digest:
+        is_same = model.manifest is not None and model.manifest.digest == event.digest
+        if not is_same or device.tenant_of(model) != event.tenant:
             return changed_on_the_way(event.model)
         waiting = len(device.queue) + len(device.early)
         if waiting >= core.settings.max_queue:

@@ -43,6 +43,7 @@ class SchedulerSettings:
     identity: Identity = UNKNOWN_DEVICE  # what profiles are measured on
     unix_offset_ms: float = 0.0  # from the scheduler's clock to the calendar
     is_sandboxed: bool = False  # a process that runs programs can run no code afterwards (ADR 20)
+    separates_tenants: bool = False  # a process serves the models of one tenant only (ADR 23)
     models_dir: str = "models"  # where programs, jobs' logs and commits lie: named to processes,
     logs_dir: str = "logs"  # opened by them
     commits_dir: str = "commits"

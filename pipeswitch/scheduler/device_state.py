@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..errors import PipeSwitchError
-from ..ipc.messages import JobName, Message, ModelName, Slot
+from ..ipc.messages import BindTenant, JobName, Message, ModelName, Slot
 from .core import Core, SchedulerSettings
-from .events import Command, KillWorker, SpawnWorker, ToDaemon, Token
+from .events import Command, KillWorker, SpawnWorker, ToDaemon, Token, ToWorker
 from .queue import Queue
-from .records import Activation, ColdSwitch, EndedTrial, Job, Replica, Request, Worker
+from .records import Activation, ColdSwitch, EndedTrial, Job, Model, Replica, Request, Worker
 from .states import WORKER_SERVES, TaskEvent, WorkerEvent
 
 
@@ -75,18 +75,29 @@ class DeviceState:
         worker.warm.clear()
         worker.unpreparable.clear()
         worker.preparing = None
-        worker.runs_code = None
+        worker.runs_code = worker.tenant = None
         self.emit(SpawnWorker(slot=worker.slot, generation=worker.generation))
 
-    def fits(self, worker: Worker, *, is_code: bool) -> bool:
-        """Whether its process may run the operator's code, or else clients' programs (ADR 20)."""
-        return not self.core.settings.is_sandboxed or worker.runs_code in (None, is_code)
+    def tenant_of(self, model: Model) -> str:
+        """Whose workers serve it: where tenants are separate, its owner's."""
+        return model.tenant if self.core.settings.separates_tenants else ""
 
-    def claim(self, worker: Worker, *, is_code: bool) -> None:
-        """Before it is given something to run: a process that does not fit is replaced."""
-        if not self.fits(worker, is_code=is_code):
+    def fits(self, worker: Worker, *, is_code: bool, tenant: str) -> bool:
+        """Whether its process may run the operator's code, or else clients' programs (ADR 20), of
+        this tenant (ADR 23)."""
+        is_of_the_kind = not self.core.settings.is_sandboxed or worker.runs_code in (None, is_code)
+        return is_of_the_kind and worker.tenant in (None, tenant)
+
+    def claim(self, worker: Worker, *, is_code: bool, tenant: str) -> None:
+        """Before it is given something to run: a process that does not fit is replaced, and one
+        that served no tenant yet is this one's."""
+        if not self.fits(worker, is_code=is_code, tenant=tenant):
             self.spawn(worker)
         worker.runs_code = is_code
+        if self.core.settings.separates_tenants and worker.tenant is None:
+            worker.tenant = tenant
+            bind = BindTenant(tenant=tenant, is_code=is_code)
+            self.emit(ToWorker(slot=worker.slot, message=bind))
 
     def tell_daemon(self, message: Message, commits_of: JobName | None = None) -> None:
         """Send to the memory daemon; to one that is not ready, nothing.

@@ -158,11 +158,11 @@ class Dispatch:
     def _pick_worker(self, replica: Replica) -> Worker:
         """A free worker: one that knows the model, then one that is just learning it, then one
         that must; last, one that is busy with another model's program, or is to be replaced."""
-        version = replica.version
+        version, tenant = replica.version, self._device.tenant_of(replica.model)
 
         def rank(worker: Worker) -> int:
             is_warm = worker.warm.get(replica.name) == version
-            if not self._device.fits(worker, is_code=replica.is_code):
+            if not self._device.fits(worker, is_code=replica.is_code, tenant=tenant):
                 return 3
             if worker.preparing is None:
                 return 0 if is_warm else 2
@@ -181,7 +181,8 @@ class Dispatch:
         epoch = core.next_epoch()
         device.queue.discard(request)
         request.state.apply(TaskEvent.DISPATCHED, f"worker {worker.slot}")
-        device.claim(worker, is_code=replica.is_code)
+        tenant = device.tenant_of(replica.model)
+        device.claim(worker, is_code=replica.is_code, tenant=tenant)
         worker.state.apply(WorkerEvent.ACTIVATED, f"request {request.request_id}")
         worker.task_epoch = epoch
         replica.users += 1

@@ -36,6 +36,7 @@ class InferArrived:
     inputs: tuple[SlabTensor, ...]
     reply_offset_bytes: int
     reply_bytes: int
+    tenant: str = ""  # Announce's: in whose file of the pool they lie
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,6 +279,7 @@ class Announce:
     model: ModelName
     manifest: Manifest
     priority: int
+    tenant: str = ""  # where tenants are separate, whose file of the pool its requests lie in
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,8 @@ from .events import SpawnDaemon, ToWorker
 from .records import NO_TURN, Worker
 from .states import ModelState, WorkerEvent, WorkerState
 
+MIN_TO_KEEP_ONE_UNBOUND = 3  # workers: two tenants in turns then keep theirs
+WORKER_LEAVES = (WorkerState.DEAD, WorkerState.DOOMED, WorkerState.RETIRING)
 MAX_DOUBLINGS = 3  # of the restart delay: 8 s at the default of 1 s
 
 
@@ -88,6 +90,7 @@ class Fleet:
         if device.is_daemon_ready:
             self._spawn_missing()
             self._prepare_idle()
+            self._keep_one_unbound()
 
     def _wanted_slots(self) -> int:
         """1 active + N standby; a suspended worker does not count as a standby."""
@@ -144,6 +147,21 @@ class Fleet:
             "worker.died", worker=worker.slot, status=status, reason=worker.kill_reason or "died"
         )
 
+    def _keep_one_unbound(self) -> None:
+        """Where tenants are separate, a worker of none waits for the next tenant: the standby whose
+        tenant has asked for nothing longest is replaced. Of two workers none can be spared."""
+        core, device = self._core, self._device
+        if not core.settings.separates_tenants or len(device.workers) < MIN_TO_KEEP_ONE_UNBOUND:
+            return
+        if device.queue or device.upcoming is not None or device.current is not None:
+            return
+        workers = device.workers.values()
+        if any(w.tenant is None or w.state.state in WORKER_LEAVES for w in workers):
+            return  # there is one, or soon will be
+        idle = [w for w in workers if w.state.state is WorkerState.STANDBY and w.preparing is None]
+        if idle:
+            device.spawn(min(idle, key=lambda worker: worker.task_epoch))
+
     # -- warm programs ------------------------------------------------------------------------
 
     def _prepare_idle(self) -> None:
@@ -170,7 +188,8 @@ class Fleet:
             replica = device.replicas[name]
             assert replica.manifest is not None
             worker.preparing = name
-            device.claim(worker, is_code=replica.is_code)
+            tenant = device.tenant_of(replica.model)
+            device.claim(worker, is_code=replica.is_code, tenant=tenant)
             self._device.emit(
                 ToWorker(
                     slot=worker.slot,
@@ -186,13 +205,18 @@ class Fleet:
             )
 
     def _next_to_prepare(self, worker: Worker) -> ModelName | None:
+        """The latest that it does not know; none for a worker that waits for the next tenant."""
+        if self._core.settings.separates_tenants and worker.tenant is None:
+            return None
         missing = [
             replica
             for replica in self._device.replicas.values()
             if replica.model.state.state is ModelState.READY
             and replica.manifest is not None
             and worker.warm.get(replica.name) != replica.version
-            and self._device.fits(worker, is_code=replica.is_code)
+            and self._device.fits(
+                worker, is_code=replica.is_code, tenant=self._device.tenant_of(replica.model)
+            )
             and (replica.name, replica.version) not in worker.unpreparable
         ]
         latest = max(

@@ -262,6 +262,7 @@ class Worker:
     respawn_at_ms: float | None = None
     kill_reason: str = ""  # of a doomed one
     runs_code: bool | None = None  # its process ran the operator's code; False: programs; None: yet
+    tenant: str | None = None  # the one its process serves, where tenants are separate; None: yet
     is_blamed: bool = True  # killed for what it did itself
 
     def __post_init__(self) -> None:

@@ -228,7 +228,10 @@ class Registry:
     def _announce(self, model: Model) -> None:
         assert model.manifest is not None
         manifest, priority = model.manifest, model.priority
-        self._core.emit(Announce(model=model.name, manifest=manifest, priority=priority))
+        tenant = self._machine.device.state.tenant_of(model)
+        self._core.emit(
+            Announce(model=model.name, manifest=manifest, priority=priority, tenant=tenant)
+        )
 
     def _store_again(self, model: Model) -> None:
         """(Re)send the load order; there may be no daemon now, or the one that had it died."""

@@ -89,6 +89,7 @@ class Residents:
                 epoch=replica.residency_epoch,
                 arena_offset_bytes=replica.home_bytes,
                 region_bytes=region_bytes,
+                tenant=device.tenant_of(replica.model),
                 groups=tuple(
                     GroupCopy(
                         store_offset_bytes=replica.model.store_offset_bytes + group.offset_bytes,

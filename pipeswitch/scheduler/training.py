@@ -25,6 +25,7 @@ from .records import NO_TURN, Job, Worker
 from .slices import Slices
 from .states import TaskEvent, TaskState, WorkerEvent, WorkerState
 
+JOBS_TENANT: Final = ""  # who may run code has the operator's power: jobs are the owner's
 WHY_EVICTED: Final = {
     "pause": "pause asked by the user",
     "cancel": "cancel asked by the user",
@@ -119,7 +120,8 @@ class Training:
         ]
 
         def order(worker: Worker) -> tuple[bool, int, int]:
-            return not self._device.fits(worker, is_code=True), len(worker.warm), -worker.slot
+            fits = self._device.fits(worker, is_code=True, tenant=JOBS_TENANT)
+            return not fits, len(worker.warm), -worker.slot
 
         return min(free, key=order, default=None)
 
@@ -130,7 +132,7 @@ class Training:
         job.commit_number = 0
         job.slot = worker.slot
         job.state.apply(TaskEvent.DISPATCHED, f"worker {worker.slot}")
-        self._device.claim(worker, is_code=True)
+        self._device.claim(worker, is_code=True, tenant=JOBS_TENANT)
         worker.state.apply(WorkerEvent.ACTIVATED, f"job {job.name}")
         worker.job = job.name
         worker.task_epoch = job.epoch

@@ -28,6 +28,7 @@ from pipeswitch.errors import (
     WorkerLost,
 )
 from pipeswitch.ipc.messages import (
+    BindTenant,
     BuildDone,
     CancelTransmit,
     Cleaned,
@@ -69,6 +70,11 @@ from pipeswitch.scheduler.regions import Owner
 from pipeswitch.scheduler.states import Residency, TaskState, WorkerState
 
 MIB = 1 << 20
+
+
+def tenant_of(model: str) -> str:
+    """``ada.m`` is registered by ada, a name without a dot by the server's owner."""
+    return model.rpartition(".")[0]
 
 
 class Rig:
@@ -158,7 +164,8 @@ class Rig:
         spec = spec or f"spec of {name}"
         self.handle(ev.RegisterAsked(token=token, model=name, spec=spec.encode(),
                                      spec_digest=spec, priority=1, is_pinned=pin,
-                                     client=client, restored=restored))  # fmt: skip
+                                     client=client, tenant=tenant_of(name),
+                                     restored=restored))  # fmt: skip
         return token
 
     def register(self, name: str, mib: int = 10, *, pin: bool = False) -> None:
@@ -191,8 +198,13 @@ class Rig:
         self.handle(ev.InferArrived(
             token=token, request_id=f"r{token}", model=name, digest=f"digest {name}",
             priority=priority, deadline_at_ms=at_ms, inputs=(), reply_offset_bytes=0,
-            reply_bytes=0))  # fmt: skip
+            reply_bytes=0, tenant=self.pool_of(name)))  # fmt: skip
         return token
+
+    def pool_of(self, name: str) -> str:
+        """Whose file of the pool the frontend was told to use for a model's requests."""
+        replica = self.state.replicas.get(name)
+        return "" if replica is None else self.state.tenant_of(replica.model)
 
     def arrived(self, name: str, *, is_complete: bool = True) -> None:
         epoch = self.state.replicas[name].residency_epoch
@@ -1795,3 +1807,127 @@ def test_a_request_goes_to_a_process_that_fits_before_one_that_is_to_be_replaced
     assert rig.commands(ev.SpawnWorker) == []
     [order] = rig.sent(RunInference)
     assert order.is_code
+
+
+# -- tenants that share no process (ADR 23) --------------------------------------------------------
+
+
+@pytest.fixture
+def apart(fleet_model: ModuleType) -> Rig:
+    return Rig(fleet_model, is_sandboxed=True, separates_tenants=True)
+
+
+def tenants(rig: Rig) -> list[str | None]:
+    return [worker.tenant for worker in rig.state.workers.values()]
+
+
+def asked(rig: Rig, name: str) -> tuple[list[str], list[int]]:
+    """Serve one request of a model; whose process was made for it, and which were replaced."""
+    rig.infer(name)
+    bound = [message.tenant for message in rig.sent(BindTenant)]
+    spawned = [command.slot for command in rig.commands(ev.SpawnWorker)]
+    if rig.residency(name) is Residency.TRANSMITTING:
+        rig.arrived(name)
+    rig.done()
+    return bound, spawned
+
+
+def test_a_process_serves_one_tenant_and_standbys_wait_for_any(apart: Rig) -> None:
+    for name in ("ada.m", "bob.m", "own"):
+        apart.register(name)
+    assert tenants(apart) == [None] * 3, "a standby chose its tenant before there was a request"
+    apart.infer("ada.m")
+    kinds = [c.message for c in apart.out if isinstance(c, ev.ToWorker)]
+    assert isinstance(kinds[0], BindTenant), "the program came before its tenant's memory"
+    assert (kinds[0].tenant, kinds[0].is_code) == ("ada", False)
+    assert isinstance(kinds[1], RunInference)
+    apart.arrived("ada.m")
+    apart.done()
+    assert asked(apart, "bob.m") == (["bob"], [])
+    assert tenants(apart) == ["ada", "bob", None]
+    for name in ("ada.m", "bob.m", "ada.m"):
+        assert asked(apart, name) == ([], []), "two tenants in turns keep their processes"
+
+
+def test_a_tenants_process_prepares_its_tenants_programs_alone(apart: Rig) -> None:
+    for name in ("ada.m", "ada.n", "bob.m"):
+        apart.register(name)
+    asked(apart, "ada.m")
+    apart.prepared()
+    assert [sorted(w.warm) for w in apart.state.workers.values()] == [["ada.m", "ada.n"], [], []]
+
+
+def test_when_no_process_waits_for_a_new_tenant_the_one_idle_longest_makes_way(apart: Rig) -> None:
+    for name in ("ada.m", "bob.m", "own"):
+        apart.register(name)
+    asked(apart, "ada.m")
+    asked(apart, "bob.m")
+    asked(apart, "ada.m")
+    apart.infer("own")
+    assert [message.tenant for message in apart.sent(BindTenant)] == [""]
+    apart.arrived("own")
+    assert not apart.commands(ev.SpawnWorker), "a process is replaced while a request computes"
+    apart.done()
+    [replaced] = apart.commands(ev.SpawnWorker)
+    assert (replaced.slot, tenants(apart)) == (1, ["ada", None, ""])
+    apart.worker(1, WorkerReady(slot=1, pid=99))
+    assert asked(apart, "bob.m")[0] == ["bob"]
+    assert apart.state.workers[1].tenant == "bob", "the fresh process was not taken"
+
+
+def test_where_all_are_busy_or_others_the_request_replaces_one(fleet_model: ModuleType) -> None:
+    apart = Rig(fleet_model, is_sandboxed=True, separates_tenants=True, standby=1)
+    for name in ("ada.m", "bob.m", "cyd.m"):
+        apart.register(name)
+    asked(apart, "ada.m")
+    asked(apart, "bob.m")
+    assert tenants(apart) == ["ada", "bob"], "of two workers none waits for another tenant"
+    apart.infer("cyd.m")
+    sent = [c for c in apart.out if isinstance(c, ev.SpawnWorker | ev.ToWorker)]
+    assert [type(c) for c in sent] == [ev.SpawnWorker, ev.ToWorker, ev.ToWorker]
+    assert [type(c.message) for c in sent[1:]] == [BindTenant, RunInference]
+    worker = apart.state.workers[sent[0].slot]
+    assert (worker.tenant, list(worker.warm)) == ("cyd", [])
+
+
+def test_a_dead_processs_tenant_does_not_outlive_it(apart: Rig) -> None:
+    apart.register("ada.m")
+    asked(apart, "ada.m")
+    apart.worker_restarts(0)
+    assert tenants(apart) == [None] * 3
+
+
+def test_a_job_gets_a_process_that_served_no_other_tenant(apart: Rig) -> None:
+    for name in ("ada.m", "bob.m", "cyd.m"):
+        apart.register(name)
+    asked(apart, "ada.m")
+    asked(apart, "bob.m")
+    job = apart.train("cifar")
+    assert job.slot == 2
+    [bind] = apart.sent(BindTenant)
+    assert (bind.tenant, bind.is_code) == ("", True)
+
+
+def test_a_model_is_sent_to_its_tenants_file_and_announced_with_it(apart: Rig, rig: Rig) -> None:
+    for one, tenant in ((apart, "ada"), (rig, "")):
+        token = one.ask_register("ada.m")
+        epoch = one.commands(ev.StartBuild)[0].epoch
+        one.built("ada.m", 10, epoch)
+        announced = one.commands(ev.Announce)
+        one.handle(ev.BuilderExited(model="ada.m", epoch=epoch, status=0))
+        one.daemon(ModelStored(model="ada.m", epoch=epoch, load_ms=1.0))
+        assert one.error(token) is None
+        assert [command.tenant for command in announced] == [tenant]
+        one.infer("ada.m")
+        assert [order.tenant for order in one.sent(TransmitModel)] == [tenant]
+
+
+def test_a_request_in_another_tenants_file_is_refused(apart: Rig) -> None:
+    """The name was another tenant's when its bytes were written; the programs are the same."""
+    apart.register("ada.m")
+    token = apart.token()
+    apart.handle(ev.InferArrived(
+        token=token, request_id="r", model="ada.m", digest="digest ada.m", priority=1,
+        deadline_at_ms=None, inputs=(), reply_offset_bytes=0, reply_bytes=0, tenant="bob",
+    ))  # fmt: skip
+    assert isinstance(apart.error(token), ModelNotFound)
