@@ -41,8 +41,8 @@ A gate starts as STOPPED with turn 0: a script computes only after its first gra
 from __future__ import annotations
 
 import enum
-import threading
 from collections.abc import Callable
+from threading import Condition, RLock
 from typing import Literal
 
 from ..errors import TaskPreempted
@@ -68,6 +68,7 @@ class Gate:
         on_parked: called ``(turn, next_turn, where)`` exactly once per accepted stop, by the
             thread that acknowledges it, **with the gate's lock held**: no grant can overtake
             the acknowledgement. It must be short and must not wait for the other thread.
+        changed: what the main thread waits at, with the gate's lock.
 
     Attributes:
         asked: false while there is nothing to look at; the hot path tests only this.
@@ -77,12 +78,12 @@ class Gate:
             ``TaskPreempted``: the place to commit. What it raises is raised.
     """
 
-    def __init__(self, on_parked: OnParked) -> None:
+    def __init__(self, on_parked: OnParked, changed: Condition | None = None) -> None:
         self.asked = True  # away: the first check must take the device
         self.in_optimizer_step = False
         self.before_unwind: Callable[[], None] | None = None
         self._on_parked = on_parked
-        self._changed = threading.Condition(threading.RLock())
+        self._changed = changed or Condition(RLock())
         self._state = GateState.STOPPED
         self._turn = 0  # the newest turn taken up; given up already in PARKED and STOPPED
         self._granted = 0  # the newest turn granted, >= _turn

@@ -11,7 +11,6 @@ Chance = Literal[
     "hang",  # a request begins and never ends
     "poison",  # a request kills its worker
     "unclean",  # a worker says later that it holds nothing of a task any more
-    "loader",  # a script waits for its data
     "commit",  # before it is due
     "skips_commit",  # an evicted script unwinds without one
     "script_error",

@@ -44,7 +44,6 @@ class Training:
     step_ms: float = 0.0
     start_ms: float = 0.0  # from the top of the script to its first step
     loader_ms: float = 0.0  # of a wait for data
-    give_up_ms: float = 0.0  # waits so long for its last commit
     slice_bytes: int
     state_bytes: int  # of one commit
 

@@ -57,12 +57,19 @@ class SimulatedDaemon(Process):
     def __init__(self, *of_process: object) -> None:
         super().__init__("daemon", *of_process)  # type: ignore[arg-type]
         self.copies: deque[Transmission] = deque()
+        self.is_half = False  # the commit that is copied
         self._lanes: dict[str, deque[Message]] = {}
         self._areas: dict[JobName, tuple[Epoch, int]] = {}  # the last commit's epoch and number
 
     def users(self) -> list[User]:
         """Every range that it writes."""
         return [(f"the copy of {c.order.model}", region_of(c.order)) for c in self.copies]
+
+    def readers(self) -> list[User]:
+        """Every slice that it was told to copy or to zero, and has not."""
+        orders = [*self.inbox.get("control", ()), *self._lanes.get("to-host", ())]
+        return [(f"a {type(order).__name__} not done", slice_of(order))
+                for order in orders if isinstance(order, CommitCopy | Scrub)]  # fmt: skip
 
     def steps(self) -> list[Move]:
         costs = self.scene.costs
@@ -73,14 +80,13 @@ class SimulatedDaemon(Process):
             found.append(self._next_copy(self.copies[0]))
         for lane, queue in self._lanes.items():
             if queue:
-                act = partial(self._work, lane, queue)
-                found.append(Move(lane, "works", self._work_ms(queue[0]), act))
+                act = partial(self._work, queue)
+                found.append(Move(lane, type(queue[0]).__name__, self._work_ms(queue[0]), act))
         return found
 
     def _becomes_ready(self) -> None:
-        """The first thing that it says; nothing is ordered before it is heard."""
         self.is_ready = True
-        self._tell(self, DaemonReady(pid=1, arena_bytes=0, store_bytes=0, device="cpu"))
+        self.say("out", DaemonReady(pid=1, arena_bytes=0, store_bytes=0, device="cpu"))
 
     # -- control thread ------------------------------------------------------------------------
 
@@ -102,7 +108,7 @@ class SimulatedDaemon(Process):
                 for copy in self.copies:
                     copy.is_cancelled |= copy.order.epoch == epoch
             case Ping(epoch=epoch):
-                self.say("control", Pong(epoch=epoch))
+                self.say("out", Pong(epoch=epoch))
             case OpenCommits(job=job):
                 self._areas[job] = (Epoch(0), 0)
             case CloseCommits(job=job):
@@ -111,16 +117,22 @@ class SimulatedDaemon(Process):
                 self._lanes.setdefault("store", deque()).append(message)
             case Scrub():
                 self._lanes.setdefault("to-host", deque()).append(message)
-            case CommitCopy(job=job, epoch=epoch, number=number):
-                require(job in self._areas, f"a commit of {job} without an area")
-                require((epoch, number) > self._areas[job], f"commit {number} is copied again")
-                self._areas[job] = (epoch, number)
-                self._lanes.setdefault("to-host", deque()).append(message)
+            case CommitCopy():
+                if self.accepts(message):
+                    self._areas[message.job] = (message.epoch, message.number)
+                    self._lanes.setdefault("to-host", deque()).append(message)
             case PersistCommit(job=job):
                 require(job in self._areas, f"nothing of {job} to persist")
                 self._lanes.setdefault("disk", deque()).append(message)
             case _:
                 raise Violation(f"a memory daemon takes no {message}")
+
+    def accepts(self, order: CommitCopy) -> bool:
+        """Whether a commit is new."""
+        require(order.job in self._areas, f"a commit of {order.job} without an area")
+        is_new = (order.epoch, order.number) > self._areas[order.job]
+        require(is_new, f"commit {order.number} is copied again")
+        return True
 
     # -- copy thread ---------------------------------------------------------------------------
 
@@ -148,7 +160,7 @@ class SimulatedDaemon(Process):
         first = self.scene.costs.to_device.copy_ms(order.groups[0].size_bytes)
         started_at_ms = ends[0] - first if ends else copy.asked_at_ms
         sent = order.groups[: len(ends)]
-        self.say("copy", TransmitEnded(
+        self.say("out", TransmitEnded(
             model=order.model, epoch=order.epoch, is_complete=is_complete, group_count=len(ends),
             copied_bytes=sum(group.size_bytes for group in sent), started_at_ms=started_at_ms,
             ended_at_ms=ends[-1] if ends else started_at_ms, group_ends_at_ms=tuple(ends),
@@ -164,36 +176,51 @@ class SimulatedDaemon(Process):
             case Scrub(size_bytes=size):
                 return costs.to_host.copy_ms(size)
             case CommitCopy(ranges=ranges):
-                return costs.to_host.copy_ms(sum(piece.size_bytes for piece in ranges))
+                size = sum(piece.size_bytes for piece in ranges)
+                return 0.0 if self.is_half else costs.to_host.copy_ms(size)
             case PersistCommit(job=job):
                 return costs.to_disk.copy_ms(self.scene.scripts[job].state_bytes)
             case _:
                 raise Violation(f"no lane takes {message}")
 
-    def _work(self, lane: str, queue: deque[Message]) -> None:
-        scene, message = self.scene, queue.popleft()
+    def _work(self, queue: deque[Message]) -> None:
+        scene, message = self.scene, queue[0]
+        if isinstance(message, CommitCopy) and not self.is_half:
+            self.is_half = True
+            if message.job in scene.commits:
+                image = scene.device.slice_at(slice_of(message))
+                scene.commits[message.job].begin(message.step, image)
+            return
+        queue.popleft()
         match message:
             case StoreModel(model=model, epoch=epoch):
                 if scene.choices.happens("store_error", model):
-                    self.say(lane, StoreFailed(model=model, epoch=epoch, reason="corrupt"))
+                    self.say("out", StoreFailed(model=model, epoch=epoch, reason="corrupt"))
                 else:
                     took_ms = self._work_ms(message)
-                    self.say(lane, ModelStored(model=model, epoch=epoch, load_ms=took_ms))
-            case Scrub(epoch=epoch, offset_bytes=start, size_bytes=size):
-                span = Span(start, start + size)
-                scene.device.dirty = [dirty for dirty in scene.device.dirty if dirty != span]
-                self.say(lane, Scrubbed(epoch=epoch))
+                    self.say("out", ModelStored(model=model, epoch=epoch, load_ms=took_ms))
+            case Scrub(epoch=epoch):
+                scene.device.zero(slice_of(message))
+                self.say("out", Scrubbed(epoch=epoch))
             case CommitCopy(job=job, epoch=epoch, number=number, step=step):
+                self.is_half = False
                 if job in scene.commits:  # else the job ended meanwhile, and its memfd with it
-                    scene.commits[job] = max(scene.commits[job], step)
-                self.say(lane, StepCommitted(job=job, epoch=epoch, number=number, step=step,
+                    scene.commits[job].flip(step, scene.device.slice_at(slice_of(message)))
+                self.say("out", StepCommitted(job=job, epoch=epoch, number=number, step=step,
                                              copy_ms=self._work_ms(message)))  # fmt: skip
             case PersistCommit(job=job, epoch=epoch):
                 error = "disk full" if scene.choices.happens("persist_error", job) else ""
-                step = scene.commits.get(job, -1)
-                self.say(lane, CommitPersisted(job=job, epoch=epoch, step=step, error=error))
+                step = scene.commits[job].step if job in scene.commits else -1
+                self.say("out", CommitPersisted(job=job, epoch=epoch, step=step, error=error))
             case _:
                 raise Violation(f"no lane takes {message}")
+
+
+def slice_of(order: CommitCopy | Scrub) -> Span:
+    """The slice that an order is about."""
+    if isinstance(order, Scrub):
+        return Span(order.offset_bytes, order.offset_bytes + order.size_bytes)
+    return Span(order.slice_offset_bytes, order.slice_offset_bytes + order.slice_bytes)
 
 
 __all__ = ["SimulatedDaemon"]

@@ -25,6 +25,62 @@ class Span(NamedTuple):
 User = tuple[str, Span]  # who reads or writes now, for a sentence
 
 NOWHERE = Span(0, 0)
+BASE = 6  # of the digits in a script's state: up to so many steps show one by one
+
+
+class Image(NamedTuple):
+    """A script's state: two halves of its parameters, and its position in the data.
+
+    Step *k* appends digit *k* to each half.
+    """
+
+    first: int
+    second: int
+    step: int
+
+
+ZEROS = Image(0, 0, 0)
+
+
+def after_step(half: int, step: int) -> int:
+    """One half of the parameters after batch number ``step`` was applied to it."""
+    return half * BASE + step + 1
+
+
+def image_of(step: int) -> Image:
+    """The state after steps 1…step of an undisturbed run."""
+    half = 0
+    for index in range(step):
+        half = after_step(half, index)
+    return Image(half, half, step)
+
+
+class Held(NamedTuple):
+    """What was sent to the arena and is not overwritten."""
+
+    order: TransmitModel
+    done: int  # groups whose bytes are there
+
+
+class SimulatedArea:
+    """A job's commit area: the newest image, and half of the next one (ADR 8)."""
+
+    def __init__(self) -> None:
+        self.step = -1  # of the newest commit; -1: there is none
+        self._newest: Image | None = None
+        self._half = 0
+
+    def last(self) -> Image | None:
+        """What a script resumes from."""
+        return self._newest
+
+    def begin(self, step: int, image: Image) -> None:
+        """The first half is copied; the newest image is whole until the next one is."""
+        self._half = image.first
+
+    def flip(self, step: int, image: Image) -> None:
+        """The rest is copied: this is the newest image."""
+        self.step, self._newest = step, image._replace(first=self._half)
 
 
 class Device:
@@ -37,20 +93,22 @@ class Device:
 
     def clear(self) -> None:
         """The memory is gone with the daemon that owned it."""
-        self.words: dict[int, int] = {}
-        self.contents: dict[ModelName, TransmitModel] = {}  # what lies there, or is on its way
+        self.words: dict[int, Epoch] = {}
+        self.contents: dict[ModelName, Held] = {}  # what lies there, or is on its way
+        self.slices: dict[int, Image] = {}  # those that were written, by offset
         self.intact: dict[ModelName, Span] = {}  # what of a last complete copy is still there
         self.cancelled: set[Epoch] = set()  # copies that may end before all has arrived
         self.dirty: list[Span] = []  # a dead job's bytes, not zeroed yet
 
     def claim(self, span: Span, why: str, users: Iterable[User]) -> None:
         """A range gets a new owner: nothing alive may use it, and what lay there is gone."""
-        for owner, other in users:
-            require(not span.overlaps(other), f"{why} overlaps {owner} (I4)")
+        require_unused(span, why, users)
         for dirty in self.dirty:
             require(not span.overlaps(dirty), f"{why} overlaps a slice that is not zeroed (I4)")
         self.contents = {
-            name: held for name, held in self.contents.items() if not span.overlaps(region_of(held))
+            name: held
+            for name, held in self.contents.items()
+            if not span.overlaps(region_of(held.order))
         }
         for name, held in list(self.intact.items()):
             if held.overlaps(span):
@@ -71,15 +129,19 @@ class Device:
             )
         self.claim(region_of(order), f"the copy of {order.model}", users)
         self.intact.pop(order.model, None)
-        self.contents[order.model] = order
+        self.contents[order.model] = Held(order, 0)
 
     def arrived(self, order: TransmitModel, group: GroupCopy) -> None:
         """A group's bytes are there, then its word."""
+        held = self.contents.get(order.model)
+        if held is not None and held.order.epoch == order.epoch:
+            self.contents[order.model] = held._replace(done=held.done + 1)
         self.words[group.word] = order.epoch
 
     def completed(self, order: TransmitModel) -> None:
         """All groups are there."""
-        if self.contents.get(order.model) is order:
+        held = self.contents.get(order.model)
+        if held is not None and held.order.epoch == order.epoch:
             self.intact[order.model] = region_of(order)
 
     def has_arrived(self, order: RunInference, group: int) -> bool:
@@ -87,9 +149,10 @@ class Device:
 
     def check_order(self, order: RunInference, group_count: int) -> None:
         """A worker is sent to a model: it lies there, or is on its way, as the order says."""
-        sent = self.contents.get(order.model)
-        require(sent is not None, f"{order.model} does not lie in the arena")
-        assert sent is not None
+        held = self.contents.get(order.model)
+        require(held is not None, f"{order.model} does not lie in the arena")
+        assert held is not None
+        sent = held.order
         require(sent.epoch == order.residency_epoch, f"stale epoch for {order.model}")
         is_whole = order.model in self.intact or sent.epoch not in self.cancelled
         require(is_whole, f"the copy of {order.model} was cancelled")
@@ -97,11 +160,27 @@ class Device:
         require(sent.groups[0].word == order.first_word, "other arrival words")
         require(len(sent.groups) == group_count, "it was sent in other groups")
 
-    def check_read(self, order: RunInference) -> None:
-        """A worker computes with a group: the model is still there."""
-        sent = self.contents.get(order.model)
-        is_there = sent is not None and sent.epoch == order.residency_epoch
+    def check_read(self, order: RunInference, group: int) -> None:
+        """A worker computes with a group: it is there."""
+        held = self.contents.get(order.model)
+        is_there = held is not None and held.order.epoch == order.residency_epoch
         require(is_there, f"{order.model} is read after its eviction (I4)")
+        assert held is not None
+        require(held.done > group, f"group {group} of {order.model} is read and not there (I4)")
+
+    def slice_at(self, span: Span) -> Image:
+        return self.slices.get(span.start, ZEROS)
+
+    def zero(self, span: Span) -> None:
+        """A slice's bytes are no more."""
+        self.slices.pop(span.start, None)
+        self.dirty = [dirty for dirty in self.dirty if dirty != span]
+
+
+def require_unused(span: Span, why: str, users: Iterable[User]) -> None:
+    """No user of another range reaches into this one."""
+    for owner, other in users:
+        require(not span.overlaps(other), f"{why} overlaps {owner} (I4)")
 
 
 def region_of(order: TransmitModel) -> Span:

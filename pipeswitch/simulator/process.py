@@ -12,7 +12,7 @@ from ..ipc.messages import JobName, Message, ModelName
 from .choices import Choices
 from .clock import Clock, Move, Plans
 from .costs import Costs, Training
-from .device import Device
+from .device import Device, SimulatedArea
 from .programs import Program
 
 
@@ -26,7 +26,7 @@ class Scene:
     device: Device = field(default_factory=Device)
     programs: dict[ModelName, Program] = field(default_factory=dict)
     scripts: dict[JobName, Training] = field(default_factory=dict)
-    commits: dict[JobName, int] = field(default_factory=dict)  # newest step; -1: none. Memfds
+    commits: dict[JobName, SimulatedArea] = field(default_factory=dict)  # memfds
 
 
 class Process:
@@ -46,6 +46,7 @@ class Process:
         self.scene = scene
         self.status: int | None = None  # set when it has ended, perhaps not yet reaped
         self.is_reaped = False
+        self.is_doomed = False  # SIGKILL was sent and has not struck yet
         self.may_lose = False  # killed: what it had said may arrive after its exit, or never
         self.inbox: dict[str, deque[Message]] = {}
         self.out: dict[str, deque[Message]] = {}
@@ -65,11 +66,15 @@ class Process:
         if self.runs:
             self.inbox.setdefault(channel, deque()).append(message)
 
+    def kill(self) -> None:
+        """It goes on until the signal strikes."""
+        self.is_doomed = self.runs
+
     def end(self, status: int) -> None:
         """It is gone. What it has said is still on its way."""
         if self.status is None:
             self.status = status
-            self.may_lose = status != 0
+            self.may_lose, self.is_doomed = status != 0, False
             self.inbox.clear()
 
     def moves(self) -> list[Move]:
@@ -82,6 +87,8 @@ class Process:
         ]
         if self.status is None:
             found += self.steps()
+            if self.is_doomed:
+                found.append(Move("end", "is struck", 0.0, partial(self.end, -9)))
         elif not self.is_reaped and (self.may_lose or not found):
             found.append(Move("end", "reap", costs.reap_ms, partial(self._reap, self)))
         return found

@@ -1,10 +1,16 @@
-"""A training script in a worker, with the states of the gate (``ipc/gate.py``)."""
+"""A training script in a worker, around the real gate (``ipc/gate.py``).
+
+Its state is three numbers in its slice (``device.Image``), which it writes one after the other, so
+that every half-done, lost or repeated step shows there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Final, Literal
 
+from ..errors import TaskPreempted
+from ..ipc.gate import Gate, GateState, Where
 from ..ipc.messages import (
     CommitStep,
     EvictTask,
@@ -22,125 +28,163 @@ from ..ipc.messages import (
     Turn,
 )
 from .clock import Move
+from .device import ZEROS, Image, Span, after_step, image_of
 from .process import Scene
 from .violation import Violation, require
 
-NO_TURN = Turn(0)
 Say = Callable[[str, Message], None]
 Outcome = Literal["done", "preempted", "failed"]
+Phase = Literal[
+    "starting",
+    "leasing",  # waits for its slice
+    "taking",  # a batch is there, the device is not
+    "training",  # forward and backward
+    "waiting",  # the commit under way reads the parameters
+    "writing",  # half of the parameters are written
+    "fetching",  # between two steps
+    "unwinding", "finishing",  # evicted; through: what is not committed is, then it ends
+    "over",
+]  # fmt: skip
+COMPUTES: Final = (GateState.RUNNING, GateState.STOPPING)
+
+
+class Halt(Exception):
+    """The main thread waits inside the gate."""
+
+
+class Bell:
+    """Stands for the gate's condition. To wait is to end the move; it is made again later."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def wait(self) -> None:
+        raise Halt
+
+    def notify_all(self) -> None:
+        return None
+
+
+BELL: Final[Any] = Bell()
 
 
 class SimulatedScript:
     """The main thread of a worker that runs a job, and what the termination thread tells it.
 
-    Phases: *starting*, *leasing* (waits for its slice), *training*, *committing*, *unwinding*
-    (evicted, its last commit under way), *over*. While training it is *away* when it needs no
-    device: before its first step, or waiting for data.
+    Args:
+        saved: what it resumes from.
     """
 
-    def __init__(self, order: RunJob, scene: Scene, say: Say) -> None:
+    def __init__(self, order: RunJob, scene: Scene, say: Say, saved: Image | None) -> None:
         self.order = order
-        self.phase = "starting"
-        self.step = max(0, scene.commits.get(order.job, 0))
-        self.has_lease = False
-        self.turn = NO_TURN
-        self.holds = False  # the turn
-        self.is_away = True
-        self.is_evicted = False
+        self.phase: Phase = "starting"
+        self.lease: Span | None = None
+        self.saved = saved
+        self.committed = -1  # step
+        self.in_flight = -1  # step of the commit under way
+        self.number = 0  # of the last commit that was begun
+        self.is_acknowledged = False  # that one
         self.is_stubborn = scene.choices.happens("swallow", order.job)
+        self.gate = Gate(self._parked, BELL)
         self._scene, self._say = scene, say
         self._plan = scene.scripts[order.job]
-        self._stop: StopTask | None = None
-        self._future_stop: StopTask | None = None
-        self._commits = 0  # begun
         self._committed_at_ms = scene.clock.now_ms
-        self._left_ms = self._plan.step_ms  # of the step under way
+        self._left_ms = 0.0  # of the step under way
         self._computes_since_ms = 0.0
-        self._grant(order.turn)
+        if order.turn:
+            self.gate.grant(order.turn)
 
     @property
     def computes(self) -> bool:
-        return self.holds and not self.is_away and self.phase == "training"
+        return self.phase != "over" and self.gate.state in COMPUTES
+
+    @property
+    def step(self) -> int:
+        """Finished steps, as its slice says."""
+        return self._image.step
+
+    @property
+    def _image(self) -> Image:
+        return ZEROS if self.lease is None else self._scene.device.slice_at(self.lease)
 
     # -- termination thread --------------------------------------------------------------------
 
     def hears(self, message: Message) -> None:
         match message:
-            case StopTask(turn=turn) if turn > self.turn:
-                self._future_stop = message
-            case StopTask():
-                self._asked_to_stop(message)
+            case StopTask(turn=turn, next_turn=next_turn):
+                self.gate.request_stop(turn, next_turn)
             case GrantTurn(turn=turn):
-                self._grant(turn)
+                computed = self.computes
+                self.gate.grant(turn)
+                if not computed:
+                    self._computes_since_ms = self._scene.clock.now_ms
             case EvictTask():
-                self.is_evicted = True
-            case LeaseGranted():
-                self.has_lease = True
+                self.gate.request_evict()
+            case LeaseGranted(offset_bytes=start, size_bytes=size):
+                self.lease = Span(start, start + size)
             case LeaseRefused():
                 if self.phase == "leasing":
-                    self._ends("failed")
-            case StepCommitted(step=step) if self.phase in ("committing", "unwinding"):
-                self.step = max(self.step, step)
-                if self.phase == "unwinding":
-                    self._ends("preempted")
-                else:
-                    self._goes_on()
-            case StepCommitted():
-                pass
+                    self._end("failed")
+            case StepCommitted(number=number):
+                self.is_acknowledged |= number == self.number
             case _:
                 raise Violation(f"a script takes no {message}")
 
-    def _grant(self, turn: Turn) -> None:
-        self.turn, self.holds = turn, turn > 0
-        self._computes_since_ms = self._scene.clock.now_ms
-        stop = self._future_stop
-        if stop is not None and stop.turn == turn:
-            self._future_stop = None
-            self._asked_to_stop(stop)
-
-    def _asked_to_stop(self, stop: StopTask) -> None:
-        """Answered at once where the script needs no device."""
-        if stop.turn != self.turn or not self.holds:
-            return
-        self._stop = stop
-        if self.is_away or self.phase == "over":
-            self._park()
-
-    def _park(self) -> None:
-        stop, now_ms = self._stop, self._scene.clock.now_ms
-        assert stop is not None
-        if self.computes:
-            self._left_ms = max(0.0, self._left_ms - (now_ms - self._computes_since_ms))
-        self._stop, self.holds = None, False
-        if stop.next_turn:
-            self._scene.device.turn = stop.next_turn
+    def _parked(self, turn: int, next_turn: int, where: Where) -> None:
+        """The gate's acknowledgement passes the device on."""
+        now_ms = self._scene.clock.now_ms
+        self._left_ms = max(0.0, self._left_ms - (now_ms - self._computes_since_ms))
+        if next_turn:
+            self._scene.device.turn = next_turn
         self._say("signal", Parked(
-            epoch=self.order.epoch, turn=stop.turn, next_turn=stop.next_turn, where="forward",
+            epoch=self.order.epoch, turn=Turn(turn), next_turn=Turn(next_turn), where=where,
             asked_at_ms=now_ms, parked_at_ms=now_ms))  # fmt: skip
 
     # -- main thread ---------------------------------------------------------------------------
 
     def steps(self) -> list[Move]:
         """What the main thread can do next; nothing while it waits."""
-        park_ms = self._scene.costs.park_ms
-        if self.phase == "over" or (self.is_stubborn and (self._stop or self.is_evicted)):
-            return []  # the latter neither parks nor unwinds
-        if self.phase == "unwinding":
-            # A commit that was refused or lost is given up; the killed worker loses it anyway.
-            return [Move("main", "gives up", self._plan.give_up_ms, self._gives_up)]
-        if self._stop is not None:
-            return [Move("main", "parks", park_ms, self._park)]
-        if self.is_evicted:
-            return [Move("main", "unwinds", park_ms, self._unwind)]
-        if self.phase == "starting":
-            return [Move("main", "asks", self._plan.start_ms, self._ask_lease)]
-        if self.phase == "leasing" and self.has_lease:
-            return [Move("main", "begins", 0.0, self._begins)]
-        if self.phase == "training" and self.holds:
-            if self.is_away:
-                return [Move("main", "enters", self._plan.loader_ms, self._enters)]
-            return [Move("main", "trains", self._left_ms, self._train)]
-        return []
+        gate, plan, costs = self.gate, self._plan, self._scene.costs
+        state, is_evicting = gate.state, gate.is_evicting
+        if self.is_stubborn and (state is GateState.STOPPING or is_evicting):
+            return []  # it neither parks nor unwinds
+        what, cost_ms, act, is_possible = "", 0.0, self._take, True
+        match self.phase:
+            case "starting":
+                what, cost_ms, act = "asks", plan.start_ms, self._ask_lease
+            case "leasing":
+                is_possible = self.lease is not None or is_evicting
+                what, act = "begins", self._begin
+            case "taking" | "fetching" | "training":
+                is_possible = is_evicting or state is not GateState.PARKED
+                if self.phase == "fetching":
+                    what, act = "fetches", self._fetch
+                elif self.phase == "taking":
+                    what, cost_ms = "takes", 0.0 if state in COMPUTES else plan.loader_ms
+                elif gate.asked:
+                    what, cost_ms, act = "stops", costs.park_ms, self._train
+                else:
+                    what, cost_ms, act = "trains", self._left_ms, self._train
+            case "writing":
+                what, act = "writes", self._write
+            case "waiting" | "unwinding" | "finishing":
+                is_possible = self.is_commit_over
+                what, act = ("waits", self._wait) if self.phase == "waiting" else (
+                    "commits", self._commit_and_end)  # fmt: skip
+            case "over":
+                is_possible = False
+        return [Move("main", what, cost_ms, lambda: self._do(act))] if is_possible else []
+
+    def _do(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Halt:
+            return
+        except TaskPreempted:
+            self.phase = "unwinding"
 
     def _ask_lease(self) -> None:
         self.phase = "leasing"
@@ -148,62 +192,106 @@ class SimulatedScript:
             epoch=self.order.epoch, slice_bytes=self._plan.slice_bytes,
             state_bytes=self._plan.state_bytes))  # fmt: skip
 
-    def _begins(self) -> None:
-        self._goes_on()
+    def _begin(self) -> None:
+        if self.lease is None:  # evicted while it waited
+            self._end("preempted")
+            return
+        require(self._image == ZEROS, "a slice holds its last owner's bytes (I4)")
+        if self.saved is not None:
+            is_whole = self.saved == image_of(self.saved.step)
+            require(is_whole, f"it resumes from {self.saved} (I2)")
+            self._set(self.saved)
+            self.committed = self.saved.step
         self._say("task", JobReport(epoch=self.order.epoch, kind="started", values={}))
+        if self.gate.is_evicting:
+            self.gate.check("boundary")
+        self._next_batch()
 
-    def _goes_on(self) -> None:
+    def _fetch(self) -> None:
+        self.gate.check("boundary")
+        self._next_batch()
+
+    def _next_batch(self) -> None:
+        if self.step == self._plan.steps:
+            self.phase = "finishing"
+            return
+        self.gate.leave("loader")
+        self.phase = "taking"
+
+    def _take(self) -> None:
+        self.gate.enter()
         self.phase = "training"
-        self._computes_since_ms = self._scene.clock.now_ms
-
-    def _enters(self) -> None:
-        self.is_away = False
-        self._computes_since_ms = self._scene.clock.now_ms
+        self._left_ms, self._computes_since_ms = self._plan.step_ms, self._scene.clock.now_ms
 
     def _train(self) -> None:
-        """One step, and what follows it; where chance says so, something else first."""
-        happens, job = self._scene.choices.happens, self.order.job
-        require(self.has_lease, "it trains without memory")
-        if happens("loader", job):
-            self.is_away = True
-        elif happens("commit", job):
-            self._commit("committing")
-        elif happens("script_error", job):
-            self._ends("failed")
-        else:
-            self._finish_step()
+        self.gate.check("forward")
+        if self._scene.choices.happens("script_error", self.order.job):
+            self._end("failed")
+            return
+        self.phase = "waiting"
+        if self.is_commit_over:
+            self._wait()
 
-    def _finish_step(self) -> None:
-        now_ms, plan = self._scene.clock.now_ms, self._plan
-        self.step += 1
-        self._left_ms, self._computes_since_ms = plan.step_ms, now_ms
-        values = {"step": self.step, "steps_per_s": 1e3 / plan.step_ms if plan.step_ms else 1.0}
+    @property
+    def is_commit_over(self) -> bool:
+        """Whether the optimizer may write: no commit reads the parameters."""
+        return self.in_flight < 0 or self.is_acknowledged
+
+    def _wait(self) -> None:
+        self._finish_commit()
+        image = self._image
+        self.gate.in_optimizer_step = True
+        self._set(image._replace(first=after_step(image.first, image.step)))
+        self.phase = "writing"
+
+    def _write(self) -> None:
+        first, second, step = self._image
+        self.gate.in_optimizer_step = False
+        self._set(Image(first, after_step(second, step), step + 1))
+        self.phase = "fetching"
+        step_ms = self._plan.step_ms
+        values = {"step": step + 1, "steps_per_s": 1e3 / step_ms if step_ms else 1.0}
         self._say("task", JobReport(epoch=self.order.epoch, kind="step", values=values))
-        if self.step >= plan.steps:
-            self._ends("done")
-        elif now_ms - self._committed_at_ms >= self.order.commit_every_ms:
-            self._commit("committing")
+        if self.is_due:
+            self._begin_commit()
+        self._fetch()
 
-    def _unwind(self) -> None:
-        if self.has_lease and not self._scene.choices.happens("skips_commit", self.order.job):
-            self._commit("unwinding")
-        else:
-            self._ends("preempted")
+    @property
+    def is_due(self) -> bool:
+        """Whether the step that has just ended is committed."""
+        past_ms = self._scene.clock.now_ms - self._committed_at_ms
+        is_late = past_ms >= self.order.commit_every_ms
+        return is_late or self._scene.choices.happens("commit", self.order.job)
 
-    def _gives_up(self) -> None:
-        self._ends("preempted")
-
-    def _commit(self, phase: str) -> None:
-        self.phase = phase
-        self._commits += 1
+    def _begin_commit(self) -> None:
+        self.in_flight, self.is_acknowledged = self.step, False
+        self.number += 1
         self._committed_at_ms = self._scene.clock.now_ms
-        self._say("task", CommitStep(epoch=self.order.epoch, number=self._commits, step=self.step,
-                                     ranges=self._plan.ranges))  # fmt: skip
+        self._say("task", CommitStep(epoch=self.order.epoch, number=self.number,
+                                     step=self.in_flight, ranges=self._plan.ranges))  # fmt: skip
 
-    def _ends(self, outcome: Outcome) -> None:
-        self.phase = "over"
+    def _finish_commit(self) -> None:
+        if self.in_flight >= 0:
+            self.committed, self.in_flight = self.in_flight, -1
+
+    def _commit_and_end(self) -> None:
+        self._finish_commit()
+        is_evicted, job = self.gate.is_evicting, self.order.job
+        skips = is_evicted and self._scene.choices.happens("skips_commit", job)
+        if self.committed != self.step and not skips:
+            self._begin_commit()
+            return
+        self._end("preempted" if is_evicted else "done")
+
+    def _end(self, outcome: Outcome) -> None:
+        self.gate.leave()
         self.is_stubborn = self._scene.choices.happens("linger", self.order.job)
         self._say("task", JobEnded(epoch=self.order.epoch, outcome=outcome, step=self.step))
+        self.phase = "over"
+
+    def _set(self, image: Image) -> None:
+        assert self.lease is not None
+        self._scene.device.slices[self.lease.start] = image
 
 
 __all__ = ["SimulatedScript"]

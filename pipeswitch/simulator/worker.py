@@ -75,7 +75,6 @@ class SimulatedWorker(Process):
         self.lease: Span | None = None  # promised or its own, until it is reaped
         self._preparing: PrepareModel | None = None
         self._cleaning = NO_EPOCH
-        self._early: list[Message] = []  # signals for a job that it has not read yet
         self._job_epoch = NO_EPOCH  # of the RunJob on its way to it or in it
 
     @property
@@ -98,17 +97,9 @@ class SimulatedWorker(Process):
         contents = self.scene.device.contents
         found = [] if self.lease is None else [(f"the slice of {self.name}", self.lease)]
         for order in self.orders:
-            region = region_of(contents[order.model])
+            region = region_of(contents[order.model].order)
             found.append((f"{order.model}, which {self.name} reads", region))
         return found
-
-    def daemon_lost(self) -> None:
-        """Its memory is gone: it faults, and waits for its end."""
-        self.lease = None
-        self.inbox.clear()
-        if self.runs and self.scene.choices.happens("takes_along", self.name):
-            self.end(70)
-        self.inference = self.script = self._preparing = None
 
     # -- what it is told -----------------------------------------------------------------------
 
@@ -134,7 +125,7 @@ class SimulatedWorker(Process):
         costs = self.scene.costs
         if not self.is_ready:
             return [Move("task", "starts", costs.start_ms, self._becomes_ready)]
-        found = self._reads("signal", self._hears)
+        found = self._reads("signal", self._hears) if self._may_hear else []
         if self.inference is not None:
             found += self._inference_steps(self.inference)
         elif self.script is not None:
@@ -157,13 +148,19 @@ class SimulatedWorker(Process):
         self.say("task", Cleaned(epoch=self._cleaning))
         self._cleaning = NO_EPOCH
 
+    @property
+    def _may_hear(self) -> bool:
+        """A signal waits, and the job that it speaks of is known."""
+        signals = self.inbox.get("signal")
+        if not signals:
+            return False
+        return self.script is not None or isinstance(signals[0], Ping)
+
     def _hears(self, message: Message) -> None:
         """The termination thread, whatever the task does."""
         if isinstance(message, Ping):
             self.say("signal", Pong(epoch=message.epoch))
-        elif self.script is None or getattr(message, "epoch", 0) > self.script.order.epoch:
-            self._early.append(message)
-        else:
+        elif self.script is not None:
             self.script.hears(message)
 
     def _prepared(self) -> None:
@@ -182,11 +179,9 @@ class SimulatedWorker(Process):
             case RunInference():
                 self._receives(message)
             case RunJob():
-                self.begun = message.epoch
-                self.script = SimulatedScript(message, self.scene, self.say)
-                for signal in self._early:
-                    self.script.hears(signal)
-                self._early.clear()
+                area = self.scene.commits.get(message.job)
+                saved = None if area is None else area.last()
+                self.script = SimulatedScript(message, self.scene, self.say, saved)
             case _:
                 raise Violation(f"a worker takes no {message}")
 
@@ -225,7 +220,7 @@ class SimulatedWorker(Process):
     def _computes_group(self) -> None:
         task, scene = self.inference, self.scene
         assert task is not None
-        scene.device.check_read(task.order)
+        scene.device.check_read(task.order, task.next_group)
         task.computed(scene.clock.now_ms)
         if scene.choices.happens("poison", task.order.model):
             self.end(-11)

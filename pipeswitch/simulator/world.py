@@ -17,6 +17,7 @@ from ..ipc.messages import (
     PrepareModel,
     RunInference,
     RunJob,
+    Scrub,
     Slot,
     TransmitModel,
 )
@@ -27,8 +28,8 @@ from .choices import Choices, Faithful
 from .clients import SimulatedClients
 from .clock import Act, Move
 from .costs import Costs
-from .daemon import SimulatedDaemon
-from .device import Span, User
+from .daemon import SimulatedDaemon, slice_of
+from .device import SimulatedArea, Span, User, require_unused
 from .process import Process, Scene
 from .violation import require
 from .worker import SimulatedWorker
@@ -159,9 +160,8 @@ class World:
             case ev.SpawnDaemon(generation=generation):
                 require(self.daemon is None, "there are two memory daemons")
                 require(not self.workers, "workers outlive their memory daemon")
-                self.daemon = SimulatedDaemon(
-                    generation, self.scene, self._from_daemon, self._reap_daemon
-                )
+                device.clear()
+                self.daemon = self.new_daemon(generation)
             case ev.SpawnWorker(slot=slot, generation=generation):
                 require(self.daemon is not None and self.daemon.is_ready, "no daemon yet")
                 before = self.workers.get(slot)
@@ -170,7 +170,7 @@ class World:
                     self._replace(before, self.workers[slot])
             case ev.KillWorker(slot=slot, generation=generation):
                 require(self.workers[slot].generation == generation, "the wrong process is killed")
-                self.workers[slot].end(-9)
+                self.workers[slot].kill()
             case ev.StartBuild():
                 require(not self.builders, "two builds at once")
                 self.builders.append(
@@ -181,7 +181,7 @@ class World:
                     if builder.order.epoch == epoch:
                         builder.end(-9)
             case ev.CreateCommits(job=job):
-                commits[job] = -1
+                commits[job] = self.new_area()
             case ev.DropCommits(job=job):
                 del commits[job]
             case ev.Leave(status=status):
@@ -193,6 +193,13 @@ class World:
     def new_worker(self, slot: Slot, generation: int) -> SimulatedWorker:
         """The process in a slot."""
         return SimulatedWorker(slot, generation, self.scene, self.from_process, self.reap_worker)
+
+    def new_daemon(self, generation: int) -> SimulatedDaemon:
+        return SimulatedDaemon(generation, self.scene, self.from_daemon, self.reap_daemon)
+
+    def new_area(self) -> SimulatedArea:
+        """A job's commit area."""
+        return SimulatedArea()
 
     def processes(self) -> Iterator[Process]:
         """All that may still do or say something."""
@@ -208,6 +215,10 @@ class World:
         found = [user for worker in self.workers.values() for user in worker.users()]
         return found + self.daemon.users() if self.daemon is not None else found
 
+    def claims(self) -> list[User]:
+        """Those, and every slice that is still to be copied or zeroed."""
+        return self.users() + (self.daemon.readers() if self.daemon is not None else [])
+
     # -- the memory daemon ---------------------------------------------------------------------
 
     def _to_daemon(self, message: Message) -> None:
@@ -219,22 +230,24 @@ class World:
                 require(job in self.scene.commits, "opened commits that do not exist")
             case TransmitModel(model=model):
                 words = self.scheduler.core.settings.words
-                self.device.send(message, self.scene.programs[model], words, self.users())
+                self.device.send(message, self.scene.programs[model], words, self.claims())
             case CancelTransmit(epoch=epoch):
                 self.device.cancelled.add(epoch)
+            case Scrub():
+                require_unused(slice_of(message), "zeroing a slice", self.users())
             case _:
                 pass
         daemon.hear("control", message)
 
-    def _from_daemon(self, daemon: SimulatedDaemon, message: Message) -> None:
+    def from_daemon(self, daemon: SimulatedDaemon, message: Message) -> None:
         self.handle(ev.FromDaemon(generation=daemon.generation, message=message))
 
-    def _reap_daemon(self, daemon: SimulatedDaemon) -> None:
+    def reap_daemon(self, daemon: SimulatedDaemon) -> None:
         self.daemon = None
         self._reaped(daemon)
-        self.device.clear()
         for worker in self.workers.values():
-            worker.daemon_lost()
+            if self.scene.choices.happens("takes_along", worker.name):
+                worker.end(70)
         self.handle(ev.DaemonExited(generation=daemon.generation, status=daemon.status or 0))
 
     # -- workers -------------------------------------------------------------------------------
@@ -257,7 +270,7 @@ class World:
             case LeaseGranted(offset_bytes=start, size_bytes=size):
                 lease = Span(start, start + size)
                 if worker.lease != lease:
-                    self.device.claim(lease, f"the slice of {worker.name}", self.users())
+                    self.device.claim(lease, f"the slice of {worker.name}", self.claims())
                 worker.lease = lease
             case _:
                 pass

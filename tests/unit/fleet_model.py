@@ -85,7 +85,6 @@ class Faults:
     swallow: float = 0.0
     linger: float = 0.0
     unclean: float = 0.5
-    loader: float = 0.2
     commit: float = 0.35
     skips_commit: float = 0.3
     takes_along: float = 0.5

@@ -39,7 +39,7 @@ MAY_IMPORT: Mapping[str, str] = {
     # The decisions.
     "scheduler/policies": "",
     "scheduler": "errors ipc planning programs scheduler/policies",
-    "simulator": "ipc planning programs scheduler",
+    "simulator": "errors ipc planning programs scheduler",
     # The device, and the processes that touch it.
     "devices": "config errors failpoints ipc programs units",
     "memory_daemon/": "commits devices errors failpoints ipc programs units",
@@ -69,7 +69,7 @@ MAY_IMPORT: Mapping[str, str] = {
 PURE = (
     "__future__", "abc", "bisect", "collections", "contextlib", "dataclasses", "datetime", "enum",
     "functools", "heapq", "itertools", "math", "msgspec", "numpy", "operator", "os.EX_SOFTWARE",
-    "statistics", "typing",
+    "statistics", "threading.Condition", "threading.RLock", "typing",
 )  # fmt: skip
 IMPURE_BUILTINS = {"open", "__import__", "exec", "eval", "input", "print", "breakpoint"}
 
