@@ -176,8 +176,8 @@ class Client:
 
         Args:
             name: what requests will call it.
-            source: ``torchvision:NAME``, ``hf:NAME``, a ``.bundle`` or ``.pt2`` file of this
-                machine, ``package.module:factory`` (of the server's), or an ``nn.Module``,
+            source: ``torchvision:NAME``, ``hf:NAME[#CLASS]``, a ``.bundle`` or ``.pt2`` file of
+                this machine, ``package.module:factory`` (of the server's), or an ``nn.Module``,
                 which is exported here and sent as graph and safetensors.
             weights: ``random:SEED``, ``pretrained`` or a safetensors file of this machine.
             inputs: shapes and dtypes where the source does not know them.

@@ -16,7 +16,7 @@ from ..errors import InvalidInput, PermissionDenied
 from ..programs.spec import DEFAULT_MAX_BATCH, BuildSpec
 
 DIGEST: Final = re.compile(r"[0-9a-f]{64}")
-_HUB_NAME: Final = re.compile(r"hf:[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
+_HUB_NAME: Final = re.compile(r"hf:[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?(#\w{1,95})?")
 _MODULE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)")
 
 

@@ -78,7 +78,7 @@ scatter_:src,value,reduce,value_reduce scatter_add_
 _FRESH: Final = """
 _log_softmax _softmax _to_copy addmm addmv all:default,dim,dims amax amin any:default,dim,dims
 arange:default,start,start_step argmax argmin argsort:default,stable baddbmm bmm cat clone concat
-cosine_similarity cumprod cumsum diag_embed dot eye:default,m fill:Scalar,Tensor flip full
+cosine_similarity cumprod cumsum diag_embed diff dot eye:default,m fill:Scalar,Tensor flip full
 full_like lift_fresh_copy linalg_vector_norm linspace log_softmax:int logsumexp matmul
 max:other,default,dim mean:default,dim median:default,dim min:other,default,dim mm mv new_full
 new_ones new_zeros norm:Scalar,ScalarOpt_dim,ScalarOpt_dim_dtype ones ones_like outer

@@ -167,25 +167,71 @@ SMALL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("model_type", SMALL)
-def test_a_transformer_computes_the_plain_models_bits(
-    model_type: str, programs: Any, tmp_path: Path
+PIXELS = {"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 2,
+          "num_attention_heads": 2, "intermediate_size": 64}  # fmt: skip
+TEXT = ["input_ids", "attention_mask"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "chosen", "inputs", "outputs"),
+    [
+        ("bert", {}, "", TEXT, ["last_hidden_state", "pooler_output"]),
+        ("bert", {"architectures": ["BertForSequenceClassification"]}, "", TEXT, ["logits"]),
+        ("bert", {"architectures": ["BertForMaskedLM"]}, "#BertForQuestionAnswering", TEXT,
+         ["start_logits", "end_logits"]),
+        ("distilbert", {}, "", TEXT, ["last_hidden_state"]),
+        ("gpt2", {"architectures": ["GPT2LMHeadModel"]}, "", TEXT, ["logits"]),
+        ("vit", {"architectures": ["ViTForImageClassification"]}, "", ["pixel_values"], ["logits"]),
+    ],
+)  # fmt: skip
+def test_a_transformer_is_what_its_configuration_names_and_answers_with_all_of_it(
+    model_type: str,
+    options: dict[str, Any],
+    chosen: str,
+    inputs: list[str],
+    outputs: list[str],
+    programs: Any,
+    tmp_path: Path,
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.AutoConfig.for_model(model_type, **SMALL[model_type])
+    sizes = SMALL.get(model_type, PIXELS)
+    config = transformers.AutoConfig.for_model(model_type, **sizes, **options)
     config.save_pretrained(tmp_path / "config")
-    spec = BuildSpec(
-        name=model_type,
-        source=f"hf:{tmp_path / 'config'}",
-        weights="random:1",
-        inputs={"input_ids": ((2, 16), "int64"), "attention_mask": ((2, 16), "int64")},
-        bucket_bytes=16 << 10,
-    )
+    source = f"hf:{tmp_path / 'config'}{chosen}"
+    spec = BuildSpec(name=model_type, source=source, weights="random:1", bucket_bytes=16 << 10)
     manifest, bound, arena = programs(spec)
     assert manifest.mode == "graph"
     assert len(manifest.groups) > 2
-    assert [value.name for value in manifest.inputs] == ["input_ids", "attention_mask"]
+    assert [value.name for value in manifest.inputs] == inputs
+    assert [value.name for value in manifest.outputs] == outputs
     check_bits(load_source(spec).module, manifest, bound, arena, [1, 2, 3])
+
+
+def test_a_decoder_of_transformers_is_exported_without_its_cache(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model("gpt2", **SMALL["gpt2"])
+    example = {"input_ids": torch.randint(0, 100, (1, 8))}
+    made = export_module_to_bundle(transformers.GPT2LMHeadModel(config), example, tmp_path / "b")
+    assert [value["name"] for value in made["outputs"]] == ["logits"]
+    assert made["batch"] == [1, 64]
+    assert made["notes"] == ["use_cache=False: a request stands alone"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "words"),
+    [("BertForNothing", "has no such model"), ("pipeline", "has no such model"),
+     ("GPT2LMHeadModel", "it is no bert")],
+)  # fmt: skip
+def test_an_architecture_that_cannot_be_is_refused(
+    architecture: str, words: str, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model("bert", **SMALL["bert"])
+    config.architectures = [architecture]
+    config.save_pretrained(tmp_path / "config")
+    spec = BuildSpec(name="m", source=f"hf:{tmp_path / 'config'}", weights="random:1")
+    with pytest.raises(RegistrationRefused, match=words):
+        build(spec, tmp_path, lambda stage, done: None)
 
 
 # --- odd models -----------------------------------------------------------------------------------

@@ -122,7 +122,11 @@ def export_module(
     try:
         flat = Flat(module, keywords)
         flat.training = False
-        return _export_flat(flat, names, inputs, max_batch)
+        program = _export_flat(flat, names, inputs, max_batch)
+        program.notes += [
+            f"{name}={value}: a request stands alone" for name, value in flat.fixed.items()
+        ]
+        return program
     finally:
         for child, training in modes:
             child.training = training

@@ -20,14 +20,30 @@ class Flat(nn.Module):
         super().__init__()
         self.module = module
         self._keywords = keywords
+        self.fixed = _without_cache(module)
 
     def named_outputs(self, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         if self._keywords is None:
-            return flatten_outputs(self.module(*inputs))
-        return flatten_outputs(self.module(**dict(zip(self._keywords, inputs, strict=True))))
+            return flatten_outputs(self.module(*inputs, **self.fixed))
+        named = dict(zip(self._keywords, inputs, strict=True))
+        return flatten_outputs(self.module(**named, **self.fixed))
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(self.named_outputs(inputs).values())
+
+
+def _without_cache(module: nn.Module) -> dict[str, bool]:
+    """``use_cache=False`` for a decoder of transformers: a request stands alone."""
+    is_asked = getattr(getattr(module, "config", None), "use_cache", False)
+    return {"use_cache": False} if is_asked and "use_cache" in _parameters(module) else {}
+
+
+def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """Those of ``forward``; none where it is silent."""
+    try:
+        return inspect.signature(module.forward).parameters
+    except (TypeError, ValueError):
+        return {}
 
 
 def _parameter_names(module: nn.Module, count: int) -> list[str]:
@@ -37,12 +53,8 @@ def _parameter_names(module: nn.Module, count: int) -> list[str]:
     """
     if count == 1:
         return ["x"]
-    try:
-        parameters = list(inspect.signature(module.forward).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [parameter.name for parameter in parameters if parameter.kind in kinds][:count]
+    names = [name for name, one in _parameters(module).items() if one.kind in kinds][:count]
     return names if len(names) == count else [f"x{index}" for index in range(count)]
 
 

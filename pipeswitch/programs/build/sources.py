@@ -115,69 +115,101 @@ def _torchvision(name: str, is_pretrained: bool) -> tuple[Callable[[], nn.Module
     return construct, {"x": ((1, 3, side, side), "float32")}
 
 
-class _TokensToTensors(nn.Module):
-    """A transformers model with positional inputs and plain outputs.
-
-    Answers with ``logits`` where the model has a head, else with ``last_hidden_state``.
-    """
+class _ByPosition(nn.Module):
+    """A transformers model called by position; it answers with all it computes, by name."""
 
     def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
         super().__init__()
         self.model = model
         self._names = names
 
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, *inputs: torch.Tensor) -> Mapping[str, Any]:
         keywords: dict[str, Any] = dict(zip(self._names, inputs, strict=True))
         if hasattr(self.model.config, "use_cache"):
             keywords["use_cache"] = False  # a request stands alone; a cache would be an output
-        outputs = self.model(**keywords, return_dict=True)
-        found = outputs["logits"] if "logits" in outputs else outputs["last_hidden_state"]
-        assert isinstance(found, torch.Tensor)
-        return found
+        outputs: Mapping[str, Any] = self.model(**keywords, return_dict=True)
+        return outputs
 
 
 def _transformers(name: str, spec: BuildSpec) -> tuple[Callable[[], nn.Module], InputShapes]:
+    """``NAME``, or ``NAME#Class`` for another of its classes than its configuration names."""
     try:
         import transformers
     except ImportError as error:
         raise RegistrationRefused(
             f"source hf:{name}", "transformers is not installed: pip install 'pipeswitch[hf]'"
         ) from error
-    inputs: InputShapes = spec.inputs or {
-        "input_ids": ((1, 128), "int64"),
-        "attention_mask": ((1, 128), "int64"),
-    }
+    name, _, wished = name.partition("#")
+    is_pretrained = spec.weights == "pretrained"
+    config = _config(transformers, name, is_pretrained)
+    bare: Any = transformers.AutoModel  # untyped upstream
+    cls = _class(transformers, wished, config) or bare
+    inputs = spec.inputs or _usual_inputs(cls, config)
     names = tuple(inputs)
-    if spec.weights == "pretrained":
 
-        def construct() -> nn.Module:
-            model = transformers.AutoModel.from_pretrained(
-                name, trust_remote_code=False, use_safetensors=True
-            )
-            return _TokensToTensors(model, names)
+    def construct() -> nn.Module:
+        if is_pretrained:
+            model = cls.from_pretrained(name, trust_remote_code=False, use_safetensors=True)
+        elif cls is bare:
+            model = bare.from_config(config)
+        else:
+            model = cls._from_config(config)  # what an auto class would call: heeds its dtype
+        return _ByPosition(model, names)
 
-        return construct, inputs
-    config = _config(transformers, name)
-    auto: Any = transformers.AutoModel  # untyped upstream
-
-    def construct_random() -> nn.Module:
-        return _TokensToTensors(auto.from_config(config), names)
-
-    return construct_random, inputs
+    return construct, inputs
 
 
-def _config(transformers: Any, name: str) -> Any:
-    if name in _WELL_KNOWN:
+def _class(transformers: Any, wished: str, config: Any) -> Any:
+    """The class that was wished for, or the configuration's own; None where neither says.
+
+    Raises:
+        RegistrationRefused: transformers has no such model, or not for this configuration.
+    """
+    wished = wished or next(iter(config.architectures or ()), "")
+    if not wished:
+        return None
+    cls: Any = getattr(transformers, wished, None)
+    is_model = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
+    if not is_model:
+        raise RegistrationRefused(
+            f"architecture {wished!r}", f"transformers {transformers.__version__} has no such model"
+        )
+    if not isinstance(config, cls.config_class):
+        raise RegistrationRefused(
+            f"architecture {wished!r}", f"it is no {config.model_type}, which the source is"
+        )
+    return cls
+
+
+def _usual_inputs(cls: Any, config: Any) -> InputShapes:
+    """One text of 128 tokens, or one picture of the model's own size; else they must be given."""
+    main = getattr(cls, "main_input_name", "input_ids")
+    if main == "pixel_values":
+        size = getattr(config, "image_size", 224)
+        height, width = (size, size) if isinstance(size, int) else size
+        return {main: ((1, getattr(config, "num_channels", 3), height, width), "float32")}
+    if main != "input_ids":
+        return {}
+    shape = (1, min(128, getattr(config, "max_position_embeddings", None) or 128))
+    names = ["input_ids", "attention_mask"]
+    if config.is_encoder_decoder:
+        names.append("decoder_input_ids")
+    return dict.fromkeys(names, (shape, "int64"))
+
+
+def _config(transformers: Any, name: str, is_pretrained: bool) -> Any:
+    if name in _WELL_KNOWN and not is_pretrained:
         model_type, changes = _WELL_KNOWN[name]
         return transformers.AutoConfig.for_model(model_type, **changes)
     try:
         return transformers.AutoConfig.from_pretrained(
-            name, local_files_only=True, trust_remote_code=False
+            name, local_files_only=not is_pretrained, trust_remote_code=False
         )
     except Exception as error:  # a hub client's errors share no base class
         raise RegistrationRefused(
             f"source hf:{name}",
-            f"no local folder or cached configuration; known by name: {', '.join(_WELL_KNOWN)}",
+            f"its configuration cannot be had ({type(error).__name__}: {str(error)[:120]}); "
+            f"known without a folder or a hub: {', '.join(_WELL_KNOWN)}",
         ) from error
 
 
@@ -228,7 +260,7 @@ def _load_file(module: nn.Module, path: str) -> None:
         state = load_file(path)
     except Exception as error:  # OSError, or the safetensors crate's own error
         raise RegistrationRefused(f"weights {path!r}", f"cannot be read: {error}") from error
-    target = module.model if isinstance(module, _TokensToTensors) else module
+    target = module.model if isinstance(module, _ByPosition) else module
     try:
         found = target.load_state_dict(state, strict=False)
     except RuntimeError as error:  # a shape differs
