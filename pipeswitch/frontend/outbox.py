@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import time
 from collections import deque
 from typing import Final
 
@@ -13,6 +13,7 @@ from .clients import Client, Outgoing
 
 SLOW_CLIENT_MS: Final = 30_000.0  # a reply that is not read for so long: the client is dropped
 RELEASE_WAIT_MS: Final = 20.0  # for a reply on its way out, before its bytes are missed
+VAIN_PAUSE_S: Final = 0.5  # then nobody is waited for: a reader that reads nothing cannot ask again
 
 
 class Outbox:
@@ -22,6 +23,7 @@ class Outbox:
         self._budget_bytes = budget_bytes
         self._tracked: deque[tuple[zmq.MessageTracker, Client, Outgoing]] = deque()
         self._backlogged: set[Client] = set()
+        self._waits_from_s = 0.0
 
     @property
     def is_idle(self) -> bool:
@@ -90,9 +92,11 @@ class Outbox:
         libzmq reports a sent message a little after its reader has it, so a client that asks
         again at once may find its own last reply still in the pool.
         """
-        if wait_ms and self._tracked:
-            with contextlib.suppress(zmq.NotDone):
+        if wait_ms and self._tracked and time.monotonic() >= self._waits_from_s:
+            try:
                 self._tracked[0][0].wait(wait_ms / 1000)
+            except zmq.NotDone:
+                self._waits_from_s = time.monotonic() + VAIN_PAUSE_S
         for _ in range(len(self._tracked)):
             tracker, client, outgoing = self._tracked.popleft()
             if not tracker.done:
