@@ -27,6 +27,7 @@ _PORT: Final = r"\*|[0-9]{1,4}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[
 LISTEN_PATTERN: Final = (
     rf"tcp://([^:/\s]+|\[[^\]\s]+\]):({_PORT})"  # the port after it is taken too
 )
+GATEWAY_PATTERN: Final = rf"auto|off|([^:/\s]+|\[[^\]\s]+\]):({_PORT})"
 NAME_PATTERN: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 """Names of models, jobs and servers: safe as a file name, a topic and a column."""
 
@@ -256,6 +257,30 @@ class SecurityConfig(_Checked):
 
 
 @dataclass(frozen=True)
+class GatewayConfig(_Checked):
+    """``[gateway]``: HTTP for other people's clients."""
+
+    http: str = _setting(
+        "auto", "where HTTP clients connect; auto: 127.0.0.1:8000 if it is free; off: nowhere",
+        pattern=GATEWAY_PATTERN, example="127.0.0.1:8000",
+    )  # fmt: skip
+    roles: tuple[str, ...] = _setting(
+        (Role.INFER.value,), "what every caller may do: infer, register, operate, code; its token "
+        "may say more", choices=tuple(Role),
+    )  # fmt: skip
+    tokens: str = _setting("", "file of bearer tokens, mode 0600: lines of NAME TOKEN ROLE,ROLE")
+    tls_cert: str = _setting("", "file of the certificate chain; with tls_key")
+    tls_key: str = _setting("", "file of its key")
+    behind_proxy: bool = _setting(
+        False, "a proxy in front does TLS, and passes other Hosts on; callers need tokens"
+    )
+    max_body_bytes: int = _setting(
+        "64MiB", "largest request; and all together that are not whole yet", parse_size, low=1 << 16
+    )
+    max_connections: int = _setting(1024, "HTTP connections at once; half from one address", low=2)
+
+
+@dataclass(frozen=True)
 class ModelConfig(_Checked):
     """``[[model]]``: registered when the server starts."""
 
@@ -282,6 +307,7 @@ class Config(_Checked):
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
     models: tuple[ModelConfig, ...] = ()
     profiles_dir: str = ""
 
@@ -294,6 +320,7 @@ SECTIONS: Final[Mapping[str, type[_Checked]]] = {
     "workers": WorkersConfig,
     "scheduler": SchedulerConfig,
     "security": SecurityConfig,
+    "gateway": GatewayConfig,
 }
 
 
@@ -494,7 +521,13 @@ def _with_directories(config: Config, environ: Mapping[str, str]) -> Config:
         )
         for model in config.models
     )
-    return dataclasses.replace(config, server=server, models=models)
+    files: dict[str, Any] = {
+        name: str(Path(getattr(config.gateway, name)).expanduser().absolute())
+        for name in ("tokens", "tls_cert", "tls_key")
+        if getattr(config.gateway, name)
+    }
+    gateway = dataclasses.replace(config.gateway, **files)
+    return dataclasses.replace(config, server=server, gateway=gateway, models=models)
 
 
 def _absolute_file(text: str, suffix: str) -> str:

@@ -25,6 +25,7 @@ from .client.client import Client
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 40.0
+GATEWAY = ("--http", "127.0.0.1:0")
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class RunningServer:
     ready_line: str
     tcp_address: str
     ipc_address: str
+    http_address: str  # host:port; empty: none was asked for
     state_dir: Path
 
     def client(self, *, tcp: bool = False, **options: Any) -> Client:
@@ -74,12 +76,14 @@ def server(
     host_store: str = "1GiB",
     state_dir: str | Path | None = None,
     tcp_roles: tuple[str, ...] = ("infer",),
+    http: bool = False,
     args: tuple[str, ...] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[RunningServer]:
     """Start ``pipeswitch serve`` on a free port in a folder of its own; stop it at the end.
 
-    ``tcp_roles`` is what clients through TCP may do: infer, register, operate, code.
+    ``tcp_roles`` is what clients through TCP may do: infer, register, operate, code. With ``http``
+    the server has a gateway too.
 
     Raises:
         RuntimeError: it did not become ready; carries its output and log.
@@ -92,7 +96,7 @@ def server(
             sys.executable, "-P", "-c", "from pipeswitch.cli.main import main; main()", "serve",
             "--device", "cpu", "--listen", "tcp://127.0.0.1:0", "--arena", arena,
             "--host-store", host_store, "--state-dir", str(root),
-            "--tcp-roles", ",".join(tcp_roles), *args,
+            "--tcp-roles", ",".join(tcp_roles), *(GATEWAY if http else ("--no-http",)), *args,
         ]  # fmt: skip
         process = subprocess.Popen(
             command,
@@ -129,9 +133,16 @@ def _wait_until_ready(process: subprocess.Popen[str], root: Path) -> RunningServ
                 line.strip(),
                 next(word for word in words if word.startswith("tcp://")),
                 next(word for word in words if word.startswith("ipc://")),
+                _after(words, "http://") or _after(words, "https://"),
                 root,
             )
     status = process.wait(START_TIMEOUT_S)
     raise RuntimeError(
         f"the server ended with status {status} before it was ready:\n{''.join(heard)}"
     )
+
+
+def _after(words: list[str], scheme: str) -> str:
+    """The address of this scheme; empty when there is none."""
+    found = [word.removeprefix(scheme) for word in words if word.startswith(scheme)]
+    return found[0] if found else ""

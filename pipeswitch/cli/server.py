@@ -52,6 +52,10 @@ EXIT_WAIT_S: Final = 30.0  # from a server's last answer to its end
 @click.option("--profiles-dir", type=click.Path(), help="Measured profiles of models.")
 @click.option("--allow-code", multiple=True, metavar="PATTERN",
               help="Module names and script paths TCP clients may name (repeatable).")  # fmt: skip
+@click.option("--http", metavar="HOST:PORT", help="For Triton's and KServe's clients, and metrics.")
+@click.option("--no-http", is_flag=True, help="No gateway.")
+@click.option("--gateway-roles", metavar="ROLE,ROLE", help="What every caller of it may do.")
+@click.option("--gateway-tokens", type=click.Path(), help="Lines of NAME TOKEN ROLE,ROLE.")
 def serve(path: str | None, **flags: Any) -> None:
     """Run a server until it is told to stop."""
     from ..config import load
@@ -63,6 +67,7 @@ def serve(path: str | None, **flags: Any) -> None:
 
 def _flag_tree(flags: dict[str, Any]) -> dict[str, Any]:
     """Flags in the shape of the file; None means not given."""
+    off = "off" if flags["no_http"] else None
     return {
         "server": {
             "listen": flags["listen"],
@@ -82,6 +87,11 @@ def _flag_tree(flags: dict[str, Any]) -> dict[str, Any]:
         "host": {"store": flags["host_store"]},
         "workers": {"standby": flags["standby"], "threads": flags["threads"]},
         "scheduler": {"policy": flags["policy"], "commit_every": flags["commit_every"]},
+        "gateway": {
+            "http": flags["http"] or off,
+            "roles": flags["gateway_roles"],
+            "tokens": flags["gateway_tokens"],
+        },
         "profiles_dir": flags["profiles_dir"],
     }
 

@@ -60,6 +60,7 @@ from ..units import PrintableFormatter, format_bytes
 from ..wire.private import check_trusted
 from .effects import Effects
 from .folders import Places
+from .gateway import Gateway
 from .journal import FILE_NAME, JournalFile
 from .processes import Processes
 from .shared_memory import Memory, Sizes
@@ -284,7 +285,9 @@ class Server:
             is_ready=lambda: self._scheduler.is_ready,
         )
         self._journal = _open_journal(places.root / FILE_NAME)
-        self._processes = Processes(self._selector, places.logs / "processes.log", self._give_up)
+        child_log = places.logs / "processes.log"
+        self._processes = Processes(self._selector, child_log, self._give_up)
+        self._gateway = Gateway(config.gateway, self._selector, places.root, child_log)
         self._scheduler = Scheduler(
             SchedulerSettings(
                 device=device.name,
@@ -332,7 +335,8 @@ class Server:
     def run(self) -> int:
         """Serve until Leave. This thread alone owns the scheduler's state."""
         self._listeners = self._frontend.open()  # a port in use is known before anything is forked
-        for warning in self._listeners.warnings:
+        self._gateway.open()
+        for warning in [*self._listeners.warnings, *self._gateway.warnings]:
             log.warning("%s", warning)
             sys.stderr.write(f"Warning: {warning}\n")
         with contextlib.ExitStack() as cleanup:
@@ -340,6 +344,7 @@ class Server:
             watchdog = LoopWatchdog(self._config.server.watchdog_ms / 1000.0, dump)
             cleanup.callback(watchdog.stop)  # the last to run: an end that hangs is an end too
             cleanup.callback(self._processes.stop, STOP_TIMEOUT_S)
+            cleanup.callback(self._gateway.stop)
             cleanup.callback(self._frontend.close)  # answers go out
             cleanup.callback(self._tracer.stop)
             cleanup.callback(self._frontend.unwatch, self._selector)
@@ -348,6 +353,7 @@ class Server:
             self._catch_signals()
             sys.setswitchinterval(SWITCH_INTERVAL_S)
             self._processes.start_server()
+            self._gateway.start(self._listeners.ipc.address)
             for command in self._scheduler.start(_now_ms()):
                 self._effects.perform(command)
             self._restore()
@@ -368,6 +374,7 @@ class Server:
             self._frontend.step()
             self._handle_inbox()
             self._processes.look(self._waited_since_s())
+            self._gateway.look()
             watchdog.turned()
             self._notifier.beat(time.monotonic())
         self._notifier.tell(STOPPING=1, STATUS=self._effects.left.reason)
@@ -389,8 +396,7 @@ class Server:
         if self._inbox or clients_s == 0.0:
             return 0.0
         waits_s = [self._processes.seconds_to_look(self._waited_since_s())]
-        if clients_s is not None:
-            waits_s.append(clients_s)
+        waits_s += [s for s in (clients_s, self._gateway.wait_s()) if s is not None]
         wakeup_ms = self._scheduler.next_wakeup_ms()
         if wakeup_ms is not None:
             waits_s.append(self._until_s(wakeup_ms))
@@ -438,8 +444,9 @@ class Server:
         why = f" (not cuda: {self._device.why})" if is_second_best else ""
         if self._device.options is not None:
             why = f" ({self._device.why})"
+        addresses = [self._listeners.tcp.address, self._listeners.ipc.address]
         return (
-            f"pipeswitch is ready: {self._listeners.tcp.address} {self._listeners.ipc.address} "
+            f"pipeswitch is ready: {' '.join([*addresses, *self._gateway.addresses])} "
             f"device {self._device.name}, arena {format_bytes(self._sizes.arena_bytes)}, "
             f"store {format_bytes(self._sizes.store_bytes)}, 1 active + {standby} standby workers"
             f"{why}"

@@ -103,7 +103,7 @@ class Processes:
     def _spawn(self, descriptor: int) -> subprocess.Popen[bytes]:
         environment = dict(os.environ)
         environment.setdefault("OPENBLAS_NUM_THREADS", "1")  # no threads before a fork
-        with _open_log(self._log_path) as log_file:
+        with open_log(self._log_path) as log_file:
             return subprocess.Popen(
                 command(descriptor),
                 pass_fds=(descriptor,),
@@ -429,7 +429,7 @@ class StoppedLooks:
         return given_up
 
 
-def _open_log(path: Path) -> IO[bytes]:
+def open_log(path: Path) -> IO[bytes]:
     """For the fork server's words; where the disk does not take them, they are lost."""
     try:
         return open(path, "ab")

@@ -554,6 +554,28 @@ class BuildFailed(Message, frozen=True):
     data: dict[str, Any] = {}
 
 
+# ---- controller -> gateway ------------------------------------------------------------------
+
+
+class GatewaySettings(Message, frozen=True):
+    """What a gateway is started with.
+
+    Descriptors: what keeps two gateways out of one state directory, and, with ``http``, the socket
+    it listens on.
+    """
+
+    address: str  # of the owner's socket
+    http: bool
+    max_body_bytes: int
+    max_connections: int
+    hosts: tuple[str, ...] = ()  # names it may be asked under; none: any
+    roles: tuple[str, ...] = ()  # of every caller
+    tokens: str = ""  # file
+    needs_token: bool = False
+    tls_cert: str = ""  # file
+    tls_key: str = ""  # file
+
+
 AnyMessage = (
     Fork | ForkServerReady | Forked | ChildExited | DaemonSettings | DaemonReady | StoreModel
     | ModelStored | StoreFailed | GroupCopy | TransmitModel | CancelTransmit | TransmitEnded | Scrub
@@ -562,5 +584,5 @@ AnyMessage = (
     | ModelPrepared | ForgetModel | SlabTensor | RunInference | InferenceDone | InferenceFailed
     | Cleaned | RunJob | LeaseRequest | LeaseGranted | LeaseRefused | StopTask | Parked | GrantTurn
     | EvictTask | CommitStep | StepCommitted | JobReport | JobEnded | Ping | Pong | Exit
-    | BuildSettings | BuildProgress | BuildDone | BuildFailed
+    | BuildSettings | BuildProgress | BuildDone | BuildFailed | GatewaySettings
 )  # fmt: skip

@@ -214,7 +214,7 @@ def serve_until_it_ends(
     command = [
         sys.executable, "-P", "-c", program, "serve", "--device", "cpu",
         "--listen", "tcp://127.0.0.1:0", "--arena", "64MiB", "--host-store", "256MiB",
-        "--threads", "1", "--state-dir", str(folder / "state"),
+        "--threads", "1", "--no-http", "--state-dir", str(folder / "state"),
     ]  # fmt: skip
     mark = f"health-{os.getpid()}-{time.monotonic_ns()}"
     # A socket's path is short, and a test's folder is not.

@@ -57,6 +57,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "testing": "client",
     "benchmarks": "client devices errors ipc job machine planning programs programs/build testing "
     "wire",
+    "gateway": "client errors ipc programs roles units wire",
     "cli": "__init__ benchmarks client config devices errors ipc planning programs roles sandbox "
     "units wire",
     "demo": "__init__ cli client errors job machine programs programs/build testing",

@@ -1,0 +1,289 @@
+"""The controller's end of the gateway: its sockets, its process, its next life.
+
+The sockets are bound here: a port in use is known before anything is started, and connections that
+come while the gateway is dead wait for its next life. A gateway whose server died may still answer
+callers (503); the next server of the state directory ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.util
+import logging
+import os
+import select
+import selectors
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+from ..config import GatewayConfig
+from ..errors import ConfigError, PipeSwitchError
+from ..ipc.channel import Channel, channel_pair
+from ..ipc.messages import GatewaySettings
+from ..wire.addresses import is_loopback
+from ..wire.tokens import read_tokens
+from .processes import open_log
+
+log = logging.getLogger(__name__)
+
+DEFAULTS: Final = {"http": "127.0.0.1:8000"}
+NEEDS: Final = {"http": "httptools"}  # modules
+BACKLOG: Final = 512
+LIVED_S: Final = 5.0  # one that lived so long is started again at once
+AGAIN_S: Final = 1.0  # the others after this
+FORMER_WAIT_S: Final = 5.0
+STOP_WAIT_S: Final = 3.0
+LOCK_FILE: Final = "gateway.lock"
+
+
+def command(descriptor: int) -> list[str]:
+    """The command line of a gateway; ``-P`` keeps the current folder off its path."""
+    return [sys.executable, "-P", "-m", "pipeswitch.gateway.main", str(descriptor)]
+
+
+class Gateway:
+    """One process at most; owned by the controller's loop."""
+
+    def __init__(
+        self, config: GatewayConfig, selector: selectors.BaseSelector, root: Path, log_path: Path
+    ) -> None:
+        self._config = config
+        self._selector = selector
+        self._root = root
+        self._log_path = log_path
+        self._sockets: dict[str, socket.socket] = {}  # by protocol
+        self._lock = -1
+        self._server_address = ""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pidfd = -1
+        self._channel: Channel | None = None  # its end of file tells the gateway of our death
+        self._started_at_s = 0.0
+        self._due_at_s: float | None = None
+        self.warnings: list[str] = []
+
+    # ---- before anything is started ------------------------------------------------------------
+
+    def open(self) -> None:
+        """Take the addresses.
+
+        Raises:
+            PipeSwitchError: one is in use.
+            ConfigError: one cannot be had, or would be open to other machines without tokens.
+        """
+        wanted = {name: getattr(self._config, name) for name in DEFAULTS}
+        if all(address == "off" for address in wanted.values()):
+            return
+        self._check_safe([address for address in wanted.values() if address not in ("auto", "off")])
+        self._lock = _take_over(self._root / LOCK_FILE)
+        for name, address in wanted.items():
+            if address != "off":
+                self._bind(name, address)
+
+    def _check_safe(self, addresses: list[str]) -> None:
+        """1. Off loopback callers need tokens, and TLS or a proxy that does it; 2. behind a proxy
+        they need tokens; 3. what files there are must be good."""
+        config = self._config
+        is_open = not all(is_loopback(_parsed(address)[0]) for address in addresses)
+        if (is_open or config.behind_proxy) and not config.tokens:
+            raise ConfigError(
+                "[gateway] callers from other machines need tokens, and there are none",
+                hint="--gateway-tokens FILE with lines of NAME TOKEN ROLE,ROLE; or 127.0.0.1",
+            )
+        if is_open and not config.tls_cert and not config.behind_proxy:
+            raise ConfigError(
+                "[gateway] tokens would travel in the clear",
+                hint="tls_cert and tls_key; or behind_proxy = true where a proxy does TLS",
+            )
+        if config.tokens:
+            read_tokens(Path(config.tokens))
+        if bool(config.tls_cert) != bool(config.tls_key):
+            raise ConfigError("[gateway] tls_cert and tls_key come together")
+        if config.tls_cert:
+            try:
+                context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+                context.load_cert_chain(config.tls_cert, config.tls_key)
+            except (OSError, ssl.SSLError) as error:
+                raise ConfigError(f"[gateway] {config.tls_cert}: {error}") from None
+
+    def _bind(self, name: str, given: str) -> None:
+        """The address as a socket; what was not asked for in words may be missing."""
+        is_default = given == "auto"
+        host, port = _parsed(DEFAULTS[name] if is_default else given)
+        if importlib.util.find_spec(NEEDS[name]) is None:
+            if not is_default:
+                raise ConfigError(
+                    f"[gateway] {name} needs {NEEDS[name]}, which is not installed",
+                    hint=f"pip install {NEEDS[name]}",
+                )
+            return
+        try:
+            self._sockets[name] = _listening(host, port)
+        except OSError as error:
+            problem = f"{name}: cannot listen on {host}:{port}: {error.strerror}"
+            if not is_default:
+                hint = f"choose another --{name}, or --no-http"
+                raise PipeSwitchError(problem, hint=hint) from None
+            self.warnings.append(f"{problem}; without it (--{name} HOST:PORT, or --no-http)")
+
+    @property
+    def addresses(self) -> list[str]:
+        """As the ready line names them."""
+        scheme = "https" if self._config.tls_cert else "http"
+        return [f"{scheme}://{_shown(sock)}" for sock in self._sockets.values()]
+
+    # ---- its life ------------------------------------------------------------------------------
+
+    def start(self, server_address: str) -> None:
+        """Start it, if there is anything to serve; ``server_address``: of the owner's socket."""
+        self._server_address = server_address
+        if self._sockets:
+            self._spawn()
+
+    def wait_s(self) -> float | None:
+        """Until ``look`` has something to do."""
+        return None if self._due_at_s is None else max(0.0, self._due_at_s - time.monotonic())
+
+    def look(self) -> None:
+        """Start the next one when it is due."""
+        if self._due_at_s is not None and time.monotonic() >= self._due_at_s:
+            self._spawn()
+
+    def _spawn(self) -> None:
+        self._due_at_s = None
+        self._started_at_s = time.monotonic()
+        try:
+            ours, theirs = channel_pair()
+            with open_log(self._log_path) as log_file:
+                self._process = subprocess.Popen(
+                    command(theirs.fileno()),
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log_file,
+                    stderr=log_file,
+                    start_new_session=True,  # a Ctrl-C at the terminal is ours to handle
+                )
+        except OSError as error:  # out of descriptors or processes: as if it had died
+            log.error("gateway=not_started: %s", error)
+            self._due_at_s = time.monotonic() + AGAIN_S
+            return
+        theirs.close()
+        self._channel = ours
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, str(self._process.pid).encode(), 0)
+        with contextlib.suppress(BrokenPipeError):  # its exit follows
+            http = self._sockets.get("http")
+            ours.send(self._settings(), [self._lock, *([http.fileno()] if http else [])])
+        self._pidfd = os.pidfd_open(self._process.pid)
+        self._selector.register(self._pidfd, selectors.EVENT_READ, self._exited)
+        log.info("gateway=started pid=%d %s", self._process.pid, " ".join(self.addresses))
+
+    def _settings(self) -> GatewaySettings:
+        config = self._config
+        hosts = [sock.getsockname()[0] for sock in self._sockets.values()]
+        is_local = all(is_loopback(host) for host in hosts) and not config.behind_proxy
+        names = ("127.0.0.1", "localhost", "[::1]", *hosts)
+        return GatewaySettings(
+            address=self._server_address,
+            http="http" in self._sockets,
+            hosts=names if is_local else (),
+            roles=config.roles,
+            tokens=config.tokens,
+            needs_token=not is_local,
+            tls_cert=config.tls_cert,
+            tls_key=config.tls_key,
+            max_body_bytes=config.max_body_bytes,
+            max_connections=config.max_connections,
+        )
+
+    def _exited(self) -> None:
+        status = self._reap()
+        lived_s = time.monotonic() - self._started_at_s
+        log.error("gateway=lost status=%d lived_s=%.1f", status, lived_s)
+        self._due_at_s = time.monotonic() + (0.0 if lived_s >= LIVED_S else AGAIN_S)
+
+    def _reap(self) -> int:
+        self._selector.unregister(self._pidfd)
+        os.close(self._pidfd)
+        self._pidfd = -1
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        return self._process.wait() if self._process is not None else 0
+
+    def stop(self) -> None:
+        """End it, answers that are due first; give the addresses back. Idempotent."""
+        self._due_at_s = None
+        if self._pidfd >= 0 and self._process is not None:
+            self._process.terminate()
+            if not select.select([self._pidfd], [], [], STOP_WAIT_S)[0]:
+                self._process.kill()
+            self._reap()
+        for sock in self._sockets.values():
+            sock.close()
+        self._sockets.clear()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _parsed(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), 0 if port == "*" else int(port)
+
+
+def _shown(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    return socket.create_server((host, port), family=_family(host), backlog=BACKLOG)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _take_over(path: Path) -> int:
+    """The lock of this state directory's gateway, as a descriptor. A gateway that outlived its
+    server holds it: it is told to leave.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        _dismiss(os.pread(descriptor, 32, 0).decode("ascii", "replace").strip())
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise ConfigError(
+                f"a gateway of an earlier server still holds {path}", hint="end it, or --no-http"
+            ) from None
+    return descriptor
+
+
+def _dismiss(pid: str) -> None:
+    """End the gateway of a server that is dead; only its lock's holder has written this pid."""
+    with contextlib.suppress(ProcessLookupError, ValueError):
+        former = os.pidfd_open(int(pid))
+        try:
+            signal.pidfd_send_signal(former, signal.SIGTERM)
+            if not select.select([former], [], [], FORMER_WAIT_S)[0]:
+                signal.pidfd_send_signal(former, signal.SIGKILL)
+                select.select([former], [], [], FORMER_WAIT_S)
+        finally:
+            os.close(former)

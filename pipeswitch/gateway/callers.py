@@ -1,0 +1,105 @@
+"""Who asks over HTTP or gRPC, and what they may do (docs/adr/0021-roles.md).
+
+The gateway itself speaks through the owner's socket, which may do all, so it is here that a caller
+is held to its roles: what the address gives to all, and what its bearer token adds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from ..errors import PermissionDenied
+from ..roles import ANYONE, MODEL_FACTS, VERB_ROLES, Role, Standing, in_order
+from .refusals import Unauthenticated, WrongHost
+
+SCHEME: Final = "bearer "
+
+
+class Callers:
+    """The tokens that are known, and what everyone may do without one."""
+
+    def __init__(
+        self,
+        *,
+        roles: Iterable[Role],
+        tokens: Mapping[str, Standing],
+        needs_token: bool,
+        hosts: frozenset[str] | None,
+    ) -> None:
+        """
+        Args:
+            roles: of every caller.
+            tokens: by token.
+            needs_token: whether one without any is turned away.
+            hosts: names under which this address may be asked; None: any.
+        """
+        self._roles = frozenset(roles)
+        # Digests: comparing them tells nothing of a token, not even its length.
+        self._tokens = {_digest(token): standing for token, standing in tokens.items()}
+        self._needs_token = needs_token
+        self._hosts = hosts
+
+    def standing(self, authorization: str) -> Standing:
+        """Who shows this ``Authorization`` header; empty: no one in particular.
+
+        Raises:
+            Unauthenticated: a token is asked for, or this one is not known.
+        """
+        if not authorization:
+            if self._needs_token:
+                raise Unauthenticated(
+                    "this address asks for a token", hint="Authorization: Bearer TOKEN"
+                )
+            return Standing(tenant=ANYONE, roles=self._roles)
+        found = None
+        if authorization[: len(SCHEME)].lower() == SCHEME:
+            given = _digest(authorization[len(SCHEME) :].strip())
+            for digest, standing in self._tokens.items():  # all of them: the time tells nothing
+                if hmac.compare_digest(digest, given):
+                    found = standing
+        if found is None:
+            raise Unauthenticated(
+                "this token is not known here", hint="the file of [gateway] tokens lists them"
+            )
+        return Standing(tenant=found.tenant, roles=found.roles | self._roles)
+
+    def check_host(self, host: str) -> None:
+        """A page of another site can make a browser ask this address, but not forge this header.
+
+        Raises:
+            WrongHost: the ``Host`` is another one.
+        """
+        name = host.lower()
+        if self._hosts is not None and not {name, name.rpartition(":")[0]} & self._hosts:
+            raise WrongHost(
+                f"this is not {host[:80]!r}", hint=f"ask for {', '.join(sorted(self._hosts))}"
+            )
+
+
+def require(standing: Standing, verb: str) -> None:
+    """Raises PermissionDenied: the caller lacks the role that a verb of the wire needs."""
+    role = VERB_ROLES[verb]
+    if role in standing.roles:
+        return
+    wanted = ",".join(in_order({*standing.roles, role}))
+    who = "a caller without a token" if standing.tenant == ANYONE else f'token "{standing.tenant}"'
+    raise PermissionDenied(
+        f'{verb} needs the role "{role}", and {who} has {", ".join(in_order(standing.roles))}',
+        hint=f"a line of the file of [gateway] tokens: NAME TOKEN {wanted}",
+        role=role.value,
+        client=standing.tenant,
+    )
+
+
+def told(row: Mapping[str, Any], standing: Standing) -> dict[str, Any]:
+    """A model's row, less what only operators learn."""
+    if standing.may_operate:
+        return dict(row)
+    return {key: value for key, value in row.items() if key in MODEL_FACTS}
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()

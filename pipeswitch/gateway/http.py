@@ -1,0 +1,547 @@
+"""HTTP/1.1 on asyncio: what a peer may make us hold, and for how long.
+
+httptools (llhttp) parses. What this adds is what no server library has whole (docs/adr/0022):
+limits in bytes and seconds on head and body, on connections and on all bodies together; a body of
+known length is received straight into its own buffer. A connection answers its requests in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, Final
+
+import httptools
+import msgspec
+import numpy as np
+
+from ..errors import InvalidInput, PipeSwitchError, QueueFull, ServerUnavailable
+from ..units import format_bytes
+from .refusals import (
+    RETRY_AFTER_S,
+    HeadTooLarge,
+    RequestTimeout,
+    TooLarge,
+    Unauthenticated,
+    body_of,
+    status_of,
+)
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S: Final = 0.5  # at all connections: how exact the limits in seconds are
+SCRATCH_BYTES: Final = 16 << 10  # received at once, of all but bodies of known length
+JOIN_BYTES: Final = 64 << 10  # an answer up to here leaves in one call
+MAX_HEADERS: Final = 100
+MAX_AHEAD: Final = 64  # requests of one connection, sent before the answers to those ahead of them
+CHUNK_OVERHEAD: Final = 8  # bytes around each byte of a body in chunks: chunks of one byte have 5
+AGAIN: Final = "send again in a moment"
+LINGER_S: Final = 2.0  # a refused peer may still send: hung up on at once, it would not read why
+_scratch = memoryview(bytearray(SCRATCH_BYTES))  # parsed before any other connection's turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one peer, and all together, may make the gateway hold."""
+
+    head_bytes: int = 64 << 10
+    head_s: float = 10.0  # from a connection, or a head's first byte, to the head's end
+    idle_s: float = 75.0  # between two requests
+    body_bytes: int = 64 << 20  # of one request; and of all that are not whole yet
+    body_bytes_per_s: int = 4 << 10  # slower bodies are cut off…
+    body_look_s: float = 10.0  # …after this long
+    waiting_bytes: int = 256 << 20  # of whole bodies that wait for their answer
+    unread_s: float = 30.0  # an answer of which the peer takes nothing
+    connections: int = 1024
+    connections_per_address: int = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """A request before its body."""
+
+    method: str
+    path: str  # as it came, percent signs and all
+    query: str
+    headers: Mapping[str, str]  # names in lower case; repeated ones joined by a comma
+    peer: str
+    length: int | None  # of the body; None: in chunks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What goes back."""
+
+    status: int = 200
+    parts: Sequence[Any] = ()  # buffers of the body, one behind the other
+    content_type: str = "application/json"
+    headers: Sequence[tuple[str, str]] = ()
+
+
+Work = Callable[[Any], Awaitable[Answer]]
+"""What a request asks for, given its body. It raises nothing: errors are answers. It is cancelled
+when the peer hangs up."""
+
+Admit = Callable[[Head], Work | Answer]
+"""What to do for a request, or a refusal before a byte of its body is taken."""
+
+
+def json_answer(value: Any, status: int = 200, headers: Sequence[tuple[str, str]] = ()) -> Answer:
+    return Answer(status=status, parts=[msgspec.json.encode(value)], headers=headers)
+
+
+def refusal(error: PipeSwitchError, extra: Sequence[tuple[str, str]] = ()) -> Answer:
+    """An error as it is told: always ``{"error", "code", "hint"}``."""
+    status = status_of(error)
+    headers = [*extra]
+    if status.may_retry:
+        headers.append(("Retry-After", str(RETRY_AFTER_S)))
+    if isinstance(error, Unauthenticated):
+        headers.append(("WWW-Authenticate", "Bearer"))
+    return json_answer(body_of(error), status.http, headers)
+
+
+class HttpServer:
+    """All connections of one process, and what they hold together."""
+
+    def __init__(self, admit: Admit, limits: Limits) -> None:
+        self.admit = admit
+        self.limits = limits
+        self.connections: set[Connection] = set()
+        self.unfinished_bytes = 0  # of bodies that are not whole yet
+        self.waiting_bytes = 0  # of whole bodies that have no answer yet
+        self._by_peer: Counter[str] = Counter()
+
+    def __call__(self) -> Connection:
+        """The protocol of one more connection, for ``loop.create_server``."""
+        return Connection(self)
+
+    async def watch(self) -> None:
+        """Look at all connections for ever: what takes too long is cut off."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            now = time.monotonic()
+            for connection in list(self.connections):
+                connection.look(now)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Close what is idle, and the others when they have their answers or it is late."""
+        ends_at = time.monotonic() + timeout_s
+        for connection in list(self.connections):
+            connection.leave()
+        while self.connections and time.monotonic() < ends_at:
+            await asyncio.sleep(LOOK_EVERY_S / 10)
+        for connection in list(self.connections):
+            connection.abort()
+
+    def enter(self, connection: Connection) -> bool:
+        """Whether there is room for one more; the longest idle one makes some if need be."""
+        peer = connection.peer
+        is_crowded = self._by_peer[peer] >= self.limits.connections_per_address
+        if is_crowded or len(self.connections) >= self.limits.connections:
+            idle = [
+                other
+                for other in self.connections
+                if other.is_idle and (not is_crowded or other.peer == peer)
+            ]
+            if not idle:
+                return False
+            min(idle, key=lambda other: other.since_s).abort()
+        self.connections.add(connection)
+        self._by_peer[peer] += 1
+        return True
+
+    def leave(self, connection: Connection) -> None:
+        if connection in self.connections:
+            self.connections.discard(connection)
+            self._by_peer[connection.peer] -= 1
+            if not self._by_peer[connection.peer]:
+                del self._by_peer[connection.peer]
+
+    def make_room(self) -> None:
+        """While bodies that are not whole do not fit together, the largest is given up."""
+        while self.unfinished_bytes > self.limits.body_bytes:
+            largest = max(self.connections, key=lambda one: one.received_bytes)
+            if largest.received_bytes == self.unfinished_bytes:
+                return  # alone it may
+            largest.refuse(QueueFull("too many bytes of unfinished requests", hint=AGAIN))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """A request that is whole."""
+
+    work: Work | Answer
+    body: Any  # a buffer
+    is_kept: bool  # the connection, afterwards
+    has_body: bool  # its answer
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One peer. What is read is the head or body of the request behind those being answered."""
+
+    def __init__(self, server: HttpServer) -> None:
+        self._server = server
+        self._limits = server.limits
+        self.peer = ""
+        self.since_s = time.monotonic()  # of what it does now: idle, a head, a body, its end
+        self.received_bytes = 0  # of a body that is not whole yet
+        self._marked_bytes = 0  # of it, when since_s was set
+        self._transport: Any = None
+        self._parser: Any = httptools.HttpRequestParser(self)
+        self._url = b""
+        self._headers: dict[str, str] = {}
+        self._head_bytes = 0  # of a head that is not whole yet
+        self._head: Head | None = None  # of the body that is being received
+        self._work: Work | Answer | None = None  # what that head asks for
+        self._body: Any = bytearray()
+        self._raw_bytes = 0  # of a body in chunks: with all that is around them
+        self._rest: memoryview | None = None  # of a body of known length, still to be received
+        self._is_kept = False
+        self._error: PipeSwitchError | None = None  # what is wrong with what was parsed
+        self._is_ending = False  # nothing that is read counts any more
+        self._queue: deque[_Asked] = deque()
+        self._task: asyncio.Task[None] | None = None
+        self._can_write = asyncio.Event()
+        self._can_write.set()
+        self._unread_bytes = 0  # of answers, at the last look
+        self._unread_since_s = 0.0
+
+    # ---- asyncio's side ------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        address = transport.get_extra_info("peername")
+        self.peer = str(address[0]) if isinstance(address, tuple) else ""
+        if not self._server.enter(self):
+            self._transport.write(_bytes_of(_crowded(), is_kept=False)[0])
+            self._is_ending = True
+            self._transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._server.leave(self)
+        self._stop_reading()
+        if self._task is not None:
+            self._task.cancel()
+        self._forget_queue()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return _scratch if self._rest is None else self._rest
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._is_ending:
+            return
+        if self._rest is None:
+            self._parse(_scratch[:nbytes])
+        else:
+            self._rest = self._rest[nbytes:]
+            self._receive(nbytes)
+            if not len(self._rest):
+                self._rest = None
+                self._parser = httptools.HttpRequestParser(self)  # the old one waits for the body
+                self.on_message_complete()
+        if self._error is not None:
+            self.refuse(self._error)
+        else:
+            self._server.make_room()
+
+    def eof_received(self) -> bool:
+        return False  # a peer that sends no more has hung up: its request is taken back
+
+    def pause_writing(self) -> None:
+        self._can_write.clear()
+
+    def resume_writing(self) -> None:
+        self._can_write.set()
+
+    # ---- what is read --------------------------------------------------------------------------
+
+    def _parse(self, data: memoryview) -> None:
+        if self._head is None:
+            if not self._head_bytes:
+                self.since_s = time.monotonic()
+            self._head_bytes += len(data)
+        else:
+            self._raw_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:  # to what is not spoken here: answered as it is
+            self._is_ending = True
+        except httptools.HttpParserCallbackError:
+            if self._error is None:  # else it was to stop
+                log.exception("http=%s", self.peer)
+                self._error = PipeSwitchError("the gateway failed to read this request")
+        except httptools.HttpParserError as error:
+            self._error = self._error or InvalidInput(f"this is no HTTP request: {error}")
+        if self._error is not None:
+            return
+        head = self._head
+        if head is None:
+            if self._head_bytes > self._limits.head_bytes:
+                self._error = _head_too_large(self._limits)
+        elif head.length is None:
+            around = self._raw_bytes - len(self._body)
+            if around > self._limits.head_bytes + len(self._body) * CHUNK_OVERHEAD:
+                self._error = InvalidInput("the chunks of this body are mostly not its bytes")
+        else:
+            self._rest = self._body[self.received_bytes :]
+
+    def on_message_begin(self) -> None:
+        self._url, self._headers = b"", {}
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._head is not None:
+            return  # behind the body: it came too late to count
+        if len(self._headers) >= MAX_HEADERS:
+            self._error = _head_too_large(self._limits)
+            return
+        key, text = name.decode("latin-1").lower(), value.decode("latin-1").strip()
+        if key in self._headers:
+            if key in ("host", "authorization"):
+                self._error = InvalidInput(f"{key} is there twice")
+            text = f"{self._headers[key]}, {text}"
+        self._headers[key] = text
+
+    def on_headers_complete(self) -> None:
+        if self._error is not None:
+            return
+        headers = self._headers
+        path, _, query = self._url.decode("latin-1").partition("?")
+        is_current = self._parser.get_http_version() == "1.1"
+        self._is_kept = is_current and "close" not in headers.get("connection", "").lower()
+        length = None if "transfer-encoding" in headers else int(headers.get("content-length", 0))
+        head = Head(
+            method=self._parser.get_method().decode("latin-1"),
+            path=path,
+            query=query,
+            headers=headers,
+            peer=self.peer,
+            length=length,
+        )
+        if is_current and "host" not in headers:
+            self._error = InvalidInput("Host is missing")
+            return
+        self._work = self._server.admit(head)
+        if (length or 0) > self._limits.body_bytes:
+            self._work = refusal(_body_too_large(self._limits))
+        if isinstance(self._work, Answer) and length != 0:
+            self._is_kept = False
+            self._queue_up(self._work, head, bytearray())
+            self._stop_reading()  # its body would be a waste
+            return
+        self._head = head
+        self._body = bytearray() if length is None else _untouched(length)
+        self._marked_bytes = self._raw_bytes = self._head_bytes = 0
+        self.since_s = time.monotonic()
+        if headers.get("expect", "").lower() == "100-continue" and self._task is None:
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, data: bytes) -> None:
+        if self._error is not None or self._head is None:
+            return
+        if self._head.length is not None:
+            self._body[self.received_bytes : self.received_bytes + len(data)] = data
+        elif len(self._body) + len(data) > self._limits.body_bytes:
+            self._error = _body_too_large(self._limits)
+            return
+        else:
+            self._body += data
+        self._receive(len(data))
+
+    def on_message_complete(self) -> None:
+        head, self._head = self._head, None
+        if self._error is not None or head is None:
+            return
+        body = self._body
+        self._forget_body()
+        if len(self._queue) >= MAX_AHEAD:
+            self._error = QueueFull(f"more than {MAX_AHEAD} requests before their answers")
+            raise self._error  # parse no more of what has come: others wait for their turn
+        if len(body) and self._server.waiting_bytes + len(body) > self._limits.waiting_bytes:
+            self._error = QueueFull("too many bytes wait for their answers", hint=AGAIN)
+            return
+        if self._work is not None:
+            self._queue_up(self._work, head, body)
+
+    def _stop_reading(self) -> None:
+        self._is_ending = True
+        self._rest = self._head = None
+        self._forget_body()
+
+    def _receive(self, size: int) -> None:
+        self.received_bytes += size
+        self._server.unfinished_bytes += size
+
+    def _forget_body(self) -> None:
+        self._server.unfinished_bytes -= self.received_bytes
+        self.received_bytes = 0
+        self._body = bytearray()
+
+    # ---- what is answered ----------------------------------------------------------------------
+
+    def refuse(self, error: PipeSwitchError) -> None:
+        """Say what is wrong with what comes, unless another answer is due: that is the last."""
+        if not self._is_ending:
+            self._stop_reading()
+            if self._task is None:
+                loop = asyncio.get_running_loop()
+                self._task = loop.create_task(self._end_with(refusal(error)))
+
+    def _queue_up(self, work: Work | Answer, head: Head, body: Any) -> None:
+        has_body = head.method != "HEAD"
+        self._server.waiting_bytes += len(body)
+        self._queue.append(_Asked(work=work, body=body, is_kept=self._is_kept, has_body=has_body))
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._answer_all())
+        else:
+            self._transport.pause_reading()  # the next is read when this one is answered
+
+    async def _end_with(self, answer: Answer) -> None:
+        try:
+            await self._write(answer, is_kept=False)
+        finally:
+            self._task = None
+
+    async def _answer_all(self) -> None:
+        """Every request that is whole, in order; then this task is over."""
+        try:
+            while self._queue:
+                asked = self._queue.popleft()
+                try:
+                    work = asked.work
+                    answer = work if isinstance(work, Answer) else await work(asked.body)
+                finally:
+                    self._server.waiting_bytes -= len(asked.body)
+                is_kept, has_body = asked.is_kept and not self._is_ending, asked.has_body
+                del asked  # its body, before the answer is on its way
+                await self._write(answer, is_kept=is_kept, has_body=has_body)
+                if not is_kept:
+                    return
+                if self._queue:
+                    await asyncio.sleep(0)  # the other connections' turn
+                else:
+                    self._transport.resume_reading()
+        finally:
+            self._task = None
+            self._forget_queue()
+            self.since_s = time.monotonic()
+
+    def _forget_queue(self) -> None:
+        self._server.waiting_bytes -= sum(len(asked.body) for asked in self._queue)
+        self._queue.clear()
+
+    async def _write(self, answer: Answer, *, is_kept: bool, has_body: bool = True) -> None:
+        for data in _bytes_of(answer, is_kept=is_kept, has_body=has_body):
+            self._transport.write(data)
+        await self._can_write.wait()
+        if not is_kept:
+            self._end()
+
+    def _end(self) -> None:
+        """No more answers. What the peer still sends is read for a while: hung up on at once, it
+        might not see the last one."""
+        self._stop_reading()
+        self.since_s = time.monotonic()
+        self._transport.resume_reading()
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        else:
+            self._transport.close()
+
+    # ---- what takes too long -------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """It waits for a request of which nothing has come."""
+        return self._task is None and self._head is None and not self._head_bytes
+
+    def look(self, now_s: float) -> None:
+        """Cut off what has had its time. An answer's time is the server's business, until the peer
+        does not take it."""
+        unread = self._transport.get_write_buffer_size()
+        if not unread or unread != self._unread_bytes:
+            self._unread_bytes, self._unread_since_s = unread, now_s
+        elif now_s - self._unread_since_s > self._limits.unread_s:
+            self.abort()
+            return
+        if unread or self._task is not None:
+            return
+        took_s = now_s - self.since_s
+        if self._is_ending:
+            if took_s > LINGER_S:
+                self.abort()
+        elif self._head is not None:
+            if took_s > self._limits.body_look_s:
+                came = self.received_bytes - self._marked_bytes
+                if came < took_s * self._limits.body_bytes_per_s:
+                    self.refuse(RequestTimeout("the body came too slowly"))
+                self.since_s, self._marked_bytes = now_s, self.received_bytes
+        elif self._head_bytes:
+            if took_s > self._limits.head_s:
+                self.refuse(RequestTimeout("the head came too slowly"))
+        elif took_s > self._limits.idle_s:
+            self.abort()
+
+    def leave(self) -> None:
+        """Close when what is due has been answered."""
+        self._is_ending = True
+        if self._task is None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+
+def _untouched(size: int) -> memoryview:
+    """Memory that costs nothing before bytes come: a length alone is soon said."""
+    raw: Any = np.empty(size, np.uint8)
+    return memoryview(raw)
+
+
+def _bytes_of(answer: Answer, *, is_kept: bool, has_body: bool = True) -> list[Any]:
+    """The buffers to write, few."""
+    size = sum(map(len, answer.parts))
+    try:
+        reason = HTTPStatus(answer.status).phrase
+    except ValueError:
+        reason = "Client Closed Request"  # 499 is nginx's own
+    lines = [
+        f"HTTP/1.1 {answer.status} {reason}",
+        f"Content-Type: {answer.content_type}",
+        f"Content-Length: {size}",
+        *(f"{name}: {value}" for name, value in answer.headers),
+    ]
+    if not is_kept:
+        lines.append("Connection: close")
+    head = "\r\n".join([*lines, "", ""]).encode("latin-1")
+    if not has_body:
+        return [head]
+    if size <= JOIN_BYTES:
+        return [b"".join([head, *answer.parts])]
+    return [head, *answer.parts]
+
+
+def _crowded() -> Answer:
+    return refusal(ServerUnavailable("too many connections", hint=AGAIN))
+
+
+def _head_too_large(limits: Limits) -> HeadTooLarge:
+    return HeadTooLarge(
+        f"the head of a request has at most {format_bytes(limits.head_bytes)} and "
+        f"{MAX_HEADERS} headers"
+    )
+
+
+def _body_too_large(limits: Limits) -> TooLarge:
+    return TooLarge(
+        f"a body has at most {format_bytes(limits.body_bytes)} here",
+        hint="[gateway] max_body; or smaller batches",
+    )

@@ -1,0 +1,130 @@
+"""The gateway process: sockets from the controller, callers from anywhere, one loop.
+
+It dies and comes back without the server noticing: the listening socket is the controller's too, so
+new connections wait there meanwhile. When the server dies it stays for a while and says 503, until
+the server's next life has a gateway of its own and ends this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import logging
+import resource
+import signal
+import socket
+import ssl
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from ..ipc.channel import Channel, channel_from
+from ..ipc.messages import GatewaySettings
+from ..roles import parse_roles
+from ..units import PrintableFormatter
+from ..wire.tokens import read_tokens
+from .callers import Callers
+from .http import HttpServer, Limits
+from .rest import Rest
+from .service import Service
+from .tally import Tally
+from .upstream import Upstream
+
+ORPHAN_S: Final = 60.0  # how long a gateway waits for the next server
+DRAIN_S: Final = 1.0  # for answers that are due when it is told to leave
+BACKLOG: Final = 512
+SPARE_FILES: Final = 256  # beside one for each connection
+PR_SET_THP_DISABLE: Final = 41
+
+log = logging.getLogger(__name__)
+
+
+def main(descriptor: int) -> None:
+    """Entry: learn what to do, serve, leave."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who leaves when is the controller's decision
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logging.getLogger("pipeswitch").addHandler(handler)
+    channel = channel_from(descriptor)
+    received = channel.receive()
+    if received is None:
+        return
+    settings, descriptors = received
+    if not isinstance(settings, GatewaySettings):
+        raise TypeError(f"a gateway is not started with a {type(settings).__name__}")
+    _refuse_huge_pages()
+    _raise_open_files_limit(settings.max_connections + SPARE_FILES)
+    asyncio.run(_serve(settings, channel, descriptors))
+
+
+async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Sequence[int]) -> None:
+    """Until SIGTERM, or for as long as an orphan may."""
+    loop = asyncio.get_running_loop()
+    is_over = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, is_over.set)
+
+    def orphaned() -> None:
+        loop.remove_reader(channel.fileno())
+        loop.call_later(ORPHAN_S, is_over.set)
+
+    loop.add_reader(channel.fileno(), orphaned)  # the controller sends no more: it is gone
+    upstream, tally = Upstream(settings.address), Tally()
+    service, callers = Service(upstream, tally), _callers(settings)
+    limits = Limits(
+        body_bytes=settings.max_body_bytes,
+        connections=settings.max_connections,
+        connections_per_address=settings.max_connections // 2,
+    )
+    http = HttpServer(Rest(service, callers), limits)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(upstream.close)
+        if settings.http:
+            listening = socket.socket(fileno=descriptors[1])
+            server = await loop.create_server(
+                http, sock=listening, ssl=_tls(settings), backlog=BACKLOG
+            )
+            watch = loop.create_task(http.watch())
+            stack.callback(watch.cancel)
+            stack.push_async_callback(http.drain, DRAIN_S)
+            stack.callback(server.close)
+        gc.collect()
+        gc.freeze()
+        await is_over.wait()
+
+
+def _callers(settings: GatewaySettings) -> Callers:
+    return Callers(
+        roles=parse_roles(settings.roles),
+        tokens=read_tokens(Path(settings.tokens)) if settings.tokens else {},
+        needs_token=settings.needs_token,
+        hosts=frozenset(settings.hosts) or None,
+    )
+
+
+def _tls(settings: GatewaySettings) -> ssl.SSLContext | None:
+    if not settings.tls_cert:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(settings.tls_cert, settings.tls_key)
+    return context
+
+
+def _refuse_huge_pages() -> None:
+    """Else the first byte of each large body would take 2 MiB."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
+
+
+def _raise_open_files_limit(wanted: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        limit = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

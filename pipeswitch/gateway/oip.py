@@ -1,0 +1,440 @@
+"""The Open Inference Protocol's requests and answers as bytes; pure, no socket.
+
+A body is JSON, and behind it the bytes of those tensors that name a ``binary_data_size``, in their
+order (Triton's ``binary_tensor_data``). Inside, a tensor is what travels to the server: a
+``WireTensor`` with its dense little-endian bytes, so that nothing is converted that came binary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from ..errors import InvalidInput
+from ..programs.layout import ITEM_BYTES
+from ..units import nearest
+from ..wire.frames import MAX_DIMS, MAX_TENSORS, WireTensor
+
+DATATYPES: Final[Mapping[str, str]] = {
+    "BOOL": "bool", "UINT8": "uint8", "INT8": "int8", "INT16": "int16", "INT32": "int32",
+    "INT64": "int64", "FP16": "float16", "BF16": "bfloat16", "FP32": "float32", "FP64": "float64",
+}  # fmt: skip
+"""The protocol's names of the dtypes that a model can have here."""
+DATATYPE_OF: Final = {dtype: name for name, dtype in DATATYPES.items()}
+VERSION: Final = "1"  # of every model: a name is registered once
+PRIORITIES: Final = ("", "high", "normal", "low")  # by number; 0 is the model's own
+MAX_TIMEOUT_US: Final = 1 << 53
+# By the kinds of numpy's dtypes: what JSON's values may become, and what others are called.
+_TAKES: Final[Mapping[str, str]] = {"b": "biu", "u": "iu", "i": "iu", "f": "iuf"}
+_GIVEN: Final[Mapping[str, str]] = {"b": "true or false", "f": "with fractions"}
+JSON_TYPE: Final = "application/json"
+BINARY_TYPE: Final = "application/octet-stream"
+
+
+class RequestedOutput(msgspec.Struct, kw_only=True):
+    """One of ``outputs``: which, and how it is to come back."""
+
+    name: str
+    parameters: dict[str, Any] = {}
+
+
+class _Input(msgspec.Struct, kw_only=True):
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    parameters: dict[str, Any] = {}
+    data: msgspec.Raw = msgspec.Raw(b"")
+
+
+class _Body(msgspec.Struct, kw_only=True):
+    inputs: list[_Input]
+    id: str = ""
+    parameters: dict[str, Any] = {}
+    outputs: list[RequestedOutput] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferRequest:
+    """What is asked of a model, by whichever protocol."""
+
+    id: str
+    inputs: tuple[WireTensor, ...]
+    frames: Sequence[Any]
+    priority: str = ""
+    deadline_ms: float | None = None
+    outputs: tuple[RequestedOutput, ...] | None = None  # None: all of them
+    is_binary: bool = False  # what an output is that does not say it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """One of an answer's tensors."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: Any  # its bytes
+
+
+_decoder = msgspec.json.Decoder(_Body)
+
+
+def decode_request(body: Any, json_bytes: int | None) -> InferRequest:
+    """A request's body.
+
+    Args:
+        body: a buffer; the frames of the result share its memory.
+        json_bytes: how much of it is JSON (``Inference-Header-Content-Length``); None: all.
+
+    Raises:
+        InvalidInput: it is not of the protocol, or a tensor is not what it says.
+    """
+    whole = memoryview(body)
+    if json_bytes is not None and not 0 <= json_bytes <= len(whole):
+        raise InvalidInput(
+            f"Inference-Header-Content-Length is {json_bytes}, the body has {len(whole)} bytes"
+        )
+    head, rest = (whole, whole[:0]) if json_bytes is None else split(whole, json_bytes)
+    try:
+        asked = _decoder.decode(head)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidInput(
+            f"the body is no inference request: {error}",
+            hint='{"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": […]}]}',
+        ) from None
+    check_count(len(asked.inputs))
+    tensors, frames = [], []
+    for number, given in enumerate(asked.inputs):
+        dtype = dtype_of(given.name, given.datatype)
+        size = check_shape(given.name, dtype, given.shape)
+        binary = given.parameters.get("binary_data_size")
+        if "shared_memory_region" in given.parameters:
+            raise InvalidInput(
+                f'input "{given.name}" lies in shared memory, which is not served here',
+                hint="send its data: /v2 lists the extensions there are",
+            )
+        if binary is None:
+            frames.append(_from_json(given.name, dtype, given.shape, given.data))
+        else:
+            if type(binary) is not int or not 0 <= binary <= len(rest):
+                raise InvalidInput(
+                    f'input "{given.name}" says binary_data_size {binary!r}, and {len(rest)} bytes '
+                    "are left behind the JSON",
+                    hint="Inference-Header-Content-Length says where the JSON ends",
+                )
+            data, rest = split(rest, binary)
+            check_bytes(given.name, dtype, given.shape, len(data), size)
+            frames.append(data)
+        tensors.append(WireTensor(name=given.name, dtype=dtype, shape=given.shape, frame=number))
+    if len(rest):
+        raise InvalidInput(f"{len(rest)} bytes behind the last binary input belong to none")
+    return InferRequest(
+        id=asked.id,
+        inputs=tuple(tensors),
+        frames=frames,
+        outputs=None if asked.outputs is None else tuple(asked.outputs),
+        is_binary=flag("binary_data_output", asked.parameters),
+        **schedule(asked.parameters),
+    )
+
+
+def raw_request(body: Any, row: Mapping[str, Any]) -> InferRequest:
+    """A body that is nothing but the bytes of a model's only input (Triton's raw binary request).
+
+    Args:
+        body: a buffer.
+        row: the model's, with ``inputs`` by name.
+    """
+    if len(row["inputs"]) != 1:
+        raise InvalidInput(
+            f"a raw request is for models with one input, and this one has {len(row['inputs'])}",
+            hint="Inference-Header-Content-Length: the length of the JSON before the tensors",
+        )
+    ((name, (extents, dtype)),) = row["inputs"].items()
+    fixed = math.prod(extent for extent in extents if extent is not None) * ITEM_BYTES[dtype]
+    batch, odd = divmod(len(body), fixed) if fixed else (0, len(body))
+    shape = tuple(batch if extent is None else extent for extent in extents)
+    is_dynamic = None in extents
+    if odd or (batch != 1 and not is_dynamic):
+        raise InvalidInput(
+            f'input "{name}" is {DATATYPE_OF[dtype]}{list(shown(extents))}, {fixed} bytes'
+            f"{' for each of a batch' if is_dynamic else ''}; the body has {len(body)}"
+        )
+    tensor = WireTensor(name=name, dtype=dtype, shape=shape, frame=0)
+    return InferRequest(id="", inputs=(tensor,), frames=[memoryview(body)], is_binary=True)
+
+
+def encode_answer(
+    model: str, asked: InferRequest, outputs: Sequence[Output], bill: Mapping[str, Any]
+) -> tuple[list[Any], int | None]:
+    """An answer's body in parts, and how many bytes of it are JSON if there are others.
+
+    Raises:
+        InvalidInput: an output is asked for that the model does not have.
+    """
+    rows, binary = [], []
+    for output, wants_binary in wanted(asked, outputs):
+        row: dict[str, Any] = {
+            "name": output.name,
+            "datatype": DATATYPE_OF[output.dtype],
+            "shape": output.shape,
+        }
+        if wants_binary:
+            row["parameters"] = {"binary_data_size": len(output.data)}
+            binary.append(output.data)
+        else:
+            row["data"] = as_numbers(output)
+        rows.append(row)
+    answer: dict[str, Any] = {"model_name": model, "model_version": VERSION}
+    if asked.id:
+        answer["id"] = asked.id
+    if bill:
+        answer["parameters"] = bill
+    head = msgspec.json.encode({**answer, "outputs": rows})
+    return [head, *binary], len(head) if binary else None
+
+
+def wanted(asked: InferRequest, outputs: Sequence[Output]) -> list[tuple[Output, bool]]:
+    """The outputs that are asked for, in the order asked, and whether each is to be binary.
+
+    Raises:
+        InvalidInput: the model has none of a name.
+    """
+    if not asked.outputs:
+        return [(output, asked.is_binary) for output in outputs]
+    by_name = {output.name: output for output in outputs}
+    chosen = []
+    for one in asked.outputs:
+        if one.name not in by_name:
+            raise InvalidInput(
+                f'no output "{one.name}"{nearest(one.name, by_name)}',
+                hint=f"outputs: {', '.join(by_name)}",
+            )
+        if one.parameters.get("classification"):
+            raise InvalidInput("classification is not served here", hint="take the output as it is")
+        if "shared_memory_region" in one.parameters:
+            raise InvalidInput(f'output "{one.name}": shared memory is not served here')
+        is_binary = flag("binary_data", one.parameters, default=asked.is_binary)
+        chosen.append((by_name[one.name], is_binary))
+    return chosen
+
+
+def schedule(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """``priority`` (1 is the highest, 0 the model's own) and ``timeout`` in microseconds.
+
+    Raises:
+        InvalidInput: one is no such number, or a sequence is asked for.
+    """
+    priority = _whole("priority", parameters, high=(1 << 64) - 1)
+    timeout_us = _whole("timeout", parameters, high=MAX_TIMEOUT_US)
+    if parameters.get("sequence_id"):
+        raise InvalidInput(
+            "sequences are not served here: each request stands alone", hint="leave sequence_id out"
+        )
+    return {
+        "priority": PRIORITIES[min(priority, len(PRIORITIES) - 1)],
+        "deadline_ms": timeout_us / 1000.0 if timeout_us else None,
+    }
+
+
+def _whole(name: str, parameters: Mapping[str, Any], high: int) -> int:
+    value = parameters.get(name, 0)
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 20:
+        value = int(value)  # as some clients send what may be large
+    if type(value) is not int or not 0 <= value <= high:
+        raise InvalidInput(f"{name} must be a whole number from 0, got {value!r:.80}")
+    return value
+
+
+def flag(name: str, parameters: Mapping[str, Any], *, default: bool = False) -> bool:
+    """A parameter that is true or false.
+
+    Raises:
+        InvalidInput: it is neither.
+    """
+    value = parameters.get(name, default)
+    if type(value) is not bool:
+        raise InvalidInput(f"{name} must be true or false, got {value!r:.80}")
+    return value
+
+
+def check_count(count: int) -> None:
+    """Raises InvalidInput: more inputs than travel."""
+    if count > MAX_TENSORS:
+        raise InvalidInput(f"{count} inputs are more than {MAX_TENSORS}")
+
+
+def dtype_of(name: str, datatype: str) -> str:
+    """Our name of a datatype.
+
+    Raises:
+        InvalidInput: no model here can take it.
+    """
+    if datatype not in DATATYPES:
+        raise InvalidInput(
+            f'input "{name}": datatype {datatype[:40]!r} is not served here'
+            f"{nearest(datatype.upper(), DATATYPES)}",
+            hint=f"one of {', '.join(DATATYPES)}",
+        )
+    return DATATYPES[datatype]
+
+
+def check_shape(name: str, dtype: str, shape: Sequence[int]) -> int:
+    """The bytes of a tensor of this shape.
+
+    Raises:
+        InvalidInput: it is none.
+    """
+    if len(shape) > MAX_DIMS or min(shape, default=0) < 0:
+        raise InvalidInput(
+            f'input "{name}" has no shape: {list(shape[:MAX_DIMS])}',
+            hint=f"at most {MAX_DIMS} numbers, none below 0",
+        )
+    return math.prod(shape) * ITEM_BYTES[dtype]
+
+
+def check_bytes(name: str, dtype: str, shape: Sequence[int], given: int, size: int) -> None:
+    """Raises InvalidInput: the bytes are not those of the shape."""
+    if given != size:
+        raise InvalidInput(
+            f'input "{name}" is {DATATYPE_OF[dtype]}{list(shape)}, which is {size} bytes; '
+            f"{given} came"
+        )
+
+
+def _from_json(name: str, dtype: str, shape: tuple[int, ...], raw: msgspec.Raw) -> memoryview:
+    if not len(raw):
+        raise InvalidInput(
+            f'input "{name}" has no data',
+            hint='"data": […], or parameters.binary_data_size and its bytes behind the JSON',
+        )
+    try:
+        values = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidInput(f'input "{name}": its data is malformed: {error}') from None
+    return from_numbers(name, dtype, shape, values)
+
+
+def from_numbers(name: str, dtype: str, shape: Sequence[int], values: Any) -> memoryview:
+    """The bytes of numbers, flat or nested, in row-major order; too large ones are infinite.
+
+    Raises:
+        InvalidInput: they are ragged, of another kind than the dtype, too large for it, or not as
+            many as the shape asks for.
+    """
+    try:
+        array = np.asarray(values)
+    except (ValueError, OverflowError):
+        raise InvalidInput(f'input "{name}": its data is no regular list of numbers') from None
+    if array.size != math.prod(shape):
+        raise InvalidInput(
+            f'input "{name}" has {array.size} values, its shape {list(shape)} asks for '
+            f"{math.prod(shape)}"
+        )
+    if not array.size:
+        return memoryview(b"")
+    if array.dtype.kind not in _TAKES["f" if "float" in dtype else dtype[0]]:
+        given = _GIVEN.get(array.dtype.kind, "no numbers")
+        raise InvalidInput(f'input "{name}" is {DATATYPE_OF[dtype]}, its data is {given}')
+    if dtype == "bfloat16":
+        with np.errstate(over="ignore"):
+            return _dense(_to_bfloat16(array.astype(np.float32)))
+    target = np.dtype(dtype)
+    if target.kind in "iu":
+        limits = np.iinfo(target)
+        if int(array.min()) < limits.min or int(array.max()) > limits.max:
+            raise InvalidInput(
+                f'input "{name}" is {DATATYPE_OF[dtype]}: from {limits.min} to {limits.max}'
+            )
+    with np.errstate(over="ignore"):
+        return _dense(array.astype(target))
+
+
+def as_numbers(output: Output) -> list[Any]:
+    """An output's values, flat, in row-major order."""
+    if output.dtype == "bfloat16":
+        bits = np.frombuffer(output.data, np.uint16).astype(np.uint32) << np.uint32(16)
+        array: Any = bits.view(np.float32)
+    else:
+        array = np.frombuffer(output.data, np.dtype(output.dtype))
+    values: list[Any] = array.tolist()
+    return values
+
+
+def _to_bfloat16(values: Any) -> Any:
+    """The upper halves of float32, rounded to the nearest even one; not-a-number stays one."""
+    bits = values.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
+
+
+def _dense(array: Any) -> memoryview:
+    raw: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return memoryview(raw)
+
+
+def split(whole: memoryview, at: int) -> tuple[memoryview, memoryview]:
+    return whole[:at], whole[at:]
+
+
+def shown(extents: Sequence[int | None]) -> list[int]:
+    """A signature's shape as the protocol writes it: -1 is any."""
+    return [-1 if extent is None else extent for extent in extents]
+
+
+# ---- what is told of models --------------------------------------------------------------------
+
+
+def metadata(row: Mapping[str, Any]) -> dict[str, Any]:
+    """``/v2/models/M`` of a model's row."""
+
+    def tensors(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [
+            {"name": name, "datatype": DATATYPE_OF[dtype], "shape": shown(shape)}
+            for name, (shape, dtype) in values.items()
+        ]
+
+    return {
+        "name": row["name"],
+        "versions": [VERSION],
+        "platform": "pipeswitch",
+        "inputs": tensors(row["inputs"]),
+        "outputs": tensors(row["outputs"]),
+    }
+
+
+def config(row: Mapping[str, Any]) -> dict[str, Any]:
+    """``/v2/models/M/config``: with a ``max_batch_size`` above 0 the first dimension is implicit.
+
+    It is implicit only where every input and output begins with it.
+    """
+    values = [*row["inputs"].values(), *row["outputs"].values()]
+    is_batched = bool(values) and all(
+        shape and shape[0] is None and None not in shape[1:] for shape, _ in values
+    )
+
+    def tensors(side: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": name,
+                "data_type": f"TYPE_{DATATYPE_OF[dtype]}",
+                "dims": shown(shape[1:] if is_batched else shape),
+            }
+            for name, (shape, dtype) in side.items()
+        ]
+
+    return {
+        "name": row["name"],
+        "platform": "pipeswitch",
+        "backend": "pipeswitch",
+        "version_policy": {"latest": {"num_versions": 1}},
+        "max_batch_size": row["batch"][1] if is_batched else 0,
+        "input": tensors(row["inputs"]),
+        "output": tensors(row["outputs"]),
+        "model_transaction_policy": {"decoupled": False},
+    }

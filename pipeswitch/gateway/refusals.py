@@ -1,0 +1,108 @@
+"""Every way to say no: one table from our errors to the statuses of HTTP and the codes of gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ..errors import (
+    AlreadyExists,
+    Cancelled,
+    DeadlineExceeded,
+    HostStoreFull,
+    InvalidInput,
+    ModelNotFound,
+    ModelQuarantined,
+    OutOfDeviceMemory,
+    PermissionDenied,
+    PipeSwitchError,
+    QueueFull,
+    RegistrationRefused,
+    ServerUnavailable,
+)
+
+RETRY_AFTER_S: Final = 1  # a queue drains, and a server restarts, in about this time
+
+
+class Unauthenticated(PipeSwitchError):
+    """No token where one is asked for, or one that is not in the file."""
+
+
+class NotFound(PipeSwitchError):
+    """No such path, or no such version of a model."""
+
+
+class MethodNotAllowed(PipeSwitchError):
+    """The path is there, for another method."""
+
+
+class RequestTimeout(PipeSwitchError):
+    """The request's head or body came too slowly."""
+
+
+class TooLarge(PipeSwitchError):
+    """The body is larger than one request may be."""
+
+
+class HeadTooLarge(PipeSwitchError):
+    """The request line and the headers are larger than any client of ours makes them."""
+
+
+class WrongHost(PipeSwitchError):
+    """The ``Host`` is not this address: a page of another site may have been made to ask here."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """How one kind of error is told."""
+
+    http: int
+    grpc: str  # a name of grpc.StatusCode
+    may_retry: bool = False  # nothing was carried out: ``Retry-After`` says so
+
+
+_STATUSES: Final[Mapping[type[PipeSwitchError], Status]] = {
+    InvalidInput: Status(400, "INVALID_ARGUMENT"),
+    RegistrationRefused: Status(400, "INVALID_ARGUMENT"),
+    Unauthenticated: Status(401, "UNAUTHENTICATED"),
+    PermissionDenied: Status(403, "PERMISSION_DENIED"),
+    WrongHost: Status(403, "PERMISSION_DENIED"),
+    ModelNotFound: Status(404, "NOT_FOUND"),
+    NotFound: Status(404, "NOT_FOUND"),
+    MethodNotAllowed: Status(405, "UNIMPLEMENTED"),
+    RequestTimeout: Status(408, "DEADLINE_EXCEEDED"),
+    AlreadyExists: Status(409, "ALREADY_EXISTS"),
+    TooLarge: Status(413, "RESOURCE_EXHAUSTED"),
+    QueueFull: Status(429, "RESOURCE_EXHAUSTED", may_retry=True),
+    HeadTooLarge: Status(431, "RESOURCE_EXHAUSTED"),
+    Cancelled: Status(499, "CANCELLED"),
+    ServerUnavailable: Status(503, "UNAVAILABLE", may_retry=True),
+    ModelQuarantined: Status(503, "FAILED_PRECONDITION"),  # until it is loaded again
+    DeadlineExceeded: Status(504, "DEADLINE_EXCEEDED"),
+    OutOfDeviceMemory: Status(507, "RESOURCE_EXHAUSTED"),
+    HostStoreFull: Status(507, "RESOURCE_EXHAUSTED"),
+}
+_OURS: Final = Status(500, "INTERNAL")  # the model's own code, or a bug: WorkerLost, TaskFailed, …
+
+
+def status_of(error: PipeSwitchError) -> Status:
+    """How ``error`` is told: as the nearest of its classes that the table has."""
+    for cls in type(error).__mro__:
+        if cls in _STATUSES:
+            return _STATUSES[cls]
+    return _OURS
+
+
+def body_of(error: PipeSwitchError) -> dict[str, Any]:
+    """The JSON of every refusal, whatever its status."""
+    return {"error": error.message, "code": type(error).__name__, "hint": error.hint}
+
+
+def as_ours(error: Exception) -> PipeSwitchError:
+    """A bug here, told without its insides: those are in the log."""
+    if isinstance(error, PipeSwitchError):
+        return error
+    return PipeSwitchError(
+        f"the gateway failed: {type(error).__name__}", hint="its log has the details"
+    )

@@ -1,0 +1,224 @@
+"""The Open Inference Protocol's paths over HTTP: what each asks of the service, and its JSON."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
+
+import msgspec
+
+from ..errors import InvalidInput, PipeSwitchError, ServerUnavailable
+from ..roles import ANYONE, Standing
+from ..units import nearest
+from . import oip
+from .callers import Callers
+from .http import Answer, Head, Work, json_answer, refusal
+from .refusals import MethodNotAllowed, NotFound, WrongHost, as_ours, body_of, status_of
+from .service import Service
+
+log = logging.getLogger(__name__)
+
+JSON_LENGTH: Final = "Inference-Header-Content-Length"
+TIMED: Final = ("queue", "switch", "copy", "stall", "compute", "total", "gateway")
+HEALTH: Final = "/v2/health/"  # a probe has no token
+PROBE: Final = Standing(tenant=ANYONE)
+HINT: Final = "GET /v2 tells what is served"
+
+Task = Callable[[Head, Any], Awaitable[Answer]]
+
+
+class Rest:
+    """Paths to verbs. Called with a request's head; see ``http.Admit``."""
+
+    def __init__(self, service: Service, callers: Callers) -> None:
+        self._service = service
+        self._callers = callers
+        self._fixed: Mapping[str, tuple[str, Callable[..., Awaitable[Answer]]]] = {
+            "/v2": ("GET", self._about),
+            "/v2/health/live": ("GET", self._live),
+            "/v2/health/ready": ("GET", self._ready),
+            "/v2/models": ("GET", self._models),
+            "/v2/models/stats": ("GET", self._all_statistics),
+            "/v2/repository/index": ("POST", self._index),
+        }
+        self._of_model: Mapping[str, tuple[str, Callable[..., Awaitable[Answer]]]] = {
+            "": ("GET", self._metadata),
+            "ready": ("GET", self._model_ready),
+            "config": ("GET", self._config),
+            "stats": ("GET", self._statistics),
+            "infer": ("POST", self._infer),
+        }
+
+    def __call__(self, head: Head) -> Work | Answer:
+        """What a request asks for, or why not."""
+        try:
+            self._check_site(head)
+            is_probe = head.path.startswith(HEALTH)
+            token = head.headers.get("authorization", "")
+            task = self._task(head, PROBE if is_probe else self._callers.standing(token))
+        except PipeSwitchError as error:
+            return refusal(error)
+
+        async def work(body: Any) -> Answer:
+            try:
+                return await task(head, body)
+            except PipeSwitchError as error:
+                return refusal(error)
+            except Exception as error:
+                log.exception("path=%s failed", head.path)
+                return refusal(as_ours(error))
+
+        return work
+
+    def _check_site(self, head: Head) -> None:
+        """A browser says whose page asks: no other site's may."""
+        host = head.headers.get("host", "")
+        self._callers.check_host(host)
+        origin = head.headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+            raise WrongHost(f"a page of {origin[:80]!r} may not ask here")
+
+    def _task(self, head: Head, caller: Standing) -> Task:
+        path = head.path.rstrip("/")
+        if path in self._fixed:
+            method, verb = self._fixed[path]
+            _check_method(head, method)
+            return lambda head, body: verb(caller, head, body)
+        match path.split("/"):
+            case ["", "v2", "models", name, "versions", version]:
+                parts = name, version, ""
+            case ["", "v2", "models", name, "versions", version, tail]:
+                parts = name, version, tail
+            case ["", "v2", "models", name]:
+                parts = name, "", ""
+            case ["", "v2", "models", name, tail]:
+                parts = name, "", tail
+            case ["", "v2", "repository", "models", name, "load" | "unload" as action]:
+                _check_method(head, "POST")
+                verb = self._load if action == "load" else self._unload
+                return lambda head, body: verb(caller, unquote(name), body)
+            case _:
+                raise NotFound(f"no path {head.path[:200]!r}{_near(path, self._fixed)}", hint=HINT)
+        name, version, tail = (unquote(part) for part in parts)
+        if tail not in self._of_model:
+            near = nearest(tail, filter(None, self._of_model))
+            raise NotFound(f"a model has no {tail[:80]!r}{near}", hint=HINT)
+        method, verb = self._of_model[tail]
+        _check_method(head, method)
+        return lambda head, body: verb(caller, name, version, head, body)
+
+    # ---- the server ----------------------------------------------------------------------------
+
+    async def _about(self, caller: Standing, head: Head, body: Any) -> Answer:
+        return json_answer(self._service.about())
+
+    async def _live(self, caller: Standing, head: Head, body: Any) -> Answer:
+        return _state({"live": await self._service.is_live()}, "the server does not answer")
+
+    async def _ready(self, caller: Standing, head: Head, body: Any) -> Answer:
+        return _state({"ready": await self._service.is_ready()}, "the server is not ready")
+
+    async def _models(self, caller: Standing, head: Head, body: Any) -> Answer:
+        return json_answer({"models": [row["name"] for row in await self._service.index(caller)]})
+
+    async def _all_statistics(self, caller: Standing, head: Head, body: Any) -> Answer:
+        return json_answer(await self._service.statistics(caller))
+
+    async def _index(self, caller: Standing, head: Head, body: Any) -> Answer:
+        ready_only = oip.flag("ready", _object(body))
+        return json_answer(await self._service.index(caller, ready_only=ready_only))
+
+    async def _load(self, caller: Standing, model: str, body: Any) -> Answer:
+        parameters = _object(body).get("parameters") or {}
+        if not isinstance(parameters, Mapping):
+            raise InvalidInput("parameters is no object")
+        await self._service.load(caller, model, parameters)
+        return json_answer({})
+
+    async def _unload(self, caller: Standing, model: str, body: Any) -> Answer:
+        await self._service.unload(caller, model)
+        return json_answer({})
+
+    # ---- a model -------------------------------------------------------------------------------
+
+    async def _metadata(
+        self, caller: Standing, model: str, version: str, head: Head, body: Any
+    ) -> Answer:
+        return json_answer(await self._service.metadata(caller, model, version))
+
+    async def _model_ready(
+        self, caller: Standing, model: str, version: str, head: Head, body: Any
+    ) -> Answer:
+        is_ready = await self._service.is_model_ready(caller, model, version)
+        return _state({"name": model, "ready": is_ready}, f'"{model}" is not ready')
+
+    async def _config(
+        self, caller: Standing, model: str, version: str, head: Head, body: Any
+    ) -> Answer:
+        return json_answer(await self._service.config(caller, model, version))
+
+    async def _statistics(
+        self, caller: Standing, model: str, version: str, head: Head, body: Any
+    ) -> Answer:
+        return json_answer(await self._service.statistics(caller, model, version))
+
+    async def _infer(
+        self, caller: Standing, model: str, version: str, head: Head, body: Any
+    ) -> Answer:
+        if head.headers.get("content-encoding", "identity") != "identity":
+            raise InvalidInput("compressed bodies are not taken here")
+        json_bytes = _json_length(head)
+        if json_bytes == 0:
+            asked = oip.raw_request(body, await self._service.row(caller, model))
+        else:
+            asked = oip.decode_request(body, json_bytes)
+        outputs, bill = await self._service.infer(caller, model, version, asked)
+        parts, json_bytes = oip.encode_answer(model, asked, outputs, bill)
+        headers = [("Server-Timing", _server_timing(bill))]
+        if json_bytes is None:
+            return Answer(parts=parts, headers=headers)
+        headers.append((JSON_LENGTH, str(json_bytes)))
+        return Answer(parts=parts, content_type=oip.BINARY_TYPE, headers=headers)
+
+
+def _check_method(head: Head, method: str) -> None:
+    if head.method != method and (head.method, method) != ("HEAD", "GET"):
+        raise MethodNotAllowed(f"{head.method} is not for {head.path[:200]}", hint=f"use {method}")
+
+
+def _near(path: str, known: Any) -> str:
+    return nearest(path, [*known, "/metrics"])
+
+
+def _state(facts: dict[str, Any], why: str) -> Answer:
+    """A health endpoint: it always has its word, and when that is no, a refusal's too."""
+    if all(facts.values()):
+        return json_answer(facts)
+    error = ServerUnavailable(why, hint="ask again in a moment")
+    return json_answer({**facts, **body_of(error)}, status_of(error).http)
+
+
+def _object(body: Any) -> dict[str, Any]:
+    if not len(body):
+        return {}
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidInput(f"the body is no JSON object: {error}") from None
+
+
+def _json_length(head: Head) -> int | None:
+    text = head.headers.get(JSON_LENGTH.lower())
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < 16):
+        raise InvalidInput(f"{JSON_LENGTH} is no number: {text[:40]!r}")
+    return int(text)
+
+
+def _server_timing(bill: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{name};dur={bill[f'{name}_ms']:.3f}" for name in TIMED if f"{name}_ms" in bill
+    )

@@ -1,0 +1,164 @@
+"""What both protocols serve: the verbs of the Open Inference Protocol, for a caller with roles.
+
+Each verb checks the caller's roles first, by the role of the wire's verb that it stands for.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ..errors import Cancelled, InvalidInput, ModelNotFound, PipeSwitchError, ServerUnavailable
+from ..roles import Standing
+from . import oip
+from .callers import require, told
+from .oip import InferRequest, Output
+from .refusals import NotFound
+from .tally import Tally
+from .upstream import Upstream
+
+READY: Final = "ready"  # a model's state
+EXTENSIONS: Final = (
+    "binary_tensor_data", "model_configuration", "model_repository", "schedule_policy",
+    "statistics",
+)  # fmt: skip
+_STATES: Final[Mapping[str, str]] = {READY: "READY", "building": "LOADING", "storing": "LOADING"}
+
+
+class Service:
+    """Verbs; no bytes of either protocol."""
+
+    def __init__(self, upstream: Upstream, tally: Tally) -> None:
+        self._upstream = upstream
+        self._tally = tally
+        self._version = importlib.metadata.version("pipeswitch")  # a file is read for it
+
+    def about(self) -> dict[str, Any]:
+        """``/v2``: nothing that the server must be asked for."""
+        return {"name": "pipeswitch", "version": self._version, "extensions": [*EXTENSIONS]}
+
+    async def is_live(self) -> bool:
+        """The server answers."""
+        try:
+            await self._upstream.ask("ping")
+        except ServerUnavailable:
+            return False
+        return True
+
+    async def is_ready(self) -> bool:
+        """The server would serve a request now."""
+        try:
+            return bool((await self._upstream.ask("ping"))["ready"])
+        except ServerUnavailable:
+            return False
+
+    async def is_model_ready(self, caller: Standing, model: str, version: str) -> bool:
+        return bool((await self._row(caller, model, version))["state"] == READY)
+
+    async def metadata(self, caller: Standing, model: str, version: str) -> dict[str, Any]:
+        return oip.metadata(_built(await self._row(caller, model, version)))
+
+    async def config(self, caller: Standing, model: str, version: str) -> dict[str, Any]:
+        return oip.config(_built(await self._row(caller, model, version)))
+
+    async def statistics(
+        self, caller: Standing, model: str = "", version: str = ""
+    ) -> dict[str, Any]:
+        """Of one model, or of all."""
+        if model:
+            await self._row(caller, model, version)
+            names = [model]
+        else:
+            names = [row["name"] for row in await self._rows(caller)]
+            self._tally.forget_others(set(names))
+        return {"model_stats": [self._tally.row(name) for name in names]}
+
+    async def index(self, caller: Standing, *, ready_only: bool = False) -> list[dict[str, Any]]:
+        """The repository's index."""
+        rows = [
+            {
+                "name": row["name"],
+                "version": oip.VERSION,
+                "state": _STATES.get(row["state"], "UNAVAILABLE"),
+                "reason": row.get("reason", ""),
+            }
+            for row in await self._rows(caller)
+        ]
+        return [row for row in rows if row["state"] == "READY" or not ready_only]
+
+    async def load(self, caller: Standing, model: str, parameters: Mapping[str, Any]) -> None:
+        """Pin a registered model on the device.
+
+        Raises:
+            InvalidInput: the model's files came along.
+        """
+        require(caller, "load")
+        if any(name.startswith("file:") for name in parameters):
+            raise InvalidInput(
+                "a model is not brought by load: its files are not taken here",
+                hint="pipeswitch register NAME FILE.bundle; load pins what is registered",
+            )
+        await self._upstream.ask("load", model)
+
+    async def unload(self, caller: Standing, model: str) -> None:
+        """Unpin it; it stays registered."""
+        require(caller, "unload")
+        await self._upstream.ask("unload", model)
+
+    async def infer(
+        self, caller: Standing, model: str, version: str, asked: InferRequest
+    ) -> tuple[list[Output], dict[str, Any]]:
+        """The outputs, and the bill with what the gateway added."""
+        require(caller, "infer")
+        _check_version(model, version)
+        began = time.perf_counter()
+        try:
+            outputs, bill = await self._upstream.infer(model, asked)
+        except PipeSwitchError as error:
+            if not isinstance(error, ModelNotFound | ServerUnavailable | Cancelled):
+                self._tally.failed(model, _since_ms(began))
+            raise
+        took_ms = _since_ms(began)
+        self._tally.succeeded(model, took_ms, bill)
+        gateway_ms = max(0.0, took_ms - float(bill.get("total_ms", 0.0)))
+        return outputs, _rounded({**bill, "gateway_ms": gateway_ms})
+
+    async def row(self, caller: Standing, model: str) -> dict[str, Any]:
+        """A model that is built, as far as the caller may know it."""
+        return _built(await self._row(caller, model, ""))
+
+    async def _row(self, caller: Standing, model: str, version: str) -> dict[str, Any]:
+        require(caller, "show")
+        _check_version(model, version)
+        return told(await self._upstream.show(model), caller)
+
+    async def _rows(self, caller: Standing) -> list[dict[str, Any]]:
+        require(caller, "models")
+        return [told(row, caller) for row in (await self._upstream.ask("models"))["models"]]
+
+
+def _rounded(bill: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: round(value, 3) if isinstance(value, float) else value for key, value in bill.items()
+    }
+
+
+def _check_version(model: str, version: str) -> None:
+    if version not in ("", oip.VERSION):
+        raise NotFound(
+            f'"{model}" has no version {version[:40]!r}',
+            hint=f"every model has version {oip.VERSION} alone: leave it out",
+        )
+
+
+def _built(row: dict[str, Any]) -> dict[str, Any]:
+    """Raises ServerUnavailable: its signature is not known yet."""
+    if not row["inputs"] and row["state"] != READY:
+        raise ServerUnavailable(f'"{row["name"]}" is {row["state"]}', hint="ask again in a moment")
+    return row
+
+
+def _since_ms(began: float) -> float:
+    return (time.perf_counter() - began) * 1000.0

@@ -1,0 +1,55 @@
+"""Bearer tokens of HTTP and gRPC callers: a file of lines ``NAME TOKEN ROLE,ROLE``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+from ..config import NAME_PATTERN
+from ..errors import ConfigError, InvalidInput
+from ..roles import Standing, parse_roles
+from .private import check_secret
+
+MIN_TOKEN: Final = 16  # characters: fewer can be guessed
+EXAMPLE: Final = "NAME TOKEN ROLE,ROLE"
+
+
+def read_tokens(path: Path) -> dict[str, Standing]:
+    """A file of lines ``NAME TOKEN ROLE,ROLE``, which only its owner may read.
+
+    Raises:
+        ConfigError: it is not such a file, or others may read it.
+    """
+    try:
+        check_secret(path)
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"tokens {path}: {error}") from None
+    found: dict[str, Standing] = {}
+    for number, line in enumerate(lines, 1):
+        words = line.split("#")[0].split()
+        if words:
+            token, standing = _token_of(words, f"{path}:{number}")
+            if token in found:
+                raise ConfigError(f"{path}:{number}: this token is there twice")
+            found[token] = standing
+    if not found:
+        raise ConfigError(f"{path} holds no token", hint=f"lines of {EXAMPLE}")
+    return found
+
+
+def _token_of(words: list[str], where: str) -> tuple[str, Standing]:
+    if len(words) not in (2, 3) or not re.fullmatch(NAME_PATTERN, words[0]):
+        raise ConfigError(f"{where}: not of the form {EXAMPLE}")
+    name, token = words[:2]
+    if len(token) < MIN_TOKEN:
+        raise ConfigError(
+            f"{where}: a token of {len(token)} characters can be guessed",
+            hint=f"at least {MIN_TOKEN}: openssl rand -hex 24",
+        )
+    try:
+        roles = parse_roles(words[2].split(",") if len(words) == 3 else ())
+    except InvalidInput as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return token, Standing(tenant=name, roles=roles)

@@ -1,0 +1,280 @@
+"""Unmodified clients of other servers, each in a process of its own, against a real server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from process_tools import Checked, checked_server, eager, mlp, until
+
+pytest.importorskip("httptools", reason="make installs it")
+pytest.importorskip("tritonclient.http", reason="make installs it")
+
+AHEAD = 20  # requests: about a second
+TOKEN = "a-token-of-the-operator"
+
+
+class Doubled(torch.nn.Module):
+    """Exact in every dtype."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x
+
+
+@pytest.fixture(scope="module")
+def net() -> torch.nn.Module:
+    module: torch.nn.Module = mlp(16, 2, seed=0)
+    return module
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory, net: torch.nn.Module) -> Iterator[Checked]:
+    tokens = tmp_path_factory.mktemp("gateway") / "tokens"
+    tokens.touch(0o600)
+    tokens.write_text(f"ops {TOKEN} infer,operate\n")
+    args = ("--gateway-tokens", str(tokens))
+    with checked_server(http=True, args=args, arena="128MiB") as checked:
+        client = checked.client
+        client.register("mlp", net, example_inputs=(torch.zeros(2, 16),), max_batch=64)
+        for name, dtype in (("half", torch.float16), ("brain", torch.bfloat16)):
+            client.register(name, Doubled(), example_inputs=(torch.zeros(2, 4, dtype=dtype),))
+        yield checked
+
+
+@pytest.fixture
+def http(checked: Checked) -> str:
+    return checked.running.http_address
+
+
+def run(source: str, *args: str) -> Any:
+    """A client in a process of its own; what it printed as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(source), *args],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def curl(address: str, path: str, *args: str) -> tuple[int, Any]:
+    """Status and JSON."""
+    said = subprocess.run(
+        ["curl", "-s", "-w", "\n%{http_code}", f"http://{address}{path}", *args],
+        capture_output=True, text=True, timeout=60, check=True,
+    ).stdout  # fmt: skip
+    body, _, status = said.rpartition("\n")
+    return int(status), json.loads(body)
+
+
+ASK = '{"inputs": [{"name": "x", "shape": [1, 16], "datatype": "FP32", "data": [%s]}]}'
+ONES = ASK % ", ".join(["1"] * 16)
+
+TRITON = """
+    import json, sys
+    import numpy as np
+    import tritonclient.http as triton
+    from tritonclient.utils import InferenceServerException
+
+    client = triton.InferenceServerClient(sys.argv[1])
+    ops = {"Authorization": "Bearer " + sys.argv[2]}
+    x = np.random.default_rng(0).standard_normal((5, 16), dtype=np.float32)
+    found = {
+        "live": client.is_server_live(), "ready": client.is_server_ready(),
+        "model_ready": client.is_model_ready("mlp"), "no_model": client.is_model_ready("nlp"),
+        "about": client.get_server_metadata(), "config": client.get_model_config("mlp"),
+        "metadata": client.get_model_metadata("mlp", "1"),
+        "index": client.get_model_repository_index(), "answers": [], "bill": [],
+    }
+    client.load_model("mlp", headers=ops)
+    client.unload_model("mlp", headers=ops)
+    for binary_in in (True, False):
+        for binary_out in (True, False, None):
+            given = triton.InferInput("x", x.shape, "FP32")
+            given.set_data_from_numpy(x, binary_data=binary_in)
+            wanted = None
+            if binary_out is not None:
+                wanted = [triton.InferRequestedOutput("y", binary_data=binary_out)]
+            answer = client.infer("mlp", [given], outputs=wanted, request_id="r-1", priority=1,
+                                  timeout=20_000_000)
+            assert answer.get_response()["id"] == "r-1"
+            found["answers"].append(answer.as_numpy("y").tolist())
+            found["bill"].append(answer.get_response()["parameters"])
+    later = client.async_infer("mlp", [given])
+    found["answers"].append(later.get_result().as_numpy("y").tolist())
+    half = triton.InferInput("x", (2, 4), "FP16").set_data_from_numpy(np.ones((2, 4), np.float16))
+    found["half"] = client.infer("half", [half]).as_numpy("y").tolist()
+    found["refused"] = []
+    for model, version, options in (
+        ("mpl", "", {}), ("mlp", "2", {}), ("half", "", {}), ("mlp", "", {"timeout": 1}),
+    ):
+        try:
+            client.infer(model, [given], version, **options)
+        except InferenceServerException as error:
+            found["refused"].append((error.status(), error.message()))
+    try:
+        client.load_model("mlp")
+    except InferenceServerException as error:
+        found["refused"].append((error.status(), error.message()))
+    try:
+        client.load_model("mlp", headers=ops, files={"file:1/model.pt": b"x"}, config="{}")
+    except InferenceServerException as error:
+        found["refused"].append((error.status(), error.message()))
+    found["statistics"] = client.get_inference_statistics("mlp")["model_stats"]
+    print(json.dumps(found))
+"""
+
+
+def test_tritons_client_does_every_verb(http: str, net: torch.nn.Module) -> None:
+    found = run(TRITON, http, TOKEN)
+    assert [found[key] for key in ("live", "ready", "model_ready", "no_model")] == [True] * 3 + [
+        False
+    ]
+    assert "binary_tensor_data" in found["about"]["extensions"]
+    assert found["config"]["max_batch_size"] == 64
+    assert found["config"]["input"] == [{"name": "x", "data_type": "TYPE_FP32", "dims": [16]}]
+    assert found["metadata"]["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 16]}]
+    assert {row["name"]: row["state"] for row in found["index"]} == dict.fromkeys(
+        ("mlp", "half", "brain"), "READY"
+    )
+    x = np.random.default_rng(0).standard_normal((5, 16), dtype=np.float32)
+    plain = eager(net, torch.from_numpy(x)).numpy()
+    for answer in found["answers"]:
+        assert np.array_equal(np.array(answer, np.float32), plain)
+    assert len(found["answers"]) == 7
+    assert all(bill["total_ms"] >= bill["compute_ms"] > 0 for bill in found["bill"])
+    assert found["half"] == [[2.0] * 4] * 2
+    statuses, words = zip(*found["refused"], strict=True)
+    assert statuses == ("404", "404", "400", "504", "403", "400")
+    for part, text in zip(
+        ('did you mean "mlp"', "no version '2'", "float16", "deadline", '"operate"', "files"),
+        words,
+        strict=True,
+    ):
+        assert part.lower() in text.lower()
+    (row,) = found["statistics"]
+    assert row["inference_count"] >= 7
+    assert row["inference_stats"]["compute_infer"]["ns"] > 0
+
+
+AIO = """
+    import asyncio, json, sys
+    import numpy as np
+    import tritonclient.http.aio as triton
+
+    async def main():
+        async with triton.InferenceServerClient(sys.argv[1]) as client:
+            assert await client.is_server_ready() and await client.is_model_ready("mlp", "1")
+            x = np.ones((3, 16), np.float32)
+            async def ask():
+                given = triton.InferInput("x", x.shape, "FP32").set_data_from_numpy(x)
+                return (await client.infer("mlp", [given])).as_numpy("y").tolist()
+            answers = await asyncio.gather(*(ask() for _ in range(40)))
+            index = await client.get_model_repository_index()
+            print(json.dumps({"answers": answers, "index": [row["name"] for row in index]}))
+
+    asyncio.run(main())
+"""
+
+
+def test_tritons_asyncio_client_asks_forty_at_once(http: str, net: torch.nn.Module) -> None:
+    found = run(AIO, http)
+    plain = eager(net, torch.ones(3, 16)).numpy()
+    assert len(found["answers"]) == 40
+    assert all(np.array_equal(np.array(a, np.float32), plain) for a in found["answers"])
+    assert sorted(found["index"]) == ["brain", "half", "mlp"]
+
+
+def test_curl_asks_in_json_and_reads_the_bill(http: str, net: torch.nn.Module) -> None:
+    status, answer = curl(http, "/v2/models/mlp/versions/1/infer", "-d", ONES, "-D", "/dev/stderr")
+    assert status == 200
+    (row,) = answer["outputs"]
+    assert (row["name"], row["datatype"], row["shape"]) == ("y", "FP32", [1, 16])
+    assert np.array_equal(np.array([row["data"]], np.float32), eager(net, torch.ones(1, 16)))
+    assert {"queue_ms", "switch_ms", "compute_ms", "gateway_ms"} <= answer["parameters"].keys()
+    ask = '{"inputs": [{"name": "x", "shape": [1, 4], "datatype": "BF16", "data": [1, -2, 3, 4]}]}'
+    status, answer = curl(http, "/v2/models/brain/infer", "-d", ask)
+    assert answer["outputs"][0]["data"] == [2.0, -4.0, 6.0, 8.0]
+    for path, key in (("/v2/health/live", "live"), ("/v2/health/ready", "ready")):
+        assert curl(http, path) == (200, {key: True})
+    assert curl(http, "/v2/models/mlp/ready") == (200, {"name": "mlp", "ready": True})
+    assert {row["name"] for row in curl(http, "/v2/models/stats")[1]["model_stats"]} >= {"mlp"}
+
+
+@pytest.mark.parametrize(
+    ("path", "args", "status", "words"),
+    [
+        ("/v2/models/mpl", (), 404, 'did you mean "mlp"'),
+        ("/v2/model", (), 404, "/v2/models"),
+        ("/v2/models/mlp/redy", (), 404, 'did you mean "ready"'),
+        ("/v2/models/mlp", ("-X", "DELETE"), 405, "use GET"),
+        ("/v2/models/mlp/infer", ("-d", "{"), 400, "no inference request"),
+        ("/v2/models/mlp/infer", ("-d", ASK % "1, 2"), 400, "has 2 values"),
+        ("/v2/models/mlp/infer", ("-d", ONES.replace('"x"', '"z"')), 400, "its inputs are x"),
+        ("/v2/models/mlp/infer", ("-d", ONES, "-H", "Content-Encoding: gzip"), 400, "compressed"),
+        ("/v2/models/..%2F..%2Fetc/infer", ("-d", ONES), 404, "no model"),
+        ("/v2", ("-H", "Host: evil.example"), 403, "evil.example"),
+        ("/v2", ("-H", "Origin: https://evil.example"), 403, "evil.example"),
+        ("/v2", ("-H", "Authorization: Bearer wrong"), 401, "not known"),
+        ("/v2/repository/models/mlp/load", ("-X", "POST"), 403, '"operate"'),
+        ("/v2/repository/index", ("-d", '{"ready": 1}'), 400, "true or false"),
+        ("/v2/models/mlp/infer", ("-d", "", "-H", "Content-Length: 9999999999"), 413, "64.00 MiB"),
+    ],
+)
+def test_every_refusal_is_json_and_says_what_would_be_right(
+    http: str, path: str, args: tuple[str, ...], status: int, words: str
+) -> None:
+    said, answer = curl(http, path, *args)
+    assert (said, set(answer)) == (status, {"error", "code", "hint"})
+    assert words in f"{answer['error']} {answer['hint']}"
+
+
+def test_a_request_whose_caller_hangs_up_is_taken_back(checked: Checked, http: str) -> None:
+    slow = mlp(1024, 8, seed=1)  # tens of milliseconds
+    checked.client.register("slow", slow, example_inputs=(torch.zeros(2, 1024),), max_batch=256)
+    x = np.zeros((256, 1024), np.float32)
+    before = checked.stats()["inference"]
+    ahead = [checked.client.submit("slow", x) for _ in range(AHEAD)]
+    caller = subprocess.Popen(
+        ["curl", "-s", f"http://{http}/v2/models/slow/infer", "-H",
+         "Inference-Header-Content-Length: 0", "--data-binary", "@-"], stdin=subprocess.PIPE,
+    )  # fmt: skip
+    assert caller.stdin is not None
+    caller.stdin.write(x.tobytes())
+    caller.stdin.close()
+    until(
+        lambda: checked.stats()["inference"]["accepted"] == before["accepted"] + AHEAD + 1,
+        "it waits",
+    )
+    caller.kill()
+    caller.wait()
+    until(lambda: checked.stats()["inference"]["error"] == before["error"] + 1, "it is taken back")
+    assert not ahead[-1].done()  # it was still in the queue, behind these
+    for future in ahead:
+        future.result(30)
+    checked.client.unregister("slow")
+
+
+def test_the_gateway_is_no_place_for_torch() -> None:
+    source = "import json, sys, pipeswitch.gateway.main; print(json.dumps('torch' in sys.modules))"
+    assert run(source) is False
+
+
+def test_the_readmes_curl_works_as_copied(http: str, tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+    section = text.partition("## Triton's and KServe's clients")[2]
+    line = section.partition("```bash\n")[2].partition("```")[0]
+    command = line.replace("127.0.0.1:8000", http).replace("resnet152", "mlp")
+    done = subprocess.run(
+        command.replace("602112", "64"), shell=True, capture_output=True, text=True, check=True,
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.stdout == '{"name":"mlp","ready":true} 200\n'
+    assert b'"shape":[1,16]' in (tmp_path / "answer.bin").read_bytes()

@@ -1,0 +1,170 @@
+"""A gateway that dies, a server that dies under its gateway, and peers that mean no good."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from process_tools import Checked, checked_server, kill, mlp, until
+
+pytest.importorskip("httptools", reason="make installs it")
+
+BODY = json.dumps(
+    {"inputs": [{"name": "x", "shape": [1, 16], "datatype": "FP32", "data": [1.0] * 16}]}
+).encode()
+HEAD = f"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(BODY)}\r\n\r\n"
+CROWD = 240  # below half of 512: the good one is let in too
+
+
+def gateway_pid(checked: Checked) -> int:
+    """Of the gateway that lives now."""
+    return int((checked.running.state_dir / "gateway.lock").read_text())
+
+
+def connected(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def ask(sock: socket.socket, request: bytes = HEAD.encode() + BODY) -> tuple[int, bytes]:
+    """Status and body of one answer."""
+    sock.sendall(request)
+    got = b""
+    while b"\r\n\r\n" not in got:
+        piece = sock.recv(1 << 16)
+        if not piece:
+            raise ConnectionError("hung up before the answer")
+        got += piece
+    head, _, body = got.partition(b"\r\n\r\n")
+    size = re.search(rb"Content-Length: (\d+)", head)
+    assert size is not None
+    while len(body) < int(size[1]):
+        body += sock.recv(1 << 16)
+    return int(head.split()[1]), body
+
+
+def ask_once(address: str) -> int:
+    """The status over a connection of its own; 0: it broke before the answer."""
+    with contextlib.suppress(ConnectionError, TimeoutError), connected(address) as sock:
+        return ask(sock)[0]
+    return 0
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gateway") / "state"
+
+
+@pytest.fixture(scope="module")
+def checked(state: Path) -> Iterator[Checked]:
+    """The last test of the file kills this server."""
+    with checked_server(http=True, state_dir=state, settles=False, status=-9) as checked:
+        checked.client.register("m", mlp(16, 1, seed=0), example_inputs=(torch.zeros(2, 16),))
+        yield checked
+
+
+def resident_mib(pid: int) -> float:
+    text = Path("/proc", str(pid), "status").read_text()
+    found = re.search(r"VmRSS:\s+(\d+) kB", text)
+    assert found is not None
+    return int(found[1]) / 1024
+
+
+HOSTILE = (
+    b"",  # idle
+    b"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nA: ",  # a head that goes on
+    b"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 60000000\r\n\r\n",
+    b"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1;",
+    b"GET / HTTP/1.1\r\n\r\nGET\r\n\r\n" * 100,  # pipelined garbage
+    HEAD.encode() + BODY + b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3000,  # answers unread
+)
+
+
+def test_a_crowd_that_means_no_good_costs_a_good_caller_nothing_but_time(checked: Checked) -> None:
+    with contextlib.ExitStack() as stack:
+        address, pid = checked.running.http_address, gateway_pid(checked)
+        good = stack.enter_context(connected(address))
+        assert ask(good)[0] == 200
+        before = resident_mib(pid)
+        crowd = []
+        for number in range(CROWD):
+            sock = stack.enter_context(connected(address))
+            sock.settimeout(0)
+            crowd.append(sock)
+            with contextlib.suppress(OSError):
+                sock.send(HOSTILE[number % len(HOSTILE)])
+        ends_at, answered, largest = time.monotonic() + 3.0, 0, before
+        while time.monotonic() < ends_at:
+            for number, sock in enumerate(crowd):
+                with contextlib.suppress(OSError):
+                    is_fast = number % len(HOSTILE) in (2, 3)
+                    sock.send(b"x" * (1 << 16 if is_fast else 1))
+            assert ask(good)[0] == 200
+            answered += 1
+            largest = max(largest, resident_mib(pid))
+        assert answered >= 5
+        assert largest - before <= 64 + 16, (before, largest)  # its limit for bodies, and some
+        assert gateway_pid(checked) == pid
+
+
+def test_a_port_in_use_is_refused_in_words_when_it_was_asked_for(tmp_path: Path) -> None:
+    from pipeswitch.testing import server
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with (
+            pytest.raises(RuntimeError, match=re.escape(f"cannot listen on {address}")),
+            server(http=True, args=("--http", address), state_dir=tmp_path / "state"),
+        ):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--http", "0.0.0.0:0"), "need tokens"),
+        (("--http", "localhost"), "is not of the form 127.0.0.1:8000"),
+    ],
+)
+def test_what_would_be_open_to_others_without_tokens_does_not_start(
+    tmp_path: Path, args: tuple[str, ...], words: str
+) -> None:
+    from pipeswitch.testing import server
+
+    with (
+        pytest.raises(RuntimeError, match=re.escape(words)),
+        server(http=True, args=args, state_dir=tmp_path / "state"),
+    ):
+        pass
+
+
+def test_it_dies_and_the_next_one_answers_those_who_came_meanwhile(checked: Checked) -> None:
+    address, before = checked.running.http_address, checked.stats()
+    first = gateway_pid(checked)
+    kill(first)
+    assert ask_once(address) == 200
+    assert gateway_pid(checked) != first
+    assert checked.stats()["worker_restarts"] == before["worker_restarts"]
+
+
+def test_when_the_server_dies_it_says_so_until_the_next_one_takes_over(
+    checked: Checked, state: Path
+) -> None:
+    address, pid = checked.running.http_address, gateway_pid(checked)
+    kill(checked.pid)
+    until(lambda: ask_once(address) == 503, "callers are told")
+    with connected(address) as sock:
+        status, body = ask(sock, b"GET /v2/health/ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert (status, json.loads(body)["ready"]) == (503, False)
+    with checked_server(http=True, state_dir=state, args=("--http", address)) as next_one:
+        assert next_one.running.http_address == address
+        assert gateway_pid(next_one) != pid
+        until(lambda: ask_once(address) == 200, "its model answers again")
+        assert not Path("/proc", str(pid)).exists()

@@ -1,0 +1,122 @@
+"""Who may do what over HTTP, and how every error is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeswitch.errors import (
+    ERRORS_BY_NAME,
+    ConfigError,
+    ModelNotFound,
+    PermissionDenied,
+    PipeSwitchError,
+)
+from pipeswitch.gateway.callers import Callers, require, told
+from pipeswitch.gateway.refusals import Unauthenticated, WrongHost, as_ours, body_of, status_of
+from pipeswitch.roles import ALL_ROLES, ANYONE, LEAST, VERB_ROLES, Role, Standing
+from pipeswitch.wire.tokens import read_tokens
+
+TOKEN = "0123456789abcdef"
+
+
+def callers(*, needs_token: bool = False, hosts: frozenset[str] | None = None) -> Callers:
+    tokens = {TOKEN: Standing(tenant="ops", roles=frozenset({Role.INFER, Role.OPERATE}))}
+    return Callers(roles=LEAST, tokens=tokens, needs_token=needs_token, hosts=hosts)
+
+
+def test_without_a_token_a_caller_has_infer_alone() -> None:
+    anyone = callers().standing("")
+    assert anyone == Standing(tenant=ANYONE, roles=LEAST)
+    for verb, role in VERB_ROLES.items():
+        if role is Role.INFER:
+            require(anyone, verb)
+        else:
+            with pytest.raises(PermissionDenied, match=f'needs the role "{role}"') as caught:
+                require(anyone, verb)
+            assert caught.value.role == role
+
+
+def test_a_token_adds_its_roles_and_an_unknown_one_is_no_ones() -> None:
+    for scheme in ("Bearer", "bearer"):
+        assert callers().standing(f"{scheme} {TOKEN}").may_operate
+    for shown in ("Bearer nonsense", "Basic abc", TOKEN, "Bearer", "Bearer \udcff"):
+        with pytest.raises(Unauthenticated):
+            callers().standing(shown)
+    with pytest.raises(Unauthenticated, match="asks for a token"):
+        callers(needs_token=True).standing("")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8000", "localhost:1", "LOCALHOST", "[::1]:8000"])
+def test_this_address_may_be_asked_under_its_own_names(host: str) -> None:
+    callers(hosts=frozenset({"127.0.0.1", "localhost", "[::1]"})).check_host(host)
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "", "127.0.0.1.evil:80"])
+def test_another_host_is_refused(host: str) -> None:
+    with pytest.raises(WrongHost):
+        callers(hosts=frozenset({"127.0.0.1", "localhost", "[::1]"})).check_host(host)
+    callers().check_host(host)  # behind a proxy it may be any
+
+
+def test_a_row_is_cut_to_what_infer_is_told() -> None:
+    row = {"name": "m", "state": "ready", "source": "/home/me/m.bundle", "tenant": "alice"}
+    assert told(row, Standing(tenant=ANYONE)) == {"name": "m", "state": "ready"}
+    assert told(row, Standing(tenant="ops", roles=ALL_ROLES)) == row
+
+
+def written(folder: Path, text: str, mode: int = 0o600) -> Path:
+    path = folder / "tokens"
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def test_a_file_of_tokens_is_read(tmp_path: Path) -> None:
+    path = written(tmp_path, f"# ours\nops {TOKEN} infer,operate  # the dashboard\n\nci {'x' * 16}")
+    found = read_tokens(path)
+    assert found[TOKEN] == Standing(tenant="ops", roles=frozenset({Role.INFER, Role.OPERATE}))
+    assert found["x" * 16].roles == LEAST
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "words"),
+    [
+        (f"ops {TOKEN}", 0o644, "mode 0644"),
+        ("ops short", 0o600, "can be guessed"),
+        (f"ops {TOKEN} root", 0o600, "roles are"),
+        (f"OPS! {TOKEN}", 0o600, "not of the form"),
+        (f"ops {TOKEN} infer extra", 0o600, "not of the form"),
+        (f"a {TOKEN}\nb {TOKEN}", 0o600, "twice"),
+        ("# nothing", 0o600, "holds no token"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_in_words(
+    tmp_path: Path, text: str, mode: int, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_tokens(written(tmp_path, text, mode))
+
+
+def test_every_error_has_a_status_and_what_may_be_sent_again_says_so() -> None:
+    ours = {cls.__name__: cls for cls in PipeSwitchError.__subclasses__()}  # the gateway's too
+    statuses = {name: status_of(cls.__new__(cls)) for name, cls in (ERRORS_BY_NAME | ours).items()}
+    assert {name: s.http for name, s in statuses.items() if s.http != 500} == {
+        "InvalidInput": 400, "RegistrationRefused": 400, "Unauthenticated": 401,
+        "PermissionDenied": 403, "WrongHost": 403, "ModelNotFound": 404, "NotFound": 404,
+        "MethodNotAllowed": 405, "RequestTimeout": 408, "AlreadyExists": 409, "TooLarge": 413,
+        "QueueFull": 429, "HeadTooLarge": 431, "Cancelled": 499, "ServerUnavailable": 503,
+        "ModelQuarantined": 503, "DeadlineExceeded": 504, "OutOfDeviceMemory": 507,
+        "HostStoreFull": 507,
+    }  # fmt: skip
+    assert {name for name, s in statuses.items() if s.may_retry} == {
+        "QueueFull", "ServerUnavailable"
+    }  # fmt: skip
+
+
+def test_a_refusal_has_text_code_and_hint_and_a_bug_keeps_its_insides() -> None:
+    error = ModelNotFound('no model "m"', hint="pipeswitch models")
+    wanted = {"error": 'no model "m"', "code": "ModelNotFound", "hint": "pipeswitch models"}
+    assert body_of(error) == wanted
+    assert "secret" not in body_of(as_ours(ValueError("secret")))["error"]

@@ -1,0 +1,333 @@
+"""HTTP over a transport that records: framing, order, and every limit on bytes and time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("httptools", reason="make installs it")
+
+from pipeswitch.gateway import http
+from pipeswitch.gateway.http import Answer, Connection, Head, HttpServer, Limits, json_answer
+
+HOST = b"Host: 127.0.0.1\r\n"
+LIMITS = Limits(
+    head_bytes=2000, body_bytes=1000, waiting_bytes=1500, connections=3, connections_per_address=2
+)
+
+
+class Wire(asyncio.Transport):
+    """What asyncio's transport does, into a list."""
+
+    def __init__(self, peer: str) -> None:
+        super().__init__({"peername": (peer, 1)})
+        self.sent = b""
+        self.is_reading, self.is_closed, self.has_ended = True, False, False
+        self.unread = 0
+        self.protocol: Connection | None = None
+
+    def write(self, data: Any) -> None:
+        assert not self.is_closed
+        self.sent += bytes(data)
+
+    def pause_reading(self) -> None:
+        self.is_reading = False
+
+    def resume_reading(self) -> None:
+        self.is_reading = True
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        self.has_ended = True
+
+    def get_write_buffer_size(self) -> int:
+        return self.unread
+
+    def close(self) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            assert self.protocol is not None
+            self.protocol.connection_lost(None)
+
+
+class Rig:
+    """A server whose answers the test gives: path and body, echoed, unless it is held back."""
+
+    def __init__(self) -> None:
+        self.server = HttpServer(self.admit, LIMITS)
+        self.asked: list[tuple[str, bytes]] = []
+        self.cancelled: list[str] = []
+        self.gate: asyncio.Event | None = None
+
+    def admit(self, head: Head) -> Callable[[Any], Awaitable[Answer]] | Answer:
+        if head.path == "/no":
+            return json_answer({"error": "no"}, 404)
+
+        async def work(body: Any) -> Answer:
+            self.asked.append((head.path, bytes(body)))
+            try:
+                if self.gate is not None:
+                    await self.gate.wait()
+            except asyncio.CancelledError:
+                self.cancelled.append(head.path)
+                raise
+            return Answer(parts=[head.path.encode(), b" ", bytes(body)], content_type="text/plain")
+
+        return work
+
+    def connect(self, peer: str = "127.0.0.1") -> tuple[Connection, Wire]:
+        wire, connection = Wire(peer), self.server()
+        wire.protocol = connection
+        connection.connection_made(wire)
+        return connection, wire
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    try:
+        yield Rig()
+    finally:
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.close()
+        asyncio.set_event_loop(None)
+
+
+def feed(connection: Connection, data: bytes, piece: int = 1 << 20) -> None:
+    """Bytes as a socket would give them: as much as the buffer takes, ``piece`` at most."""
+
+    async def run() -> None:
+        rest = memoryview(data)
+        while len(rest):
+            buffer = connection.get_buffer(-1)
+            size = min(len(buffer), len(rest), piece)
+            buffer[:size] = rest[:size]
+            connection.buffer_updated(size)
+            rest = rest[size:]
+            for _ in range(5):
+                await asyncio.sleep(0)
+
+    asyncio.get_event_loop().run_until_complete(run())
+
+
+def post(path: str, body: bytes, extra: bytes = b"") -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nContent-Length: {len(body)}\r\n".encode()
+    return head + HOST + extra + b"\r\n" + body
+
+
+def answers(wire: Wire) -> list[tuple[int, bytes]]:
+    """All complete answers on the wire."""
+    found, rest = [], wire.sent
+    while rest:
+        head, _, rest = rest.partition(b"\r\n\r\n")
+        size = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        found.append((int(head.split()[1]), rest[:size]))
+        rest = rest[size:]
+    return found
+
+
+@pytest.mark.parametrize("piece", [1, 3, 64, 1 << 20])
+def test_requests_are_read_in_whatever_pieces_they_come(rig: Rig, piece: int) -> None:
+    connection, wire = rig.connect()
+    chunked = (
+        b"POST /c HTTP/1.1\r\nTransfer-Encoding: chunked\r\n" + HOST
+        + b"\r\n3\r\nabc\r\n2\r\nde\r\n0\r\nHost: late\r\n\r\n"
+    )  # fmt: skip
+    feed(connection, post("/a", b"x" * 700) + chunked + post("/b", b""), piece)
+    assert answers(wire) == [(200, b"/a " + b"x" * 700), (200, b"/c abcde"), (200, b"/b ")]
+    assert not wire.is_closed
+    assert rig.server.waiting_bytes == 0
+
+
+def test_pipelined_requests_are_answered_in_order_and_no_more_is_read_meanwhile(rig: Rig) -> None:
+    connection, wire = rig.connect()
+    rig.gate = asyncio.Event()
+    feed(connection, post("/1", b"a") + post("/2", b"b"))
+    assert (rig.asked, wire.is_reading) == ([("/1", b"a")], False)
+    rig.gate.set()
+    feed(connection, post("/3", b"c"))
+    assert [body for _, body in answers(wire)] == [b"/1 a", b"/2 b", b"/3 c"]
+    assert wire.is_reading
+
+
+def test_a_peer_that_hangs_up_takes_its_requests_back(rig: Rig) -> None:
+    connection, wire = rig.connect()
+    rig.gate = asyncio.Event()
+    feed(connection, post("/1", b"a") + post("/2", b"b"))
+    wire.abort()
+    asyncio.get_event_loop().run_until_complete(asyncio.sleep(0))
+    assert rig.cancelled == ["/1"]
+    assert (rig.server.waiting_bytes, rig.server.connections) == (0, set())
+
+
+def test_a_refused_head_ends_the_connection_before_its_body_and_not_without_one(rig: Rig) -> None:
+    connection, wire = rig.connect()
+    feed(connection, b"GET /no HTTP/1.1\r\n" + HOST + b"\r\n" + post("/a", b"1"))
+    assert answers(wire) == [(404, b'{"error":"no"}'), (200, b"/a 1")]
+    feed(connection, post("/no", b"x" * 900))
+    assert answers(wire)[2][0] == 404
+    assert b"Connection: close" in wire.sent
+    assert wire.has_ended
+
+
+def test_a_peer_that_sends_very_many_requests_ahead_is_not_parsed_to_the_end(rig: Rig) -> None:
+    connection, wire = rig.connect()
+    feed(connection, post("/a", b"") * (http.MAX_AHEAD + 10))
+    assert len(rig.asked) < http.MAX_AHEAD
+    assert wire.has_ended
+    assert rig.server.waiting_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"nonsense\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\n\r\n", 400),  # no Host
+        (b"GET / HTTP/1.1\r\n" + HOST + HOST + b"\r\n", 400),
+        (b"GET / HTTP/1.1\r\n" + HOST + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n", 400),
+        (post("/", b"", b"Transfer-Encoding: chunked\r\n"), 400),
+        (b"GET /" + b"x" * 3000, 431),
+        (b"GET / HTTP/1.1\r\nA: " + b"x" * 3000, 431),
+        (b"GET / HTTP/1.1\r\n" + b"A%d: 1\r\n" * 101 % tuple(range(101)) + b"\r\n", 431),
+        (b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: 1001\r\n\r\n", 413),
+        (b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: 99999999999999999999\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n"
+         + (b"1f4\r\n" + b"x" * 500 + b"\r\n") * 3, 413),
+        (b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n1;"
+         + b"x" * 5000, 400),
+        (b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n0\r\nA: "
+         + b"x" * 5000, 400),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_refused_once_and_the_connection_ends(
+    rig: Rig, request_bytes: bytes, status: int
+) -> None:
+    connection, wire = rig.connect()
+    feed(connection, request_bytes + b"\r\nGET / HTTP/1.1\r\n\r\n", piece=100)
+    ((said, body),) = answers(wire)
+    assert said == status
+    assert set(json.loads(body)) == {"error", "code", "hint"}
+    assert wire.has_ended
+    assert rig.asked == []
+
+
+def test_an_upgrade_is_answered_as_it_is_and_then_the_connection_ends(rig: Rig) -> None:
+    connection, wire = rig.connect()
+    extra = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AA\r\n"
+    feed(connection, b"GET /a HTTP/1.1\r\n" + HOST + extra + b"\r\n")
+    assert answers(wire) == [(200, b"/a ")]
+    assert wire.has_ended
+
+
+def test_a_peer_that_waits_for_leave_to_send_gets_it(rig: Rig) -> None:
+    connection, wire = rig.connect()
+    feed(connection, post("/a", b"12", b"Expect: 100-continue\r\n")[:-2])
+    assert wire.sent == b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+def test_head_gets_the_head_alone(rig: Rig) -> None:
+    connection, wire = rig.connect()
+    feed(connection, b"HEAD /a HTTP/1.1\r\n" + HOST + b"\r\n")
+    assert wire.sent.endswith(b"\r\n\r\n")
+    assert b"Content-Length: 3" in wire.sent
+
+
+def look(connection: Connection, after_s: float) -> None:
+    """The server's look, so long after what the connection does now began."""
+
+    async def run() -> None:
+        connection.look(connection.since_s + after_s)
+        await asyncio.sleep(0)
+
+    asyncio.get_event_loop().run_until_complete(run())
+
+
+@pytest.mark.parametrize(
+    ("sent", "limit_s", "status"),
+    [
+        (b"GET / HT", LIMITS.head_s, 408),
+        (post("/", b"x" * 900)[:-500], LIMITS.body_look_s, 408),
+        (b"", LIMITS.idle_s, 0),
+    ],
+)
+def test_what_comes_too_slowly_is_cut_off(
+    rig: Rig, sent: bytes, limit_s: float, status: int
+) -> None:
+    connection, wire = rig.connect()
+    feed(connection, sent)
+    look(connection, limit_s - 0.1)
+    assert (wire.sent, wire.is_closed) == (b"", False)
+    look(connection, limit_s + 0.1)
+    if not status:
+        assert wire.is_closed
+        return
+    assert answers(wire)[0][0] == status
+    look(connection, http.LINGER_S + 0.1)
+    assert wire.is_closed  # though the peer has not hung up
+
+
+def test_an_answer_that_is_not_taken_ends_the_connection_and_a_slow_server_does_not(
+    rig: Rig,
+) -> None:
+    connection, wire = rig.connect()
+    rig.gate = asyncio.Event()
+    feed(connection, post("/1", b"a"))
+    look(connection, 1000)
+    assert not wire.is_closed
+    wire.unread = 4000
+    look(connection, 1000)
+    wire.unread = 3000  # it reads
+    look(connection, 1029)
+    look(connection, 1058)
+    assert not wire.is_closed
+    look(connection, 1060)
+    assert wire.is_closed
+
+
+def test_a_crowded_server_gives_up_the_longest_idle_connection_and_no_busy_one(rig: Rig) -> None:
+    rig.gate = asyncio.Event()
+    busy, busy_wire = rig.connect("10.0.0.1")
+    feed(busy, post("/1", b"a"))
+    idle, idle_wire = rig.connect("10.0.0.1")
+    idle.since_s -= 10
+    newer, newer_wire = rig.connect("10.0.0.1")  # a third of one address
+    assert (busy_wire.is_closed, idle_wire.is_closed, newer_wire.is_closed) == (False, True, False)
+    feed(newer, post("/2", b"b"))
+    _, refused = rig.connect("10.0.0.1")
+    assert (answers(refused)[0][0], refused.is_closed) == (503, True)
+    _, other = rig.connect("10.0.0.2")
+    assert not other.is_closed
+    assert len(rig.server.connections) == LIMITS.connections
+
+
+def test_unfinished_bodies_together_are_bounded_and_the_largest_goes_first(rig: Rig) -> None:
+    large, large_wire = rig.connect("10.0.0.1")
+    feed(large, post("/l", b"x" * 1000)[:-100])
+    small, small_wire = rig.connect("10.0.0.2")
+    feed(small, post("/s", b"x" * 300)[:-100])
+    assert answers(large_wire)[0][0] == 429
+    assert b"Retry-After: 1" in large_wire.sent
+    feed(small, b"x" * 100)
+    assert answers(small_wire)[0][0] == 200
+
+
+def test_whole_bodies_that_wait_are_bounded(rig: Rig) -> None:
+    rig.gate = asyncio.Event()
+    for number, status in enumerate((None, 429)):
+        connection, wire = rig.connect(f"10.0.0.{number}")
+        feed(connection, post("/", b"x" * 1000))
+        assert [said for said, _ in answers(wire)] == ([status] if status else [])
+    assert rig.server.waiting_bytes == 1000

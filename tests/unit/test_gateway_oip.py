@@ -1,0 +1,215 @@
+"""The Open Inference Protocol's bytes: what is read, what is refused in words, what goes back."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from pipeswitch.errors import InvalidInput
+from pipeswitch.gateway.oip import (
+    DATATYPE_OF,
+    DATATYPES,
+    InferRequest,
+    Output,
+    RequestedOutput,
+    config,
+    decode_request,
+    encode_answer,
+    metadata,
+    raw_request,
+)
+
+PLAIN = [name for name in DATATYPES if name != "BF16"]
+ROW = {
+    "name": "m",
+    "state": "ready",
+    "inputs": {"x": [[None, 4], "float32"]},
+    "outputs": {"y": [[None, 3], "bfloat16"]},
+    "batch": [1, 64],
+}
+
+
+def body(**tensor: Any) -> bytes:
+    """A request with one input, FP32[2, 2], changed by ``tensor``."""
+    given = {"name": "x", "shape": [2, 2], "datatype": "FP32", "data": [1, 2, 3, 4], **tensor}
+    rows = [{key: value for key, value in given.items() if value is not None}]
+    return json.dumps({"inputs": rows}).encode()
+
+
+def with_binary(tensors: list[tuple[str, str, np.ndarray]], **fields: Any) -> tuple[bytes, int]:
+    rows = [
+        {
+            "name": name,
+            "shape": array.shape,
+            "datatype": datatype,
+            "parameters": {"binary_data_size": array.nbytes},
+        }
+        for name, datatype, array in tensors
+    ]
+    head = json.dumps({"inputs": rows, **fields}).encode()
+    return b"".join([head, *(array.tobytes() for _, _, array in tensors)]), len(head)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> tuple[str, np.ndarray]:
+    datatype = draw(st.sampled_from(PLAIN))
+    shape = arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)
+    finite = {"allow_nan": False} if "FP" in datatype else {}
+    dtype = np.dtype(DATATYPES[datatype])
+    elements = arrays.from_dtype(dtype, **finite, **({"allow_infinity": False} if finite else {}))
+    return datatype, draw(arrays.arrays(dtype, shape, elements=elements))
+
+
+@given(st.lists(tensors(), min_size=1, max_size=4))
+def test_what_comes_binary_or_as_numbers_goes_back_to_the_bit(
+    given_: list[tuple[str, np.ndarray]],
+) -> None:
+    named = [(f"t{number}", kind, array) for number, (kind, array) in enumerate(given_)]
+    asked = decode_request(*with_binary(named))
+    rows = [
+        {"name": n, "shape": a.shape, "datatype": k, "data": a.reshape(-1).tolist()}
+        for n, k, a in named
+    ]
+    as_text = decode_request(json.dumps({"inputs": rows}).encode(), None)
+    for one in (asked, as_text):
+        for (name, kind, array), tensor, frame in zip(named, one.inputs, one.frames, strict=True):
+            assert (tensor.name, tensor.dtype, tensor.shape) == (name, DATATYPES[kind], array.shape)
+            assert bytes(frame) == array.tobytes()
+    outputs = [Output(name=n, dtype=DATATYPES[k], shape=a.shape, data=a.tobytes())
+               for n, k, a in named]  # fmt: skip
+    plain = InferRequest(id="7", inputs=(), frames=[])
+    (text,), json_bytes = encode_answer("m", plain, outputs, {"total_ms": 1.5})
+    assert json_bytes is None
+    answer = json.loads(text)
+    assert (answer["id"], answer["parameters"]) == ("7", {"total_ms": 1.5})
+    for (_, kind, array), row in zip(named, answer["outputs"], strict=True):
+        assert np.array(row["data"], array.dtype).reshape(row["shape"]).tobytes() == array.tobytes()
+        assert row["datatype"] == kind
+
+
+def test_bfloat16_is_rounded_to_the_nearest_even_and_comes_back_as_numbers() -> None:
+    values = [1.0, -2.5, 1.00390625, 1.01171875, 3.5e38, math.pi]
+    asked = decode_request(body(datatype="BF16", shape=[6], data=values), None)
+    bits = np.frombuffer(asked.frames[0], np.uint16)
+    assert [hex(b) for b in bits] == ["0x3f80", "0xc020", "0x3f80", "0x3f82", "0x7f80", "0x4049"]
+    output = Output(name="y", dtype="bfloat16", shape=(6,), data=bits.tobytes())
+    (text,), _ = encode_answer("m", asked, [output], {})
+    assert json.loads(text)["outputs"][0]["data"][:3] == [1.0, -2.5, 1.0]
+
+
+def test_each_output_says_for_itself_whether_it_is_binary() -> None:
+    ask = json.loads(body()) | {
+        "parameters": {"binary_data_output": True},
+        "outputs": [{"name": "b", "parameters": {"binary_data": False}}, {"name": "a"}],
+    }
+    asked = decode_request(json.dumps(ask).encode(), None)
+    data = np.array([1, 2], np.int32).tobytes()
+    outputs = [Output(name=n, dtype="int32", shape=(2,), data=data) for n in ("a", "b", "c")]
+    parts, json_bytes = encode_answer("m", asked, outputs, {})
+    assert json_bytes == len(parts[0])
+    first, second = json.loads(parts[0])["outputs"]
+    assert (first["name"], first["data"]) == ("b", [1, 2])
+    assert (second["name"], second["parameters"]) == ("a", {"binary_data_size": 8})
+    assert parts[1:] == [data]
+
+
+def test_priority_and_timeout_become_the_servers() -> None:
+    ask = json.loads(body())
+    for priority, name in ((0, ""), (1, "high"), (2, "normal"), (3, "low"), (99, "low")):
+        given_ = {"priority": priority, "timeout": 2500}
+        asked = decode_request(json.dumps(ask | {"parameters": given_}).encode(), None)
+        assert (asked.priority, asked.deadline_ms) == (name, 2.5)
+    assert decode_request(body(), None).deadline_ms is None
+
+
+@pytest.mark.parametrize(
+    ("request_body", "json_bytes", "words"),
+    [
+        (b"{", None, "no inference request"),
+        (b"[" * 100_000, None, "no inference request"),
+        (b'{"inputs": 3}', None, "inputs"),
+        (b"\xff\xfe{}", None, "no inference request"),
+        (body(), 10_000, "the body has"),
+        (body(data=[1, 2, 3]), None, "has 3 values, its shape [2, 2] asks for 4"),
+        (body(data=[[1, 2], [3]]), None, "no regular list"),
+        (body(data=["a"] * 4), None, "no numbers"),
+        (body(data=[None] * 4), None, "no numbers"),
+        (body(datatype="INT8", data=[1, 2, 3, 400]), None, "from -128 to 127"),
+        (body(datatype="INT8", data=[1, 2, 3, 2**70]), None, "no numbers"),
+        (body(datatype="UINT8", data=[1, 2, 3, -1]), None, "from 0 to 255"),
+        (body(datatype="INT32", data=[1, 2, 3, 0.5]), None, "with fractions"),
+        (body(datatype="FLOAT32"), None, "one of BOOL"),
+        (body(datatype="BYTES"), None, "not served here"),
+        (body(shape=[-2, -2]), None, "has no shape"),
+        (body(shape=[1] * 9), None, "has no shape"),
+        (body(data=None), None, "has no data"),
+        (body(parameters={"binary_data_size": 16}), None, "0 bytes are left"),
+        (body(parameters={"binary_data_size": True}), None, "binary_data_size True"),
+        (body(parameters={"shared_memory_region": "r"}), None, "shared memory"),
+        (body() + b"12", len(body()), "2 bytes behind"),
+        (json.dumps({"inputs": [json.loads(body())["inputs"][0]] * 65}).encode(), None, "65"),
+    ],
+)
+def test_what_is_wrong_is_said_in_words(
+    request_body: bytes, json_bytes: int | None, words: str
+) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        decode_request(request_body, json_bytes)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{"priority": -1}, {"timeout": "soon"}, {"binary_data_output": 1}, {"sequence_id": 4}],
+)
+def test_parameters_that_cannot_be_are_refused(parameters: dict[str, Any]) -> None:
+    ask = json.loads(body()) | {"parameters": parameters}
+    with pytest.raises(InvalidInput):
+        decode_request(json.dumps(ask).encode(), None)
+
+
+@given(st.binary(max_size=200), st.none() | st.integers(-5, 250))
+def test_garbage_raises_nothing_but_invalid_input(data: bytes, json_bytes: int | None) -> None:
+    with pytest.raises(InvalidInput):
+        decode_request(data, json_bytes)
+
+
+def test_an_unknown_output_is_named_with_the_known_ones() -> None:
+    asked = InferRequest(id="", inputs=(), frames=[], outputs=(RequestedOutput(name="lables"),))
+    output = Output(name="labels", dtype="int64", shape=(1,), data=bytes(8))
+    with pytest.raises(InvalidInput, match='no output "lables"; did you mean "labels"'):
+        encode_answer("m", asked, [output], {})
+
+
+def test_a_raw_body_is_the_only_input_at_the_batch_that_it_fills() -> None:
+    asked = raw_request(bytes(48), ROW)
+    assert (asked.inputs[0].shape, asked.is_binary) == ((3, 4), True)
+    with pytest.raises(InvalidInput, match="16 bytes for each of a batch; the body has 50"):
+        raw_request(bytes(50), ROW)
+    with pytest.raises(InvalidInput, match="one input"):
+        raw_request(b"", ROW | {"inputs": {}})
+    with pytest.raises(InvalidInput, match="16 bytes; the body has 32"):
+        raw_request(bytes(32), ROW | {"inputs": {"x": [[1, 4], "float32"]}})
+
+
+def test_the_batch_dimension_is_implicit_only_where_all_tensors_begin_with_it() -> None:
+    assert config(ROW)["max_batch_size"] == 64
+    assert config(ROW)["output"] == [{"name": "y", "data_type": "TYPE_BF16", "dims": [3]}]
+    assert metadata(ROW)["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 4]}]
+    for shape in ([4], [4, None], []):
+        other = config(ROW | {"outputs": {"y": [shape, "float32"]}})
+        assert other["max_batch_size"] == 0
+        assert other["input"][0]["dims"] == [-1, 4]
+
+
+def test_every_dtype_of_the_wire_has_a_datatype() -> None:
+    from pipeswitch.programs.layout import ITEM_BYTES
+
+    assert DATATYPE_OF.keys() == ITEM_BYTES.keys()
