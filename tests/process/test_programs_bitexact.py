@@ -124,11 +124,9 @@ def check_bits(
         assert all(same_bits(a, b) for a, b in zip(inputs, kept, strict=True))
 
 
+# test_server_bitequal.py serves ten more.
 FAMILIES = [
-    ("resnet18", 64), ("inception_v3", 75), ("densenet121", 64), ("vit_b_16", 224),
-    ("swin_t", 64), ("convnext_tiny", 64), ("mobilenet_v3_small", 64), ("efficientnet_b0", 64),
-    ("regnet_y_400mf", 64), ("shufflenet_v2_x0_5", 64), ("googlenet", 64), ("squeezenet1_1", 64),
-    ("mnasnet0_5", 64), ("resnext50_32x4d", 64),
+    ("googlenet", 64), ("squeezenet1_1", 64), ("mnasnet0_5", 64), ("resnext50_32x4d", 64),
 ]  # fmt: skip
 
 

@@ -61,7 +61,7 @@ def test_ten_families_answer_bit_equal_while_they_evict_each_other_and_training_
         )
         assert row["mode"] == "graph"
         module = plain(name, number)
-        for batch in (1, 2):
+        for batch in (1, 2, 3):
             generator = torch.Generator().manual_seed(len(requests))
             x = torch.randn(batch, 3, side, side, generator=generator)
             requests.append((name, x, eager(module, x)))
