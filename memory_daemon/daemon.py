@@ -144,6 +144,8 @@ class Daemon:
         reach("daemon.message")
         match message:
             case TransmitModel():
+                for descriptor in descriptors:
+                    self._device.open_tenant(message.tenant, descriptor)
                 self._transmit(message)
             case CancelTransmit(epoch=epoch):
                 self._device.cancel(epoch)

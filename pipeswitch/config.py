@@ -254,6 +254,12 @@ class SecurityConfig(_Checked):
         "kernel has of it), require (all of it, or no start) or off",
         choices=("on", "require", "off"),
     )  # fmt: skip
+    tenants: str = _setting(
+        "shared", "shared: models of different keys take turns in the workers' processes; "
+        "separate: a process serves one key's models and maps nothing of another's (cpu device, "
+        "with the sandbox; docs/adr/0023-tenants.md says what a switch costs)",
+        choices=("shared", "separate"),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from pipeswitch.failpoints import are_enabled, reach
 from pipeswitch.ipc.channel import Channel, channel_from
 from pipeswitch.ipc.gate import Gate, Where
 from pipeswitch.ipc.messages import (
+    BindTenant,
     Cleaned,
     EvictTask,
     Exit,
@@ -60,7 +61,8 @@ PREFAULT_BYTES = 8 << 20  # a piece holds the interpreter for less than a millis
 def run(settings: WorkerSettings, descriptors: Sequence[int]) -> int:
     """Set up, announce readiness, loop, leave.
 
-    ``descriptors``: task channel, signal channel, board, pool, all wake-ups', the arena's.
+    ``descriptors``: task channel, signal channel, board, all wake-ups'; then pool and arena's,
+    which a worker of one tenant gets with ``BindTenant``.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who leaves when is the controller's decision
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -71,17 +73,11 @@ def run(settings: WorkerSettings, descriptors: Sequence[int]) -> int:
     task, control = channel_from(descriptors[0]), channel_from(descriptors[1])
     task.point = control.point = "worker.send"
     _log_to_stderr(settings.slot)
-    board, pool_descriptor = descriptors[2:4]
-    first_of_arena = 4 + settings.bell_count
-    view = open_view(
-        settings,
-        board=board,
-        bells=descriptors[4:first_of_arena],
-        arena=descriptors[first_of_arena:],
-    )
-    pool = RequestPool(pool_descriptor, settings.pool_bytes, hides_replies=view.device == "cpu")
-    view.pin(pool.address, pool.size_bytes)
-    worker = Worker(settings, task, control, view, pool)
+    board, *others = descriptors[2:]
+    bells, shared = others[: settings.bell_count], others[settings.bell_count :]
+    worker = Worker(settings, task, control, board, bells)
+    if shared:
+        worker.map_memory(shared)
     worker.start()
     return worker.serve()
 
@@ -104,15 +100,17 @@ class Worker:
         settings: WorkerSettings,
         task: Channel,
         control: Channel,
-        view: PoolView,
-        pool: RequestPool,
+        board: int,
+        bells: Sequence[int],
     ) -> None:
         self._settings = settings
         self._task = task
         self._control = control
-        self._view = view
-        self._pool = pool
-        self._programs = Programs(view)
+        self._board = board
+        self._bells = bells
+        self._view: PoolView  # these three from ``map_memory`` on
+        self._pool: RequestPool
+        self._programs: Programs
         self._gate = Gate(self._on_parked)
         self._host: JobHost | None = None
         self._stop_asked_at_ms = 0.0
@@ -121,11 +119,23 @@ class Worker:
         self._job_known = threading.Event()
         self._is_confined = False
 
+    def map_memory(self, descriptors: Sequence[int]) -> None:
+        """``descriptors``: the pool, then the arena's."""
+        pool, *arena = descriptors
+        self._view = open_view(self._settings, board=self._board, bells=self._bells, arena=arena)
+        hides_replies = self._view.device == "cpu"
+        self._pool = RequestPool(pool, self._settings.pool_bytes, hides_replies=hides_replies)
+        self._view.pin(self._pool.address, self._pool.size_bytes)
+        self._programs = Programs(self._view)
+
     def start(self) -> None:
         threading.Thread(target=self._listen_or_leave, name="termination", daemon=True).start()
         reach("worker.start")
+        if self._settings.separates_tenants:
+            warm_up()  # it waits for a tenant, which need not wait for this
         self._task.send(WorkerReady(slot=self._settings.slot, pid=os.getpid()))
-        threading.Thread(target=self._prefault, name="prefault", daemon=True).start()
+        if not self._settings.separates_tenants:  # else it is not known where pages will be
+            threading.Thread(target=self._prefault, name="prefault", daemon=True).start()
 
     def _prefault(self) -> None:
         """Map the arena's pages before the first switch: 95 ms a GiB, off the request's path."""
@@ -143,6 +153,8 @@ class Worker:
                 os._exit(0)  # the controller is gone: a clean end is of no use
             message, descriptors = received
             match message:
+                case BindTenant():
+                    self.map_memory(descriptors)
                 case RunInference():
                     self._make_ready_for(message, descriptors)
                     slot = self._settings.slot
@@ -166,7 +178,8 @@ class Worker:
         if self._is_confined and message.is_code:
             raise ValueError(f"{message.model} is code, and this worker is in the sandbox")
         if self._settings.is_sandboxed and not self._is_confined and not message.is_code:
-            warm_up()
+            if not self._settings.separates_tenants:
+                warm_up()
             if not are_enabled():
                 confine_worker(self._settings.task_memory_bytes)
             self._is_confined = True

@@ -20,10 +20,12 @@ from ..failpoints import reach
 from ..frontend.frontend import Frontend
 from ..ipc.board import ring
 from ..ipc.messages import (
+    BindTenant,
     BuildDone,
     BuildFailed,
     BuildSettings,
     CommitPersisted,
+    DaemonFault,
     DaemonReady,
     DaemonSettings,
     Epoch,
@@ -35,6 +37,7 @@ from ..ipc.messages import (
     PrepareModel,
     RunInference,
     Slot,
+    TransmitModel,
     WorkerSettings,
 )
 from ..planning import files as profile_files
@@ -124,7 +127,9 @@ class Effects:
         self._take = take  # an event, to be handled after the running one
         self._daemon: Child | None = None
         self._daemon_generation = 0
+        self._daemon_has: set[str] = set()  # tenants' files of the arena
         self._workers: dict[Slot, tuple[int, Child]] = {}
+        self._bound: dict[tuple[Slot, int], str] = {}  # by slot and generation: whose it is
         self._handed: dict[Slot, dict[ModelName, str]] = {}  # digests, by the model's name
         # The files of the program that was handed over last; before that, as many of nothing.
         self._opened = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(2)]
@@ -236,8 +241,21 @@ class Effects:
         if command.commits_of is not None:
             descriptors.append(self._memory.commits[command.commits_of])
         files = self._files_for(command.slot, command.message)
+        if isinstance(command.message, BindTenant):
+            self._bound[command.slot, known[0]] = command.message.tenant
+            try:
+                descriptors += self._memory_for(command.message)
+            except OSError as error:  # as where it cannot be forked: it is tried again
+                log.error("worker=%d not bound: %s", command.slot, error)
+                self._processes.kill(known[1])
+                return
         index = 0 if command.channel == "task" else 1
         self._processes.send(known[1], index, command.message, [*descriptors, *files])
+
+    def _memory_for(self, message: BindTenant) -> list[int]:
+        """What one tenant's worker maps; training slices where it may run scripts."""
+        pool, arena = self._memory.pool_of(message.tenant), self._memory.arena_of(message.tenant)[1]
+        return [pool, arena, *(self._memory.arena if message.is_code else ())]
 
     def _files_for(self, slot: Slot, message: Message) -> list[int]:
         """A program's files for a worker in the sandbox, which opens none: once for each."""
@@ -269,7 +287,22 @@ class Effects:
         descriptors = []
         if command.commits_of is not None:
             descriptors.append(self._memory.commits[command.commits_of])
+        if self._sizes.separates_tenants and isinstance(command.message, TransmitModel):
+            try:
+                descriptors += self._arena_for(command.message.tenant)
+            except OSError as error:  # it is tried again
+                fault = DaemonFault(epoch=command.message.epoch, reason=str(error))
+                self._take(FromDaemon(generation=self._daemon_generation, message=fault))
+                return
         self._processes.send(self._daemon, 0, command.message, descriptors)
+
+    def _arena_for(self, tenant: str) -> list[int]:
+        """The file that the daemon copies this tenant's models into, once for each."""
+        if tenant in self._daemon_has:
+            return []
+        arena, _ = self._memory.arena_of(tenant)
+        self._daemon_has.add(tenant)
+        return [arena]
 
     def _has_no_disk(self, message: Message) -> bool:
         """A commit that the disk's budget has no room for: the older one on disk stays."""
@@ -301,10 +334,13 @@ class Effects:
             words=self._sizes.words,
             link_bytes_per_s=self._sizes.link_bytes_per_s,
             bell_count=len(self._memory.bells),
+            separates_tenants=self._sizes.separates_tenants,
             cuda=self._sizes.cuda,
             log_path=str(self._places.logs / "memory-daemon.log"),
         )
         descriptors = [self._memory.store, *self._memory.bells]
+        self._memory.drop_arenas()
+        self._daemon_has.clear()
         self._daemon_generation = generation
         self._daemon = self._processes.fork(
             "daemon", "pipeswitch-mem", settings, 1, descriptors, on_message, on_exit
@@ -316,6 +352,7 @@ class Effects:
 
         def on_exit(status: int) -> None:
             begun = self._memory.board.begun(slot)
+            self._frontend.tidy_pool(self._bound.pop((slot, generation), ""))
             self._take(
                 WorkerExited(slot=slot, generation=generation, status=status, begun_epoch=begun)
             )
@@ -337,14 +374,12 @@ class Effects:
             handle=self._memory.arena_handle,
             is_sandboxed=self._sizes.is_sandboxed,
             task_memory_bytes=self._sizes.task_memory_bytes,
+            separates_tenants=self._sizes.separates_tenants,
             cuda=self._sizes.cuda,
         )
-        descriptors = [
-            self._memory.board_descriptor,
-            self._memory.pool,
-            *self._memory.bells,
-            *self._memory.arena,
-        ]
+        descriptors = [self._memory.board_descriptor, *self._memory.bells]
+        if not self._sizes.separates_tenants:  # else with BindTenant
+            descriptors += [self._memory.pool, *self._memory.arena]
         child = self._processes.fork(
             "worker", f"pipeswitch-w{slot}", settings, 2, descriptors, on_message, on_exit
         )

@@ -176,6 +176,7 @@ def _sizes(config: Config, device: ChosenDevice) -> Sizes:
         cuda = msgspec.structs.replace(cuda, private_bytes=private_bytes)
     store = config.host.store.resolve(available, available // 4)
     cores = cpu_count()
+    is_sandboxed = _is_sandboxed(config, device)
     sizes = Sizes(
         arena_bytes=max(arena, 4 << 20) & -(2 << 20),
         store_bytes=max(store, 1 << 20) & -4096,
@@ -187,7 +188,8 @@ def _sizes(config: Config, device: ChosenDevice) -> Sizes:
         build_timeout_s=config.workers.build_timeout_ms / 1000.0,
         build_memory_bytes=config.workers.build_memory.resolve(available, available * 3 // 4),
         task_memory_bytes=config.workers.task_memory.resolve(available, available // 2),
-        is_sandboxed=_is_sandboxed(config, device),
+        is_sandboxed=is_sandboxed,
+        separates_tenants=_separates_tenants(config, device, is_sandboxed=is_sandboxed),
         link_bytes_per_s=config.device.link_gbps * 1e9,
         cuda=cuda,
     )
@@ -231,6 +233,25 @@ def _is_sandboxed(config: Config, device: ChosenDevice) -> bool:
     elif failpoints.are_enabled():
         log.warning("sandbox=off: failpoints are on, whose files no confined process could open")
     return wanted != "off" and device.options is None and "seccomp" not in lacks
+
+
+def _separates_tenants(config: Config, device: ChosenDevice, *, is_sandboxed: bool) -> bool:
+    """Whether a process serves one tenant alone.
+
+    Raises:
+        ConfigError: it is wanted, and cannot be had on this device or machine.
+    """
+    if config.security.tenants == "shared":
+        return False
+    lacks = "" if is_sandboxed else "the sandbox: its processes could open each other's memory"
+    if device.options is not None:
+        lacks = "the cpu device: on cuda a process that maps the arena can read all of it"
+    if lacks:
+        raise ConfigError(
+            f'[security] tenants = "separate" needs {lacks}',
+            hint='tenants = "shared", or a server for each tenant',
+        )
+    return True
 
 
 def _identity(device: ChosenDevice, sizes: Sizes) -> Identity:
@@ -283,6 +304,7 @@ class Server:
             self._inbox.append,
             facts=facts,
             is_ready=lambda: self._scheduler.is_ready,
+            pool_of=self._memory.pool_of if sizes.separates_tenants else None,
         )
         self._journal = _open_journal(places.root / FILE_NAME)
         child_log = places.logs / "processes.log"
@@ -309,6 +331,7 @@ class Server:
                 identity=_identity(device, sizes),
                 unix_offset_ms=time.time() * 1000.0 - _now_ms(),
                 is_sandboxed=sizes.is_sandboxed,
+                separates_tenants=sizes.separates_tenants,
                 models_dir=str(places.models),
                 logs_dir=str(places.logs),
                 commits_dir=str(places.commits),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..commits.area import CommitArea, create_area
 from ..ipc.board import Board, new_bell, sealed_memfd
 from ..ipc.messages import CudaOptions, JobName
+from ..ipc.sparse import read_only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,7 @@ class Sizes:
     build_memory_bytes: int
     task_memory_bytes: int
     is_sandboxed: bool
+    separates_tenants: bool
     link_bytes_per_s: float
     cuda: CudaOptions | None = None  # of a cuda device
 
@@ -35,6 +37,9 @@ class Memory:
     def __init__(self, sizes: Sizes) -> None:
         self.store = sealed_memfd("pipeswitch-store", sizes.store_bytes)
         self.pool = sealed_memfd("pipeswitch-pool", sizes.pool_bytes)
+        self._pools = {"": self.pool}  # by tenant, where they are separate
+        self._arenas: dict[str, tuple[int, int]] = {}  # the same: to write, and to read
+        self._arena_bytes, self._pool_bytes = sizes.arena_bytes, sizes.pool_bytes
         self.board_descriptor = sealed_memfd("pipeswitch-board", 4096)
         self.board = Board(self.board_descriptor)
         self.bells = [new_bell() for _ in range(sizes.bell_count)]
@@ -48,6 +53,39 @@ class Memory:
             os.close(old)
         self.arena = descriptors
         self.arena_handle = handle
+
+    def pool_of(self, tenant: str) -> int:
+        """A tenant's file of the request pool.
+
+        Raises:
+            OSError: this process has no descriptor left.
+        """
+        if tenant not in self._pools:
+            self._pools[tenant] = sealed_memfd("pipeswitch-pool", self._pool_bytes)
+        return self._pools[tenant]
+
+    def arena_of(self, tenant: str) -> tuple[int, int]:
+        """A tenant's file of the arena: for the memory daemon, and for workers, which cannot map
+        it for writing.
+
+        Raises:
+            OSError: this process has no descriptor left.
+        """
+        if tenant not in self._arenas:
+            made = sealed_memfd("pipeswitch-models", self._arena_bytes)
+            try:
+                self._arenas[tenant] = made, read_only(made)
+            except OSError:
+                os.close(made)
+                raise
+        return self._arenas[tenant]
+
+    def drop_arenas(self) -> None:
+        """The daemon that wrote them is gone, and the workers that read them."""
+        for pair in self._arenas.values():
+            for descriptor in pair:
+                os.close(descriptor)
+        self._arenas.clear()
 
     def create_commits(self, job: JobName, slot_bytes: int) -> None:
         """A fresh commit area; the newest commit of a smaller one it replaces is kept."""
@@ -73,8 +111,9 @@ class Memory:
 
     def close(self) -> None:
         self.board.close()
+        self.drop_arenas()
         for descriptor in (
-            self.store, self.pool, self.board_descriptor,
+            self.store, *self._pools.values(), self.board_descriptor,
             *self.bells, *self.arena, *self.commits.values(),
         ):  # fmt: skip
             os.close(descriptor)

@@ -42,6 +42,10 @@ class DeviceMemory(Protocol):
         """A writable view of the host store, to load a model into."""
         ...
 
+    def open_tenant(self, tenant: str, descriptor: int) -> None:
+        """Where tenants are separate: the file for this one's models; it stays the caller's."""
+        ...
+
     def transmit(self, order: TransmitModel, on_end: Callable[[TransmitEnded], None]) -> None:
         """Copy groups in order; after each, its arrival word becomes the epoch, then bells ring."""
         ...

@@ -1,8 +1,9 @@
 """The cpu device: the arena is two memfds, the copy engine a thread, a wait an eventfd.
 
 Not a mock: a worker computes on these bytes, and the whole system runs on any machine with them
-(ADR 4). *models* is written by the memory daemon alone, and sealed so that no other process can
-map it for writing; it begins with the arrival words. *work* holds training slices and may be
+(ADR 4). *models* is written by the memory daemon alone, and no other process can map it for
+writing; it begins with the arrival words, and may be one file for each tenant (``arenas.py``).
+*work* holds training slices and may be
 written by all.
 
 Why a reader that sees a word sees the data: the copy, then the word's store, are done by one
@@ -25,9 +26,10 @@ import numpy as np
 
 from ..errors import RemoteProtocolError
 from ..failpoints import reach
-from ..ipc.board import Board, ring, seal_against_writers, sealed_memfd
+from ..ipc.board import Board, ring, sealed_memfd
 from ..ipc.messages import ByteRange, Epoch, GroupCopy, TransmitEnded, TransmitModel
 from ..programs.layout import TensorSpec, aligned
+from .arenas import Bytes, FilePerTenant, Models, OneFile
 from .orders import WORD_BYTES, WORD_MASK, check_range, check_slice_reads
 from .transmissions import OnEnd, Transmission, TransmissionQueue
 from .waiting import Waiter, now_ms
@@ -42,8 +44,6 @@ log = logging.getLogger(__name__)
 
 CHUNK_BYTES: Final = 8 << 20  # between two looks at the cancel flag; larger gains nothing
 THROTTLED_CHUNK_BYTES: Final = 1 << 20
-
-Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 class Link:
@@ -85,6 +85,7 @@ class CpuDeviceMemory:
         store_bytes: int,
         words: int,
         link_bytes_per_s: float = 0.0,
+        separates_tenants: bool = False,
     ) -> None:
         """Take the memory. The descriptors stay the caller's and must outlive this object.
 
@@ -100,28 +101,25 @@ class CpuDeviceMemory:
         self.word_count = words
         self._bells = tuple(bells)
         self._store_descriptor = store
-        self._models_descriptor = sealed_memfd("pipeswitch-models", arena_bytes, reserve=True)
+        self._models: Models = (FilePerTenant if separates_tenants else OneFile)(arena_bytes, words)
         self._work_descriptor = sealed_memfd("pipeswitch-work", arena_bytes)
-        # Populated before the seal: a page fault in the copy thread would be paid by a switch.
-        self._models_map = mmap.mmap(
-            self._models_descriptor, arena_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE
-        )
-        seal_against_writers(self._models_descriptor)
         self._work_map = mmap.mmap(self._work_descriptor, arena_bytes)
         self._store_map = mmap.mmap(store, store_bytes)
-        self._words = memoryview(self._models_map)[: words * WORD_BYTES].cast("I")
-        self._models: Bytes = np.frombuffer(self._models_map, dtype=np.uint8)
         self._work: Bytes = np.frombuffer(self._work_map, dtype=np.uint8)
         self._store: Bytes = np.frombuffer(self._store_map, dtype=np.uint8)
         self._to_device = Link(link_bytes_per_s)
         self._to_host = Link(link_bytes_per_s)  # a link is full duplex
         self._transmissions = TransmissionQueue(
-            self._perform, arena_bytes=arena_bytes, store_bytes=store_bytes, words=words
+            self._perform,
+            arena_bytes=arena_bytes,
+            store_bytes=store_bytes,
+            words=words,
+            settle=self._models.tidy,
         )
 
     def export_descriptors(self) -> list[int]:
-        """[models, work], owned by this object."""
-        return [self._models_descriptor, self._work_descriptor]
+        """[models, work], owned by this object; where tenants are separate [work]."""
+        return [*self._models.descriptors, self._work_descriptor]
 
     def export_handle(self) -> bytes:
         """Nothing: descriptors say it all."""
@@ -139,12 +137,18 @@ class CpuDeviceMemory:
             os.posix_fallocate(self._store_descriptor, offset_bytes, size_bytes)
         return memoryview(self._store_map)[offset_bytes : offset_bytes + size_bytes]
 
+    def open_tenant(self, tenant: str, descriptor: int) -> None:
+        """As ``DeviceMemory``."""
+        self._models.open_tenant(tenant, descriptor)
+
     def transmit(self, order: TransmitModel, on_end: OnEnd) -> None:
         """Queue a transmission; ``on_end`` comes exactly once, on the copy thread.
 
         Raises:
-            RemoteProtocolError: out of bounds, or this epoch is being transmitted already.
+            RemoteProtocolError: out of bounds, this epoch is being transmitted already, or its
+                tenant has no file.
         """
+        self._models.take(order)
         self._transmissions.put(order, on_end)
 
     def cancel(self, epoch: Epoch) -> None:
@@ -195,11 +199,10 @@ class CpuDeviceMemory:
     def close(self) -> None:
         """Cancel what is under way, end the copy thread, let the memory go."""
         self._transmissions.close()
-        self._words.release()
-        del self._models, self._work, self._store
-        for mapping in (self._models_map, self._work_map, self._store_map):
+        self._models.close()
+        del self._work, self._store
+        for mapping in (self._work_map, self._store_map):
             _unmap(mapping)
-        os.close(self._models_descriptor)
         os.close(self._work_descriptor)
 
     def _perform(self, job: Transmission) -> TransmitEnded:
@@ -218,7 +221,7 @@ class CpuDeviceMemory:
                     break  # perhaps in the middle of this group: its word must not rise
                 reach("daemon.transmit.group")
                 ends_at_ms.append(now_ms())  # before the bell: a woken worker takes the core
-                self._words[group.word] = order.epoch & WORD_MASK
+                self._models.raise_word(order.tenant, group.word, order.epoch & WORD_MASK)
                 self._ring_all()
         except Exception:
             log.exception("transmission=%d failed", order.epoch)
@@ -242,7 +245,7 @@ class CpuDeviceMemory:
         ``copied`` says how far each group has come.
         """
         group = order.groups[index]
-        total = self._copy(group, copied, index, group.size_bytes, cancelled)
+        total = self._copy(order.tenant, group, copied, index, group.size_bytes, cancelled)
         end = group.arena_offset_bytes + group.size_bytes
         unit_end = aligned(end, UNIT_BYTES)
         if not group.size_bytes:
@@ -252,33 +255,28 @@ class CpuDeviceMemory:
             if following.arena_offset_bytes >= unit_end or cancelled.is_set():
                 break
             upto = min(following.size_bytes, unit_end - following.arena_offset_bytes)
-            total += self._copy(following, copied, later, upto, cancelled)  # 1.
+            total += self._copy(order.tenant, following, copied, later, upto, cancelled)  # 1.
             end = max(end, following.arena_offset_bytes + upto)
         region_end = order.arena_offset_bytes + order.region_bytes
-        self._models[end : min(aligned(end, mmap.PAGESIZE), region_end)] = 0  # 2.
+        self._models.clear(order.tenant, end, min(aligned(end, mmap.PAGESIZE), region_end))  # 2.
         return total
 
     def _copy(
         self,
+        tenant: str,
         group: GroupCopy,
         copied: list[int],
         index: int,
         upto: int,
         cancelled: threading.Event,
     ) -> int:
-        """Store → models, chunk by chunk until ``upto`` or cancelled; bytes copied.
-
-        ``np.copyto`` lets the interpreter lock go, which slice assignment to a memoryview
-        would hold for the whole copy.
-        """
+        """Store → models, chunk by chunk until ``upto`` or cancelled; bytes copied."""
         source, target = group.store_offset_bytes, group.arena_offset_bytes
         first = done = copied[index]
         while done < upto and not cancelled.is_set():
             size = min(self._to_device.chunk_bytes, upto - done)
-            np.copyto(
-                self._models[target + done : target + done + size],
-                self._store[source + done : source + done + size],
-            )
+            piece = self._store[source + done : source + done + size]
+            self._models.write(tenant, target + done, piece)
             done += size
             self._to_device.pace(size, cancelled)
         copied[index] = done
@@ -296,19 +294,23 @@ class CpuPoolView:
         self,
         *,
         models: int,
-        work: int,
+        work: int | None,
         board: int,
         bell: int,
         bells: Sequence[int],
         arena_bytes: int,
         words: int,
         on_wake: Callable[[], None] | None = None,
+        is_one_tenants: bool = False,
     ) -> None:
         """Map everything; the descriptors stay the caller's, bells must outlive this object.
 
         Only the arrival words can be read until ``enter`` and ``slice_bytes``.
 
         Args:
+            work: None for a worker that runs no training script, where tenants are separate.
+            is_one_tenants: ``models`` has pages where this tenant's models lie, new ones with each
+                copy; in an arena of all tenants they were there before.
             bell, bells, on_wake: as ``Waiter``.
         """
         self._waiter = Waiter(board=board, bell=bell, bells=bells, on_wake=on_wake)
@@ -319,8 +321,12 @@ class CpuPoolView:
         self._entered = (0, 0, 0)  # region's start and end, epoch
         self._last_word = 0
         self._open_end = 0
-        self._work_map = mmap.mmap(work, arena_bytes)
-        self._work_windows = Guarded(address_of(self._work_map), arena_bytes)
+        self._is_one_tenants = is_one_tenants
+        self._populated: dict[int, tuple[int, int]] = {}  # by region: its epoch, up to where
+        self._work_map: mmap.mmap | None = None
+        if work is not None:
+            self._work_map = mmap.mmap(work, arena_bytes)
+            self._work_windows = Guarded(address_of(self._work_map), arena_bytes)
         self._pool_windows: Guarded | None = None
         self._lent: tuple[int, int, bool] | None = None
 
@@ -341,6 +347,7 @@ class CpuPoolView:
     def _work(self) -> torch.UntypedStorage:
         from ..programs.views import bytes_over
 
+        assert self._work_map is not None, "this worker runs no training script"
         return bytes_over(self._work_map)
 
     def prefault(self, offset_bytes: int, size_bytes: int) -> None:
@@ -375,6 +382,9 @@ class CpuPoolView:
         if self._words[self._last_word] == epoch & WORD_MASK:
             arrived_end = region_end  # in one step
         end = min(aligned(arrived_end, UNIT_BYTES), aligned(region_end, mmap.PAGESIZE))
+        if self._is_one_tenants and self._populated.get(start, (0, 0)) < (epoch, end):
+            self._window.populate(self._open_end, end)
+            self._populated[start] = (epoch, end)
         self._window.open(self._open_end, end)
         self._open_end = end
 
@@ -491,7 +501,8 @@ class CpuPoolView:
         self.__dict__.pop("_work", None)
         self._window.unmap()
         for mapping in (self._words_map, self._window.reserve, self._work_map):
-            _unmap(mapping)
+            if mapping is not None:
+                _unmap(mapping)
 
 
 def _unmap(mapping: mmap.mmap) -> None:

@@ -39,6 +39,7 @@ def open_memory(settings: DaemonSettings, descriptors: Sequence[int]) -> DeviceM
             store_bytes=settings.store_bytes,
             words=settings.words,
             link_bytes_per_s=settings.link_bytes_per_s,
+            separates_tenants=settings.separates_tenants,
         )
     if settings.cuda is None:
         raise ConfigError(f"no device {settings.device!r}")
@@ -70,7 +71,8 @@ def open_view(
 ) -> PoolView:
     """Map the device's memory in a worker, after the fork; on cuda this makes its context.
 
-    ``arena``: the descriptors of the daemon's ``DaemonReady``.
+    ``arena``: the descriptors of the daemon's ``DaemonReady``; where tenants are separate one
+    tenant's models to read, and *work* for a worker that runs code.
 
     Raises:
         ConfigError: not the descriptors of this device.
@@ -79,9 +81,9 @@ def open_view(
     bell = bells[settings.slot]
     options = settings.cuda
     if options is None:
-        if len(arena) != 2:
+        if len(arena) not in (1 if settings.separates_tenants else 2, 2):
             raise ConfigError(f"a cpu arena is two memfds, {len(arena)} came")
-        models, work = arena
+        models, work = arena[0], arena[1] if len(arena) == 2 else None
         return CpuPoolView(
             models=models,
             work=work,
@@ -91,6 +93,7 @@ def open_view(
             arena_bytes=settings.arena_bytes,
             words=settings.words,
             on_wake=on_wake,
+            is_one_tenants=settings.separates_tenants,
         )
     if len(arena) != 1:
         raise ConfigError(f"a cuda arena comes with one memfd, {len(arena)} came")

@@ -52,10 +52,13 @@ class TransmissionQueue:
         store_bytes: int,
         words: int,
         prepare: Callable[[], None] | None = None,
+        settle: Callable[[], None] | None = None,
     ) -> None:
-        """Start the thread: it calls ``prepare`` once, then ``perform`` for each order."""
+        """Start the thread: it calls ``prepare`` once, then ``perform`` for each order, and
+        ``settle`` when its end is told."""
         self._perform = perform
         self._prepare = prepare
+        self._settle = settle
         self._arena_bytes = arena_bytes
         self._store_bytes = store_bytes
         self._words = words
@@ -107,3 +110,5 @@ class TransmissionQueue:
             with self._live_lock:
                 del self._live[job.order.epoch]
             job.on_end(ended)
+            if self._settle is not None:
+                self._settle()

@@ -98,6 +98,7 @@ class Frontend:
         *,
         facts: Mapping[str, Any] | None = None,
         is_ready: Callable[[], bool] = lambda: True,
+        pool_of: Callable[[str], int] | None = None,
         now_ms: Callable[[], float] = lambda: time.monotonic() * 1000,
     ) -> None:
         """Map the pool; nothing is opened yet.
@@ -108,6 +109,7 @@ class Frontend:
             take: takes an event for the scheduler, to be handled later.
             facts: what ``hello`` and ``ping`` tell about the server (device, arena_bytes…).
             is_ready: whether a request would be served now.
+            pool_of: where tenants are separate, each one's file of the pool.
             now_ms: the monotonic clock.
         """
         self._config = config
@@ -115,7 +117,7 @@ class Frontend:
         self._facts = dict(facts or {})
         self._is_ready = is_ready
         self._now_ms = now_ms
-        self._pool = RequestPool(pool_descriptor)
+        self._pool = RequestPool(pool_descriptor, pool_of)
         self._max_message_bytes = config.server.max_message_bytes
         state = Path(config.server.state_dir)
         self._log_directory = state / "logs"
@@ -252,6 +254,10 @@ class Frontend:
             case Retract(model=model):
                 self._models.pop(model, None)
 
+    def tidy_pool(self, tenant: str) -> None:
+        """A worker of that tenant is reaped."""
+        self._pool.tidy(tenant)
+
     def answer_soon(self, answer: Answer) -> None:
         """``perform`` from any thread; never blocks."""
         self._call_soon(lambda: self._answer(answer))
@@ -378,7 +384,7 @@ class Frontend:
         )
         priority = admission.priority_number(header.priority, announced.priority)
         deadline_at_ms = admission.deadline_at_ms(header.deadline_ms, self._now_ms())
-        room = self._reserve(client, admitted)
+        room = self._reserve(client, admitted, announced.tenant)
         payload = [tensors[item.frame] for item in admitted.inputs]
         pending = self.requests.accept(client, header, room)
         reach("frontend.accepted")
@@ -392,18 +398,19 @@ class Frontend:
             inputs=room.place(admitted.inputs),
             reply_offset_bytes=room.reply_offset_bytes,
             reply_bytes=room.reply_bytes,
+            tenant=room.tenant,
         )
         if admitted.input_bytes <= INLINE_COPY_BYTES:
-            self._pool.fill(event.inputs, payload)
+            self._pool.fill(event.inputs, payload, event.tenant)
             self._take(event)
         else:
             pending.is_copying = True
             self._take(PrefetchHint(model=event.model))  # its transfer need not wait for the copy
             self._copier.put(functools.partial(self._copy, payload, pending, event))
 
-    def _reserve(self, client: Client, admitted: admission.Admitted) -> Room:
+    def _reserve(self, client: Client, admitted: admission.Admitted, tenant: str) -> Room:
         """Room for a request and its reply, or QueueFull with the numbers."""
-        wanted = (client.session, admitted.input_bytes, admitted.reply_bytes)
+        wanted = (client.session, admitted.input_bytes, admitted.reply_bytes, tenant)
         try:
             return self._pool.reserve(*wanted)
         except QueueFull:
@@ -412,7 +419,7 @@ class Frontend:
 
     def _copy(self, payload: Sequence[Any], pending: Pending, event: InferArrived) -> None:
         """On the copier's thread: a large payload into the pool."""
-        self._pool.fill(event.inputs, payload)
+        self._pool.fill(event.inputs, payload, event.tenant)
         self._call_soon(lambda: self._copied(pending, event))
 
     def _copied(self, pending: Pending, event: InferArrived) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from ..errors import QueueFull
 from ..ipc.messages import SlabTensor
+from ..ipc.sparse import give_back, keep_only
 from ..programs.layout import aligned
 from .admission import CheckedInput
 from .slabs import SLAB_ALIGN_BYTES, SlabPool
@@ -38,6 +39,7 @@ class Room:
     input_offset_bytes: int
     reply_offset_bytes: int
     reply_bytes: int
+    tenant: str = ""  # in whose file it lies
 
     def place(self, inputs: Sequence[CheckedInput]) -> tuple[SlabTensor, ...]:
         """Where the inputs lie in it, in call order."""
@@ -56,33 +58,66 @@ class Room:
         )
 
 
+class _File:
+    """A mapping of a memfd."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._map = mmap.mmap(descriptor, 0)
+        self.memory = memoryview(self._map)
+        self.bytes = np.frombuffer(self.memory, dtype=np.uint8)
+        self.slabs: dict[int, int] = {}  # offset -> size: where tenants are separate
+
+    def close(self) -> None:
+        del self.bytes
+        with contextlib.suppress(BufferError):
+            self.memory.release()
+            self._map.close()
+
+
 class RequestPool:
     """The mapping, its slabs, and who holds how much of them.
+
+    Where tenants are separate each has a file of the pool's size, and the slabs of all are leased
+    by one ledger: a slab's pages exist in its tenant's file, and only as long as it is taken
+    (ADR 23).
 
     Invariants (``check``): those of the slabs; no client holds more than a share, or holds bytes
     while no slab is taken.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        """Map the memfd; the descriptor stays the caller's."""
-        self._map = mmap.mmap(descriptor, 0)
-        self.memory = memoryview(self._map)
-        self._bytes = np.frombuffer(self.memory, dtype=np.uint8)
-        self._slabs = SlabPool(len(self._map))
+    def __init__(self, descriptor: int, file_of: Callable[[str], int] | None = None) -> None:
+        """Map the memfd; the descriptor stays the caller's.
+
+        Args:
+            file_of: where tenants are separate, the memfd of each; they stay the caller's, and
+                open.
+        """
+        self._file_of = file_of
+        self._files = {"": _File(descriptor)}
+        self._slabs = SlabPool(len(self.memory))
         self._held_bytes: dict[str, int] = {}  # by holder; only of those that hold something
         self.share_bytes = max(self._slabs.capacity_bytes // SHARES, 1)
 
+    @property
+    def memory(self) -> memoryview:
+        """The file that tenants share, or the owner's."""
+        return self._files[""].memory
+
+    def memory_of(self, room: Room) -> memoryview:
+        """The file in which a room lies."""
+        return self._files[room.tenant].memory
+
     def close(self) -> None:
         """Unmap. What is still with libzmq keeps the mapping until it is sent."""
-        del self._bytes
-        with contextlib.suppress(BufferError):
-            self.memory.release()
-            self._map.close()
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
 
     # ---- room ----------------------------------------------------------------------------------
 
-    def reserve(self, holder: str, input_bytes: int, reply_bytes: int) -> Room:
-        """Room for a request's inputs and for its reply, or for neither.
+    def reserve(self, holder: str, input_bytes: int, reply_bytes: int, tenant: str = "") -> Room:
+        """Room for a request's inputs and for its reply, or for neither, in a tenant's file.
 
         Raises:
             QueueFull: over the holder's share, or no hole is large enough; with the numbers.
@@ -96,6 +131,7 @@ class RequestPool:
                 hint="wait for answers, or raise [server] pool",
                 requested_bytes=wanted_bytes,
             )
+        self._open(tenant)
         input_offset = self._slabs.take(input_bytes)
         reply_offset = self._slabs.take(reply_bytes)
         if input_offset is None or reply_offset is None:
@@ -110,18 +146,54 @@ class RequestPool:
                 largest_free_bytes=self._slabs.largest_free_bytes,
             )
         self._held_bytes[holder] = held_bytes + wanted_bytes
+        if self._file_of is not None:
+            for offset in (input_offset, reply_offset):
+                self._files[tenant].slabs[offset] = self._slabs.size_of(offset)
         return Room(
             holder=holder,
             held_bytes=wanted_bytes,
             input_offset_bytes=input_offset,
             reply_offset_bytes=reply_offset,
             reply_bytes=reply_bytes,
+            tenant=tenant,
         )
+
+    def _open(self, tenant: str) -> None:
+        """Map a tenant's file with its first request.
+
+        Raises:
+            QueueFull: this process has no descriptor or no address left.
+        """
+        if tenant not in self._files:
+            assert self._file_of is not None, f"the pool has no file of {tenant!r}"
+            try:
+                self._files[tenant] = _File(self._file_of(tenant))
+            except OSError as error:
+                raise QueueFull(
+                    f"the server has no room for another tenant's requests: {error.strerror}",
+                    hint="try again later",
+                ) from None
+
+    def _free(self, tenant: str, offset: int) -> None:
+        """Where tenants are separate its pages are given back with it."""
+        self._slabs.free(offset)
+        if self._file_of is not None:
+            file = self._files[tenant]
+            give_back(file.descriptor, offset, offset + file.slabs.pop(offset))
+            self.tidy(tenant)
+
+    def tidy(self, tenant: str) -> None:
+        """Where tenants are separate: give back what lies outside of this one's slabs, as a
+        worker's process leaves it that touched more than it was lent. Also after ``close``."""
+        file = self._files.get(tenant)
+        if self._file_of is not None and file is not None:
+            taken = [(start, start + size) for start, size in file.slabs.items()]
+            keep_only(file.descriptor, taken, len(file.memory))
 
     def release_inputs(self, room: Room) -> None:
         """Their last reader is done. KeyError: they were released before."""
         offset, room.input_offset_bytes = room.input_offset_bytes, _RELEASED
-        self._slabs.free(offset)
+        self._free(room.tenant, offset)
 
     def release_reply(self, room: Room) -> None:
         """It has left, or never will: the last of this room, and it counts to the share no more.
@@ -129,7 +201,7 @@ class RequestPool:
         KeyError: it was released before.
         """
         offset, room.reply_offset_bytes = room.reply_offset_bytes, _RELEASED
-        self._slabs.free(offset)
+        self._free(room.tenant, offset)
         left_bytes = self._held_bytes.get(room.holder, 0) - room.held_bytes
         if left_bytes:
             self._held_bytes[room.holder] = left_bytes
@@ -138,21 +210,22 @@ class RequestPool:
 
     # ---- bytes ---------------------------------------------------------------------------------
 
-    def fill(self, tensors: Sequence[SlabTensor], payload: Sequence[Any]) -> None:
+    def fill(self, tensors: Sequence[SlabTensor], payload: Sequence[Any], tenant: str = "") -> None:
         """Copy each tensor's buffer to its place, and clear what lies between and behind them.
 
         A worker's kernels reach whole pages: all that they hold is this request's, then. Any
         thread may, and numpy releases the interpreter lock meanwhile.
         """
+        pool = self._files[tenant].bytes
         pieces = sorted(zip(tensors, payload, strict=True), key=lambda piece: piece[0].offset_bytes)
         filled_end = pieces[0][0].offset_bytes if pieces else 0
         for tensor, data in pieces:
             source = np.frombuffer(data, dtype=np.uint8)
             at = tensor.offset_bytes
-            self._bytes[filled_end:at] = 0
+            pool[filled_end:at] = 0
             filled_end = at + len(source)
-            np.copyto(self._bytes[at:filled_end], source)
-        self._bytes[filled_end : aligned(filled_end, SLAB_ALIGN_BYTES)] = 0
+            np.copyto(pool[at:filled_end], source)
+        pool[filled_end : aligned(filled_end, SLAB_ALIGN_BYTES)] = 0
 
     # ---- shown ---------------------------------------------------------------------------------
 

@@ -134,7 +134,9 @@ class Requests:
         return Answer(token=answer.token, error=error)
 
     def _frames(self, pending: Pending, answer: Answer) -> list[Any]:
-        return answer_frames(pending.request_id, pending.client.session, answer, self._pool.memory)
+        room = pending.room
+        memory = self._pool.memory if room is None else self._pool.memory_of(room)
+        return answer_frames(pending.request_id, pending.client.session, answer, memory)
 
     def _settle(self, pending: Pending, outcome: Outcome) -> None:
         pending.client.counts.settle(outcome)

@@ -41,6 +41,10 @@ class SlabPool:
     def slab_count(self) -> int:
         return len(self._taken)
 
+    def size_of(self, offset_bytes: int) -> int:
+        """Of the slab at that offset; KeyError when there is none."""
+        return self._taken[offset_bytes]
+
     def take(self, size_bytes: int) -> int | None:
         """Offset of a slab of at least ``size_bytes``, or None when no hole is large enough."""
         size = aligned(max(size_bytes, 1), SLAB_ALIGN_BYTES)

@@ -87,14 +87,15 @@ class DaemonSettings(Message, frozen=True):
     link_bytes_per_s: float  # 0: as fast as it goes
     bell_count: int
     log_path: str = ""
+    separates_tenants: bool = False  # each tenant's models lie in a file of their own (ADR 23)
     cuda: CudaOptions | None = None  # of a cuda device
 
 
 class DaemonReady(Message, frozen=True):
     """memory daemon -> controller: memory is taken.
 
-    Descriptors, for the workers: on cpu models (sealed) and work; on cuda the host's copy of the
-    arrival words.
+    Descriptors, for the workers: on cpu models (sealed) and work, or work alone where tenants are
+    separate; on cuda the host's copy of the arrival words.
     """
 
     pid: int
@@ -251,7 +252,8 @@ class DaemonFault(Message, frozen=True):
 class WorkerSettings(Message, frozen=True):
     """What a worker is started with.
 
-    Descriptors: task and signal channel, board, pool, ``bell_count`` bells, then DaemonReady's.
+    Descriptors: task and signal channel, board, ``bell_count`` bells; then the pool and
+    DaemonReady's, which come with BindTenant where tenants are separate.
     """
 
     slot: Slot
@@ -265,6 +267,7 @@ class WorkerSettings(Message, frozen=True):
     handle: bytes = b""  # DaemonReady's
     is_sandboxed: bool = False  # from the first program on that is not code
     task_memory_bytes: int = 0  # in the sandbox, beyond what it has then; 0: no limit
+    separates_tenants: bool = False  # it waits for BindTenant before anything else
     cuda: CudaOptions | None = None  # of a cuda device
 
 

@@ -69,6 +69,9 @@ class _Pages:
             raise RemoteProtocolError("outside of the store")  # as devices/cpu.py refuses it
         return memoryview(self._store)[offset_bytes : offset_bytes + size_bytes]
 
+    def open_tenant(self, tenant: str, descriptor: int) -> None:
+        raise RemoteProtocolError("tenants share this arena")
+
     def transmit(self, order: TransmitModel, on_end: Callable[[TransmitEnded], None]) -> None:
         """The first half of the groups now; the rest when it is cancelled or finished."""
         for group in order.groups:

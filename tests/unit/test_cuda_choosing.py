@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeswitch.config import DeviceConfig
+from pipeswitch.config import Config, DeviceConfig, SecurityConfig
+from pipeswitch.controller.main import _separates_tenants
 from pipeswitch.devices import choosing
 from pipeswitch.devices.choosing import ChosenDevice, choose_device, examine, only_server_on
 from pipeswitch.errors import ConfigError, PipeSwitchError
@@ -71,3 +72,11 @@ def test_a_gpu_belongs_to_one_server(tmp_path: Path) -> None:
             pass
     with only_server_on(GPU, tmp_path):
         pass
+
+
+def test_on_cuda_tenants_cannot_be_separate() -> None:
+    config = Config(security=SecurityConfig(tenants="separate"))
+    with pytest.raises(ConfigError, match="needs the cpu device"):
+        _separates_tenants(config, GPU, is_sandboxed=False)
+    assert _separates_tenants(config, ChosenDevice(name="cpu", why=""), is_sandboxed=True)
+    assert not _separates_tenants(Config(), GPU, is_sandboxed=False)

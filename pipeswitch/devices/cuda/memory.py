@@ -130,6 +130,10 @@ class CudaDeviceMemory:
         self._cuda.set_device(self._index)
         return self._cuda.export_handle(self._base)
 
+    def open_tenant(self, tenant: str, descriptor: int) -> None:
+        """Raises RemoteProtocolError: on this device tenants share the arena (ADR 23)."""
+        raise RemoteProtocolError("a cuda arena has no files of tenants")
+
     def use_word_writer(self, writer: WordWriter) -> None:
         """How arrival words are written from the next group on; for the self-test."""
         self._word_writer = writer

@@ -1,0 +1,63 @@
+"""Files of shared memory that hold little of what they could: one for each tenant (ADR 23).
+
+All files of a kind have the same size, and one ledger says whose each byte is. A byte's page exists
+in its owner's file alone, so together they hold no more than one file would.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Iterable
+from typing import Any, Final
+
+KEEP_SIZE, PUNCH_HOLE = 1, 2  # of fallocate(2)
+BLOCK_BYTES: Final = 512  # of st_blocks, on every file system
+PAGE_BYTES: Final = os.sysconf("SC_PAGESIZE")
+
+
+def read_only(descriptor: int) -> int:
+    """Another descriptor of the same memory, which the kernel maps for reading alone.
+
+    Who holds it can make no writable one of it without opening a file; a seal against writers
+    (``F_SEAL_FUTURE_WRITE``) would forbid ``give_back`` too.
+    """
+    return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def held_bytes(descriptor: int) -> int:
+    """What its pages take."""
+    return os.fstat(descriptor).st_blocks * BLOCK_BYTES
+
+
+def give_back(descriptor: int, start: int, end: int) -> None:
+    """Let a range read as zeros for all who map it; its whole pages are free."""
+    if start < end and _libc().fallocate(descriptor, PUNCH_HOLE | KEEP_SIZE, start, end - start):
+        number = ctypes.get_errno()
+        raise OSError(number, f"fallocate: {os.strerror(number)}")
+
+
+def keep_only(descriptor: int, ranges: Iterable[tuple[int, int]], size_bytes: int) -> None:
+    """Give back what lies outside of these ranges (start, end), if there are pages of it.
+
+    A process that maps the file makes pages by touching them, wherever it likes.
+    """
+    kept = sorted(ranges)
+    if held_bytes(descriptor) <= sum(_pages_end(end) - start for start, end in kept):
+        return
+    position = 0
+    for start, end in [*kept, (size_bytes, size_bytes)]:
+        give_back(descriptor, position, start)
+        position = end
+
+
+def _pages_end(end: int) -> int:
+    return -(-end // PAGE_BYTES) * PAGE_BYTES
+
+
+@functools.cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+    return libc

@@ -1,0 +1,350 @@
+"""Tenants that share no process: what a hostile one reaches, and what serves beside it (ADR 23)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from process_tools import (
+    Checked,
+    checked_server,
+    eager,
+    finish,
+    is_bit_equal,
+    kill,
+    mlp,
+    until,
+    write_script,
+)
+from torch import nn
+
+from pipeswitch.client.client import Client
+from pipeswitch.errors import TaskFailed
+from pipeswitch.sandbox.confine import missing
+from pipeswitch.testing import server
+
+ROOT = Path(__file__).parents[2]
+MIB = 1 << 20
+WORDS_BYTES = 64 << 10  # arrival words, at the start of each tenant's file
+BLOCK_BYTES = 512
+
+pytestmark = pytest.mark.skipif(
+    "seccomp" in missing(), reason="without seccomp tenants cannot be kept apart"
+)
+
+# The fork server imports this: its workers' Python is an enemy's where a model of that name runs.
+HOSTILE = """
+import importlib.util, sys
+
+def can_write(windows, descriptor, size):
+    import ctypes, mmap, os
+    both = mmap.PROT_READ | mmap.PROT_WRITE
+    def reopened():
+        os.close(os.open(f"/proc/self/fd/{{descriptor}}", os.O_RDWR))
+    def changed():
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        place = libc.mmap(None, ctypes.c_size_t(size), 1, mmap.MAP_SHARED, descriptor, 0)
+        windows._kernel("mprotect", place, size, both)
+    for attempt in (
+        lambda: windows._kernel("mmap", 0, size, both, mmap.MAP_SHARED, descriptor, 0),
+        lambda: os.pwrite(descriptor, b"x", size - 1), changed, reopened,
+    ):
+        try:
+            attempt()
+        except OSError:
+            continue
+        return True
+    return False
+
+def infer(message, programs, pool, view, task, slot):
+    import ctypes, json, mmap, os, struct
+    from pipeswitch.devices import windows
+    from pipeswitch.ipc.messages import InferenceFailed
+    if not message.model.startswith("hostile"):
+        return REAL[0](message, programs, pool, view, task, slot)
+    programs.bound(message)
+    for index in range(len(message.plan) or 1):
+        view.wait_group(message.first_word + index, message.residency_epoch)
+    view.wait_turn(message.epoch)
+    view.board.write_begun(slot, message.epoch)
+    wanted = {{name: struct.pack("<4f", *[value] * 4) for name, value in {values!r}.items()}}
+    found = set()
+    while "stop" not in found:  # by then the victim's request waits too
+        for descriptor in range(3, 256):
+            try:
+                data = os.pread(descriptor, {largest}, 0)
+            except OSError:
+                continue
+            found |= {{name for name, pattern in wanted.items() if pattern in data}}
+    mapped = set()  # size, whether it can be written
+    for descriptor in range(3, 256):
+        try:
+            size = os.lseek(descriptor, 0, os.SEEK_END)
+            windows._kernel("mmap", 0, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+        except OSError:
+            continue
+        mapped.add((size, can_write(windows, descriptor, size)))
+    text = json.dumps([sorted(found), sorted(mapped)])
+    task.send(InferenceFailed(epoch=message.epoch, error="TaskFailed", message=text, data={{}}))
+    return False
+
+REAL = []
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name != "workers.main" or REAL:
+            return None
+        REAL.append(None)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+        def exec_module(module):
+            execute(module)
+            REAL[0], module.infer = module.infer, infer
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
+WEIGHT, REQUEST = 42.125, 7.5
+VALUES = {
+    "another's weights": WEIGHT, "another's request": REQUEST,
+    "another's answer": 4 * WEIGHT * REQUEST, "own weights": 3.375, "own request": 5.25,
+    "stop": 9.0625,
+}  # fmt: skip
+ARENA_BYTES, POOL_BYTES = 32 * MIB, 8 * MIB
+
+
+def constant(value: float) -> nn.Module:
+    layer = nn.Linear(4, 4)
+    nn.init.constant_(layer.weight, value)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def row(value: float) -> torch.Tensor:
+    return torch.full((1, 4), value)
+
+
+def separate(**more: str) -> dict[str, str]:
+    return {"PIPESWITCH_SECURITY__TENANTS": "separate", **more}
+
+
+def output(answer: Any) -> torch.Tensor:
+    [found] = answer.outputs.values()
+    return torch.as_tensor(found)
+
+
+@pytest.mark.parametrize("mode", ["shared", "separate"])
+def test_a_workers_hostile_python_reads_and_maps_nothing_of_another_tenant(
+    tmp_path: Path, mode: str
+) -> None:
+    """Where tenants share workers it finds all of it: the search is a good one."""
+    code = HOSTILE.format(values=VALUES, largest=2 * ARENA_BYTES)
+    (tmp_path / "sitecustomize.py").write_text(code)
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
+        "PIPESWITCH_SECURITY__TENANTS": mode,
+        "PIPESWITCH_SERVER__POOL": str(POOL_BYTES),
+    }
+    with checked_server(arena=str(ARENA_BYTES), environment=environment) as checked:
+        running = checked.running
+        with (
+            running.client(tcp=True) as enemy, running.client(tcp=True) as again,
+            running.client() as other, ThreadPoolExecutor(3) as threads,
+        ):  # fmt: skip
+            checked.client.register("victim", constant(WEIGHT), example_inputs=row(0.0))
+            enemy.register("hostile", constant(3.375), example_inputs=row(0.0))
+            answer = output(other.infer("victim", row(REQUEST)))
+            first = threads.submit(enemy.infer, "hostile", row(5.25))
+            until(lambda: checked.row("hostile")["worker"] is not None, "the hostile one computes")
+            waiting = threads.submit(other.infer, "victim", row(REQUEST))
+            until(lambda: checked.stats()["pool_slabs"] == 4, "the victim's request waits")
+            second = threads.submit(again.infer, "hostile", row(9.0625))
+            found, mapped = report(first)
+            report(second)
+            assert is_bit_equal(output(waiting.result()), answer)
+            assert answer.tolist() == [[VALUES["another's answer"]] * 4]
+    board, pool, models, work = (
+        (4096, True),
+        (POOL_BYTES, True),
+        (ARENA_BYTES, False),
+        (ARENA_BYTES, True),
+    )
+    if mode == "shared":
+        assert set(found) == set(VALUES)
+        assert mapped == [board, pool, models, work]
+    else:
+        assert set(found) == {"own weights", "own request", "stop"}
+        assert mapped == [board, pool, models]
+
+
+def report(ended: Future[Any]) -> tuple[list[str], list[tuple[int, bool]]]:
+    """What a hostile process found, and the files it could map, by size: some to be written."""
+    with pytest.raises(TaskFailed) as caught:
+        ended.result()
+    found, mapped = json.loads(caught.value.message)
+    return found, [(size, can_write) for size, can_write in mapped]
+
+
+# -- what serves beside it -------------------------------------------------------------------------
+
+
+class Pair:
+    """Two tenants with a model each, of which the arena holds one."""
+
+    def __init__(self, checked: Checked, stranger: Client) -> None:
+        self.checked = checked
+        self.clients = {"mine": checked.client, "theirs": stranger}
+        self.nets = {"mine": mlp(512, 6, 1), "theirs": mlp(512, 6, 2)}
+        self.x = torch.randn(2, 512, generator=torch.Generator().manual_seed(5))
+        self.expected = {name: eager(net, self.x) for name, net in self.nets.items()}
+        for name, client in self.clients.items():
+            client.register(name, self.nets[name], example_inputs=self.x)
+
+    def ask(self, name: str) -> Any:
+        answer = self.clients[name].infer(name, self.x)
+        assert is_bit_equal(output(answer), self.expected[name]), f"{name} answered wrongly"
+        return answer
+
+    def tenants_files(self, what: str, pid: int) -> dict[int, int]:
+        """Bytes that each of a process's files of this name takes, by inode."""
+        found = {}
+        for entry in Path("/proc", str(pid), "fd").iterdir():
+            if os.readlink(entry).startswith(f"/memfd:pipeswitch-{what}"):
+                facts = entry.stat()
+                found[facts.st_ino] = facts.st_blocks * BLOCK_BYTES
+        return found
+
+    def wait_until_arena_is_bounded(self) -> None:
+        """Pages of the place that a copy took are given back right after that copy."""
+
+        def is_bounded() -> bool:
+            models = self.tenants_files("models", self.checked.daemon_pid())
+            return sum(models.values()) <= 12 * MIB + len(models) * WORDS_BYTES
+
+        until(is_bounded, "both tenants' models take no more than the arena")
+        assert len(self.tenants_files("models", self.checked.daemon_pid())) == 2
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    with (
+        checked_server(arena="12MiB", environment=separate()) as checked,
+        checked.running.client(tcp=True) as stranger,
+    ):
+        yield Pair(checked, stranger)
+
+
+def test_tenants_in_turns_answer_bit_for_bit_and_take_no_more_than_the_arena(pair: Pair) -> None:
+    pids = pair.checked.worker_pids()
+    for turn in range(100):
+        answer = pair.ask(("mine", "theirs")[turn % 2])
+        assert not answer.timing.resident, "the arena holds both: nothing is switched"
+        if turn % 10 == 9:
+            pair.wait_until_arena_is_bounded()
+    assert pair.checked.worker_pids().keys() == pids.keys()
+    pools = until(
+        lambda: (
+            (held := pair.tenants_files("pool", pair.checked.pid))
+            and not sum(held.values())
+            and held
+        ),
+        "slabs are given back",
+    )
+    assert len(pools) == 2
+
+
+def test_each_tenant_keeps_its_process_and_a_third_waits(pair: Pair) -> None:
+    pair.ask("mine")
+    pair.ask("theirs")
+    pair.checked.wait_until_whole()
+    pids = pair.checked.worker_pids()
+    for name in ("mine", "theirs") * 3:
+        pair.ask(name)
+    assert pair.checked.worker_pids() == pids
+    assert len(pids) == 3
+
+
+@pytest.mark.parametrize("which", ["worker", "daemon"])
+def test_after_a_kill_both_tenants_are_served_again(pair: Pair, which: str) -> None:
+    pair.ask("mine")
+    pair.ask("theirs")
+    checked = pair.checked
+    before = checked.daemon_pid()
+    victims = [before] if which == "daemon" else list(checked.worker_pids().values())
+    with ThreadPoolExecutor(2) as threads:
+        asked = [threads.submit(pair.ask, name) for name in ("mine", "theirs")]
+        for pid in victims:
+            kill(pid, signal.SIGKILL)
+        for one in asked:
+            one.result()
+    checked.wait_until_whole()
+    for name in ("mine", "theirs") * 2:
+        pair.ask(name)
+    assert (checked.daemon_pid() != before) == (which == "daemon")
+    pair.wait_until_arena_is_bounded()
+
+
+SCRIPT = """
+    import torch
+    from pipeswitch import job
+
+    net = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    for x in job.steps([torch.ones(8, 64)] * 40, model=net, optimizer=optimizer):
+        net(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_job_trains_between_the_requests_of_two_tenants(pair: Pair, tmp_path: Path) -> None:
+    job = pair.checked.client.train(write_script(tmp_path, "between.py", SCRIPT))
+    for name in ("mine", "theirs") * 5:
+        pair.ask(name)
+    assert finish(job)["step"] == 40
+
+
+def test_the_owners_own_module_is_served_outside_of_the_sandbox(tmp_path: Path) -> None:
+    source = """
+        import torch
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(4, 4)
+            def forward(self, x):
+                return self.layer(x) * float(open(__file__).read().count("float(open"))
+    """
+    write_script(tmp_path, "own_module.py", source)
+    environment = separate(PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
+    sys.path.insert(0, str(tmp_path))
+    try:
+        with checked_server(environment=environment) as checked:
+            checked.client.register(
+                "own", "own_module:Net", weights="random:5", inputs={"x": ((1, 4), "float32")}
+            )
+            with checked.running.client(tcp=True) as stranger:
+                stranger.register("theirs", constant(2.0), example_inputs=row(0.0))
+                for _ in range(3):
+                    assert output(stranger.infer("theirs", row(1.0))).tolist() == [[8.0] * 4]
+                    assert output(checked.client.infer("own", row(1.0))).shape == (1, 4)
+    finally:
+        sys.path.remove(str(tmp_path))
+
+
+def test_without_the_sandbox_tenants_cannot_be_separate() -> None:
+    environment = separate(PIPESWITCH_SECURITY__SANDBOX="off")
+    with (
+        pytest.raises(RuntimeError, match=r"status 2 .*\n.*tenants.*separate.*needs the sandbox"),
+        server(environment=environment),
+    ):
+        pass
