@@ -14,6 +14,8 @@ What resuming means for a script: it runs again from the top; finished epochs an
 are skipped, and the loop in which it stopped goes on with the next batch. So names first bound
 inside a loop body may be missing after a loop that had already finished: bind them before it;
 and count with ``job.step``, since ``enumerate`` (``islice``, ``zip`` with a range) starts anew.
+``job.step`` goes on from epoch to epoch; ``job.step_in_epoch`` begins each loop at 0, as
+``enumerate`` does: ``if (job.step_in_epoch + 1) % accumulate == 0: optimizer.step()``.
 
 What a loop changes and ``job.steps`` was not given, starts anew as well: a best loss, a hidden
 state that is carried along, a target network, a random generator of the script's own. Keep plain
@@ -38,7 +40,8 @@ _logger = logging.getLogger(__name__)
 _Batch = TypeVar("_Batch")
 
 device: str  # where the model belongs: "cpu", "cuda:0"
-step: int  # steps finished so far, over all loops; survives preemption and restarts
+step: int  # bodies finished so far, over all epochs and loops; survives preemption and restarts
+step_in_epoch: int  # bodies finished in this loop: what gradient accumulation counts by
 
 
 class InexactResumeWarning(UserWarning):
@@ -56,6 +59,8 @@ class Session(Protocol):
     def device(self) -> str: ...
     @property
     def step(self) -> int: ...
+    @property
+    def step_in_epoch(self) -> int: ...
     def epochs(self, count: int) -> Iterator[int]: ...
     def steps(
         self,
@@ -134,7 +139,7 @@ class _PlainSession:
     """Outside the server: plain loops, nothing stored."""
 
     def __init__(self) -> None:
-        self.step = 0
+        self.step = self.step_in_epoch = 0
 
     @property
     def device(self) -> str:
@@ -146,9 +151,11 @@ class _PlainSession:
         yield from range(count)
 
     def steps(self, loader: Iterable[_Batch], **_: Any) -> Iterator[_Batch]:
+        self.step_in_epoch = 0
         for batch in loader:
             yield batch
             self.step += 1
+            self.step_in_epoch += 1
 
     def log(self, values: Mapping[str, Any]) -> None:
         numbers = {name: as_number(value) for name, value in values.items()}
@@ -168,6 +175,6 @@ def _install(session: Session | None) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("device", "step"):
+    if name in ("device", "step", "step_in_epoch"):
         return getattr(_session, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

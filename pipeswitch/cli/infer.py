@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
+import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -79,7 +82,11 @@ def infer(
             _print_summary(summary)
         if output and results:
             views.echo(f"wrote {output}")
+    if len(outcomes) < count:
+        raise KeyboardInterrupt
     errors = [outcome.error for outcome in outcomes if outcome.error]
+    if errors and as_json:  # which has told them
+        sys.exit(errors[0].exit_code)
     if errors:
         raise errors[0]
 
@@ -265,27 +272,31 @@ def run_requests(
     seed: int,
     on_done: Callable[[Outcome], None],
 ) -> list[Outcome]:
-    """Send ``count`` requests; without a rate each waits for the one before it.
+    """Send ``count`` requests; without a rate each waits for the one before it. Fewer outcomes
+    than that: Ctrl-C.
 
     With a rate the instants are fixed beforehand: a slow answer does not slow the next request
     down (an open loop), so waiting in the server shows.
     """
     outcomes = [Outcome(number, options.get("deadline_ms")) for number in range(count)]
-    if rate is None:
-        for outcome in outcomes:
-            _watch(outcome, client.submit(model, inputs, **options), time.perf_counter(), on_done)
-        return outcomes
+    dues_s = [0.0] * count if rate is None else instants(*rate, count, seed)
+    waiting: deque[tuple[Outcome, Future[Result], float]] = deque()
     begin_s = time.perf_counter()
-    sent: list[tuple[Outcome, Future[Result], float]] = []
-    for outcome, due_s in zip(outcomes, instants(*rate, count, seed), strict=True):
-        time.sleep(max(0.0, begin_s + due_s - time.perf_counter()))
-        at_s = time.perf_counter()
-        future = client.submit(model, inputs, **options)
-        future.add_done_callback(_stamper(outcome, at_s))
-        sent.append((outcome, future, at_s))
-    for outcome, future, at_s in sent:
-        _watch(outcome, future, at_s, on_done)
-    return outcomes
+    with contextlib.suppress(KeyboardInterrupt):  # what has been answered is shown all the same
+        for outcome, due_s in zip(outcomes, dues_s, strict=True):
+            time.sleep(max(0.0, begin_s + due_s - time.perf_counter()))
+            at_s = time.perf_counter()
+            future = client.submit(model, inputs, **options)
+            future.add_done_callback(_stamper(outcome, at_s))
+            waiting.append((outcome, future, at_s))
+            if rate is None:
+                _watch(*waiting.popleft(), on_done)
+        while waiting:
+            _watch(*waiting.popleft(), on_done)
+    for outcome, future, at_s in waiting:
+        if future.done():
+            _watch(outcome, future, at_s, on_done)
+    return [outcome for outcome in outcomes if outcome.result or outcome.error]
 
 
 def _stamper(outcome: Outcome, at_s: float) -> Callable[[Future[Result]], None]:

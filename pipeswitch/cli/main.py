@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import click
 
-from ..errors import PipeSwitchError
+from ..errors import PipeSwitchError, to_wire
 from ..wire.addresses import full_address
 from . import infer, jobs, machine, models, server, views
 from .common import EXIT_OK
@@ -28,7 +28,7 @@ class Cli(click.Group):
         try:
             status = super().main(*args, **{**kwargs, "standalone_mode": False})
         except PipeSwitchError as error:
-            _die(error)
+            _die(error, as_json="--json" in (kwargs.get("args") or sys.argv))
         except click.ClickException as error:
             error.show()
             sys.exit(error.exit_code)
@@ -36,13 +36,17 @@ class Cli(click.Group):
             if error.filename is None and error.errno != errno.ENOSPC:
                 raise  # nothing that a user named: a bug here
             where = f"{error.filename}: " if error.filename is not None else ""
-            _die(PipeSwitchError(f"{where}{error.strerror}"))
+            _die(PipeSwitchError(f"{where}{error.strerror}"), as_json=False)
         except (KeyboardInterrupt, click.Abort):
             sys.exit(EXIT_INTERRUPTED)
         sys.exit(status if isinstance(status, int) else EXIT_OK)
 
 
-def _die(error: PipeSwitchError) -> NoReturn:
+def _die(error: PipeSwitchError, *, as_json: bool) -> NoReturn:
+    if as_json:
+        said = to_wire(error)
+        views.print_json({"error": {key: said[key] for key in ("type", "message", "hint")}})
+        sys.exit(error.exit_code)
     views.echo(f"Error: {error.message}", err=True)
     if error.hint:
         views.echo(f"hint:  {error.hint}", err=True)

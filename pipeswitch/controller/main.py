@@ -358,6 +358,8 @@ class Server:
     def run(self) -> int:
         """Serve until Leave. This thread alone owns the scheduler's state."""
         self._listeners = self._frontend.open()  # a port in use is known before anything is forked
+        # Children inherit it: a Client() in a training script is one of its own server.
+        os.environ["PIPESWITCH_HOST"] = self._listeners.ipc.address
         self._gateway.open()
         for warning in [*self._listeners.warnings, *self._gateway.warnings]:
             log.warning("%s", warning)

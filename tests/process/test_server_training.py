@@ -56,7 +56,7 @@ EXACT = """
             os.pwrite(progress, b"%6d" % job.step, 0)  # finer than the job's own reports
             x = x + 0.1 * torch.randn_like(x)
             (criterion(net(x), y) / accumulate).backward()
-            if (job.step + 1) % accumulate == 0:
+            if (job.step_in_epoch + 1) % accumulate == 0:
                 optimizer.step()
                 optimizer.zero_grad()
         schedule.step()
@@ -326,6 +326,23 @@ def test_a_loss_that_is_not_a_number_warns_and_training_goes_on(
     row = task.wait(20)
     assert (row["state"], row["step"]) == ("done", 20)
     assert "not a finite number" in "".join(task.logs())
+
+
+def test_a_script_asks_its_own_server(running: Checked, tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        "asks.py",
+        """
+        import sys
+        import pipeswitch
+        with pipeswitch.Client() as client:
+            names = sorted(row["name"] for row in client.models())
+        with open(sys.argv[1], "w") as file:
+            file.write(" ".join(names))
+        """,
+    )
+    assert running.client.train(script, args=[str(tmp_path / "said")]).wait(20)["state"] == "done"
+    assert (tmp_path / "said").read_text() == "huge small"
 
 
 def test_a_script_without_job_steps_runs_to_its_end(running: Checked, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +58,30 @@ def test_a_usage_error_exits_with_2() -> None:
     assert run("infer", "m", "-n", "0", env=NOBODY)[0] == 2
     assert run("nonsense")[0] == 2
     assert run("infer", "m", "--random", "--input", "x.npy", env=NOBODY)[0] == 2
+
+
+def test_with_json_an_error_is_json_too() -> None:
+    status, text, said = run("models", "--json", env=NOBODY)
+    assert status == ServerUnavailable("").exit_code
+    assert json.loads(text)["error"]["type"] == "ServerUnavailable"
+    assert not said
+
+
+def test_ctrl_c_keeps_the_bills_of_what_was_answered() -> None:
+    class Interrupted:
+        def submit(self, model: str, inputs: Any, **options: Any) -> Future[Any]:
+            sent.append(model)
+            if len(sent) == 3:
+                raise KeyboardInterrupt
+            future: Future[Any] = Future()
+            future.set_result(SimpleNamespace(timing=None))
+            return future
+
+    for pace in (None, ("constant", 1e6)):
+        sent: list[str] = []
+        client: Any = Interrupted()
+        outcomes = cli_infer.run_requests(client, "m", None, 10, pace, {}, 0, lambda outcome: None)
+        assert [outcome.number for outcome in outcomes] == [0, 1]
 
 
 def test_a_wrong_setting_is_told_without_a_traceback(tmp_path: Path) -> None:

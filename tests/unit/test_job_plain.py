@@ -21,11 +21,11 @@ def test_epochs_and_steps_are_ordinary_loops() -> None:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = [
-        (epoch, batch, job.step)
+        (epoch, batch, job.step, job.step_in_epoch)
         for epoch in job.epochs(2)
         for batch in job.steps(["a", "b"], model=model, optimizer=optimizer)
     ]
-    assert seen == [(0, "a", 0), (0, "b", 1), (1, "a", 2), (1, "b", 3)]
+    assert seen == [(0, "a", 0, 0), (0, "b", 1, 1), (1, "a", 2, 0), (1, "b", 3, 1)]
     assert job.step == 4
 
 

@@ -175,6 +175,11 @@ class TrainingSession:
         """Finished steps, over all loops and preemptions."""
         return self._place.step
 
+    @property
+    def step_in_epoch(self) -> int:
+        """See ``pipeswitch.job.step_in_epoch``."""
+        return self._place.position.batches
+
     def epochs(self, count: int) -> Iterator[int]:
         """See ``pipeswitch.job.epochs``."""
         place = self._place
