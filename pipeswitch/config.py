@@ -264,11 +264,15 @@ class SecurityConfig(_Checked):
 
 @dataclass(frozen=True)
 class GatewayConfig(_Checked):
-    """``[gateway]``: HTTP for other people's clients."""
+    """``[gateway]``: HTTP and gRPC for other people's clients."""
 
     http: str = _setting(
         "auto", "where HTTP clients connect; auto: 127.0.0.1:8000 if it is free; off: nowhere",
         pattern=GATEWAY_PATTERN, example="127.0.0.1:8000",
+    )  # fmt: skip
+    grpc: str = _setting(
+        "auto", "where gRPC clients connect; auto: 127.0.0.1:8001 if it is free and grpcio is "
+        "installed; off: nowhere", pattern=GATEWAY_PATTERN, example="127.0.0.1:8001",
     )  # fmt: skip
     roles: tuple[str, ...] = _setting(
         (Role.INFER.value,), "what every caller may do: infer, register, operate, code; its token "

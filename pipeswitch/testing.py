@@ -25,7 +25,7 @@ from .client.client import Client
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 40.0
-GATEWAY = ("--http", "127.0.0.1:0")
+GATEWAY = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0")
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class RunningServer:
     tcp_address: str
     ipc_address: str
     http_address: str  # host:port; empty: none was asked for
+    grpc_address: str
     state_dir: Path
 
     def client(self, *, tcp: bool = False, **options: Any) -> Client:
@@ -134,6 +135,7 @@ def _wait_until_ready(process: subprocess.Popen[str], root: Path) -> RunningServ
                 next(word for word in words if word.startswith("tcp://")),
                 next(word for word in words if word.startswith("ipc://")),
                 _after(words, "http://") or _after(words, "https://"),
+                _after(words, "grpc://"),
                 root,
             )
     status = process.wait(START_TIMEOUT_S)

@@ -53,8 +53,9 @@ EXIT_WAIT_S: Final = 30.0  # from a server's last answer to its end
 @click.option("--allow-code", multiple=True, metavar="PATTERN",
               help="Module names and script paths TCP clients may name (repeatable).")  # fmt: skip
 @click.option("--http", metavar="HOST:PORT", help="For Triton's and KServe's clients, and metrics.")
-@click.option("--no-http", is_flag=True, help="No gateway.")
-@click.option("--gateway-roles", metavar="ROLE,ROLE", help="What every caller of it may do.")
+@click.option("--grpc", metavar="HOST:PORT", help="The same by gRPC, if grpcio is installed.")
+@click.option("--no-http", is_flag=True, help="Neither of the two.")
+@click.option("--gateway-roles", metavar="ROLE,ROLE", help="What every caller of the two may do.")
 @click.option("--gateway-tokens", type=click.Path(), help="Lines of NAME TOKEN ROLE,ROLE.")
 def serve(path: str | None, **flags: Any) -> None:
     """Run a server until it is told to stop."""
@@ -89,6 +90,7 @@ def _flag_tree(flags: dict[str, Any]) -> dict[str, Any]:
         "scheduler": {"policy": flags["policy"], "commit_every": flags["commit_every"]},
         "gateway": {
             "http": flags["http"] or off,
+            "grpc": flags["grpc"] or off,
             "roles": flags["gateway_roles"],
             "tokens": flags["gateway_tokens"],
         },

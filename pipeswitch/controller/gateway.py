@@ -33,8 +33,8 @@ from .processes import open_log
 
 log = logging.getLogger(__name__)
 
-DEFAULTS: Final = {"http": "127.0.0.1:8000"}
-NEEDS: Final = {"http": "httptools"}  # modules
+DEFAULTS: Final = {"http": "127.0.0.1:8000", "grpc": "127.0.0.1:8001"}
+NEEDS: Final = {"http": ("httptools",), "grpc": ("grpc", "google.protobuf")}  # modules
 BACKLOG: Final = 512
 LIVED_S: Final = 5.0  # one that lived so long is started again at once
 AGAIN_S: Final = 1.0  # the others after this
@@ -116,15 +116,16 @@ class Gateway:
         """The address as a socket; what was not asked for in words may be missing."""
         is_default = given == "auto"
         host, port = _parsed(DEFAULTS[name] if is_default else given)
-        if importlib.util.find_spec(NEEDS[name]) is None:
-            if not is_default:
-                raise ConfigError(
-                    f"[gateway] {name} needs {NEEDS[name]}, which is not installed",
-                    hint=f"pip install {NEEDS[name]}",
-                )
+        lacks = [module for module in NEEDS[name] if not _is_installed(module)]
+        if lacks and not is_default:
+            raise ConfigError(
+                f"[gateway] {name} needs {' and '.join(lacks)}, not installed here",
+                hint="pip install 'pipeswitch[grpc]'",
+            )
+        if lacks:
             return
         try:
-            self._sockets[name] = _listening(host, port)
+            self._sockets[name] = _listening(host, port) if name == "http" else _held(host, port)
         except OSError as error:
             problem = f"{name}: cannot listen on {host}:{port}: {error.strerror}"
             if not is_default:
@@ -136,7 +137,8 @@ class Gateway:
     def addresses(self) -> list[str]:
         """As the ready line names them."""
         scheme = "https" if self._config.tls_cert else "http"
-        return [f"{scheme}://{_shown(sock)}" for sock in self._sockets.values()]
+        schemes = {"http": scheme, "grpc": "grpc"}
+        return [f"{schemes[name]}://{_shown(sock)}" for name, sock in self._sockets.items()]
 
     # ---- its life ------------------------------------------------------------------------------
 
@@ -188,10 +190,12 @@ class Gateway:
         config = self._config
         hosts = [sock.getsockname()[0] for sock in self._sockets.values()]
         is_local = all(is_loopback(host) for host in hosts) and not config.behind_proxy
+        grpc = self._sockets.get("grpc")
         names = ("127.0.0.1", "localhost", "[::1]", *hosts)
         return GatewaySettings(
             address=self._server_address,
             http="http" in self._sockets,
+            grpc=_shown(grpc) if grpc is not None else "",
             hosts=names if is_local else (),
             roles=config.roles,
             tokens=config.tokens,
@@ -233,6 +237,13 @@ class Gateway:
             self._lock = -1
 
 
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even what it is part of
+        return False
+
+
 def _parsed(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     return host.strip("[]"), 0 if port == "*" else int(port)
@@ -245,6 +256,20 @@ def _shown(sock: socket.socket) -> str:
 
 def _listening(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=_family(host), backlog=BACKLOG)
+
+
+def _held(host: str, port: int) -> socket.socket:
+    """A port that is free, kept for the gateway: gRPC's library binds it itself, beside this."""
+    with socket.create_server((host, port), family=_family(host)) as probe:
+        address = probe.getsockname()[:2]
+    sock = socket.socket(_family(host), socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind(address)
+    except OSError:
+        sock.close()
+        raise
+    return sock
 
 
 def _family(host: str) -> socket.AddressFamily:

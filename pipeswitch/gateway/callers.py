@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from ..errors import PermissionDenied
 from ..roles import ANYONE, MODEL_FACTS, VERB_ROLES, Role, Standing, in_order
@@ -20,6 +20,8 @@ SCHEME: Final = "bearer "
 
 class Callers:
     """The tokens that are known, and what everyone may do without one."""
+
+    PROBE: ClassVar[Standing] = Standing(tenant=ANYONE)  # what looks whether we live has no token
 
     def __init__(
         self,

@@ -90,6 +90,11 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
             stack.callback(watch.cancel)
             stack.push_async_callback(http.drain, DRAIN_S)
             stack.callback(server.close)
+        if settings.grpc:
+            from .grpc import open_server  # its library is an extra
+
+            grpc = await open_server(service, callers, settings)
+            stack.push_async_callback(grpc.stop, DRAIN_S)
         gc.collect()
         gc.freeze()
         await is_over.wait()

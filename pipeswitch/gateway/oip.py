@@ -113,11 +113,7 @@ def decode_request(body: Any, json_bytes: int | None) -> InferRequest:
         dtype = dtype_of(given.name, given.datatype)
         size = check_shape(given.name, dtype, given.shape)
         binary = given.parameters.get("binary_data_size")
-        if "shared_memory_region" in given.parameters:
-            raise InvalidInput(
-                f'input "{given.name}" lies in shared memory, which is not served here',
-                hint="send its data: /v2 lists the extensions there are",
-            )
+        check_here(given.name, given.parameters)
         if binary is None:
             frames.append(_from_json(given.name, dtype, given.shape, given.data))
         else:
@@ -217,8 +213,7 @@ def wanted(asked: InferRequest, outputs: Sequence[Output]) -> list[tuple[Output,
             )
         if one.parameters.get("classification"):
             raise InvalidInput("classification is not served here", hint="take the output as it is")
-        if "shared_memory_region" in one.parameters:
-            raise InvalidInput(f'output "{one.name}": shared memory is not served here')
+        check_here(one.name, one.parameters)
         is_binary = flag("binary_data", one.parameters, default=asked.is_binary)
         chosen.append((by_name[one.name], is_binary))
     return chosen
@@ -296,6 +291,15 @@ def check_shape(name: str, dtype: str, shape: Sequence[int]) -> int:
             hint=f"at most {MAX_DIMS} numbers, none below 0",
         )
     return math.prod(shape) * ITEM_BYTES[dtype]
+
+
+def check_here(name: str, parameters: Mapping[str, Any]) -> None:
+    """Raises InvalidInput: a tensor lies in shared memory."""
+    if "shared_memory_region" in parameters:
+        raise InvalidInput(
+            f'"{name}" is in shared memory, which is not served here',
+            hint="send its data: the server's extensions are in its metadata",
+        )
 
 
 def check_bytes(name: str, dtype: str, shape: Sequence[int], given: int, size: int) -> None:

@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from ..errors import InvalidInput, PipeSwitchError, ServerUnavailable
-from ..roles import ANYONE, Standing
+from ..roles import Standing
 from ..units import nearest
 from . import oip
 from .callers import Callers
@@ -23,7 +23,6 @@ log = logging.getLogger(__name__)
 JSON_LENGTH: Final = "Inference-Header-Content-Length"
 TIMED: Final = ("queue", "switch", "copy", "stall", "compute", "total", "gateway")
 HEALTH: Final = "/v2/health/"  # a probe has no token
-PROBE: Final = Standing(tenant=ANYONE)
 HINT: Final = "GET /v2 tells what is served"
 
 Task = Callable[[Head, Any], Awaitable[Answer]]
@@ -57,7 +56,7 @@ class Rest:
             self._check_site(head)
             is_probe = head.path.startswith(HEALTH)
             token = head.headers.get("authorization", "")
-            task = self._task(head, PROBE if is_probe else self._callers.standing(token))
+            task = self._task(head, Callers.PROBE if is_probe else self._callers.standing(token))
         except PipeSwitchError as error:
             return refusal(error)
 

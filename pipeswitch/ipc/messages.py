@@ -571,6 +571,7 @@ class GatewaySettings(Message, frozen=True):
     http: bool
     max_body_bytes: int
     max_connections: int
+    grpc: str = ""  # host:port to listen on
     hosts: tuple[str, ...] = ()  # names it may be asked under; none: any
     roles: tuple[str, ...] = ()  # of every caller
     tokens: str = ""  # file

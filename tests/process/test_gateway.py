@@ -16,7 +16,8 @@ import torch
 from process_tools import Checked, checked_server, eager, mlp, until
 
 pytest.importorskip("httptools", reason="make installs it")
-pytest.importorskip("tritonclient.http", reason="make installs it")
+for _client in ("tritonclient.http", "tritonclient.grpc"):
+    pytest.importorskip(_client, reason="make installs it")
 
 AHEAD = 20  # requests: about a second
 TOKEN = "a-token-of-the-operator"
@@ -190,6 +191,139 @@ def test_tritons_asyncio_client_asks_forty_at_once(http: str, net: torch.nn.Modu
     assert len(found["answers"]) == 40
     assert all(np.array_equal(np.array(a, np.float32), plain) for a in found["answers"])
     assert sorted(found["index"]) == ["brain", "half", "mlp"]
+
+
+GRPC = """
+    import json, queue, sys
+    import numpy as np
+    import tritonclient.grpc as triton
+    from tritonclient.grpc import service_pb2
+    from tritonclient.utils import InferenceServerException
+    import pipeswitch.gateway.protos  # beside the client's own descriptors
+
+    client = triton.InferenceServerClient(sys.argv[1])
+    ops = {"authorization": "Bearer " + sys.argv[2]}
+    x = np.random.default_rng(0).standard_normal((5, 16), dtype=np.float32)
+    found = {
+        "live": client.is_server_live(), "ready": client.is_server_ready(),
+        "model_ready": client.is_model_ready("mlp", "1"),
+        "about": list(client.get_server_metadata().extensions),
+        "metadata": client.get_model_metadata("mlp", as_json=True),
+        "config": client.get_model_config("mlp", as_json=True)["config"],
+        "index": [row.name for row in client.get_model_repository_index().models],
+        "answers": [], "refused": [],
+    }
+    client.load_model("mlp", headers=ops)
+    client.unload_model("mlp", headers=ops)
+    given = triton.InferInput("x", x.shape, "FP32")
+    given.set_data_from_numpy(x)
+    wanted = [triton.InferRequestedOutput("y")]
+    answer = client.infer("mlp", [given], outputs=wanted, request_id="r-1", priority=1,
+                          timeout=20_000_000)
+    assert answer.get_response().id == "r-1"
+    found["bill"] = answer.get_response().parameters["total_ms"].double_param
+    found["answers"].append(answer.as_numpy("y").tolist())
+
+    typed = service_pb2.ModelInferRequest(model_name="mlp")  # as clients without numpy ask
+    tensor = typed.inputs.add(name="x", datatype="FP32", shape=x.shape)
+    tensor.contents.fp32_contents.extend(x.reshape(-1).tolist())
+    typed.parameters["priority"].int64_param = 2
+    raw = client._client_stub.ModelInfer(typed).raw_output_contents[0]
+    found["answers"].append(np.frombuffer(raw, np.float32).reshape(5, 16).tolist())
+
+    said = queue.Queue()
+    client.start_stream(lambda result, error: said.put((result, error)))
+    for model in ("mlp", "mpl", "mlp"):
+        client.async_stream_infer(model, [given], request_id=model)
+    for _ in range(3):
+        result, error = said.get(timeout=20)
+        if error is None:
+            found["answers"].append(result.as_numpy("y").tolist())
+        else:
+            found["refused"].append(("stream", error.message()))
+    client.stop_stream()
+
+    for model, version, options in (("mpl", "", {}), ("mlp", "2", {}), ("half", "", {})):
+        try:
+            client.infer(model, [given], version, **options)
+        except InferenceServerException as error:
+            found["refused"].append((error.status(), error.message()))
+    try:
+        client.load_model("mlp")
+    except InferenceServerException as error:
+        found["refused"].append((error.status(), error.message()))
+    row = client.get_inference_statistics("mlp").model_stats[0]
+    found["statistics"] = [row.inference_count, row.inference_stats.compute_infer.ns]
+
+    import grpc
+    from pipeswitch.gateway.protos import HEALTH
+    with grpc.insecure_channel(sys.argv[1]) as channel:
+        check = channel.unary_unary(
+            "/grpc.health.v1.Health/Check", HEALTH["HealthCheckRequest"].SerializeToString,
+            HEALTH["HealthCheckResponse"].FromString,
+        )
+        watch = channel.unary_stream(
+            "/grpc.health.v1.Health/Watch", HEALTH["HealthCheckRequest"].SerializeToString,
+            HEALTH["HealthCheckResponse"].FromString,
+        )
+        request = HEALTH["HealthCheckRequest"](service="inference.GRPCInferenceService")
+        found["health"] = [check(request).status, next(watch(request)).status]
+    print(json.dumps(found))
+"""
+
+
+def test_tritons_grpc_client_does_every_verb(checked: Checked, net: torch.nn.Module) -> None:
+    found = run(GRPC, checked.running.grpc_address, TOKEN)
+    assert (found["live"], found["ready"], found["model_ready"]) == (True, True, True)
+    assert "binary_tensor_data" in found["about"]
+    assert found["config"]["max_batch_size"] == 64
+    assert found["config"]["input"] == [{"name": "x", "data_type": "TYPE_FP32", "dims": ["16"]}]
+    assert found["metadata"]["outputs"][0]["shape"] == ["-1", "16"]
+    assert {"brain", "half", "mlp"} <= set(found["index"])
+    x = np.random.default_rng(0).standard_normal((5, 16), dtype=np.float32)
+    plain = eager(net, torch.from_numpy(x)).numpy()
+    assert len(found["answers"]) == 4
+    assert all(np.array_equal(np.array(a, np.float32), plain) for a in found["answers"])
+    assert found["bill"] > 0
+    codes, words = zip(*found["refused"], strict=True)
+    assert codes == ("stream", "StatusCode.NOT_FOUND", "StatusCode.NOT_FOUND",
+                     "StatusCode.INVALID_ARGUMENT", "StatusCode.PERMISSION_DENIED")  # fmt: skip
+    for part, text in zip(
+        ('did you mean "mlp"', 'did you mean "mlp"', "no version '2'", "float16", '"operate"'),
+        words,
+        strict=True,
+    ):
+        assert part in text
+    assert min(found["statistics"]) > 0
+    assert found["health"] == [1, 1]
+
+
+GRPC_AIO = """
+    import asyncio, json, sys
+    import numpy as np
+    import tritonclient.grpc.aio as triton
+
+    async def main():
+        async with triton.InferenceServerClient(sys.argv[1]) as client:
+            assert await client.is_server_ready() and await client.is_model_ready("mlp")
+            x = np.ones((3, 16), np.float32)
+            given = triton.InferInput("x", x.shape, "FP32")
+            given.set_data_from_numpy(x)
+            asked = [client.infer("mlp", [given]) for _ in range(40)]
+            answers = [answer.as_numpy("y").tolist() for answer in await asyncio.gather(*asked)]
+            print(json.dumps(answers))
+
+    asyncio.run(main())
+"""
+
+
+def test_tritons_asyncio_grpc_client_asks_forty_at_once(
+    checked: Checked, net: torch.nn.Module
+) -> None:
+    answers = run(GRPC_AIO, checked.running.grpc_address)
+    plain = eager(net, torch.ones(3, 16)).numpy()
+    assert len(answers) == 40
+    assert all(np.array_equal(np.array(answer, np.float32), plain) for answer in answers)
 
 
 def test_curl_asks_in_json_and_reads_the_bill(http: str, net: torch.nn.Module) -> None:

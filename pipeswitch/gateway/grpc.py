@@ -1,0 +1,301 @@
+"""``inference.GRPCInferenceService`` and ``grpc.health.v1`` on gRPC's own asyncio server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from ..errors import InvalidInput, PipeSwitchError
+from ..ipc.messages import GatewaySettings
+from ..roles import Standing
+from ..wire.frames import WireTensor
+from . import oip
+from .callers import Callers
+from .oip import InferRequest, Output, RequestedOutput
+from .protos import HEALTH, INFERENCE, STATUSES
+from .refusals import NotFound, as_ours, status_of
+from .service import Service
+
+log = logging.getLogger(__name__)
+
+SERVICE: Final = "inference.GRPCInferenceService"
+HEALTH_SERVICE: Final = "grpc.health.v1.Health"
+SPARE_BYTES: Final = 1 << 20  # of a message, beside its tensors
+WATCH_EVERY_S: Final = 1.0  # how soon a watcher of the health learns of a change
+OPTIONS: Final = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_concurrent_streams", 256),  # of one connection
+    ("grpc.max_metadata_size", 16 << 10),
+    ("grpc.max_connection_idle_ms", 300_000),
+    ("grpc.keepalive_time_ms", 60_000),  # a peer that is gone is found
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.so_reuseport", 1),  # the controller holds the port
+)
+_CONTENTS: Final[Mapping[str, str]] = {
+    "bool": "bool_contents", "int8": "int_contents", "int16": "int_contents",
+    "int32": "int_contents", "int64": "int64_contents", "uint8": "uint_contents",
+    "float32": "fp32_contents", "float64": "fp64_contents",
+}  # fmt: skip
+
+Verb = Callable[[Standing, Any], Awaitable[Any]]
+
+
+async def open_server(
+    service: Service, callers: Callers, settings: GatewaySettings
+) -> grpc.aio.Server:
+    """A server that listens."""
+    size = ("grpc.max_receive_message_length", settings.max_body_bytes + SPARE_BYTES)
+    server = grpc.aio.server(options=[*OPTIONS, size], maximum_concurrent_rpcs=1024)
+    server.add_generic_rpc_handlers(Calls(service, callers).handlers())
+    if settings.tls_cert:
+        pair = Path(settings.tls_key).read_bytes(), Path(settings.tls_cert).read_bytes()
+        server.add_secure_port(settings.grpc, grpc.ssl_server_credentials([pair]))
+    else:
+        server.add_insecure_port(settings.grpc)
+    await server.start()
+    return server
+
+
+class Calls:
+    """Calls to verbs."""
+
+    def __init__(self, service: Service, callers: Callers) -> None:
+        self._service = service
+        self._callers = callers
+
+    def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
+        verbs: dict[str, Verb] = {
+            "ServerLive": self._live,
+            "ServerReady": self._ready,
+            "ModelReady": self._model_ready,
+            "ServerMetadata": self._about,
+            "ModelMetadata": self._metadata,
+            "ModelConfig": self._config,
+            "ModelStatistics": self._statistics,
+            "ModelInfer": self._infer,
+            "RepositoryIndex": self._index,
+            "RepositoryModelLoad": self._load,
+            "RepositoryModelUnload": self._unload,
+        }
+        inference = {name: self._unary(name, verb) for name, verb in verbs.items()}
+        inference["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
+            self._stream, INFERENCE["ModelInferRequest"].FromString, _to_bytes
+        )
+        read = HEALTH["HealthCheckRequest"].FromString
+        health = {
+            "Check": grpc.unary_unary_rpc_method_handler(self._check, read, _to_bytes),
+            "Watch": grpc.unary_stream_rpc_method_handler(self._watch, read, _to_bytes),
+        }
+        return (
+            grpc.method_handlers_generic_handler(SERVICE, inference),
+            grpc.method_handlers_generic_handler(HEALTH_SERVICE, health),
+        )
+
+    def _unary(self, name: str, verb: Verb) -> grpc.RpcMethodHandler:
+        is_probe = name in ("ServerLive", "ServerReady")
+
+        async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            try:
+                caller = Callers.PROBE if is_probe else self._caller(context)
+                return await verb(caller, request)
+            except PipeSwitchError as error:
+                failed: PipeSwitchError = error
+            except Exception as error:
+                log.exception("call=%s failed", name)
+                failed = as_ours(error)
+            return await _abort(context, failed)
+
+        read = INFERENCE[f"{name}Request"].FromString
+        return grpc.unary_unary_rpc_method_handler(call, read, _to_bytes)
+
+    def _caller(self, context: grpc.aio.ServicerContext) -> Standing:
+        metadata = dict(context.invocation_metadata() or ())
+        return self._callers.standing(str(metadata.get("authorization", "")))
+
+    # ---- the server ----------------------------------------------------------------------------
+
+    async def _live(self, caller: Standing, request: Any) -> Any:
+        return INFERENCE["ServerLiveResponse"](live=await self._service.is_live())
+
+    async def _ready(self, caller: Standing, request: Any) -> Any:
+        return INFERENCE["ServerReadyResponse"](ready=await self._service.is_ready())
+
+    async def _about(self, caller: Standing, request: Any) -> Any:
+        return INFERENCE["ServerMetadataResponse"](**self._service.about())
+
+    async def _index(self, caller: Standing, request: Any) -> Any:
+        rows = await self._service.index(caller, ready_only=request.ready)
+        return INFERENCE["RepositoryIndexResponse"](models=rows)
+
+    async def _load(self, caller: Standing, request: Any) -> Any:
+        await self._service.load(caller, request.model_name, dict(request.parameters))
+        return INFERENCE["RepositoryModelLoadResponse"]()
+
+    async def _unload(self, caller: Standing, request: Any) -> Any:
+        await self._service.unload(caller, request.model_name)
+        return INFERENCE["RepositoryModelUnloadResponse"]()
+
+    async def _check(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        if request.service not in ("", SERVICE):
+            error = NotFound(f"no service {request.service[:80]!r}", hint=SERVICE)
+            return await _abort(context, error)
+        return await self._status()
+
+    async def _watch(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        if request.service not in ("", SERVICE):
+            yield HEALTH["HealthCheckResponse"](status=STATUSES["SERVICE_UNKNOWN"])
+            return
+        told = None
+        while True:
+            found = await self._status()
+            if found != told:
+                told = found
+                yield found
+            await asyncio.sleep(WATCH_EVERY_S)
+
+    async def _status(self) -> Any:
+        word = "SERVING" if await self._service.is_ready() else "NOT_SERVING"
+        return HEALTH["HealthCheckResponse"](status=STATUSES[word])
+
+    # ---- a model -------------------------------------------------------------------------------
+
+    async def _model_ready(self, caller: Standing, request: Any) -> Any:
+        ready = await self._service.is_model_ready(caller, request.name, request.version)
+        return INFERENCE["ModelReadyResponse"](ready=ready)
+
+    async def _metadata(self, caller: Standing, request: Any) -> Any:
+        found = await self._service.metadata(caller, request.name, request.version)
+        return INFERENCE["ModelMetadataResponse"](**found)
+
+    async def _config(self, caller: Standing, request: Any) -> Any:
+        config = await self._service.config(caller, request.name, request.version)
+        return INFERENCE["ModelConfigResponse"](config=config)
+
+    async def _statistics(self, caller: Standing, request: Any) -> Any:
+        found = await self._service.statistics(caller, request.name, request.version)
+        return INFERENCE["ModelStatisticsResponse"](**found)
+
+    async def _infer(self, caller: Standing, request: Any) -> Any:
+        asked = decode_request(request)
+        model = request.model_name
+        outputs, bill = await self._service.infer(caller, model, request.model_version, asked)
+        return encode_answer(model, asked, outputs, bill)
+
+    async def _stream(
+        self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[Any]:
+        """One answer for each request, in order; an error is an answer too, and goes on."""
+        response = INFERENCE["ModelStreamInferResponse"]
+        try:
+            caller = self._caller(context)
+        except PipeSwitchError as error:
+            await _abort(context, error)
+            return
+        async for request in requests:
+            try:
+                answer = response(infer_response=await self._infer(caller, request))
+            except PipeSwitchError as error:
+                answer = response(error_message=str(error))
+                answer.infer_response.id = request.id
+            yield answer
+
+
+async def _abort(context: grpc.aio.ServicerContext, error: PipeSwitchError) -> Any:
+    """Raises what ends the call with the error's code; its name is in the trailing metadata."""
+    code = grpc.StatusCode[status_of(error).grpc]
+    await context.abort(code, str(error), (("pipeswitch-code", type(error).__name__),))
+
+
+def _to_bytes(message: Any) -> bytes:
+    data: bytes = message.SerializeToString()
+    return data
+
+
+def decode_request(request: Any) -> InferRequest:
+    """A ModelInferRequest, its tensors raw or as typed numbers.
+
+    Raises:
+        InvalidInput: a tensor is not what it says.
+    """
+    parameters = _plain(request.parameters)
+    oip.check_count(len(request.inputs))
+    raw = request.raw_input_contents
+    if raw and len(raw) != len(request.inputs):
+        raise InvalidInput(f"{len(request.inputs)} inputs, and raw contents for {len(raw)}")
+    tensors, frames = [], []
+    for number, given in enumerate(request.inputs):
+        dtype = oip.dtype_of(given.name, given.datatype)
+        shape = tuple(given.shape)
+        size = oip.check_shape(given.name, dtype, shape)
+        oip.check_here(given.name, given.parameters)
+        if raw:
+            oip.check_bytes(given.name, dtype, shape, len(raw[number]), size)
+            frames.append(raw[number])
+        else:
+            frames.append(_typed(given.name, dtype, shape, given.contents))
+        tensors.append(WireTensor(name=given.name, dtype=dtype, shape=shape, frame=number))
+    wanted = tuple(
+        RequestedOutput(name=one.name, parameters=_plain(one.parameters)) for one in request.outputs
+    )
+    return InferRequest(
+        id=request.id,
+        inputs=tuple(tensors),
+        frames=frames,
+        outputs=wanted or None,
+        **oip.schedule(parameters),
+    )
+
+
+def _typed(name: str, dtype: str, shape: Sequence[int], contents: Any) -> memoryview:
+    if dtype not in _CONTENTS:
+        raise InvalidInput(
+            f'input "{name}" is {oip.DATATYPE_OF[dtype]}, which has no typed contents',
+            hint="send raw_input_contents",
+        )
+    return oip.from_numbers(name, dtype, shape, list(getattr(contents, _CONTENTS[dtype])))
+
+
+def _plain(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters by name; one that says nothing is not there."""
+    return {
+        name: getattr(value, choice)
+        for name, value in parameters.items()
+        if (choice := value.WhichOneof("choice")) is not None
+    }
+
+
+def encode_answer(
+    model: str, asked: InferRequest, outputs: Sequence[Output], bill: Mapping[str, Any]
+) -> Any:
+    """A ModelInferResponse; its tensors are raw.
+
+    Raises:
+        InvalidInput: an output is asked for that the model does not have.
+    """
+    answer = INFERENCE["ModelInferResponse"](
+        model_name=model, model_version=oip.VERSION, id=asked.id
+    )
+    for name, value in bill.items():
+        parameter = answer.parameters[name]
+        match value:
+            case bool():
+                parameter.bool_param = value
+            case int():
+                parameter.int64_param = value
+            case float():
+                parameter.double_param = value
+            case _:
+                parameter.string_param = str(value)
+    for output, _ in oip.wanted(asked, outputs):
+        answer.outputs.add(
+            name=output.name, datatype=oip.DATATYPE_OF[output.dtype], shape=output.shape
+        )
+        answer.raw_output_contents.append(bytes(output.data))
+    return answer
