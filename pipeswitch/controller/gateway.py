@@ -34,7 +34,10 @@ from .processes import open_log
 log = logging.getLogger(__name__)
 
 DEFAULTS: Final = {"http": "127.0.0.1:8000", "grpc": "127.0.0.1:8001"}
-NEEDS: Final = {"http": ("httptools",), "grpc": ("grpc", "google.protobuf")}  # modules
+NEEDS: Final = {
+    "http": ("httptools", "prometheus_client"),
+    "grpc": ("grpc", "google.protobuf"),
+}  # modules
 BACKLOG: Final = 512
 LIVED_S: Final = 5.0  # one that lived so long is started again at once
 AGAIN_S: Final = 1.0  # the others after this
@@ -127,7 +130,8 @@ class Gateway:
         try:
             self._sockets[name] = _listening(host, port) if name == "http" else _held(host, port)
         except OSError as error:
-            problem = f"{name}: cannot listen on {host}:{port}: {error.strerror}"
+            why = os.strerror(error.errno or 0)  # its own words repeat the address
+            problem = f"{name}: cannot listen on {host}:{port}: {why}"
             if not is_default:
                 hint = f"choose another --{name}, or --no-http"
                 raise PipeSwitchError(problem, hint=hint) from None

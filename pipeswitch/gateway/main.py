@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from prometheus_client import disable_created_metrics
+
 from ..ipc.channel import Channel, channel_from
 from ..ipc.messages import GatewaySettings
 from ..roles import parse_roles
@@ -30,7 +32,6 @@ from .callers import Callers
 from .http import HttpServer, Limits
 from .rest import Rest
 from .service import Service
-from .tally import Tally
 from .upstream import Upstream
 
 ORPHAN_S: Final = 60.0  # how long a gateway waits for the next server
@@ -56,6 +57,7 @@ def main(descriptor: int) -> None:
     if not isinstance(settings, GatewaySettings):
         raise TypeError(f"a gateway is not started with a {type(settings).__name__}")
     _refuse_huge_pages()
+    disable_created_metrics()  # each counter's time of birth: twice the page for nothing
     _raise_open_files_limit(settings.max_connections + SPARE_FILES)
     asyncio.run(_serve(settings, channel, descriptors))
 
@@ -71,8 +73,8 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
         loop.call_later(ORPHAN_S, is_over.set)
 
     loop.add_reader(channel.fileno(), orphaned)  # the controller sends no more: it is gone
-    upstream, tally = Upstream(settings.address), Tally()
-    service, callers = Service(upstream, tally), _callers(settings)
+    upstream = Upstream(settings.address)
+    service, callers = Service(upstream), _callers(settings)
     limits = Limits(
         body_bytes=settings.max_body_bytes,
         connections=settings.max_connections,

@@ -35,6 +35,7 @@ class Rest:
         self._service = service
         self._callers = callers
         self._fixed: Mapping[str, tuple[str, Callable[..., Awaitable[Answer]]]] = {
+            "/metrics": ("GET", self._metrics),
             "/v2": ("GET", self._about),
             "/v2/health/live": ("GET", self._live),
             "/v2/health/ready": ("GET", self._ready),
@@ -99,7 +100,9 @@ class Rest:
                 verb = self._load if action == "load" else self._unload
                 return lambda head, body: verb(caller, unquote(name), body)
             case _:
-                raise NotFound(f"no path {head.path[:200]!r}{_near(path, self._fixed)}", hint=HINT)
+                raise NotFound(
+                    f"no path {head.path[:200]!r}{nearest(path, self._fixed)}", hint=HINT
+                )
         name, version, tail = (unquote(part) for part in parts)
         if tail not in self._of_model:
             near = nearest(tail, filter(None, self._of_model))
@@ -112,6 +115,10 @@ class Rest:
 
     async def _about(self, caller: Standing, head: Head, body: Any) -> Answer:
         return json_answer(self._service.about())
+
+    async def _metrics(self, caller: Standing, head: Head, body: Any) -> Answer:
+        text, kind = await self._service.metrics(caller, head.headers.get("accept", ""))
+        return Answer(parts=[text], content_type=kind)
 
     async def _live(self, caller: Standing, head: Head, body: Any) -> Answer:
         return _state({"live": await self._service.is_live()}, "the server does not answer")
@@ -185,10 +192,6 @@ class Rest:
 def _check_method(head: Head, method: str) -> None:
     if head.method != method and (head.method, method) != ("HEAD", "GET"):
         raise MethodNotAllowed(f"{head.method} is not for {head.path[:200]}", hint=f"use {method}")
-
-
-def _near(path: str, known: Any) -> str:
-    return nearest(path, [*known, "/metrics"])
 
 
 def _state(facts: dict[str, Any], why: str) -> Answer:

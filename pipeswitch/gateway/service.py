@@ -5,15 +5,17 @@ Each verb checks the caller's roles first, by the role of the wire's verb that i
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from ..errors import Cancelled, InvalidInput, ModelNotFound, PipeSwitchError, ServerUnavailable
 from ..roles import Standing
 from . import oip
 from .callers import require, told
+from .metrics import Metrics
 from .oip import InferRequest, Output
 from .refusals import NotFound
 from .tally import Tally
@@ -30,9 +32,10 @@ _STATES: Final[Mapping[str, str]] = {READY: "READY", "building": "LOADING", "sto
 class Service:
     """Verbs; no bytes of either protocol."""
 
-    def __init__(self, upstream: Upstream, tally: Tally) -> None:
+    def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
-        self._tally = tally
+        self._tally = Tally()
+        self._metrics = Metrics()
         self._version = importlib.metadata.version("pipeswitch")  # a file is read for it
 
     def about(self) -> dict[str, Any]:
@@ -72,7 +75,7 @@ class Service:
             names = [model]
         else:
             names = [row["name"] for row in await self._rows(caller)]
-            self._tally.forget_others(set(names))
+            self._forget_others(names)
         return {"model_stats": [self._tally.row(name) for name in names]}
 
     async def index(self, caller: Standing, *, ready_only: bool = False) -> list[dict[str, Any]]:
@@ -117,13 +120,33 @@ class Service:
         try:
             outputs, bill = await self._upstream.infer(model, asked)
         except PipeSwitchError as error:
-            if not isinstance(error, ModelNotFound | ServerUnavailable | Cancelled):
-                self._tally.failed(model, _since_ms(began))
+            if not isinstance(error, ModelNotFound):  # no name of a stranger's is kept
+                self._metrics.failed(model, type(error).__name__)
+                if not isinstance(error, ServerUnavailable | Cancelled):
+                    self._tally.failed(model, _since_ms(began))
             raise
         took_ms = _since_ms(began)
         self._tally.succeeded(model, took_ms, bill)
-        gateway_ms = max(0.0, took_ms - float(bill.get("total_ms", 0.0)))
-        return outputs, _rounded({**bill, "gateway_ms": gateway_ms})
+        bill["gateway_ms"] = max(0.0, took_ms - float(bill.get("total_ms", 0.0)))
+        self._metrics.answered(model, bill)
+        return outputs, _rounded(bill)
+
+    async def metrics(self, caller: Standing, accept: str) -> tuple[bytes, str]:
+        """What Prometheus reads, and its type: the server's own numbers are for operators."""
+        require(caller, "stats")
+        facts: dict[str, Any] | None = None
+        if caller.may_operate:
+            asked = ("stats", "jobs", "ps", "models")
+            stats, jobs, ps, models = await asyncio.gather(*map(self._upstream.ask, asked))
+            facts = {"stats": stats, "jobs": jobs["jobs"], "ps": ps["rows"]}
+            self._forget_others(row["name"] for row in models["models"])
+        return self._metrics.text(accept, facts)
+
+    def _forget_others(self, names: Iterable[str]) -> None:
+        """What was counted of models that are registered no more."""
+        registered = set(names)
+        self._tally.forget_others(registered)
+        self._metrics.forget_others(registered)
 
     async def row(self, caller: Standing, model: str) -> dict[str, Any]:
         """A model that is built, as far as the caller may know it."""

@@ -342,6 +342,23 @@ def test_curl_asks_in_json_and_reads_the_bill(http: str, net: torch.nn.Module) -
     assert {row["name"] for row in curl(http, "/v2/models/stats")[1]["model_stats"]} >= {"mlp"}
 
 
+def test_a_scraper_reads_requests_and_an_operators_the_server_too(http: str) -> None:
+    def scrape(*args: str) -> str:
+        command = ["curl", "-s", "--fail", f"http://{http}/metrics", *args]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    curl(http, "/v2/models/mlp/infer", "-d", ONES)
+    curl(http, "/v2/models/nowhere/infer", "-d", ONES)
+    text = scrape()
+    assert 'pipeswitch_gateway_requests_total{model="mlp",outcome="ok"}' in text
+    assert 'pipeswitch_request_compute_seconds_count{model="mlp"}' in text
+    assert "nowhere" not in text
+    assert "pipeswitch_switches_total" not in text
+    text = scrape("-H", f"Authorization: Bearer {TOKEN}")
+    assert 'pipeswitch_workers{state="standby"}' in text
+    assert "pipeswitch_ready 1.0" in text
+
+
 @pytest.mark.parametrize(
     ("path", "args", "status", "words"),
     [

@@ -126,25 +126,6 @@ def test_a_port_in_use_is_refused_in_words_when_it_was_asked_for(tmp_path: Path)
             pass
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (("--http", "0.0.0.0:0"), "need tokens"),
-        (("--http", "localhost"), "is not of the form 127.0.0.1:8000"),
-    ],
-)
-def test_what_would_be_open_to_others_without_tokens_does_not_start(
-    tmp_path: Path, args: tuple[str, ...], words: str
-) -> None:
-    from pipeswitch.testing import server
-
-    with (
-        pytest.raises(RuntimeError, match=re.escape(words)),
-        server(http=True, args=args, state_dir=tmp_path / "state"),
-    ):
-        pass
-
-
 def test_it_dies_and_the_next_one_answers_those_who_came_meanwhile(checked: Checked) -> None:
     address, before = checked.running.http_address, checked.stats()
     first = gateway_pid(checked)

@@ -1,0 +1,180 @@
+"""``/metrics``: what Prometheus reads, in the controller's words and in base units.
+
+Everyone who may ask models is told of requests that came through the gateway, by model; operators
+are told of the server too, from its ``stats``, ``jobs`` and ``ps`` at each look.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Count
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+
+SECONDS: Final = (
+    0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0,
+)  # fmt: skip
+PHASES: Final[Mapping[str, str]] = {
+    "queue": "Waiting for the device",
+    "switch": "From the order to the model's first layer group",
+    "copy": "Copying the model to the device, while it computes already",
+    "stall": "Waiting for layer groups that had not arrived",
+    "compute": "Computing",
+    "total": "In the server, from arrival to answer",
+    "gateway": "In the gateway, beside that",
+}
+_COUNTERS: Final[Mapping[str, str]] = {
+    "switches": "Models that took the device from another one",
+    "preemptions": "Times that training stepped aside for a request",
+    "evictions": "Models that left the device for others",
+    "inferences": "Requests that were computed",
+    "transmissions": "Copies of models to the device",
+    "transmitted_bytes": "Bytes of models copied to the device",
+    "commits": "States of training jobs that were kept",
+    "worker_restarts": "Workers started again",
+    "daemon_restarts": "Memory daemons started again",
+    "malformed": "Messages that were none of the protocol",
+    "queue_full": "Requests refused because a queue was full",
+    "slow_clients": "Clients dropped because they did not read",
+}
+OK: Final = "ok"
+_OUTCOMES: Final = (OK, "error", "undeliverable")
+_TIERS: Final[Mapping[str, str]] = {"arena": "device", "store": "host", "pool": "requests"}
+_JOB_COUNTERS: Final[Mapping[str, str]] = {
+    "suspensions": "Times a job stepped aside in place",
+    "evictions": "Times a job left the device",
+    "restarts": "Times a job began again from its last commit",
+    "steps_recomputed": "Steps a job did again",
+}
+
+
+class Metrics:
+    """What was counted since the gateway began, and how it is told."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "pipeswitch_gateway_requests",
+            "Requests to models through the gateway",
+            ["model", "outcome"],
+            registry=self._registry,
+        )
+        self._phases = {
+            phase: Histogram(
+                f"pipeswitch_request_{phase}_seconds",
+                f"{text}; of requests through the gateway",
+                ["model"],
+                buckets=SECONDS,
+                registry=self._registry,
+            )
+            for phase, text in PHASES.items()
+        }
+        self._seen: set[tuple[str, str]] = set()  # models and outcomes
+        self._server = _Server()
+        self._registry.register(self._server)
+
+    def answered(self, model: str, bill: Mapping[str, Any]) -> None:
+        self._count(model, OK)
+        for phase, histogram in self._phases.items():
+            histogram.labels(model).observe(float(bill.get(f"{phase}_ms", 0.0)) / 1000.0)
+
+    def failed(self, model: str, outcome: str) -> None:
+        """``outcome``: the error's name."""
+        self._count(model, outcome)
+
+    def _count(self, model: str, outcome: str) -> None:
+        self._seen.add((model, outcome))
+        self._requests.labels(model, outcome).inc()
+
+    def forget_others(self, models: set[str]) -> None:
+        """Of models that are registered no more."""
+        for model, outcome in {one for one in self._seen if one[0] not in models}:
+            self._seen.remove((model, outcome))
+            self._requests.remove(model, outcome)
+            if outcome == OK:
+                for histogram in self._phases.values():
+                    histogram.remove(model)
+
+    def text(self, accept: str, facts: Mapping[str, Any] | None) -> tuple[bytes, str]:
+        """The page and its type.
+
+        Args:
+            accept: the scraper's ``Accept``.
+            facts: ``stats``, ``jobs`` and ``ps`` of the server; None: not for this caller.
+        """
+        encode, content_type = choose_encoder(accept)
+        self._server.facts = facts
+        try:
+            return encode(self._registry), content_type
+        finally:
+            self._server.facts = None
+
+
+class _Server:
+    """The server's numbers as metrics."""
+
+    def __init__(self) -> None:
+        self.facts: Mapping[str, Any] | None = None
+
+    def collect(self) -> Iterable[Metric]:
+        if self.facts is None:
+            return
+        stats = self.facts["stats"]
+        for key, text in _COUNTERS.items():
+            yield CounterMetricFamily(f"pipeswitch_{key}", text, value=stats[key])
+        requests = CounterMetricFamily(
+            "pipeswitch_requests", "Accepted requests to models, by how they ended",
+            labels=["outcome"],
+        )  # fmt: skip
+        for outcome in _OUTCOMES:
+            requests.add_metric([outcome], stats["inference"][outcome])
+        yield requests
+        yield _gauge(
+            "in_flight_requests", "Accepted, not answered", stats["inference"]["in_flight"]
+        )
+        yield _gauge("queued_requests", "Waiting for the device", stats["queued"])
+        yield _gauge("ready", "1 when a request would be served now", stats["ready"])
+        yield _gauge("draining", "1 when the server is leaving", stats["draining"])
+        yield _gauge("models", "Registered", stats["models"])
+        yield _gauge("clients", "With a session", stats["clients"])
+        for part in ("capacity", "free"):
+            tiers = GaugeMetricFamily(
+                f"pipeswitch_memory_{part}_bytes", f"Memory, {part}", labels=["tier"]
+            )
+            for key, tier in _TIERS.items():
+                tiers.add_metric([tier], stats[f"{key}_{part}_bytes"])
+            yield tiers
+        yield from self._workers(self.facts["ps"])
+        yield from self._jobs(self.facts["jobs"])
+
+    @staticmethod
+    def _workers(rows: Iterable[Mapping[str, Any]]) -> Iterable[Metric]:
+        states = Count(row["state"] for row in rows if row["kind"] == "worker")
+        workers = GaugeMetricFamily("pipeswitch_workers", "By state", labels=["state"])
+        for state, count in sorted(states.items()):
+            workers.add_metric([state], count)
+        yield workers
+
+    @staticmethod
+    def _jobs(rows: Iterable[Mapping[str, Any]]) -> Iterable[Metric]:
+        jobs = list(rows)
+        steps = GaugeMetricFamily(
+            "pipeswitch_job_step",
+            "The step a job is at; back after a kill",
+            labels=["job", "state"],
+        )
+        for job in jobs:
+            steps.add_metric([job["name"], job["state"]], job["step"])
+        yield steps
+        for key, text in _JOB_COUNTERS.items():
+            family = CounterMetricFamily(f"pipeswitch_job_{key}", text, labels=["job"])
+            for job in jobs:
+                family.add_metric([job["name"]], job[key])
+            yield family
+
+
+def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"pipeswitch_{name}", text, value=float(value))

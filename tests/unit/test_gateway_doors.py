@@ -1,0 +1,62 @@
+"""What a gateway may listen on: refused before a socket is made."""
+
+from __future__ import annotations
+
+import selectors
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeswitch.config import GatewayConfig
+from pipeswitch.controller.gateway import Gateway
+from pipeswitch.errors import ConfigError
+
+TOKENS = "ops 0123456789abcdef operate"
+
+
+def opened(folder: Path, **settings: Any) -> Gateway:
+    log = folder / "log"
+    with selectors.DefaultSelector() as selector:
+        gateway = Gateway(GatewayConfig(**{"grpc": "off", **settings}), selector, folder, log)
+        gateway.open()
+    return gateway
+
+
+def tokens(folder: Path) -> str:
+    path = folder / "tokens"
+    path.write_text(TOKENS)
+    path.chmod(stat.S_IRUSR)
+    return str(path)
+
+
+def test_off_there_is_nothing(tmp_path: Path) -> None:
+    gateway = opened(tmp_path, http="off")
+    assert (gateway.addresses, list(tmp_path.iterdir())) == ([], [])
+    gateway.start("ipc://nowhere")
+    assert gateway.wait_s() is None
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "10.0.0.1:8000", "[::]:8000", "gpu1:8000"])
+def test_others_machines_need_tokens_and_tls_or_a_proxy(tmp_path: Path, address: str) -> None:
+    for protocol in ("http", "grpc"):
+        with pytest.raises(ConfigError, match="need tokens"):
+            opened(tmp_path, **{"http": "off", protocol: address})
+    with pytest.raises(ConfigError, match="in the clear"):
+        opened(tmp_path, http=address, tokens=tokens(tmp_path))
+
+
+def test_behind_a_proxy_callers_need_tokens_on_loopback_too(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="need tokens"):
+        opened(tmp_path, http="127.0.0.1:0", behind_proxy=True)
+
+
+def test_files_that_are_not_good_are_refused(tmp_path: Path) -> None:
+    for settings, words in (
+        ({"tokens": str(tmp_path / "none")}, "No such file"),
+        ({"tls_cert": "c.pem"}, "come together"),
+        ({"tls_cert": "c.pem", "tls_key": "k.pem"}, "c.pem"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            opened(tmp_path, http="127.0.0.1:0", **settings)

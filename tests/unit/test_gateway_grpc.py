@@ -1,0 +1,107 @@
+"""gRPC's messages as requests and answers, and as the clients' own descriptors have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("grpc", reason="make installs it")
+
+from pipeswitch.errors import ERRORS_BY_NAME, InvalidInput
+from pipeswitch.gateway.grpc import decode_request, encode_answer
+from pipeswitch.gateway.oip import DATATYPES, InferRequest, Output
+from pipeswitch.gateway.protos import DATA_TYPES, INFERENCE
+from pipeswitch.gateway.refusals import status_of
+
+
+def request(datatype: str, shape: list[int], **fields: Any) -> Any:
+    made = INFERENCE["ModelInferRequest"](model_name="m", id="r", **fields)
+    made.inputs.add(name="x", datatype=datatype, shape=shape)
+    return made
+
+
+@pytest.mark.parametrize("datatype", [name for name in DATATYPES if name not in ("FP16", "BF16")])
+def test_typed_and_raw_contents_are_the_same_bytes(datatype: str) -> None:
+    array = np.array([[0, 1], [1, 0]], np.dtype(DATATYPES[datatype]))
+    raw = request(datatype, [2, 2], raw_input_contents=[array.tobytes()])
+    typed = request(datatype, [2, 2])
+    field = {
+        "BOOL": "bool", "UINT8": "uint", "INT64": "int64", "FP32": "fp32", "FP64": "fp64",
+    }.get(datatype, "int")  # fmt: skip
+    getattr(typed.inputs[0].contents, f"{field}_contents").extend(array.reshape(-1).tolist())
+    for one in (raw, typed):
+        asked = decode_request(one)
+        assert bytes(asked.frames[0]) == array.tobytes()
+        assert (asked.id, asked.inputs[0].dtype) == ("r", DATATYPES[datatype])
+
+
+def test_priority_comes_signed_or_unsigned() -> None:
+    for kind in ("int64_param", "uint64_param"):
+        made = request("FP32", [0], raw_input_contents=[b""])
+        setattr(made.parameters["priority"], kind, 1)
+        made.parameters["timeout"].uint64_param = 5000
+        asked = decode_request(made)
+        assert (asked.priority, asked.deadline_ms) == ("high", 5.0)
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (request("FP16", [1]), "no typed contents"),
+        (request("FP32", [2]), "has 0 values"),
+        (request("FP32", [1], raw_input_contents=[b"12"]), "2 came"),
+        (request("FP32", [1], raw_input_contents=[b"1234"] * 2), "raw contents for 2"),
+        (request("STRING", [1]), "not served"),
+        (request("FP32", [-1]), "no shape"),
+    ],
+)
+def test_what_is_wrong_is_said_in_words(made: Any, words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        decode_request(made)
+
+
+def test_an_answer_is_raw_and_has_the_bill_by_type() -> None:
+    asked = InferRequest(id="r", inputs=(), frames=[])
+    output = Output(name="y", dtype="bfloat16", shape=(1, 2), data=memoryview(b"abcd"))
+    bill = {"total_ms": 1.5, "resident": True, "epoch": 7, "preempted": "j"}
+    answer = encode_answer("m", asked, [output], bill)
+    assert answer.raw_output_contents[0] == b"abcd"
+    assert (answer.outputs[0].datatype, list(answer.outputs[0].shape)) == ("BF16", [1, 2])
+    told = {name: value.WhichOneof("choice") for name, value in answer.parameters.items()}
+    assert told == {
+        "total_ms": "double_param", "resident": "bool_param", "epoch": "int64_param",
+        "preempted": "string_param",
+    }  # fmt: skip
+
+
+def test_every_datatype_has_its_number_in_a_models_configuration() -> None:
+    assert {f"TYPE_{name}" for name in DATATYPES} <= DATA_TYPES.keys()
+
+
+def test_every_error_has_a_code_of_grpc() -> None:
+    import grpc
+
+    for cls in ERRORS_BY_NAME.values():
+        assert status_of(cls.__new__(cls)).grpc in grpc.StatusCode.__members__
+
+
+def test_our_messages_have_the_fields_of_tritons() -> None:
+    pytest.importorskip("tritonclient.grpc", reason="make installs it")
+    from tritonclient.grpc import model_config_pb2, service_pb2
+
+    theirs = {**service_pb2.DESCRIPTOR.message_types_by_name,
+              **model_config_pb2.DESCRIPTOR.message_types_by_name}  # fmt: skip
+
+    def compare(ours: Any, other: Any) -> None:
+        known = {field.name: field for field in other.fields}
+        for field in ours.fields:
+            same = known[field.name]
+            assert (field.number, field.type) == (same.number, same.type), field.full_name
+            assert field.is_repeated == same.is_repeated
+        for nested in ours.nested_types:
+            compare(nested, other.nested_types_by_name[nested.name])
+
+    for name, message in INFERENCE.items():
+        compare(message.DESCRIPTOR, theirs[name])
