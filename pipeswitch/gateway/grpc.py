@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +20,7 @@ from . import oip
 from .callers import Callers
 from .oip import InferRequest, Output, RequestedOutput
 from .protos import HEALTH, INFERENCE, STATUSES
-from .refusals import NotFound, as_ours, status_of
+from .refusals import NotFound, TooLarge, as_ours, status_of
 from .service import Service
 
 log = logging.getLogger(__name__)
@@ -257,6 +258,11 @@ def _typed(name: str, dtype: str, shape: Sequence[int], contents: Any) -> memory
     if dtype not in _CONTENTS:
         raise InvalidInput(
             f'input "{name}" is {oip.DATATYPE_OF[dtype]}, which has no typed contents',
+            hint="send raw_input_contents",
+        )
+    if math.prod(shape) > oip.MAX_NUMBERS:
+        raise TooLarge(
+            f'input "{name}" has more than {oip.MAX_NUMBERS} numbers',
             hint="send raw_input_contents",
         )
     return oip.from_numbers(name, dtype, shape, list(getattr(contents, _CONTENTS[dtype])))

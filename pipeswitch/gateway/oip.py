@@ -17,8 +17,9 @@ import numpy as np
 
 from ..errors import InvalidInput
 from ..programs.layout import ITEM_BYTES
-from ..units import nearest
+from ..units import format_bytes, nearest
 from ..wire.frames import MAX_DIMS, MAX_TENSORS, WireTensor
+from .refusals import TooLarge
 
 DATATYPES: Final[Mapping[str, str]] = {
     "BOOL": "bool", "UINT8": "uint8", "INT8": "int8", "INT16": "int16", "INT32": "int32",
@@ -28,11 +29,13 @@ DATATYPES: Final[Mapping[str, str]] = {
 DATATYPE_OF: Final = {dtype: name for name, dtype in DATATYPES.items()}
 VERSION: Final = "1"  # of every model: a name is registered once
 PRIORITIES: Final = ("", "high", "normal", "low")  # by number; 0 is the model's own
+MAX_JSON_BYTES: Final = 8 << 20  # numbers in Python take ten times their text, and the loop's time
+MAX_NUMBERS: Final = MAX_JSON_BYTES // 4  # the same for those of gRPC's typed contents
 MAX_TIMEOUT_US: Final = 1 << 53
 # By the kinds of numpy's dtypes: what JSON's values may become, and what others are called.
 _TAKES: Final[Mapping[str, str]] = {"b": "biu", "u": "iu", "i": "iu", "f": "iuf"}
 _GIVEN: Final[Mapping[str, str]] = {"b": "true or false", "f": "with fractions"}
-JSON_TYPE: Final = "application/json"
+BINARY_EXTENSION: Final = "binary_tensor_data"
 BINARY_TYPE: Final = "application/octet-stream"
 
 
@@ -93,6 +96,7 @@ def decode_request(body: Any, json_bytes: int | None) -> InferRequest:
 
     Raises:
         InvalidInput: it is not of the protocol, or a tensor is not what it says.
+        TooLarge: too much of it is JSON.
     """
     whole = memoryview(body)
     if json_bytes is not None and not 0 <= json_bytes <= len(whole):
@@ -100,6 +104,11 @@ def decode_request(body: Any, json_bytes: int | None) -> InferRequest:
             f"Inference-Header-Content-Length is {json_bytes}, the body has {len(whole)} bytes"
         )
     head, rest = (whole, whole[:0]) if json_bytes is None else split(whole, json_bytes)
+    if len(head) > MAX_JSON_BYTES:
+        raise TooLarge(
+            f"{format_bytes(len(head))} of JSON are more than {format_bytes(MAX_JSON_BYTES)}",
+            hint=f"send tensors as binary data; /v2 lists the extension: {BINARY_EXTENSION}",
+        )
     try:
         asked = _decoder.decode(head)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -23,7 +23,7 @@ from .upstream import Upstream
 
 READY: Final = "ready"  # a model's state
 EXTENSIONS: Final = (
-    "binary_tensor_data", "model_configuration", "model_repository", "schedule_policy",
+    oip.BINARY_EXTENSION, "model_configuration", "model_repository", "schedule_policy",
     "statistics",
 )  # fmt: skip
 _STATES: Final[Mapping[str, str]] = {READY: "READY", "building": "LOADING", "storing": "LOADING"}

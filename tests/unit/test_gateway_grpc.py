@@ -13,7 +13,7 @@ from pipeswitch.errors import ERRORS_BY_NAME, InvalidInput
 from pipeswitch.gateway.grpc import decode_request, encode_answer
 from pipeswitch.gateway.oip import DATATYPES, InferRequest, Output
 from pipeswitch.gateway.protos import DATA_TYPES, INFERENCE
-from pipeswitch.gateway.refusals import status_of
+from pipeswitch.gateway.refusals import TooLarge, status_of
 
 
 def request(datatype: str, shape: list[int], **fields: Any) -> Any:
@@ -55,10 +55,11 @@ def test_priority_comes_signed_or_unsigned() -> None:
         (request("FP32", [1], raw_input_contents=[b"1234"] * 2), "raw contents for 2"),
         (request("STRING", [1]), "not served"),
         (request("FP32", [-1]), "no shape"),
+        (request("FP32", [1 << 22]), "raw_input_contents"),
     ],
 )
 def test_what_is_wrong_is_said_in_words(made: Any, words: str) -> None:
-    with pytest.raises(InvalidInput, match=words):
+    with pytest.raises((InvalidInput, TooLarge), match=words):
         decode_request(made)
 
 

@@ -25,6 +25,7 @@ from pipeswitch.gateway.oip import (
     metadata,
     raw_request,
 )
+from pipeswitch.gateway.refusals import TooLarge
 
 PLAIN = [name for name in DATATYPES if name != "BF16"]
 ROW = {
@@ -163,6 +164,11 @@ def test_what_is_wrong_is_said_in_words(
     with pytest.raises(InvalidInput) as caught:
         decode_request(request_body, json_bytes)
     assert words in str(caught.value)
+
+
+def test_very_much_json_is_refused_with_the_way_that_is_made_for_it() -> None:
+    with pytest.raises(TooLarge, match="binary_tensor_data"):
+        decode_request(body(data=[1] * 4_000_000), None)
 
 
 @pytest.mark.parametrize(
