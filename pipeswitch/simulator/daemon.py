@@ -110,7 +110,7 @@ class SimulatedDaemon(Process):
             case Ping(epoch=epoch):
                 self.say("out", Pong(epoch=epoch))
             case OpenCommits(job=job):
-                self._areas[job] = (Epoch(0), 0)
+                self._areas.setdefault(job, (Epoch(0), 0))
             case CloseCommits(job=job):
                 self._areas.pop(job, None)
             case StoreModel():

@@ -84,7 +84,10 @@ class SimulatedArea:
 
 
 class Device:
-    """Bytes of models and slices, arrival words, and the two words of the board."""
+    """Bytes of models and slices, arrival words, and the two words of the board.
+
+    Its values are replaced, never changed: a state of the world can be kept.
+    """
 
     def __init__(self) -> None:
         self.turn = 0
@@ -97,8 +100,8 @@ class Device:
         self.contents: dict[ModelName, Held] = {}  # what lies there, or is on its way
         self.slices: dict[int, Image] = {}  # those that were written, by offset
         self.intact: dict[ModelName, Span] = {}  # what of a last complete copy is still there
-        self.cancelled: set[Epoch] = set()  # copies that may end before all has arrived
-        self.dirty: list[Span] = []  # a dead job's bytes, not zeroed yet
+        self.cancelled: frozenset[Epoch] = frozenset()  # copies that may end before all has arrived
+        self.dirty: tuple[Span, ...] = ()  # a dead job's bytes, not zeroed yet
 
     def claim(self, span: Span, why: str, users: Iterable[User]) -> None:
         """A range gets a new owner: nothing alive may use it, and what lay there is gone."""
@@ -110,9 +113,12 @@ class Device:
             for name, held in self.contents.items()
             if not span.overlaps(region_of(held.order))
         }
-        for name, held in list(self.intact.items()):
-            if held.overlaps(span):
-                self.intact[name] = Span(held.start, min(held.end, max(held.start, span.start)))
+        self.intact = {
+            name: Span(held.start, min(held.end, max(held.start, span.start)))
+            if held.overlaps(span)
+            else held
+            for name, held in self.intact.items()
+        }
 
     def send(
         self, order: TransmitModel, program: Program, word_count: int, users: Iterable[User]
@@ -128,21 +134,21 @@ class Device:
                 f"{order.model}: group at {group.arena_offset_bytes} is not there, and not sent",
             )
         self.claim(region_of(order), f"the copy of {order.model}", users)
-        self.intact.pop(order.model, None)
-        self.contents[order.model] = Held(order, 0)
+        self.intact = {name: span for name, span in self.intact.items() if name != order.model}
+        self.contents = {**self.contents, order.model: Held(order, 0)}
 
     def arrived(self, order: TransmitModel, group: GroupCopy) -> None:
         """A group's bytes are there, then its word."""
         held = self.contents.get(order.model)
         if held is not None and held.order.epoch == order.epoch:
-            self.contents[order.model] = held._replace(done=held.done + 1)
-        self.words[group.word] = order.epoch
+            self.contents = {**self.contents, order.model: Held(held.order, held.done + 1)}
+        self.words = {**self.words, group.word: order.epoch}
 
     def completed(self, order: TransmitModel) -> None:
         """All groups are there."""
         held = self.contents.get(order.model)
         if held is not None and held.order.epoch == order.epoch:
-            self.intact[order.model] = region_of(order)
+            self.intact = {**self.intact, order.model: region_of(order)}
 
     def has_arrived(self, order: RunInference, group: int) -> bool:
         return self.words.get(order.first_word + group) == order.residency_epoch
@@ -171,10 +177,13 @@ class Device:
     def slice_at(self, span: Span) -> Image:
         return self.slices.get(span.start, ZEROS)
 
+    def write_slice(self, span: Span, image: Image) -> None:
+        self.slices = {**self.slices, span.start: image}
+
     def zero(self, span: Span) -> None:
         """A slice's bytes are no more."""
-        self.slices.pop(span.start, None)
-        self.dirty = [dirty for dirty in self.dirty if dirty != span]
+        self.slices = {at: image for at, image in self.slices.items() if at != span.start}
+        self.dirty = tuple([dirty for dirty in self.dirty if dirty != span])
 
 
 def require_unused(span: Span, why: str, users: Iterable[User]) -> None:

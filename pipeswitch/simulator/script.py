@@ -291,7 +291,7 @@ class SimulatedScript:
 
     def _set(self, image: Image) -> None:
         assert self.lease is not None
-        self._scene.device.slices[self.lease.start] = image
+        self._scene.device.write_slice(self.lease, image)
 
 
 __all__ = ["SimulatedScript"]

@@ -21,6 +21,7 @@ from ..ipc.messages import (
     PrepareModel,
     RunInference,
     RunJob,
+    SlabTensor,
     Slot,
     StopTask,
     WorkerReady,
@@ -80,10 +81,10 @@ class SimulatedWorker(Process):
     @property
     def computes(self) -> bool:
         """Whether it uses the device now (invariant I5)."""
-        if not self.runs:
+        if self.status is not None:
             return False
-        if self.inference is not None and self.inference.has_begun:
-            return True
+        if self.inference is not None:
+            return self.inference.has_begun
         return self.script is not None and self.script.computes
 
     @property
@@ -117,15 +118,15 @@ class SimulatedWorker(Process):
                 self._job_epoch = epoch
             case GrantTurn() if self.script is not None:
                 require(not self.script.computes, "granted what it never gave up")
-        if isinstance(message, OF_A_JOB):
-            require(message.epoch == self._job_epoch, f"{message} names another dispatch")
+        if isinstance(message, OF_A_JOB) and message.epoch != self._job_epoch:
+            raise Violation(f"{message} names another dispatch")
         super().hear(channel, message)
 
     def steps(self) -> list[Move]:
         costs = self.scene.costs
         if not self.is_ready:
             return [Move("task", "starts", costs.start_ms, self._becomes_ready)]
-        found = self._reads("signal", self._hears) if self._may_hear else []
+        found = self._reads("signal", self._hears) if self.may_hear else []
         if self.inference is not None:
             found += self._inference_steps(self.inference)
         elif self.script is not None:
@@ -149,7 +150,7 @@ class SimulatedWorker(Process):
         self._cleaning = NO_EPOCH
 
     @property
-    def _may_hear(self) -> bool:
+    def may_hear(self) -> bool:
         """A signal waits, and the job that it speaks of is known."""
         signals = self.inbox.get("signal")
         if not signals:
@@ -236,7 +237,7 @@ class SimulatedWorker(Process):
         computed_ms = sum(task.costs_ms)
         first_ms, last_ms = task.begins_at_ms[0], task.ends_at_ms[-1]
         done = InferenceDone(
-            epoch=order.epoch, outputs=(), turn_at_ms=task.turn_at_ms,
+            epoch=order.epoch, outputs=(output_of(order),), turn_at_ms=task.turn_at_ms,
             first_group_at_ms=first_ms, ended_at_ms=last_ms,
             stall_ms=max(0.0, last_ms - task.turn_at_ms - computed_ms), is_clean=is_clean,
             group_begins_at_ms=tuple(task.begins_at_ms), group_ends_at_ms=tuple(task.ends_at_ms),
@@ -253,6 +254,12 @@ class SimulatedWorker(Process):
     def _ends(self, order: RunInference, message: Message) -> None:
         self.inference, self._cleaning = None, order.epoch
         self.say("task", message)
+
+
+def output_of(order: RunInference) -> SlabTensor:
+    """Its name says whose it is."""
+    return SlabTensor(name=order.request_id, dtype="uint8", shape=(1,),
+                      offset_bytes=order.reply_offset_bytes, size_bytes=1)  # fmt: skip
 
 
 __all__ = ["SimulatedWorker"]

@@ -31,12 +31,12 @@ from .costs import Costs
 from .daemon import SimulatedDaemon, slice_of
 from .device import SimulatedArea, Span, User, require_unused
 from .process import Process, Scene
-from .violation import require
+from .violation import Violation, require
 from .worker import SimulatedWorker
 
 TOLD = 200  # of what happened last, for a violation's text
 SHOWN = 300  # characters of an event or command
-INFORMING = ev.Publish | ev.Span | ev.Journal
+INFORMING = (ev.Publish, ev.Span, ev.Journal)
 
 
 class World:
@@ -129,13 +129,17 @@ class World:
         """One act, and what must hold after it; an error gets a note of what led to it."""
         try:
             act()
-            computing = [worker.name for worker in self.workers.values() if worker.computes]
-            require(len(computing) <= 1, f"{computing} compute at the same time (I5)")
+            self.require_one()
         except Exception as error:
             if not hasattr(error, "__notes__"):
                 lines = [f"{at_ms:.0f} {way} {what}"[:SHOWN] for at_ms, way, what in self.story]
                 error.add_note("\n".join(lines))
             raise
+
+    def require_one(self) -> None:
+        """Of the workers at most one uses the device."""
+        computing = [worker.name for worker in self.workers.values() if worker.computes]
+        require(len(computing) <= 1, f"{computing} compute at the same time (I5)")
 
     def perform(self, commands: list[ev.Command]) -> None:
         """What the controller's edges do."""
@@ -223,8 +227,8 @@ class World:
 
     def _to_daemon(self, message: Message) -> None:
         daemon = self.daemon
-        require(daemon is not None and daemon.is_ready, f"{message} to a daemon not ready")
-        assert daemon is not None
+        if daemon is None or not daemon.is_ready:
+            raise Violation(f"{message} to a daemon not ready")
         match message:
             case OpenCommits(job=job):
                 require(job in self.scene.commits, "opened commits that do not exist")
@@ -232,7 +236,7 @@ class World:
                 words = self.scheduler.core.settings.words
                 self.device.send(message, self.scene.programs[model], words, self.claims())
             case CancelTransmit(epoch=epoch):
-                self.device.cancelled.add(epoch)
+                self.device.cancelled |= {epoch}
             case Scrub():
                 require_unused(slice_of(message), "zeroing a slice", self.users())
             case _:
@@ -245,6 +249,7 @@ class World:
     def reap_daemon(self, daemon: SimulatedDaemon) -> None:
         self.daemon = None
         self._reaped(daemon)
+        self.device.dirty = ()  # the next memory is another one
         for worker in self.workers.values():
             if self.scene.choices.happens("takes_along", worker.name):
                 worker.end(70)
@@ -254,8 +259,8 @@ class World:
 
     def _to_worker(self, command: ev.ToWorker) -> None:
         worker = self.workers.get(command.slot)
-        require(worker is not None, f"{command} to nobody")
-        assert worker is not None
+        if worker is None:
+            raise Violation(f"{command} to nobody")
         message = command.message
         if isinstance(message, RunInference | PrepareModel | RunJob):
             is_code = isinstance(message, RunJob) or message.is_code
@@ -294,8 +299,8 @@ class World:
         else:
             del self.workers[worker.slot]
         self._reaped(worker)
-        if worker.lease is not None:
-            self.device.dirty.append(worker.lease)
+        if worker.lease is not None and self.daemon is not None:
+            self.device.dirty += (worker.lease,)
         self.handle(
             ev.WorkerExited(slot=worker.slot, generation=worker.generation,
                             status=worker.status or 0, begun_epoch=worker.begun)

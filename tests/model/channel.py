@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
-from typing import Any, Final, NewType
+from typing import Any, Final
+
+from msgspec.structs import astuple
 
 from pipeswitch.ipc import messages as m
 
 from .frozen import EPOCHS, Add, Next
 
-Data = NewType("Data", tuple)  # type: ignore[type-arg]  # plain values only
-Item = tuple[str, tuple[Any, ...], tuple[int, ...]]  # name, plain fields, epochs and turns
-Items = tuple[Item, ...]  # a channel: never changed, so a copy of its owner may share it
+Body = tuple[str, tuple[Any, ...]]  # name and fields, without epochs and turns
 
-IMAGE_BYTES: Final = 3  # of the model's training state: see ``script``
+IMAGE_BYTES: Final = 3  # of the model's training state: see ``commits``
+_RANGES: Final = (m.ByteRange(offset_bytes=0, size_bytes=IMAGE_BYTES),)
 # What never matters here is not carried: these values stand for it.
 _FIXED: Final[dict[type[m.Message], dict[str, Any]]] = {
     m.RunInference: {
         "digest": "", "directory": "", "inputs": (), "reply_offset_bytes": 0, "reply_bytes": 0,
     },
-    m.RunJob: {"entry": "", "args": (), "log_path": "", "commit_every_ms": 0.0},
+    m.RunJob: {"entry": "", "args": (), "log_path": "", "commit_every_ms": float("inf")},
     m.InferenceDone: {
         "turn_at_ms": 0.0, "first_group_at_ms": 0.0, "ended_at_ms": 0.0,
         "stall_ms": 0.0, "group_begins_at_ms": (), "group_ends_at_ms": (),
     },
     m.Parked: {"asked_at_ms": 0.0, "parked_at_ms": 0.0},
-    m.CommitStep: {"ranges": (m.ByteRange(offset_bytes=0, size_bytes=IMAGE_BYTES),)},
-    m.CommitCopy: {"ranges": (m.ByteRange(offset_bytes=0, size_bytes=IMAGE_BYTES),)},
+    m.CommitStep: {"ranges": _RANGES},
+    m.CommitCopy: {"ranges": _RANGES},
     m.StepCommitted: {"copy_ms": 0.0},
-    m.JobEnded: {"error_type": "", "error_text": ""},
+    m.JobEnded: {"step": 0, "error_type": "", "error_text": ""},
     m.TransmitEnded: {
         "copied_bytes": 0, "started_at_ms": 0.0, "ended_at_ms": 0.0, "group_ends_at_ms": (),
     },
@@ -37,11 +39,10 @@ _FIXED: Final[dict[type[m.Message], dict[str, Any]]] = {
 _CARRIED: Final = (
     m.RunInference, m.RunJob, m.StopTask, m.GrantTurn, m.EvictTask, m.LeaseGranted, m.WorkerReady,
     m.InferenceDone, m.Cleaned, m.Parked, m.LeaseRequest, m.CommitStep, m.CommitCopy, m.Scrub,
-    m.StepCommitted, m.JobEnded, m.TransmitEnded, m.Scrubbed, m.DaemonReady, m.DaemonFault,
+    m.StepCommitted, m.JobEnded, m.TransmitModel, m.TransmitEnded, m.Scrubbed, m.DaemonReady,
     m.CommitPersisted,
 )  # fmt: skip
-
-
+_NESTED: Final = {"groups": m.GroupCopy, "outputs": m.SlabTensor}
 _OF_COMMITS: Final = (m.CommitStep, m.CommitCopy, m.StepCommitted)  # their epochs are compared
 
 
@@ -58,47 +59,63 @@ class _Kind:
         self.is_ordered = tuple(
             annotations[name] == "Turn" or kind in _OF_COMMITS for name in self.epochs
         )
-        self.plain = tuple(name for name in names if name not in self.epochs)
+        self.plain = tuple(name for name in names if name not in (*self.epochs, *_NESTED))
+        self.nested = tuple(name for name in names if name in _NESTED)
 
 
 _KINDS: Final = {kind.__name__: _Kind(kind) for kind in _CARRIED}
 
 
-def pack(message: m.Message) -> Item:
-    """The message as plain values."""
+@cache
+def _pack(message: m.Message) -> tuple[Body, tuple[int, ...]]:
+    """The message as plain values, and its epochs; those that are ordered are negative."""
     name = type(message).__name__
     known = _KINDS[name]
-    return (
-        name,
-        tuple([getattr(message, field) for field in known.plain]),
-        tuple([getattr(message, field) for field in known.epochs]),
-    )
+    fields = [getattr(message, field) for field in known.plain]
+    for field in known.nested:
+        fields.append(tuple([astuple(part) for part in getattr(message, field)]))
+    epochs = [getattr(message, field) for field in known.epochs]
+    signed = [
+        -e if is_ordered else e for e, is_ordered in zip(epochs, known.is_ordered, strict=True)
+    ]
+    return (name, tuple(fields)), tuple(signed)
 
 
 @cache
-def unpack(item: Item) -> Any:
+def _unpack(body: Body, epochs: tuple[int, ...]) -> Any:
     """The message that was packed."""
-    name, plain, epochs = item
+    name, values = body
     known = _KINDS[name]
-    return known.kind(
-        **dict(zip(known.plain, plain, strict=True)),
-        **dict(zip(known.epochs, epochs, strict=True)),
-        **known.fixed,
-    )
+    fields = dict(zip((*known.plain, *known.nested), values, strict=True))
+    for field in known.nested:
+        kind = _NESTED[field]
+        names = kind.__struct_fields__
+        fields[field] = tuple(kind(**dict(zip(names, part, strict=True))) for part in fields[field])
+    return known.kind(**fields, **dict(zip(known.epochs, epochs, strict=True)), **known.fixed)
 
 
-class ItemsCodec:
-    """For fields that are channels (see ``frozen.Codec``)."""
+@cache
+def plain(message: m.Message) -> Any:
+    """The message without what never matters here."""
+    if type(message).__name__ not in _KINDS:
+        return message
+    body, epochs = _pack(message)
+    return _unpack(body, tuple(map(abs, epochs)))
 
-    @staticmethod
-    def freeze(items: Items, e: Add) -> Any:
-        for name, _, epochs in items:
-            for epoch, is_ordered in zip(epochs, _KINDS[name].is_ordered, strict=True):
-                e(-epoch if is_ordered else epoch)
-        return tuple([(name, plain) for name, plain, _ in items])
 
-    @staticmethod
-    def thaw(frozen: Any, n: Next) -> Items:
-        return tuple(
-            [(name, plain, tuple([n() for _ in _KINDS[name].epochs])) for name, plain in frozen]
-        )
+def freeze_items(messages: Iterable[m.Message], e: Add) -> Any:
+    """A channel as plain values; its epochs go to ``e``."""
+    frozen = []
+    for message in messages:
+        body, epochs = _pack(message)
+        for epoch in epochs:
+            e(epoch)
+        frozen.append(body)
+    return tuple(frozen)
+
+
+def thaw_items(frozen: Any, n: Next) -> list[Any]:
+    return [_unpack(body, tuple([n() for _ in _KINDS[body[0]].epochs])) for body in frozen]
+
+
+__all__ = ["IMAGE_BYTES", "freeze_items", "plain", "thaw_items"]

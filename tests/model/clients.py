@@ -1,48 +1,55 @@
-"""The clients: what they ask for, and that each of them is answered once (invariant I1)."""
+"""The simulated clients as a state: what they may ask next, and which answers are right (I1)."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from pipeswitch.errors import Cancelled, DeadlineExceeded, PipeSwitchError, ServerUnavailable
-from pipeswitch.ipc.messages import JobName, ModelName, RunInference
+from pipeswitch.ipc.messages import JobName, RunInference
 from pipeswitch.scheduler import events as ev
+from pipeswitch.simulator.clients import Action, SimulatedClients
+from pipeswitch.simulator.costs import Training
 from pipeswitch.simulator.violation import require
 
 JOB: Final = JobName("job")
-TRAIN, WAIT, PAUSE, RESUME = 101, 102, 103, 104  # tokens; requests have 1, 2, …
+TRAIN, WAIT, PAUSE, RESUME, REGISTER = 101, 102, 103, 104, 200  # tokens; requests have 1, 2, …
 DEADLINE_MS: Final = 1000.0  # shorter than any grace: nobody is suspected when one passes
 
 
-class Clients:
+class Clients(SimulatedClients):
     """Who has asked for what. Its values are replaced, never changed."""
 
     def __init__(self, world: Any) -> None:
+        super().__init__(world.scene, world.handle)
+        scope = world.scope
         self._world = world
-        self.open: frozenset[int] = frozenset()  # accepted, not answered
+        self._next_token = REGISTER
         self.asked = 0  # requests that were sent
         self.is_trained = False
         self.is_paused = False
-        self.pauses, self.cancels = world.scope.pauses, world.scope.cancels
-        self.hints, self.drains = world.scope.hints, world.scope.drains
+        self.pauses, self.cancels = scope.pauses, scope.cancels
+        self.hints, self.drains = scope.hints, scope.drains
         self.deadlines: tuple[tuple[int, float], ...] = ()  # token and instant, of open ones
         self.cancelled: tuple[int, ...] = ()  # tokens
         self.drained: tuple[int, float] | None = None  # requests before it, end of the grace
-        self.has_left = False
+
+    def token(self) -> ev.Token:
+        token = ev.Token(self._next_token)
+        self.open.add(token)
+        return token
 
     def freeze(self) -> Any:
         return (
             tuple(sorted(self.open)), self.asked, self.is_trained, self.is_paused, self.pauses,
             self.cancels, self.hints, self.drains, self.deadlines, self.cancelled, self.drained,
-            self.has_left,
         )  # fmt: skip
 
     def thaw(self, frozen: Any) -> None:
         (still_open, self.asked, self.is_trained, self.is_paused, self.pauses, self.cancels,
-         self.hints, self.drains, self.deadlines, self.cancelled, self.drained,
-         self.has_left) = frozen  # fmt: skip
-        self.open = frozenset(still_open)
+         self.hints, self.drains, self.deadlines, self.cancelled,
+         self.drained) = frozen  # fmt: skip
+        self.open = set(still_open)
 
     def actions(self) -> list[tuple[Any, ...]]:
         """What they may do next."""
@@ -61,59 +68,52 @@ class Clients:
             found += [("hint", index) for index in range(self._world.scope.models)]
         if self.cancels:
             found += [("cancel", token) for token in sorted(self.open) if token < TRAIN]
-        now_ms = self._world.recall.moment.now_ms
+        now_ms = self._world.now_ms
         return found + [("passes", at_ms) for _, at_ms in self.deadlines if now_ms < at_ms]
 
-    def train(self) -> None:
-        self.is_trained = True
-        self.open |= {TRAIN, WAIT}
-        self._world.handle(
-            ev.TrainAsked(token=ev.Token(TRAIN), job=JOB, entry="", args=(), priority=1)
-        )
-        self._job_asked(WAIT, "wait")
+    def do_train(self) -> None:
+        scope, self.is_trained = self._world.scope, True
+        self._next_token = TRAIN
+        self.train(JOB, Training(steps=scope.steps, slice_bytes=scope.slice_bytes,
+                                 state_bytes=scope.state_bytes))  # fmt: skip
+        self._asks(WAIT, "wait")
 
-    def ask(self) -> None:
+    def do_ask(self) -> None:
         """The next request."""
-        world, model = self._world, self._world.model_name(self.asked)
-        deadline_at_ms = None
-        if self.asked >= world.scope.requests - world.scope.deadlines:
-            deadline_at_ms = world.now_ms + DEADLINE_MS
-            self.deadlines += ((self.asked + 1, deadline_at_ms),)
+        scope, model = self._world.scope, self._world.model_name(self.asked)
+        has_deadline = self.asked >= scope.requests - scope.deadlines
         self.asked += 1
-        self.open |= {self.asked}
-        world.handle(
-            ev.InferArrived(
-                token=ev.Token(self.asked), request_id=f"r{self.asked}", model=ModelName(model),
-                digest=f"d{model}", priority=1, deadline_at_ms=deadline_at_ms, inputs=(),
-                reply_offset_bytes=0, reply_bytes=0,
-            )
-        )  # fmt: skip
+        self._next_token = self.asked
+        if has_deadline:
+            self.deadlines += ((self.asked, self._world.now_ms + DEADLINE_MS),)
+        self.infer(model, deadline_ms=DEADLINE_MS if has_deadline else None)
 
-    def pause(self) -> None:
+    def do_pause(self) -> None:
         self.pauses, self.is_paused = self.pauses - 1, True
-        self._job_asked(PAUSE, "pause")
+        self._asks(PAUSE, "pause")
 
-    def resume(self) -> None:
+    def do_resume(self) -> None:
         self.is_paused = False
-        self._job_asked(RESUME, "resume")
+        self._asks(RESUME, "resume")
 
-    def _job_asked(self, token: int, action: Literal["wait", "pause", "resume"]) -> None:
-        self.open |= {token}
-        self._world.handle(ev.JobAsked(token=ev.Token(token), job=JOB, action=action))
+    def _asks(self, token: int, action: Action) -> None:
+        self._next_token = token
+        self.ask(JOB, action)
 
-    def cancel(self, token: int) -> None:
+    def do_cancel(self, token: int) -> None:
         """A client takes its request back, or has gone."""
         self.cancels -= 1
         self.cancelled += (token,)
         self._world.handle(ev.CancelAsked(token=ev.Token(token)))
 
-    def hint(self, index: int) -> None:
+    def do_hint(self, index: int) -> None:
         """A large request is on its way; perhaps it never comes."""
         self.hints -= 1
-        self._world.handle(ev.PrefetchHint(model=ModelName(self._world.model_name(index))))
+        self._world.handle(ev.PrefetchHint(model=self._world.model_name(index)))
 
-    def drain(self, grace_ms: float) -> None:
+    def do_drain(self) -> None:
         """SIGTERM."""
+        grace_ms = self._world.scope.grace_ms
         self.drains -= 1
         self.drained = (self.asked, self._world.now_ms + grace_ms)
         self._world.handle(ev.DrainAsked(token=None, grace_ms=grace_ms))
@@ -121,7 +121,6 @@ class Clients:
     def leave(self) -> None:
         """The server stops: everybody was answered before."""
         require(not self.open, f"left, and never answered: tokens {sorted(self.open)} (I1)")
-        self.has_left = True
 
     def check_dispatch(self, order: RunInference) -> None:
         """A request is sent to a worker: not when its client has given up on it."""
@@ -131,17 +130,16 @@ class Clients:
 
     def answered(self, answer: ev.Answer) -> None:
         """An answer goes out: the first for its token, and the right one."""
+        super().answered(answer)
         token = int(answer.token)
-        if answer.more:
+        if answer.more or token >= REGISTER:
             return
-        require(token in self.open, f"token {token} is answered twice (I1)")
-        self.open -= {token}
         if answer.error is not None:
             is_allowed = self._may_refuse(token, answer.error)
             require(is_allowed, f"token {token} is refused: {answer.error}")
         elif token < TRAIN:
-            wanted: Any = (f"r{token}",)  # its name stands for its outputs
-            require(answer.outputs == wanted, f"{wanted} is answered with {answer.outputs}")
+            others = {output.name for output in answer.outputs} ^ {f"r{token}"}
+            require(not others, f"r{token} is answered with {answer.outputs}")
         self.deadlines = tuple([pair for pair in self.deadlines if pair[0] != token])
 
     def _may_refuse(self, token: int, error: PipeSwitchError) -> bool:
@@ -162,4 +160,4 @@ class Clients:
                 return token in (PAUSE, RESUME)  # 1.
 
 
-__all__ = ["Clients"]
+__all__ = ["JOB", "Clients"]

@@ -1,55 +1,88 @@
-"""The job's commits: what a script resumes from must be whole, and no older than was said."""
+"""The job's commit area, the real one over plain memory: what a script resumes from must be whole,
+and no older than was said (invariant I2).
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
+from pipeswitch.commits.area import _RECORD_WORDS, HEADER_BYTES, MAGIC, CommitArea
 from pipeswitch.errors import RemoteProtocolError
+from pipeswitch.simulator.device import Image, SimulatedArea, image_of
 from pipeswitch.simulator.violation import Violation, require
 
-from .daemon import EMPTY_AREA, Area
-from .script import image_of
+from .channel import IMAGE_BYTES
+
+_SEQUENCE: Final = 2  # word of the header
 
 
-class JobCommits:
-    """The commit area, and what invariant I2 asks of it."""
+class Paused(Exception):
+    """Raised in the middle of a copy: the other half is another move."""
+
+
+class _Memory(CommitArea):
+    """The real commit area over plain memory, so that it can be saved and set."""
+
+    def __init__(self) -> None:
+        self.slot_bytes = IMAGE_BYTES
+        self._bytes = memoryview(bytearray(HEADER_BYTES + 2 * IMAGE_BYTES))
+        self._words = self._bytes[:HEADER_BYTES].cast("Q")
+        self._words[0], self._words[1] = MAGIC, IMAGE_BYTES
+
+    def save(self) -> tuple[Any, ...]:
+        """All of it that can differ."""
+        words = self._words
+        records = tuple([tuple(words[i : i + 4].tolist()) for i in _RECORD_WORDS])
+        return (words[_SEQUENCE], records, bytes(self._bytes[HEADER_BYTES:]))
+
+    def set(self, saved: tuple[Any, ...]) -> None:
+        """As it was when it was saved."""
+        sequence, records, slots = saved
+        self._words[_SEQUENCE] = sequence
+        for first, record in zip(_RECORD_WORDS, records, strict=True):
+            for index, value in enumerate(record):
+                self._words[first + index] = value
+        self._bytes[HEADER_BYTES:] = slots
+
+
+EMPTY: Final = _Memory().save()
+
+
+class Area(SimulatedArea):
+    """The one area of a world, and what invariant I2 asks of it."""
 
     def __init__(self, world: Any) -> None:
         self._world = world
-        self._area = Area()
-        self._content: Any = EMPTY_AREA  # None: it was written since
-        self._loaded: Any = EMPTY_AREA  # what is in ``_area``
-        self.is_open = False
+        self._real = _Memory()
+        self._content: Any = EMPTY  # None: it was written since
+        self._loaded: Any = EMPTY  # what is in ``_real``
         self.on_disk = -1  # the step of the commit that was written there
 
     @property
-    def area(self) -> Area:
-        """The real area; whoever takes it may write to it."""
+    def real(self) -> _Memory:
+        """To be read or written."""
         if self._content is not None and self._loaded is not self._content:
-            self._area.set(self._content)
+            self._real.set(self._content)
         self._content = self._loaded = None
-        return self._area
+        return self._real
 
     def freeze(self) -> Any:
-        """Its content, None while there is no area, and what is on disk."""
-        if not self.is_open:
-            return None, -1
+        """Its content, and what is on disk."""
         if self._content is None:
-            self._content = self._loaded = self._area.save()
+            self._content = self._loaded = self._real.save()
         return self._content, self.on_disk
 
-    def thaw(self, frozen: Any) -> None:
+    def thaw(self, content: Any, on_disk: int) -> None:
         """As it was when it was frozen."""
-        content, self.on_disk = frozen
-        self.is_open = content is not None
-        self._content = content or EMPTY_AREA
+        self._content, self.on_disk = content, on_disk
 
-    def create(self) -> None:
-        self.is_open, self._content, self.on_disk = True, EMPTY_AREA, -1
+    @property
+    def step(self) -> int:  # type: ignore[override]
+        newest = self.real.newest()
+        return -1 if newest is None else newest.step
 
-    def last(self) -> tuple[int, ...]:
-        """The image a script resumes from; empty when there is none."""
-        area = self.area
+    def last(self) -> Image | None:
+        area = self.real
         try:
             commit = area.newest()
         except RemoteProtocolError as error:
@@ -57,37 +90,35 @@ class JobCommits:
         promised = self._world.recall.moment.promised_step
         if commit is None:
             require(promised < 0, f"the commit of step {promised} is lost (I2)")
-            return ()
-        image = tuple(area.image(commit))
+            return None
+        image = Image(*area.image(commit))
         is_right = commit.step < 4 and image == image_of(commit.step)
         require(is_right, f"the commit of step {commit.step} holds {image} (I2)")
         require(commit.step >= promised, f"the commit of step {promised} is lost (I2)")
         return image
 
-    def flipped(self) -> None:
-        """The memory daemon has just flipped one."""
-        require(self.last() != (), "a commit was flipped and is not there (I2)")
+    def begin(self, step: int, image: Image) -> None:
+        def fill(slot: memoryview) -> None:
+            slot[0] = image.first
+            raise Paused
 
-    def persist(self) -> int:
-        """The memory daemon writes the newest one to disk; its step, -1 when there is none."""
-        commit = self.area.newest()
-        self.on_disk = -1 if commit is None else commit.step
-        return self.on_disk
+        try:
+            self.real.write(step, IMAGE_BYTES, fill)
+        except Paused:
+            return
+
+    def flip(self, step: int, image: Image) -> None:
+        def fill(slot: memoryview) -> None:  # the real copy is one call of ``write``; half is there
+            slot[1:] = bytes(image[1:])
+
+        self.real.write(step, IMAGE_BYTES, fill)
+        require(self.last() is not None, "a commit was flipped and is not there (I2)")
 
     def require_on_disk(self) -> None:
         """The server leaves: the job will resume from what is on disk."""
-        if self.is_open:
-            image = self.last()
-            is_there = not image or self.on_disk == image[2]
-            require(is_there, f"it leaves with a commit that is not on disk: {image} (I2)")
-
-    def drop(self) -> None:
-        """The job is over."""
-        require(
-            self.last() == image_of(self._world.scope.steps),
-            "the job is over and its last step is not committed (I2)",
-        )
-        self.is_open = False
+        image = self.last()
+        is_there = image is None or self.on_disk == image.step
+        require(is_there, f"it leaves with a commit that is not on disk: {image} (I2)")
 
 
-__all__ = ["JobCommits"]
+__all__ = ["EMPTY", "Area"]

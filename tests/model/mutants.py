@@ -12,6 +12,7 @@ import msgspec
 
 from memory_daemon.commits import Commits
 from pipeswitch.commits.area import HEADER_BYTES, CommitArea
+from pipeswitch.ipc.messages import CommitCopy, StepCommitted
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.admission import Admission
 from pipeswitch.scheduler.arena import FREE, Arena
@@ -28,11 +29,11 @@ from pipeswitch.scheduler.slices import Slices
 from pipeswitch.scheduler.states import Residency
 from pipeswitch.scheduler.training import Training
 from pipeswitch.scheduler.turns import Turns
+from pipeswitch.simulator.daemon import SimulatedDaemon
+from pipeswitch.simulator.device import Image, after_step, image_of
+from pipeswitch.simulator.script import SimulatedScript
 
-from .channel import unpack
-from .daemon import Daemon, acknowledgement
 from .scope import Scope
-from .script import Script, after_step
 
 _handle = Scheduler.handle
 _from_worker = Device.from_worker
@@ -44,10 +45,11 @@ _ended = Training.ended
 _job_died = Training.worker_died
 _commit = JobCommits.commit
 _committed = JobCommits.committed
-_obey = Script.obey
+_hears = SimulatedScript.hears
+_fetch = SimulatedScript._fetch
 _price = Arena._price
 _cancel_prefetches = Residents.cancel_prefetches
-_work_lane = Daemon.work_lane
+_work = SimulatedDaemon._work
 
 FAULTLESS = Scope(name="faultless", steps=1, requests=1, models=1)
 PREEMPTED = replace(FAULTLESS, steps=2, is_coarse=True)
@@ -96,18 +98,20 @@ def _one_slot(self: CommitArea, sequence: int) -> memoryview:
     return self._bytes[HEADER_BYTES : HEADER_BYTES + self.slot_bytes]
 
 
-def _parameters_first(self: Any, world: Any) -> None:
-    first, second, step = world.arena.slice_of(self)
+def _parameters_first(self: SimulatedScript) -> None:
+    first, second, step = self._image
     self.gate.in_optimizer_step = False
-    world.arena.write_slice(self, (first, after_step(second, step), step))
-    self.phase = "position"
-    self._begin_commit(world)
+    self._set(Image(first, after_step(second, step), step))
+    self.phase = "fetching"
+    self._begin_commit()
 
 
-def _position_later(self: Any, world: Any) -> None:
-    first, second, step = world.arena.slice_of(self)
-    world.arena.write_slice(self, (first, second, step + 1))
-    self.phase = "fetch"
+def _position_later(self: SimulatedScript) -> None:
+    first, second, step = self._image
+    if self._image == image_of(step):
+        _fetch(self)
+    else:
+        self._set(Image(first, second, step + 1))
 
 
 def _request_lost(self: Endings, worker: Any, status: int, begun_epoch: Any) -> None:
@@ -169,11 +173,12 @@ def _turn_over_old_one(self: Turns) -> None:
         worker.may_raise = raising[worker.slot]
 
 
-def _said_too_early(self: Daemon, world: Any) -> None:
-    order = unpack(self.lane[0])
-    if type(order).__name__ == "CommitCopy" and not self.is_half:
-        self.say(acknowledgement(order))
-    _work_lane(self, world)
+def _said_too_early(self: SimulatedDaemon, queue: Any) -> None:
+    order = queue[0]
+    if isinstance(order, CommitCopy) and not self.is_half:
+        self.say("out", StepCommitted(job=order.job, epoch=order.epoch, number=order.number,
+                                      step=order.step, copy_ms=0.0))  # fmt: skip
+    _work(self, queue)
 
 
 def _any_commit(self: JobCommits, worker: Any, message: Any) -> None:
@@ -193,10 +198,10 @@ def _any_flip(self: JobCommits, message: Any) -> None:
     _committed(self, message)
 
 
-def _any_acknowledgement(self: Any, message: Any) -> None:
-    if type(message).__name__ == "StepCommitted":
-        message = msgspec.structs.replace(message, number=self.commit_number)
-    _obey(self, message)
+def _any_acknowledgement(self: SimulatedScript, message: Any) -> None:
+    if isinstance(message, StepCommitted):
+        message = msgspec.structs.replace(message, number=self.number)
+    _hears(self, message)
 
 
 def _not_zeroed(self: Slices, job: Any) -> None:
@@ -236,7 +241,7 @@ class Mutant:
         """While open, the bug is in the code."""
         with contextlib.ExitStack() as stack:
             for owner, name, value in self.changes:
-                stack.enter_context(patch.object(owner, name, value, create=True))
+                stack.enter_context(patch.object(owner, name, value))
             yield
 
 
@@ -249,7 +254,8 @@ MUTANTS = (
            ((Training, "ended", _ended_and_released),)),
     Mutant("a commit is written in place", COMMITTED, ((CommitArea, "_slot", _one_slot),)),
     Mutant("parameters and data position are committed apart", COMMITTED,
-           ((Script, "_half", _parameters_first), (Script, "_position", _position_later))),
+           ((SimulatedScript, "_write", _parameters_first),
+            (SimulatedScript, "_fetch", _position_later))),
     Mutant("a request is not queued again when its worker dies", KILLED,
            ((Endings, "worker_died", _request_lost),)),
     Mutant("a lease is freed only on goodbye", KILLED, ((Training, "worker_died", _leaked),)),
@@ -273,9 +279,9 @@ MUTANTS = (
     Mutant("a job starts before its last commit is copied", KILLED,
            ((Training, "_is_leaving", Training._has_process),)),
     Mutant("a commit is acknowledged before it is flipped", COMMITTED,
-           ((Daemon, "work_lane", _said_too_early),)),
+           ((SimulatedDaemon, "_work", _said_too_early),)),
     Mutant("the optimizer does not wait for the commit", COMMITTED,
-           ((Script, "is_commit_over", lambda self, world: True),)),
+           ((SimulatedScript, "is_commit_over", True),)),
     Mutant("commit numbers are not compared", replace(REPEATED, is_coarse=True, pauses=1),
            ((JobCommits, "commit", _any_commit),)),
     Mutant("an order to commit is carried out twice", REPEATED,
@@ -283,7 +289,7 @@ MUTANTS = (
     Mutant("an older flip ends the copy under way", REPEATED,
            ((JobCommits, "committed", _any_flip),)),
     Mutant("an older acknowledgement lets the optimizer write", REPEATED,
-           ((Script, "obey", _any_acknowledgement),)),
+           ((SimulatedScript, "hears", _any_acknowledgement),)),
     Mutant("a request is begun after its deadline", DEADLINE, ((Dispatch, "expire", _spare),)),
     Mutant("a request that is taken back is never answered", CANCELLED,
            ((Admission, "cancel", _forgotten),)),

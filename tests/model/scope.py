@@ -8,6 +8,7 @@ from typing import Final
 from .channel import IMAGE_BYTES
 
 MIB: Final = 1 << 20
+GRACE_MS: Final = 30000.0  # one for all: a jump of the clock lets all of them run out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,7 @@ class Scope:
     state_bytes = IMAGE_BYTES
     store_bytes = 64 * MIB
     words = 64
+    grace_ms = GRACE_MS
 
     @property
     def arena_bytes(self) -> int:

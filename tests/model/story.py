@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from pipeswitch.ipc.messages import CommitCopy
 from pipeswitch.scheduler import events as ev
 from pipeswitch.simulator.violation import Violation
 
-from .channel import unpack
 from .choices import Action
+from .daemon import OUT, TO_HOST, Daemon
 from .scope import MIB, Scope
+from .worker import SIGNAL
 from .world import World
 
-_PHASES: Final = {
-    "lease": "has its slice, loads what was committed, and asks for a batch",
-    "take": "takes the device and begins a step",
-    "step": "has done forward and backward, and lets the optimizer write",
-    "wait": "sees that the commit is over, and lets the optimizer write",
-    "half": "writes the other half of the parameters; the step is done",
-    "fetch": "goes on after the boundary between two steps",
-    "unwind": "unwinds: commits what is not committed, or ends",
-    "finish": "is through: commits what is not committed, or ends",
-    "over": "leaves: its process exits",
+_SCRIPTS: Final = {
+    "begins": "has its slice, loads what was committed, and asks for a batch",
+    "takes": "takes the device and begins a step",
+    "trains": "has done forward and backward, and lets the optimizer write",
+    "stops": "stops within the step, where it is asked to",
+    "waits": "sees that the commit is over, and lets the optimizer write",
+    "writes": "writes the other half of the parameters; the step is done",
+    "fetches": "goes on after the boundary between two steps",
+    "commits": "is through, or unwinds: commits what is not committed, or ends",
+    "leaves": "leaves: its process exits",
 }  # fmt: skip
 _AGAIN: Final = ", and it will be heard again"
 _PLAIN: Final = {
@@ -49,32 +51,37 @@ def describe(world: World, action: Action) -> str:
     if kind in ("clock", "suspect", "passes"):
         why = "nothing else happens" if kind == "clock" else "while everybody is merely slow"
         return f"The clock goes to {rest[0] / 1000:.0f} s: {why}."
-    if kind == "daemon_works":
-        order = world.daemon.lane[0][0]
-        half = " (its first half)" if order == "CommitCopy" and not world.daemon.is_half else ""
-        return f"The memory daemon works on {_message(unpack(world.daemon.lane[0]))}{half}."
-    if kind in ("daemon_tells", "daemon_tells_twice"):
-        again = _AGAIN if kind == "daemon_tells_twice" else ""
-        return f"{_message(unpack(world.daemon.out[0]))} of the memory daemon is heard{again}."
-    if kind == "daemon_hears_again":
-        return f"{_message(unpack(world.daemon.last_order[0]))} reaches the memory daemon again."
+    if kind.startswith("daemon"):
+        return _of_daemon(world.own_daemon(), kind)
     if kind == "late":
-        ghost = world.ghosts[rest[0]]
-        queue = (ghost.task_out, ghost.signal_out)[rest[1]]
-        return f"Late, {_message(unpack(queue[0]))} of dead worker {ghost.slot} is heard."
+        ghost, channel = world.ghosts[rest[0]], rest[1]
+        return f"Late, {_message(ghost.out[channel][0])} of dead {ghost.name} is heard."
     return _of_worker(world, kind, rest)
 
 
+def _of_daemon(daemon: Daemon, kind: str) -> str:
+    again = _AGAIN if kind == "daemon_tells_twice" else ""
+    match kind:
+        case "daemon_works":
+            order = daemon._lanes[TO_HOST][0]
+            is_first = isinstance(order, CommitCopy) and not daemon.is_half
+            half = " (its first half)" if is_first else ""
+            return f"The memory daemon works on {_message(order)}{half}."
+        case "daemon_hears_again":
+            return f"{_message(daemon.last_order)} reaches the memory daemon again."
+        case _:
+            return f"{_message(daemon.out[OUT][0])} of the memory daemon is heard{again}."
+
+
 def _of_worker(world: World, kind: str, rest: list[Any]) -> str:
-    process = world.processes[rest[0]]
+    worker = world.workers[rest[0]]
     who = f"Worker {rest[0]}"
     if kind in ("tells", "tells_twice"):
-        queue = (process.task_out, process.signal_out)[rest[1]]
         again = _AGAIN if kind == "tells_twice" else ""
-        return f"{_message(unpack(queue[0]))} of worker {rest[0]} is heard{again}."
+        return f"{_message(worker.out[rest[1]][0])} of {worker.name} is heard{again}."
     if kind in ("hears", "hears_twice"):
         again = ", and will hear it again" if kind == "hears_twice" else ""
-        return f"{who} hears {_message(unpack(process.signal_in[0]))}{again}."
+        return f"{who} hears {_message(worker.inbox[SIGNAL][0])}{again}."
     if kind == "ready":
         return f"{who} is up."
     if kind in ("kill", "struck"):
@@ -82,14 +89,15 @@ def _of_worker(world: World, kind: str, rest: list[Any]) -> str:
         return f"{who} {why}; what it had said is heard, then its exit."
     if kind in ("kill_early", "struck_early"):
         return f"{who} dies; its exit is heard before what it had said."
-    if process.job:
-        return f"{who}: the script {_PHASES[process.phase]}."
-    if process.request:
-        return f"{who} computes group {process.group} of {unpack(process.request[0]).model}."
-    order = unpack(process.task_in[0])
-    if type(order).__name__ == "RunJob":
+    move, task = worker.main_move(), worker.inference
+    assert move is not None
+    if worker.script is not None:
+        return f"{who}: the script {_SCRIPTS[move.what]}."
+    if task is None:
         return f"{who} starts the script, from the commit that is there now, and asks for a slice."
-    return f"{who} sees its turn {order.epoch} and begins request {order.request_id}."
+    if task.has_begun:
+        return f"{who} computes group {task.next_group} of {task.order.model}."
+    return f"{who} sees its turn {task.order.epoch} and begins request {task.order.request_id}."
 
 
 def _message(message: Any) -> str:
@@ -141,12 +149,13 @@ def tell(scope: Scope, path: list[Action], violation: str) -> str:
     found = ""
     for number, action in enumerate(path, start=1):
         lines.append(f"{number:3}. {describe(world, action)}")
-        world.tale = []
+        world.story.clear()
         try:
             world.apply(action)
         except Violation as broken:
             found = str(broken)
-        lines += [f"       → {text}" for text in map(order_of, world.tale) if text]
+        told = [what for _, way, what in world.story if way != ">"]
+        lines += [f"       → {text}" for text in map(order_of, told) if text]
     if not found:
         try:
             world.check_rest()

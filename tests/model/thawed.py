@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import marshal
 from typing import Any
 
-from .arena import Arena
-from .daemon import DAEMON, Daemon
-from .frozen import Kept, reader
-from .process import PROCESS
+from .clients import JOB
+from .frozen import Kept
 from .recall import Moment
 
 
@@ -17,7 +14,8 @@ class Thawed:
 
     def __init__(self, world: Any, frozen: Any) -> None:
         bodies, counts, rest, epochs = frozen
-        process_count, self._commits, self._clients, self._budgets, generations = rest
+        (slots, ghosts, self._area, self._clients, self._left, self._budgets,
+         generations) = rest  # fmt: skip
         parts: list[Kept] = []
         begin = 0
         for body, count in zip(bodies, counts, strict=True):
@@ -26,26 +24,31 @@ class Thawed:
         self._moment: Moment = world.recall.moment_of(
             parts[0], (1, *[current for current, _ in generations])
         )
-        self._processes = {}
-        for kept in parts[1 : 1 + process_count]:
-            slot = marshal.loads(kept[0])[0]
-            self._processes[slot] = world.shared(PROCESS, kept, generations[slot][0])
+        self._workers = {
+            slot: world.worker_of(parts[i], slot, generations[slot][0])
+            for i, slot in enumerate(slots, start=1)
+        }
         older = {slot: list(names) for slot, (_, names) in enumerate(generations)}
-        self._ghosts = []
-        for kept in parts[1 + process_count : -2]:
-            slot = marshal.loads(kept[0])[0]
-            self._ghosts.append(world.shared(PROCESS, kept, older[slot].pop(0)))
-        self._daemon: Daemon = world.shared(DAEMON, parts[-2])
-        self._arena = Arena(world)
-        self._arena.thaw(marshal.loads(parts[-1][0]), reader(parts[-1][1]))
+        self._ghosts = [
+            world.worker_of(parts[i], slot, older[slot].pop(0))
+            for i, slot in enumerate(ghosts, start=1 + len(slots))
+        ]
+        self._daemon = world.daemon_of(parts[-2])
+        self._device = world.device_of(parts[-1])
+        self._kept_device = self._device, parts[-1]
 
     def becomes(self, world: Any) -> None:
         """Set the world to this state."""
         world.recall.go_to(self._moment)
-        world.processes, world.ghosts = self._processes.copy(), self._ghosts.copy()
+        world.clock.now_ms, world.left = self._moment.now_ms, self._left
+        world.workers, world.ghosts = self._workers.copy(), self._ghosts.copy()
         world.daemon = self._daemon
-        world.arena.set(self._arena)
-        world.commits.thaw(self._commits)
+        vars(world.device).update(self._device)
+        world.kept_device = self._kept_device
+        world.scene.commits = {}
+        if self._area is not None:
+            world.area.thaw(*self._area)
+            world.scene.commits = {JOB: world.area}
         world.clients.thaw(self._clients)
         (world.kills, world.daemon_kills, world.suspicions, world.late,
          world.repeats) = self._budgets  # fmt: skip

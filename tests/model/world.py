@@ -1,67 +1,68 @@
-"""The world around the real scheduler: processes, memory, clients, faults; and what must hold."""
+"""The simulated world as a state: frozen, thawed, and moved by whichever action is chosen."""
 
 from __future__ import annotations
 
 import marshal
+from collections.abc import Callable
 from typing import Any, Final
 
 from pipeswitch.ipc.messages import (
-    BuildDone,
-    DaemonReady,
-    LeaseGranted,
     Message,
     ModelName,
     ModelPrepared,
-    ModelStored,
     PrepareModel,
     RunInference,
     Scrub,
-    StoreModel,
-    TransmitModel,
-    WorkerReady,
+    Slot,
 )
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.arena import WORDS
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.simulator import world as simulator
+from pipeswitch.simulator.choices import Chance
+from pipeswitch.simulator.process import Process
 from pipeswitch.simulator.programs import program_of
 from pipeswitch.simulator.violation import Violation, require
 
-from .arena import Arena
-from .channel import pack, unpack
 from .choices import Action
-from .clients import Clients
-from .commits import JobCommits
-from .daemon import DAEMON, Daemon
+from .clients import JOB, Clients
+from .commits import EMPTY, Area
+from .daemon import OUT, TO_HOST, Daemon, freeze_daemon, thaw_daemon
+from .device import freeze_device, thaw_device
 from .frozen import Kept, frozen_part, reader, renumbered
-from .process import PROCESS, SIGNAL, TASK, Process
 from .recall import Recall
-from .scope import Scope
+from .scope import GRACE_MS, Scope
 from .thawed import Thawed
+from .worker import SIGNAL, TASK, Worker, freeze_worker, thaw_worker
 
-GRACE_MS: Final = 30000.0  # one for all: a jump of the clock lets all of them run out
-OF_CLIENTS: Final = frozenset({"train", "ask", "pause", "resume", "cancel", "hint"})
+NO_DAEMON: Final = frozen_part(freeze_daemon, None)
+OF_CLIENTS: Final = frozenset({"train", "ask", "pause", "resume", "cancel", "hint", "drain"})
 
 
-class World:
+class World(simulator.World):
     """All of it in one state. ``freeze`` and ``thaw`` go from state to state.
 
-    A process and the daemon are shared by all states they are in; whoever changes one takes his
-    ``own`` before.
+    A process is shared by all states it is in; whoever changes one takes his ``own`` before.
+    ``scheduler`` is the object; what it knows in this state, ``recall`` says.
     """
+
+    clients: Clients
+    daemon: Daemon | None
+    workers: dict[Slot, Worker]  # type: ignore[assignment]
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
-        self.daemon = Daemon()
-        self.processes: dict[int, Process] = {}
-        self.ghosts: list[Process] = []  # reaped, and some of what they said is still on its way
-        self.arena, self.commits, self.clients = Arena(self), JobCommits(self), Clients(self)
+        self.area = Area(self)
         self.kills, self.daemon_kills = scope.kills, scope.daemon_kills
         self.suspicions, self.late, self.repeats = scope.suspicions, scope.late, scope.repeats
-        self.tale: list[ev.Command] | None = None  # the scheduler's commands, for a story
-        self._prepares: list[tuple[int, int, PrepareModel]] = []
-        self._shared: dict[Any, Any] = {}  # processes and daemons, by what they were frozen to
+        self._prepares: list[tuple[Worker, PrepareModel]] = []
+        # All that was thawed, by what it was frozen to: states share it.
+        self.known_workers: dict[tuple[Kept, Slot, int], Worker] = {}
+        self.known_daemons: dict[Kept, Daemon] = {}
+        self._known_devices: dict[Kept, dict[str, Any]] = {}
         self._thawed: tuple[Any, Thawed] | None = None
+        self.kept_device: tuple[dict[str, Any], Kept] = {}, (b"", ())  # what it was frozen to
         settings = SchedulerSettings(
             arena_bytes=scope.arena_bytes, store_bytes=scope.store_bytes, words=scope.words,
             standby=scope.standby, max_deaths=scope.max_deaths, persist_every_ms=1e9,
@@ -69,53 +70,68 @@ class World:
         )  # fmt: skip
         scheduler = Scheduler(settings)
         self.recall = Recall(scheduler)
-        self._starting = True
-        self._start(scheduler)
-        self._starting = False
+        super().__init__(scheduler, choices=self)
+        self.clients = Clients(self)
+        self._start()
         self.recall.learn()
         if scope.is_coarse:
             self.apply(("train",))
 
-    def _start(self, scheduler: Scheduler) -> None:
+    def _start(self) -> None:
         """Daemon and workers ready, the models registered: where every exploration begins."""
-        self._perform(scheduler.start(0.0))
-        self._hurry()
+        self._rest()
         for index in range(self.scope.models):
             name = self.model_name(index)
-            self.handle(
-                ev.RegisterAsked(
-                    token=ev.Token(200 + index), model=ModelName(name), spec=name.encode(),
-                    spec_digest=name, priority=1, is_pinned=False,
-                )
-            )  # fmt: skip
-        self._hurry()
+            size_bytes, groups = self.scope.model_bytes, self.scope.groups
+            self.clients.register(name, program_of(f"d{name}", size_bytes, groups=groups))
+            self._rest()
 
-    @property
-    def scheduler(self) -> Scheduler:
-        """The real one, in this state."""
-        return self.recall.scheduler
+    def _rest(self) -> None:
+        while moves := self.moves():
+            self.make(moves[0])
 
-    @property
-    def now_ms(self) -> float:
-        """The scheduler's clock."""
-        return self.scheduler.core.now_ms if self._starting else self.recall.moment.now_ms
+    def model_name(self, index: int) -> ModelName:
+        return ModelName("AB"[index % self.scope.models])
 
-    def model_name(self, index: int) -> str:
-        return "AB"[index % self.scope.models]
+    def happens(self, what: Chance, name: str) -> bool:
+        """What is neither an action nor a fault of the scope (see ``Choices``)."""
+        match what:
+            case "commit":
+                (script,) = [w.script for w in self.workers.values() if w.script is not None]
+                return script.step in self.scope.commit_steps
+            case _:
+                return what == "unclean"
+
+    # -- the world's parts ---------------------------------------------------------------------
+
+    def new_worker(self, slot: Slot, generation: int) -> Worker:
+        worker = Worker(slot, generation, self.scene, self.from_process, self.reap_worker)
+        worker.is_coarse = self.scope.is_coarse
+        return worker
+
+    def new_daemon(self, generation: int) -> Daemon:
+        return Daemon(self, generation, self.scene, self.from_daemon, self.reap_daemon)
+
+    def new_area(self) -> Area:
+        self.area.thaw(EMPTY, -1)
+        return self.area
 
     # -- states --------------------------------------------------------------------------------
 
     def freeze(self) -> bytes:
         """This state, as bytes: equal bytes are equal states."""
-        slots = sorted(self.processes)
-        parts = [self.recall.moment.kept, *[_kept(self.processes[slot]) for slot in slots],
-                 *map(_kept, self.ghosts), self.daemon.kept or frozen_part(DAEMON.freeze,
-                 self.daemon), frozen_part(Arena.freeze, self.arena)]  # fmt: skip
+        slots = sorted(self.workers)
+        parts = [
+            self.recall.moment.kept, *[_kept(self.workers[slot]) for slot in slots],
+            *map(_kept, self.ghosts), _kept_daemon(self.daemon), self._frozen_device,
+        ]  # fmt: skip
         epochs: list[int] = []
         for _, its_epochs in parts:
             epochs += its_epochs
         rest = (
-            len(slots), self.commits.freeze(), self.clients.freeze(),
+            tuple(slots), tuple([ghost.slot for ghost in self.ghosts]),  # type: ignore[attr-defined]
+            self.area.freeze() if JOB in self.scene.commits else None,
+            self.clients.freeze(), self.left,
             (self.kills, self.daemon_kills, self.suspicions, self.late, self.repeats),
             self._generations(),
         )  # fmt: skip
@@ -125,6 +141,12 @@ class World:
         )  # fmt: skip
         return marshal.dumps(state, 2)
 
+    @property
+    def _frozen_device(self) -> Kept:
+        """The device's memory is mostly what it was."""
+        before, kept = self.kept_device
+        return kept if vars(self.device) == before else frozen_part(freeze_device, self.device)
+
     def _generations(self) -> tuple[Any, ...]:
         """Generations by slot, ranked among those that anything still names."""
         generations = self.recall.moment.generations[1:]
@@ -132,7 +154,7 @@ class World:
             return tuple([(1, ())] * len(generations))
         found = []
         for slot, generation in enumerate(generations):
-            ghosts = [ghost.generation for ghost in self.ghosts if ghost.slot == slot]
+            ghosts = [ghost.generation for ghost in self.ghosts if ghost.slot == slot]  # type: ignore[attr-defined]
             order = {g: i for i, g in enumerate(sorted({generation, *ghosts}), start=1)}
             found.append((order[generation], tuple([order[g] for g in ghosts])))
         return tuple(found)
@@ -144,27 +166,48 @@ class World:
         self._thawed[1].becomes(self)
         self._prepares = []
 
-    def shared(self, codec: Any, kept: Kept, generation: int = 0) -> Any:
-        """The process or daemon that was frozen to this."""
-        key = (codec, kept, generation)
-        found = self._shared.get(key)
+    def worker_of(self, kept: Kept, slot: Slot, generation: int) -> Worker:
+        """The process that was frozen to this."""
+        found = self.known_workers.get((kept, slot, generation))
         if found is None:
-            found = codec.thaw(marshal.loads(kept[0]), reader(kept[1]))
-            found.kept, found.generation = kept, generation
-            self._shared[key] = found
+            found = self.new_worker(slot, generation)
+            thaw_worker(marshal.loads(kept[0]), reader(kept[1]), found)
+            found.kept = kept
+            self.known_workers[kept, slot, generation] = found
+        return found
+
+    def daemon_of(self, kept: Kept) -> Daemon | None:
+        """The memory daemon that was frozen to this."""
+        if kept == NO_DAEMON:
+            return None
+        found = self.known_daemons.get(kept)
+        if found is None:
+            found = self.new_daemon(1)
+            thaw_daemon(marshal.loads(kept[0]), reader(kept[1]), found)
+            found.kept = kept
+            self.known_daemons[kept] = found
+        return found
+
+    def device_of(self, kept: Kept) -> dict[str, Any]:
+        """The device's values that were frozen to this."""
+        found = self._known_devices.get(kept)
+        if found is None:
+            found = vars(thaw_device(marshal.loads(kept[0]), reader(kept[1])))
+            self._known_devices[kept] = found
         return found
 
     # -- what can be changed -------------------------------------------------------------------
 
-    def own(self, slot: int) -> Process:
+    def own(self, slot: Slot) -> Worker:
         """The process in a slot, to be changed."""
-        process = self.processes[slot]
-        if process.kept is not None:
-            process = self.processes[slot] = process.own(self)
-        return process
+        worker = self.workers[slot]
+        if worker.kept is not None:
+            worker = self.workers[slot] = worker.own()
+        return worker
 
     def own_daemon(self) -> Daemon:
         """The memory daemon, to be changed."""
+        assert self.daemon is not None
         if self.daemon.kept is not None:
             self.daemon = self.daemon.own()
         return self.daemon
@@ -175,8 +218,9 @@ class World:
         """Let it happen; False when nothing came of it. Raises Violation."""
         try:
             kind, *rest = action
-            owner, name = (self.clients, kind) if kind in OF_CLIENTS else (self, f"_do_{kind}")
-            is_something = getattr(owner, name)(*rest)
+            act: Callable[..., Any]
+            act = getattr(self.clients if kind in OF_CLIENTS else self, f"do_{kind}")
+            is_something = act(*rest)
         except (Violation, KeyboardInterrupt):
             raise
         except Exception as error:
@@ -186,316 +230,251 @@ class World:
         self._check()
         return is_something is not False
 
+    def _check(self) -> None:
+        self.require_one()
+        if self.daemon is not None and self.daemon.is_half and JOB in self.scene.commits:
+            self.area.last()
+
     def _hurry(self) -> None:
         """What takes no time in a coarse scope."""
-        for slot, process in list(self.processes.items()):
-            if process.life == "booting":
-                self._do_ready(slot)
-                self._do_tells(slot, TASK)
-                process = self.processes[slot]
+        for slot, worker in list(self.workers.items()):
+            if not worker.is_ready:
+                self.do_ready(slot)
+                self.do_tells(slot, TASK)
             if not self.scope.hears_late:
-                while process.life == "up" and process.may_hear():
-                    process = self.own(slot)
-                    process.hears(self)
-        if self.daemon.life == "booting":
-            self._do_daemon_ready()
-        while self.daemon.is_half or (self.daemon.lane and self.daemon.lane[0][0] == "Scrub"):
-            self._do_daemon_works()
-        while self.daemon.out:
-            self._do_daemon_tells()
+                while self.workers[slot].may_hear:
+                    self.do_hears(slot)
+        if self.daemon is not None and not self.daemon.is_ready:
+            self.do_daemon_ready()
+        while self.daemon is not None and (self.daemon.is_half or self._is_scrubbing(self.daemon)):
+            self.do_daemon_works()
+        while self.daemon is not None and self.daemon.out.get(OUT):
+            self.do_daemon_tells()
             self._hurry()
 
-    def _do_clock(self, due_ms: float) -> None:
-        self.handle(ev.Tick(), due_ms)
+    @staticmethod
+    def _is_scrubbing(daemon: Daemon) -> bool:
+        lane = daemon._lanes.get(TO_HOST)
+        return bool(lane) and isinstance(lane[0], Scrub)
 
-    def _do_passes(self, due_ms: float) -> None:
-        self.handle(ev.Tick(), due_ms)
+    def do_clock(self, due_ms: float) -> None:
+        self.clock.now_ms = due_ms
+        self.handle(ev.Tick())
 
-    def _do_drain(self) -> None:
-        self.clients.drain(GRACE_MS)
+    do_passes = do_clock
 
-    def _do_suspect(self, due_ms: float) -> bool:
+    def do_suspect(self, due_ms: float) -> bool:
         self.suspicions -= 1
-        self._do_clock(due_ms)
-        is_suspected = any(process.is_doomed for process in self.processes.values())
+        self.do_clock(due_ms)
+        is_suspected = any(worker.is_doomed for worker in self.workers.values())
         return is_suspected or not self.scope.is_coarse
 
-    def _do_ready(self, slot: int) -> None:
-        process = self.own(slot)
-        process.life = "up"
-        process.say(TASK, WorkerReady(slot=slot, pid=100))  # type: ignore[arg-type]
+    def do_ready(self, slot: Slot) -> None:
+        (move,) = self.own(slot).steps()
+        move.act()
 
-    def _do_hears(self, slot: int) -> None:
-        self.own(slot).hears(self)
+    def do_hears(self, slot: Slot) -> None:
+        worker = self.own(slot)
+        (move,) = worker._reads(SIGNAL, worker._hears)
+        move.act()
 
-    def _do_moves(self, slot: int) -> bool:
-        return self.own(slot).moves(self)
+    def do_moves(self, slot: Slot) -> None:
+        worker = self.own(slot)
+        move = worker.main_move()
+        assert move is not None
+        move.act()
+        if move.what == "takes" and worker.script is not None and worker.script.computes:
+            self._begins_a_step(worker)
+        worker.settle()
+        if not worker.runs:
+            self._reap(worker)
 
-    def _do_tells(self, slot: int, channel: int) -> None:
-        process = self.own(slot)
-        self._deliver(process, channel)
-        while self.scope.is_coarse and (process.task_out, process.signal_out)[channel]:
-            self._deliver(process, channel)
+    def do_tells(self, slot: Slot, channel: str) -> None:
+        queue = self.own(slot).out[channel]
+        self._hear(self.workers[slot], channel)
+        while self.scope.is_coarse and queue:
+            self._hear(self.workers[slot], channel)
 
-    def _do_tells_twice(self, slot: int, channel: int) -> None:
+    def do_tells_twice(self, slot: Slot, channel: str) -> None:
         self.repeats -= 1
-        process = self.own(slot)
-        if channel == TASK:
-            process.task_out = (process.task_out[0], *process.task_out)
-        else:
-            process.signal_out = (process.signal_out[0], *process.signal_out)
-        self._deliver(process, channel)
+        worker = self.own(slot)
+        worker.out[channel].appendleft(worker.out[channel][0])
+        self._hear(worker, channel)
 
-    def _do_hears_twice(self, slot: int) -> None:
+    def do_hears_twice(self, slot: Slot) -> None:
         self.repeats -= 1
-        process = self.own(slot)
-        process.signal_in = (process.signal_in[0], *process.signal_in)
-        process.hears(self)
+        worker = self.own(slot)
+        worker.inbox[SIGNAL].appendleft(worker.inbox[SIGNAL][0])
+        self.do_hears(slot)
 
-    def _do_late(self, index: int, channel: int) -> None:
-        ghost = self.ghosts[index] = self.ghosts[index].own(self)
-        if len(ghost.task_out) + len(ghost.signal_out) == 1:
+    def do_late(self, index: int, channel: str) -> None:
+        ghost = self.ghosts[index] = self.ghosts[index].own()  # type: ignore[attr-defined]
+        message = ghost.out[channel].popleft()
+        if not any(ghost.out.values()):
             self.ghosts.pop(index)
-        self._deliver(ghost, channel)
+        self.from_process(ghost, message)
 
-    def _deliver(self, process: Process, channel: int) -> None:
-        message = unpack(process.takes_out(channel))
-        self.handle(
-            ev.FromWorker(slot=process.slot, generation=process.generation, message=message)  # type: ignore[arg-type]
-        )
+    def _hear(self, process: Process, channel: str) -> None:
+        process._arrives(process.out[channel])
 
-    def _do_kill(self, slot: int) -> None:
+    def do_kill(self, slot: Slot) -> None:
         self.kills -= 1
-        self._do_struck(slot)
+        self.do_struck(slot)
 
-    def _do_struck(self, slot: int) -> None:
+    def do_struck(self, slot: Slot) -> None:
         """Dead and reaped: what it had said is read first, as ``Processes._exited`` does."""
-        process = self.own(slot)
-        process.dies(-9)
-        self.reap(process)
+        worker = self.own(slot)
+        worker.end(-9)
+        self._reap(worker)
 
-    def _do_kill_early(self, slot: int) -> None:
+    def do_kill_early(self, slot: Slot) -> None:
         self.kills -= 1
-        self._do_struck_early(slot)
+        self.do_struck_early(slot)
 
-    def _do_struck_early(self, slot: int) -> None:
+    def do_struck_early(self, slot: Slot) -> None:
         """Its exit overtakes what it had said."""
         self.late -= 1
-        process = self.own(slot)
-        process.dies(-9)
-        self.ghosts.append(process)
-        self._exited(process)
+        worker = self.own(slot)
+        worker.end(-9)
+        self.reap_worker(worker)
 
-    def reap(self, process: Process) -> None:
+    def _reap(self, worker: Worker) -> None:
         """The last words, then the exit."""
         for channel in (TASK, SIGNAL):
-            while (process.task_out, process.signal_out)[channel]:
-                self._deliver(process, channel)
-        self._exited(process)
+            while worker.out.get(channel):
+                self._hear(worker, channel)
+        self.reap_worker(worker)
 
-    def _exited(self, process: Process) -> None:
-        del self.processes[process.slot]
-        self.handle(
-            ev.WorkerExited(slot=process.slot, generation=process.generation,  # type: ignore[arg-type]
-                            status=process.status, begun_epoch=process.begun)
-        )  # fmt: skip
+    def do_daemon_ready(self) -> None:
+        (move,) = self.own_daemon().steps()
+        move.act()
 
-    def _do_daemon_ready(self) -> None:
-        daemon = self.own_daemon()
-        daemon.life = "up"
-        daemon.say(DaemonReady(pid=1, arena_bytes=0, store_bytes=0, device="cpu"))
+    def do_daemon_copies(self) -> None:
+        self.own_daemon().work("copy")
 
-    def _do_daemon_copies(self) -> None:
-        self.own_daemon().copy_group(self)
+    def do_daemon_works(self) -> None:
+        self.own_daemon().work(TO_HOST)
 
-    def _do_daemon_works(self) -> None:
-        self.own_daemon().work_lane(self)
+    def do_daemon_tells(self) -> None:
+        self._hear(self.own_daemon(), OUT)
 
-    def _do_daemon_tells(self) -> None:
-        daemon = self.own_daemon()
-        message = unpack(daemon.out[0])
-        daemon.out = daemon.out[1:]
-        if type(message).__name__ == "DaemonFault":
-            raise Violation(f"the memory daemon refuses an order: {message.reason}")
-        self._from_daemon(message)
-
-    def _do_daemon_tells_twice(self) -> None:
+    def do_daemon_tells_twice(self) -> None:
         self.repeats -= 1
         daemon = self.own_daemon()
-        daemon.out = (daemon.out[0], *daemon.out)
-        self._do_daemon_tells()
+        daemon.out[OUT].appendleft(daemon.out[OUT][0])
+        self.do_daemon_tells()
 
-    def _do_daemon_hears_again(self) -> None:
+    def do_daemon_hears_again(self) -> None:
         self.repeats -= 1
         daemon = self.own_daemon()
-        daemon.takes(unpack(daemon.last_order[0]), self)
+        assert daemon.last_order is not None
+        daemon.hear("control", daemon.last_order)
 
-    def _from_daemon(self, message: Message) -> None:
-        self.handle(ev.FromDaemon(generation=self._daemon_generation, message=message))
-
-    @property
-    def _daemon_generation(self) -> int:
-        if self._starting:
-            return self.scheduler.machine.device.state.daemon_generation
-        return self.recall.moment.generations[0]
-
-    def _do_kill_daemon(self) -> None:
+    def do_kill_daemon(self) -> None:
         self.daemon_kills -= 1
-        while self.daemon.out:
-            self._do_daemon_tells()
-        self.daemon = Daemon()
-        self.handle(ev.DaemonExited(generation=self._daemon_generation, status=-9))
+        daemon = self.own_daemon()
+        daemon.end(-9)
+        while daemon.out.get(OUT):
+            self._hear(daemon, OUT)
+        self.reap_daemon(daemon)
 
     # -- the scheduler -------------------------------------------------------------------------
 
-    def handle(self, event: ev.Event, now_ms: float | None = None) -> None:
-        """One event into the real scheduler, its commands into this world."""
-        commands, broken, _ = self.recall.handle(event, now_ms)
-        if self.tale is not None:
-            self.tale += commands
-        self._perform(commands)
+    def handle(self, event: ev.Event) -> None:
+        self.story.append((self.now_ms, ">", event))
+        self._handle(event)
+
+    def _handle(self, event: ev.Event) -> None:
+        commands, broken, _ = self.recall.handle(event, self.now_ms)
+        self.perform(list(commands))
         if broken is not None:
             raise broken
         while self._prepares:
-            slot, generation, order = self._prepares.pop(0)
-            prepared = ModelPrepared(model=order.model, digest=order.digest)
-            self.handle(ev.FromWorker(slot=slot, generation=generation, message=prepared))  # type: ignore[arg-type]
+            worker, order = self._prepares.pop(0)
+            self.from_process(worker, ModelPrepared(model=order.model, digest=order.digest))
 
-    def _perform(self, commands: Any) -> None:
-        for command in commands:
-            match command:
-                case ev.ToWorker():
-                    self._to_worker(command)
-                case ev.ToDaemon(message=message):
-                    self._to_daemon(message)
-                case ev.RaiseTurn(turn=turn):
-                    self.arena.turn = turn
-                case ev.Answer():
-                    if not self._starting:
-                        self.clients.answered(command)
-                case ev.KillWorker(slot=slot, generation=generation):
-                    self._kill_ordered(slot, generation)
-                case ev.SpawnWorker(slot=slot, generation=generation):
-                    require(slot not in self.processes, f"slot {slot} has two processes")
-                    require(self.daemon.life == "up", "a worker without a memory daemon")
-                    self.processes[slot] = Process(slot, generation)
-                case ev.SpawnDaemon():
-                    require(self.daemon.life == "none", "there are two memory daemons")
-                    require(not self.processes, "workers outlive their memory daemon")
-                    self.daemon = Daemon(life="booting")
-                    self.arena.clear()
-                case ev.CreateCommits():
-                    self.commits.create()
-                case ev.DropCommits():
-                    self.commits.drop()
-                case ev.Leave(reason=reason):
-                    self._left(reason)
-                case ev.StartBuild():
-                    self._build(command)
-                case _:
-                    pass
-
-    def _left(self, reason: str) -> None:
-        """The server stops, and whatever still runs is killed."""
-        require(reason == "drained" or self._is_grace_over, f"it leaves: {reason}")
-        self.clients.leave()
-        if reason == "drained":
-            scripts = [p for p in self.processes.values() if p.job and p.phase != "over"]
-            require(not scripts, "it left while a job was on a worker")
-            is_copying = any(item[0] == "CommitCopy" for item in self.daemon.lane)
-            require(not is_copying, "it left while a commit was copied")
-            self.commits.require_on_disk()
-
-    @property
-    def _is_grace_over(self) -> bool:
-        return self.clients.drained is not None and self.now_ms >= self.clients.drained[1]
-
-    def _build(self, command: ev.StartBuild) -> None:
-        """Part of the start: built and stored at once."""
-        name = command.model
-        program = program_of(f"d{name}", self.scope.model_bytes, groups=self.scope.groups)
-        manifest = program.manifest
-        done = BuildDone(model=name, epoch=command.epoch, digest=manifest.digest)
-        self.handle(ev.FromBuilder(message=done, manifest=manifest))
-        self.handle(ev.BuilderExited(model=name, epoch=command.epoch, status=0))
-
-    def _kill_ordered(self, slot: int, generation: int) -> None:
-        require(slot in self.processes, f"nobody is in slot {slot} to be killed")
-        process = self.own(slot)
-        require(process.generation == generation, "the wrong process is killed")
-        process.is_doomed = True
+    def _perform(self, command: ev.Command) -> None:
+        match command:
+            case ev.ToWorker() | ev.ToDaemon() | ev.Answer() | ev.RaiseTurn():
+                pass
+            case ev.KillWorker(slot=slot) if slot in self.workers:
+                self.own(slot)
+            case ev.SpawnWorker(slot=slot):
+                require(slot not in self.workers, f"slot {slot} has two processes")
+            case ev.DropCommits():
+                is_last = self.area.step == self.scope.steps
+                require(is_last, "the job is over and its last step is not committed (I2)")
+            case ev.Leave(reason=reason):
+                self._leaves(reason)
+            case _:
+                pass
+        super()._perform(command)
 
     def _to_worker(self, command: ev.ToWorker) -> None:
-        message = command.message
-        require(command.slot in self.processes, f"slot {command.slot} is empty: {message}")
-        process = self.own(command.slot)
-        if isinstance(message, PrepareModel):
-            self._prepares.append((process.slot, process.generation, message))
-            return
-        if isinstance(message, RunInference):
-            self.arena.check_order(message)
-            self.clients.check_dispatch(message)
-        elif isinstance(message, LeaseGranted):
-            self.arena.leased(process, message)
-        if command.channel == "task":
-            process.task_in += (pack(message),)
-        else:
-            process.signal_in += (pack(message),)
+        if command.slot in self.workers:
+            worker, message = self.own(command.slot), command.message
+            if isinstance(message, PrepareModel):  # it takes no time
+                self._prepares.append((worker, message))
+                return
+            if isinstance(message, RunInference):
+                self.clients.check_dispatch(message)
+        super()._to_worker(command)
 
     def _to_daemon(self, message: Message) -> None:
-        require(self.daemon.life == "up", f"no memory daemon for {message}")
-        if isinstance(message, StoreModel):
-            if self._starting:
-                stored = ModelStored(model=message.model, epoch=message.epoch, load_ms=0.0)
-                self._from_daemon(stored)
-            return
-        if isinstance(message, TransmitModel):
-            self.arena.is_sent(message)
-        elif isinstance(message, Scrub):
-            self.arena.scrub_is_ordered(message)
-        self.own_daemon().takes(message, self)
+        if self.daemon is not None:
+            self.own_daemon()
+        super()._to_daemon(message)
+
+    def _leaves(self, reason: str) -> None:
+        """The server stops, and whatever still runs is killed."""
+        drained = self.clients.drained
+        is_grace_over = drained is not None and self.now_ms >= drained[1]
+        require(reason == "drained" or is_grace_over, f"it leaves: {reason}")
+        self.clients.leave()
+        if reason == "drained":
+            scripts = [w for w in self.workers.values() if w.script and w.script.phase != "over"]
+            require(not scripts, "it left while a job was on a worker")
+            readers = self.daemon.readers() if self.daemon is not None else []
+            require(not any("CommitCopy" in who for who, _ in readers),
+                    "it left while a commit was copied")  # fmt: skip
+            if JOB in self.scene.commits:
+                self.area.require_on_disk()
 
     # -- what holds in every state -------------------------------------------------------------
 
-    def begins_a_step(self, process: Process) -> None:
+    def _begins_a_step(self, worker: Worker) -> None:
         """Preemption: whoever was not told to stop while a request waits was forgotten."""
-        is_told = bool(process.signal_in) or not self.recall.moment.has_upcoming
+        is_told = bool(worker.inbox.get(SIGNAL)) or not self.recall.moment.has_upcoming
         require(
-            is_told or process.is_doomed,
+            is_told or worker.is_doomed,
             "training begins a step while a request waits, and nobody has told it to stop",
         )
 
-    def _check(self) -> None:
-        computing = [p.slot for p in self.processes.values() if p.computes]
-        if len(computing) > 1:
-            raise Violation(f"workers {computing} compute at the same time (I5)")
-        if self.commits.is_open and self.daemon.is_half:
-            self.commits.last()
-
     def check_rest(self) -> None:
         """Nothing more can happen: all is answered, and nothing is held (I1, I3)."""
-        if self.clients.has_left:
+        if self.left is not None:
             return
-        state = self.scheduler.machine.device.state
+        machine = self.recall.scheduler.machine
+        state = machine.device.state
         still_open = sorted(self.clients.open)
         require(not still_open, f"never answered: tokens {still_open} (I1)")
         models = {model.owner for model in state.replicas.values()}
-        owners = (
-            {region.owner for region in self.scheduler.machine.device.arena.regions}
-            - {WORDS}
-            - models
-        )
+        owners = {region.owner for region in machine.device.arena.regions} - {WORDS} - models
         require(not owners, f"at rest {sorted(owners)} hold device memory (I3)")
-        kept = {region.owner for region in self.scheduler.machine.store.regions} - models
+        kept = {region.owner for region in machine.store.regions} - models
         require(not kept, f"at rest {sorted(kept)} hold the host store (I3)")
         require(state.training is None and state.current is None, "a task at rest")
-        require(not self.commits.is_open, "a commit area is left over (I3)")
+        require(JOB not in self.scene.commits, "a commit area is left over (I3)")
         alive = [w for w in state.workers.values() if w.is_alive]
         require(len(alive) > self.scope.standby, "a worker is missing at rest")
 
 
-def _kept(process: Process) -> Kept:
-    return process.kept or frozen_part(PROCESS.freeze, process)
+def _kept(worker: Any) -> Kept:
+    return worker.kept or frozen_part(freeze_worker, worker)
+
+
+def _kept_daemon(daemon: Daemon | None) -> Kept:
+    return (daemon and daemon.kept) or frozen_part(freeze_daemon, daemon)
 
 
 __all__ = ["Violation", "World"]

@@ -80,10 +80,13 @@ def test_what_states_share_is_never_changed() -> None:
     """Processes and daemons are thawed once: whoever changes one must take his own."""
     for scope in QUICK[:2]:
         _part("search").Exploration(scope).run()
-        shared = _part("expand")._expander.world._shared
-        assert shared
-        for (codec, kept, _), thawed in shared.items():
-            assert _part("frozen").frozen_part(codec.freeze, thawed) == kept
+        world, frozen_part = _part("expand")._expander.world, _part("frozen").frozen_part
+        assert world.known_workers
+        assert world.known_daemons
+        for worker in world.known_workers.values():
+            assert frozen_part(_part("worker").freeze_worker, worker) == worker.kept
+        for daemon in world.known_daemons.values():
+            assert frozen_part(_part("daemon").freeze_daemon, daemon) == daemon.kept
 
 
 def test_the_scheduler_is_asked_once_for_each_event_in_a_state() -> None:
@@ -107,34 +110,41 @@ def test_a_server_leaves_when_the_commit_of_a_waiting_job_is_on_disk() -> None:
             name="one", steps=1, requests=1, models=1, arena_mib=6, drains=1, is_coarse=True
         )
     )  # the model's place is the slice's: the job is evicted for the request, and waits
-    for action in [("moves", 1), ("tells", 1, 0), ("moves", 1), ("ask",), ("moves", 1),
-                   ("moves", 1), ("tells", 1, 0), ("daemon_works",), ("moves", 1),
-                   ("tells", 1, 0), ("moves", 1)]:  # fmt: skip
+    for action in [("moves", 1), ("tells", 1, "task"), ("moves", 1), ("ask",), ("moves", 1),
+                   ("moves", 1), ("tells", 1, "task"), ("daemon_works",), ("moves", 1),
+                   ("tells", 1, "task"), ("moves", 1)]:  # fmt: skip
         world.apply(action)
     assert world.scheduler.machine.device.state.jobs["job"].slot is None
-    assert world.commits.on_disk == -1
-    for action in [("drain",), ("moves", 0), ("daemon_copies",), ("moves", 0), ("tells", 0, 0)]:
-        assert not world.clients.has_left
+    assert world.area.on_disk == -1
+    for action in [
+        ("drain",),
+        ("moves", 0),
+        ("daemon_copies",),
+        ("moves", 0),
+        ("tells", 0, "task"),
+    ]:
+        assert world.left is None
         world.apply(action)
-    assert world.clients.has_left
-    assert world.commits.on_disk == 0
+    assert world.left == 0
+    assert world.area.on_disk == 0
 
 
 def test_a_job_starts_again_only_when_its_last_commit_is_copied() -> None:
     world = _part("world").World(
         _part("scope").Scope(name="one", steps=1, requests=0, models=1, kills=1, is_coarse=True)
     )
-    for action in [("moves", 1), ("tells", 1, 0), ("moves", 1), ("moves", 1), ("moves", 1)]:
+    for action in [("moves", 1), ("tells", 1, "task"), ("moves", 1), ("moves", 1), ("moves", 1)]:
         world.apply(action)
     world.apply(("kill", 1))  # its CommitStep is heard as its last words
     job = world.scheduler.machine.device.state.jobs["job"]
     assert job.slot is None
-    assert [order[0] for order in world.daemon.lane] == ["CommitCopy", "Scrub"]
+    orders = [type(order).__name__ for order in world.daemon._lanes["to-host"]]
+    assert orders == ["CommitCopy", "Scrub"]
     world.apply(("daemon_works",))
     assert job.committed_step == 1
     assert job.slot is not None
     world.apply(("moves", job.slot))
-    assert world.processes[job.slot].saved == (1, 1, 1)
+    assert world.workers[job.slot].script.saved == (1, 1, 1)
 
 
 @pytest.mark.parametrize(("has_begun", "deaths"), [(False, 0), (True, 1)])

@@ -1,0 +1,179 @@
+"""The simulated worker as a state: copied by whoever changes it, frozen and thawed."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Any
+
+from pipeswitch.ipc.gate import Gate, GateState
+from pipeswitch.ipc.messages import JobReport, Message, RunInference, RunJob, Turn
+from pipeswitch.simulator.clock import Move
+from pipeswitch.simulator.device import Image, Span
+from pipeswitch.simulator.script import BELL, SimulatedScript
+from pipeswitch.simulator.worker import SimulatedInference, SimulatedWorker
+
+from .channel import freeze_items, plain, thaw_items
+from .frozen import Add, Kept, Next
+
+TASK, SIGNAL = "task", "signal"
+NO_TURN = Turn(0)
+_STATES = {state.value: state for state in GateState}
+# Moves that nothing else can see: they take no time of their own.
+UNSEEN = frozenset({"answers", "cleans", "asks"})
+
+
+class Worker(SimulatedWorker):
+    """The process in a slot, in one or many states of the world.
+
+    Attributes:
+        kept: as frozen: shared by all states it is in, so not to be changed.
+    """
+
+    kept: Kept | None = None
+    is_coarse = False
+
+    def own(self) -> Worker:
+        """A copy that may be changed, for one state of the world."""
+        twin = _copy_of(self)
+        twin.kept = None
+        twin.inbox, twin.out = copied(self.inbox), copied(self.out)
+        if self.inference is not None:
+            task = twin.inference = _copy_of(self.inference)
+            task.begins_at_ms, task.ends_at_ms = [*task.begins_at_ms], [*task.ends_at_ms]
+        if self.script is not None:
+            script = twin.script = _copy_of(self.script)
+            script._say = twin.say
+            script.gate = _copy_of(script.gate)
+            script.gate._on_parked = script._parked
+        return twin
+
+    def say(self, channel: str, message: Message) -> None:
+        if not isinstance(message, JobReport):  # which only informs
+            super().say(channel, plain(message))
+
+    def hear(self, channel: str, message: Message) -> None:
+        super().hear(channel, plain(message))
+        if channel == TASK:
+            self.settle()
+
+    def end(self, status: int) -> None:
+        super().end(status)
+        self.inference = self.script = None
+
+    def main_move(self) -> Move | None:
+        """What the main thread does next."""
+        if not (self.script or self.inference or self.inbox.get(TASK) or self._cleaning):
+            return None
+        found = [move for move in self.steps() if move.lane != SIGNAL]
+        return found[0] if found else None
+
+    def settle(self) -> None:
+        """Make the moves that nothing else can see."""
+        while self.is_ready and self.runs and (move := self.main_move()) is not None:
+            is_request = move.lane == TASK and isinstance(self.inbox[TASK][0], RunInference)
+            is_half = self.is_coarse and move.what == "writes"
+            if not (is_request or is_half or move.what in UNSEEN):
+                return
+            move.act()
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is in it, on its way to it or from it."""
+        queues = (*self.inbox.values(), *self.out.values())
+        return not any(queues) and self.inference is None and self.script is None
+
+
+def _copy_of(one: Any) -> Any:
+    twin = type(one).__new__(type(one))
+    twin.__dict__.update(one.__dict__)
+    return twin
+
+
+def copied(queues: dict[str, deque[Message]]) -> dict[str, deque[Message]]:
+    return {channel: queue.copy() for channel, queue in queues.items() if queue}
+
+
+def freeze_worker(worker: Worker, e: Add) -> Any:
+    e(worker.begun or 0)
+    e(-worker._job_epoch)
+    task, script = worker.inference, worker.script
+    return (
+        worker.slot, worker.is_ready, worker.is_doomed, worker.status,
+        None if worker.lease is None else tuple(worker.lease),
+        tuple([freeze_items(queue, e) if (queue := queues.get(channel)) else ()
+               for queues in (worker.inbox, worker.out) for channel in (TASK, SIGNAL)]),
+        None if task is None else (
+            freeze_items((task.order,), e), task.has_begun, task.next_group),
+        None if script is None else _freeze_script(script, e),
+    )  # fmt: skip
+
+
+def thaw_worker(frozen: Any, n: Next, worker: Worker) -> None:
+    """``worker``: a new one in that slot."""
+    worker.begun, worker._job_epoch = n(), n()  # type: ignore[assignment]
+    (_, worker.is_ready, worker.is_doomed, worker.status, lease, queues, task, script) = frozen
+    worker.lease = None if lease is None else Span(*lease)
+    found = [deque(thaw_items(queue, n)) for queue in queues]
+    worker.inbox = {TASK: found[0], SIGNAL: found[1]}
+    worker.out = {TASK: found[2], SIGNAL: found[3]}
+    if task is not None:
+        (order,) = thaw_items(task[0], n)
+        costs = worker.scene.programs[order.model].group_ms(order.plan, 1)
+        worker.inference = SimulatedInference(order, costs, 0.0)
+        worker.inference.has_begun = task[1]
+        worker.inference.begins_at_ms = [0.0] * task[2]
+        worker.inference.ends_at_ms = [0.0] * task[2]
+    if script is not None:
+        worker.script = _thaw_script(script, n, worker)
+
+
+def _freeze_script(script: SimulatedScript, e: Add) -> Any:
+    saved = script.saved
+    e(-script.order.epoch)
+    return (
+        script.order.job, script.phase, script.lease is not None,
+        None if saved is None else tuple(saved),
+        script.committed, script.in_flight, script.number, script.is_acknowledged,
+        _freeze_gate(script.gate, e),
+    )  # fmt: skip
+
+
+def _thaw_script(frozen: Any, n: Next, worker: Worker) -> SimulatedScript:
+    order = RunJob(epoch=n(), turn=NO_TURN, job=frozen[0], entry="", args=(), log_path="",
+                   slot_bytes=0, commit_every_ms=math.inf)  # fmt: skip
+    saved = None if frozen[3] is None else Image(*frozen[3])
+    script = SimulatedScript(order, worker.scene, worker.say, saved)
+    (_, script.phase, has_lease, _, script.committed, script.in_flight, script.number,
+     script.is_acknowledged, gate) = frozen  # fmt: skip
+    script.lease = worker.lease if has_lease else None
+    script.gate = _thaw_gate(gate, n, Gate(script._parked, BELL))
+    return script
+
+
+def _freeze_gate(gate: Gate, e: Add) -> Any:
+    """The real gate's state; its epochs are turns."""
+    e(-gate._turn)
+    e(-gate._granted)
+    for pair in (gate._accepted, gate._future):
+        if pair is not None:
+            e(-pair[0])
+            e(-pair[1])
+    return (
+        gate._state.value, gate._accepted is not None, gate._future is not None,
+        gate._evicting, gate._unwinding, gate.in_optimizer_step, gate._where,
+    )  # fmt: skip
+
+
+def _thaw_gate(frozen: Any, n: Next, gate: Gate) -> Gate:
+    state, has_accepted, has_future = frozen[:3]
+    gate._evicting, gate._unwinding, gate.in_optimizer_step, gate._where = frozen[3:]
+    gate._state = _STATES[state]
+    gate._turn, gate._granted = n(), n()
+    gate._accepted = (n(), n()) if has_accepted else None
+    gate._future = (n(), n()) if has_future else None
+    gate._refresh()
+    return gate
+
+
+__all__ = ["SIGNAL", "TASK", "Worker", "copied", "freeze_worker", "thaw_worker"]
