@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+import msgspec
+
 from ..commits.files import load_commit, remove_unnamed
 from ..errors import PipeSwitchError, RegistrationRefused, ServerUnavailable, to_wire
 from ..failpoints import reach
@@ -44,7 +46,7 @@ from ..planning import files as profile_files
 from ..planning.profile import Profile
 from ..programs.build.builder import work_prefix
 from ..programs.layout import Manifest
-from ..programs.spec import files_of, is_checked, kept, load_manifest, needs_more
+from ..programs.spec import files_of, is_checked, kept, load_manifest, needs_more, save_manifest
 from ..scheduler.events import (
     Announce,
     Answer,
@@ -413,14 +415,19 @@ class Effects:
             self._take(BuilderExited(model=command.model, epoch=command.epoch, status=0))
             return
 
+        done: list[BuildDone] = []
+
         def on_message(message: Message, _: list[int]) -> None:
             if isinstance(message, BuildDone):
-                self._publish(command, message, spec)
+                done.append(message)  # what it claims is looked at when it can write no more
+                self._processes.kill(self._builders[command.epoch])
             else:
                 self._take(FromBuilder(message=message))
 
         def on_exit(status: int) -> None:
             self._builders.pop(command.epoch, None)
+            if done:
+                self._publish(command, done[0], spec)
             for left in self._places.models.glob(work_prefix(command.epoch) + "*"):
                 shutil.rmtree(left, ignore_errors=True)  # it was killed
             self._take(BuilderExited(model=command.model, epoch=command.epoch, status=status))
@@ -461,7 +468,10 @@ class Effects:
         return manifest is None or is_checked(manifest)
 
     def _publish(self, command: StartBuild, message: BuildDone, spec: bytes) -> None:
-        """A builder of a client's program may say anything: it is looked at as a stranger's."""
+        """A builder of a client's program may say anything: it is looked at as a stranger's.
+
+        Its digest names the program among its tenant's alone (``Places.name_for``).
+        """
         is_a_place = bool(re.fullmatch(DIGEST, message.digest)) and "/" not in message.folder
         if not is_a_place or not message.folder.startswith(work_prefix(command.epoch)):
             nonsense = RegistrationRefused("build", "its builder spoke nonsense")
@@ -471,7 +481,12 @@ class Effects:
             built = load_manifest(self._places.models / message.folder)
             if built.mode == "module" and not needs_more(spec):
                 raise RegistrationRefused("build", "a module's code, of a source that has none")
-            self._places.publish(message.folder, message.digest)
+            digest = self._places.name_for(command.tenant, message.digest)
+            message = msgspec.structs.replace(message, digest=digest)
+            if built.digest != digest:
+                built = msgspec.structs.replace(built, digest=digest)
+                save_manifest(self._places.models / message.folder, built)
+            self._places.publish(message.folder, digest)
         except RegistrationRefused as error:
             self._refuse_build(command, error)
             return

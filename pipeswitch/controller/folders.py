@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import shutil
@@ -59,6 +60,15 @@ class Places:
         """Remove what a killed builder left; only one who holds the lock knows that it is dead."""
         for leftover in self.models.glob(".build-*"):
             shutil.rmtree(leftover, ignore_errors=True)
+
+    @staticmethod
+    def name_for(tenant: str, digest: str) -> str:
+        """What a program is called that a builder calls by this digest.
+
+        Two programs of one tenant with one digest are the same. Of another tenant's builder that is
+        not known: it may have been taken over, and claim what it likes.
+        """
+        return hashlib.sha256(f"{tenant}/{digest}".encode()).hexdigest() if tenant else digest
 
     def publish(self, folder: str, digest: str) -> None:
         """Give a built program its place. The same digest is the same program: the first wins.

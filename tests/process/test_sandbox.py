@@ -157,6 +157,8 @@ def infer(message, programs, pool, view, task, slot):
 def run(settings, channel):
     import msgspec, tempfile
     from pathlib import Path
+    if settings.model == "honest":
+        return run.real(settings, channel)
     from pipeswitch.ipc.messages import BuildDone
     from pipeswitch.programs.layout import Manifest
     work = tempfile.mkdtemp(prefix=f".build-{{settings.epoch}}-", dir=settings.directory)
@@ -168,8 +170,17 @@ def run(settings, channel):
         digest = "../../uploads"
     if settings.model == "another-folder":
         folder = ".build-1-/../../uploads"
+    if settings.model.startswith("steals"):
+        [victim] = [name for name in os.listdir(settings.directory) if len(name) == 64]
+        text = Path(settings.directory, victim, "manifest.json").read_bytes()
+        Path(work, "manifest.json").write_bytes(text)
+        digest = victim if settings.model == "steals-by-claim" else digest
+        place = os.open(work, os.O_RDONLY)
     done = BuildDone(model=settings.model, epoch=settings.epoch, digest=digest, folder=folder)
     channel.send(done)
+    while settings.model == "steals-later":  # until it is ended: its folder is renamed meanwhile
+        with open(os.open("manifest.json", os.O_WRONLY | os.O_CREAT, dir_fd=place), "wb") as file:
+            file.write(text)
     return 0
 
 HOSTILE = {{"workers.main": infer, "pipeswitch.programs.build.builder": run}}
@@ -184,6 +195,7 @@ class Finder:
         def exec_module(module):
             execute(module)
             if name in {only!r}:
+                function.real = getattr(module, function.__name__)
                 setattr(module, function.__name__, function)
         spec.loader.exec_module = exec_module
         return spec
@@ -226,6 +238,23 @@ def test_a_builder_that_lies_is_refused(tmp_path: Path) -> None:
             with pytest.raises(ps.RegistrationRefused, match=r"nonsense|a module's code"):
                 client.register(name, **SOURCE)
         assert client.models() == []
+
+
+def test_a_builder_cannot_pass_another_tenants_program_off_as_its_own(tmp_path: Path) -> None:
+    environment = enemys_path(tmp_path, "pipeswitch.programs.build.builder")
+    x = np.ones((1, 3, 64, 64), np.float32)
+    with (
+        server(environment=environment, tcp_roles=("infer", "register")) as running,
+        running.client() as owner, running.client(tcp=True) as enemy,
+    ):  # fmt: skip
+        owner.register("honest", **SOURCE)
+        answer = owner.infer("honest", x=x)
+        for name in ("steals-by-claim", "steals-by-manifest", "steals-later"):
+            with pytest.raises(ps.RegistrationRefused, match=r"program.bundle"):
+                enemy.register(name, **SOURCE)
+        assert [model["name"] for model in owner.models()] == ["honest"]
+        for name, output in owner.infer("honest", x=x).outputs.items():
+            assert np.array_equal(np.asarray(output), np.asarray(answer.outputs[name]))
 
 
 def test_a_model_whose_values_need_more_than_a_task_may_take_is_refused(tmp_path: Path) -> None:
