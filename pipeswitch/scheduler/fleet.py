@@ -93,11 +93,11 @@ class Fleet:
             self._keep_one_unbound()
 
     def _wanted_slots(self) -> int:
-        """1 active + N standby; a suspended worker does not count as a standby."""
+        """1 active + N standby; suspended workers do not count as standbys."""
         suspended = sum(
             worker.state.state is WorkerState.SUSPENDED for worker in self._device.workers.values()
         )
-        return 1 + max(1, self._device.settings.standby) + min(1, suspended)
+        return 1 + max(1, self._device.settings.standby) + suspended
 
     def _spawn_missing(self) -> None:
         core, device = self._core, self._device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from ..errors import OutOfDeviceMemory, PipeSwitchError, to_wire
 from ..ipc.messages import LeaseGranted, LeaseRefused, LeaseRequest
@@ -13,6 +14,8 @@ from .events import ToWorker
 from .records import Job, Worker
 from .slices import Slices
 from .states import TaskEvent, TaskState
+
+LEAST_STARTS: Final = 10  # so many times as long as it took to start, a job may keep its memory
 
 
 class Leases:
@@ -39,6 +42,7 @@ class Leases:
             self._refuse(job, error)
             return
         job.lease_asked_bytes = max(1, message.slice_bytes)
+        job.start_ms = self._device.core.now_ms - job.dispatched_at_ms
 
     def grant(self) -> Iterator[tuple[Job, str]]:
         """Slices for jobs that wait; not while requests do, whose models may need the room.
@@ -49,7 +53,7 @@ class Leases:
         device = self._device
         if device.queue or not device.is_daemon_ready:
             return
-        for job in device.jobs.values():
+        for job in sorted(device.jobs.values(), key=lambda job: (job.priority, job.place)):
             if not job.lease_asked_bytes or job.slot is None:
                 continue
             try:
@@ -62,12 +66,15 @@ class Leases:
             if region == "soon":
                 continue
             if region is None:
-                leaves = self._who_leaves_for(job)
+                leaves = self.who_leaves_for(job)
                 if leaves is not None:
                     yield leaves, f"memory for job {job.name}"
                 continue
             job.lease_asked_bytes = 0
-            job.lease_bytes = region.size_bytes
+            job.lease_bytes, job.why = region.size_bytes, ""
+            if held is None:
+                least_ms = LEAST_STARTS * job.start_ms
+                job.turn_left_ms = max(device.core.settings.training_cycle_ms, least_ms)
             if job.state.state is TaskState.TRANSMITTING:
                 job.state.apply(TaskEvent.STARTED, "leased its slice")
             self._device.emit(
@@ -83,16 +90,26 @@ class Leases:
                 )
             )
 
-    def _who_leaves_for(self, job: Job) -> Job | None:
-        """Models in use leave soon; another job's slice only when that job is evicted."""
+    def who_leaves_for(self, job: Job) -> Job | None:
+        """A suspended job that holds memory, less important or with its turn behind it.
+
+        None while models are in use: those leave soon.
+        """
         device = self._device
         if device.current is not None or device.upcoming is not None:
             return None
-        for other in device.jobs.values():
-            has_slice = self._arena.regions.get(other.slice) is not None
-            if other is not job and has_slice and other.state.state is TaskState.SUSPENDED:
-                return other
-        return None
+        may_leave = [
+            other
+            for other in device.jobs.values()
+            if self._arena.regions.get(other.slice) is not None
+            and other.state.state is TaskState.SUSPENDED
+            and (other.priority, min(0.0, -other.turn_left_ms)) >= (job.priority, 0.0)
+            and other is not job
+        ]
+        leaves = max(may_leave, key=lambda other: (other.priority, -other.place), default=None)
+        if leaves is None:
+            job.why = "waits for memory: the jobs that have it train a while first"
+        return leaves
 
     def _refuse(self, job: Job, error: PipeSwitchError) -> None:
         assert job.slot is not None

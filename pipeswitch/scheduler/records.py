@@ -212,6 +212,9 @@ class Job:
     epoch_index: int = 0
     lease_bytes: int = 0
     lease_asked_bytes: int = 0  # waiting for memory
+    dispatched_at_ms: float = 0.0
+    start_ms: float = 0.0  # from there to its first step: what an eviction costs it
+    turn_left_ms: float = 0.0  # of training, before another job may take its memory
     place: Epoch = NO_EPOCH  # in the round robin: the smallest goes first
     cycle_began_at_ms: float = 0.0
     cycle_left_ms: float = 0.0

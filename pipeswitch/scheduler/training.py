@@ -23,9 +23,10 @@ from .jobs import Jobs
 from .leases import Leases
 from .records import NO_TURN, Job, Worker
 from .slices import Slices
-from .states import TaskEvent, TaskState, WorkerEvent, WorkerState
+from .states import TASK_ON_WORKER, TaskEvent, TaskState, WorkerEvent, WorkerState
 
 JOBS_TENANT: Final = ""  # who may run code has the operator's power: jobs are the owner's
+MAX_IN_PLACE: Final = 4  # jobs that have a process each, and their slice if it fits
 WHY_EVICTED: Final = {
     "pause": "pause asked by the user",
     "cancel": "cancel asked by the user",
@@ -58,7 +59,7 @@ class Training:
             self._watch_running(device.jobs[device.training])
         elif device.is_daemon_ready and not core.is_draining and self._is_device_idle():
             self._run_next()
-        self._keep_one_suspended()
+        self._make_place()
         self._kill_who_stays()
         self._commits.persist_due()
 
@@ -104,7 +105,7 @@ class Training:
             if job.state.state is TaskState.SUSPENDED:
                 self._resume(job)
                 return
-            worker = self._pick_worker()
+            worker = self._pick_worker() if len(self._in_place()) < MAX_IN_PLACE else None
             if worker is not None:
                 self._dispatch(job, worker)
                 return
@@ -128,6 +129,7 @@ class Training:
     def _dispatch(self, job: Job, worker: Worker) -> None:
         core = self._core
         job.epoch = core.next_epoch()
+        job.dispatched_at_ms = core.now_ms
         job.turn = Turn(core.next_epoch())
         job.commit_number = 0
         job.slot = worker.slot
@@ -182,11 +184,12 @@ class Training:
         if state in (TaskState.RUNNING, TaskState.TRANSMITTING):
             is_wanted = self._waiting_behind(job)
             ends_at_ms = job.cycle_began_at_ms + job.cycle_left_ms
-            if is_wanted and core.now_ms >= ends_at_ms:
+            if is_wanted and (job.lease_asked_bytes or core.now_ms >= ends_at_ms):
                 self.stop(job.name, Turn(0), Slot(0))
             elif is_wanted:
                 core.look_again(ends_at_ms)
             elif core.now_ms >= ends_at_ms:
+                self._account(job)
                 self._new_cycle(job)
         elif state is TaskState.STOPPING:
             self._kill_after(job, job.stop_asked_at_ms + settings.stop_grace_ms, "did not stop")
@@ -202,13 +205,20 @@ class Training:
             return
         device.kill(device.workers[job.slot], reason)
 
-    def _keep_one_suspended(self) -> None:
-        """At most one job stays suspended in place: the one that goes next."""
-        jobs = self._device.jobs.values()
-        suspended = [job for job in jobs if job.state.state is TaskState.SUSPENDED]
-        suspended.sort(key=lambda job: (job.lease_asked_bytes > 0, job.priority, job.place))
-        for job in suspended[1:]:
-            self.evict(job.name, "another job is suspended already")
+    def _in_place(self) -> list[Job]:
+        return [job for job in self._device.jobs.values() if job.state.state in TASK_ON_WORKER]
+
+    def _make_place(self) -> None:
+        """Where all places are taken, one job leaves for the next in the queue, its turn over."""
+        in_place, queued = self._in_place(), self._device.jobs.values()
+        waiting = [job for job in queued if job.state.state is TaskState.QUEUED]
+        is_leaving = any(job.state.state is TaskState.EVICTING for job in in_place)
+        if len(in_place) < MAX_IN_PLACE or is_leaving or not waiting:
+            return
+        first = min(waiting, key=lambda job: (job.priority, job.place))
+        leaves = self._leases.who_leaves_for(first)
+        if leaves is not None:
+            self.evict(leaves.name, f"job {first.name} is next")
 
     def _kill_who_stays(self) -> None:
         """A script that swallows the eviction, or a process that does not leave after it."""
@@ -285,10 +295,16 @@ class Training:
             return
         device.training = None
         core.span("scheduler", f"train {job.name}", job.cycle_began_at_ms, core.now_ms)
-        job.cycle_left_ms -= core.now_ms - job.cycle_began_at_ms
+        self._account(job)
         if job.cycle_left_ms <= 0:
             job.cycle_left_ms = core.settings.training_cycle_ms
             job.place = core.next_epoch()
+
+    def _account(self, job: Job) -> None:
+        trained_ms = self._core.now_ms - job.cycle_began_at_ms
+        job.cycle_left_ms -= trained_ms
+        if job.lease_bytes:
+            job.turn_left_ms -= trained_ms
 
     def evict(self, name: JobName, cause: str) -> None:
         """Ask a job on a worker to commit its last step and unwind."""

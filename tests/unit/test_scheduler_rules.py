@@ -1037,7 +1037,7 @@ def test_a_lower_priority_job_does_not_interrupt_a_higher_one(rig: Rig) -> None:
     assert not rig.sent(StopTask)
 
 
-def test_at_most_one_job_stays_suspended(rig: Rig) -> None:
+def test_jobs_whose_slices_fit_stay_suspended_side_by_side(rig: Rig) -> None:
     rig.register("a")
     one = rig.start_training("one")
     two = rig.train("two")
@@ -1046,10 +1046,26 @@ def test_at_most_one_job_stays_suspended(rig: Rig) -> None:
     rig.lease(two)
     rig.infer("a")
     rig.park(two, rig.state.upcoming.turn)
-    (evict,) = rig.sent(EvictTask)
-    states = {one.state.state, two.state.state}
-    assert states == {TaskState.SUSPENDED, TaskState.EVICTING}
-    assert evict.epoch in (one.epoch, two.epoch)
+    assert one.state.state is two.state.state is TaskState.SUSPENDED
+    assert not rig.sent(EvictTask)
+    assert len(rig.state.workers) == 5  # one active, two standbys beside them
+
+
+def test_a_job_keeps_its_memory_for_ten_times_its_start(rig: Rig) -> None:
+    one = rig.train("one")
+    rig.tick(500.0)
+    rig.lease(one, 40)  # it took half a second to get there
+    two = rig.train("two")
+    rig.tick(1500.0)
+    rig.park(one)
+    rig.lease(two, 40)
+    assert not rig.sent(EvictTask)
+    assert "memory" in two.why
+    rig.park(two)  # it does not keep the device while it waits
+    assert one.state.state is TaskState.RUNNING
+    rig.tick(6000.0)
+    rig.park(one)
+    assert [order.epoch for order in rig.sent(EvictTask)] == [one.epoch]
 
 
 def test_a_job_that_waits_for_another_s_memory_gets_it_when_its_time_comes(rig: Rig) -> None:

@@ -30,9 +30,9 @@ class Answered(World):
             if isinstance(command, ev.Answer) and not command.more:
                 self.answers[command.token] = (self.now_ms, command)
 
-    def __init__(self, **costs: Any) -> None:
+    def __init__(self, store_mib: int = 64, **costs: Any) -> None:
         self.answers: dict[ev.Token, tuple[float, ev.Answer]] = {}
-        settings = SchedulerSettings(arena_bytes=64 * MIB, store_bytes=64 * MIB, words=64)
+        settings = SchedulerSettings(arena_bytes=64 * MIB, store_bytes=store_mib * MIB, words=64)
         super().__init__(Scheduler(settings), costs=Costs(to_device=LINK, **costs))
         program = program_of("d", GROUPS * MIB, groups=GROUPS, layers_per_group=1,
                              layer_ms=LAYER_MS)  # fmt: skip
@@ -127,3 +127,24 @@ def test_a_token_is_answered_once() -> None:
     world = Answered()
     with pytest.raises(Violation, match="answered twice"):
         world.perform([ev.Answer(token=ev.Token(1))])
+
+
+@pytest.mark.parametrize("slice_mib", [12, 45], ids=["fit side by side", "fit one at a time"])
+def test_three_jobs_train_nearly_as_much_as_one_alone_and_equally(slice_mib: int) -> None:
+    """Under requests that come once in a second, with scripts that take two seconds to start."""
+
+    def trained_steps(jobs: int) -> list[int]:
+        world = Answered(start_ms=300.0, to_host=LINK, message_ms=0.1, store_mib=1024)
+        plan = Training(steps=10**6, step_ms=100.0, start_ms=2000.0, slice_bytes=slice_mib * MIB,
+                        state_bytes=slice_mib * MIB)  # fmt: skip
+        for number in range(jobs):
+            world.clients.train(JobName(f"j{number}"), plan)
+        for second in range(200):
+            world.clock.at(second * 1000.0 + 17.0, lambda: world.clients.infer(MODEL))
+        world.run(200_000.0)
+        found = world.scheduler.machine.device.state.jobs.values()
+        return [job.committed_step for job in found]
+
+    alone, steps = trained_steps(1), trained_steps(3)
+    assert sum(steps) >= 0.9 * alone[0]
+    assert min(steps) >= 0.5 * max(steps)
