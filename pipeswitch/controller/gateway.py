@@ -40,7 +40,8 @@ NEEDS: Final = {
 }  # modules
 BACKLOG: Final = 512
 LIVED_S: Final = 5.0  # one that lived so long is started again at once
-AGAIN_S: Final = 1.0  # the others after this
+AGAIN_S: Final = 1.0  # the others after this, twice as long each time…
+MAX_AGAIN_S: Final = 60.0  # …up to this
 FORMER_WAIT_S: Final = 5.0
 STOP_WAIT_S: Final = 3.0
 LOCK_FILE: Final = "gateway.lock"
@@ -69,6 +70,7 @@ class Gateway:
         self._channel: Channel | None = None  # its end of file tells the gateway of our death
         self._started_at_s = 0.0
         self._due_at_s: float | None = None
+        self._again_s = AGAIN_S
         self.warnings: list[str] = []
 
     # ---- before anything is started ------------------------------------------------------------
@@ -162,33 +164,39 @@ class Gateway:
             self._spawn()
 
     def _spawn(self) -> None:
+        """A next life. What the system refuses (descriptors, processes) is tried again later."""
         self._due_at_s = None
         self._started_at_s = time.monotonic()
-        try:
-            ours, theirs = channel_pair()
-            with open_log(self._log_path) as log_file:
-                self._process = subprocess.Popen(
-                    command(theirs.fileno()),
-                    pass_fds=(theirs.fileno(),),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log_file,
-                    stderr=log_file,
-                    start_new_session=True,  # a Ctrl-C at the terminal is ours to handle
-                )
-        except OSError as error:  # out of descriptors or processes: as if it had died
-            log.error("gateway=not_started: %s", error)
-            self._due_at_s = time.monotonic() + AGAIN_S
-            return
-        theirs.close()
-        self._channel = ours
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, str(self._process.pid).encode(), 0)
-        with contextlib.suppress(BrokenPipeError):  # its exit follows
-            http = self._sockets.get("http")
-            ours.send(self._settings(), [self._lock, *([http.fileno()] if http else [])])
-        self._pidfd = os.pidfd_open(self._process.pid)
+        with contextlib.ExitStack() as undo:
+            try:
+                ours, theirs = channel_pair()
+                undo.callback(ours.close)
+                with contextlib.closing(theirs), open_log(self._log_path) as log_file:
+                    process = subprocess.Popen(
+                        command(theirs.fileno()),
+                        pass_fds=(theirs.fileno(),),
+                        stdin=subprocess.DEVNULL,
+                        stdout=log_file,
+                        stderr=log_file,
+                        start_new_session=True,  # a Ctrl-C at the terminal is ours to handle
+                    )
+                undo.callback(process.wait)
+                undo.callback(process.kill)
+                self._pidfd = os.pidfd_open(process.pid)
+            except OSError as error:
+                log.error("gateway=not_started: %s", error)
+                self._try_again()
+                return
+            undo.pop_all()
+        self._process, self._channel = process, ours
         self._selector.register(self._pidfd, selectors.EVENT_READ, self._exited)
-        log.info("gateway=started pid=%d %s", self._process.pid, " ".join(self.addresses))
+        with contextlib.suppress(OSError):  # a full disk: the next server cannot end this one then
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, str(process.pid).encode(), 0)
+        http = self._sockets.get("http")
+        with contextlib.suppress(BrokenPipeError):  # its exit follows
+            ours.send(self._settings(), [self._lock, *([http.fileno()] if http else [])])
+        log.info("gateway=started pid=%d %s", process.pid, " ".join(self.addresses))
 
     def _settings(self) -> GatewaySettings:
         config = self._config
@@ -214,7 +222,14 @@ class Gateway:
         status = self._reap()
         lived_s = time.monotonic() - self._started_at_s
         log.error("gateway=lost status=%d lived_s=%.1f", status, lived_s)
-        self._due_at_s = time.monotonic() + (0.0 if lived_s >= LIVED_S else AGAIN_S)
+        if lived_s >= LIVED_S:
+            self._again_s, self._due_at_s = AGAIN_S, time.monotonic()
+        else:
+            self._try_again()
+
+    def _try_again(self) -> None:
+        self._due_at_s = time.monotonic() + self._again_s
+        self._again_s = min(2 * self._again_s, MAX_AGAIN_S)
 
     def _reap(self) -> int:
         self._selector.unregister(self._pidfd)

@@ -95,10 +95,10 @@ def json_answer(value: Any, status: int = 200, headers: Sequence[tuple[str, str]
     return Answer(status=status, parts=[msgspec.json.encode(value)], headers=headers)
 
 
-def refusal(error: PipeSwitchError, extra: Sequence[tuple[str, str]] = ()) -> Answer:
+def refusal(error: PipeSwitchError) -> Answer:
     """An error as it is told: always ``{"error", "code", "hint"}``."""
     status = status_of(error)
-    headers = [*extra]
+    headers = []
     if status.may_retry:
         headers.append(("Retry-After", str(RETRY_AFTER_S)))
     if isinstance(error, Unauthenticated):
@@ -151,7 +151,9 @@ class HttpServer:
             ]
             if not idle:
                 return False
-            min(idle, key=lambda other: other.since_s).abort()
+            longest = min(idle, key=lambda other: other.since_s)
+            self.leave(longest)  # now: several may come before asyncio tells of its end
+            longest.abort()
         self.connections.add(connection)
         self._by_peer[peer] += 1
         return True
@@ -226,6 +228,7 @@ class Connection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.leave(self)
         self._stop_reading()
+        self._parser = None  # it points back here
         if self._task is not None:
             self._task.cancel()
         self._forget_queue()
@@ -316,7 +319,8 @@ class Connection(asyncio.BufferedProtocol):
         headers = self._headers
         path, _, query = self._url.decode("latin-1").partition("?")
         is_current = self._parser.get_http_version() == "1.1"
-        self._is_kept = is_current and "close" not in headers.get("connection", "").lower()
+        wish = headers.get("connection", "").lower()
+        self._is_kept = "close" not in wish if is_current else "keep-alive" in wish
         length = None if "transfer-encoding" in headers else int(headers.get("content-length", 0))
         head = Head(
             method=self._parser.get_method().decode("latin-1"),
@@ -519,8 +523,7 @@ def _bytes_of(answer: Answer, *, is_kept: bool, has_body: bool = True) -> list[A
         f"Content-Length: {size}",
         *(f"{name}: {value}" for name, value in answer.headers),
     ]
-    if not is_kept:
-        lines.append("Connection: close")
+    lines.append(f"Connection: {'keep-alive' if is_kept else 'close'}")  # said for HTTP/1.0
     head = "\r\n".join([*lines, "", ""]).encode("latin-1")
     if not has_body:
         return [head]

@@ -19,7 +19,7 @@ pytest.importorskip("httptools", reason="make installs it")
 for _client in ("tritonclient.http", "tritonclient.grpc"):
     pytest.importorskip(_client, reason="make installs it")
 
-AHEAD = 20  # requests: about a second
+AHEAD = 40  # requests: about two seconds
 TOKEN = "a-token-of-the-operator"
 
 
@@ -387,27 +387,49 @@ def test_every_refusal_is_json_and_says_what_would_be_right(
     assert words in f"{answer['error']} {answer['hint']}"
 
 
-def test_a_request_whose_caller_hangs_up_is_taken_back(checked: Checked, http: str) -> None:
+IMPATIENT = """
+    import sys
+    import numpy as np
+    import tritonclient.grpc as triton
+
+    client = triton.InferenceServerClient(sys.argv[1])
+    given = triton.InferInput("x", (1, 1024), "FP32")
+    given.set_data_from_numpy(np.zeros((1, 1024), np.float32))
+    print(client.is_server_ready(), flush=True)
+    sys.stdin.readline()
+    client.infer("slow", [given])
+"""
+
+
+def test_requests_whose_callers_hang_up_are_taken_back(checked: Checked, http: str) -> None:
     slow = mlp(1024, 8, seed=1)  # tens of milliseconds
     checked.client.register("slow", slow, example_inputs=(torch.zeros(2, 1024),), max_batch=256)
     x = np.zeros((256, 1024), np.float32)
-    before = checked.stats()["inference"]
-    ahead = [checked.client.submit("slow", x) for _ in range(AHEAD)]
-    caller = subprocess.Popen(
-        ["curl", "-s", f"http://{http}/v2/models/slow/infer", "-H",
-         "Inference-Header-Content-Length: 0", "--data-binary", "@-"], stdin=subprocess.PIPE,
-    )  # fmt: skip
-    assert caller.stdin is not None
-    caller.stdin.write(x.tobytes())
-    caller.stdin.close()
-    until(
-        lambda: checked.stats()["inference"]["accepted"] == before["accepted"] + AHEAD + 1,
-        "it waits",
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    by_grpc = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(IMPATIENT), checked.running.grpc_address], **pipes
     )
-    caller.kill()
-    caller.wait()
-    until(lambda: checked.stats()["inference"]["error"] == before["error"] + 1, "it is taken back")
-    assert not ahead[-1].done()  # it was still in the queue, behind these
+    by_http = subprocess.Popen(
+        ["curl", "-s", f"http://{http}/v2/models/slow/infer", "-H",
+         "Inference-Header-Content-Length: 0", "--data-binary", "@-"], **pipes,
+    )  # fmt: skip
+    try:
+        assert by_grpc.stdout.readline() == b"True\n"
+        before = checked.stats()["inference"]
+        ahead = [checked.client.submit("slow", x) for _ in range(AHEAD)]
+        by_grpc.stdin.write(b"go\n")
+        by_grpc.stdin.close()
+        by_http.stdin.write(x.tobytes())
+        by_http.stdin.close()
+        wanted = before["accepted"] + AHEAD + 2
+        until(lambda: checked.stats()["inference"]["accepted"] == wanted, "both wait")
+    finally:
+        for caller in (by_grpc, by_http):
+            caller.kill()
+            caller.wait()
+            caller.stdout.close()
+    until(lambda: checked.stats()["inference"]["error"] == before["error"] + 2, "both taken back")
+    assert not ahead[-1].done()  # they were still in the queue, behind these
     for future in ahead:
         future.result(30)
     checked.client.unregister("slow")

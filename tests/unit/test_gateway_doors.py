@@ -52,6 +52,32 @@ def test_behind_a_proxy_callers_need_tokens_on_loopback_too(tmp_path: Path) -> N
         opened(tmp_path, http="127.0.0.1:0", behind_proxy=True)
 
 
+def test_what_cannot_be_started_is_tried_again_ever_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: Any, **__: Any) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("pipeswitch.controller.gateway.subprocess.Popen", refuses)
+    now = [0.0]
+    monkeypatch.setattr("pipeswitch.controller.gateway.time.monotonic", lambda: now[0])
+    with selectors.DefaultSelector() as selector:
+        gateway = Gateway(GatewayConfig(http="off", grpc="off"), selector, tmp_path, tmp_path / "l")
+        gateway._spawn()
+        waits = []
+        for _ in range(8):
+            wait_s = gateway.wait_s()
+            assert wait_s is not None
+            waits.append(wait_s)
+            gateway.look()  # too early
+            assert gateway.wait_s() == wait_s
+            now[0] += wait_s
+            gateway.look()
+        assert waits == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
+        gateway.stop()
+        assert gateway.wait_s() is None
+
+
 def test_files_that_are_not_good_are_refused(tmp_path: Path) -> None:
     for settings, words in (
         ({"tokens": str(tmp_path / "none")}, "No such file"),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("httptools", reason="make installs it")
 
@@ -91,8 +94,9 @@ class Rig:
         return connection, wire
 
 
-@pytest.fixture
-def rig() -> Iterator[Rig]:
+@contextlib.contextmanager
+def rigged() -> Iterator[Rig]:
+    """A rig on a loop of its own."""
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     try:
@@ -104,6 +108,12 @@ def rig() -> Iterator[Rig]:
         loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         loop.close()
         asyncio.set_event_loop(None)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    with rigged() as made:
+        yield made
 
 
 def feed(connection: Connection, data: bytes, piece: int = 1 << 20) -> None:
@@ -128,9 +138,9 @@ def post(path: str, body: bytes, extra: bytes = b"") -> bytes:
     return head + HOST + extra + b"\r\n" + body
 
 
-def answers(wire: Wire) -> list[tuple[int, bytes]]:
-    """All complete answers on the wire."""
-    found, rest = [], wire.sent
+def answers(wire: Wire, sent: bytes | None = None) -> list[tuple[int, bytes]]:
+    """All answers on the wire."""
+    found, rest = [], wire.sent if sent is None else sent
     while rest:
         head, _, rest = rest.partition(b"\r\n\r\n")
         size = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
@@ -238,6 +248,15 @@ def test_a_peer_that_waits_for_leave_to_send_gets_it(rig: Rig) -> None:
     assert wire.sent == b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
+def test_an_old_client_keeps_its_connection_if_it_says_so(rig: Rig) -> None:
+    connection, wire = rig.connect()
+    feed(connection, b"GET /a HTTP/1.0\r\nConnection: Keep-Alive\r\n\r\n")
+    assert b"Connection: keep-alive" in wire.sent
+    feed(connection, b"GET /b HTTP/1.0\r\n\r\n")
+    assert [body for _, body in answers(wire)] == [b"/a ", b"/b "]
+    assert wire.has_ended
+
+
 def test_head_gets_the_head_alone(rig: Rig) -> None:
     connection, wire = rig.connect()
     feed(connection, b"HEAD /a HTTP/1.1\r\n" + HOST + b"\r\n")
@@ -331,3 +350,29 @@ def test_whole_bodies_that_wait_are_bounded(rig: Rig) -> None:
         feed(connection, post("/", b"x" * 1000))
         assert [said for said, _ in answers(wire)] == ([status] if status else [])
     assert rig.server.waiting_bytes == 1000
+
+
+PIECES = st.sampled_from(
+    [
+        post("/a", b"12"), post("/no", b""), HOST, b"GET / HTTP/1.1\r\n", b"\r\n", b"0\r\n\r\n",
+        b"POST /c HTTP/1.1\r\nTransfer-Encoding: chunked\r\n" + HOST + b"\r\n", b"5\r\nabcde\r\n",
+        b"Connection: Upgrade\r\nUpgrade: h2c\r\n", b"Content-Length: 7\r\n", b"PRI * HTTP/2.0",
+        b"Expect: 100-continue\r\n", b"HTTP/1.0\r\n", b"CONNECT a:1 HTTP/1.1\r\n", b"\x16\x03\x01",
+    ]
+)  # fmt: skip
+
+
+@given(st.lists(PIECES | st.binary(max_size=20), max_size=12), st.integers(1, 200))
+def test_whatever_comes_every_answer_is_whole_and_nothing_is_held_afterwards(
+    pieces: list[bytes], piece: int
+) -> None:
+    with rigged() as rig:
+        connection, wire = rig.connect()
+        feed(connection, b"".join(pieces), piece)
+        sent = wire.sent.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
+        for status, body in answers(wire, sent):
+            assert status in (200, 400, 404, 413, 429, 431)
+            assert status == 200 or json.loads(body)["error"]
+        wire.abort()
+        assert (rig.server.waiting_bytes, rig.server.unfinished_bytes) == (0, 0)
+        assert not rig.server.connections
