@@ -39,10 +39,14 @@ class Callers:
             hosts: names under which this address may be asked; None: any.
         """
         self._roles = frozenset(roles)
-        # Digests: comparing them tells nothing of a token, not even its length.
-        self._tokens = {_digest(token): standing for token, standing in tokens.items()}
         self._needs_token = needs_token
         self._hosts = hosts
+        self.learn(tokens)
+
+    def learn(self, tokens: Mapping[str, Standing]) -> None:
+        """These tokens from now on, and no others."""
+        # Digests: comparing them tells nothing of a token, not even its length.
+        self._tokens = {_digest(token): standing for token, standing in tokens.items()}
 
     def standing(self, authorization: str) -> Standing:
         """Who shows this ``Authorization`` header; empty: no one in particular.

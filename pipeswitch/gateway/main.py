@@ -23,6 +23,7 @@ from typing import Final
 
 from prometheus_client import disable_created_metrics
 
+from ..errors import ConfigError
 from ..ipc.channel import Channel, channel_from
 from ..ipc.messages import GatewaySettings
 from ..roles import parse_roles
@@ -34,6 +35,7 @@ from .rest import Rest
 from .service import Service
 from .upstream import Upstream
 
+TOKENS_EVERY_S: Final = 1.0
 ORPHAN_S: Final = 60.0  # how long a gateway waits for the next server
 DRAIN_S: Final = 1.0  # for answers that are due when it is told to leave
 BACKLOG: Final = 512
@@ -83,6 +85,8 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
     http = HttpServer(Rest(service, callers), limits)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(upstream.close)
+        if settings.tokens:
+            stack.callback(loop.create_task(_follow(Path(settings.tokens), callers)).cancel)
         if settings.http:
             listening = socket.socket(fileno=descriptors[1])
             server = await loop.create_server(
@@ -109,6 +113,23 @@ def _callers(settings: GatewaySettings) -> Callers:
         needs_token=settings.needs_token,
         hosts=frozenset(settings.hosts) or None,
     )
+
+
+async def _follow(path: Path, callers: Callers) -> None:
+    """Tokens that are given or taken count soon. A file that is no good changes nothing."""
+    seen: tuple[int, ...] = ()
+    while True:
+        found: tuple[int, ...] = ()
+        with contextlib.suppress(OSError):
+            facts = path.stat()
+            found = facts.st_mtime_ns, facts.st_ino, facts.st_size
+        if found != seen:
+            seen = found
+            try:
+                callers.learn(read_tokens(path))
+            except ConfigError as error:
+                log.error("tokens=unchanged: %s", error)
+        await asyncio.sleep(TOKENS_EVERY_S)
 
 
 def _tls(settings: GatewaySettings) -> ssl.SSLContext | None:

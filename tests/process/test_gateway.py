@@ -37,10 +37,15 @@ def net() -> torch.nn.Module:
 
 
 @pytest.fixture(scope="module")
-def checked(tmp_path_factory: pytest.TempPathFactory, net: torch.nn.Module) -> Iterator[Checked]:
-    tokens = tmp_path_factory.mktemp("gateway") / "tokens"
-    tokens.touch(0o600)
-    tokens.write_text(f"ops {TOKEN} infer,operate\n")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gateway") / "tokens"
+    path.touch(0o600)
+    path.write_text(f"ops {TOKEN} infer,operate\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def checked(tokens: Path, net: torch.nn.Module) -> Iterator[Checked]:
     args = ("--gateway-tokens", str(tokens))
     with checked_server(http=True, args=args, arena="128MiB") as checked:
         client = checked.client
@@ -340,6 +345,14 @@ def test_curl_asks_in_json_and_reads_the_bill(http: str, net: torch.nn.Module) -
         assert curl(http, path) == (200, {key: True})
     assert curl(http, "/v2/models/mlp/ready") == (200, {"name": "mlp", "ready": True})
     assert {row["name"] for row in curl(http, "/v2/models/stats")[1]["model_stats"]} >= {"mlp"}
+
+
+def test_a_token_that_is_added_counts_soon(checked: Checked, http: str, tokens: Path) -> None:
+    asked = ("-X", "POST", "-H", "Authorization: Bearer a-token-that-was-added")
+    path = "/v2/repository/models/mlp/unload"
+    assert curl(http, path, *asked)[0] == 401
+    tokens.write_text(f"{tokens.read_text()}late a-token-that-was-added operate\n")
+    until(lambda: curl(http, path, *asked)[0] == 200, "it counts")
 
 
 def test_a_scraper_reads_requests_and_an_operators_the_server_too(http: str) -> None:

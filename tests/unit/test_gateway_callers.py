@@ -48,6 +48,14 @@ def test_a_token_adds_its_roles_and_an_unknown_one_is_no_ones() -> None:
         callers(needs_token=True).standing("")
 
 
+def test_a_token_that_is_taken_away_is_known_no_more() -> None:
+    known = callers()
+    known.learn({"another-token-of-ops": Standing(tenant="ops")})
+    assert known.standing("Bearer another-token-of-ops").tenant == "ops"
+    with pytest.raises(Unauthenticated):
+        known.standing(f"Bearer {TOKEN}")
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1:8000", "localhost:1", "LOCALHOST", "[::1]:8000"])
 def test_this_address_may_be_asked_under_its_own_names(host: str) -> None:
     callers(hosts=frozenset({"127.0.0.1", "localhost", "[::1]"})).check_host(host)
