@@ -73,13 +73,19 @@ class Metrics:
             for phase, text in PHASES.items()
         }
         self._seen: set[tuple[str, str]] = set()  # models and outcomes
+        self._parts: dict[str, list[tuple[str, Any]]] = {}  # of each model's bill
         self._server = _Server()
         self._registry.register(self._server)
 
     def answered(self, model: str, bill: Mapping[str, Any]) -> None:
         self._count(model, OK)
-        for phase, histogram in self._phases.items():
-            histogram.labels(model).observe(float(bill.get(f"{phase}_ms", 0.0)) / 1000.0)
+        if model not in self._parts:  # to look them up costs more than to count
+            self._parts[model] = [
+                (f"{phase}_ms", histogram.labels(model))
+                for phase, histogram in self._phases.items()
+            ]
+        for key, part in self._parts[model]:
+            part.observe(bill.get(key, 0.0) / 1000.0)
 
     def failed(self, model: str, outcome: str) -> None:
         """``outcome``: the error's name."""
@@ -95,6 +101,7 @@ class Metrics:
             self._seen.remove((model, outcome))
             self._requests.remove(model, outcome)
             if outcome == OK:
+                del self._parts[model]
                 for histogram in self._phases.values():
                     histogram.remove(model)
 
