@@ -126,20 +126,23 @@ class SimulatedWorker(Process):
         costs = self.scene.costs
         if not self.is_ready:
             return [Move("task", "starts", costs.start_ms, self._becomes_ready)]
-        found = self._reads("signal", self._hears) if self.may_hear else []
+        hears = self._reads("signal", self._hears) if self.may_hear else []
+        return hears + self.main_steps()
+
+    def main_steps(self) -> list[Move]:
+        """What the main thread can do."""
+        costs, script = self.scene.costs, self.script
         if self.inference is not None:
-            found += self._inference_steps(self.inference)
-        elif self.script is not None:
-            if self.script.phase == "over" and not self.script.is_stubborn:
-                found.append(Move("main", "leaves", 0.0, partial(self.end, 0)))
-            found += self.script.steps()
-        elif self._cleaning:
-            found.append(Move("main", "cleans", 0.0, self._cleaned))
-        elif self._preparing is not None:
-            found.append(Move("main", "prepares", costs.prepare_ms, self._prepared))
-        else:
-            found += self._reads("task", self._takes)
-        return found
+            return self._inference_steps(self.inference)
+        if script is not None:
+            if script.phase == "over" and not script.is_stubborn:
+                return [Move("main", "leaves", 0.0, partial(self.end, 0))]
+            return script.steps()
+        if self._cleaning:
+            return [Move("main", "cleans", 0.0, self._cleaned)]
+        if self._preparing is not None:
+            return [Move("main", "prepares", costs.prepare_ms, self._prepared)]
+        return self._reads("task", self._takes)
 
     def _becomes_ready(self) -> None:
         self.is_ready = True

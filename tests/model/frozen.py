@@ -162,8 +162,10 @@ class Still:
     def check(self, owner: object) -> None:
         """Raise UnknownField when one has changed."""
         mine = vars(owner)
+        if self._values.items() <= mine.items():
+            return
         for name, value in self._values.items():
-            if mine[name] is not value and mine[name] != value:
+            if mine[name] != value:
                 raise UnknownField(
                     f"{self._what}.{name} has become {mine[name]!r}: new to the protocol model; "
                     "freeze it, or drop it if no decision reads it"

@@ -56,7 +56,7 @@ class Recall:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._brain: Brain | None = None
-        self._is_live = True
+        self.is_live = True
         self._moments: dict[Any, Moment] = {}
         self._at: Moment | None = None  # None: the live scheduler has not been frozen there
 
@@ -67,7 +67,7 @@ class Recall:
     @property
     def scheduler(self) -> Scheduler:
         """The real one, set to this moment."""
-        if not self._is_live:
+        if not self.is_live:
             self._load()
         return self._scheduler
 
@@ -80,7 +80,7 @@ class Recall:
 
     def go_to(self, moment: Moment) -> None:
         """Be at a moment that was once met."""
-        self._at, self._is_live = moment, False
+        self._at, self.is_live = moment, False
 
     def moment_of(self, kept: Kept, generations: tuple[int, ...]) -> Moment:
         """The moment that was frozen to this."""
@@ -93,7 +93,7 @@ class Recall:
 
     def handle(self, event: ev.Event, now_ms: float | None) -> Consequence:
         """One event into the scheduler."""
-        if self._is_live:
+        if self.is_live:
             at_ms = self._scheduler.core.now_ms if now_ms is None else now_ms
             commands = self._scheduler.handle(event, at_ms)
             self._at = None

@@ -154,8 +154,8 @@ def tell(scope: Scope, path: list[Action], violation: str) -> str:
             world.apply(action)
         except Violation as broken:
             found = str(broken)
-        told = [what for _, way, what in world.story if way != ">"]
-        lines += [f"       → {text}" for text in map(order_of, told) if text]
+        told = [order_of(command) for _, _, command in world.story]
+        lines += [f"       → {text}" for text in told if text]
     if not found:
         try:
             world.check_rest()

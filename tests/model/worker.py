@@ -63,9 +63,7 @@ class Worker(SimulatedWorker):
 
     def main_move(self) -> Move | None:
         """What the main thread does next."""
-        if not (self.script or self.inference or self.inbox.get(TASK) or self._cleaning):
-            return None
-        found = [move for move in self.steps() if move.lane != SIGNAL]
+        found = self.main_steps()
         return found[0] if found else None
 
     def settle(self) -> None:

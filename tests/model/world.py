@@ -381,8 +381,14 @@ class World(simulator.World):
     # -- the scheduler -------------------------------------------------------------------------
 
     def handle(self, event: ev.Event) -> None:
-        self.story.append((self.now_ms, ">", event))
         self._handle(event)
+
+    def perform(self, commands: list[ev.Command]) -> None:
+        if self.recall.is_live:  # it may be told
+            super().perform(commands)
+            return
+        for command in commands:
+            self._perform(command)
 
     def _handle(self, event: ev.Event) -> None:
         commands, broken, _ = self.recall.handle(event, self.now_ms)
