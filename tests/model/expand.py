@@ -27,7 +27,9 @@ CHUNK = 64  # states that go to a process at once
 GARBAGE_EVERY = 100_000  # objects: nearly all that is made here is no garbage, or falls at once
 DIGEST_BYTES = 12  # two of 10^6 states share one with a chance below 10^-16
 
-MOST_MOMENTS = 60_000  # that a process remembers of the scheduler, some 3 KiB each
+# That a process remembers of the scheduler, some 3 KiB each. With a quarter of what a scope has,
+# it takes half as long again.
+MOST_MOMENTS = 150_000
 
 State = tuple[int, bytes]  # where it is at home (see ``Moment.home``), and the state
 Edge = tuple[Action, bytes, State | None]  # the state's digest; the state when it is news

@@ -33,7 +33,7 @@ Kept = tuple[bytes, tuple[int, ...]]  # marshalled, and its epochs: see ``frozen
 PLAIN = frozenset({
     "int", "float", "str", "bool", "int | None", "float | None", "bool | None", "Slot",
     "Slot | None", "Token",
-    "ModelName", "JobName", "JobName | None", "ModelName | None", "Wanted", "Data",
+    "ModelName", "JobName", "JobName | None", "ModelName | None", "Wanted",
     "tuple[int, ...]", "tuple[str, ...]",
 })  # fmt: skip
 LISTS = frozenset({"list[Token]", "list[JobName]"})
@@ -49,7 +49,6 @@ class Codec:
 
     Args:
         drop: fields that are only shown: no decision reads them.
-        own: fields whose annotation says nothing, with the codec to use.
         ordered: epochs that are compared by size somewhere; turns always are.
 
     Attributes:
@@ -58,13 +57,12 @@ class Codec:
     """
 
     def __init__(
-        self, kind: type, *, drop: tuple[str, ...] = (), own: dict[str, Codec] | None = None,
-        ordered: tuple[str, ...] = (),
-    ) -> None:  # fmt: skip
+        self, kind: type, *, drop: tuple[str, ...] = (), ordered: tuple[str, ...] = ()
+    ) -> None:
         self.kind = kind
         self.drop = drop
         self.still: list[str] = []
-        self._own, self._ordered = own or {}, ordered
+        self._ordered = ordered
         self._plain: list[str] = []
         self._lines_out: list[str] = []
         self._epochs_in: list[str] = []  # before the others, as they were taken out
@@ -84,11 +82,7 @@ class Codec:
         return self._plain.index(f"o.{name}")
 
     def _field(self, name: str, annotation: str) -> None:
-        if name in self._own:
-            codec = self._own[name]
-            self._names |= {f"f_{name}": codec.freeze, f"t_{name}": codec.thaw}
-            self._value(name, f"f_{name}(o.{name}, e)", f"t_{name}({{}}, n)")
-        elif annotation in PLAIN:
+        if annotation in PLAIN:
             self._value(name, f"o.{name}", "{}")
         elif annotation in EPOCHS:
             is_ordered = annotation == "Turn" or name in self._ordered
