@@ -2,7 +2,7 @@
 
 ``World`` performs the scheduler's commands on simulated processes and tells it what they say. It
 goes on in one of two ways: by virtual time (``run``: each move takes what ``Costs`` say), or move
-by move (``moves``: whoever drives it picks any that is possible). Both are pure: no thread, no
+by move (``moves``: its driver picks any that is possible). Both are pure: no thread, no
 file, no clock, and chance only through ``Choices``. The world checks what a scheduler can break
 (I1, I4 and I5 of docs/architecture.md) and raises ``Violation``.
 """

@@ -260,7 +260,7 @@ class World:
     def _to_worker(self, command: ev.ToWorker) -> None:
         worker = self.workers.get(command.slot)
         if worker is None:
-            raise Violation(f"{command} to nobody")
+            raise Violation(f"{command} to an empty slot")
         message = command.message
         if isinstance(message, RunInference | PrepareModel | RunJob):
             is_code = isinstance(message, RunJob) or message.is_code

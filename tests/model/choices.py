@@ -18,7 +18,7 @@ def actions(world: Any) -> list[Action]:
     found: list[Action] = world.clients.actions()
     for slot, worker in sorted(world.workers.items()):
         if not worker.is_ready:
-            # Nobody sees whether it is up before it says so: first it gets ready, or dies.
+            # Nothing else depends on a process that is not up yet: first it gets ready, or dies.
             return [("ready", slot), *_deaths(world, slot, worker)]
         found += _of_worker(world, slot, worker)
     for index, ghost in enumerate(world.ghosts):

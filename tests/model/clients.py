@@ -14,7 +14,7 @@ from pipeswitch.simulator.violation import require
 
 JOB: Final = JobName("job")
 TRAIN, WAIT, PAUSE, RESUME, REGISTER = 101, 102, 103, 104, 200  # tokens; requests have 1, 2, …
-DEADLINE_MS: Final = 1000.0  # shorter than any grace: nobody is suspected when one passes
+DEADLINE_MS: Final = 1000.0  # shorter than any grace: no worker is suspected when one passes
 
 
 class Clients(SimulatedClients):
@@ -119,7 +119,7 @@ class Clients(SimulatedClients):
         self._world.handle(ev.DrainAsked(token=None, grace_ms=grace_ms))
 
     def leave(self) -> None:
-        """The server stops: everybody was answered before."""
+        """The server stops: every token was answered before."""
         require(not self.open, f"left, and never answered: tokens {sorted(self.open)} (I1)")
 
     def check_dispatch(self, order: RunInference) -> None:

@@ -70,7 +70,7 @@ class Expander:
         goes_on = is_suspected = False
         for action in possible:
             if action[0] == "suspect" and is_suspected and world.scope.is_coarse:
-                break  # the first instant at which somebody is taken for hung is enough
+                break  # the first instant at which a worker is taken for hung is enough
             if not self._follow(state, action, found):
                 if found.broken:
                     return found
@@ -139,7 +139,7 @@ class Elsewhere:
     """Expands in processes of their own.
 
     States in which the scheduler is in the same state go to the same process, where it need not
-    be asked again; of what is left at the end of a level, whoever is free takes from the other.
+    be asked again; of what is left at the end of a level, a free one takes from the others.
     """
 
     def __init__(self, pools: list[Pool]) -> None:

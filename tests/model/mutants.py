@@ -67,7 +67,7 @@ def _spare(self: Any, *_: Any) -> None:
     return None
 
 
-def _from_whoever(self: Device, event: Any) -> None:
+def _from_any(self: Device, event: Any) -> None:
     worker = self.state.workers[event.slot]
     _from_worker(self, replace(event, generation=worker.generation))
 
@@ -247,7 +247,7 @@ class Mutant:
 
 MUTANTS = (
     Mutant("no fencing: late messages of dead workers count", LATE,
-           ((Device, "from_worker", _from_whoever), (Endings, "_end", _end_whatever))),
+           ((Device, "from_worker", _from_any), (Endings, "_end", _end_whatever))),
     Mutant("a suspect is taken for dead before it is reaped",
            replace(PREEMPTED, steps=1, suspicions=1), ((Scheduler, "handle", _handle_suspects),)),
     Mutant("a slice is used again before its worker is reaped", replace(FAULTLESS, requests=0),

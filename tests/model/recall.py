@@ -105,7 +105,7 @@ class Recall:
             at_ms = moment.now_ms if now_ms is None else now_ms
             commands = self._scheduler.handle(event, at_ms)
             broken = self._checked()
-            after = self._freeze() if broken is None else moment  # nobody goes on from there
+            after = self._freeze() if broken is None else moment  # nothing goes on from there
             known = tuple([c for c in commands if isinstance(c, PERFORMED)]), broken, after
             moment.next[asked] = known
         self._at = known[2]

@@ -16,18 +16,18 @@ class Scope:
     """One training job, some requests, some faults; every order of everything.
 
     ``kills``: of workers, each at any step. ``daemon_kills``: of the memory daemon. ``suspicions``:
-    the clock jumps to an instant at which the scheduler wants to look again, so that whoever is
-    merely slow is taken for hung and killed while it still acts. ``late``: an exit that overtakes
-    what the process had said. ``repeats``: a message that arrives twice, the second time before
-    any later one of its channel: from a worker, a signal to one, from the memory daemon, an order
-    to commit to it.
+    the clock jumps to an instant at which the scheduler wants to look again, so that a worker
+    that is merely slow is taken for hung and killed while it still acts. ``late``: an exit that
+    overtakes what the process had said. ``repeats``: a message that arrives twice, the second time
+    before any later one of its channel: from a worker, a signal to one, from the memory daemon, an
+    order to commit to it.
 
     ``is_coarse``: larger moves, for larger scopes; the fine ones take all of this apart. The job
     is there from the start. A process is ready when it is spawned, a signal is heard when it is
     sent, all that a channel holds is heard together, what the memory daemon has done is known at
     once, an optimizer step, a commit and a scrub are one move each. Faults that change nothing
-    (an idle standby dies and is replaced, the clock jumps and nobody is suspected) are left out;
-    it jumps to the first instant at which somebody is.
+    (an idle standby dies and is replaced, the clock jumps and no worker is suspected) are left
+    out; it jumps to the first instant at which one is.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""A path through the states, in plain words: numbered lines that anybody can follow."""
+"""A path through the states, in plain words: numbered lines for people."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def describe(world: World, action: Action) -> str:
     if kind == "hint":
         return f"A request for model {world.model_name(rest[0])} is announced."
     if kind in ("clock", "suspect", "passes"):
-        why = "nothing else happens" if kind == "clock" else "while everybody is merely slow"
+        why = "nothing else happens" if kind == "clock" else "while all are merely slow"
         return f"The clock goes to {rest[0] / 1000:.0f} s: {why}."
     if kind.startswith("daemon"):
         return _of_daemon(world.own_daemon(), kind)

@@ -1,4 +1,4 @@
-"""The simulated worker as a state: copied by whoever changes it, frozen and thawed."""
+"""The simulated worker as a state: copied before it changes, frozen and thawed."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ OF_CLIENTS: Final = frozenset({"train", "ask", "pause", "resume", "cancel", "hin
 class World(simulator.World):
     """All of it in one state. ``freeze`` and ``thaw`` go from state to state.
 
-    A process is shared by all states it is in; whoever changes one takes his ``own`` before.
+    A process is shared by all states it is in: the one that changes is this state's ``own``.
     ``scheduler`` is the object; what it knows in this state, ``recall`` says.
     """
 
@@ -449,11 +449,11 @@ class World(simulator.World):
     # -- what holds in every state -------------------------------------------------------------
 
     def _begins_a_step(self, worker: Worker) -> None:
-        """Preemption: whoever was not told to stop while a request waits was forgotten."""
+        """Preemption: a job that is not told to stop while a request waits was forgotten."""
         is_told = bool(worker.inbox.get(SIGNAL)) or not self.recall.moment.has_upcoming
         require(
             is_told or worker.is_doomed,
-            "training begins a step while a request waits, and nobody has told it to stop",
+            "training begins a step while a request waits, and was not told to stop",
         )
 
     def check_rest(self) -> None:
