@@ -322,7 +322,8 @@ def test_the_owners_own_module_is_served_outside_of_the_sandbox(tmp_path: Path) 
                 super().__init__()
                 self.layer = torch.nn.Linear(4, 4)
             def forward(self, x):
-                return self.layer(x) * float(open(__file__).read().count("float(open"))
+                number = float(x[0, 0])  # this is no graph
+                return self.layer(x) * (len(open(__file__).read()) if number == 1.0 else 2.0)
     """
     write_script(tmp_path, "own_module.py", source)
     environment = separate(PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
@@ -332,11 +333,13 @@ def test_the_owners_own_module_is_served_outside_of_the_sandbox(tmp_path: Path) 
             checked.client.register(
                 "own", "own_module:Net", weights="random:5", inputs={"x": ((1, 4), "float32")}
             )
+            assert checked.client.show("own")["mode"] == "module"
             with checked.running.client(tcp=True) as stranger:
                 stranger.register("theirs", constant(2.0), example_inputs=row(0.0))
                 for _ in range(3):
                     assert output(stranger.infer("theirs", row(1.0))).tolist() == [[8.0] * 4]
-                    assert output(checked.client.infer("own", row(1.0))).shape == (1, 4)
+                    read, other = (checked.client.infer("own", row(x)) for x in (1.0, 2.0))
+                    assert output(read).abs().max() > 50 * output(other).abs().max()
     finally:
         sys.path.remove(str(tmp_path))
 
