@@ -46,7 +46,6 @@ def plain(name: str, seed: int) -> nn.Module:
         return torchvision.models.get_model(name, weights=None).eval()
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.timeout(900)  # it builds ten models: a minute, several beside other work
 def test_ten_families_answer_bit_equal_while_they_evict_each_other_and_training_runs(
     running: Checked, tmp_path: Path
