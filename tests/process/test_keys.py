@@ -160,6 +160,7 @@ def test_a_client_that_expects_another_server_says_so(guarded: Guarded) -> None:
 def test_a_revoked_key_is_refused_and_its_connection_ends(guarded: Guarded) -> None:
     other_key = guarded.admit("b")
     with guarded.client() as client, guarded.client(key=other_key, timeout_s=60.0) as revoked:
+        assert client.infer("m", X)["y"][0, 0] == 2.0  # both are in, so one is left at the end
         assert revoked.infer("m", X)["y"][0, 0] == 2.0
         guarded.folder.revoke("b")
         until(lambda: len(guarded.fake.tcp._clients) == 1)

@@ -149,16 +149,17 @@ EXACT = {
         model = nn.GRU(20, 8, batch_first=True); head = nn.Linear(8, 3)
         optimizer = torch.optim.Adam([*model.parameters(), *head.parameters()], 3e-3)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
-        notes = {"hidden": None, "best": float("inf"), "bad": 0, "losses": []}
+        notes = {"hidden": None, "best": float("inf"), "bad": 0, "losses": [], "last": 0.0}
         for epoch in job.epochs(40):
             for a, b in job.steps(DataLoader(TensorDataset(x, y), 16), model=[model, head],
                                   optimizer=optimizer, scheduler=plateau, extra_state=notes):
                 here(); result, hidden = model(a[None], notes["hidden"])
                 notes["hidden"] = hidden.detach(); loss = F.cross_entropy(head(result[0]), b)
                 loss.backward(); optimizer.step(); optimizer.zero_grad()
-            plateau.step(loss); notes["losses"].append(loss.item())
-            is_better = loss.item() < notes["best"] - 0.01
-            notes["best"] = min(notes["best"], loss.item())
+                notes["last"] = loss.item()  # the loop may have ended before an eviction
+            last = notes["last"]; plateau.step(last); notes["losses"].append(last)
+            is_better = last < notes["best"] - 0.01
+            notes["best"] = min(notes["best"], last)
             notes["bad"] = 0 if is_better else notes["bad"] + 1
             if notes["bad"] >= 8 and epoch >= 9:
                 break

@@ -249,7 +249,7 @@ class Material:
             kind: write_script(folder, f"{kind}.py", text) for kind, text in SCRIPTS.items()
         }
         self.printed = _printed(self.scripts["short"])
-        self.digests: dict[tuple[str, int], str] = {}  # as servers have told; see ``Oracle``
+        self.digests: dict[tuple[str, int], set[str]] = {}  # as servers have told; see ``Oracle``
         self._gate = folder / "gate"
         self._gate.touch()
 
@@ -976,7 +976,7 @@ class ServerApi(RuleBasedStateMachine):
 
     def _adopt(self) -> None:
         """The models that ``models`` shows are the oracle's."""
-        known = {digest: PROGRAMS[p] for (p, _), digest in self.oracle.digests.items()}
+        known = {one: PROGRAMS[p] for (p, _), all_ in self.oracle.digests.items() for one in all_}
         rows = {row["name"]: row for row in self.client().models()}
         for name in set(self.oracle.models) - set(rows):
             self.oracle.did_unregister(name)
