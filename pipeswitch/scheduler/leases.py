@@ -42,7 +42,8 @@ class Leases:
             self._refuse(job, error)
             return
         job.lease_asked_bytes = max(1, message.slice_bytes)
-        job.start_ms = self._device.core.now_ms - job.dispatched_at_ms
+        if not job.lease_bytes:  # a later phase of the script asks again
+            job.start_ms = self._device.core.now_ms - job.dispatched_at_ms
 
     def grant(self) -> Iterator[tuple[Job, str]]:
         """Slices for jobs that wait; not while requests do, whose models may need the room.

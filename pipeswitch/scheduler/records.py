@@ -213,7 +213,7 @@ class Job:
     lease_bytes: int = 0
     lease_asked_bytes: int = 0  # waiting for memory
     dispatched_at_ms: float = 0.0
-    start_ms: float = 0.0  # from there to its first step: what an eviction costs it
+    start_ms: float = 0.0  # from there until it asks for memory: what an eviction costs it
     turn_left_ms: float = 0.0  # of training, before another job may take its memory
     place: Epoch = NO_EPOCH  # in the round robin: the smallest goes first
     cycle_began_at_ms: float = 0.0

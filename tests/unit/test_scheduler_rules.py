@@ -1068,6 +1068,15 @@ def test_a_job_keeps_its_memory_for_ten_times_its_start(rig: Rig) -> None:
     assert [order.epoch for order in rig.sent(EvictTask)] == [one.epoch]
 
 
+def test_a_later_phase_of_a_script_does_not_count_as_its_start(rig: Rig) -> None:
+    one = rig.train("one")
+    rig.tick(500.0)
+    rig.lease(one, 20)
+    rig.tick(100_000.0)
+    rig.lease(one, 40)  # its next loop needs more
+    assert one.start_ms == 500.0
+
+
 def test_a_job_that_waits_for_another_s_memory_gets_it_when_its_time_comes(rig: Rig) -> None:
     one = rig.start_training("one", 40)
     two = rig.train("two")
