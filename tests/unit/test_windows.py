@@ -1,0 +1,216 @@
+"""The thesis' windows: its example, the closed forms, and its search against all orders."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeswitch.planning import windows
+from pipeswitch.planning.windows import Job, Memory, Search, exhaustive, makespan_ms, run
+
+EXAMPLE = [
+    Job(model="A", load_ms=120.0, compute_ms=500.0),
+    Job(model="B", load_ms=125.0, compute_ms=400.0),
+    Job(model="C", load_ms=125.0, compute_ms=560.0),
+    Job(model="D", load_ms=62.5, compute_ms=482.5),
+]
+SERIAL = Memory(is_prefetching=False)
+TIMES = st.floats(0.0, 100.0).map(lambda x: round(x, 3))
+
+
+@st.composite
+def distinct(draw: st.DrawFn, most: int = 6) -> list[Job]:
+    """Each job another model, of 1 to 10 bytes."""
+    return [
+        Job(model=f"m{i}", load_ms=draw(TIMES), compute_ms=draw(TIMES),
+            size_bytes=draw(st.integers(1, 10)))
+        for i in range(draw(st.integers(1, most)))
+    ]  # fmt: skip
+
+
+@st.composite
+def shared(draw: st.DrawFn) -> tuple[list[Job], Memory, tuple[int, ...]]:
+    """Clients with several jobs of one model each, memory for some, and one order."""
+    jobs: list[Job] = []
+    for client in range(draw(st.integers(1, 4))):
+        load_ms, size = draw(TIMES), draw(st.integers(1, 10))
+        for _ in range(draw(st.integers(1, 3))):
+            jobs.append(
+                Job(model=f"m{client}", load_ms=load_ms, compute_ms=draw(TIMES), size_bytes=size,
+                    client=f"c{client}", arrived_at_ms=draw(TIMES))
+            )  # fmt: skip
+    resident = tuple({j.model: j.size_bytes for j in jobs}.items())[: draw(st.integers(0, 2))]
+    least = max(max(j.size_bytes for j in jobs), sum(size for _, size in resident))
+    memory = Memory(
+        capacity_bytes=least + draw(st.integers(0, 15)), resident=resident,
+        is_prefetching=draw(st.booleans()), is_belady=draw(st.booleans()),
+    )  # fmt: skip
+    order = windows.in_order_of_clients(jobs, draw(st.permutations(range(len(jobs)))))
+    return jobs, memory, order
+
+
+def test_the_worked_example_of_the_thesis() -> None:
+    """Serial 2375 ms; with prefetch 2062.5; in the alternating order D, B, C, A 2005."""
+    order = windows.alternating(EXAMPLE)
+    assert "".join(EXAMPLE[i].model for i in order) == "DBCA"
+    assert makespan_ms(EXAMPLE, range(4), SERIAL) == 2375.0
+    assert makespan_ms(EXAMPLE, range(4)) == 2062.5
+    assert makespan_ms(EXAMPLE, order) == 2005.0
+    assert makespan_ms(EXAMPLE, exhaustive(EXAMPLE)) == 2005.0
+
+
+def test_a_resident_model_weighs_most_and_of_equals_the_shorter_load() -> None:
+    jobs = [
+        Job(model="a", load_ms=10.0, compute_ms=10.0),
+        Job(model="b", load_ms=5.0, compute_ms=5.0),
+        Job(model="c", load_ms=0.0, compute_ms=1.0),
+        Job(model="d", load_ms=100.0, compute_ms=1.0),
+        Job(model="e", load_ms=100.0, compute_ms=2.0),
+    ]
+    assert windows.alternating(jobs) == (2, 3, 1, 4, 0)  # c d b e a
+
+
+@given(distinct())
+def test_johnson_is_the_optimum_where_everything_fits(jobs: list[Job]) -> None:
+    best = makespan_ms(jobs, exhaustive(jobs))
+    assert makespan_ms(jobs, windows.johnson(jobs)) == pytest.approx(best)
+    assert best >= windows.lower_bound_ms(jobs) - 1e-6
+
+
+@given(distinct())
+def test_memory_for_one_model_is_no_prefetch_at_all(jobs: list[Job]) -> None:
+    one = [Job(model=j.model, load_ms=j.load_ms, compute_ms=j.compute_ms, size_bytes=1)
+           for j in jobs]  # fmt: skip
+    total = sum(j.load_ms + j.compute_ms for j in jobs)
+    order = range(len(jobs))
+    assert makespan_ms(one, order, Memory(capacity_bytes=1)) == pytest.approx(total)
+    assert makespan_ms(one, order, SERIAL) == pytest.approx(total)
+
+
+@given(distinct())
+def test_what_is_resident_costs_its_computing_alone(jobs: list[Job]) -> None:
+    memory = Memory(resident=tuple((j.model, j.size_bytes) for j in jobs))
+    turns = run(jobs, range(len(jobs)), memory)
+    assert turns[-1].ends_at_ms == pytest.approx(sum(j.compute_ms for j in jobs))
+    assert all(turn.load_begins_at_ms is None for turn in turns)
+
+
+def test_a_model_larger_than_the_memory_is_an_error() -> None:
+    with pytest.raises(ValueError, match='"a" has 5 bytes'):
+        run([Job(model="a", load_ms=1.0, compute_ms=1.0, size_bytes=5)], [0],
+            Memory(capacity_bytes=4))  # fmt: skip
+
+
+@given(shared())
+def test_link_and_device_are_serial_and_memory_is_never_over(
+    case: tuple[list[Job], Memory, tuple[int, ...]],
+) -> None:
+    jobs, memory, order = case
+    turns = run(jobs, order, memory)
+    assert [turn.job for turn in turns] == list(order)
+    for before, after in itertools.pairwise(turns):
+        assert after.begins_at_ms >= before.ends_at_ms
+    loads = [t for t in turns if t.load_begins_at_ms is not None]
+    for before, after in itertools.pairwise(loads):
+        assert after.load_begins_at_ms is not None
+        assert after.load_begins_at_ms >= before.load_ends_at_ms
+    stays: list[tuple[float, float, int]] = []  # pinned from, to, bytes
+    where: dict[str, int] = {}
+    for name, size in memory.resident:
+        where[name] = len(stays)
+        stays.append((0.0, 0.0, size))
+    for turn in turns:
+        job = jobs[turn.job]
+        assert turn.begins_at_ms >= max(job.arrived_at_ms, turn.load_ends_at_ms)
+        if turn.load_begins_at_ms is not None:
+            assert turn.load_begins_at_ms >= job.arrived_at_ms
+            where[job.model] = len(stays)
+            stays.append((turn.load_begins_at_ms, turn.ends_at_ms, job.size_bytes))
+        else:
+            begins, _, size = stays[where[job.model]]
+            stays[where[job.model]] = (begins, turn.ends_at_ms, size)
+    for instant in [begins for begins, _, _ in stays]:
+        pinned = sum(s for begins, ends, s in stays if begins <= instant < ends)
+        assert pinned <= memory.capacity_bytes
+
+
+@given(shared(), st.sampled_from(sorted(windows.RULES)))
+def test_every_order_has_each_job_once_and_keeps_clients(
+    case: tuple[list[Job], Memory, tuple[int, ...]], rule: str
+) -> None:
+    jobs, memory, _ = case
+    if rule == "ga":
+        order = windows.ga(jobs, memory, Search(population=6, survivors=3, generations=3))
+    else:
+        order = windows.RULES[rule](jobs, memory)
+    assert sorted(order) == list(range(len(jobs)))
+    assert keeps(jobs, order)
+
+
+def keeps(jobs: list[Job], order: tuple[int, ...]) -> bool:
+    return order == windows.in_order_of_clients(jobs, order)
+
+
+@given(shared(), st.integers(0, 1 << 20), st.randoms(use_true_random=False))
+def test_children_of_orders_that_keep_clients_keep_them(
+    case: tuple[list[Job], Memory, tuple[int, ...]], seed: int, shuffle: random.Random
+) -> None:
+    jobs, _, first = case
+    other = list(range(len(jobs)))
+    shuffle.shuffle(other)
+    second, chance = windows.in_order_of_clients(jobs, other), random.Random(seed)
+    child = windows.crossed(first, second, chance)
+    assert sorted(child) == sorted(first)
+    assert keeps(jobs, child)
+    for probability in (0.0, 1.0):
+        mutant = windows.mutated(jobs, child, probability, chance)
+        assert sorted(mutant) == sorted(first)
+        assert keeps(jobs, mutant)
+    assert windows.mutated(jobs, child, 0.0, chance) == child
+
+
+@given(shared())
+def test_the_search_never_gets_worse_and_a_seed_repeats(
+    case: tuple[list[Job], Memory, tuple[int, ...]],
+) -> None:
+    jobs, memory, _ = case
+    found = [
+        makespan_ms(jobs, windows.ga(jobs, memory, Search(population=6, survivors=2,
+                                                          generations=g, seed=3)), memory)
+        for g in (0, 1, 4)
+    ]  # fmt: skip
+    assert found == sorted(found, reverse=True)
+    few = Search(population=6, survivors=2, generations=4, seed=3)
+    assert windows.ga(jobs, memory, few) == windows.ga(jobs, memory, few)
+
+
+def test_insertion_and_search_come_near_all_orders_of_seven_jobs() -> None:
+    """Tight memory, the hardest cell of the table in docs/scheduling.md."""
+    gaps: dict[str, list[float]] = {"neh": [], "ga": [], "fifo": []}
+    for seed in range(4):
+        jobs, memory = window(random.Random(seed), ratio=1.0)
+        best = makespan_ms(jobs, exhaustive(jobs, memory), memory)
+        for rule, found in gaps.items():
+            gap = makespan_ms(jobs, windows.RULES[rule](jobs, memory), memory) / best - 1.0
+            assert gap >= -1e-9
+            found.append(gap)
+    mean = {rule: sum(found) / len(found) for rule, found in gaps.items()}
+    assert mean["neh"] < 0.06
+    assert mean["ga"] < 0.04
+    assert mean["fifo"] > max(mean["neh"], mean["ga"])
+
+
+def window(chance: random.Random, *, ratio: float) -> tuple[list[Job], Memory]:
+    """Seven models, and memory for 0.75 of the two largest."""
+    sizes = [int(100 * math.exp(chance.gauss(0.0, 0.6))) for _ in range(7)]
+    jobs = [
+        Job(model=f"m{i}", load_ms=ratio * size, size_bytes=size,
+            compute_ms=100 * math.exp(chance.gauss(0.0, 0.6)))
+        for i, size in enumerate(sizes)
+    ]  # fmt: skip
+    return jobs, Memory(capacity_bytes=max(0.75 * sum(sorted(sizes)[-2:]), max(sizes)))
