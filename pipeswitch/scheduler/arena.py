@@ -79,48 +79,45 @@ class Arena:
         4. A job's slice: only for a request, and only when nothing else will do.
         5. The prefix of the model a place is sought for: it would come along for nothing.
         """
-        known: dict[Owner, Cost | None] = {}
+        known: dict[Owner, Cost | None] = {} if mover is None else {mover.owner: FREE}  # 5.
 
         def price(region: Region) -> Cost | None:
-            if mover is not None and region.owner == mover.owner:
-                return FREE  # 5.
-            if region.owner not in known:
-                known[region.owner] = self._price(region, for_request=for_request)
-            return known[region.owner]
+            owner = region.owner
+            if owner not in known:
+                known[owner] = self._price(region, for_request=for_request)
+            return known[owner]
 
         return price
 
     def _price(self, region: Region, *, for_request: bool) -> Cost | None:
         core, device = self._core, self._device
-        if region.owner == WORDS:
+        kind, name = region.owner
+        if kind == "words":
             return None  # 1.
-        if region.owner.kind == "scrub":
+        if kind == "scrub":
             return SOON_FREE  # 3.
-        if region.owner.kind == "slice":
-            job = device.jobs[JobName(region.owner.name)]
+        if kind == "slice":
+            job = device.jobs[JobName(name)]
             if job.slot is None or job.state.state not in COMPUTING:
                 return JOB_LEAVES  # 3.
             return (float(region.size_bytes), 0.0, 0.0, 0.0) if for_request else None  # 4.
-        replica = self.model_of(region)
-        assert replica is not None, region
-        if replica.residency.state is Residency.ABANDONED:
+        replica = device.replicas[ModelName(name)]
+        state = replica.residency.state
+        if state is Residency.ABANDONED:
             return SOON_FREE  # 3.
-        if replica.users or replica.residency.state not in (Residency.RESIDENT, Residency.PARTIAL):
+        if replica.users or state not in (Residency.RESIDENT, Residency.PARTIAL):
             return None  # 1.
         waiting_count = device.queue.count(replica.name)
         if waiting_count and not for_request:
             return None  # 2.
-        is_prefix = replica.kept_groups > 0 and region.owner == replica.owner
+        is_prefix = replica.kept_groups > 0 and kind == "model"
         resident = Resident(
-            model=replica.name,
-            size_bytes=region.size_bytes,
-            priority=replica.model.priority,
-            last_used_at_ms=replica.last_used_at_ms,
-            use_count=replica.use_count,
-            waiting_count=waiting_count,
-        )
+            replica.name, region.size_bytes, replica.model.priority, replica.last_used_at_ms,
+            replica.use_count, waiting_count,
+        )  # fmt: skip
         cost = core.policy.eviction_cost(resident, core.now_ms)
-        return (0.0, 0.0, 0.0, cost * (PREFIX_WEIGHT if is_prefix else 1.0))
+        weighed = (PREFIX_WEIGHT * part for part in cost) if is_prefix else cost
+        return (0.0, 0.0, 0.0, *weighed)
 
     def find_place(self, replica: Replica, *, for_request: bool) -> Window | None:
         """Its home when nothing is cheaper, else the cheapest window anywhere.
@@ -179,13 +176,13 @@ class Arena:
     @property
     def largest_for_all_bytes(self) -> int:
         """The longest range between what never leaves: arrival words and pinned models."""
+        pinned = [self._device.replicas[name] for name in self._device.pinned]
+        owners = [WORDS, *(owner for one in pinned for owner in (one.owner, one.rest))]
+        stays = [region for owner in owners if (region := self.regions.get(owner)) is not None]
         cursor = largest = 0
-        for region in self.regions:
-            replica = self.model_of(region)
-            is_pinned = replica is not None and replica.residency.state is Residency.PINNED
-            if region.owner == WORDS or is_pinned:
-                largest = max(largest, region.offset_bytes - cursor)
-                cursor = region.end_bytes
+        for region in sorted(stays):
+            largest = max(largest, region.offset_bytes - cursor)
+            cursor = region.end_bytes
         return max(largest, self.regions.capacity_bytes - cursor)
 
     def lease(self, owner: Owner, size_bytes: int, offset_bytes: int) -> Region:
@@ -203,12 +200,12 @@ class Arena:
     @property
     def kept_bytes(self) -> int:
         """Held by prefixes whose rest is gone."""
-        regions = (
-            self.regions.get(replica.owner)
-            for replica in self._device.replicas.values()
-            if replica.residency.state is Residency.PARTIAL
+        return sum(
+            region.size_bytes
+            for region in self.regions
+            if (replica := self.model_of(region)) is not None
+            and replica.residency.state is Residency.PARTIAL
         )
-        return sum(region.size_bytes for region in regions if region is not None)
 
     def held_bytes(self, replica: Replica) -> int:
         """Of the arena, its prefix and the rest."""

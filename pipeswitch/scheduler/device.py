@@ -39,7 +39,14 @@ from .profiling import Profiling
 from .records import Worker
 from .residency import Residents
 from .slices import Slices
-from .states import MODEL_AWAITED, TASK_ON_WORKER, TaskState, WorkerEvent, WorkerState
+from .states import (
+    MODEL_AWAITED,
+    TASK_ON_WORKER,
+    Residency,
+    TaskState,
+    WorkerEvent,
+    WorkerState,
+)
 from .store import Store
 from .training import Training
 from .trials import Trials
@@ -173,6 +180,7 @@ class Device:
     def pump(self) -> None:
         """Everything else that can be done now."""
         self.advance()
+        self.dispatch.keep_order()
         self.profiling.pump()
         self.training.pump()
         self.residents.bring_pinned()
@@ -223,6 +231,9 @@ class Device:
         state = self.state
         for queue in (state.queue, state.early):
             queue.check()
+        pinned = {n for n, r in state.replicas.items() if r.residency.state is Residency.PINNED}
+        assert state.pinned.keys() == pinned, "another model is pinned"
+        state.queue.check_heads(*state.seen, self.core.now_ms)
         waiting = [*state.queue, *state.early]
         for request in waiting:
             assert state.requests[request.token] is request, "it waits, and is not live"

@@ -8,9 +8,10 @@ from ..errors import PipeSwitchError
 from ..ipc.messages import BindTenant, JobName, Message, ModelName, Slot
 from .core import Core, SchedulerSettings
 from .events import Command, KillWorker, SpawnWorker, ToDaemon, Token, ToWorker
+from .lines import IsResident
 from .queue import Queue
 from .records import Activation, ColdSwitch, EndedTrial, Job, Model, Replica, Request, Worker
-from .states import WORKER_SERVES, TaskEvent, WorkerEvent
+from .states import WORKER_SERVES, Residency, ResidencyEvent, TaskEvent, WorkerEvent
 
 
 @dataclass
@@ -26,7 +27,7 @@ class DeviceState:
     settings: SchedulerSettings
     replicas: dict[ModelName, Replica] = field(default_factory=dict)
     requests: dict[Token, Request] = field(default_factory=dict)  # live ones
-    queue: Queue = field(default_factory=Queue)  # QUEUED
+    queue: Queue = field(init=False)  # QUEUED
     early: Queue = field(default_factory=Queue)  # QUEUED too: their model is awaited
     jobs: dict[JobName, Job] = field(default_factory=dict)
     workers: dict[Slot, Worker] = field(default_factory=dict)
@@ -39,6 +40,10 @@ class DeviceState:
     daemon_generation: int = 0
     daemon_pid: int = 0
     is_daemon_ready: bool = False
+    pinned: dict[ModelName, None] = field(default_factory=dict)  # those in that state
+
+    def __post_init__(self) -> None:
+        self.queue = Queue(self.core.policy)
 
     @property
     def is_ready(self) -> bool:
@@ -55,6 +60,25 @@ class DeviceState:
     def emit(self, command: Command) -> None:
         """To a process of this device; where commands name a device, it is named here."""
         self.core.emit(command)
+
+    @property
+    def seen(self) -> tuple[IsResident, ModelName | None]:
+        """What ranks follow from: which models are on the device, and which computes."""
+        return self._is_on_device, self.current.model if self.current is not None else None
+
+    def _is_on_device(self, model: ModelName) -> bool:
+        return self.replicas[model].is_on_device
+
+    def move(self, replica: Replica, event: ResidencyEvent, cause: str) -> None:
+        """A model comes to the device, or leaves it, or is pinned there: ranks follow from it."""
+        before = replica.residency.state
+        after = replica.residency.apply(event, cause)
+        self.queue.changed(replica.name)
+        if (before is Residency.PINNED) != (after is Residency.PINNED):
+            self.pinned.pop(replica.name, None)
+            if after is Residency.PINNED:
+                self.pinned[replica.name] = None
+            self.queue.pins_changed()
 
     def refuse(self, request: Request, event: TaskEvent, error: PipeSwitchError) -> None:
         """A request's bad end: it waits no more and reads why."""

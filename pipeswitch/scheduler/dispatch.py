@@ -15,6 +15,8 @@ from .states import Residency, TaskEvent, WorkerEvent, WorkerState
 from .training import Training
 from .turns import Turns
 
+MOST_BLOCKED = 8  # models without memory that are looked past, each at the price of a search
+
 
 class Dispatch:
     """At most one task waits for its turn while another computes."""
@@ -56,7 +58,7 @@ class Dispatch:
         4. Its place is taken by models that must stay: it waits.
         5. While one waits for memory, the next best is tried if the policy lets it overtake: a
            lower priority never runs in front of a higher one, and no request is overtaken
-           for ever.
+           for ever. It looks past ``MOST_BLOCKED`` models, not through the whole queue.
         """
         device = self._device
         if not device.is_daemon_ready:
@@ -69,20 +71,17 @@ class Dispatch:
     def _refuse_the_impossible(self) -> None:
         """Requests whose model does not fit beside what is pinned: waiting would not help."""
         device = self._device
-        if not device.queue:
-            return
+        unchecked, device.queue.unchecked = device.queue.unchecked, {}
+        if not unchecked or not device.pinned:
+            return  # the store took none that is larger than the arena
         largest = self._arena.largest_for_all_bytes
-        if largest == self._arena.leasable_bytes:
-            return  # nothing is pinned, and the store took none that is larger
-        for name in device.queue.models():
+        for name in unchecked:
             replica = device.replicas[name]
             assert replica.manifest is not None
             size = replica.manifest.total_bytes
             if replica.residency.state in WHOLE or aligned(size, REGION_ALIGN_BYTES) <= largest:
                 continue
-            pinned = [
-                m.name for m in device.replicas.values() if m.residency.state is Residency.PINNED
-            ]
+            pinned = list(device.pinned)
             for request in device.queue.of(name):
                 error = OutOfDeviceMemory(
                     f'"{name}" needs {size} bytes, but pinned models ({", ".join(pinned)}) leave '
@@ -97,18 +96,22 @@ class Dispatch:
         core, device = self._core, self._device
         if not self._has_worker():
             return False  # one will be clean, reaped, prepared or respawned: that pumps again
-        views = [(self._view(request), request) for request in device.queue]
-        views.sort(key=lambda pair: core.policy.rank(pair[0], core.now_ms))
         blocked: list[Waiting] = []
-        for view, request in views:
+        for view, request in device.queue.heads(*device.seen, core.now_ms):
             if any(view.model == other.model for other in blocked):
                 continue
-            if not all(core.policy.may_overtake(view, other, core.now_ms) for other in blocked):
+            if len(blocked) == MOST_BLOCKED or not all(
+                core.policy.may_overtake(view, other, core.now_ms) for other in blocked
+            ):
                 return False  # 5.
             if self._dispatch(request):
                 return True
             blocked.append(view)
         return False
+
+    def keep_order(self) -> None:
+        """Rank what has changed, also while nothing can be dispatched."""
+        self._device.queue.settle(*self._device.seen, self._core.now_ms)
 
     def _has_worker(self) -> bool:
         """A worker could begin. One that loads a program cannot, perhaps for seconds: it is given
@@ -141,19 +144,6 @@ class Dispatch:
         self._residents.transmit(replica, window, f"request {request.request_id}")
         self.activate(request, replica, is_sent=True)
         return True
-
-    def _view(self, request: Request) -> Waiting:
-        device = self._device
-        replica = device.replicas[request.model]
-        return Waiting(
-            token=request.token,
-            model=request.model,
-            priority=request.priority,
-            deadline_at_ms=request.deadline_at_ms,
-            arrived_at_ms=request.arrived_at_ms,
-            is_resident=replica.is_on_device,
-            is_current=device.current is not None and device.current.model == request.model,
-        )
 
     def _pick_worker(self, replica: Replica) -> Worker:
         """A free worker: one that knows the model, then one that is just learning it, then one

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import msgspec
 
+from ..ipc.messages import ModelName
 from ..planning.drift import Drift
 from ..planning.grouping import Plan
 from ..planning.planned import plan_of, predict
@@ -28,6 +29,7 @@ class Plans:
         self._core = device.core
         self._device = device
         self._residents = residents
+        self._wanted: dict[ModelName, None] = {}  # models with a next plan
 
     def found(self, replica: Replica, profiles: tuple[Found, ...]) -> None:
         """A program was built: use the first profile that is of it and of this device.
@@ -72,8 +74,13 @@ class Plans:
         check = profile.check_of(plan, batch)
         replica.bias = check.bias if check is not None else 1.0
         why = f"measured {profile.measured_at} at batch {batch}"
-        replica.next_plan = (plan, PLANNED, why)
+        self.want(replica, plan, PLANNED, why)
         return True
+
+    def want(self, replica: Replica, plan: Plan, source: str, why: str) -> None:
+        """In force as soon as it can be cut."""
+        replica.next_plan = (plan, source, why)
+        self._wanted[replica.name] = None
 
     def plan_of(self, profile: Profile) -> tuple[Plan, int]:
         """Its groups, and how many of them are worth keeping on the device."""
@@ -83,12 +90,15 @@ class Plans:
         """Buckets again."""
         replica.profile, replica.profile_plan = None, ()
         replica.predicted_ms = {}
-        replica.next_plan = ((), BUCKETS, why)
+        self.want(replica, (), BUCKETS, why)
 
     def apply(self, measured: Replica | None) -> None:
         """Cut anew what can be; not the model that is being measured."""
-        for replica in self._device.replicas.values():
-            if replica.next_plan is not None and replica is not measured:
+        for name in list(self._wanted):
+            replica = self._device.replicas.get(name)
+            if replica is None or replica.next_plan is None:
+                del self._wanted[name]
+            elif replica is not measured:
                 plan, source, why = replica.next_plan
                 prefix = replica.profile_prefix if source == PLANNED else 0
                 if self._cut(replica, plan):

@@ -273,7 +273,8 @@ class Profiling:
         replica = session.replica
         self._session = None
         if replica.next_plan is None:
-            replica.next_plan = (replica.profile_plan, replica.plan_source, replica.plan_why)
+            plan, why = replica.profile_plan, replica.plan_why
+            self._plans.want(replica, plan, replica.plan_source, why)
 
     def check(self) -> None:
         self._trials.check(self._session.running if self._session is not None else None)

@@ -7,15 +7,24 @@ from collections.abc import Iterator
 
 from ..ipc.messages import ModelName
 from .events import Token
+from .lines import IsResident, Lines
+from .policies import Policy, Waiting
 from .records import Request
 
 SPARE_DEADLINES = 64  # of requests that have left, before the heap is made anew
 
 
 class Queue:
-    """Requests in the order in which they were added."""
+    """Requests in the order in which they were added, and in that of a policy.
 
-    def __init__(self) -> None:
+    Attributes:
+        unchecked: models whose requests may be impossible: none of theirs waited before, or what
+            is pinned has changed.
+    """
+
+    def __init__(self, policy: Policy | None = None) -> None:
+        self.unchecked: dict[ModelName, None] = {}
+        self._lines = Lines(policy) if policy is not None else None
         self._requests: dict[Token, tuple[int, Request]] = {}  # with the number it was added as
         self._of: dict[ModelName, dict[Token, Request]] = {}
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap; some have left
@@ -38,7 +47,12 @@ class Queue:
         """To the end."""
         self._added += 1
         self._requests[request.token] = (self._added, request)
-        self._of.setdefault(request.model, {})[request.token] = request
+        if request.model not in self._of:
+            self._of[request.model] = {}
+            self.unchecked[request.model] = None
+        self._of[request.model][request.token] = request
+        if self._lines is not None:
+            self._lines.add(request, self._added)
         if request.deadline_at_ms is not None:
             if len(self._deadlines) > 2 * len(self) + SPARE_DEADLINES:
                 self._deadlines = [entry for entry in self._deadlines if self._holds(entry)]
@@ -47,11 +61,42 @@ class Queue:
 
     def discard(self, request: Request) -> None:
         """Take it out; one that is not here stays where it is."""
-        if self._requests.pop(request.token, None) is not None:
-            same = self._of[request.model]
-            del same[request.token]
-            if not same:
-                del self._of[request.model]
+        entry = self._requests.pop(request.token, None)
+        if entry is None:
+            return
+        same = self._of[request.model]
+        del same[request.token]
+        if not same:
+            del self._of[request.model]
+            self.unchecked.pop(request.model, None)
+        if self._lines is not None:
+            self._lines.discard(request, entry[0])
+
+    def heads(
+        self, is_resident: IsResident, current: ModelName | None, now_ms: float
+    ) -> Iterator[tuple[Waiting, Request]]:
+        """In the order of the policy: of each model and priority the first request.
+
+        Only until a request is added or discarded.
+        """
+        assert self._lines is not None
+        return self._lines.heads(is_resident, current, now_ms)
+
+    def settle(self, is_resident: IsResident, current: ModelName | None, now_ms: float) -> None:
+        """Rank what has changed."""
+        assert self._lines is not None
+        self._lines.settle(is_resident, current, now_ms)
+
+    def changed(self, model: ModelName) -> None:
+        """It came to the device or left it."""
+        if model in self._of:
+            self.unchecked[model] = None
+        if self._lines is not None:
+            self._lines.changed(model)
+
+    def pins_changed(self) -> None:
+        """What fits beside them may be another now."""
+        self.unchecked = dict.fromkeys(self._of)
 
     def models(self) -> list[ModelName]:
         """Those that requests here want."""
@@ -77,6 +122,13 @@ class Queue:
         """The requests of all models are those that wait."""
         found = {token for same in self._of.values() for token in same}
         assert found == self._requests.keys(), "a request is counted but does not wait"
+
+    def check_heads(
+        self, is_resident: IsResident, current: ModelName | None, now_ms: float
+    ) -> None:
+        """A look at all that wait finds the same order of models."""
+        assert self._lines is not None
+        self._lines.check([r for _, r in self._requests.values()], is_resident, current, now_ms)
 
     def _holds(self, entry: tuple[float, int, Request]) -> bool:
         _, number, request = entry

@@ -9,6 +9,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice, zip_longest
+from operator import add
 from typing import Literal, NamedTuple
 
 from ..programs.layout import aligned
@@ -46,6 +48,13 @@ class Window:
     offset_bytes: int
     victims: tuple[Region, ...]
     cost: Cost
+
+
+def _plus(one: Cost, other: Cost) -> Cost:
+    """Place by place; what the shorter one lacks is zero."""
+    if len(one) == len(other):
+        return tuple(map(add, one, other))
+    return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0.0))
 
 
 class Regions:
@@ -96,7 +105,7 @@ class Regions:
         end = offset_bytes + size_bytes
         first = bisect.bisect_left(self._regions, offset_bytes, key=lambda r: r.end_bytes)
         found = []
-        for region in self._regions[first:]:
+        for region in islice(self._regions, first, None):
             if region.offset_bytes >= end:
                 break
             if region.end_bytes > offset_bytes:
@@ -157,17 +166,33 @@ class Regions:
         without touching more owners. Ties go to the lower offset.
         """
         size = aligned(size_bytes, self.align_bytes)
-        starts = {0, self.capacity_bytes - size}
-        for region in self._regions:
-            starts.update((region.end_bytes, region.offset_bytes, region.offset_bytes - size))
-        best: Window | None = None
+        last_start = self.capacity_bytes - size
+        spans = [(r.offset_bytes, r.end_bytes, price(r)) for r in self._regions]
+        starts = {0, last_start}
+        for begin, end, _ in spans:
+            starts.update((end, begin, begin - size))
+        best: tuple[Cost, int, int, int] | None = None  # cost, start, its victims' places
+        first, count = 0, len(spans)  # of those that end behind the start
         for start in sorted(starts):
-            if start < 0 or start + size > self.capacity_bytes:
+            if start < 0 or start > last_start:
                 continue
-            window = self._window_at(start, size, price)
-            if window is not None and (best is None or window.cost < best.cost):
-                best = window
-        return best
+            while first < count and spans[first][1] <= start:
+                first += 1
+            total: Cost = ()
+            behind = first
+            while behind < count and spans[behind][0] < start + size:
+                cost = spans[behind][2]
+                if cost is None:
+                    break
+                total = _plus(total, cost) if total else cost
+                behind += 1
+            else:
+                if best is None or total < best[0]:
+                    best = (total, start, first, behind)
+        if best is None:
+            return None
+        total, start, first, behind = best
+        return Window(start, tuple(self._regions[first:behind]), total)
 
     def window_at(self, offset_bytes: int, size_bytes: int, price: Price) -> Window | None:
         """The window at exactly this place; None when an owner there must stay."""
@@ -183,7 +208,7 @@ class Regions:
             cost = price(victim)
             if cost is None:
                 return None
-            total = tuple(a + b for a, b in zip(total, cost, strict=True)) if total else cost
+            total = _plus(total, cost) if total else cost
         return Window(start, tuple(victims), total)
 
     def check(self) -> None:

@@ -426,17 +426,19 @@ class Registry:
         if model is None or model.state.state is ModelState.LEAVING:
             core.refuse(event.token, _not_found(event.model))
             return
-        residency = self._machine.device.state.replicas[model.name].residency
+        device = self._machine.device.state
+        replica = device.replicas[model.name]
+        residency = replica.residency
         model.want_pinned = event.pin
         if event.pin:
             if model.state.state is ModelState.QUARANTINED:
                 model.state.apply(ModelEvent.PARDONED, "asked by the user")
                 model.deaths, model.reason = 0, ""
             if residency.state is Residency.RESIDENT:
-                residency.apply(ResidencyEvent.PIN, "asked by the user")
+                device.move(replica, ResidencyEvent.PIN, "asked by the user")
             # One that is not on the device is brought when nothing waits (Residents.bring_pinned).
         elif residency.state is Residency.PINNED:
-            residency.apply(ResidencyEvent.UNPIN, "asked by the user")
+            device.move(replica, ResidencyEvent.UNPIN, "asked by the user")
         if model.state.state not in MODEL_AWAITED:
             self._remember(model)
         core.answer(event.token, model=model.name, pinned=event.pin,

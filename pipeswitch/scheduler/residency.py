@@ -46,7 +46,7 @@ class Residents:
     def device_lost(self) -> None:
         """The daemon died: every byte on the device is gone, the host store is not."""
         for replica in self._device.replicas.values():
-            replica.residency.apply(ResidencyEvent.DEVICE_LOST, "daemon exited")
+            self._device.move(replica, ResidencyEvent.DEVICE_LOST, "daemon exited")
             replica.users = 0
             replica.is_prefetch = False
 
@@ -79,7 +79,7 @@ class Residents:
         assert manifest is not None
         sent_from = self._take(replica, window, cause)
         region_bytes = aligned(max(manifest.total_bytes, 1), REGION_ALIGN_BYTES)
-        replica.residency.apply(ResidencyEvent.TRANSMIT, cause)
+        self._device.move(replica, ResidencyEvent.TRANSMIT, cause)
         replica.residency_epoch = core.next_epoch()
         replica.transmit_started_at_ms = core.now_ms
         replica.transmit_ended_at_ms = 0.0
@@ -144,7 +144,7 @@ class Residents:
                 continue  # it went with its other half
             is_rest = victim.owner.kind == "rest"
             if is_rest and replica.owner not in owners and self._arena.may_keep(replica):
-                replica.residency.apply(ResidencyEvent.EVICTED_TO_PREFIX, cause)
+                self._device.move(replica, ResidencyEvent.EVICTED_TO_PREFIX, cause)
                 self._arena.regions.release(victim.owner)
                 self._evicted(replica, cause)
             else:
@@ -153,8 +153,8 @@ class Residents:
     def evict(self, replica: Replica, cause: str) -> None:
         """Bookkeeping, never a free: the bytes are simply up for reuse."""
         if replica.residency.state is Residency.PINNED:
-            replica.residency.apply(ResidencyEvent.UNPIN, cause)
-        replica.residency.apply(ResidencyEvent.EVICTED, cause)
+            self._device.move(replica, ResidencyEvent.UNPIN, cause)
+        self._device.move(replica, ResidencyEvent.EVICTED, cause)
         self._arena.release(replica)
         self._evicted(replica, cause)
 
@@ -181,9 +181,9 @@ class Residents:
                       bytes=group.size_bytes)  # fmt: skip
             begin = end
         if message.is_complete:
-            replica.residency.apply(ResidencyEvent.ARRIVED, "all groups copied")
+            self._device.move(replica, ResidencyEvent.ARRIVED, "all groups copied")
             if replica.model.want_pinned:
-                replica.residency.apply(ResidencyEvent.PIN, "asked by the user")
+                self._device.move(replica, ResidencyEvent.PIN, "asked by the user")
             replica.is_prefetch = False
             replica.transmission = message
         else:
@@ -197,7 +197,7 @@ class Residents:
         """
         core, device = self._core, self._device
         replica.is_prefetch = False
-        replica.residency.apply(ResidencyEvent.ABANDONED, cause)
+        self._device.move(replica, ResidencyEvent.ABANDONED, cause)
         replica.retry_at_ms = core.now_ms + core.settings.restart_backoff_ms
         if not replica.users:
             self._release_broken(replica, cause)  # 1.
@@ -213,7 +213,7 @@ class Residents:
             self._release_broken(replica, "no task reads it any more")
 
     def _release_broken(self, replica: Replica, cause: str) -> None:
-        replica.residency.apply(ResidencyEvent.RELEASED, cause)
+        self._device.move(replica, ResidencyEvent.RELEASED, cause)
         self._arena.release(replica)
 
     def prefetch(self, name: ModelName) -> None:
@@ -243,10 +243,13 @@ class Residents:
     def cancel_prefetches(self) -> None:
         """A real request needs the link or the place: hints step back (they were a guess)."""
         device = self._device
-        for replica in device.replicas.values():
-            if replica.is_prefetch and not replica.users and not device.queue.count(replica.name):
+        held = [self._arena.model_of(region) for region in self._arena.regions]
+        for replica in held:
+            if replica is None or not replica.is_prefetch:
+                continue
+            if not replica.users and not device.queue.count(replica.name):
                 replica.is_prefetch = False
-                replica.residency.apply(ResidencyEvent.ABANDONED, "a request needs the link")
+                self._device.move(replica, ResidencyEvent.ABANDONED, "a request needs the link")
                 device.tell_daemon(CancelTransmit(epoch=replica.residency_epoch))
 
     def bring_pinned(self) -> None:

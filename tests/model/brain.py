@@ -11,6 +11,7 @@ from pipeswitch.scheduler.queue import Queue
 from pipeswitch.scheduler.records import Activation, Job, Model, Replica, Request, Worker
 from pipeswitch.scheduler.regions import Owner, Region, Regions
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.states import Residency
 from pipeswitch.scheduler.wakeups import Wakeups
 
 from .frozen import Add, Codec, Next, Still
@@ -36,6 +37,7 @@ OF_CORE = ("has_left", "drain_at_ms", "now_ms", "counts", "last_epoch", "wakeups
 OF_STATE = (
     "replicas", "requests", "queue", "early", "jobs", "workers", "current", "upcoming",
     "training", "daemon_generation", "daemon_pid", "is_daemon_ready",
+    "pinned",  # follows from the replicas
     "cold_switches",  # for profiles, and nothing is measured in this world
 )  # fmt: skip
 OF_FLEET = ("is_daemon_alive", "_daemon_deaths", "_daemon_respawn_at_ms")
@@ -149,7 +151,7 @@ class Brain:
          fleet._daemon_respawn_at_ms, core.drain_at_ms, early, replicas) = frozen  # fmt: skip
         machine.models = {t[0]: self._models.thaw(t, n, t[0]) for t in models}
         state.requests = {t[0]: self._requests.thaw(t, n) for t in requests}
-        state.queue, state.early = Queue(), Queue()
+        state.queue, state.early = Queue(core.policy), Queue()
         for token in queue:
             state.queue.add(state.requests[token])
         for token in early:
@@ -171,6 +173,8 @@ class Brain:
         for (name, model), one in zip(machine.models.items(), replicas, strict=True):
             state.replicas[name] = self._replicas.thaw(one, n, name)
             state.replicas[name].model = model
+        pinned = [n for n, r in state.replicas.items() if r.residency.state is Residency.PINNED]
+        state.pinned = dict.fromkeys(pinned)
 
 
 _COMMITTED_STEP = JOB.position("committed_step")

@@ -55,8 +55,8 @@ MAY_IMPORT: Mapping[str, str] = {
     "client": "errors programs programs/build wire",
     "__init__": "client errors job",
     "testing": "client",
-    "benchmarks": "client devices errors ipc job machine planning programs programs/build testing "
-    "wire",
+    "benchmarks": "client devices errors ipc job machine planning programs programs/build "
+    "scheduler simulator testing wire",
     "gateway": "client errors ipc programs roles units wire",
     "cli": "__init__ benchmarks client config devices errors ipc planning programs roles sandbox "
     "units wire",

@@ -56,10 +56,16 @@ def test_who_waited_too_long_goes_before_any_reuse() -> None:
     assert PRIORITY.rank(old, 2500.0) < PRIORITY.rank(fresh, 2500.0)
 
 
+def test_of_those_who_waited_too_long_the_oldest_goes_first() -> None:
+    oldest = waiting()
+    with_deadline = waiting(arrived_at_ms=1.0, deadline_at_ms=9000.0, is_current=True)
+    assert PRIORITY.rank(oldest, 2500.0) < PRIORITY.rank(with_deadline, 2500.0)
+
+
 @given(priority=st.integers(0, 2), fresh=st.integers(0, 2))
 def test_nobody_starves(priority: int, fresh: int) -> None:
     """After three waits the lowest class is ahead of whatever arrives then."""
-    now_ms = 4 * PRIORITY.max_wait_ms
+    now_ms = 4 * PRIORITY.patience_ms
     newcomer = waiting(priority=fresh, arrived_at_ms=now_ms, is_current=True, is_resident=True)
     assert PRIORITY.rank(waiting(priority=priority), now_ms) < PRIORITY.rank(newcomer, now_ms)
 

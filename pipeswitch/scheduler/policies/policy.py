@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+import math
+from typing import NamedTuple, Protocol
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(NamedTuple):
     """A queued inference request."""
 
     token: int
@@ -15,12 +14,11 @@ class Waiting:
     priority: int  # 0 is the most urgent
     deadline_at_ms: float | None
     arrived_at_ms: float
-    is_resident: bool  # its model lies on the device or is on its way
-    is_current: bool  # its model is the one computing now
+    is_resident: bool = False  # its model lies on the device or is on its way
+    is_current: bool = False  # its model is the one computing now
 
 
-@dataclass(frozen=True, slots=True)
-class Resident:
+class Resident(NamedTuple):
     """A model that could be evicted: idle, not pinned."""
 
     model: str
@@ -34,16 +32,29 @@ class Resident:
 class Policy(Protocol):
     """What a scheduling policy decides.
 
-    Order alone decides which request gets memory: one is looked at only after every request that
+    Requests of one model and one priority stand in a *line*, and only the head of each line is
+    ranked: a decision looks at the lines whose head or model has changed, never at the queue.
+
+    Order alone decides which request gets memory: one is looked at only after every head that
     ranks before it, so a model that is evicted for it is wanted by later ones at most. That is
     what keeps two models that do not fit together from blocking each other, and a low priority
     from blocking a high one.
     """
 
     name: str
+    patience_ms: float  # who waited longer goes first in its line, the oldest before all
 
-    def rank(self, request: Waiting, now_ms: float) -> tuple[float, ...]:
-        """Smaller runs first."""
+    def key(self, request: Waiting) -> tuple[float, ...]:
+        """Its place in its line, the smallest first. The same for as long as it waits: whether its
+        model is on the device is not known here, nor the time."""
+        ...
+
+    def rank(self, head: Waiting, now_ms: float) -> tuple[float, ...]:
+        """Of all heads, the smallest runs first."""
+        ...
+
+    def stays_until_ms(self, head: Waiting, now_ms: float) -> float:
+        """When time alone changes its rank; infinite when it never does."""
         ...
 
     def may_overtake(self, request: Waiting, blocked: Waiting, now_ms: float) -> bool:
@@ -54,6 +65,12 @@ class Policy(Protocol):
         """
         ...
 
-    def eviction_cost(self, resident: Resident, now_ms: float) -> float:
-        """What losing this resident costs, in any unit; the cheapest goes."""
+    def eviction_cost(self, resident: Resident, now_ms: float) -> tuple[float, ...]:
+        """What losing this resident costs, in any unit; the cheapest goes. Costs of models that
+        leave together are added place by place, and the first place that differs decides."""
         ...
+
+
+def deadline_of(request: Waiting) -> float:
+    """Infinite when it has none."""
+    return math.inf if request.deadline_at_ms is None else request.deadline_at_ms

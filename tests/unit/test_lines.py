@@ -1,0 +1,131 @@
+"""Which request is first, without a look at all: the same as with one."""
+
+# mypy: disable-error-code="arg-type"
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeswitch.scheduler.policies import Policy, Waiting, make_policy
+from pipeswitch.scheduler.queue import Queue
+from pipeswitch.scheduler.records import Request
+
+MODELS = ("a", "b", "c", "d")
+MAX_WAIT_MS = 100.0
+
+
+class Device:
+    """What a queue is asked with, at random."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.queue = Queue(policy)
+        self.on_device: set[str] = set()
+        self.current: str | None = None
+        self.now_ms = 0.0
+        self.count = 0
+
+    def view(self, request: Request) -> Waiting:
+        return Waiting(
+            request.token, request.model, request.priority, request.deadline_at_ms,
+            request.arrived_at_ms, request.model in self.on_device, request.model == self.current,
+        )  # fmt: skip
+
+    def by_looking_at_all(self) -> list[Request]:
+        """In the order in which each would be tried, as if memory never sufficed."""
+        return sorted(self.queue, key=lambda r: self.policy.rank(self.view(r), self.now_ms))
+
+    def heads(self) -> list[tuple[Waiting, Request]]:
+        return list(self.queue.heads(self.on_device.__contains__, self.current, self.now_ms))
+
+
+def tried(pairs: list[tuple[Waiting, Request]], device: Device) -> list[int]:
+    """What a dispatch tries in turn when each that it tries has no memory."""
+    blocked: list[Waiting] = []
+    found = []
+    for view, request in pairs:
+        if any(view.model == other.model for other in blocked):
+            continue
+        if not all(device.policy.may_overtake(view, b, device.now_ms) for b in blocked):
+            break
+        blocked.append(view)
+        found.append(request.token)
+    return found
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(0, 3), st.integers(0, 2),
+                  st.sampled_from((None, 10.0, 50.0, 1e4)), st.sampled_from((0.0, 0.0, 60.0))),
+        st.tuples(st.just("leave"), st.integers(0, 1 << 16)),
+        st.tuples(st.just("move"), st.integers(0, 3)),
+        st.tuples(st.just("compute"), st.integers(-1, 3)),
+        st.tuples(st.just("wait"), st.sampled_from((0.0, 0.1, 1.0, 30.0, 100.0, 99.9, 250.0))),
+    ),
+    max_size=60,
+)  # fmt: skip
+
+
+@settings(max_examples=300)
+@given(steps=STEPS, name=st.sampled_from(("priority", "fifo")))
+def test_the_same_requests_are_tried_as_by_a_look_at_all(steps: list[Any], name: str) -> None:
+    device = Device(make_policy(name, max_wait_ms=MAX_WAIT_MS))
+    for step in steps:
+        match step:
+            case ("add", model, priority, deadline_ms, aged_ms):
+                device.count += 1
+                deadline = None if deadline_ms is None else device.now_ms + deadline_ms
+                came_at_ms = device.now_ms - aged_ms  # its worker died, and it is queued again
+                device.queue.add(
+                    Request(device.count, "r", MODELS[model], priority, deadline, (), 0, 0,
+                            came_at_ms)
+                )  # fmt: skip
+            case ("leave", number) if len(device.queue):
+                device.queue.discard(list(device.queue)[number % len(device.queue)])
+            case ("move", model):
+                device.on_device ^= {MODELS[model]}
+                device.queue.changed(MODELS[model])
+            case ("compute", model):
+                device.current = MODELS[model] if model >= 0 else None
+            case ("wait", ms):
+                device.now_ms += ms
+        device.queue.check()
+        by_all = [(device.view(request), request) for request in device.by_looking_at_all()]
+        assert tried(device.heads(), device) == tried(by_all, device)
+
+
+@pytest.mark.parametrize("name", ["priority", "fifo"])
+def test_a_decision_ranks_only_the_lines_that_changed(name: str) -> None:
+    ranked: list[str] = []
+
+    class Counted:
+        def __init__(self, policy: Policy) -> None:
+            self._policy = policy
+
+        def __getattr__(self, attribute: str) -> Any:
+            return getattr(self._policy, attribute)
+
+        def rank(self, head: Waiting, now_ms: float) -> tuple[float, ...]:
+            ranked.append(head.model)
+            return self._policy.rank(head, now_ms)
+
+    device = Device(Counted(make_policy(name, max_wait_ms=MAX_WAIT_MS)))
+    rng = random.Random(1)
+    for token in range(5000):
+        model = f"m{rng.randrange(1000)}"
+        device.queue.add(Request(token, "r", model, rng.randrange(3), None, (), 0, 0, 0.0))
+    device.heads()
+    ranked.clear()
+    _, first = device.heads()[0]
+    assert ranked == []  # nothing has changed
+    device.queue.discard(first)
+    device.on_device.add("m1")
+    device.queue.changed("m1")
+    device.heads()
+    assert set(ranked) <= {first.model, "m1"}
+    assert len(ranked) <= 4  # a line for each priority
