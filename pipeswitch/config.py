@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from .errors import ConfigError
 from .roles import Role
-from .units import Amount, nearest, parse_ms, parse_size
+from .units import Amount, Keep, nearest, parse_ms, parse_size
 
 DEFAULT_LISTEN: Final = "tcp://127.0.0.1:5555"
 _PORT: Final = r"\*|[0-9]{1,4}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-4]"
@@ -246,6 +246,16 @@ class SchedulerConfig(_Checked):
 
 
 @dataclass(frozen=True)
+class JobsConfig(_Checked):
+    """``[jobs]``."""
+
+    keep: Keep = _setting(  # noqa: RUF009 - Keep is frozen, sharing it is safe
+        "20", "jobs that are over and stay, with their last state and their log: so many, or for "
+        "so long (7d)", Keep.parse,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class SecurityConfig(_Checked):
     """``[security]``."""
 
@@ -316,6 +326,7 @@ class Config(_Checked):
     host: HostConfig = field(default_factory=HostConfig)
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    jobs: JobsConfig = field(default_factory=JobsConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     models: tuple[ModelConfig, ...] = ()
@@ -329,6 +340,7 @@ SECTIONS: Final[Mapping[str, type[_Checked]]] = {
     "host": HostConfig,
     "workers": WorkersConfig,
     "scheduler": SchedulerConfig,
+    "jobs": JobsConfig,
     "security": SecurityConfig,
     "gateway": GatewayConfig,
 }

@@ -17,7 +17,8 @@ _SIZE_UNITS: Final = {
 }  # fmt: skip
 
 
-_TIME_UNITS_MS: Final = {"us": 1e-3, "ms": 1.0, "s": 1e3, "m": 60e3, "min": 60e3, "h": 3600e3}
+_TIME_UNITS_MS: Final = {"us": 1e-3, "ms": 1.0, "s": 1e3, "m": 60e3, "min": 60e3, "h": 3600e3,
+                        "d": 24 * 3600e3}  # fmt: skip
 
 
 _QUANTITY: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
@@ -54,6 +55,21 @@ def format_bytes(size_bytes: float) -> str:
             return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.2f} {unit}"
         size_bytes /= 1024
     return f"{size_bytes:.2f} TiB"
+
+
+@dataclass(frozen=True)
+class Keep:
+    """How much of what is over stays: so many, the newest, or for so long."""
+
+    count: int = 1 << 30
+    time_ms: float = 0.0  # 0: for ever
+
+    @classmethod
+    def parse(cls, text: object) -> Keep:
+        """``20`` or ``7d``. ValueError otherwise."""
+        if str(text).strip().isdigit():
+            return cls(count=int(str(text)))
+        return cls(time_ms=_quantity(text, _TIME_UNITS_MS, "20 (jobs) or 7d"))
 
 
 @dataclass(frozen=True)

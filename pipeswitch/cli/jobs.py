@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import sys
+from collections.abc import Sequence
+from typing import Any
 
 import click
 
+from ..errors import InvalidInput
+from ..units import printed
 from . import views
 from .common import connected, job_argument, json_option, listing, print_done, watch_option
 
@@ -51,11 +57,58 @@ def jobs_ls(as_json: bool, watch: bool) -> None:
 
 @jobs.command("show")
 @job_argument
+@click.option("--history", "wants_history", is_flag=True, help="All that job.log reported.")
+@click.option("--csv", "as_csv", is_flag=True, help="The same as CSV.")
+@click.option("--plot", "plot_path", metavar="OUT.png", help="The same as a picture.")
 @json_option
 @watch_option
-def jobs_show(name: str, as_json: bool, watch: bool) -> None:
-    """Show one job."""
-    listing(lambda c: c.task(name).status(), views.details, as_json, watch)
+def jobs_show(
+    name: str, wants_history: bool, as_csv: bool, plot_path: str | None, as_json: bool, watch: bool
+) -> None:
+    """Show one job, or what it reported."""
+    if not (wants_history or as_csv or plot_path):
+        listing(lambda c: c.task(name).status(), views.details, as_json, watch)
+        return
+    with connected() as client:
+        client.task(name).status()  # one that is not there says so
+        rows = client.task(name).history()
+    columns = tuple(dict.fromkeys(("step", *(key for row in rows for key in row))))
+    if plot_path:
+        _plot(name, rows, columns[1:], plot_path)
+        print_done({"name": name, "path": plot_path}, f"wrote {plot_path}", as_json)
+    elif as_csv:
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows([row.get(column, "") for column in columns] for row in rows)
+    elif as_json:
+        views.print_json(rows)
+    else:
+        views.console().print(views.table(printed(rows), columns))
+
+
+def _plot(name: str, rows: list[dict[str, Any]], columns: Sequence[str], path: str) -> None:
+    """A panel for each value, over the steps."""
+    if not rows:
+        raise InvalidInput(f'job "{name}" has reported nothing', hint="job.log(loss=loss)")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise InvalidInput(
+            "--plot draws with matplotlib, which is not installed",
+            hint="pip install 'pipeswitch[bench]', or take --csv",
+        ) from None
+    figure = Figure(figsize=(8, 2.5 * len(columns)), layout="constrained")
+    panels = figure.subplots(len(columns), squeeze=False, sharex=True)
+    for panel, column in zip(panels[:, 0], columns, strict=True):
+        known = [row for row in rows if column in row]
+        panel.plot([row["step"] for row in known], [row[column] for row in known])
+        panel.set_ylabel(column)
+    panels[-1, 0].set_xlabel("step")
+    figure.suptitle(name)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"{path}: {error}") from None
 
 
 def _job_verb(verb: str, help_text: str) -> None:
@@ -74,6 +127,26 @@ _job_verb("pause", "Commit, give the device back, hold until resume.")
 _job_verb("resume", "Go on with a paused job.")
 _job_verb("cancel", "End a job.")
 _job_verb("wait", "Block until a job is over; fails if the job failed.")
+
+
+@jobs.command("rm")
+@job_argument
+@json_option
+def jobs_rm(name: str, as_json: bool) -> None:
+    """Drop what is kept of a job that is over."""
+    with connected() as client:
+        print_done(client.task(name).remove(), f"removed job {name}", as_json)
+
+
+@jobs.command("export")
+@job_argument
+@click.argument("out", type=click.Path(dir_okay=False))
+@json_option
+def jobs_export(name: str, out: str, as_json: bool) -> None:
+    """Write a job's newest parameters to OUT.safetensors."""
+    with connected() as client:
+        row = client.task(name).export(out)
+    print_done(row, f"wrote {out}: {name} at step {row['persisted_step']}", as_json)
 
 
 @jobs.command("logs")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import tempfile
 import time
@@ -19,7 +20,14 @@ from typing import Any, Final
 
 import zmq
 
-from ..errors import Cancelled, InvalidInput, PermissionDenied, ServerUnavailable
+from ..commits.weights import read_image, save_weights, weights_of
+from ..errors import (
+    Cancelled,
+    InvalidInput,
+    ModelNotFound,
+    PermissionDenied,
+    ServerUnavailable,
+)
 from ..wire.addresses import as_seen_from, default_address, full_address
 from ..wire.frames import unpack_dict
 from ..wire.keys import keys_from
@@ -394,8 +402,8 @@ class Client:
         return rows
 
     def job(self, /, name: str, action: str, **fields: Any) -> dict[str, Any]:
-        """One action on a job: show, pause, resume, cancel, wait, logs."""
-        is_safe = action in ("show", "wait", "logs")
+        """One action on a job: show, pause, resume, cancel, wait, logs, history, export, rm."""
+        is_safe = action in ("show", "wait", "logs", "history", "export", "state")
         return self._ask("job", body={"name": name, "action": action, **fields}, is_safe=is_safe)
 
     # ---- the server ----------------------------------------------------------------------------
@@ -556,6 +564,63 @@ class Task:
                     subscriber.recv_multipart()
         finally:
             subscriber.close(0)
+
+    def history(self) -> list[dict[str, Any]]:
+        """All that its ``job.log`` reported, by step: ``{"step": 3, "loss": 0.5}``.
+
+        A step that was computed again after a restart is there once, as it was the last time.
+        """
+        rows: dict[int, dict[str, Any]] = {}
+        with contextlib.suppress(ModelNotFound):  # it has reported nothing
+            pieces = self._pieces("history")
+            for line in "".join(piece["text"] for piece in pieces).splitlines():
+                with contextlib.suppress(ValueError):  # cut off by a worker's death
+                    row = json.loads(line)
+                    rows.setdefault(row["step"], {}).update(row)
+        return [rows[step] for step in sorted(rows)]
+
+    def export(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Write its newest commit's parameters and buffers to a safetensors file; its row.
+
+        They have the names of the model's ``state_dict()``; where a job trains several models,
+        behind the key that ``job.steps(model={…})`` was given. ``persisted_step`` in the row is
+        the step they are of.
+
+        Raises:
+            InvalidInput: it has committed nothing.
+        """
+        target = Path(path)
+        if not target.parent.is_dir():
+            raise InvalidInput(f"no folder {str(target.parent)!r}")
+        row = self._row("export")
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}-") as file:
+            digest = ""
+            for piece in self._pieces("state"):
+                if piece["digest"] != digest:  # the first, or a newer commit's
+                    digest = piece["digest"]
+                    file.truncate(file.seek(0))
+                file.write(piece["data"])
+            file.flush()
+            save_weights(weights_of(read_image(Path(file.name))), target)
+        return row
+
+    def remove(self) -> dict[str, Any]:
+        """Drop what is kept of it; it must be over."""
+        return self._row("rm")
+
+    def _pieces(self, kind: str) -> Iterator[dict[str, Any]]:
+        """All of a file, from its start; from there again when another has taken its place."""
+        offset, digest = 0, None
+        while True:
+            piece = self._client.job(self.name, kind, offset_bytes=offset)
+            if digest not in (None, piece.get("digest")):
+                offset, digest = 0, None
+                continue
+            digest = piece.get("digest")
+            yield piece
+            if piece["offset_bytes"] in (offset, piece["end_bytes"]):
+                return
+            offset = piece["offset_bytes"]
 
     def _row(self, action: str) -> dict[str, Any]:
         row: dict[str, Any] = self._client.job(self.name, action)["job"]

@@ -16,8 +16,14 @@ from pathlib import Path
 
 import msgspec
 
-from ..commits.files import load_commit, remove_unnamed
-from ..errors import PipeSwitchError, RegistrationRefused, ServerUnavailable, to_wire
+from ..commits.files import load_commit, read_record, remove_unnamed
+from ..errors import (
+    PipeSwitchError,
+    RegistrationRefused,
+    RemoteProtocolError,
+    ServerUnavailable,
+    to_wire,
+)
 from ..failpoints import reach
 from ..frontend.frontend import Frontend
 from ..ipc.board import ring
@@ -66,6 +72,7 @@ from ..scheduler.events import (
     Leave,
     Publish,
     RaiseTurn,
+    RemoveJob,
     Retract,
     SaveProfile,
     Span,
@@ -177,7 +184,10 @@ class Effects:
             case CreateCommits():
                 self._create_commits(command)
             case DropCommits(job=job):
-                self._drop_commits(job)
+                reach("commits.drop")
+                self._memory.drop_commits(job)
+            case RemoveJob(job=job):
+                self._remove_job(job)
             case Journal():
                 self._write_journal(command)
             case StopTrial(slot=slot, epoch=epoch):
@@ -555,15 +565,24 @@ class Effects:
         self._memory.keep_commits(job, descriptor, slot_bytes)
         return slot_bytes, record.step
 
+    def step_on_disk(self, job: JobName) -> int:
+        """Of a job's persisted commit; -1: there is none that could be used."""
+        try:
+            record = read_record(self._places.commits / job)
+        except RemoteProtocolError as error:
+            log.error("job=%s commit on disk is unusable: %s", job, error)
+            return -1
+        return -1 if record is None else record.step
+
     def sweep_commits(self, jobs: Collection[str]) -> None:
-        """At the start: commits of jobs that are over, and what a crash left beside the others."""
+        """At the start: commits of other jobs, and what a crash left beside those of these."""
         for path in self._places.commits.iterdir():
             if path.name not in jobs:
                 shutil.rmtree(path, ignore_errors=True)
             elif path.is_dir():
                 remove_unnamed(path)
 
-    def _drop_commits(self, job: JobName) -> None:
-        reach("commits.drop")
-        self._memory.drop_commits(job)
+    def _remove_job(self, job: JobName) -> None:
         shutil.rmtree(self._places.commits / job, ignore_errors=True)
+        for kind in ("log", "history"):
+            (self._places.logs / f"job-{job}.{kind}").unlink(missing_ok=True)

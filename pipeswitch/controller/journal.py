@@ -1,9 +1,9 @@
 """What survives the server: which models are registered, which jobs were accepted.
 
 An SQLite database (docs/adr/0010): what was appended is on the disk, whole, before its asker is
-answered. A model is there until it is unregistered, a job until it is over, a hold until its job is
-resumed or over. A row that cannot be used is dropped with a warning; a file that is no database
-any more is set aside, and what can still be read of it is kept.
+answered. A model is there until it is unregistered, a job until it is over and an ended one until
+it is removed, a hold until its job is resumed or over. A row that cannot be used is dropped with a
+warning; a file that is no database any more is set aside, and what can still be read of it is kept.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 Entry = dict[str, Any]
 
 FILE_NAME: Final = "journal.sqlite"
-SCHEMA_VERSION: Final = 3  # in the file's user_version; 0 is a file without tables, 1 had no holds,
-# 2 no tenants
+SCHEMA_VERSION: Final = 4  # in the file's user_version; 0 is a file without tables, 1 had no holds,
+# 2 no tenants, 3 no ended jobs
 SLOW_APPEND_MS: Final = 100.0  # the loop stands still so long: worth a line in the log
 CHECKPOINT_PAGES: Final = 64  # of 4 KiB in the write-ahead log, then they go to the main file
 
@@ -42,22 +42,31 @@ FIELDS: Final[Mapping[str, Mapping[str, type]]] = {
         "pin": bool,
         "tenant": str,
     },
-    "job": {"entry": str, "args": list, "priority": int},
+    "job": {"entry": str, "args": list, "priority": int, "tenant": str},
     "hold": {"why": str},  # its name is a job's: paused, and not to go on by itself
+    "ended": {"record": dict},  # its name is a job's: what it was, and how it ended
 }
 """What an entry of each kind must have beside its name; each kind is a table."""
 
-ENDS: Final = {"model-gone": ("model",), "job-over": ("job", "hold"), "hold-over": ("hold",)}
+ENDS: Final = {
+    "model-gone": ("model",), "job-over": ("job", "hold", "ended"), "hold-over": ("hold",),
+}  # fmt: skip
 """Entries that end those of other kinds."""
 
-_COLUMNS: Final = {bytes: "BLOB", str: "TEXT", int: "INTEGER", bool: "INTEGER", list: "TEXT"}
+REPLACES: Final = {"job": ("ended",), "ended": ("job", "hold")}
+"""Entries that take the place of those of other kinds."""
+
+_COLUMNS: Final = {
+    bytes: "BLOB", str: "TEXT", int: "INTEGER", bool: "INTEGER", list: "TEXT", dict: "TEXT",
+}  # fmt: skip
 
 
 class JournalFile:
     """One writer: the state directory is locked. One thread: the controller's loop.
 
     Attributes:
-        models, jobs, holds: what it held when it was opened, by name, in the order of acceptance.
+        models, jobs, holds, ended: what it held when it was opened, by name, in the order of
+            acceptance.
     """
 
     def __init__(self, path: Path) -> None:
@@ -72,6 +81,7 @@ class JournalFile:
         self.models: dict[str, Entry] = {}
         self.jobs: dict[str, Entry] = {}
         self.holds: dict[str, Entry] = {}
+        self.ended: dict[str, Entry] = {}
         try:
             kept: list[Entry] = []
             try:
@@ -83,9 +93,10 @@ class JournalFile:
                 self._database = _opened(path)
             try:
                 self._take_over(kept)
-                self.models = {entry["name"]: entry for entry in _rows(self._database, "model")}
-                self.jobs = {entry["name"]: entry for entry in _rows(self._database, "job")}
-                self.holds = {entry["name"]: entry for entry in _rows(self._database, "hold")}
+                self.models, self.jobs, self.holds, self.ended = (
+                    {entry["name"]: entry for entry in _rows(self._database, kind)}
+                    for kind in ("model", "job", "hold", "ended")
+                )
                 sync_directory(path.parent)
             except BaseException:
                 self._database.close()
@@ -128,7 +139,8 @@ class JournalFile:
         Until then the journal is behind, and a server that starts from it repeats something.
         """
         kind = str(entry["kind"])
-        self._owed[ENDS.get(kind, (kind,))[0], str(entry["name"])] = entry
+        about = ENDS.get(kind) or REPLACES.get(kind) or (kind,)
+        self._owed[about[0], str(entry["name"])] = entry
 
     def close(self) -> None:
         if self._owed:
@@ -187,9 +199,10 @@ def _create(database: sqlite3.Connection) -> None:
             columns = ", ".join(f"{name} {_COLUMNS[type_]}" for name, type_ in fields.items())
             columns = f"name TEXT PRIMARY KEY, {columns}"
             database.execute(f"CREATE TABLE IF NOT EXISTS {kind} ({columns})")
-        known = {row[1] for row in database.execute("PRAGMA table_info(model)")}
-        if "tenant" not in known:  # what was there before there were tenants is the owner's
-            database.execute("ALTER TABLE model ADD COLUMN tenant TEXT DEFAULT ''")
+        for kind in ("model", "job"):
+            known = {row[1] for row in database.execute(f"PRAGMA table_info({kind})")}
+            if "tenant" not in known:  # what was there before there were tenants is the owner's
+                database.execute(f"ALTER TABLE {kind} ADD COLUMN tenant TEXT DEFAULT ''")
         database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
@@ -214,8 +227,10 @@ def _write(database: sqlite3.Connection, entry: Entry) -> None:
         for table in ENDS[kind]:
             database.execute(f"DELETE FROM {table} WHERE name = ?", (entry["name"],))
         return
+    for table in REPLACES.get(kind, ()):
+        database.execute(f"DELETE FROM {table} WHERE name = ?", (entry["name"],))
     fields = FIELDS[kind]
-    values = [json.dumps(entry[f]) if fields[f] is list else entry[f] for f in fields]
+    values = [json.dumps(entry[f]) if fields[f] in (list, dict) else entry[f] for f in fields]
     marks = ", ".join("?" * len(fields))
     updates = ", ".join(f"{field} = excluded.{field}" for field in fields)
     database.execute(
@@ -238,7 +253,7 @@ def _rows(database: sqlite3.Connection, kind: str) -> Iterator[Entry]:
         entry: Entry = {"kind": kind, "name": name, **dict(zip(fields, values, strict=True))}
         try:
             for field, type_ in fields.items():
-                if type_ is list:
+                if type_ in (list, dict):
                     entry[field] = json.loads(entry[field])
                 elif type_ is bool:
                     entry[field] = bool(entry[field])

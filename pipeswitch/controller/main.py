@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -329,6 +330,8 @@ class Server:
                 stop_grace_ms=config.scheduler.stop_grace_ms,
                 evict_grace_ms=config.scheduler.evict_grace_ms,
                 restart_backoff_ms=config.workers.restart_backoff_ms,
+                keep_jobs=config.jobs.keep.count,
+                keep_jobs_ms=config.jobs.keep.time_ms,
                 prefix_bytes=config.device.prefix.resolve(sizes.arena_bytes, 0),
                 identity=_identity(device, sizes),
                 unix_offset_ms=time.time() * 1000.0 - _now_ms(),
@@ -523,9 +526,11 @@ class Server:
             )
         nothing: frozenset[bytes] = frozenset()  # is registered yet; the journal's models stay
         self._effects.sweep(SweepPrograms(digests=frozenset(), specs=nothing, gone_specs=nothing))
-        self._effects.sweep_commits(self._journal.jobs)
+        self._effects.sweep_commits({*self._journal.jobs, *self._journal.ended})
         for name, entry in self._journal.jobs.items():
             self._restore_job(JobName(name), entry)
+        for name, entry in self._journal.ended.items():
+            self._restore_ended(JobName(name), entry["record"])
         for model in self._config.models:
             if model.name not in self._journal.models:
                 self._inbox.append(self._configured(model))
@@ -544,7 +549,15 @@ class Server:
             slot_bytes,
             step,
             is_paused=name in self._journal.holds,
+            tenant=str(entry["tenant"]),
         )
+
+    def _restore_ended(self, name: JobName, record: dict[str, Any]) -> None:
+        jobs = self._scheduler.machine.device.jobs
+        try:
+            jobs.restore_ended(name, record, self._effects.step_on_disk(name))
+        except (ValueError, TypeError, KeyError) as error:
+            log.warning("job=%s record of an ended job ignored: %r", name, error)
 
     def _configured(self, model: ModelConfig) -> RegisterAsked:
         source = permissions.check_source(

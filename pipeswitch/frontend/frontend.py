@@ -58,7 +58,7 @@ from .clients import Client, ClientTable, Outgoing
 from .connections import hang_up
 from .disk import Disk
 from .intake import Intake, read_subscriptions
-from .job_logs import read_piece
+from .job_files import read_piece
 from .listeners import Listener, Listeners, open_listeners
 from .outbox import RELEASE_WAIT_MS, Outbox
 from .replies import envelope_id, reply_frames, told, wrong_version
@@ -120,7 +120,7 @@ class Frontend:
         self._pool = RequestPool(pool_descriptor, pool_of)
         self._max_message_bytes = config.server.max_message_bytes
         state = Path(config.server.state_dir)
-        self._log_directory = state / "logs"
+        self._state_directory = state
         self.disk = Disk(state, config.server.max_disk, config.server.max_disk_per_client)
         self._uploads = Uploads(state / "uploads", config.server.max_upload_bytes, self.disk)
         self._copier = Lane("pipeswitch-copy")
@@ -482,7 +482,7 @@ class Frontend:
         """A verb that is one question to the scheduler."""
         asked = self._verbs.parse(header, client.standing)
         if isinstance(asked, LogPiece):  # the only one that is answered here
-            piece = read_piece(self._log_directory, asked.job, asked.offset_bytes)
+            piece = read_piece(self._state_directory, asked.job, asked.kind, asked.offset_bytes)
             self._reply(client, header.id, body=piece)
         else:
             event = asked(self.requests.accept(client, header).token)

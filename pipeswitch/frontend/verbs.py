@@ -30,21 +30,23 @@ from ..scheduler.events import (
 from ..wire.frames import RequestHeader
 from . import admission, permissions
 from .admission import Body
+from .job_files import PIECES
 
 _logger = logging.getLogger(__name__)
 
 MAX_DRAIN_MS: Final = 86_400_000.0
 MAX_TRACE_S: Final = 3600.0
-JOB_ACTIONS: Final = ("show", "pause", "resume", "cancel", "wait")
+JOB_ACTIONS: Final = ("show", "pause", "resume", "cancel", "wait", "export", "rm")
 
 Asked = Callable[[Token], Event]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogPiece:
-    """``job logs``: read from disk and answered without the scheduler."""
+    """``job logs``, ``history``, ``state``: read from disk, answered without the scheduler."""
 
     job: JobName
+    kind: str
     offset_bytes: int
 
 
@@ -123,7 +125,7 @@ class Verbs:
         priority = admission.priority_number(body.text("priority", ""), default=2)
         body.done()
         return lambda token: TrainAsked(
-            token=token, job=job, entry=entry, args=args, priority=priority
+            token=token, job=job, entry=entry, args=args, priority=priority, tenant=standing.tenant
         )
 
 
@@ -143,13 +145,13 @@ def _job(header: RequestHeader, _: Standing) -> Asked | LogPiece:
     body = Body("job", header.body)
     job = JobName(admission.check_name(body.text("name"), "job"))
     action: Any = body.text("action")
-    if action == "logs":
+    if action in PIECES:
         offset = body.count("offset_bytes", 0)
         body.done()
-        return LogPiece(job=job, offset_bytes=offset)
+        return LogPiece(job=job, kind=action, offset_bytes=offset)
     if action not in JOB_ACTIONS:
         raise InvalidInput(
-            f"job: action {action[:40]!r} is none of {', '.join((*JOB_ACTIONS, 'logs'))}"
+            f"job: action {action[:40]!r} is none of {', '.join((*JOB_ACTIONS, *PIECES))}"
         )
     body.done()
     return lambda token: JobAsked(token=token, job=job, action=action)

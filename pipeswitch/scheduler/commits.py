@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ..errors import HostStoreFull
+from ..errors import HostStoreFull, ServerUnavailable
 from ..ipc.messages import (
     CloseCommits,
     CommitCopy,
@@ -123,7 +123,7 @@ class Commits:
         """Write commits to disk now and then, and at once when a job was put aside."""
         core, device = self._core, self._device
         for job in device.jobs.values():
-            if not self._is_unsaved(job) or job.is_persisting or not device.is_daemon_ready:
+            if not self.is_unsaved(job) or job.is_persisting or not device.is_daemon_ready:
                 continue
             if core.now_ms < job.persist_due_at_ms:
                 core.look_again(job.persist_due_at_ms)
@@ -134,9 +134,10 @@ class Commits:
             directory = f"{core.settings.commits_dir}/{job.name}"
             device.tell_daemon(PersistCommit(job=job.name, epoch=job.epoch, directory=directory))
 
-    def _is_unsaved(self, job: Job) -> bool:
-        """Its newest commit is not on disk, and the job may have to resume from it."""
-        return job.committed_step > job.persisted_step and job.state.state not in TASK_FINAL
+    @staticmethod
+    def is_unsaved(job: Job) -> bool:
+        """Its newest commit is in the host store, and not on disk."""
+        return job.commit_slot_bytes > 0 and job.committed_step > job.persisted_step
 
     def persisted(self, message: CommitPersisted) -> None:
         """On disk, or why not; the older file is intact either way and training goes on."""
@@ -146,16 +147,30 @@ class Commits:
         job.is_persisting = False
         if message.error:
             self._core.publish("job.persist_failed", job=job.name, error=message.error)
-            job.why = f"commit not on disk: {message.error}"
+            self._not_saved(job, message.error)
         else:
             job.persisted_step = max(job.persisted_step, message.step)
+
+    def _not_saved(self, job: Job, reason: str) -> None:
+        job.why = f"commit not on disk: {reason}"
+        for token in job.exporters:
+            self._core.refuse(token, ServerUnavailable(f"job {job.name}: {job.why}"))
+        job.exporters.clear()
+
+    def save_last(self, job: Job) -> None:
+        """Of a job that is over the newest commit goes to disk, and then leaves the host store.
+
+        A disk that does not take it is asked again: there is no other copy.
+        """
+        if job.state.state in TASK_FINAL and not job.is_persisting and not self.is_unsaved(job):
+            self.forget(job)
 
     def refused(self, epoch: Epoch, reason: str) -> None:
         """The daemon refused an order: no answer to it will come."""
         for job in self._device.jobs.values():
             if job.persist_epoch == epoch and job.is_persisting:
                 job.is_persisting = False
-                job.why = f"commit not on disk: {reason}"
+                self._not_saved(job, reason)
             if job.copying_epoch == epoch:
                 job.copying_epoch, job.copying_number = NO_COPY
                 self._restart(job, epoch, f"its commit was refused: {reason}")
@@ -166,6 +181,7 @@ class Commits:
             self._device.kill(self._device.workers[job.slot], reason)
 
     def forget(self, job: Job) -> None:
+        """Its area is given back; its file on disk stays."""
         if job.commit_slot_bytes:
             self._store.regions.release(job.commits)
             job.commit_slot_bytes = 0
@@ -183,6 +199,8 @@ class Commits:
         for job in self._device.jobs.values():
             if job.commit_slot_bytes:
                 self._tell_daemon(job)
+            if job.exporters or job.state.state in TASK_FINAL:  # the daemon before was asked
+                job.persist_due_at_ms = self._core.now_ms
 
     @property
     def is_quiet(self) -> bool:
@@ -191,6 +209,6 @@ class Commits:
         return not any(
             job.copying_epoch
             or job.is_persisting
-            or (self._is_unsaved(job) and job.persist_due_at_ms <= now_ms)
+            or (self.is_unsaved(job) and job.persist_due_at_ms <= now_ms)
             for job in self._device.jobs.values()
         )

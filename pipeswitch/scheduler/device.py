@@ -183,6 +183,7 @@ class Device:
         self.dispatch.keep_order()
         self.profiling.pump()
         self.training.pump()
+        self.jobs.pump()
         self.residents.bring_pinned()
         self.slices.scrub_again()
         self._kill_hung()

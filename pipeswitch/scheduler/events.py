@@ -89,15 +89,17 @@ class TrainAsked:
     entry: str
     args: tuple[str, ...]
     priority: int
+    tenant: str = ""  # whose job it will be; empty: the server's owner's
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobAsked:
-    """``wait`` is answered when the job is final; the others when the table has taken them."""
+    """``wait`` is answered when the job is final, ``export`` when its newest commit is on disk;
+    the others when the table has taken them."""
 
     token: Token
     job: JobName
-    action: Literal["show", "pause", "resume", "cancel", "wait"]
+    action: Literal["show", "pause", "resume", "cancel", "wait", "export", "rm"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,6 +271,15 @@ class CreateCommits:
 
 @dataclass(frozen=True, kw_only=True)
 class DropCommits:
+    """Give back the job's commit memfd; what is on disk stays."""
+
+    job: JobName
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoveJob:
+    """Remove what an ended job left on disk: commits, log, history."""
+
     job: JobName
 
 
@@ -363,6 +374,6 @@ class Leave:
 
 Command = (
     ToDaemon | ToWorker | RaiseTurn | SpawnDaemon | SpawnWorker | KillWorker | StartBuild
-    | KillBuild | CreateCommits | DropCommits | Announce | Retract | Answer | Publish | Span
-    | Journal | SweepPrograms | StopTrial | SaveProfile | Warn | Leave
+    | KillBuild | CreateCommits | DropCommits | RemoveJob | Announce | Retract | Answer | Publish
+    | Span | Journal | SweepPrograms | StopTrial | SaveProfile | Warn | Leave
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from ..errors import (
@@ -15,7 +16,7 @@ from ..errors import (
 from ..ipc.messages import Epoch, JobName, JobReport
 from .commits import Commits
 from .device_state import DeviceState
-from .events import JobAsked, Journal, Token, TrainAsked
+from .events import JobAsked, Journal, RemoveJob, Token, TrainAsked
 from .records import Job, Worker
 from .states import TASK_FINAL, TASK_ON_WORKER, TaskEvent, TaskState
 
@@ -29,6 +30,20 @@ class Jobs:
         self._core = device.core
         self._device = device
         self._commits = commits
+        self._after_others: list[TrainAsked] = []  # a job of that name is being written to disk
+
+    def pump(self) -> None:
+        """Accept who waited for another one's end; let go of what is kept no longer."""
+        waiting, self._after_others = self._after_others, []
+        for event in waiting:
+            self.train(event)
+        for job in self._device.jobs.values():
+            self._commits.save_last(job)
+            if job.exporters and not self._commits.is_unsaved(job):
+                for token in job.exporters:
+                    self._core.answer(token, job=self.row(job))
+                job.exporters.clear()
+        self._forget_old()
 
     def train(self, event: TrainAsked) -> None:
         """Accept a job; it is answered as soon as it is on the books."""
@@ -44,19 +59,27 @@ class Jobs:
             )
             core.refuse(event.token, error)
             return
+        if old is not None and old.is_persisting:  # into the folder that this one will have
+            self._after_others.append(event)
+            return
+        if old is not None:
+            self._remove(old)
         # The process of an old job of that name may still be leaving: this one waits for it
         # in the queue (see Training).
-        job = self.adopt(event.job, event.entry, event.args, event.priority)
+        job = self.adopt(event.job, event.entry, event.args, event.priority, event.tenant)
         core.emit(Journal(entry={"kind": "job", "name": job.name, "entry": job.entry,
-                                 "args": list(job.args), "priority": job.priority},
+                                 "args": list(job.args), "priority": job.priority,
+                                 "tenant": job.tenant},
                           accepts=(event.token,)))  # fmt: skip
         core.publish("job.submitted", job=job.name, entry=job.entry)
         core.answer(event.token, job=self.row(job))
 
-    def adopt(self, name: JobName, entry: str, args: tuple[str, ...], priority: int) -> Job:
+    def adopt(
+        self, name: JobName, entry: str, args: tuple[str, ...], priority: int, tenant: str
+    ) -> Job:
         """Put a job on the books (a new one, or one the journal remembers)."""
         core, device = self._core, self._device
-        job = Job(name, entry, args, priority)
+        job = Job(name, entry, args, priority, tenant)
         job.born_epoch = Epoch(core.last_epoch)
         job.place = core.next_epoch()
         job.cycle_left_ms = core.settings.training_cycle_ms
@@ -65,17 +88,35 @@ class Jobs:
 
     def restore(
         self, name: JobName, entry: str, args: tuple[str, ...], priority: int,
-        slot_bytes: int, step: int, *, is_paused: bool = False,
+        slot_bytes: int, step: int, *, is_paused: bool = False, tenant: str = "",
     ) -> None:  # fmt: skip
         """A job the journal remembers, with its commit area loaded from disk (0: none)."""
-        job = self.adopt(name, entry, args, priority)
+        job = self.adopt(name, entry, args, priority, tenant)
         if slot_bytes:
             self._commits.restore(job, slot_bytes, step)
         if is_paused:
             job.state.apply(TaskEvent.PAUSE, "as before the restart")
 
+    def restore_ended(self, name: JobName, record: Mapping[str, Any], persisted_step: int) -> None:
+        """A job that was over before the restart, and the step of its state on disk (-1: none).
+
+        Raises:
+            ValueError, TypeError, KeyError: no record of ours.
+        """
+        state = TaskState(record["state"])
+        if state not in TASK_FINAL:
+            raise ValueError(f"{state.value} is no end")
+        job = self.adopt(name, str(record["entry"]), tuple(map(str, record["args"])),
+                         int(record["priority"]), str(record["tenant"]))  # fmt: skip
+        job.state.state = state  # without a story: that was another server's
+        job.step, job.error, job.why = int(record["step"]), str(record["error"]), str(record["why"])
+        job.epoch_index = int(record["epoch"])
+        job.ended_at_ms = float(record["ended_at_ms"])
+        job.last_log = dict(record["log"])
+        job.committed_step = job.persisted_step = persisted_step
+
     def asked(self, event: JobAsked) -> None:
-        """show, pause, resume, cancel, wait."""
+        """show, pause, resume, cancel, wait, export, rm."""
         core, device = self._core, self._device
         job = device.jobs.get(event.job)
         if job is None:
@@ -90,6 +131,10 @@ class Jobs:
             self._answer_final(job)
         elif event.action == "resume":
             self._resume_asked(job, event.token)
+        elif event.action == "export":
+            self._export_asked(job, event.token)
+        elif event.action == "rm":
+            self._remove_asked(job, event.token)
         else:
             self._hold_asked(job, event.token, event.action)
 
@@ -104,6 +149,56 @@ class Jobs:
         if job.wanted == "pause":
             job.wanted = "run"
         self._core.answer(token, job=self.row(job))
+
+    def _export_asked(self, job: Job, token: Token) -> None:
+        """Its newest commit shall be on disk, where clients read it."""
+        if job.committed_step < 0:
+            why = "committed nothing" if job.state.state in TASK_FINAL else "has not committed yet"
+            error = InvalidInput(
+                f'job "{job.name}" {why}: it has no state',
+                hint=f"pipeswitch jobs show {job.name}",
+            )
+            self._core.refuse(token, error)
+            return
+        job.exporters.append(token)
+        job.persist_due_at_ms = self._core.now_ms  # answered by ``pump``
+
+    def _remove_asked(self, job: Job, token: Token) -> None:
+        if job.state.state not in TASK_FINAL or job.is_persisting:
+            is_over = job.state.state in TASK_FINAL
+            what = "is being written to disk" if is_over else f"is {job.state.state.value}"
+            hint = "try again in a moment" if is_over else f"pipeswitch jobs cancel {job.name}"
+            self._core.refuse(token, InvalidInput(f'job "{job.name}" {what}', hint=hint))
+            return
+        row = self.row(job)
+        self._remove(job)
+        self._core.emit(Journal(entry={"kind": "job-over", "name": job.name}))
+        self._core.answer(token, job=row)
+
+    def _remove(self, job: Job) -> None:
+        """Nothing of a job that is over stays."""
+        self._commits.forget(job)
+        self._core.emit(RemoveJob(job=job.name))
+        del self._device.jobs[job.name]
+
+    def _forget_old(self) -> None:
+        """As many ended jobs as are kept, the newest; none for longer than they are kept."""
+        core, settings = self._core, self._core.settings
+        over = [job for job in self._device.jobs.values() if job.state.state in TASK_FINAL]
+        if not over:
+            return
+        over.sort(key=lambda job: job.ended_at_ms)
+        gone = over[: max(0, len(over) - settings.keep_jobs)]
+        if settings.keep_jobs_ms:
+            now_ms = core.now_ms + settings.unix_offset_ms
+            gone = [job for job in over if now_ms >= job.ended_at_ms + settings.keep_jobs_ms]
+            for job in over[len(gone) : len(gone) + 1]:
+                left_ms = job.ended_at_ms + settings.keep_jobs_ms - now_ms
+                core.look_again(core.now_ms + left_ms)
+        for job in gone:
+            if not job.is_persisting and not job.exporters:
+                self._remove(job)
+                core.emit(Journal(entry={"kind": "job-over", "name": job.name}))
 
     def _hold_asked(self, job: Job, token: Token, action: str) -> None:
         """Pause or cancel: answered when the job holds no worker any more."""
@@ -140,6 +235,7 @@ class Jobs:
             "worker": job.slot,
             "error": job.error,
             "why": job.why,
+            "tenant": job.tenant,
             "log": job.last_log,
         }
 
@@ -190,9 +286,10 @@ class Jobs:
         job.answer_on_change.clear()
         job.wanted = "run" if job.wanted != "drain" else job.wanted
         if job.state.state in TASK_FINAL:
-            self._commits.forget(job)
-            core.emit(Journal(entry={"kind": "job-over", "name": job.name,
-                                     "state": job.state.state.value}))  # fmt: skip
+            job.ended_at_ms = core.now_ms + core.settings.unix_offset_ms
+            job.persist_due_at_ms = core.now_ms
+            record = {**self.row(job), "priority": job.priority, "ended_at_ms": job.ended_at_ms}
+            core.emit(Journal(entry={"kind": "ended", "name": job.name, "record": record}))
             self._answer_final(job)
 
     def _answer_final(self, job: Job) -> None:
@@ -216,10 +313,14 @@ class Jobs:
     def refuse_all(self, error: PipeSwitchError) -> None:
         """The server cannot go on: every client that waits is answered."""
         for job in self._device.jobs.values():
-            for token in (*job.waiters, *job.answer_on_change):
+            for token in (*job.waiters, *job.answer_on_change, *job.exporters):
                 self._core.refuse(token, error)
             job.waiters.clear()
             job.answer_on_change.clear()
+            job.exporters.clear()
+        for event in self._after_others:
+            self._core.refuse(event.token, error)
+        self._after_others.clear()
 
     def drain(self) -> None:
         """Commit and unwind every job, write all to disk; the journal brings them back."""

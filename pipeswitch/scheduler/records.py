@@ -190,6 +190,7 @@ class Job:
     entry: str
     args: tuple[str, ...]
     priority: int
+    tenant: str = ""  # whose it is; empty: the server's owner's
     state: StateMachine[TaskState, TaskEvent] = field(init=False)
     born_epoch: Epoch = NO_EPOCH  # epochs up to it speak of an older job of this name
     epoch: Epoch = NO_EPOCH  # of its current dispatch
@@ -199,6 +200,7 @@ class Job:
     wanted: Wanted = "run"  # what to do when it has unwound
     waiters: list[Token] = field(default_factory=list)
     answer_on_change: list[Token] = field(default_factory=list)
+    exporters: list[Token] = field(default_factory=list)  # wait for its newest commit on disk
     commit_slot_bytes: int = 0  # 0: no commit area yet
     committed_step: int = -1
     persisted_step: int = -1
@@ -231,6 +233,7 @@ class Job:
     steps_per_s: float = 0.0
     error: str = ""
     why: str = ""
+    ended_at_ms: float = 0.0  # by the calendar, once it is over
 
     def __post_init__(self) -> None:
         self.state = StateMachine(f"job {self.name}", TaskState.QUEUED, TASK_TRANSITIONS)

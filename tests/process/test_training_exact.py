@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -55,6 +55,7 @@ class FakeHost:
         self.newest = -1
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.leases = 0
+        self.remembered: list[tuple[int, dict[str, float]]] = []
         self.clock_ms = 0.0
         self._slice = torch.zeros(0, dtype=torch.uint8)
         self._copy: threading.Thread | None = None
@@ -94,6 +95,12 @@ class FakeHost:
 
     def report(self, kind: str, /, **values: Any) -> None:
         self.events.append((kind, values))
+
+    def remember(self, step: int, values: Mapping[str, float]) -> None:
+        self.remembered.append((step, dict(values)))
+
+    def flush(self) -> None:
+        pass
 
     def now_ms(self) -> float:
         self.clock_ms += 1.0

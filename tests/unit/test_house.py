@@ -34,8 +34,8 @@ MAY_IMPORT: Mapping[str, str] = {
     "wire": "config errors roles",
     "ipc": "errors failpoints wire",
     "programs": "errors planning units",
-    "programs/build": "errors failpoints ipc programs sandbox units",
     "commits": "errors failpoints ipc machine",
+    "programs/build": "errors failpoints ipc programs sandbox units",
     # The decisions.
     "scheduler/policies": "",
     "scheduler": "errors ipc planning programs scheduler/policies",
@@ -48,11 +48,12 @@ MAY_IMPORT: Mapping[str, str] = {
     "workers/": "devices failpoints ipc sandbox units workers/inference/ workers/training/",
     "launch": "failpoints ipc memory_daemon/ programs/build workers/",
     # The server: clients' bytes to events, commands to deeds.
-    "frontend": "config errors failpoints ipc lane machine programs roles scheduler units wire",
+    "frontend": "commits config errors failpoints ipc lane machine programs roles scheduler units "
+    "wire",
     "controller": "commits config devices errors failpoints frontend ipc lane launch machine "
     "planning programs programs/build sandbox scheduler units wire",
     # Its users.
-    "client": "errors programs programs/build wire",
+    "client": "commits errors programs programs/build wire",
     "__init__": "client errors job",
     "testing": "client",
     "benchmarks": "client devices errors ipc job machine planning programs programs/build "

@@ -19,7 +19,10 @@ from pipeswitch.errors import ConfigError
 
 
 def job(name: str, **more: Any) -> dict[str, Any]:
-    return {"kind": "job", "name": name, "entry": "x.py", "args": ["a"], "priority": 1, **more}
+    return {
+        "kind": "job", "name": name, "entry": "x.py", "args": ["a"], "priority": 1, "tenant": "",
+        **more,
+    }  # fmt: skip
 
 
 def model(name: str, **more: Any) -> dict[str, Any]:
@@ -89,6 +92,35 @@ def test_a_journal_of_a_release_without_holds_keeps_what_it_has(tmp_path: Path) 
         again.append({"kind": "hold", "name": "one", "why": "paused"})
     with opened(tmp_path) as last:
         assert set(last.holds) == {"one"}
+
+
+def test_an_ended_job_is_there_until_it_is_removed_or_runs_again(tmp_path: Path) -> None:
+    record = {"state": "done", "step": 7}
+    with opened(tmp_path) as file:
+        for name in ("kept", "removed", "again"):
+            file.append(job(name))
+            file.append({"kind": "hold", "name": name, "why": "paused"})
+            file.append({"kind": "ended", "name": name, "record": record})
+        file.append({"kind": "job-over", "name": "removed"})
+        file.append(job("again"))
+    with opened(tmp_path) as again:
+        assert again.ended == {"kept": {"kind": "ended", "name": "kept", "record": record}}
+        assert set(again.jobs) == {"again"}
+        assert not again.holds
+
+
+def test_jobs_of_a_release_without_ended_ones_are_the_owners(tmp_path: Path) -> None:
+    with opened(tmp_path) as file:
+        file.append(job("one", tenant="a"))
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database:
+        database.execute("ALTER TABLE job DROP COLUMN tenant")
+        database.execute("DROP TABLE ended")
+        database.execute("PRAGMA user_version = 3")
+    with opened(tmp_path) as again:
+        assert again.jobs == {"one": job("one")}
+        again.append({"kind": "ended", "name": "one", "record": {}})
+    with opened(tmp_path) as last:
+        assert set(last.ended) == {"one"}
 
 
 def test_models_of_a_release_without_tenants_are_the_owners(tmp_path: Path) -> None:
@@ -274,6 +306,6 @@ def test_a_journal_of_a_later_release_is_left_alone(tmp_path: Path) -> None:
         file.append(job("one"))
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database:
         database.execute(f"PRAGMA user_version = {journal.SCHEMA_VERSION + 1}")
-    with pytest.raises(ConfigError, match="schema 4, this release knows 3"):
+    with pytest.raises(ConfigError, match="schema 5, this release knows 4"):
         JournalFile(tmp_path / FILE_NAME)
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]

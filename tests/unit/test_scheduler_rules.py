@@ -1956,3 +1956,108 @@ def test_a_request_in_another_tenants_file_is_refused(apart: Rig) -> None:
         deadline_at_ms=None, inputs=(), reply_offset_bytes=0, reply_bytes=0, tenant="bob",
     ))  # fmt: skip
     assert isinstance(apart.error(token), ModelNotFound)
+
+
+# ------------------------------------------------------------------------------ jobs that are over
+
+
+def test_the_last_state_of_a_job_is_written_and_then_leaves_the_host_store(rig: Rig) -> None:
+    job = rig.start_training()
+    rig.commit(job, 1, step=3)
+    rig.flip(job, 1, step=3)
+    free_bytes = rig.scheduler.machine.store.regions.free_bytes
+    rig.job_ends(job, "done")
+    assert rig.sent(PersistCommit)
+    assert not rig.commands(ev.DropCommits), "its only copy"
+    asked = rig.job_asked("cifar", "export")
+    assert asked not in rig.answers
+    rig.daemon(CommitPersisted(job=job.name, epoch=job.epoch, step=3))
+    assert rig.answers[asked].body["job"]["persisted_step"] == 3
+    assert rig.commands(ev.DropCommits)
+    assert rig.scheduler.machine.store.regions.free_bytes > free_bytes
+    assert rig.state.jobs["cifar"] is job
+
+
+def test_a_disk_that_does_not_take_the_last_state_is_asked_again(rig: Rig) -> None:
+    job = rig.start_training()
+    rig.commit(job, 1, step=3)
+    rig.flip(job, 1, step=3)
+    rig.job_ends(job, "failed")
+    asked = rig.job_asked("cifar", "export")
+    rig.daemon(CommitPersisted(job=job.name, epoch=job.epoch, step=-1, error="disk full"))
+    assert "disk full" in rig.error(asked).message
+    assert not rig.commands(ev.DropCommits)
+    due_ms = rig.scheduler.next_wakeup_ms()
+    assert due_ms is not None
+    while not rig.sent(PersistCommit):
+        rig.tick(due_ms)
+        due_ms = rig.scheduler.next_wakeup_ms() or due_ms + 1000.0
+
+
+def test_a_job_that_runs_again_waits_until_the_one_before_it_is_on_disk(rig: Rig) -> None:
+    """Both write into the folder of that name: the newer one's state must be the last there."""
+    old = rig.start_training()
+    rig.commit(old, 1, step=3)
+    rig.flip(old, 1, step=3)
+    rig.job_ends(old, "done")
+    assert old.is_persisting
+    assert rig.train("cifar") is old
+    rig.daemon(CommitPersisted(job=old.name, epoch=old.epoch, step=3))
+    new = rig.state.jobs["cifar"]
+    assert new is not old
+    removed = rig.out.index(ev.RemoveJob(job=old.name))
+    accepted = next(i for i, c in enumerate(rig.out) if isinstance(c, ev.Journal))
+    assert removed < accepted
+    assert rig.answers[rig.last_token].body["job"]["state"] == "queued"
+
+
+def test_ended_jobs_go_when_there_are_more_or_older_ones_than_are_kept(
+    fleet_model: ModuleType,
+) -> None:
+    rig = Rig(fleet_model, keep_jobs=2)
+    for number in range(4):
+        rig.now_ms += 1.0
+        rig.train(f"j{number}")
+        rig.job_asked(f"j{number}", "pause")
+        rig.job_asked(f"j{number}", "cancel")
+        for slot in list(rig.state.workers):
+            if rig.state.workers[slot].job is not None:
+                rig.job_ends(rig.state.jobs[f"j{number}"], "preempted")
+                rig.worker_restarts(slot, 0)
+    assert list(rig.state.jobs) == ["j2", "j3"]
+
+    rig = Rig(fleet_model, keep_jobs_ms=1000.0)
+    job = rig.train("j")
+    rig.job_ends(job, "done")
+    rig.tick(rig.now_ms + 500.0)
+    assert "j" in rig.state.jobs
+    rig.tick(rig.now_ms + 500.0)
+    assert "j" not in rig.state.jobs
+    assert ev.Journal(entry={"kind": "job-over", "name": "j"}) in rig.out
+
+
+def test_only_a_job_that_is_over_is_removed(rig: Rig) -> None:
+    job = rig.start_training()
+    assert "running" in rig.error(rig.job_asked("cifar", "rm")).message
+    rig.job_ends(job, "failed")
+    assert rig.error(rig.job_asked("cifar", "rm")) is None
+    assert ev.RemoveJob(job=job.name) in rig.out
+    assert isinstance(rig.error(rig.job_asked("cifar", "show")), ModelNotFound)
+    assert isinstance(rig.error(rig.job_asked("cifar", "rm")), ModelNotFound)
+
+
+def test_the_next_server_has_the_record_of_an_ended_job(rig: Rig, fleet_model: ModuleType) -> None:
+    job = rig.start_training()
+    rig.job_ends(job, "failed")
+    (entry,) = [c.entry for c in rig.commands(ev.Journal) if c.entry["kind"] == "ended"]
+
+    again = Rig(fleet_model)
+    again.scheduler.machine.device.jobs.restore_ended("cifar", entry["record"], 5)
+    row = again.answers[again.job_asked("cifar", "show")].body["job"]
+    assert (row["state"], row["error"], row["persisted_step"]) == ("failed", job.error, 5)
+    assert again.error(again.job_asked("cifar", "export")) is None
+    assert not again.sent(RunJob)
+    with pytest.raises(ValueError, match="no end"):
+        again.scheduler.machine.device.jobs.restore_ended(
+            "x", {**entry["record"], "state": "running"}, -1
+        )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Final
 
 import torch
 
@@ -26,6 +29,8 @@ from pipeswitch.ipc.messages import (
     StepCommitted,
 )
 
+MAX_HISTORY_BYTES: Final = 64 << 20  # a line of three numbers takes about 60
+
 
 class JobHost:
     """``TrainingHost`` over the worker's channels. The main thread asks, the termination
@@ -43,6 +48,8 @@ class JobHost:
         self._committed: StepCommitted | None = None
         self._commit_number = 0  # of the last one that was begun: 1, 2, … in each dispatch
         self._evicting = False
+        self._history: BinaryIO | None = None
+        self._history_bytes = 0
         self._has_leased = False
         self._commits = descriptors[0] if descriptors else -1  # the job's commit area, to read
 
@@ -122,6 +129,23 @@ class JobHost:
         image = _last_image(self._commits) if self._commits >= 0 else None
         return memoryview(image) if image is not None else None
 
+    def remember(self, step: int, values: Mapping[str, float]) -> None:
+        """Add a line to the job's history, which outlives it; what the disk refuses is lost."""
+        with contextlib.suppress(OSError):
+            if self._history is None:
+                path = Path(self._message.log_path).with_suffix(".history")
+                self._history = open(path, "ab", opener=_private)  # noqa: SIM115 - as long as we
+                self._history_bytes = os.fstat(self._history.fileno()).st_size
+            line = json.dumps({"step": step, **values}).encode() + b"\n"
+            if self._history_bytes + len(line) <= MAX_HISTORY_BYTES:
+                self._history_bytes += self._history.write(line)
+
+    def flush(self) -> None:
+        """What was remembered is for others to read."""
+        if self._history is not None:
+            with contextlib.suppress(OSError):
+                self._history.flush()
+
     def report(self, kind: str, /, **values: Any) -> None:
         reach("job.report")
         self._task.send(JobReport(epoch=self._message.epoch, kind=kind, values=values))
@@ -152,6 +176,10 @@ class JobHost:
         with self._changed:
             self._evicting = True
             self._changed.notify_all()
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
 def _last_image(descriptor: int) -> bytes | None:

@@ -77,6 +77,14 @@ class TrainingHost(Protocol):
         """Tell the controller: progress, log, warnings, events. Does not block."""
         ...
 
+    def remember(self, step: int, values: Mapping[str, float]) -> None:
+        """Add what the script logged to the job's history. Does not block."""
+        ...
+
+    def flush(self) -> None:
+        """What was remembered is for others to read."""
+        ...
+
     def now_ms(self) -> float:
         """Monotonic."""
         ...
@@ -158,6 +166,7 @@ class TrainingSession:
     def close(self) -> None:
         """Call in any case (also after an error or a preemption): hooks off, device given up."""
         self._over = True
+        self._host.flush()
         self._remove_hooks()
         use_gate(None)
         self._gate.in_optimizer_step = False
@@ -242,12 +251,15 @@ class TrainingSession:
     def log(self, values: Mapping[str, Any]) -> None:
         """See ``pipeswitch.job.log``: numbers are read when they are due, or cheap to read."""
         due = self._host.now_ms() >= self._report_at_ms
+        known: dict[str, float] = {}
         for name, value in values.items():
             if due or not (isinstance(value, torch.Tensor) and value.device.type != "cpu"):
                 number = as_number(value)
-                self._log[name] = number
+                self._log[name] = known[name] = number
                 if warn_if_not_finite(name, number, self.step):
                     self._host.report("nan_loss", step=self.step, name=name, value=str(number))
+        if known:
+            self._host.remember(self.step, known)
 
     # ------------------------------------------------------------------------- binding
 
@@ -560,6 +572,7 @@ class TrainingSession:
         if now_ms < self._report_at_ms and not final:
             return
         self._report_at_ms = now_ms + REPORT_EVERY_MS
+        self._host.flush()
         self._host.report(
             "progress", step=self.step, epoch=self._place.position.epoch, log=dict(self._log)
         )

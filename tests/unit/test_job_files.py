@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.frontend.job_logs import CHUNK_BYTES, read_piece, whole_characters
+from pipeswitch.frontend.job_files import CHUNK_BYTES, read_piece, whole_characters
 from pipeswitch.ipc.messages import JobName
 
 
@@ -26,10 +26,11 @@ def test_bytes_that_are_no_text_do_not_stop_the_paging(data: bytes) -> None:
 
 def test_pieces_join_to_the_whole_log(tmp_path: Path) -> None:
     text = "ü✔🚀" * (CHUNK_BYTES // 4)
-    (tmp_path / "job-j.log").write_text(text, "utf-8")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "job-j.log").write_text(text, "utf-8")
     read, offset = "", 0
     while True:
-        piece = read_piece(tmp_path, JobName("j"), offset)
+        piece = read_piece(tmp_path, JobName("j"), "logs", offset)
         read, offset = read + piece["text"], piece["offset_bytes"]
         if offset == piece["end_bytes"]:
             break

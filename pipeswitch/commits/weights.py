@@ -1,0 +1,120 @@
+"""What a commit holds of the models themselves, as anybody else would name it. No torch.
+
+An image also holds optimizer state, gradients and the script's own objects; its tensors lie with
+the strides that the script gave them. Here they are parameters and buffers in row-major order, by
+the names that ``state_dict()`` has: a job that trains one model is not told apart from the model.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import InvalidInput
+from .image import LENGTH, SAFETENSORS_DTYPES, parse_image
+
+OPTIMIZER: Final = "optimizer."  # begins the names of state that belongs to no model
+GRADIENT: Final = ".grad"  # ends a left-over gradient's, behind its parameter's
+
+
+class Weight(NamedTuple):
+    """One parameter or buffer."""
+
+    dtype: str  # torch's name
+    shape: tuple[int, ...]
+    values: npt.NDArray[np.unsignedinteger]  # its bits, of that shape; a view of the image
+
+
+def weights_of(image: memoryview) -> dict[str, Weight]:
+    """Parameters and buffers of an image by name.
+
+    Returns:
+        ``fc.weight`` where the job trains one model, else ``KEY.fc.weight``.
+
+    Raises:
+        InvalidInput: no image, or a tensor that is not what its entry says.
+    """
+    content, ranges = parse_image(image)
+    tensors = content["tensors"]
+    found = {}
+    for name, entry in tensors.items():
+        is_gradient = name.endswith(GRADIENT) and name.removesuffix(GRADIENT) in tensors
+        if not is_gradient and not name.startswith(OPTIMIZER):
+            start, size = ranges[name]
+            found[name] = _weight(name, entry, image[start : start + size])
+    keys = {name.partition(".")[0] for name in found}
+    if len(keys) == 1 and all("." in name for name in found):
+        return {name.partition(".")[2]: weight for name, weight in found.items()}
+    return found
+
+
+def _weight(name: str, entry: Mapping[str, Any], data: memoryview) -> Weight:
+    dtype: Any = entry.get("dtype")
+    shape: Any = entry.get("shape")
+    stride: Any = entry.get("stride")
+    known = SAFETENSORS_DTYPES.get(dtype) if isinstance(dtype, str) else None
+    is_told = all(
+        isinstance(numbers, list) and all(type(n) is int and n >= 0 for n in numbers)
+        for numbers in (shape, stride)
+    )
+    if known is None or not is_told or prod(shape) * known[1] != len(data):
+        raise InvalidInput(f"the commit's {name} cannot be {dtype}{shape} of {len(data)} bytes")
+    item_bytes = known[1]
+    strides = tuple(n * item_bytes for n in stride)
+    try:
+        values: npt.NDArray[np.unsignedinteger] = np.ndarray(
+            tuple(shape), f"u{item_bytes}", data, 0, strides
+        )
+    except (ValueError, TypeError) as error:  # strides that leave its bytes
+        raise InvalidInput(f"the commit's {name}: {error}") from None
+    return Weight(dtype, tuple(shape), values)
+
+
+def save_weights(weights: Mapping[str, Weight], path: Path) -> None:
+    """A safetensors file that replaces ``path`` when it is whole."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, weight in weights.items():
+        end = position + weight.values.nbytes
+        header[name] = {
+            "dtype": SAFETENSORS_DTYPES[weight.dtype][0],
+            "shape": list(weight.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data start on 8 bytes, as the format wishes
+    temporary = path.with_name(f"{path.name}.part-{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(LENGTH.pack(len(text)) + text)
+            for weight in weights.values():
+                file.write(np.ascontiguousarray(weight.values).data)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_image(path: Path) -> memoryview:
+    """The image in a file of ``commits/files.py``, mapped.
+
+    Raises:
+        InvalidInput: the file is no such file.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        size_bytes = os.fstat(file.fileno()).st_size
+        start = file.read(LENGTH.size)
+        head_bytes = LENGTH.size + (LENGTH.unpack(start)[0] if len(start) == LENGTH.size else 0)
+        if len(start) < LENGTH.size or head_bytes > size_bytes:
+            raise InvalidInput(f"{path} is no commit")
+        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    return memoryview(mapped)[head_bytes:]

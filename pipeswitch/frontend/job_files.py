@@ -1,0 +1,66 @@
+"""Pieces of what a job keeps in files, as clients page through it: log, history, state."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Final
+
+from ..commits.files import read_record
+from ..errors import ModelNotFound
+from ..ipc.messages import JobName
+
+CHUNK_BYTES: Final = 256 << 10  # small enough to be read between two messages
+TEXTS: Final = {"logs": "log", "history": "history"}
+PIECES: Final = (*TEXTS, "state")
+
+
+def read_piece(state: Path, name: JobName, kind: str, offset_bytes: int) -> dict[str, Any]:
+    """What lies from ``offset_bytes`` on, where to go on, and where the file ends now.
+
+    Returns:
+        ``text`` of a log or a history; ``data`` of a state (the file of ``commits/files.py``) and
+        the ``digest`` that all pieces of one file have: a newer commit takes its place.
+
+    Raises:
+        ModelNotFound: no job of that name has written anything.
+    """
+    more: dict[str, Any] = {}
+    path = state / "logs" / f"job-{name}.{TEXTS.get(kind)}"
+    if kind == "state":
+        record = read_record(state / "commits" / name)
+        if record is None:
+            raise _nothing(kind, name)
+        path = state / "commits" / name / record.image
+        more = {"digest": record.sha256}
+    try:
+        with open(path, "rb") as file:
+            end_bytes = os.fstat(file.fileno()).st_size
+            begin_bytes = min(offset_bytes, end_bytes)
+            file.seek(begin_bytes)
+            data = file.read(CHUNK_BYTES)
+    except FileNotFoundError:
+        raise _nothing(kind, name) from None
+    if kind == "state":
+        size_bytes = len(data)
+        more["data"] = data
+    else:
+        size_bytes = whole_characters(data)
+        more["text"] = data[:size_bytes].decode("utf-8", "replace")
+    return {"offset_bytes": begin_bytes + size_bytes, "end_bytes": end_bytes, **more}
+
+
+def _nothing(kind: str, name: JobName) -> ModelNotFound:
+    what = {"logs": "log"}.get(kind, kind)
+    return ModelNotFound(f'no {what} of a job "{name}"', hint="pipeswitch jobs")
+
+
+def whole_characters(data: bytes) -> int:
+    """Length of ``data`` without a UTF-8 character that is cut off at its end."""
+    for back in range(1, min(4, len(data) + 1)):
+        byte = data[-back]
+        if byte & 0xC0 == 0x80:
+            continue  # inside a character: its first byte is further left
+        width = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1
+        return len(data) - back if back < width else len(data)
+    return len(data)

@@ -1,0 +1,77 @@
+"""What a commit holds of a model is told apart from the rest, and never read outside of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeswitch.commits.image import HEADER_BYTES, dump_json, pack_header
+from pipeswitch.commits.weights import read_image, save_weights, weights_of
+from pipeswitch.errors import InvalidInput
+
+
+def image(tensors: dict[str, dict[str, Any]], data: bytes) -> memoryview:
+    """An image whose tensors lie in ``data``, behind the header."""
+    document = dump_json({"tensors": tensors, "blobs": {}, "meta": {}})
+    offset = HEADER_BYTES + len(data)
+    head = pack_header(document, offset, offset + len(document))
+    return memoryview(head + data + document)
+
+
+def entry(shape: list[int], stride: list[int], size: int, **more: Any) -> dict[str, Any]:
+    fields = {"dtype": "float32", "offset": HEADER_BYTES, "size": size}
+    return {**fields, "shape": shape, "stride": stride, **more}
+
+
+VALUES = np.arange(6, dtype=np.float32)
+ROWS = entry([2, 3], [3, 1], 24)
+
+
+def test_parameters_have_the_names_of_a_state_dict_and_lie_row_by_row(tmp_path: Path) -> None:
+    columns = entry([3, 2], [1, 3], 24)
+    names = {"model.w": ROWS, "model.t": columns, "model.w.grad": ROWS}
+    found = weights_of(
+        image({**names, "optimizer.optimizer.state.model.w.m": ROWS}, VALUES.tobytes())
+    )
+    assert set(found) == {"w", "t"}
+    save_weights(found, tmp_path / "out.safetensors")
+    from safetensors.numpy import load_file
+
+    read = load_file(tmp_path / "out.safetensors")
+    assert np.array_equal(read["w"], VALUES.reshape(2, 3))
+    assert np.array_equal(read["t"], VALUES.reshape(2, 3).T)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.safetensors"]
+
+
+def test_several_models_keep_their_keys() -> None:
+    found = weights_of(image({"g.w": ROWS, "d.w": ROWS}, VALUES.tobytes()))
+    assert set(found) == {"g.w", "d.w"}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        entry([2, 4], [4, 1], 24),  # larger than its bytes
+        entry([2, 3], [4, 1], 24),  # its strides leave them
+        entry([2, 3], [-3, 1], 24),
+        entry([6, 1 << 60], [1, 0], 24),
+        entry([2, 3], [3], 24),
+        entry([2, 3], [3, 1], 24, dtype="object"),
+        entry([2, 3], [3, 1], 24, dtype=["float32"]),
+        entry([True, 3], [3, 1], 12),
+        {**ROWS, "shape": None},
+    ],
+)
+def test_a_tensor_that_is_not_what_it_says_is_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput, match=r"model\.w"):
+        weights_of(image({"model.w": bad}, VALUES.tobytes()))
+
+
+@pytest.mark.parametrize("data", [b"", b"\0" * 7, b"\xff" * 64])
+def test_a_file_that_is_no_commit_is_refused(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "x").write_bytes(data)
+    with pytest.raises(InvalidInput):
+        weights_of(read_image(tmp_path / "x"))
