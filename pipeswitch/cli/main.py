@@ -11,7 +11,7 @@ import click
 
 from ..errors import PipeSwitchError, to_wire
 from ..wire.addresses import full_address
-from . import infer, jobs, machine, models, server, views
+from . import infer, jobs, machine, models, server, simulate, views
 from .common import EXIT_OK
 from .keys import keys
 
@@ -88,6 +88,7 @@ VERBS = (
     infer.infer,
     jobs.train, jobs.jobs,
     keys,
+    simulate.simulate,
     machine.demo, machine.bench, machine.doctor, machine.config, machine.completion,
 )  # fmt: skip
 for verb in VERBS:

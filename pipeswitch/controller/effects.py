@@ -88,11 +88,11 @@ from ..scheduler.events import (
     Warn,
     WorkerExited,
 )
+from ..scheduler.timeline import Timeline
 from .folders import DIGEST, Places
 from .journal import JournalFile
 from .processes import Child, Processes
 from .shared_memory import Memory, Sizes
-from .timeline import Timeline
 
 log = logging.getLogger(__name__)
 

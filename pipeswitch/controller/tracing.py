@@ -9,8 +9,8 @@ import msgspec
 
 from ..lane import Lane
 from ..scheduler.events import Answer, Token
+from ..scheduler.timeline import Timeline
 from ..wire.frames import pack_dict
-from .timeline import Timeline
 
 
 class Tracer:

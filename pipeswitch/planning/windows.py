@@ -11,9 +11,9 @@ simulator (``run``); Johnson 1954 (``johnson``); Nawaz, Enscore and Ham 1983 (``
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Final
 
 Order = tuple[int, ...]
@@ -246,7 +246,7 @@ def ga(jobs: Sequence[Job], memory: Memory = UNLIMITED, search: Search = Search(
     one before; the same seed gives the same order."""
     if len(jobs) < 2:
         return tuple(range(len(jobs)))
-    chance = random.Random(search.seed)  # nosec B311
+    chance = Random(search.seed)  # nosec B311
     cost: dict[Order, float] = {}
 
     def measured(order: Order) -> tuple[float, Order]:
@@ -268,12 +268,12 @@ def ga(jobs: Sequence[Job], memory: Memory = UNLIMITED, search: Search = Search(
     return min(people, key=measured)
 
 
-def child_of(people: Sequence[Order], chance: random.Random) -> Order:
+def child_of(people: Sequence[Order], chance: Random) -> Order:
     """Of two of them, by chance."""
     return crossed(chance.choice(people), chance.choice(people), chance)
 
 
-def crossed(first: Order, second: Order, chance: random.Random) -> Order:
+def crossed(first: Order, second: Order, chance: Random) -> Order:
     """Order crossover: the second's head, then the rest as the first has it.
 
     What must come before a job of the head is in the head, so an order that both parents keep,
@@ -284,7 +284,7 @@ def crossed(first: Order, second: Order, chance: random.Random) -> Order:
     return (*head, *(i for i in first if i not in taken))
 
 
-def mutated(jobs: Sequence[Job], order: Order, probability: float, chance: random.Random) -> Order:
+def mutated(jobs: Sequence[Job], order: Order, probability: float, chance: Random) -> Order:
     """One job moved to another place, where its client's order allows that."""
     if chance.random() >= probability:
         return order

@@ -28,12 +28,12 @@ class SimulatedClients:
         self.open: set[ev.Token] = set()
         self.outcomes: Counter[str] = Counter()
         self._scene, self._handle = scene, handle
-        self._last_token = 0
+        self.last_token = 0
 
     def token(self) -> ev.Token:
         """A new one; an answer is owed to it."""
-        self._last_token += 1
-        token = ev.Token(self._last_token)
+        self.last_token += 1
+        token = ev.Token(self.last_token)
         self.open.add(token)
         return token
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from ..planning.profile import Found
 from ..programs.groups import cut
@@ -28,18 +29,18 @@ class Program:
         return tuple(batch * sum(self.layer_ms[i:j]) for i, j in zip(begins, ends, strict=True))
 
 
-def manifest_of(digest: str, total_bytes: int, layer_count: int, plan: tuple[int, ...]) -> Manifest:
-    """Equal layers of one tensor each."""
-    size = total_bytes // layer_count // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+def manifest_of(digest: str, layer_bytes: Sequence[int], plan: tuple[int, ...]) -> Manifest:
+    """Layers of one tensor each; sizes are multiples of ALIGNMENT_BYTES."""
+    offsets = [0, *accumulate(layer_bytes)]
     tensors = tuple(
-        TensorSpec(name=f"t{i}", dtype="uint8", shape=(size,), offset_bytes=i * size,
-                   size_bytes=size, file_offset_bytes=i * size)
-        for i in range(layer_count)
+        TensorSpec(name=f"t{i}", dtype="uint8", shape=(size,), offset_bytes=offsets[i],
+                   size_bytes=size, file_offset_bytes=offsets[i])
+        for i, size in enumerate(layer_bytes)
     )  # fmt: skip
-    layers = tuple(LayerSpec(i, i + 1, 1) for i in range(layer_count))
+    layers = tuple(LayerSpec(i, i + 1, 1) for i in range(len(tensors)))
     return Manifest(
-        digest=digest, mode="graph", mode_reason="", source="test", total_bytes=total_bytes,
-        tensors=tensors, groups=cut(layers, tensors, total_bytes, plan), inputs=(), outputs=(),
+        digest=digest, mode="graph", mode_reason="", source="test", total_bytes=offsets[-1],
+        tensors=tensors, groups=cut(layers, tensors, offsets[-1], plan), inputs=(), outputs=(),
         layers=layers,
     )  # fmt: skip
 
@@ -50,8 +51,9 @@ def program_of(
 ) -> Program:  # fmt: skip
     """A program of equal groups of equal layers."""
     count = groups * layers_per_group
+    size = total_bytes // count // ALIGNMENT_BYTES * ALIGNMENT_BYTES
     plan = tuple(range(0, count, layers_per_group))
+    manifest = manifest_of(digest, (size,) * count, plan)
     return Program(
-        manifest=manifest_of(digest, total_bytes, count, plan), plan=plan,
-        layer_ms=(layer_ms,) * count, profiles=profiles,
+        manifest=manifest, plan=plan, layer_ms=(layer_ms,) * count, profiles=profiles
     )  # fmt: skip

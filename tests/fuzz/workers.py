@@ -22,7 +22,6 @@ from typing import Any, Final
 
 import msgspec
 
-from pipeswitch.controller.timeline import Timeline
 from pipeswitch.errors import RemoteProtocolError
 from pipeswitch.frontend.replies import output_outside, reply_frames
 from pipeswitch.ipc.channel import decode_message, encode_message
@@ -59,6 +58,7 @@ from pipeswitch.ipc.messages import (
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.timeline import Timeline
 from pipeswitch.simulator.clock import Move
 from pipeswitch.simulator.costs import Training
 from pipeswitch.simulator.programs import Program

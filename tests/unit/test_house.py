@@ -60,7 +60,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "scheduler simulator testing wire",
     "gateway": "client errors ipc programs roles units wire",
     "cli": "__init__ benchmarks client config devices errors ipc planning programs roles sandbox "
-    "units wire",
+    "scheduler scheduler/policies simulator units wire",
     "demo": "__init__ cli client errors job machine programs programs/build testing",
     "demo_digits": "demo",
     "benchmarks/": "benchmarks cli devices errors job programs programs/build testing",
@@ -71,7 +71,7 @@ MAY_IMPORT: Mapping[str, str] = {
 PURE = (
     "__future__", "abc", "bisect", "collections", "contextlib", "dataclasses", "datetime", "enum",
     "functools", "heapq", "itertools", "math", "msgspec", "numpy", "operator", "os.EX_SOFTWARE",
-    "statistics", "threading.Condition", "threading.RLock", "typing",
+    "random.Random", "statistics", "threading.Condition", "threading.RLock", "typing",
 )  # fmt: skip
 IMPURE_BUILTINS = {"open", "__import__", "exec", "eval", "input", "print", "breakpoint"}
 

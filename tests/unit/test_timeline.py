@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.controller.timeline import SLOT_BYTES, SLOT_COUNT, Timeline
 from pipeswitch.scheduler.events import Span
+from pipeswitch.scheduler.timeline import SLOT_BYTES, SLOT_COUNT, Timeline
 
 
 def span(name: str = "a", begin_ms: float = 1.0, flow: int = 0, **args: Any) -> Span:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ..scheduler.events import Span
+from .events import Span
 
 SLOT_BYTES: Final = 192  # a packed span; one that is longer loses its arguments, then its tail
 SLOT_COUNT: Final = 32_768  # some 30 a switch: the last 1,000 switches

@@ -1,0 +1,425 @@
+"""``simulate``: a trace through the server's own scheduler, without a server, in virtual time."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import msgspec
+from rich.table import Table
+from rich.text import Text
+
+from ..errors import InvalidInput
+from ..planning import profile as profiles
+from ..planning.fit import MIB
+from ..planning.planned import costs_of, plan_of
+from ..scheduler.policies import make_policy
+from ..scheduler.timeline import Timeline
+from ..simulator import arrivals, thesis
+from ..simulator.costs import Costs, Link
+from ..simulator.replay import Outcome, PaperModel, Setting, quantile_ms, replay
+from ..units import format_bytes, nearest, parse_ms, parse_size
+from . import views
+from .common import connected, json_option
+
+FUNCTIONS: Final = "azure_functions_2019_100fn_invocations.csv"
+SERVICES: Final = ("azure_llm_2023_code_15min.csv", "azure_llm_2023_conv_15min.csv")
+SPEED_UPS: Final = {"azure": 20.0}  # others: 1
+MAX_FILE_BYTES: Final = 256 << 20
+RANDOM_BYTES: Final = 200 * MIB  # a random model's, in the middle
+RANDOM_MS: Final = 14.0  # it computes so long on a device of factor 1
+SPREAD: Final = 0.5  # sigma of both logarithms
+LAYERS: Final = 8  # of a model of which no more is known: as many groups
+COLUMNS: Final = ("memory", "policy", "in_slo", "p50_ms", "p99_ms", "refused", "switches", "copied",
+                  "idle")  # fmt: skip
+
+
+Run = tuple[str, str, Outcome]  # memory as it was written, policy
+
+
+class _Row(msgspec.Struct, forbid_unknown_fields=True):
+    """A model in a file."""
+
+    name: str
+    bytes: int
+    compute_ms: float
+    layers: int = LAYERS
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A device's link, and how its computing compares with where times were measured."""
+
+    name: str
+    link: Link
+    compute_factor: float
+    is_estimate: bool
+
+
+@click.command()
+@click.argument("trace")
+@click.option("--models", metavar="FILE|random[:COUNT]", default="random", show_default=True,
+              help='A JSON file: [{"name": …, "bytes": …, "compute_ms": …}].')  # fmt: skip
+@click.option("--from-server", is_flag=True, help="The running server's models and profiles.")
+@click.option("--policy", "policies", default="fifo,priority", show_default=True,
+              help="Compared with each other, one after the other.")  # fmt: skip
+@click.option("--device", default="v100-pcie3", show_default=True,
+              help="a100-pcie4, h100-pcie5, or a profile (pipeswitch profile --json).")  # fmt: skip
+@click.option("--memory", default="6%,25%", show_default=True,
+              help="For models: sizes, or parts of all models' bytes.")  # fmt: skip
+@click.option("--slo", default="100ms", show_default=True, help="Beyond a request's computing.")
+@click.option("--deadlines/--no-deadlines", default=False,
+              help="Requests carry it: one that waited longer is not computed.")  # fmt: skip
+@click.option("--speed-up", type=click.FloatRange(min=0, min_open=True),
+              help="Of the trace (azure: 20, others: 1).")  # fmt: skip
+@click.option("--requests", type=click.IntRange(min=1), help="Only the first.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--plot", type=click.Path(dir_okay=False), help="A picture of the latencies.")
+@click.option("--timeline", type=click.Path(dir_okay=False),
+              help="Of the runs' last switches, as `pipeswitch trace` writes it.")  # fmt: skip
+@json_option
+def simulate(trace: str, as_json: bool, **options: Any) -> None:
+    """What a policy, a device or more memory would do to a trace's requests.
+
+    TRACE is azure (49,317 requests of 100 functions), azure-llm, poisson:RATE (a second), or a
+    file with the lines at_ms,model. The scheduler is the server's, the device is computed. Two
+    more need no device: thesis (its worked example), windows (its orders against the best one).
+    """
+    if trace == "thesis":
+        _print_example(as_json)
+    elif trace == "windows":
+        _print_gaps(options["requests"] or 40, as_json)
+    else:
+        _compare(trace, as_json, **options)
+
+
+def _compare(
+    name: str, as_json: bool, *, models: str, from_server: bool, policies: str, device: str,
+    memory: str, slo: str, deadlines: bool, speed_up: float | None, requests: int | None,
+    seed: int, plot: str | None, timeline: str | None,
+) -> None:  # fmt: skip
+    chosen = _words(policies)
+    for policy in chosen:
+        try:
+            make_policy(policy, max_wait_ms=0.0)
+        except KeyError as error:
+            raise InvalidInput(str(error.args[0])) from None
+    slo_ms = _read("--slo", slo, parse_ms)
+    speed_up = speed_up or SPEED_UPS.get(name, 1.0)
+    trace, names = _trace(name, speed_up, seed, requests)
+    hardware, asked = _hardware(device), trace.arrivals[:requests]
+    known = (
+        _served() if from_server
+        else _models(models, trace.model_count, hardware.compute_factor, seed)
+    )  # fmt: skip
+    used = _assigned(known, names, trace.model_count)
+    settings = [
+        (label, Setting(memory_bytes=size_bytes, costs=Costs(to_device=hardware.link),
+                        policy=policy, slo_ms=slo_ms, has_deadlines=deadlines))
+        for label, size_bytes in (_memory(text, used) for text in _words(memory))
+        for policy in chosen
+    ]  # fmt: skip
+    drawn = Timeline() if timeline else None
+    runs = _replayed(settings, used, asked, drawn, is_watched=not as_json)
+    if drawn is not None and timeline is not None:
+        Path(timeline).write_text(json.dumps(drawn.chrome_trace(0.0)), "utf-8")
+    sizes = {model.name: model.size_bytes for model in used}
+    facts = {
+        "trace": trace.name, "speed_up": speed_up, "requests": len(asked), "models": len(sizes),
+        "models_bytes": sum(sizes.values()), "slo_ms": slo_ms, "device": hardware.name,
+        "is_estimate": hardware.is_estimate, "seed": seed, "compute_load": _load(used, asked),
+    }  # fmt: skip
+    if plot is not None:
+        _draw(Path(plot), runs, facts)
+    rows = [_row(*run) for run in runs]
+    if as_json:
+        views.print_json({**facts, "runs": rows})
+        return
+    views.console().print(_headline(facts))
+    views.console().print(_table(rows))
+    for path in filter(None, (plot, timeline)):
+        views.echo(f"wrote {path}")
+
+
+def _replayed(
+    settings: Sequence[tuple[str, Setting]], models: Sequence[PaperModel],
+    asked: Sequence[arrivals.Arrival], drawn: Timeline | None, *, is_watched: bool,
+) -> list[Run]:  # fmt: skip
+    """The same arrivals on each server; the label of its memory goes along."""
+    runs: list[Run] = []
+    with views.progress_bar(is_watched, f"{len(asked)} requests") as bar:
+        for number, (label, setting) in enumerate(settings):
+
+            def watch(count: int, what: str = f"{setting.policy} {label}", n: int = number) -> None:
+                if bar is not None:
+                    bar(what, (n + count / len(asked)) / len(settings))
+
+            take_span = drawn.add if drawn is not None else None
+            outcome = replay(setting, models, asked, watch=watch, take_span=take_span)
+            runs.append((label, setting.policy, outcome))
+    return runs
+
+
+def _words(text: str) -> list[str]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
+        raise InvalidInput("nothing was named", hint="pipeswitch simulate --help")
+    return words
+
+
+def _read(option: str, text: str, read: Callable[[object], Any]) -> Any:
+    try:
+        return read(text)
+    except ValueError as error:
+        raise InvalidInput(f"{option} {text}: {error}") from None
+
+
+def _file(path: str) -> str:
+    """A user's file, no larger than is reasonable."""
+    file = Path(path)
+    if file.stat().st_size > MAX_FILE_BYTES:
+        raise InvalidInput(f"{path} is larger than {format_bytes(MAX_FILE_BYTES)}")
+    return file.read_text("utf-8", errors="replace")
+
+
+def _data(name: str) -> str:
+    return (files("pipeswitch.simulator") / "data" / name).read_text("utf-8")
+
+
+def _trace(
+    name: str, speed_up: float, seed: int, requests: int | None
+) -> tuple[arrivals.Trace, list[str]]:
+    """The trace, and its models' names where it has any."""
+    kind, _, rate = name.partition(":")
+    if name == "azure":
+        return arrivals.of_functions(_data(FUNCTIONS), speed_up=speed_up, seed=seed), []
+    if name == "azure-llm":
+        return arrivals.of_services([_data(one) for one in SERVICES], speed_up=speed_up), []
+    if kind == "poisson":
+        rate_per_s = _read("poisson", rate, _positive) * speed_up
+        count = requests or 10_000
+        return arrivals.poisson(rate_per_s, count=count, model_count=20, seed=seed), []
+    if not Path(name).is_file():
+        raise InvalidInput(
+            f"no trace {name!r}: neither a file nor a name",
+            hint="azure, azure-llm, poisson:RATE, thesis, windows, or a file of at_ms,model",
+        )
+    try:
+        return arrivals.of_rows(_file(name), name=Path(name).name, speed_up=speed_up)
+    except arrivals.TraceError as error:
+        raise InvalidInput(f"{name}: {error}") from None
+
+
+def _positive(text: object) -> float:
+    number = float(str(text))
+    if not 0.0 < number < math.inf:
+        raise ValueError("a number above 0 is expected")
+    return number
+
+
+def _hardware(name: str) -> Hardware:
+    known = json.loads(_data("devices.json"))["devices"]
+    if name in known:
+        row = known[name]
+        link = Link(bytes_per_ms=row["link_gb_per_s"] * 1e6, fixed_ms=row["copy_us"] / 1e3)
+        return Hardware(name, link, row["compute_factor"], is_estimate=True)
+    if not Path(name).is_file():
+        raise InvalidInput(
+            f"no device {name!r}{nearest(name, known)}",
+            hint=f"{', '.join(known)}, or a file that `pipeswitch profile MODEL --json` wrote",
+        )
+    try:
+        found = profiles.decode(_file(name).encode())
+    except profiles.ProfileError as error:
+        raise InvalidInput(f"{name} is not a profile: {error}") from None
+    return Hardware(found.identity.name, _link(found), 1.0, is_estimate=False)
+
+
+def _link(found: profiles.Profile) -> Link:
+    beta = found.link.beta_ms_per_mib
+    return Link(bytes_per_ms=MIB / beta if beta else math.inf, fixed_ms=found.link.alpha_ms)
+
+
+def _models(text: str, count: int, factor: float, seed: int) -> list[PaperModel]:
+    kind, _, number = text.partition(":")
+    if kind == "random":
+        wanted = _read("--models", number, lambda text: int(str(text))) if number else count
+        if not 1 <= wanted <= 10_000:
+            raise InvalidInput(f"--models {text}: from 1 to 10000 models")
+        chance = random.Random(f"models {seed}")  # nosec B311
+        return [
+            _equal(f"m{i:02d}", int(RANDOM_BYTES * math.exp(chance.gauss(0.0, SPREAD))),
+                   factor * RANDOM_MS * math.exp(chance.gauss(0.0, SPREAD)), LAYERS)
+            for i in range(wanted)
+        ]  # fmt: skip
+    try:
+        rows = msgspec.json.decode(_file(text), type=list[_Row])
+    except msgspec.DecodeError as error:
+        raise InvalidInput(
+            f"{text}: {error}", hint='[{"name": "a", "bytes": 1000000, "compute_ms": 2.5}]'
+        ) from None
+    for row in rows:
+        if not row.name or row.bytes < row.layers or row.layers < 1 or not row.compute_ms >= 0:
+            raise InvalidInput(f"{text}: {row.name!r} has sizes or times that cannot be")
+    return [_equal(row.name, row.bytes, factor * row.compute_ms, row.layers) for row in rows]
+
+
+def _equal(name: str, size_bytes: int, compute_ms: float, layers: int) -> PaperModel:
+    return PaperModel(
+        name=name, layer_bytes=(size_bytes // layers,) * layers,
+        layer_ms=(compute_ms / layers,) * layers, plan=tuple(range(layers)),
+    )  # fmt: skip
+
+
+def _served() -> list[PaperModel]:
+    """The running server's models that have a profile."""
+    with connected() as client:
+        rows = client.plan()["models"]
+    found = []
+    for row in rows:
+        if row["profile"] is None:
+            continue
+        profile = msgspec.convert(row["profile"], profiles.Profile)
+        costs, (plan, _) = costs_of(profile), plan_of(profile)
+        found.append(
+            PaperModel(name=row["name"], layer_bytes=costs.layer_bytes, plan=plan,
+                       layer_ms=costs.compute_ms)
+        )  # fmt: skip
+    if not found:
+        raise InvalidInput(
+            "no model of the server has a profile", hint="pipeswitch profile NAME, for each"
+        )
+    return found
+
+
+def _assigned(known: Sequence[PaperModel], names: Sequence[str], count: int) -> list[PaperModel]:
+    """A model for each of the trace's: by name where it has names, else in turn."""
+    by_name = {model.name: model for model in known}
+    if names and any(name in by_name for name in names):
+        for name in names:
+            if name not in by_name:
+                raise InvalidInput(
+                    f"the trace asks for {name!r}, which is no model{nearest(name, by_name)}"
+                )
+        return [by_name[name] for name in names]
+    if not known:
+        raise InvalidInput("there are no models to simulate")
+    return [known[i % len(known)] for i in range(count)]
+
+
+def _memory(text: str, models: Sequence[PaperModel]) -> tuple[str, int]:
+    """What a user wrote, and bytes."""
+    sizes = {model.name: model.size_bytes for model in models}
+    if text.endswith("%"):
+        share = _read("--memory", text[:-1], _positive) / 100.0
+        size_bytes, label = int(share * sum(sizes.values())), text
+    else:
+        size_bytes = _read("--memory", text, parse_size)
+        label = format_bytes(size_bytes)
+    largest = max(sizes, key=lambda name: sizes[name])
+    if size_bytes < sizes[largest]:
+        least = math.ceil(100.0 * sizes[largest] / sum(sizes.values()))
+        raise InvalidInput(
+            f'"{largest}" has {format_bytes(sizes[largest])}, --memory {text} is '
+            f"{format_bytes(size_bytes)}",
+            hint=f"--memory {least}% at least",
+        )
+    return label, size_bytes
+
+
+def _load(models: Sequence[PaperModel], asked: Sequence[arrivals.Arrival]) -> float:
+    """Computing time of all requests over the trace's length."""
+    length_ms = asked[-1].at_ms - asked[0].at_ms
+    return sum(models[a.model].compute_ms for a in asked) / length_ms if length_ms else math.inf
+
+
+def _row(memory: str, policy: str, outcome: Outcome) -> dict[str, Any]:
+    return {
+        "memory": memory, "policy": policy, "in_slo": outcome.share_in_slo,
+        "p50_ms": quantile_ms(outcome, 0.5), "p99_ms": quantile_ms(outcome, 0.99),
+        "refused": sum(outcome.refused.values()), "switches": outcome.switches,
+        "copied_bytes": outcome.copied_bytes, "idle": outcome.idle_share,
+        "makespan_ms": outcome.makespan_ms,
+    }  # fmt: skip
+
+
+def _headline(facts: dict[str, Any]) -> Text:
+    estimate = " (an estimate)" if facts["is_estimate"] else ""
+    return Text(
+        f"{facts['trace']} x {facts['speed_up']:g}: {facts['requests']} requests of "
+        f"{facts['models']} models, {format_bytes(facts['models_bytes'])}; on {facts['device']}"
+        f"{estimate}; computing takes {facts['compute_load']:.0%} of the time; in time: "
+        f"within {facts['slo_ms']:g} ms beyond a request's own computing\n"
+    )
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> Table:
+    shown = [
+        {**row, "in_slo": f"{row['in_slo']:.1%}", "idle": f"{row['idle']:.1%}",
+         "copied": format_bytes(row["copied_bytes"])}
+        for row in rows
+    ]  # fmt: skip
+    return views.table(shown, COLUMNS, {"in_slo": "IN TIME"})
+
+
+def _draw(path: Path, runs: Sequence[Run], facts: dict[str, Any]) -> None:
+    """Which share of all requests ended within which time."""
+    from ..benchmarks.plots import is_available
+
+    if not is_available():
+        raise InvalidInput("--plot needs matplotlib", hint="pip install 'pipeswitch[bench]'")
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display
+    from matplotlib import pyplot
+
+    labels = list(dict.fromkeys(label for label, _, _ in runs))
+    figure, axes = pyplot.subplots(
+        1, len(labels), figsize=(5.2 * len(labels), 3.8), squeeze=False, sharey=True
+    )
+    for axis, label in zip(axes[0], labels, strict=True):
+        for where, policy, outcome in runs:
+            if where == label:
+                ordered = sorted(outcome.latency_ms)
+                shares = [(i + 1) / outcome.requests for i in range(len(ordered))]
+                axis.plot(ordered, shares, label=policy)
+        axis.axvline(facts["slo_ms"], color="grey", linewidth=0.8, linestyle=":")
+        axis.set(title=f"memory {label}", xlabel="latency, ms", xscale="log")
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("share of all requests")
+    axes[0][0].legend()
+    figure.suptitle(f"{facts['trace']} x {facts['speed_up']:g} on {facts['device']}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _print_example(as_json: bool) -> None:
+    rows = [msgspec.to_builtins(total) for total in thesis.example()]
+    if as_json:
+        views.print_json(rows)
+    else:
+        views.console().print(views.table(rows, ("way", "order", "total_ms")))
+
+
+def _print_gaps(instances: int, as_json: bool) -> None:
+    with views.progress_bar(not as_json, "all orders of every instance") as watch:
+        shown = None if watch is None else (lambda part: watch("", part))
+        found = list(thesis.gaps(instances, shown))
+    if as_json:
+        views.print_json([msgspec.to_builtins(gap) for gap in found])
+        return
+    rules = list(dict.fromkeys(gap.rule for gap in found))
+    cells: dict[tuple[str, float], dict[str, Any]] = {}
+    for gap in found:
+        row = cells.setdefault((gap.case, gap.ratio), {"case": gap.case, "ratio": f"{gap.ratio:g}"})
+        row[gap.rule] = f"{gap.mean:.1f} / {gap.worst:.0f}"
+    views.echo(f"makespan over the best order's, mean / worst of {instances} instances, percent\n")
+    views.console().print(views.table(list(cells.values()), ("case", "ratio", *rules)))

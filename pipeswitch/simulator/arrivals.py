@@ -1,0 +1,133 @@
+"""Which model is asked for when: recorded traces and random ones. Pure: takes text, opens no file.
+
+The traces that come along are Microsoft Azure's (CC BY 4.0); ``data/README.md`` is their
+attribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from random import Random
+from typing import Final, NamedTuple
+
+MINUTE_MS: Final = 60_000.0
+MAX_ARRIVALS: Final = 5_000_000
+
+
+class Arrival(NamedTuple):
+    """A request; the first of a trace may come later than at 0."""
+
+    at_ms: float
+    model: int  # which of the trace's
+
+
+class Trace(NamedTuple):
+    """Arrivals in order of time, of ``model_count`` models."""
+
+    name: str
+    arrivals: tuple[Arrival, ...]
+    model_count: int
+
+
+class TraceError(ValueError):
+    """Not a trace; the text says where and what is expected."""
+
+
+def of_functions(text: str, *, speed_up: float = 1.0, seed: int = 0) -> Trace:
+    """Azure Functions 2019: a row for each function, a column for each minute's count.
+
+    Each count is spread over its minute uniformly, by the seed; time is divided by the speed-up.
+    Functions are numbered by their calls, the busiest 0.
+    """
+    header, *rows = _rows(text)
+    first = next((i for i, name in enumerate(header) if not name.startswith("Hash")), len(header))
+    chance = Random(seed)  # nosec B311
+    counts = [_counts(row[first:], number) for number, row in enumerate(rows, start=2)]
+    counts.sort(key=sum, reverse=True)
+    found = [
+        Arrival((minute + chance.random()) * MINUTE_MS / speed_up, model)
+        for model, row in enumerate(counts)
+        for minute, count in enumerate(row)
+        for _ in range(count)
+    ]
+    return Trace("azure", tuple(sorted(found)), len(counts))
+
+
+def of_services(texts: Sequence[str], *, speed_up: float = 1.0) -> Trace:
+    """Azure LLM 2023: a file for each service, a row for each request, which begins with its
+    ``TIMESTAMP``."""
+    times: list[tuple[datetime, int]] = []
+    for model, text in enumerate(texts):
+        _, *rows = _rows(text)
+        times += [(_instant(row[0], number), model) for number, row in enumerate(rows, start=2)]
+    times.sort()
+    begin = times[0][0]
+    return Trace(
+        "azure-llm",
+        tuple(Arrival((at - begin).total_seconds() * 1e3 / speed_up, m) for at, m in times),
+        len(texts),
+    )
+
+
+def of_rows(text: str, *, name: str = "trace", speed_up: float = 1.0) -> tuple[Trace, list[str]]:
+    """A user's own: rows of ``at_ms,model`` under that header; and the models' names.
+
+    Raises:
+        TraceError: another header, or a row that is not of that form.
+    """
+    header, *rows = _rows(text)
+    if [word.strip() for word in header[:2]] != ["at_ms", "model"]:
+        raise TraceError(f"its first line is {','.join(header)[:80]!r}, expected at_ms,model")
+    names: dict[str, int] = {}
+    found: list[Arrival] = []
+    for number, row in enumerate(rows, start=2):
+        try:
+            at_ms, model = float(row[0]), row[1].strip()
+        except (ValueError, IndexError):
+            raise TraceError(
+                f"line {number} is {','.join(row)[:80]!r}, expected 12.5,name"
+            ) from None
+        if not 0.0 <= at_ms < float("inf") or not model:
+            raise TraceError(f"line {number}: a time from 0 on and a name are expected")
+        found.append(Arrival(at_ms / speed_up, names.setdefault(model, len(names))))
+    return Trace(name, tuple(sorted(found)), len(names)), list(names)
+
+
+def poisson(rate_per_s: float, *, count: int, model_count: int, seed: int = 0) -> Trace:
+    """Independent arrivals; models by Zipf's law: the k-th is asked for 1/k times as often."""
+    chance = Random(seed)  # nosec B311
+    weights = [1.0 / (1 + model) for model in range(model_count)]
+    models = chance.choices(range(model_count), weights, k=count)
+    at_ms, found = 0.0, []
+    for model in models:
+        at_ms += chance.expovariate(rate_per_s) * 1e3
+        found.append(Arrival(at_ms, model))
+    return Trace(f"poisson:{rate_per_s:g}", tuple(found), model_count)
+
+
+def _rows(text: str) -> list[list[str]]:
+    rows = [line.split(",") for line in text.splitlines() if line.strip()]
+    if len(rows) < 2:
+        raise TraceError("it has no rows under a header")
+    if len(rows) > MAX_ARRIVALS:
+        raise TraceError(f"it has {len(rows)} rows, the limit is {MAX_ARRIVALS}")
+    return rows
+
+
+def _counts(words: Iterable[str], number: int) -> list[int]:
+    try:
+        counts = [int(word) for word in words]
+    except ValueError:
+        raise TraceError(f"line {number}: a count is not a whole number") from None
+    if min(counts, default=0) < 0 or sum(counts) > MAX_ARRIVALS:
+        raise TraceError(f"line {number}: counts are from 0 to {MAX_ARRIVALS} in all")
+    return counts
+
+
+def _instant(word: str, number: int) -> datetime:
+    """With seven digits of a second, of which datetime takes six."""
+    try:
+        return datetime.fromisoformat(word.strip()[:26])
+    except ValueError:
+        raise TraceError(f"line {number}: {word[:40]!r} is not a time") from None

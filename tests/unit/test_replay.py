@@ -1,0 +1,233 @@
+"""Traces through the real scheduler on the virtual clock, and the command that shows them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from pipeswitch.cli.main import main
+from pipeswitch.scheduler.events import Span
+from pipeswitch.simulator import arrivals, thesis
+from pipeswitch.simulator.arrivals import Arrival, TraceError
+from pipeswitch.simulator.costs import Costs, Link
+from pipeswitch.simulator.replay import Outcome, PaperModel, Setting, quantile_ms, replay
+
+DATA = files("pipeswitch.simulator") / "data"
+PER_MS = 1 << 20  # bytes that the link takes in a millisecond
+LINK = Costs(to_device=Link(bytes_per_ms=float(PER_MS)))
+
+
+def whole(name: str, load_ms: float, compute_ms: float) -> PaperModel:
+    """A model of one group: nothing of it computes before all of it is there."""
+    return PaperModel(name=name, layer_bytes=(int(load_ms * PER_MS),), layer_ms=(compute_ms,),
+                      plan=(0,))  # fmt: skip
+
+
+def at_once(models: list[PaperModel], order: str, **settings: Any) -> Outcome:
+    names = [model.name for model in models]
+    arrived = [Arrival(i * 1e-6, names.index(name)) for i, name in enumerate(order)]
+    memory = settings.pop("memory_bytes", 2 * sum(model.size_bytes for model in models))
+    setting = Setting(memory_bytes=memory, costs=LINK, policy="fifo", **settings)
+    return replay(setting, models, arrived)
+
+
+@pytest.mark.parametrize(("order", "total_ms"), [("ABCD", 2062.5), ("DBCA", 2005.0)])
+def test_the_worked_example_of_the_thesis_on_the_real_scheduler(
+    order: str, total_ms: float
+) -> None:
+    models = [whole(job.model, job.load_ms, job.compute_ms) for job in thesis.EXAMPLE]
+    outcome = at_once(models, order)
+    assert outcome.makespan_ms == pytest.approx(total_ms, abs=0.01)
+    assert outcome.order == (0, 1, 2, 3)
+    assert outcome.busy_ms == sum(job.compute_ms for job in thesis.EXAMPLE)
+
+
+def test_memory_for_one_model_is_no_prefetch_at_all() -> None:
+    models = [whole(name, 10.0, 20.0) for name in "AB"]
+    one = models[0].size_bytes + (1 << 20)
+    assert at_once(models, "ABAB", memory_bytes=one).makespan_ms == pytest.approx(120.0, abs=0.01)
+    assert at_once(models, "ABAB").makespan_ms == pytest.approx(90.0, abs=0.01)
+
+
+def test_what_is_resident_takes_its_computing_alone() -> None:
+    outcome = at_once([whole("A", 10.0, 20.0)], "AAA")
+    assert outcome.switches == 1
+    assert outcome.copied_bytes == 10 * PER_MS
+    assert outcome.latency_ms == pytest.approx((30.0, 50.0, 70.0), abs=0.01)
+    assert quantile_ms(outcome, 0.5) == pytest.approx(50.0, abs=0.01)
+    assert outcome.idle_share == pytest.approx(10 / 70, abs=0.01)
+
+
+def test_the_first_group_computes_while_the_second_arrives() -> None:
+    model = PaperModel(name="A", layer_bytes=(5 * PER_MS,) * 2, layer_ms=(20.0, 20.0),
+                       plan=(0, 1))  # fmt: skip
+    assert at_once([model], "A").latency_ms == pytest.approx((45.0,), abs=0.01)
+
+
+def test_late_requests_are_computed_or_refused_as_the_setting_says() -> None:
+    models = [whole("A", 1.0, 20.0)]
+    late = at_once(models, "A" * 10, slo_ms=50.0)
+    assert (late.in_slo, late.refused, len(late.latency_ms)) == (3, {}, 10)
+    dropped = at_once(models, "A" * 10, slo_ms=50.0, has_deadlines=True)
+    assert dropped.in_slo >= 3
+    assert set(dropped.refused) == {"DeadlineExceeded"}
+    assert sum(dropped.refused.values()) + len(dropped.latency_ms) == 10
+
+
+def test_a_model_larger_than_the_memory_is_an_error() -> None:
+    with pytest.raises(ValueError, match='"A" has 10485760 bytes'):
+        at_once([whole("A", 10.0, 1.0)], "A", memory_bytes=PER_MS)
+
+
+def test_the_timeline_and_the_watcher_are_told() -> None:
+    spans: list[Span] = []
+    counts: list[int] = []
+    setting = Setting(memory_bytes=100 * PER_MS, costs=LINK)
+    trace = arrivals.poisson(20.0, count=1000, model_count=2, seed=3)
+    models = [whole("a", 5.0, 5.0), whole("b", 5.0, 5.0)]
+    outcome = replay(setting, models, trace.arrivals, watch=counts.append, take_span=spans.append)
+    assert counts == [500, 1000]
+    assert {span.track for span in spans} > {"scheduler", "copy"}
+    assert sorted(outcome.order) == list(range(1000))
+
+
+# -- traces ------------------------------------------------------------------------------------
+
+
+def test_the_traces_that_come_along_are_the_published_ones() -> None:
+    told = dict(re.findall(r"([0-9a-f]{64})  (\S+)", (DATA / "README.md").read_text("utf-8")))
+    assert len(told) == 4
+    for digest, name in told.items():
+        assert hashlib.sha256((DATA / name).read_bytes()).hexdigest() == digest, name
+
+
+def test_azure_functions_are_spread_over_their_minutes() -> None:
+    text = (DATA / "azure_functions_2019_100fn_invocations.csv").read_text("utf-8")
+    trace = arrivals.of_functions(text, speed_up=20.0, seed=1)
+    assert (len(trace.arrivals), trace.model_count) == (49_317, 100)
+    assert list(trace.arrivals) == sorted(trace.arrivals)
+    assert trace.arrivals[-1].at_ms <= 24 * 3600e3 / 20
+    busiest = sum(arrival.model == 0 for arrival in trace.arrivals)
+    assert busiest == 14_214
+    assert arrivals.of_functions(text, speed_up=20.0, seed=1) == trace
+    assert arrivals.of_functions(text, speed_up=20.0, seed=2) != trace
+
+
+def test_azure_services_come_in_order_of_their_times() -> None:
+    texts = [(DATA / f"azure_llm_2023_{kind}_15min.csv").read_text("utf-8")
+             for kind in ("code", "conv")]  # fmt: skip
+    trace = arrivals.of_services(texts)
+    assert [sum(a.model == m for a in trace.arrivals) for m in (0, 1)] == [2842, 4518]
+    assert trace.arrivals[0].at_ms == 0.0
+    assert trace.arrivals[-1].at_ms < 15 * 60e3
+
+
+def test_random_arrivals_have_the_rate_and_repeat_with_their_seed() -> None:
+    trace = arrivals.poisson(100.0, count=20_000, model_count=5, seed=7)
+    assert trace.arrivals[-1].at_ms == pytest.approx(200e3, rel=0.05)
+    counts = [sum(a.model == m for a in trace.arrivals) for m in range(5)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] / counts[1] == pytest.approx(2.0, rel=0.1)
+    assert trace == arrivals.poisson(100.0, count=20_000, model_count=5, seed=7)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("", "no rows"), ("at_ms,model\n", "no rows"), ("time,model\n1,a\n", "first line"),
+     ("at_ms,model\nx,a\n", "line 2"), ("at_ms,model\n1,a\n-1,a\n", "line 3"),
+     ("at_ms,model\nnan,a\n", "line 2"), ("at_ms,model\n1\n", "line 2"),
+     ("at_ms,model\n1,\n", "line 2")],
+)  # fmt: skip
+def test_what_is_no_trace_is_said_with_its_line(text: str, told: str) -> None:
+    with pytest.raises(TraceError, match=told):
+        arrivals.of_rows(text)
+
+
+@pytest.mark.parametrize("cell", ["x", "-1", "1.5", "9999999999"])
+def test_a_count_that_cannot_be_is_said_with_its_line(cell: str) -> None:
+    with pytest.raises(TraceError, match="line 3"):
+        arrivals.of_functions(f"HashFunction,1_minute\na,1\nb,{cell}\n")
+
+
+# -- the command -------------------------------------------------------------------------------
+
+
+def simulate(*args: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(main, ["simulate", *args])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_the_command_prints_the_worked_example() -> None:
+    status, text, _ = simulate("thesis")
+    assert status == 0
+    rows = [line.split() for line in text.splitlines()]
+    assert ["serial", "A,", "B,", "C,", "D", "2375.00"] in rows
+    assert ["prefetch,", "fifo", "A,", "B,", "C,", "D", "2062.50"] in rows
+    assert ["prefetch,", "alternating", "D,", "B,", "C,", "A", "2005.00"] in rows
+
+
+def test_the_command_compares_policies_and_memories(tmp_path: Path) -> None:
+    drawn, traced = tmp_path / "plot.png", tmp_path / "trace.json"
+    status, text, _ = simulate(
+        "poisson:50", "--requests", "300", "--models", "random:10", "--memory", "30%,90%", "--json",
+        "--plot", str(drawn), "--timeline", str(traced),
+    )  # fmt: skip
+    assert status == 0
+    told = json.loads(text)
+    assert (told["requests"], told["models"], told["is_estimate"]) == (300, 10, True)
+    runs = [(run["memory"], run["policy"]) for run in told["runs"]]
+    assert runs == [("30%", "fifo"), ("30%", "priority"), ("90%", "fifo"), ("90%", "priority")]
+    assert all(0.0 < run["in_slo"] <= 1.0 and run["refused"] == 0 for run in told["runs"])
+    assert told["runs"][0]["switches"] > told["runs"][2]["switches"]
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+    assert any(
+        event.get("name") == "switch" for event in json.loads(traced.read_text())["traceEvents"]
+    )
+
+
+def test_the_command_takes_ones_own_models_and_trace(tmp_path: Path) -> None:
+    models, trace = tmp_path / "models.json", tmp_path / "own.csv"
+    rows = [{"name": "a", "bytes": 8_000_000, "compute_ms": 2.5},
+            {"name": "b", "bytes": 4_000_000, "compute_ms": 1.0, "layers": 2}]  # fmt: skip
+    models.write_text(json.dumps(rows))
+    trace.write_text("at_ms,model\n0,b\n5,a\n9,b\n")
+    command = (str(trace), "--models", str(models), "--memory", "16MiB", "--json")
+    status, text, _ = simulate(*command)
+    assert status == 0
+    told = json.loads(text)
+    assert (told["requests"], told["models"], told["models_bytes"]) == (3, 2, 12_000_000)
+    trace.write_text("at_ms,model\n0,b\n5,c\n")
+    status, _, error = simulate(*command[:-1])
+    assert status != 0
+    assert "'c', which is no model" in error
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [(["nosuch"], "no trace 'nosuch'"), (["azure", "--policy", "prio"], "no policy 'prio'"),
+     (["azure", "--device", "v10"], "no device 'v10'"), (["azure", "--memory", "1%"], "at least"),
+     (["azure", "--memory", "much"], "--memory much"), (["poisson:-1"], "above 0"),
+     (["poisson:5", "--models", "random:0"], "from 1 to"), (["azure", "--slo", "5"], "--slo 5"),
+     (["azure", "--policy", ","], "nothing was named")],
+)  # fmt: skip
+def test_bad_input_is_one_sentence(args: list[str], told: str) -> None:
+    status, _, error = simulate(*args)
+    assert status not in (0, 1) or error.startswith("Error")
+    assert told in error
+    assert "Traceback" not in error
+
+
+def test_the_gaps_are_those_of_the_best_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thesis, "RATIOS", (1.0,))
+    found = list(thesis.gaps(1))
+    assert len(found) == len(thesis.CASES) * 6
+    assert all(gap.mean >= -1e-9 and math.isclose(gap.mean, gap.worst) for gap in found)
+    assert all(abs(g.mean) < 1e-9 for g in found if g.case == "unlimited" and g.rule == "johnson")
