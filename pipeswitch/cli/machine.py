@@ -19,9 +19,12 @@ from .common import EXIT_FAILED, EXIT_OK, json_option, part, print_done
 @click.option(
     "--out", type=click.Path(file_okay=False), default=".", help="Where the timeline goes."
 )
+@click.option("--ui", is_flag=True, help="Open the page and go on until Ctrl-C; measure nothing.")
 @json_option
-def demo(out: str, as_json: bool) -> None:
+def demo(out: str, ui: bool, as_json: bool) -> None:
     """Serve three models and train a fourth, then print what it cost (two minutes)."""
+    if ui:
+        sys.exit(part("pipeswitch.demo.run", "show")())
     sys.exit(part("pipeswitch.demo.run", "run")(Path(out), as_json=as_json))
 
 

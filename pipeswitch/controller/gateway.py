@@ -28,7 +28,7 @@ from ..errors import ConfigError, PipeSwitchError
 from ..ipc.channel import Channel, channel_pair
 from ..ipc.messages import GatewaySettings
 from ..wire.addresses import is_loopback
-from ..wire.tokens import read_tokens
+from ..wire.tokens import OWNER_FILE, owner_token, read_tokens
 from .processes import open_log
 
 log = logging.getLogger(__name__)
@@ -56,9 +56,15 @@ class Gateway:
     """One process at most; owned by the controller's loop."""
 
     def __init__(
-        self, config: GatewayConfig, selector: selectors.BaseSelector, root: Path, log_path: Path
+        self,
+        config: GatewayConfig,
+        selector: selectors.BaseSelector,
+        root: Path,
+        log_path: Path,
+        allow_code: tuple[str, ...] = (),
     ) -> None:
         self._config = config
+        self._allow_code = allow_code
         self._selector = selector
         self._root = root
         self._log_path = log_path
@@ -86,10 +92,22 @@ class Gateway:
         if all(address == "off" for address in wanted.values()):
             return
         self._check_safe([address for address in wanted.values() if address not in ("auto", "off")])
+        owner_token(self._token_path)
         self._lock = _take_over(self._root / LOCK_FILE)
         for name, address in wanted.items():
             if address != "off":
                 self._bind(name, address)
+
+    @property
+    def _token_path(self) -> Path:
+        return self._root / OWNER_FILE
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What the server's owner is told: where the page is, and the file that opens it."""
+        if "http" not in self._sockets:
+            return {}
+        return {"http": self.addresses[0], "token_file": str(self._token_path)}
 
     def _check_safe(self, addresses: list[str]) -> None:
         """1. Off loopback callers need tokens, and TLS or a proxy that does it; 2. behind a proxy
@@ -211,6 +229,8 @@ class Gateway:
             hosts=names if is_local else (),
             roles=config.roles,
             tokens=config.tokens,
+            owner_token=str(self._token_path),
+            allow_code=self._allow_code,
             needs_token=not is_local,
             tls_cert=config.tls_cert,
             tls_key=config.tls_key,

@@ -312,7 +312,9 @@ class Server:
         self._journal = _open_journal(places.root / FILE_NAME)
         child_log = places.logs / "processes.log"
         self._processes = Processes(self._selector, child_log, self._give_up)
-        self._gateway = Gateway(config.gateway, self._selector, places.root, child_log)
+        self._gateway = Gateway(
+            config.gateway, self._selector, places.root, child_log, config.server.allow_code
+        )
         self._scheduler = Scheduler(
             SchedulerSettings(
                 device=device.name,
@@ -366,6 +368,7 @@ class Server:
         # Children inherit it: a Client() in a training script is one of its own server.
         os.environ["PIPESWITCH_HOST"] = self._listeners.ipc.address
         self._gateway.open()
+        self._frontend.owner_facts = self._gateway.facts
         for warning in [*self._listeners.warnings, *self._gateway.warnings]:
             log.warning("%s", warning)
             sys.stderr.write(f"Warning: {warning}\n")

@@ -46,9 +46,11 @@ def main() -> None:
     criterion = nn.CrossEntropyLoss()
     for _ in job.epochs(arguments.epochs):
         for images, targets in job.steps(loader, model=model, optimizer=optimizer):
-            criterion(model(images), targets).backward()
+            loss = criterion(model(images), targets)
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+            job.log(loss=loss)
         if arguments.stop_file is not None and arguments.stop_file.exists():
             break
     model.train(False)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import platform
+import random
 import subprocess
 import sys
 import tempfile
@@ -28,6 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .. import __version__
 from ..cli.infer import Outcome, instants
+from ..cli.page import open_page, page_url
 from ..client.client import Client, Task
 from ..errors import PipeSwitchError, TaskFailed
 from ..machine import processor_name
@@ -40,6 +43,7 @@ START_WAIT_S: Final = 60.0  # for the job's first step
 END_WAIT_S: Final = 120.0  # for its last epoch, once it was told to end
 BASELINE_TIMEOUT_S: Final = 300.0
 INTERRUPTED: Final = 130  # as a shell reports SIGINT
+SHOW_PER_S: Final = 0.7  # requests while the page is looked at: training is seen in between
 LOG_LINES: Final = 15  # of the server, shown when something fails
 TOLERANCE: Final = 1e-3  # between a grouped answer and the plain model's; normally both are equal
 
@@ -97,11 +101,7 @@ def run(out: Path, *, as_json: bool = False, plan: Plan | None = None) -> int:
         130 after Ctrl-C.
     """
     plan = plan or Plan()
-    if importlib.util.find_spec("sklearn") is None:
-        raise PipeSwitchError(
-            "the demo trains on scikit-learn's digits, which is not installed",
-            hint="pip install 'pipeswitch[demo]'",
-        )
+    _check_digits()
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -123,6 +123,30 @@ def run(out: Path, *, as_json: bool = False, plan: Plan | None = None) -> int:
     return 1 if result["problems"] else 0
 
 
+def show(plan: Plan | None = None) -> int:
+    """Serve the demo's models beside its job, a request now and then, and open the page.
+
+    Returns:
+        130: it ends with Ctrl-C.
+    """
+    _check_digits()
+    console = Console(highlight=False)
+    with tempfile.TemporaryDirectory(prefix="pipeswitch-demo-") as folder:
+        try:
+            Demo(plan or Plan(), console, Path(folder), Path(folder)).stay()
+        except KeyboardInterrupt:
+            console.print("interrupted: the server and its files are gone")
+        return INTERRUPTED
+
+
+def _check_digits() -> None:
+    if importlib.util.find_spec("sklearn") is None:
+        raise PipeSwitchError(
+            "the demo trains on scikit-learn's digits, which is not installed",
+            hint="pip install 'pipeswitch[demo]'",
+        )
+
+
 class Demo:
     """One run. ``folder`` is temporary, ``out`` the user's."""
 
@@ -136,23 +160,46 @@ class Demo:
     def run(self) -> dict[str, Any]:
         """All phases; the result as ``demo.json`` holds it."""
         began_s = time.monotonic()
-        plan = self._plan
-        if "bert-base" not in plan.models and "vit_b_16" in plan.models:
-            self._say("transformers is not installed: vit_b_16 stands in for bert-base")
-        self._console.print("starting a server on the cpu device …")
-        with contextlib.ExitStack() as stack:
-            try:
-                running = stack.enter_context(server(arena=plan.arena, host_store=plan.host_store))
-            except RuntimeError as error:  # carries what the server said
-                raise PipeSwitchError(str(error).strip()) from None
-            stack.enter_context(self._log_on_failure(running))
-            served = self._serve(running, stack.enter_context(running.client()))
+        with self._started() as (running, client):
+            served = self._serve(running, client)
         baselines = self._baselines(served.pop("schedule"))
         result = {**served, **baselines, "took_s": round(time.monotonic() - began_s, 1)}
         result["largest_difference"] = max(
             served["largest_change"], *baselines["differences"].values()
         )
         return {**result, "problems": _problems(result)}
+
+    def stay(self) -> None:
+        """Until it is interrupted; requests come by chance, the models in turn."""
+        with self._started(http=True) as (_, client):
+            self._register(client)
+            self._warm_up(client)
+            job = client.train(ENTRY, name=JOB, args=["--epochs", "100000"])
+            self._wait_for_first_step(client, job)
+            url = page_url(client.about())
+            if not open_page(url, self._folder):
+                self._console.print("no browser here; the page is at")
+            self._console.print(url, style="bold", soft_wrap=True)
+            self._console.print("Ctrl-C ends it")
+            chance = random.Random(self._plan.seed)
+            for name in itertools.cycle(self._plan.models):
+                time.sleep(chance.expovariate(SHOW_PER_S))
+                client.infer(name, self._inputs[name])
+
+    @contextlib.contextmanager
+    def _started(self, *, http: bool = False) -> Iterator[tuple[RunningServer, Client]]:
+        plan = self._plan
+        if "bert-base" not in plan.models and "vit_b_16" in plan.models:
+            self._say("transformers is not installed: vit_b_16 stands in for bert-base")
+        self._console.print("starting a server on the cpu device …")
+        with contextlib.ExitStack() as stack:
+            made = server(arena=plan.arena, host_store=plan.host_store, http=http)
+            try:
+                running = stack.enter_context(made)
+            except RuntimeError as error:  # carries what the server said
+                raise PipeSwitchError(str(error).strip()) from None
+            stack.enter_context(self._log_on_failure(running))
+            yield running, stack.enter_context(running.client())
 
     # ---- our side ------------------------------------------------------------------------------
 

@@ -115,6 +115,7 @@ class Frontend:
         self._config = config
         self._take = take
         self._facts = dict(facts or {})
+        self.owner_facts: Mapping[str, Any] = {}  # the same, for the owner alone
         self._is_ready = is_ready
         self._now_ms = now_ms
         self._pool = RequestPool(pool_descriptor, pool_of)
@@ -365,6 +366,7 @@ class Frontend:
             "credit": CREDIT_CHUNKS,
             "ready": self._is_ready(),
             **self._facts,
+            **(self.owner_facts if listener.is_owner else {}),
         }
 
     def _hello(

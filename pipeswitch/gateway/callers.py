@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Final
 
 from ..errors import PermissionDenied
-from ..roles import ANYONE, MODEL_FACTS, VERB_ROLES, Role, Standing, in_order
+from ..roles import ANYONE, MODEL_FACTS, OWNER, VERB_ROLES, Role, Standing, in_order
 from .refusals import Unauthenticated, WrongHost
 
 SCHEME: Final = "bearer "
@@ -30,6 +30,7 @@ class Callers:
         tokens: Mapping[str, Standing],
         needs_token: bool,
         hosts: frozenset[str] | None,
+        owner_token: str = "",
     ) -> None:
         """
         Args:
@@ -37,16 +38,20 @@ class Callers:
             tokens: by token.
             needs_token: whether one without any is turned away.
             hosts: names under which this address may be asked; None: any.
+            owner_token: of the server's owner, beside ``tokens``.
         """
         self._roles = frozenset(roles)
         self._needs_token = needs_token
         self._hosts = hosts
+        self._owner = {owner_token: OWNER} if owner_token else {}
         self.learn(tokens)
 
     def learn(self, tokens: Mapping[str, Standing]) -> None:
-        """These tokens from now on, and no others."""
+        """These tokens from now on, and no others but the owner's."""
         # Digests: comparing them tells nothing of a token, not even its length.
-        self._tokens = {_digest(token): standing for token, standing in tokens.items()}
+        self._tokens = {
+            _digest(token): standing for token, standing in {**tokens, **self._owner}.items()
+        }
 
     def standing(self, authorization: str) -> Standing:
         """Who shows this ``Authorization`` header; empty: no one in particular.
@@ -87,13 +92,17 @@ class Callers:
 
 def require(standing: Standing, verb: str) -> None:
     """Raises PermissionDenied: the caller lacks the role that a verb of the wire needs."""
-    role = VERB_ROLES[verb]
+    require_role(standing, VERB_ROLES[verb], verb)
+
+
+def require_role(standing: Standing, role: Role, what: str) -> None:
+    """Raises PermissionDenied: the caller lacks the role that ``what`` needs."""
     if role in standing.roles:
         return
     wanted = ",".join(in_order({*standing.roles, role}))
     who = "a caller without a token" if standing.tenant == ANYONE else f'token "{standing.tenant}"'
     raise PermissionDenied(
-        f'{verb} needs the role "{role}", and {who} has {", ".join(in_order(standing.roles))}',
+        f'{what} needs the role "{role}", and {who} has {", ".join(in_order(standing.roles))}',
         hint=f"a line of the file of [gateway] tokens: NAME TOKEN {wanted}",
         role=role.value,
         client=standing.tenant,

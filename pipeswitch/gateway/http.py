@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import httptools
 import msgspec
@@ -73,6 +73,16 @@ class Head:
     length: int | None  # of the body; None: in chunks
 
 
+class Stream(Protocol):
+    """A body that comes bit by bit. It holds what it needs until it is closed."""
+
+    async def next(self) -> bytes:
+        """The next piece, made when the peer has taken those before it; empty: the end."""
+        ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """What goes back."""
@@ -81,6 +91,7 @@ class Answer:
     parts: Sequence[Any] = ()  # buffers of the body, one behind the other
     content_type: str = "application/json"
     headers: Sequence[tuple[str, str]] = ()
+    stream: Stream | None = None  # instead of the parts; the connection ends with it
 
 
 Work = Callable[[Any], Awaitable[Answer]]
@@ -209,6 +220,7 @@ class Connection(asyncio.BufferedProtocol):
         self._is_ending = False  # nothing that is read counts any more
         self._queue: deque[_Asked] = deque()
         self._task: asyncio.Task[None] | None = None
+        self._is_streaming = False
         self._can_write = asyncio.Event()
         self._can_write.set()
         self._unread_bytes = 0  # of answers, at the last look
@@ -426,6 +438,9 @@ class Connection(asyncio.BufferedProtocol):
                     self._server.waiting_bytes -= len(asked.body)
                 is_kept, has_body = asked.is_kept and not self._is_ending, asked.has_body
                 del asked  # its body, before the answer is on its way
+                if answer.stream is not None:
+                    await self._write_stream(answer, answer.stream, has_body=has_body)
+                    return
                 await self._write(answer, is_kept=is_kept, has_body=has_body)
                 if not is_kept:
                     return
@@ -448,6 +463,21 @@ class Connection(asyncio.BufferedProtocol):
         await self._can_write.wait()
         if not is_kept:
             self._end()
+
+    async def _write_stream(self, answer: Answer, stream: Stream, *, has_body: bool) -> None:
+        """Head, then pieces as they come, each when the peer has taken those before it."""
+        try:
+            self._is_streaming = has_body
+            self._stop_reading()
+            self._transport.resume_reading()  # else a peer that hangs up would not be noticed
+            self._transport.write(_head_of(answer, None, is_kept=False))
+            while has_body and (piece := await stream.next()):
+                self._transport.write(piece)
+                await self._can_write.wait()
+        finally:
+            self._is_streaming = False
+            stream.close()
+        self._end()
 
     def _end(self) -> None:
         """No more answers. What the peer still sends is read for a while: hung up on at once, it
@@ -495,9 +525,9 @@ class Connection(asyncio.BufferedProtocol):
             self.abort()
 
     def leave(self) -> None:
-        """Close when what is due has been answered."""
+        """Close when what is due has been answered; a stream has no end to wait for."""
         self._is_ending = True
-        if self._task is None:
+        if self._task is None or self._is_streaming:
             self._transport.close()
 
     def abort(self) -> None:
@@ -510,9 +540,8 @@ def _untouched(size: int) -> memoryview:
     return memoryview(raw)
 
 
-def _bytes_of(answer: Answer, *, is_kept: bool, has_body: bool = True) -> list[Any]:
-    """The buffers to write, few."""
-    size = sum(map(len, answer.parts))
+def _head_of(answer: Answer, size: int | None, *, is_kept: bool) -> bytes:
+    """``size``: of the body in bytes; None: it ends with the connection."""
     try:
         reason = HTTPStatus(answer.status).phrase
     except ValueError:
@@ -520,11 +549,17 @@ def _bytes_of(answer: Answer, *, is_kept: bool, has_body: bool = True) -> list[A
     lines = [
         f"HTTP/1.1 {answer.status} {reason}",
         f"Content-Type: {answer.content_type}",
-        f"Content-Length: {size}",
+        *([] if size is None else [f"Content-Length: {size}"]),
         *(f"{name}: {value}" for name, value in answer.headers),
     ]
     lines.append(f"Connection: {'keep-alive' if is_kept else 'close'}")  # said for HTTP/1.0
-    head = "\r\n".join([*lines, "", ""]).encode("latin-1")
+    return "\r\n".join([*lines, "", ""]).encode("latin-1")
+
+
+def _bytes_of(answer: Answer, *, is_kept: bool, has_body: bool = True) -> list[Any]:
+    """The buffers to write, few."""
+    size = sum(map(len, answer.parts))
+    head = _head_of(answer, size, is_kept=is_kept)
     if not has_body:
         return [head]
     if size <= JOIN_BYTES:

@@ -28,11 +28,14 @@ from ..ipc.channel import Channel, channel_from
 from ..ipc.messages import GatewaySettings
 from ..roles import parse_roles
 from ..units import PrintableFormatter
-from ..wire.tokens import read_tokens
+from ..wire.tokens import owner_token, read_tokens
+from .api import Api
 from .callers import Callers
+from .feed import Feed
 from .http import HttpServer, Limits
 from .rest import Rest
 from .service import Service
+from .ui import Page
 from .upstream import Upstream
 
 TOKENS_EVERY_S: Final = 1.0
@@ -82,7 +85,8 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
         connections=settings.max_connections,
         connections_per_address=settings.max_connections // 2,
     )
-    http = HttpServer(Rest(service, callers), limits)
+    api = Api(upstream, Feed(), version=service.version, allow_code=settings.allow_code)
+    http = HttpServer(Rest(service, callers, api, Page()), limits)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(upstream.close)
         if settings.tokens:
@@ -112,6 +116,7 @@ def _callers(settings: GatewaySettings) -> Callers:
         tokens=read_tokens(Path(settings.tokens)) if settings.tokens else {},
         needs_token=settings.needs_token,
         hosts=frozenset(settings.hosts) or None,
+        owner_token=owner_token(Path(settings.owner_token)) if settings.owner_token else "",
     )
 
 

@@ -13,17 +13,19 @@ from ..errors import InvalidInput, PipeSwitchError, ServerUnavailable
 from ..roles import Standing
 from ..units import nearest
 from . import oip
+from .api import PREFIX, Api
 from .callers import Callers
 from .http import Answer, Head, Work, json_answer, refusal
 from .refusals import MethodNotAllowed, NotFound, WrongHost, as_ours, body_of, status_of
 from .service import Service
+from .ui import Page
 
 log = logging.getLogger(__name__)
 
 JSON_LENGTH: Final = "Inference-Header-Content-Length"
 TIMED: Final = ("queue", "switch", "copy", "stall", "compute", "total", "gateway")
 HEALTH: Final = "/v2/health/"  # a probe has no token
-HINT: Final = "GET /v2 tells what is served"
+HINT: Final = "GET /v2 tells what is served, /api/openapi.json what else there is"
 
 Task = Callable[[Head, Any], Awaitable[Answer]]
 
@@ -31,9 +33,11 @@ Task = Callable[[Head, Any], Awaitable[Answer]]
 class Rest:
     """Paths to verbs. Called with a request's head; see ``http.Admit``."""
 
-    def __init__(self, service: Service, callers: Callers) -> None:
+    def __init__(self, service: Service, callers: Callers, api: Api, page: Page) -> None:
         self._service = service
         self._callers = callers
+        self._api = api
+        self._page = page
         self._fixed: Mapping[str, tuple[str, Callable[..., Awaitable[Answer]]]] = {
             "/metrics": ("GET", self._metrics),
             "/v2": ("GET", self._about),
@@ -55,6 +59,9 @@ class Rest:
         """What a request asks for, or why not."""
         try:
             self._check_site(head)
+            if (shown := self._page.answers.get(head.path.rstrip("/"))) is not None:
+                _check_method(head, "GET")
+                return shown
             is_probe = head.path.startswith(HEALTH)
             token = head.headers.get("authorization", "")
             task = self._task(head, Callers.PROBE if is_probe else self._callers.standing(token))
@@ -82,6 +89,8 @@ class Rest:
 
     def _task(self, head: Head, caller: Standing) -> Task:
         path = head.path.rstrip("/")
+        if path == PREFIX or path.startswith(f"{PREFIX}/"):
+            return self._api.find(head, caller)
         if path in self._fixed:
             method, verb = self._fixed[path]
             _check_method(head, method)

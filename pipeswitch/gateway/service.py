@@ -36,11 +36,11 @@ class Service:
         self._upstream = upstream
         self._tally = Tally()
         self._metrics = Metrics()
-        self._version = importlib.metadata.version("pipeswitch")  # a file is read for it
+        self.version = importlib.metadata.version("pipeswitch")  # a file is read for it
 
     def about(self) -> dict[str, Any]:
         """``/v2``: nothing that the server must be asked for."""
-        return {"name": "pipeswitch", "version": self._version, "extensions": [*EXTENSIONS]}
+        return {"name": "pipeswitch", "version": self.version, "extensions": [*EXTENSIONS]}
 
     async def is_live(self) -> bool:
         """The server answers."""

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import threading
+from collections.abc import Callable
 from typing import Any, Final
 
+import zmq
+
+from ..client.client import CHUNK_BYTES
 from ..client.connection import Connection, Reply
 from ..errors import ServerUnavailable
 from ..wire.addresses import is_refused
+from ..wire.frames import unpack_dict
+from ..wire.sockets import connect, make_subscriber
 from .oip import InferRequest, Output
 
 HELLO_S: Final = 2.0  # a server that is there answers within this
 AGAIN: Final = "send again when it is back"
+
+Take = Callable[[str, dict[str, Any]], None]
+"""Called by the loop with an event's topic and record."""
 
 
 class Upstream:
@@ -21,6 +32,7 @@ class Upstream:
         self._address = address
         self._connection = Connection(address, HELLO_S)
         self._was_away = False  # when it was last asked
+        self._is_followed = False
 
     def close(self) -> None:
         self._connection.close()
@@ -46,9 +58,49 @@ class Upstream:
         row: dict[str, Any] = (await self._ask("show", model=model)).body["model"]
         return row
 
-    async def ask(self, op: str, model: str = "") -> dict[str, Any]:
-        """The answer to a verb that may be asked twice."""
-        return (await self._ask(op, model=model)).body
+    async def ask(
+        self, op: str, model: str = "", *, body: dict[str, Any] | None = None, is_safe: bool = True
+    ) -> dict[str, Any]:
+        """The answer to a verb; ``is_safe``: it may be asked twice."""
+        return (await self._ask(op, model=model, body=body, is_safe=is_safe)).body
+
+    async def job(self, name: str, action: str, **fields: Any) -> dict[str, Any]:
+        """One action on a job, as ``Client.job``."""
+        body = {"name": name, "action": action, **fields}
+        return await self.ask("job", body=body, is_safe=action in ("show", "logs"))
+
+    async def upload(self, data: memoryview, kind: str) -> str:
+        """Hand a file on, chunk after chunk; what ``register`` calls it."""
+        digest = (await asyncio.to_thread(hashlib.sha256, data)).hexdigest()
+        body = {"digest": digest, "size_bytes": len(data), "kind": kind}
+        found = await self.ask("put", body={**body, "offset_bytes": 0}, is_safe=False)
+        for offset in range(0, 0 if found["complete"] else len(data), CHUNK_BYTES):
+            chunk = data[offset : offset + CHUNK_BYTES]
+            where = {**body, "offset_bytes": offset}
+            await self._ask("put", body=where, frames=[chunk], is_safe=False)
+        return f"put:{digest}"
+
+    async def follow(self, take: Take) -> None:
+        """Have ``take`` called with all events from now on; only the first call counts.
+
+        Raises:
+            ServerUnavailable: the server does not say where they are.
+        """
+        if self._is_followed:
+            return
+        self._is_followed = True  # before the wait: others may ask meanwhile
+        try:
+            address = str((await self.ask("ping"))["events"])
+        except BaseException:
+            self._is_followed = False
+            raise
+        subscriber = make_subscriber(self._connection.context, None)
+        subscriber.subscribe("")
+        connect(subscriber, address)
+        loop = asyncio.get_running_loop()
+        threading.Thread(
+            target=_read, args=(subscriber, loop, take), name="pipeswitch-events", daemon=True
+        ).start()
 
     async def _ask(self, op: str, **fields: Any) -> Reply:
         """
@@ -58,7 +110,7 @@ class Upstream:
         """
         if self._was_away and await asyncio.to_thread(is_refused, self._address):
             raise ServerUnavailable("the server is not there", hint=AGAIN)
-        future = self._connection.request(op, is_safe=True, **fields)
+        future = self._connection.request(op, **{"is_safe": True, **fields})
         try:
             reply: Reply = await asyncio.wrap_future(future)
         except ServerUnavailable as error:
@@ -66,3 +118,15 @@ class Upstream:
             raise ServerUnavailable("the server does not answer", hint=AGAIN) from error
         self._was_away = False
         return reply
+
+
+def _read(subscriber: zmq.Socket[bytes], loop: asyncio.AbstractEventLoop, take: Take) -> None:
+    """Hand each event to the loop, until the connection's context ends."""
+    try:
+        while True:
+            topic, body = subscriber.recv_multipart()
+            loop.call_soon_threadsafe(take, topic.decode("utf-8", "replace"), unpack_dict(body))
+    except zmq.ContextTerminated:
+        return
+    finally:
+        subscriber.close(0)

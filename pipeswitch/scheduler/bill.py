@@ -50,7 +50,9 @@ def trace(core: Core, activation: Activation, request: Request, message: Inferen
         preempted=activation.preempted,
         resident=activation.was_resident,
     )
-    core.span(track, name, message.turn_at_ms, message.ended_at_ms, flow=flow)
+    core.span(
+        track, name, message.turn_at_ms, message.ended_at_ms, flow=flow, stall_ms=message.stall_ms
+    )
     pairs = zip(message.group_begins_at_ms, message.group_ends_at_ms, strict=False)
     for index, (begin, end) in enumerate(pairs):
         core.span(track, f"group {index}", begin, end)

@@ -6,9 +6,11 @@ from typing import Any
 
 import msgspec
 
+from ..programs.layout import Manifest
 from .core import Core
 from .machine import Machine
 from .records import Job, Model, Replica, Worker
+from .regions import Owner
 from .states import ModelState, Residency, TaskState, WorkerState
 
 PRIORITY_NAMES = {0: "high", 1: "normal", 2: "low"}
@@ -119,7 +121,10 @@ class Listing:
         last_used_at_ms: float = 0.0,
         why: str = "",
         pid: int = 0,
+        owners: tuple[Owner, ...] = (),
+        manifest: Manifest | None = None,
     ) -> dict[str, Any]:
+        regions = [region for owner in owners if (region := self._arena.regions.get(owner))]
         idle_ms = self._core.now_ms - last_used_at_ms if last_used_at_ms else None
         return {
             "name": name,
@@ -132,6 +137,8 @@ class Listing:
             "last_used": None if idle_ms is None else round(idle_ms / 1000.0, 3),
             "why": why,
             "pid": pid,
+            "regions": [[region.offset_bytes, region.size_bytes] for region in regions],
+            "group_bytes": [group.size_bytes for group in manifest.groups] if manifest else [],
         }
 
     def _ps_model(self, replica: Replica) -> dict[str, Any]:
@@ -152,6 +159,8 @@ class Listing:
             last_used_at_ms=replica.last_used_at_ms,
             why=self._model_why(replica),
             pid=device.workers[slot].pid if slot is not None else 0,
+            owners=(replica.owner, replica.rest),
+            manifest=replica.manifest,
         )
 
     def _model_state(self, replica: Replica, is_active: bool) -> str:
@@ -194,6 +203,7 @@ class Listing:
             last_used_at_ms=job.last_ran_at_ms,
             why=job.error or job.why,
             pid=worker.pid if worker is not None else 0,
+            owners=(job.slice,),
         )
 
     def _ps_worker(self, worker: Worker) -> dict[str, Any]:

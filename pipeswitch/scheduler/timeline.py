@@ -6,6 +6,7 @@ switch to the copy of its groups and to its computation.
 
 from __future__ import annotations
 
+from array import array
 from typing import Any, Final
 
 import msgspec
@@ -34,20 +35,30 @@ class Timeline:
 
     def __init__(self) -> None:
         self._ring = bytearray(b"\xff") * (SLOT_BYTES * SLOT_COUNT)  # touched: resident now
+        # The latest end of a span up to each slot's: what ended later lies behind it.
+        self._latest_ms = array("d", [0.0]) * SLOT_COUNT
+        self._newest_ms = 0.0
         self._count = 0  # spans ever added
 
     def add(self, span: Span) -> None:
         packed = _pack(span)
-        start = self._count % SLOT_COUNT * SLOT_BYTES
+        slot = self._count % SLOT_COUNT
+        self._newest_ms = self._latest_ms[slot] = max(self._newest_ms, span.end_ms)
+        start = slot * SLOT_BYTES
         end = start + LENGTH_BYTES + len(packed)
         self._ring[start] = 0
         self._ring[start + LENGTH_BYTES : end] = packed
         self._ring[start] = len(packed)
         self._count += 1
 
-    def _spans(self) -> list[Span]:
+    def _spans(self, since_ms: float) -> list[Span]:
+        """Those that end after ``since_ms``; what is older is not decoded but for a few."""
+        count = self._count
+        first, oldest = count, max(0, count - SLOT_COUNT)
+        while first > oldest and self._latest_ms[(first - 1) % SLOT_COUNT] >= since_ms:
+            first -= 1
         spans = []
-        for index in range(max(0, self._count - SLOT_COUNT), self._count):
+        for index in range(first, count):
             start = index % SLOT_COUNT * SLOT_BYTES
             slot = self._ring[start : start + SLOT_BYTES]
             if not slot[0]:  # overwritten right now: it was the oldest
@@ -55,6 +66,8 @@ class Timeline:
             track, name, begin_ms, end_ms, args, flow = _decoder.decode(
                 slot[LENGTH_BYTES : LENGTH_BYTES + slot[0]]
             )
+            if end_ms < since_ms:
+                continue
             spans.append(
                 Span(
                     track=track,
@@ -69,7 +82,7 @@ class Timeline:
 
     def chrome_trace(self, since_ms: float) -> dict[str, Any]:
         """All spans that end after ``since_ms`` (monotonic clock), as trace events."""
-        spans = [span for span in self._spans() if span.end_ms >= since_ms]
+        spans = self._spans(since_ms)
         tracks = _tracks(spans)
         events: list[dict[str, Any]] = [
             {"ph": "M", "pid": PROCESS_ID, "name": "process_name", "args": {"name": "pipeswitch"}}

@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
+import os
 import re
+import secrets
+import stat
 from pathlib import Path
 from typing import Final
 
 from ..config import NAME_PATTERN
 from ..errors import ConfigError, InvalidInput
 from ..roles import Standing, parse_roles
-from .private import check_secret
+from .private import check_private, check_secret
 
 MIN_TOKEN: Final = 16  # characters: fewer can be guessed
 EXAMPLE: Final = "NAME TOKEN ROLE,ROLE"
+OWNER_FILE: Final = "owner.token"  # in the state directory
+
+
+def owner_token(path: Path) -> str:
+    """The token that may do all, made when it is not there: the owner's page shows it.
+
+    Raises:
+        ConfigError: others may read it, or it is none.
+    """
+    try:
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            pass
+        else:
+            with open(descriptor, "w", encoding="ascii") as file:
+                file.write(f"{secrets.token_urlsafe(24)}\n")
+        check_private(path, "[server] state_dir", stat.S_IFREG)
+        token = path.read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if len(token) < MIN_TOKEN:
+        raise ConfigError(f"{path} holds no token", hint="remove it: the server makes another")
+    return token
 
 
 def read_tokens(path: Path) -> dict[str, Standing]:

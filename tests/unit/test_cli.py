@@ -40,7 +40,7 @@ def run(*args: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
 @pytest.mark.parametrize(
     "verb",
     ["serve", "register", "unregister", "models", "show", "load", "unload", "infer", "train",
-     "jobs", "ps", "top", "trace", "demo", "doctor", "config", "stop", "completion", "stats"],
+     "jobs", "ps", "top", "trace", "ui", "demo", "doctor", "config", "stop", "completion", "stats"],
 )  # fmt: skip
 def test_every_verb_has_help(verb: str) -> None:
     status, text, _ = run(verb, "--help")
@@ -487,3 +487,48 @@ def test_a_verb_does_not_wait_for_a_server_that_is_not_there(
         code, _, err = run(*verb, env=NOBODY)
         assert code == 3
         assert "pipeswitch serve" in err
+
+
+def about_page(folder: Path) -> dict[str, Any]:
+    token = folder / "owner.token"
+    token.write_text("s3cret-of-the-owner\n")
+    return {"is_owner": True, "http": "http://127.0.0.1:8000", "token_file": str(token)}
+
+
+def test_ui_tells_a_browser_of_a_file_that_only_its_owner_can_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or True)
+    answering(monkeypatch, about=lambda: about_page(tmp_path))
+    assert run("ui") == (0, "opened http://127.0.0.1:8000/ui\n", "")
+    assert run("ui")[0] == 0  # over the file of before
+    path = tmp_path / "ui.html"
+    assert opened == [path.as_uri()] * 2
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert "url=http://127.0.0.1:8000/ui#token=s3cret-of-the-owner" in path.read_text()
+
+
+def test_ui_prints_the_address_where_there_is_no_browser(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("webbrowser.open", lambda url: False)
+    answering(monkeypatch, about=lambda: about_page(tmp_path))
+    for args in (("ui",), ("ui", "--no-open")):
+        assert run(*args)[:2] == (0, "http://127.0.0.1:8000/ui#token=s3cret-of-the-owner\n")
+
+
+def test_ui_says_what_to_type_to_a_stranger_and_where_there_is_no_page(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    about = about_page(tmp_path)
+    for change, words in (
+        ({"is_owner": False}, "without --host: pipeswitch ui"),
+        ({"token_file": str(tmp_path / "gone")}, "No such file"),
+    ):
+        answering(monkeypatch, about=lambda change=change: {**about, **change})
+        status, _, text = run("ui")
+        assert (status != 0, words in text) == (True, True)
+    about.pop("http")
+    answering(monkeypatch, about=lambda: about)
+    assert "serve --http" in run("ui")[2]

@@ -12,6 +12,7 @@ import pytest
 from pipeswitch.config import GatewayConfig
 from pipeswitch.controller.gateway import Gateway
 from pipeswitch.errors import ConfigError
+from pipeswitch.wire.tokens import OWNER_FILE, owner_token
 
 TOKENS = "ops 0123456789abcdef operate"
 
@@ -86,3 +87,22 @@ def test_files_that_are_not_good_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             opened(tmp_path, http="127.0.0.1:0", **settings)
+
+
+def test_the_owners_token_is_made_once_and_only_its_owner_may_read_it(tmp_path: Path) -> None:
+    gateway = opened(tmp_path, http="127.0.0.1:0")
+    path = tmp_path / OWNER_FILE
+    assert gateway.facts == {"http": gateway.addresses[0], "token_file": str(path)}
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    token = owner_token(path)
+    assert len(token) >= 32
+    gateway.stop()
+    opened(tmp_path, http="127.0.0.1:0").stop()
+    assert owner_token(path) == token  # the page of the last server goes on
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        opened(tmp_path, http="127.0.0.1:0")
+    path.unlink()
+    path.touch(0o600)
+    with pytest.raises(ConfigError, match="holds no token"):
+        opened(tmp_path, http="127.0.0.1:0")

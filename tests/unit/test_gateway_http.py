@@ -376,3 +376,89 @@ def test_whatever_comes_every_answer_is_whole_and_nothing_is_held_afterwards(
         wire.abort()
         assert (rig.server.waiting_bytes, rig.server.unfinished_bytes) == (0, 0)
         assert not rig.server.connections
+
+
+class Pieces:
+    """A stream that a test feeds."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[bytes] = asyncio.Queue()
+        self.is_closed = False
+
+    async def next(self) -> bytes:
+        return await self.queue.get()
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def streaming(rig: Rig, pieces: Pieces) -> None:
+    rig.server.admit = lambda head: Answer(content_type="text/event-stream", stream=pieces)
+
+
+def get(path: str = "/s", method: str = "GET") -> bytes:
+    return f"{method} {path} HTTP/1.1\r\n".encode() + HOST + b"\r\n"
+
+
+def turns() -> None:
+    feed_nothing = asyncio.sleep(0.001)
+    asyncio.get_event_loop().run_until_complete(feed_nothing)
+
+
+def test_a_stream_comes_piece_by_piece_and_its_end_is_the_connections(rig: Rig) -> None:
+    pieces = Pieces()
+    streaming(rig, pieces)
+    connection, wire = rig.connect()
+    feed(connection, get())
+    head, _, body = wire.sent.partition(b"\r\n\r\n")
+    assert b"Connection: close" in head
+    assert b"Content-Length" not in head
+    assert (body, wire.is_reading) == (b"", True)
+    for piece in (b"one ", b"two"):
+        pieces.queue.put_nowait(piece)
+    turns()
+    assert wire.sent.endswith(b"one two")
+    assert not wire.has_ended
+    pieces.queue.put_nowait(b"")
+    turns()
+    assert (wire.has_ended, pieces.is_closed) == (True, True)
+
+
+def test_a_stream_waits_for_a_peer_that_does_not_read_and_cuts_it_off(rig: Rig) -> None:
+    pieces = Pieces()
+    streaming(rig, pieces)
+    connection, wire = rig.connect()
+    feed(connection, get())
+    connection.pause_writing()
+    for _ in range(3):
+        pieces.queue.put_nowait(b"x")
+    turns()
+    assert wire.sent.count(b"x") - wire.sent.partition(b"\r\n\r\n")[0].count(b"x") == 1
+    wire.unread = 1000
+    connection.look(10.0)
+    connection.look(39.0)
+    assert not wire.is_closed
+    connection.look(41.0)
+    turns()
+    assert (wire.is_closed, pieces.is_closed) == (True, True)
+
+
+def test_a_stream_whose_peer_hangs_up_or_that_must_leave_is_closed(rig: Rig) -> None:
+    for end in (lambda wire, connection: wire.abort(), lambda wire, connection: connection.leave()):
+        pieces = Pieces()
+        streaming(rig, pieces)
+        connection, wire = rig.connect()
+        feed(connection, get() + b"GARBAGE that is not parsed")
+        end(wire, connection)
+        turns()
+        assert (wire.is_closed, pieces.is_closed) == (True, True)
+    assert (rig.server.connections, rig.server.unfinished_bytes) == (set(), 0)
+
+
+def test_who_asks_for_the_head_of_a_stream_gets_that_alone(rig: Rig) -> None:
+    pieces = Pieces()
+    streaming(rig, pieces)
+    connection, wire = rig.connect()
+    feed(connection, get(method="HEAD"))
+    assert wire.sent.endswith(b"\r\n\r\n")
+    assert (wire.has_ended, pieces.is_closed) == (True, True)

@@ -58,7 +58,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "testing": "client",
     "benchmarks": "client devices errors ipc job machine planning programs programs/build "
     "scheduler simulator testing wire",
-    "gateway": "client errors ipc programs roles units wire",
+    "gateway": "client errors frontend ipc programs roles units wire",
     "cli": "__init__ benchmarks client config devices errors ipc planning programs roles sandbox "
     "scheduler scheduler/policies simulator units wire",
     "demo": "__init__ cli client errors job machine programs programs/build testing",
@@ -69,9 +69,10 @@ MAY_IMPORT: Mapping[str, str] = {
 # What a pure module may take from outside of the project: nothing here opens a file or a socket,
 # starts a thread or a process, or touches a device.
 PURE = (
-    "__future__", "abc", "bisect", "collections", "contextlib", "dataclasses", "datetime", "enum",
-    "functools", "heapq", "itertools", "math", "msgspec", "numpy", "operator", "os.EX_SOFTWARE",
-    "random.Random", "statistics", "threading.Condition", "threading.RLock", "typing",
+    "__future__", "abc", "array", "bisect", "collections", "contextlib", "dataclasses", "datetime",
+    "enum", "functools", "heapq", "itertools", "math", "msgspec", "numpy", "operator",
+    "os.EX_SOFTWARE", "random.Random", "statistics", "threading.Condition", "threading.RLock",
+    "typing",
 )  # fmt: skip
 IMPURE_BUILTINS = {"open", "__import__", "exec", "eval", "input", "print", "breakpoint"}
 

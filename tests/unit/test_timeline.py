@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -63,3 +64,22 @@ def test_a_span_of_any_length_fits_its_slot(name: str, value: str) -> None:
     first, second = complete(timeline.chrome_trace(0.0))
     assert second["name"] == "next"
     assert len(first["name"]) <= len(name)
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=60), st.floats(0, 110))
+def test_a_look_at_the_end_finds_what_a_look_at_all_of_it_does(
+    begins_ms: list[float], since_ms: float
+) -> None:
+    timeline = Timeline()
+    for begin_ms in begins_ms:
+        timeline.add(span(begin_ms=begin_ms))
+    found = [event["ts"] / 1000.0 for event in complete(timeline.chrome_trace(since_ms))]
+    assert found == pytest.approx(sorted(at for at in begins_ms if at + 1 >= since_ms))
+
+
+def test_a_short_look_does_not_decode_what_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline = Timeline()
+    for number in range(1000):
+        timeline.add(span(begin_ms=float(number)))
+    monkeypatch.setattr("pipeswitch.scheduler.timeline._decoder", None)
+    assert complete(timeline.chrome_trace(2000.0)) == []

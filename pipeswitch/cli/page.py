@@ -1,0 +1,62 @@
+"""Opening the server's page with its owner's token."""
+
+from __future__ import annotations
+
+import os
+import webbrowser
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import PermissionDenied, PipeSwitchError
+
+OPENER: Final = "ui.html"  # in the state directory, beside the token
+LEADS_ON: Final = """<!doctype html>
+<meta charset="utf-8"><meta name="referrer" content="no-referrer">
+<meta http-equiv="refresh" content="0; url={url}">
+<title>PipeSwitch</title><p>This leads to the page of a PipeSwitch server.</p>
+"""
+
+
+def page_url(about: Mapping[str, Any]) -> str:
+    """The page's address with the token, as a fragment: no request carries it.
+
+    Args:
+        about: what the server says of itself to its owner.
+
+    Raises:
+        PermissionDenied: it does not take this client for its owner.
+        PipeSwitchError: it has no page, or the token's file cannot be read here.
+    """
+    if not about["is_owner"]:
+        raise PermissionDenied(
+            "the page's token is for the server's owner",
+            hint="on the server's machine, as its user and without --host: pipeswitch ui",
+        )
+    if "http" not in about:
+        raise PipeSwitchError(
+            "this server speaks no HTTP, so it has no page",
+            hint="pipeswitch serve --http 127.0.0.1:8000",
+        )
+    try:
+        token = Path(about["token_file"]).read_text("ascii").strip()
+    except OSError as error:
+        raise PipeSwitchError(f"{about['token_file']}: {error.strerror}") from None
+    return f"{about['http']}/ui#token={token}"
+
+
+def open_page(url: str, folder: Path) -> bool:
+    """Show the page in a browser; whether there is one.
+
+    A browser's command line is for all users to read, so what it is told to open is a file of
+    the owner's alone, which leads on.
+    """
+    path = folder / OPENER
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(LEADS_ON.format(url=url))
+    try:
+        return webbrowser.open(path.as_uri())
+    except webbrowser.Error:
+        return False

@@ -1,0 +1,373 @@
+"""``/api``: what PipeSwitch alone has over HTTP: jobs, models, events, the timeline.
+
+One table of routes says what there is, who may ask it and how it is described (openapi.py). The
+gateway speaks through the owner's socket, which may do all, so each route names its role.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import parse_qsl, unquote
+
+import msgspec
+
+from ..errors import InvalidInput
+from ..frontend.permissions import check_source
+from ..roles import Role, Standing
+from ..units import nearest
+from .callers import require_role, told
+from .feed import CONTENT_TYPE, Feed
+from .http import Answer, Head, json_answer
+from .openapi import document
+from .refusals import MethodNotAllowed, NotFound
+from .upstream import Upstream
+
+PREFIX: Final = "/api"
+HINT: Final = "GET /api/openapi.json tells what is there"
+FINAL_JOB_STATES: Final = frozenset({"done", "failed", "cancelled", "expired"})
+MAX_TRACE_S: Final = 3600.0
+MAX_QUERY_FIELDS: Final = 16
+LOG_LOOK_S: Final = 0.5  # between two looks at a log that is followed when no event came
+MAX_OFFSET: Final = 1 << 50
+TEXT: Final = "text/plain; charset=utf-8"
+BUNDLE: Final = "application/octet-stream"
+GUARDS: Final = (("X-Content-Type-Options", "nosniff"), ("Cache-Control", "no-store"))
+_PLACEHOLDER: Final = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A request to one route."""
+
+    caller: Standing
+    head: Head
+    body: Any  # a buffer
+    names: Mapping[str, str]  # what stands for the braces of its path
+    query: Mapping[str, str]
+
+    def flag(self, name: str) -> bool:
+        text = self.query.get(name, "false")
+        if text not in ("true", "false"):
+            raise InvalidInput(f"{name} must be true or false, got {text[:40]!r}")
+        return text == "true"
+
+    def number(self, name: str, default: float, high: float, *, low: float = 0) -> float:
+        text = self.query.get(name)
+        try:
+            value = default if text is None else float(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            raise InvalidInput(
+                f"{name} must be a number from {low:g} to {high:g}, got {text!r:.40}"
+            )
+        return value
+
+
+class Registration(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of a registration."""
+
+    source: str
+    weights: str = ""
+    inputs: dict[str, tuple[list[int | None], str]] = {}
+    priority: str = ""
+    pin: bool = False
+    max_batch: int = 0
+
+
+Verb = Callable[[Asked], Awaitable[Answer]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """One method of one path."""
+
+    method: str
+    path: str  # below PREFIX, with {names}
+    role: Role
+    what: str
+    run: Verb
+    query: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # type and meaning
+    takes: Mapping[str, Any] = field(default_factory=dict)  # a struct or a schema, by type
+    gives: str = "application/json"
+
+    def names_in(self, parts: Sequence[str]) -> dict[str, str] | None:
+        """The names of a path's parts; None: it is another route's."""
+        wanted = self.path.split("/")
+        if len(wanted) != len(parts):
+            return None
+        names = {}
+        for want, part in zip(wanted, parts, strict=True):
+            if found := _PLACEHOLDER.fullmatch(want):
+                names[found[1]] = unquote(part)
+            elif want != part:
+                return None
+        return names
+
+
+class Api:
+    """The routes, over one server."""
+
+    def __init__(
+        self, upstream: Upstream, feed: Feed, *, version: str, allow_code: Sequence[str]
+    ) -> None:
+        """``allow_code``: as ``[server] allow_code``; no other code comes in here."""
+        self._upstream = upstream
+        self._feed = feed
+        self._allow_code = tuple(allow_code)
+        operate, infer, register = Role.OPERATE, Role.INFER, Role.REGISTER
+        self.routes = (
+            Route(method="GET", path="openapi.json", role=infer, run=self._document,
+                  what="This description"),
+            Route(method="GET", path="about", role=operate, run=self._ask("ping"),
+                  what="The server: device, sizes, addresses"),
+            Route(method="GET", path="ps", role=operate, run=self._ask("ps"),
+                  what="Models, jobs and processes, what they do and hold now"),
+            Route(method="GET", path="stats", role=operate, run=self._ask("stats"),
+                  what="Counters and sizes"),
+            Route(method="GET", path="plan", role=operate, run=self._ask("plan"),
+                  what="Each model's profile, and the arena"),
+            Route(method="GET", path="trace", role=operate, run=self._trace,
+                  what="The end of the timeline, as a Chrome trace; now_ms is its clock",
+                  query={"seconds": ("number", "How much of it; 10 unless told")}),
+            Route(method="GET", path="events", role=operate, run=self._events,
+                  gives=CONTENT_TYPE,
+                  what="Events as they come; Last-Event-ID goes on behind one; an event named "
+                  "dropped counts those a slow reader missed",
+                  query={"topics": ("string", "Prefixes, by comma: switch.,job.")}),
+            Route(method="GET", path="jobs", role=operate, run=self._ask("jobs"),
+                  what="One row for each job"),
+            Route(method="GET", path="jobs/{job}", role=operate, run=self._job("show"),
+                  what="A job's row"),
+            *(
+                Route(method="POST", path=f"jobs/{{job}}/{action}", role=operate,
+                      run=self._job(action), what=what)
+                for action, what in (
+                    ("pause", "Commit, give the device back, hold until resume"),
+                    ("resume", "Let it have the device again"),
+                    ("cancel", "End it"),
+                )
+            ),
+            Route(method="GET", path="jobs/{job}/logs", role=operate, run=self._logs, gives=TEXT,
+                  what="What it printed",
+                  query={"offset": ("integer", "Where to begin, in bytes; below 0: so far before "
+                                               "the end"),
+                         "follow": ("boolean", "Go on until the job is over")}),
+            Route(method="GET", path="models", role=infer, run=self._models,
+                  what="One row for each model; in full with the role operate"),
+            Route(method="GET", path="models/{model}", role=infer, run=self._model,
+                  what="A model's row"),
+            Route(method="POST", path="models/{model}", role=register, run=self._register,
+                  what="Register from torchvision:NAME or hf:NAME, or from a bundle, which is the "
+                  "body then; to pin needs operate, a factory code and --allow-code",
+                  takes={"application/json": Registration,
+                         BUNDLE: {"type": "string", "format": "binary"}},
+                  query={"priority": ("string", "With a bundle: high, normal or low"),
+                         "pin": ("boolean", "With a bundle: keep it on the device"),
+                         "max_batch": ("integer", "With a bundle: the largest batch")}),
+            Route(method="DELETE", path="models/{model}", role=operate,
+                  run=self._of_model("unregister", is_safe=False), what="Unregister"),
+            Route(method="POST", path="models/{model}/load", role=operate,
+                  run=self._of_model("load"), what="Pin it on the device"),
+            Route(method="POST", path="models/{model}/unload", role=operate,
+                  run=self._of_model("unload"), what="Unpin it"),
+        )  # fmt: skip
+        self._description = document(self.routes, prefix=PREFIX, version=version)
+
+    def find(self, head: Head, caller: Standing) -> Callable[[Head, Any], Awaitable[Answer]]:
+        """What a request asks for.
+
+        Raises:
+            NotFound, MethodNotAllowed, PermissionDenied, InvalidInput: nothing of its body is read.
+        """
+        path = head.path.rstrip("/")
+        parts = path.removeprefix(PREFIX).lstrip("/").split("/")
+        here = [(route, names) for route in self.routes
+                if (names := route.names_in(parts)) is not None]  # fmt: skip
+        if not here:
+            known = [f"{PREFIX}/{route.path}" for route in self.routes]
+            raise NotFound(f"no path {head.path[:200]!r}{nearest(path, known)}", hint=HINT)
+        method = "GET" if head.method == "HEAD" else head.method
+        for route, names in here:
+            if route.method == method:
+                require_role(caller, route.role, f"{method} {PREFIX}/{route.path}")
+                return _task(route, caller, names, _query(head, route))
+        methods = " or ".join(route.method for route, _ in here)
+        raise MethodNotAllowed(f"{head.method} is not for {head.path[:200]}", hint=f"use {methods}")
+
+    # ---- the server ----------------------------------------------------------------------------
+
+    def _ask(self, op: str) -> Verb:
+        async def run(asked: Asked) -> Answer:
+            return _json(await self._upstream.ask(op))
+
+        return run
+
+    async def _document(self, asked: Asked) -> Answer:
+        return _json(self._description)
+
+    async def _trace(self, asked: Asked) -> Answer:
+        seconds = asked.number("seconds", 10.0, MAX_TRACE_S)
+        found = await self._upstream.ask("trace", body={"seconds": seconds})
+        told = {**found["trace"], "now_ms": time.monotonic() * 1000.0}
+        text = await asyncio.to_thread(msgspec.json.encode, told)  # megabytes of an hour
+        return Answer(parts=[text], headers=GUARDS)
+
+    async def _events(self, asked: Asked) -> Answer:
+        await self._upstream.follow(self._feed.add)
+        topics = [topic for topic in asked.query.get("topics", "").split(",") if topic]
+        last_id = asked.head.headers.get("last-event-id", "")
+        reader = self._feed.read(asked.head.peer, topics, last_id)
+        return Answer(content_type=CONTENT_TYPE, headers=GUARDS, stream=reader)
+
+    # ---- jobs ----------------------------------------------------------------------------------
+
+    def _job(self, action: str) -> Verb:
+        async def run(asked: Asked) -> Answer:
+            return _json((await self._upstream.job(asked.names["job"], action))["job"])
+
+        return run
+
+    async def _logs(self, asked: Asked) -> Answer:
+        is_followed = asked.flag("follow")
+        offset = int(asked.number("offset", 0, MAX_OFFSET, low=-MAX_OFFSET))
+        piece = await self._upstream.job(
+            asked.names["job"], "logs", offset_bytes=offset if offset >= 0 else MAX_OFFSET
+        )
+        if offset < 0:
+            offset = max(0, piece["end_bytes"] + offset)
+        if is_followed:
+            await self._upstream.follow(self._feed.add)
+        log = JobLog(
+            self._upstream, self._feed, asked.names["job"], offset,
+            peer=asked.head.peer, is_followed=is_followed,
+        )  # fmt: skip
+        return Answer(content_type=TEXT, headers=GUARDS, stream=log)
+
+    # ---- models --------------------------------------------------------------------------------
+
+    async def _models(self, asked: Asked) -> Answer:
+        rows = (await self._upstream.ask("models"))["models"]
+        return _json({"models": [told(row, asked.caller) for row in rows]})
+
+    async def _model(self, asked: Asked) -> Answer:
+        return _json(told(await self._upstream.show(asked.names["model"]), asked.caller))
+
+    def _of_model(self, op: str, *, is_safe: bool = True) -> Verb:
+        async def run(asked: Asked) -> Answer:
+            return _json(await self._upstream.ask(op, asked.names["model"], is_safe=is_safe))
+
+        return run
+
+    async def _register(self, asked: Asked) -> Answer:
+        """1. What may not be, before a byte of a bundle goes on; 2. the bundle; 3. the model."""
+        is_bundle = asked.head.headers.get("content-type", "").startswith(BUNDLE)
+        given = _of_query(asked) if is_bundle else _registration(asked.body)
+        if given.pin:
+            require_role(asked.caller, Role.OPERATE, "to pin a model")
+        if is_bundle:
+            source = await self._upstream.upload(asked.body, "bundle")
+        else:
+            source = given.source
+            checked = check_source(
+                source, given.weights, is_owner=False, allow_code=self._allow_code, uploads_dir=""
+            )
+            if checked.is_code:
+                require_role(asked.caller, Role.CODE, "a factory")
+        body = {**msgspec.to_builtins(given), "source": source}
+        return _json(await self._upstream.ask("register", asked.names["model"], body=body))
+
+
+class JobLog:
+    """A job's log from a place on; an ``http.Stream``, one of those that the feed counts."""
+
+    def __init__(
+        self, upstream: Upstream, feed: Feed, job: str, offset: int, *, peer: str, is_followed: bool
+    ) -> None:
+        feed.enter(peer)
+        self._upstream, self._feed, self._job = upstream, feed, job
+        self._offset = offset
+        self._peer = peer
+        self._is_followed = is_followed
+
+    async def next(self) -> bytes:
+        while True:
+            # Asked before reading: what is written before the end is read after it.
+            is_over = not self._is_followed or await self._has_ended()
+            piece = await self._upstream.job(self._job, "logs", offset_bytes=self._offset)
+            self._offset = piece["offset_bytes"]
+            if piece["text"] or is_over:
+                return str(piece["text"]).encode()
+            await self._feed.news(LOG_LOOK_S)
+
+    async def _has_ended(self) -> bool:
+        row = (await self._upstream.job(self._job, "show"))["job"]
+        return row["state"] in FINAL_JOB_STATES
+
+    def close(self) -> None:
+        self._feed.leave(self._peer)
+
+
+def _task(
+    route: Route, caller: Standing, names: Mapping[str, str], query: Mapping[str, str]
+) -> Callable[[Head, Any], Awaitable[Answer]]:
+    async def run(head: Head, body: Any) -> Answer:
+        if len(body) and not route.takes:
+            raise InvalidInput(f"{route.method} {PREFIX}/{route.path} takes no body")
+        return await route.run(Asked(caller=caller, head=head, body=body, names=names, query=query))
+
+    return run
+
+
+def _json(value: Any) -> Answer:
+    return json_answer(value, headers=GUARDS)
+
+
+def _query(head: Head, route: Route) -> dict[str, str]:
+    """Raises InvalidInput: a field that the route does not have, or one that is there twice."""
+    try:
+        pairs = parse_qsl(head.query, keep_blank_values=True, max_num_fields=MAX_QUERY_FIELDS)
+    except ValueError:
+        raise InvalidInput(f"a query has at most {MAX_QUERY_FIELDS} fields") from None
+    for name, _ in pairs:
+        if name not in route.query:
+            has = ", ".join(route.query) or "none"
+            raise InvalidInput(
+                f"no query field {name[:80]!r}{nearest(name, route.query)}", hint=f"fields: {has}"
+            )
+    query = dict(pairs)
+    if len(query) != len(pairs):
+        raise InvalidInput("a query field is there twice")
+    return query
+
+
+def _registration(body: Any) -> Registration:
+    try:
+        return _decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidInput(
+            f"the body is no registration: {error}",
+            hint='{"source": "torchvision:resnet18", "weights": "random:0"}; or a bundle as '
+            f"{BUNDLE}",
+        ) from None
+
+
+def _of_query(asked: Asked) -> Registration:
+    """What a bundle, which is the body, leaves to say."""
+    if not len(asked.body):
+        raise InvalidInput("the bundle is empty", hint="curl --data-binary @FILE.bundle")
+    return Registration(
+        source="",
+        priority=asked.query.get("priority", ""),
+        pin=asked.flag("pin"),
+        max_batch=int(asked.number("max_batch", 0, MAX_OFFSET)),
+    )
+
+
+_decoder = msgspec.json.Decoder(Registration)

@@ -1,0 +1,353 @@
+// What the page knows of the server: one stream of events, and a few listings asked again and again.
+// Nothing here touches the document.
+
+const TOKEN = "pipeswitch-token";
+const LIVE_MS = 600; // between two looks at the timeline
+const ROWS_MS = 1000; // between two looks at the listings
+const HIDDEN_MS = 5000; // the same while nobody sees the page
+const KEPT_MS = 90000; // of the timeline
+const MAX_REQUESTS = 60;
+const MAX_EVENTS = 300;
+const MAX_LOSSES = 240;
+const SILENT_MS = 40000; // the server gives a sign of life each 15 s
+
+export class Refused extends Error {
+  constructor(status, body) {
+    super(body.error || `status ${status}`);
+    this.status = status;
+    this.hint = body.hint || "";
+  }
+}
+
+export class Server {
+  constructor() {
+    const given = new URLSearchParams(location.hash.slice(1)).get("token");
+    if (given) {
+      sessionStorage.setItem(TOKEN, given);
+      history.replaceState(null, "", location.pathname); // not into the history
+    }
+  }
+
+  get hasToken() { return Boolean(sessionStorage.getItem(TOKEN)); }
+  set token(text) { if (text) sessionStorage.setItem(TOKEN, text); else sessionStorage.removeItem(TOKEN); }
+
+  async fetch(path, options = {}) {
+    const headers = { ...(options.headers || {}) };
+    const token = sessionStorage.getItem(TOKEN);
+    if (token) headers.Authorization = `Bearer ${token}`;
+    const answer = await fetch(path, { ...options, headers, credentials: "omit", cache: "no-store" });
+    if (!answer.ok) throw new Refused(answer.status, await answer.json().catch(() => ({})));
+    return answer;
+  }
+
+  async get(path) { return (await this.fetch(path)).json(); }
+  async post(path) { return (await this.fetch(path, { method: "POST" })).json(); }
+
+  // One request with made-up values; its bill.
+  async infer(row) {
+    const inputs = [], parts = [];
+    for (const [name, [shape, dtype]] of Object.entries(row.inputs)) {
+      const whole = shape.map((extent) => (extent === null ? Math.max(1, row.batch[0]) : extent));
+      const bytes = madeUp(dtype, whole.reduce((a, b) => a * b, 1));
+      inputs.push({ name, shape: whole, datatype: DATATYPES[dtype], parameters: { binary_data_size: bytes.byteLength } });
+      parts.push(bytes);
+    }
+    const head = new TextEncoder().encode(JSON.stringify({ inputs, parameters: { binary_data_output: true } }));
+    const answer = await this.fetch(`/v2/models/${encodeURIComponent(row.name)}/infer`, {
+      method: "POST",
+      headers: { "Inference-Header-Content-Length": String(head.length), "Content-Type": "application/octet-stream" },
+      body: new Blob([head, ...parts]),
+    });
+    const body = await answer.arrayBuffer();
+    const length = Number(answer.headers.get("Inference-Header-Content-Length")) || body.byteLength;
+    return JSON.parse(new TextDecoder().decode(body.slice(0, length))).parameters || {};
+  }
+}
+
+const DATATYPES = {
+  bool: "BOOL", uint8: "UINT8", int8: "INT8", int16: "INT16", int32: "INT32", int64: "INT64",
+  float16: "FP16", bfloat16: "BF16", float32: "FP32", float64: "FP64",
+};
+
+// Floats around 0; whole numbers 0 and 1, which every vocabulary has.
+function madeUp(dtype, count) {
+  const bit = () => Math.random() < 0.5;
+  switch (dtype) {
+    case "float32": return Float32Array.from({ length: count }, () => Math.random() * 2 - 1);
+    case "float64": return Float64Array.from({ length: count }, () => Math.random() * 2 - 1);
+    case "float16": return Uint16Array.from({ length: count }, () => 0x3400 | (Math.random() * 0x3ff));
+    case "bfloat16": return Uint16Array.from({ length: count }, () => 0x3f00 | (Math.random() * 0x7f));
+    case "int64": return BigInt64Array.from({ length: count }, () => (bit() ? 1n : 0n));
+    case "int32": return Int32Array.from({ length: count }, bit);
+    case "int16": return Int16Array.from({ length: count }, bit);
+    default: return Uint8Array.from({ length: count }, bit);
+  }
+}
+
+// ---- the timeline -------------------------------------------------------------------------------
+
+export class Timeline {
+  constructor() { this.clear(); }
+
+  clear() {
+    this.train = []; this.copy = []; this.infer = []; this.switch = [];
+    this.requests = new Map(); // by flow, the number of a dispatch
+    this.seen = new Set();
+    this.training = null; // {job, begin}: has the device now
+    this.offset = null; // of the server's clock to ours
+  }
+
+  get now() { return performance.now() + (this.offset ?? 0); }
+
+  hear(nowMs) {
+    const offset = nowMs - performance.now();
+    // The least delayed telling is the truest; a jump is another clock.
+    if (this.offset === null || offset > this.offset || this.offset - offset > 2000) this.offset = offset;
+  }
+
+  take(trace) {
+    this.hear(trace.now_ms);
+    const tracks = new Map(), spans = [];
+    for (const event of trace.traceEvents) {
+      if (event.ph === "M" && event.name === "thread_name") tracks.set(event.tid, event.args.name);
+      else if (event.ph === "X") {
+        spans.push({ track: tracks.get(event.tid), name: event.name, begin: event.ts / 1000,
+          end: (event.ts + event.dur) / 1000, args: event.args, flow: 0 });
+      } else if (spans.length && event.cat === "switch") spans[spans.length - 1].flow = event.id;
+    }
+    for (const span of spans) this.sort(span);
+    this.trim();
+  }
+
+  sort(span) {
+    const key = `${span.track}|${span.name}|${span.begin}|${span.end}`;
+    if (this.seen.has(key)) return;
+    this.seen.add(key);
+    const words = span.name.split(" "), last = words[words.length - 1];
+    if (span.track === "copy") {
+      span.model = words[0];
+      this.copy.push(span);
+    } else if (span.track === "scheduler") {
+      if (words[0] === "train") {
+        span.job = last;
+        this.train = this.train.filter((one) => !one.isGuess || one.end <= span.begin || one.begin >= span.end);
+        this.train.push(span);
+      }
+      else if (words[0] === "switch") {
+        const request = this.request(span.flow);
+        Object.assign(request, { model: last, dispatched: span.begin, first: span.end,
+          preempted: span.args.preempted, resident: span.args.resident });
+        span.model = last;
+        this.switch.push(span);
+      } else if (words[0] === "queue") this.queued = span;
+    } else if (words[0] === "group") this.group(span);
+    else if (words[0] === "stop") {
+      span.job = words[1];
+      if (span.flow) this.request(span.flow).stop = span;
+    } else if (span.flow) {
+      const request = this.request(span.flow);
+      Object.assign(request, { model: last, track: span.track, begin: span.begin, end: span.end, stall: span.args.stall_ms || 0 });
+      span.model = last;
+      this.infer.push(span);
+    }
+    if (this.queued && words[0] === "switch" && this.queued.end === span.begin) {
+      this.request(span.flow).arrived = this.queued.begin;
+    }
+  }
+
+  request(flow) {
+    let found = this.requests.get(flow);
+    if (!found) {
+      found = { flow, model: "", groups: [] };
+      this.requests.set(flow, found);
+    }
+    return found;
+  }
+
+  group(span) {
+    for (const request of [...this.requests.values()].reverse().slice(0, 20)) {
+      if (request.track === span.track && span.begin >= request.begin - 0.01 && span.end <= request.end + 0.01) {
+        request.groups.push(span);
+        return;
+      }
+    }
+    this.seen.delete(`${span.track}|${span.name}|${span.begin}|${span.end}`); // its request comes later
+  }
+
+  trim() {
+    const oldest = this.now - KEPT_MS;
+    for (const name of ["train", "copy", "infer", "switch"]) this[name] = this[name].filter((span) => span.end > oldest);
+    for (const [flow, request] of this.requests) {
+      if ((request.end ?? this.now) < oldest || this.requests.size > 4 * MAX_REQUESTS) this.requests.delete(flow);
+    }
+    if (this.seen.size > 20000) this.seen = new Set([...this.seen].slice(-10000));
+  }
+
+  // Answered requests, newest first, each with its bill in milliseconds.
+  answered() {
+    const done = [...this.requests.values()].filter((one) => one.end !== undefined && one.dispatched !== undefined);
+    return done.sort((a, b) => b.end - a.end).slice(0, MAX_REQUESTS).map((one) => {
+      const arrived = one.arrived ?? one.dispatched;
+      const copies = one.resident ? [] : this.copy.filter((span) => span.model === one.model && span.end > arrived && span.begin < one.end);
+      const copied = copies.length ? Math.max(...copies.map((c) => c.end)) - Math.min(...copies.map((c) => c.begin)) : 0;
+      return { ...one, arrived, copies, bill: {
+        queue: one.dispatched - arrived, switch: Math.max(0, one.first - one.dispatched), copy: copied, stall: one.stall,
+        compute: Math.max(0, one.end - one.begin - one.stall), total: one.end - arrived } };
+    });
+  }
+
+  // Milliseconds of each kind between two instants: what the device did.
+  shares(from, to) {
+    const sum = (spans) => spans.reduce((all, span) => all + Math.max(0, Math.min(span.end, to) - Math.max(span.begin, from)), 0);
+    const open = this.training ? [{ begin: this.training.begin, end: this.now }] : [];
+    const all = Math.max(1, to - from), infer = sum(this.infer);
+    const train = Math.min(all - infer, sum(this.train) + sum(open));
+    const stall = this.answered().filter((one) => one.end > from && one.end <= to).reduce((ms, one) => ms + one.stall, 0);
+    const handed = Math.min(stall, infer);
+    return { train: train / all, switch: handed / all, infer: (infer - handed) / all, idle: Math.max(0, all - infer - train) / all };
+  }
+}
+
+// ---- all of it ----------------------------------------------------------------------------------
+
+export class Model {
+  constructor(server, changed) {
+    this.server = server;
+    this.changed = changed; // called with what is new: state, rows, lanes, events
+    this.timeline = new Timeline();
+    this.about = null; this.ps = []; this.jobs = []; this.models = []; this.stats = null;
+    this.events = []; // newest first
+    this.losses = new Map(); // by job
+    this.state = "starting"; // live, away, login
+    this.lastId = "";
+    this.generation = 0; // of the loops: a new token ends the old ones
+  }
+
+  start() {
+    const mine = ++this.generation;
+    const isMine = () => mine === this.generation;
+    this.repeat(isMine, ROWS_MS, () => this.readRows());
+    this.repeat(isMine, LIVE_MS, () => this.readTrace());
+    this.listen(isMine);
+  }
+
+  set(state) {
+    if (state === "login") this.generation++;
+    if (state !== this.state) { this.state = state; this.changed("state"); }
+  }
+
+  // For ever: ask, wait; slower while the page is hidden and while the server is away.
+  async repeat(isMine, everyMs, ask) {
+    let failed = 0;
+    while (isMine()) {
+      try { await ask(); failed = 0; } catch (error) { failed++; this.failed(error); }
+      await later((document.hidden ? HIDDEN_MS : everyMs) * Math.min(4, 1 + failed / 2));
+    }
+  }
+
+  failed(error) {
+    if (error instanceof Refused && (error.status === 401 || error.status === 403)) {
+      this.refusal = this.server.hasToken ? error : null;
+      this.server.token = "";
+      this.set("login");
+    } else if (this.state !== "login") this.set("away");
+  }
+
+  async readRows() {
+    const [about, ps, jobs, models, stats] = await Promise.all(
+      ["about", "ps", "jobs", "models", "stats"].map((what) => this.server.get(`/api/${what}`)));
+    if (this.about && about.pid !== this.about.pid) { this.timeline.clear(); this.losses.clear(); this.note({ topic: "page.server", pid: about.pid }); }
+    Object.assign(this, { about, ps: ps.rows, jobs: jobs.jobs, models: models.models, stats });
+    for (const job of this.jobs) this.keepLoss(job.name, job.step, job.log);
+    const running = this.jobs.find((job) => job.state === "running");
+    if (!running) this.timeline.training = null;
+    else if (!this.timeline.training && this.timeline.offset !== null && !this.heardStop) {
+      this.timeline.training = { job: running.name, begin: this.timeline.now };
+    }
+    this.set("live");
+    this.changed("rows");
+  }
+
+  async readTrace() {
+    const last = this.readUntil ? (this.timeline.now - this.readUntil) / 1000 + 2 : 30;
+    const trace = await this.server.get(`/api/trace?seconds=${Math.min(60, last).toFixed(2)}`);
+    this.timeline.take(trace);
+    this.readUntil = trace.now_ms;
+    this.changed("lanes");
+  }
+
+  // The stream of events. EventSource cannot send a token, so it is read by hand.
+  async listen(isMine) {
+    while (isMine()) {
+      const stop = new AbortController();
+      let alarm = setTimeout(() => stop.abort(), SILENT_MS);
+      try {
+        const headers = this.lastId ? { "Last-Event-ID": this.lastId } : {};
+        const answer = await this.server.fetch("/api/events", { headers, signal: stop.signal });
+        const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+        let text = "";
+        while (isMine()) {
+          const { value, done } = await reader.read();
+          if (done) break;
+          clearTimeout(alarm);
+          alarm = setTimeout(() => stop.abort(), SILENT_MS);
+          text += value;
+          const records = text.split("\n\n");
+          text = records.pop();
+          for (const record of records) this.heard(record);
+          this.changed("events");
+        }
+      } catch (error) { this.failed(error); }
+      clearTimeout(alarm);
+      stop.abort();
+      await later(1000);
+    }
+  }
+
+  heard(record) {
+    let name = "message", data = "";
+    for (const line of record.split("\n")) {
+      if (line.startsWith("id: ")) this.lastId = line.slice(4);
+      else if (line.startsWith("event: ")) name = line.slice(7);
+      else if (line.startsWith("data: ")) data = line.slice(6);
+    }
+    if (!data) return;
+    const event = JSON.parse(data);
+    if (name === "hello") this.timeline.hear(event.now_ms);
+    else if (name === "dropped") this.note({ topic: "page.dropped", count: event.count ?? "some" });
+    else this.happened(event);
+  }
+
+  happened(event) {
+    const line = this.timeline;
+    if (event.topic === "job.progress") this.keepLoss(event.job, event.step, event.log);
+    if (event.topic === "job.dispatched" || event.topic === "job.resumed_in_place") {
+      line.training = { job: event.job, begin: event.at_ms };
+      this.heardStop = false;
+    } else if (/^job\.(suspended|paused|done|failed|cancelled|queued|expired)$/.test(event.topic) && line.training?.job === event.job) {
+      line.train.push({ begin: line.training.begin, end: event.at_ms, job: event.job, isGuess: true });
+      line.training = null;
+      this.heardStop = true; // the listings may be older than this
+    }
+    const job = this.jobs.find((one) => one.name === event.job);
+    if (job && event.topic === "job.progress") job.step = event.step;
+    this.note(event);
+  }
+
+  note(event) {
+    this.events.unshift({ ...event, at: Date.now() });
+    if (this.events.length > MAX_EVENTS) this.events.length = MAX_EVENTS;
+  }
+
+  keepLoss(job, step, log) {
+    const loss = log && Object.entries(log).find(([name, value]) => name.includes("loss") && Number.isFinite(value));
+    if (!loss) return;
+    const kept = this.losses.get(job) || [];
+    if (kept.length && kept[kept.length - 1].step === step) return;
+    kept.push({ step, name: loss[0], value: loss[1] });
+    if (kept.length > MAX_LOSSES) kept.shift();
+    this.losses.set(job, kept);
+  }
+}
+
+export function later(ms) { return new Promise((done) => setTimeout(done, ms)); }

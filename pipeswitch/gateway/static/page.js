@@ -1,0 +1,386 @@
+// The document: what the model knows, drawn. Texts that come from outside are only ever textContent.
+
+import { Lanes, Palette, Waterfall } from "/ui/lanes.js";
+import { Model, Server } from "/ui/model.js";
+
+const THEME = "pipeswitch-theme";
+const TOAST_MS = 7000;
+const SURE_MS = 3000;
+const FOLLOW_MS = 2500; // one request stays shown for so long, unless it was chosen
+const MAX_LOG = 200000;
+const SHOWN_BILLS = 12;
+const NOISY = /^job\.(progress|committed)$/;
+
+const $ = (id) => document.getElementById(id);
+const server = new Server();
+const model = new Model(server, changed);
+const palette = new Palette();
+const lanes = new Lanes($("lanes"), model.timeline, palette);
+const waterfall = new Waterfall($("waterfall"), palette);
+let chosen = null; // the flow of a request that was clicked
+let shown = { request: null, at: 0 };
+const dirty = new Set();
+
+// An element: its class, its text, and what is in it.
+function make(tag, name = "", text = "", ...children) {
+  const element = document.createElement(tag);
+  if (name) element.className = name;
+  if (text !== "") element.textContent = text;
+  element.append(...children);
+  return element;
+}
+
+function fill(element, children) { element.replaceChildren(...children); }
+
+function size(bytes) {
+  const value = Number(bytes);
+  if (value >= 1 << 30) return `${(value / (1 << 30)).toFixed(1)} GiB`;
+  return value >= 1 << 20 ? `${Math.round(value / (1 << 20))} MiB` : `${Math.round(value / 1024)} KiB`;
+}
+
+const ms = (value) => (value >= 1000 ? `${(value / 1000).toFixed(2)} s` : `${value.toFixed(value < 10 ? 1 : 0)} ms`);
+const count = (value) => Number(value).toLocaleString("en").replaceAll(",", "\u202f");
+
+function toast(text, hint = "", isGood = false) {
+  const note = make("p", isGood ? "good" : "", hint ? `${text} — ${hint}` : text);
+  $("toasts").append(note);
+  setTimeout(() => note.remove(), TOAST_MS);
+}
+
+async function act(button, what) {
+  if (button) button.disabled = true;
+  try { return await what(); } catch (error) { toast(error.message, error.hint); } finally { if (button) button.disabled = false; }
+  return null;
+}
+
+// ---- what changed -------------------------------------------------------------------------------
+
+function changed(what) {
+  dirty.add(what);
+  if (what === "state") showState();
+}
+
+function showState() {
+  document.body.dataset.state = model.state;
+  const words = { live: "live", away: "the server does not answer; trying again", login: "a token is asked for", starting: "connecting" };
+  $("status-text").textContent = words[model.state];
+  if (model.state === "login") $("wrong").textContent = model.refusal ? `${model.refusal.message}` : "";
+}
+
+function showFacts() {
+  if (!model.about || !model.stats) return;
+  const told = [`${model.about.device} device`, `${size(model.stats.arena_capacity_bytes)} arena`,
+    `${count(model.stats.inference.ok)} requests answered`, `${count(model.stats.switches)} switches`,
+    `${count(model.stats.preemptions)} preemptions`];
+  $("facts").textContent = told.join("  ·  ");
+}
+
+function showShares() {
+  if (model.timeline.offset === null) return;
+  const { shares } = lanes.summary(), words = [];
+  for (const name of ["train", "switch", "infer", "idle"]) {
+    $("share").querySelector(`.${name}`).style.flexBasis = `${shares[name] * 100}%`;
+    words.push(`${name === "switch" ? "waiting for a model" : name} ${Math.round(shares[name] * 100)} %`);
+  }
+  const text = `Last 10 s: ${words.join(", ")}`;
+  $("share-text").textContent = text;
+  $("share").setAttribute("aria-label", text);
+  const job = model.jobs.find((one) => ["running", "suspended", "stopping"].includes(one.state));
+  const since = model.timeline.now - 60000;
+  const times = model.timeline.answered().filter((one) => one.preempted && one.end > since).length;
+  const line = [];
+  if (job) {
+    line.push("Training ", make("b", "", job.name));
+    if (times) line.push(`, which stepped aside ${times} ${times === 1 ? "time" : "times"} in the last minute`);
+    line.push(job.steps_recomputed ? `; ${job.steps_recomputed} steps had to be done again` : "; no step was lost");
+  } else line.push(model.jobs.length ? "No job trains now" : "No training job: the device is for requests alone");
+  fill($("headline"), line);
+}
+
+function showMemory() {
+  if (!model.stats) return;
+  const held = model.ps.filter((row) => row.regions?.length);
+  const begin = model.about.arena_bytes - model.stats.arena_capacity_bytes; // arrival words
+  const whole = Math.max(1, model.stats.arena_capacity_bytes), pieces = [], owners = [];
+  const percent = (bytes) => `${(100 * bytes) / whole}%`;
+  for (const row of held) {
+    const bytes = row.regions.reduce((all, region) => all + region[1], 0);
+    row.regions.forEach(([offset, length], index) => {
+      const piece = make("div", `region ${row.kind === "job" ? "job" : row.state}`);
+      piece.style.left = percent(Math.max(0, offset - begin));
+      piece.style.width = percent(length);
+      piece.title = `${row.name}: ${size(length)}`;
+      if (index === 0) piece.append(make("b", "", row.name));
+      let at = 0;
+      for (const group of row.regions.length === 1 ? row.group_bytes : []) {
+        const mark = make("i");
+        mark.style.left = `${(100 * at) / length}%`;
+        mark.style.width = `${(100 * group) / length}%`;
+        at += group;
+        piece.append(mark);
+      }
+      pieces.push(piece);
+    });
+    const groups = row.group_bytes?.length ? `, ${row.group_bytes.length} groups` : "";
+    owners.push(make("li", "", "", make("b", "", row.name), ` ${size(bytes)}${groups}, ${row.state}`));
+  }
+  owners.push(make("li", "", `free ${size(model.stats.arena_free_bytes)}`));
+  fill($("arena"), pieces);
+  fill($("owners"), owners);
+  $("arena").setAttribute("aria-label", held.map((row) => `${row.name} ${row.state}`).join(", ") || "empty");
+  const used = model.stats.arena_capacity_bytes - model.stats.arena_free_bytes;
+  $("memory-line").textContent = `${size(used)} of ${size(model.stats.arena_capacity_bytes)} on the device, ` +
+    `${size(model.stats.store_capacity_bytes - model.stats.store_free_bytes)} in the host store`;
+}
+
+const STATE_COLOURS = { active: "infer", resident: "infer", transmitting: "switch", running: "train", suspended: "train", stopping: "train", failed: "bad", quarantined: "bad" };
+const pill = (text) => make("span", `pill ${STATE_COLOURS[text] || ""}`, text);
+
+// Rows stay the same elements by name, so that the focus stays where it is.
+function keyed(list, rows, makeRow, updateRow, empty) {
+  const there = new Map([...list.children].map((row) => [row.dataset.name, row]));
+  const wanted = rows.map((row) => {
+    let element = there.get(row.name);
+    if (!element) {
+      element = makeRow(row);
+      element.dataset.name = row.name;
+    }
+    updateRow(element, row);
+    return element;
+  });
+  if (!rows.length) wanted.push(make("li", "empty", empty));
+  if (wanted.length !== list.children.length || wanted.some((row, index) => row !== list.children[index])) fill(list, wanted);
+}
+
+function button(text, title, run) {
+  const made = make("button", "", text);
+  made.type = "button";
+  made.title = title;
+  made.setAttribute("aria-label", title);
+  made.addEventListener("click", () => run(made));
+  return made;
+}
+
+function showModels() {
+  const ps = new Map(model.ps.filter((row) => row.kind === "model").map((row) => [row.name, row]));
+  const path = (name, verb) => `/api/models/${encodeURIComponent(name)}/${verb}`;
+  keyed($("models"), model.models, (row) => {
+    const acts = make("div", "acts", "",
+      button("Infer", `Infer ${row.name} with a random input`, (one) => infer(row.name, one)),
+      button("Load", `Pin ${row.name} on the device`, (one) => act(one, () => server.post(path(row.name, "load")))),
+      button("Unload", `Unpin ${row.name}`, (one) => act(one, () => server.post(path(row.name, "unload")))));
+    return make("li", "", "", make("div", "who"), make("p", "what"), acts);
+  }, (element, row) => {
+    const now = ps.get(row.name), number = model.models.indexOf(row) + 1;
+    const who = [...(number < 10 ? [make("kbd", "", String(number))] : []), make("b", "", row.name), pill(now?.state ?? row.state)];
+    if (row.pinned) who.push(pill("pinned"));
+    fill(element.querySelector(".who"), who);
+    const told = [size(row.bytes), `${row.groups} groups`, `${count(row.requests)} requests`];
+    if (row.reason || (now?.why && now.why !== "pinned")) told.push(row.reason || now.why);
+    element.querySelector(".what").textContent = told.join(", ");
+  }, "None is registered: pipeswitch register resnet18 torchvision:resnet18 --weights random:0");
+  $("queue-line").textContent = model.stats?.queued ? `${model.stats.queued} waiting for the device` : "";
+}
+
+async function infer(name, one = null) {
+  const row = model.models.find((found) => found.name === name);
+  if (!row) return;
+  const bill = await act(one, () => server.infer(row));
+  if (bill) {
+    toast(`${name}: ${ms(bill.total_ms)}${bill.resident ? ", on the device already" : ", streamed in"}${bill.preempted ? ", training stepped aside" : ""}`, "", true);
+  }
+}
+
+const FINAL = ["done", "failed", "cancelled", "expired"];
+
+function showJobs() {
+  keyed($("jobs"), model.jobs, (row) => {
+    const path = (verb) => `/api/jobs/${encodeURIComponent(row.name)}/${verb}`;
+    const hold = button("Pause", `Pause ${row.name}`, (one) => act(one, () => server.post(path(one.dataset.verb))));
+    hold.dataset.verb = "pause";
+    const end = button("Cancel", `Cancel ${row.name}`, (one) => {
+      if (one.classList.contains("sure")) {
+        one.classList.remove("sure");
+        act(one, () => server.post(path("cancel")));
+        return;
+      }
+      one.classList.add("sure");
+      one.textContent = "Sure?";
+      setTimeout(() => { one.classList.remove("sure"); one.textContent = "Cancel"; }, SURE_MS);
+    });
+    const acts = make("div", "acts", "", hold, end, button("Log", `Log of ${row.name}`, () => showLog(row.name)));
+    const spark = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+    spark.setAttribute("class", "spark");
+    spark.setAttribute("viewBox", "0 0 100 30");
+    spark.setAttribute("preserveAspectRatio", "none");
+    spark.append(document.createElementNS("http://www.w3.org/2000/svg", "polyline"));
+    return make("li", "", "", make("div", "who"), make("p", "what"), acts, spark);
+  }, (element, row) => {
+    fill(element.querySelector(".who"), [make("b", "", row.name), pill(row.state)]);
+    const losses = model.losses.get(row.name) || [], last = losses[losses.length - 1];
+    const told = [`step ${count(row.step)}`];
+    if (row.steps_per_s && row.state !== "paused" && !FINAL.includes(row.state)) told.push(`${row.steps_per_s.toFixed(row.steps_per_s < 10 ? 1 : 0)} steps/s`);
+    if (last) told.push(`${last.name} ${last.value.toPrecision(3)}`);
+    told.push(`stepped aside ${count(row.suspensions)} times`, `${count(row.steps_recomputed)} steps lost`);
+    if (row.error || row.why) told.push(row.error || row.why);
+    element.querySelector(".what").textContent = told.join(", ");
+    const [hold, end] = element.querySelectorAll("button");
+    hold.dataset.verb = row.state === "paused" ? "resume" : "pause";
+    hold.textContent = row.state === "paused" ? "Resume" : "Pause";
+    hold.setAttribute("aria-label", `${hold.textContent} ${row.name}`);
+    hold.hidden = end.hidden = FINAL.includes(row.state);
+    const line = element.querySelector("polyline");
+    line.parentNode.style.display = losses.length > 1 ? "" : "none";
+    line.setAttribute("points", points(losses.map((one) => one.value)));
+  }, "None: pipeswitch train pipeswitch.demo_digits:main --name digits");
+}
+
+function points(values) {
+  const low = Math.min(...values), high = Math.max(...values), span = high - low || 1;
+  return values.map((value, index) => `${((100 * index) / Math.max(1, values.length - 1)).toFixed(1)},${(29 - (28 * (value - low)) / span).toFixed(1)}`).join(" ");
+}
+
+function showRequests() {
+  const answered = model.timeline.answered();
+  let one = chosen === null ? null : answered.find((found) => found.flow === chosen);
+  if (!one) {
+    chosen = null;
+    one = answered.find((found) => found.copies.length) || answered[0] || null;
+    const isNew = one && one.flow !== shown.request?.flow;
+    if (isNew && shown.request && performance.now() - shown.at < FOLLOW_MS) one = answered.find((found) => found.flow === shown.request.flow) || one;
+    else if (isNew) shown.at = performance.now();
+  }
+  shown.request = one;
+  waterfall.draw(one);
+  $("request-title").textContent = one && !one.copies.length ? "Last request" : "Last switch";
+  const why = one ? [make("b", "", one.model), one.copies.length ? `: ${one.copies.length} layer groups streamed in while it computed` : ": was on the device"] : ["Nothing was asked yet: press Infer, or 1"];
+  fill($("request-line"), why);
+  const names = { queue: "queue", switch: "switch", copy: "copy", stall: "stall", compute: "compute", total: "total" };
+  fill($("bill"), one ? Object.entries(names).map(([key, name]) => make("div", "", "", make("dt", "", name), make("dd", "", ms(one.bill[key])))) : []);
+
+  const rows = answered.slice(0, SHOWN_BILLS), longest = Math.max(1, ...rows.map((found) => found.bill.total));
+  keyed($("bills"), rows.map((found) => ({ ...found, name: String(found.flow) })), (row) => {
+    const line = make("button", "", "", make("span", "name"), make("span", "bar", "", make("span", "queue"), make("span", "switch"), make("span", "stall"), make("span", "infer")), make("span", "total"), make("span", "tags"));
+    line.type = "button";
+    line.addEventListener("click", () => { chosen = chosen === row.flow ? null : row.flow; dirty.add("lanes"); });
+    return make("li", "", "", line);
+  }, (element, row) => {
+    const line = element.firstChild, bill = row.bill;
+    line.querySelector(".name").textContent = row.model;
+    line.querySelector(".total").textContent = ms(bill.total);
+    line.querySelector(".tags").textContent = `${row.copies.length ? "cold" : "resident"}${row.preempted ? ", preempts" : ""}`;
+    line.title = `queue ${ms(bill.queue)}, switch ${ms(bill.switch)}, copy ${ms(bill.copy)}, stall ${ms(bill.stall)}, compute ${ms(bill.compute)}`;
+    line.setAttribute("aria-pressed", String(row.flow === chosen));
+    const parts = { queue: bill.queue, switch: bill.switch, stall: bill.stall, infer: bill.compute };
+    for (const [key, value] of Object.entries(parts)) line.querySelector(`.bar .${key}`).style.width = `${(100 * value) / longest}%`;
+  }, "None yet");
+  const totals = answered.map((found) => found.bill.total).sort((a, b) => a - b);
+  $("bills-line").textContent = totals.length ? `median ${ms(totals[Math.floor(totals.length / 2)])} of the last ${totals.length}` : "";
+}
+
+function showEvents() {
+  const all = $("all-events").checked, list = $("events"), told = model.events.filter((event) => all || !NOISY.test(event.topic)).slice(0, 80);
+  fill(list, told.map((event) => {
+    const { topic, at, at_ms, ...rest } = event, words = [];
+    for (const [key, value] of Object.entries(rest)) if (value !== "" && value !== null) words.push(`${key}=${typeof value === "object" ? JSON.stringify(value) : typeof value === "number" ? Math.round(value * 100) / 100 : value}`);
+    const [kind, verb] = topic.split(".");
+    return make("li", "", "", make("time", "", new Date(at).toLocaleTimeString("en", { hour12: false })), make("span", "", "", make("b", `${kind} ${verb}`, topic), ` ${words.join(" ")}`));
+  }));
+}
+
+async function showLog(name) {
+  const stop = new AbortController(), text = $("log-text"), dialog = $("log");
+  $("log-title").textContent = `Log of ${name}`;
+  text.textContent = "";
+  dialog.showModal();
+  dialog.addEventListener("close", () => stop.abort(), { once: true });
+  try {
+    const answer = await server.fetch(`/api/jobs/${encodeURIComponent(name)}/logs?offset=-65536&follow=true`, { signal: stop.signal });
+    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+    for (let piece = await reader.read(); !piece.done; piece = await reader.read()) {
+      const isAtEnd = text.scrollTop + text.clientHeight > text.scrollHeight - 30;
+      text.textContent = (text.textContent + piece.value).slice(-MAX_LOG);
+      if (isAtEnd) text.scrollTop = text.scrollHeight;
+    }
+  } catch (error) { if (!stop.signal.aborted) text.textContent += `\n${error.message}`; }
+}
+
+// ---- keys, themes, the loop ---------------------------------------------------------------------
+
+function setTheme(theme) {
+  document.documentElement.dataset.theme = theme;
+  palette.read();
+  dirty.add("lanes");
+}
+
+function isDark() {
+  const theme = document.documentElement.dataset.theme;
+  return theme ? theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+}
+
+function toggleTheme() {
+  const theme = isDark() ? "light" : "dark";
+  localStorage.setItem(THEME, theme);
+  setTheme(theme);
+}
+
+function holdJob() {
+  const job = model.jobs.find((one) => !FINAL.includes(one.state));
+  if (job) act(null, () => server.post(`/api/jobs/${encodeURIComponent(job.name)}/${job.state === "paused" ? "resume" : "pause"}`));
+}
+
+const KEYS = {
+  p: holdJob,
+  d: toggleTheme,
+  "?": () => $("help").showModal(),
+  "+": () => lanes.zoom(1 / 1.5),
+  "=": () => lanes.zoom(1 / 1.5),
+  "-": () => lanes.zoom(1.5),
+  " ": () => lanes.freeze(),
+};
+
+addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.altKey || event.metaKey || document.querySelector("dialog[open]")) return;
+  const isTyping = event.target.matches("input, textarea"), isButton = event.target.matches("button, a");
+  if (isTyping || (isButton && (event.key === " " || event.key === "Enter")) || model.state !== "live") return;
+  if (/^[1-9]$/.test(event.key)) {
+    const row = model.models[Number(event.key) - 1];
+    if (row) infer(row.name);
+  } else if (KEYS[event.key]) KEYS[event.key]();
+  else return;
+  event.preventDefault();
+});
+
+$("theme").addEventListener("click", toggleTheme);
+$("help-open").addEventListener("click", KEYS["?"]);
+$("all-events").addEventListener("change", () => dirty.add("events"));
+$("token-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  server.token = $("token").value.trim();
+  $("token").value = "";
+  model.refusal = null;
+  model.set("starting");
+  model.start();
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { palette.read(); dirty.add("lanes"); });
+addEventListener("resize", () => dirty.add("lanes"));
+
+const isCalm = matchMedia("(prefers-reduced-motion: reduce)");
+let drawnAt = 0;
+
+function frame(now) {
+  if (model.state === "live") {
+    if (!isCalm.matches || now - drawnAt > 1000) { lanes.draw(); drawnAt = now; }
+    if (dirty.has("rows")) { showFacts(); showMemory(); showModels(); showJobs(); }
+    if (dirty.has("lanes")) { showShares(); showRequests(); }
+    if (dirty.has("events")) showEvents();
+    dirty.clear();
+  }
+  requestAnimationFrame(frame);
+}
+
+const theme = localStorage.getItem(THEME);
+if (theme === "light" || theme === "dark") setTheme(theme);
+showState();
+model.start();
+requestAnimationFrame(frame);

@@ -1,0 +1,333 @@
+"""``/api`` and ``/ui``: every route has its role, its description and its refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import pytest
+
+pytest.importorskip("httptools", reason="make installs it")
+
+from pipeswitch.errors import ModelNotFound, PipeSwitchError
+from pipeswitch.gateway.api import BUNDLE, GUARDS, Api, JobLog
+from pipeswitch.gateway.callers import Callers
+from pipeswitch.gateway.feed import MAX_READERS_PER_ADDRESS, Feed
+from pipeswitch.gateway.http import Answer, Head
+from pipeswitch.gateway.rest import Rest
+from pipeswitch.gateway.ui import FILES, POLICY, Page
+from pipeswitch.roles import Role, Standing
+
+TOKENS = {f"token-of-{role}".ljust(16, "-"): frozenset({Role.INFER, role}) for role in Role}
+OWNER = "the-owners-own-token"
+ROW = {"name": "m", "state": "ready", "inputs": {}, "outputs": {}, "batch": [1, 1], "source": "x"}
+
+
+class Upstream:
+    """A server that answers with what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str, Any]] = []
+        self.log = "one\ntwo\nthree\n"
+        self.state = "done"
+
+    async def ask(self, op: str, model: str = "", *, body: Any = None, is_safe: bool = True) -> Any:
+        self.asked.append((op, model, body))
+        if op == "models":
+            return {"models": [ROW]}
+        if op == "trace":
+            return {"trace": {"traceEvents": []}}
+        return {"op": op, "model": model, "body": body}
+
+    async def show(self, model: str) -> Any:
+        if model != "m":
+            raise ModelNotFound(f'no model "{model[:80]}"')
+        return ROW
+
+    async def job(self, name: str, action: str, offset_bytes: int = 0) -> Any:
+        self.asked.append((action, name, offset_bytes))
+        if action != "logs":
+            return {"job": {"name": name, "state": self.state}}
+        end = len(self.log)
+        return {"text": self.log[offset_bytes:][:5], "end_bytes": end,
+                "offset_bytes": min(offset_bytes + 5, end)}  # fmt: skip
+
+    async def upload(self, data: Any, kind: str) -> str:
+        self.asked.append(("put", kind, bytes(data)))
+        return "put:digest"
+
+    async def follow(self, take: Any) -> None:
+        pass
+
+
+class Rig:
+    def __init__(self, allow_code: tuple[str, ...] = ()) -> None:
+        self.upstream: Any = Upstream()
+        self.feed = Feed()
+        self.api = Api(self.upstream, self.feed, version="1.2", allow_code=allow_code)
+        callers = Callers(
+            roles=[Role.INFER],
+            tokens={token: Standing(tenant="t", roles=roles) for token, roles in TOKENS.items()},
+            needs_token=False,
+            hosts=frozenset({"127.0.0.1"}),
+            owner_token=OWNER,
+        )
+        service: Any = None
+        self.rest = Rest(service, callers, self.api, Page())
+
+    def ask(
+        self, method: str, path: str, body: bytes = b"", *, token: str = OWNER, **headers: str
+    ) -> Answer:
+        path, _, query = path.partition("?")
+        given = {"host": "127.0.0.1:1", **{k.replace("_", "-"): v for k, v in headers.items()}}
+        if token:
+            given["authorization"] = f"Bearer {token}"
+        head = Head(method=method, path=path, query=query, headers=given, peer="1.2.3.4",
+                    length=len(body))  # fmt: skip
+        work = self.rest(head)
+        return work if isinstance(work, Answer) else asyncio.run(_run(work, body))
+
+    def refused(self, *args: Any, **options: Any) -> tuple[int, str]:
+        answer = self.ask(*args, **options)
+        told = json.loads(answer.parts[0])
+        assert set(told) == {"error", "code", "hint"}
+        return answer.status, f"{told['code']}: {told['error']} {told['hint']}"
+
+
+async def _run(work: Any, body: bytes) -> Answer:
+    answer: Answer = await work(body)
+    return answer
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def told(answer: Answer) -> Any:
+    assert answer.status == 200, bytes(answer.parts[0])
+    return json.loads(answer.parts[0])
+
+
+def paths(rig: Rig) -> list[tuple[str, str, Role]]:
+    return [
+        (route.method, "/api/" + re.sub(r"\{\w+\}", "m", route.path), route.role)
+        for route in rig.api.routes
+    ]
+
+
+def test_every_route_asks_for_its_role_before_a_byte_of_the_body(rig: Rig) -> None:
+    for method, path, role in paths(rig):
+        if role is not Role.INFER:
+            for token in ("", *(known for known, roles in TOKENS.items() if role not in roles)):
+                status, text = rig.refused(method, path, token=token)
+                assert (status, f'needs the role "{role}"' in text) == (403, True), path
+        assert rig.refused(method, path, token="of-nobody-at-all")[0] == 401
+    assert rig.upstream.asked == []
+
+
+def test_with_its_role_every_route_answers_and_is_guarded(rig: Rig) -> None:
+    bodies = {("POST", "/api/models/m"): b'{"source": "torchvision:resnet18"}'}
+    for method, path, role in paths(rig):
+        for token in (OWNER, next(known for known, roles in TOKENS.items() if role in roles)):
+            answer = rig.ask(method, path, bodies.get((method, path), b""), token=token)
+            assert answer.status == 200, path
+            assert set(GUARDS) <= set(answer.headers), path
+            if answer.stream is not None:
+                answer.stream.close()
+
+
+def test_the_description_has_every_route_and_is_openapi(rig: Rig) -> None:
+    document = told(rig.ask("GET", "/api/openapi.json", token=""))
+    assert document["openapi"].startswith("3.1")
+    assert set(document["info"]) == {"title", "version"}
+    described = {(m.upper(), p) for p, methods in document["paths"].items() for m in methods}
+    assert described == {(route.method, f"/api/{route.path}") for route in rig.api.routes}
+    operations = [one for methods in document["paths"].values() for one in methods.values()]
+    names = [one["operationId"] for one in operations]
+    assert len(set(names)) == len(names) == len(rig.api.routes)
+    for path, methods in document["paths"].items():
+        for one in methods.values():
+            in_path = {p["name"] for p in one["parameters"] if p["in"] == "path"}
+            assert in_path == set(re.findall(r"\{(\w+)\}", path))
+            assert all(p["required"] for p in one["parameters"] if p["in"] == "path")
+            assert all({"name", "in", "schema"} <= set(p) for p in one["parameters"])
+            assert {"200", "default"} == set(one["responses"])
+            assert one["summary"]
+            for scheme in one["security"]:
+                assert set(scheme) <= set(document["components"]["securitySchemes"])
+    for reference in re.findall(r'"\$ref":\s*"#/([^"]+)"', json.dumps(document)):
+        found: Any = document
+        for part in reference.split("/"):
+            found = found[part]
+    body = document["paths"]["/api/models/{model}"]["post"]["requestBody"]["content"]
+    assert set(body) == {"application/json", BUNDLE}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "words"),
+    [
+        ("GET", "/api", b"", 404, "openapi.json"),
+        ("GET", "/api/job", b"", 404, 'did you mean "/api/jobs"'),
+        ("GET", "/api/jobs/a/b/c", b"", 404, "no path"),
+        ("PUT", "/api/jobs", b"", 405, "use GET"),
+        ("GET", "/api/models/m/load", b"", 405, "use POST"),
+        ("PUT", "/api/models/m", b"", 405, "GET or POST or DELETE"),
+        ("POST", "/ui", b"", 405, "use GET"),
+        ("GET", "/api/models/nlp", b"", 404, "no model"),
+        ("GET", "/api/trace?seconds=many", b"", 400, "from 0 to 3600"),
+        ("GET", "/api/trace?seconds=nan", b"", 400, "from 0 to 3600"),
+        ("GET", "/api/trace?second=1", b"", 400, 'did you mean "seconds"'),
+        ("GET", "/api/trace?seconds=1&seconds=2", b"", 400, "twice"),
+        ("GET", "/api/trace?" + "&".join("a" * 20), b"", 400, "at most"),
+        ("GET", "/api/jobs/j/logs?follow=yes", b"", 400, "true or false"),
+        ("POST", "/api/jobs/j/pause", b"{}", 400, "takes no body"),
+        ("POST", "/api/models/m", b"", 400, "no registration"),
+        ("POST", "/api/models/m", b'{"sorce": "x"}', 400, "no registration"),
+        ("POST", "/api/models/m", b"[" * 3000, 400, "no registration"),
+    ],
+)
+def test_what_is_not_there_or_does_not_fit_says_what_would_be_right(
+    rig: Rig, method: str, path: str, body: bytes, status: int, words: str
+) -> None:
+    found, text = rig.refused(method, path, body)
+    assert found == status
+    assert words in text
+    assert not [one for one in rig.upstream.asked if one[0] in ("register", "pause", "put")]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"source": "/etc/passwd.bundle"}, "file of the server's machine"),
+        ({"source": "../x.bundle"}, "file of the server's machine"),
+        ({"source": "hf:/root/models"}, "file of the server's machine"),
+        ({"source": "torchvision:resnet18", "weights": "/w.safetensors"}, "server's machine"),
+        ({"source": "os.path:join"}, "--allow-code"),
+        ({"source": "pickle:loads"}, "--allow-code"),
+    ],
+)
+def test_nothing_of_the_servers_machine_is_named_through_http_not_by_the_owner_either(
+    rig: Rig, given: Any, words: str
+) -> None:
+    status, text = rig.refused("POST", "/api/models/m", json.dumps(given).encode())
+    assert status == 403
+    assert words in text
+    assert rig.upstream.asked == []
+
+
+def test_code_that_is_allowed_needs_its_role_and_pinning_another() -> None:
+    rig = Rig(allow_code=("models.*",))
+    body = b'{"source": "models.zoo:make"}'
+    register, code = (f"token-of-{role}".ljust(16, "-") for role in ("register", "code"))
+    assert rig.refused("POST", "/api/models/m", body, token=register)[0] == 403
+    assert rig.refused("POST", "/api/models/m", body, token=code)[0] == 403  # may not register
+    assert rig.ask("POST", "/api/models/m", body).status == 200
+    pinned = b'{"source": "torchvision:resnet18", "pin": true}'
+    assert '"operate"' in rig.refused("POST", "/api/models/m", pinned, token=register)[1]
+    assert [op for op, _, _ in rig.upstream.asked] == ["register"]
+
+
+def test_a_bundle_is_the_body_and_its_options_are_the_query(rig: Rig) -> None:
+    told(rig.ask("POST", "/api/models/m?max_batch=8&priority=high", b"bytes", content_type=BUNDLE))
+    put, (op, model, body) = rig.upstream.asked
+    assert put == ("put", "bundle", b"bytes")
+    assert (op, model) == ("register", "m")
+    assert body == {"source": "put:digest", "weights": "", "inputs": {}, "priority": "high",
+                    "pin": False, "max_batch": 8}  # fmt: skip
+    assert "empty" in rig.refused("POST", "/api/models/m", content_type=BUNDLE)[1]
+
+
+def test_infer_is_told_of_models_what_it_may_know(rig: Rig) -> None:
+    (row,) = told(rig.ask("GET", "/api/models", token=""))["models"]
+    assert "source" not in row
+    (row,) = told(rig.ask("GET", "/api/models"))["models"]
+    assert row["source"] == "x"
+
+
+def test_a_log_comes_from_where_it_is_asked_for_and_ends_with_the_job(rig: Rig) -> None:
+    async def read(offset: int, *, follow: bool) -> bytes:
+        log = JobLog(rig.upstream, rig.feed, "j", offset, peer="a", is_followed=follow)
+        got = b""
+        while piece := await log.next():
+            got += piece
+        log.close()
+        return got
+
+    assert asyncio.run(read(0, follow=False)) == b"one\ntwo\nthree\n"
+    assert asyncio.run(read(4, follow=True)) == b"two\nthree\n"
+    answer = rig.ask("GET", "/api/jobs/j/logs?offset=-6")
+    assert rig.upstream.asked[-1] == ("logs", "j", 1 << 50)
+    assert answer.content_type.startswith("text/plain")
+    stream: Any = answer.stream
+    assert asyncio.run(stream.next()) == b"three"
+
+
+def test_a_followed_log_goes_on_until_the_job_is_over(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.upstream.state = "running"
+
+    async def follow() -> list[bytes]:
+        log = JobLog(rig.upstream, rig.feed, "j", 0, peer="a", is_followed=True)
+        found = [await log.next() for _ in range(3)]
+        waiting = asyncio.create_task(log.next())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        rig.upstream.log += "4\n"
+        rig.feed.add("job.progress", {})
+        found.append(await asyncio.wait_for(waiting, 5))
+        rig.upstream.state = "done"
+        return [*found, await log.next()]
+
+    assert asyncio.run(follow()) == [b"one\nt", b"wo\nth", b"ree\n", b"4\n", b""]
+
+
+def test_streams_of_one_address_are_limited(rig: Rig) -> None:
+    for number in range(MAX_READERS_PER_ADDRESS):
+        path = "/api/events" if number % 2 else "/api/jobs/j/logs"
+        assert rig.ask("GET", path).status == 200
+    status, text = rig.refused("GET", "/api/events")
+    assert (status, "too many streams" in text) == (429, True)
+    assert rig.refused("GET", "/api/jobs/j/logs")[0] == 429
+
+
+def test_a_page_of_another_site_may_not_ask(rig: Rig) -> None:
+    for path in ("/ui", "/api/ps"):
+        assert rig.refused("GET", path, origin="http://evil.example")[0] == 403
+        assert rig.refused("GET", path, host="evil.example")[0] == 403
+
+
+def test_the_page_is_shown_to_everyone_and_its_policy_lets_nothing_else_in(rig: Rig) -> None:
+    for path in FILES:
+        answer = rig.ask("GET", path, token="")
+        headers = dict(answer.headers)
+        assert answer.status == 200
+        assert len(answer.parts[0]) > 100
+        assert headers["Content-Security-Policy"] == POLICY
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert not {"Set-Cookie", "Access-Control-Allow-Origin"} & set(headers)
+    assert "unsafe" not in POLICY
+    assert "'none'" in POLICY.split(";")[0]
+
+
+def test_the_pages_files_ask_no_other_site_and_parse_no_text_as_html() -> None:
+    for path, answer in Page().answers.items():
+        text = bytes(answer.parts[0]).decode()
+        sites = set(re.findall(r"https?://[^\s\"'<)]+", text))
+        assert sites <= {"http://www.w3.org/2000/svg"}, path  # a name, not an address
+        for word in (
+            "innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "new Function",
+            "document.cookie", " style=", "onclick", "javascript:",
+        ):  # fmt: skip
+            assert word not in text, f"{path}: {word}"
+
+
+def test_an_error_of_the_server_is_told_as_everywhere(rig: Rig) -> None:
+    async def fails(*_: Any, **__: Any) -> Any:
+        raise PipeSwitchError("broken", hint="mend it")
+
+    rig.upstream.ask = fails
+    assert rig.refused("GET", "/api/ps") == (500, "PipeSwitchError: broken mend it")

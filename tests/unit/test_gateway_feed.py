@@ -1,0 +1,145 @@
+"""Events over HTTP: numbered, resumable, and never held for a reader who does not read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+import pytest
+
+from pipeswitch.errors import QueueFull
+from pipeswitch.gateway import feed as feeds
+from pipeswitch.gateway.feed import Feed, Reader
+
+T = TypeVar("T")
+
+
+def now(made: Awaitable[T]) -> T:
+    async def run() -> T:
+        return await asyncio.wait_for(made, 5)
+
+    return asyncio.run(run())
+
+
+def parsed(piece: bytes) -> list[tuple[str, str, Any]]:
+    """(id, name, data) of each record of a piece."""
+    found = []
+    for record in piece.decode().split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in record.split("\n") if ": " in line)
+        if "data" in fields:
+            name = fields.get("event", "")
+            found.append((fields.get("id", ""), name, json.loads(fields["data"])))
+    return found
+
+
+async def pieces(reader: Reader, count: int) -> list[tuple[str, str, Any]]:
+    return [record for _ in range(count) for record in parsed(await reader.next())]
+
+
+def filled(count: int) -> Feed:
+    feed = Feed()
+    for number in range(count):
+        feed.add("job.progress" if number % 2 else "switch.started", {"number": number})
+    return feed
+
+
+def test_a_reader_is_greeted_and_reads_what_comes_after_it() -> None:
+    feed = filled(3)
+
+    async def scenario() -> list[tuple[str, str, Any]]:
+        reader = feed.read("10.0.0.1")
+        greeting = await pieces(reader, 1)
+        waiting = asyncio.create_task(pieces(reader, 1))
+        await asyncio.sleep(0)
+        feed.add("switch.evicted", {"model": "m"})
+        return greeting + await waiting
+
+    (_, name, hello), (_, _, event) = now(scenario())
+    assert (name, hello["now_ms"] > 0) == ("hello", True)
+    assert event == {"topic": "switch.evicted", "model": "m"}
+
+
+def test_a_reader_goes_on_behind_its_last_event() -> None:
+    feed = filled(1)
+    first = feed.read("a")
+
+    async def scenario() -> list[tuple[str, str, Any]]:
+        await first.next()
+        feed.add("job.done", {"number": 7})
+        ((number, _, _),) = await pieces(first, 1)
+        feed.add("job.done", {"number": 8})
+        feed.add("job.done", {"number": 9})
+        return await pieces(feed.read("a", last_id=number), 2)
+
+    assert [data["number"] for _, name, data in now(scenario()) if not name] == [8, 9]
+
+
+@pytest.mark.parametrize("last_id", ["another-5", "nonsense", "-", "x" * 500, "é-1"])
+def test_an_id_of_another_life_is_told_as_a_gap(last_id: str) -> None:
+    found = now(pieces(filled(3).read("a", last_id=last_id), 1))
+    assert [(name, data) for _, name, data in found if name == "dropped"] == [
+        ("dropped", {"count": None})
+    ]
+
+
+def test_who_does_not_read_is_told_how_many_it_missed_and_holds_nothing() -> None:
+    feed = Feed()
+    reader = feed.read("a")
+    total = feeds.KEPT + 40
+    for number in range(total):
+        feed.add("job.progress", {"number": number})
+    assert feed.first == 41
+
+    async def scenario() -> list[tuple[str, str, Any]]:
+        return await pieces(reader, 1 + feeds.KEPT // feeds.MAX_BATCH)
+
+    _, (_, name, data), *events = now(scenario())
+    assert (name, data) == ("dropped", {"count": 40})
+    assert [event["number"] for _, _, event in events] == list(range(40, total))
+
+
+def test_only_topics_that_were_asked_for_are_told() -> None:
+    feed = Feed()
+    reader = feed.read("a", ["switch.", "model."])
+    for topic in ("job.done", "switch.started", "model.registered", "worker.died"):
+        feed.add(topic, {})
+    found = now(pieces(reader, 2))
+    assert [data["topic"] for _, name, data in found if not name] == [
+        "switch.started", "model.registered",
+    ]  # fmt: skip
+
+
+def test_a_silent_stream_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeds, "KEEP_ALIVE_S", 0.0)
+    reader = Feed().read("a")
+
+    async def scenario() -> bytes:
+        await reader.next()
+        return await reader.next()
+
+    assert now(scenario()).startswith(b":")
+
+
+def test_streams_of_an_address_and_of_all_are_counted() -> None:
+    feed = Feed()
+    open_ones = [feed.read("a") for _ in range(feeds.MAX_READERS_PER_ADDRESS)]
+    with pytest.raises(QueueFull, match="too many streams"):
+        feed.read("a")
+    open_ones.pop().close()
+    feed.read("a")
+    others = feeds.MAX_READERS - feeds.MAX_READERS_PER_ADDRESS
+    for number in range(others):
+        feed.read(f"b{number}")
+    with pytest.raises(QueueFull):
+        feed.enter("c")
+
+
+def test_a_record_is_one_line_whatever_its_texts_are() -> None:
+    feed = Feed()
+    reader = feed.read("a")
+    feed.add("job.warning", {"text": "a\n\ndata: {}\r\nid: 1\u2028<img>", "value": float("nan")})
+    _, (_, _, data) = now(pieces(reader, 2))
+    assert data["text"] == "a\n\ndata: {}\r\nid: 1\u2028<img>"
+    assert data["value"] is None
