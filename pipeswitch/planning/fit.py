@@ -9,6 +9,7 @@ from statistics import median
 from .profile import LinkProfile
 
 MIB = 1 << 20
+ROUNDS = 4  # of the fit; the second is near the last
 FLOOR_MS = 1e-3  # below, a clock's own noise would decide a relative fit
 
 
@@ -26,33 +27,46 @@ def quantile(values: Sequence[float], fraction: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
+def _line(points: Sequence[tuple[float, float]], weights: Sequence[float]) -> tuple[float, float]:
+    """Weighted least squares; where a number would be negative it is 0."""
+    weighted = [(x, y, w) for (x, y), w in zip(points, weights, strict=True)]
+    total = sum(weights)
+    mean_x = sum(w * x for x, _, w in weighted) / total
+    mean_y = sum(w * y for _, y, w in weighted) / total
+    variance = sum(w * (x - mean_x) ** 2 for x, _, w in weighted)
+    slope = 0.0
+    if variance > 0:
+        slope = sum(w * (x - mean_x) * (y - mean_y) for x, y, w in weighted) / variance
+    if slope <= 0.0:
+        return mean_y, 0.0
+    alpha = mean_y - slope * mean_x
+    if alpha >= 0.0:
+        return alpha, slope
+    return 0.0, sum(w * x * y for x, y, w in weighted) / sum(w * x * x for x, _, w in weighted)
+
+
 def fit_link(samples: Sequence[tuple[int, float]]) -> LinkProfile:
     """``alpha + beta * size`` through (bytes, ms), by least squares of the *relative* error.
 
     The relative one, because the sizes span five orders of magnitude: plain squares would let the
-    largest groups decide alpha, which is what many small groups pay. Samples are medians
-    already, so one hiccup does not bend the line. Neither number is negative.
+    largest groups decide alpha, which is what many small groups pay. It is relative to the line,
+    which is found in rounds: relative to the samples a copy made in what its predecessor
+    overslept (a modelled link on a busy machine) takes next to nothing and would outweigh all
+    others. Samples are medians already, so one hiccup does not bend the line. Neither number is
+    negative.
 
     Raises:
         ValueError: no samples.
     """
     if not samples:
         raise ValueError("a link cannot be fitted without copies")
-    points = [(size / MIB, ms, 1.0 / max(ms, FLOOR_MS) ** 2) for size, ms in samples]
-    total = sum(w for _, _, w in points)
-    mean_x = sum(w * x for x, _, w in points) / total
-    mean_y = sum(w * y for _, y, w in points) / total
-    variance = sum(w * (x - mean_x) ** 2 for x, _, w in points)
-    slope = 0.0
-    if variance > 0:
-        slope = sum(w * (x - mean_x) * (y - mean_y) for x, y, w in points) / variance
-    alpha, beta = mean_y - slope * mean_x, max(slope, 0.0)
-    if beta == 0.0:
-        alpha = mean_y
-    if alpha < 0.0:  # through the origin
-        alpha = 0.0
-        beta = sum(w * x * y for x, y, w in points) / sum(w * x * x for x, _, w in points)
-    residuals = [abs(y - alpha - beta * x) / max(y, FLOOR_MS) for x, y, _ in points]
+    points = [(size / MIB, ms) for size, ms in samples]
+    share = sum(ms for _, ms in points) / max(sum(x for x, _ in points), FLOOR_MS)
+    expected = [max(ms, share * x) for x, ms in points]
+    for _ in range(ROUNDS):
+        alpha, beta = _line(points, [1.0 / max(ms, FLOOR_MS) ** 2 for ms in expected])
+        expected = [alpha + beta * x for x, _ in points]
+    residuals = [abs(y - alpha - beta * x) / max(y, FLOOR_MS) for x, y in points]
     sizes = [size for size, _ in samples]
     return LinkProfile(
         alpha_ms=alpha,

@@ -95,6 +95,13 @@ def test_many_small_groups_decide_the_fixed_cost() -> None:
     assert link.residual_p90 < 0.25
 
 
+def test_copies_made_in_what_others_overslept_do_not_decide() -> None:
+    """A modelled link on a busy machine: a wait is over late, and the next copy costs nothing."""
+    samples = [(MIB, 2.25), (MIB, 0.02)] * 12 + [(8 * MIB, 8.6), (24 * MIB, 26.0)]
+    link = fit_link(samples)
+    assert link.alpha_ms + link.beta_ms_per_mib * 12 == pytest.approx(13.0, rel=0.15)
+
+
 def test_a_link_without_copies_is_refused() -> None:
     with pytest.raises(ValueError, match="without copies"):
         fit_link([])
