@@ -21,6 +21,27 @@ def small_mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 8))
 
 
+def _tower(layers: int) -> nn.Module:
+    """Times 512 by 512 and ReLU, without biases: 1 MiB a layer."""
+    pairs = [(nn.Linear(512, 512, bias=False), nn.ReLU()) for _ in range(layers)]
+    return nn.Sequential(*(module for pair in pairs for module in pair))
+
+
+def tower_6() -> nn.Module:
+    """6 MiB."""
+    return _tower(6)
+
+
+def tower_12() -> nn.Module:
+    """12 MiB."""
+    return _tower(12)
+
+
+def tower_24() -> nn.Module:
+    """24 MiB."""
+    return _tower(24)
+
+
 class FirstColumn(nn.Module):
     """Reads next to nothing of its input: what remains is the request's path."""
 

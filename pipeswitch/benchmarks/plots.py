@@ -23,6 +23,7 @@ NUMBERS: Final[Mapping[str, str]] = {
     "interference": "latency_ms",
     "request-path": "path_ms",
     "training": "step_ms",
+    "replay": "p99_ms",
 }
 """What is drawn of each benchmark's trials."""
 OURS: Final = frozenset(

@@ -23,6 +23,7 @@ BENCHMARKS: Final = {
     "interference": "interference",
     "request-path": "request_path",
     "training": "training",
+    "replay": "replay",
     "decisions": "decisions",
 }
 """Name on the command line to module of ``pipeswitch.benchmarks``; each has ``run``."""

@@ -47,7 +47,8 @@ def bench(
 ) -> None:
     """Measure this machine (none named: all).
 
-    switch, throughput, pipeline, memory, workers, state, interference, request-path, training
+    switch, throughput, pipeline, memory, workers, state, interference, request-path, training,
+    decisions, replay
     """
     run = part("pipeswitch.cli.bench", "run")
     chosen = [model for model in models.split(",") if model]

@@ -19,12 +19,19 @@ from rich.text import Text
 from ..errors import InvalidInput
 from ..planning import profile as profiles
 from ..planning.fit import MIB
-from ..planning.planned import costs_of, plan_of
 from ..scheduler.policies import make_policy
 from ..scheduler.timeline import Timeline
 from ..simulator import arrivals, thesis
 from ..simulator.costs import Costs, Link
-from ..simulator.replay import Outcome, PaperModel, Setting, quantile_ms, replay
+from ..simulator.replay import (
+    Outcome,
+    PaperModel,
+    Setting,
+    link_of,
+    paper_model,
+    quantile_ms,
+    replay,
+)
 from ..units import format_bytes, nearest, parse_ms, parse_size
 from . import views
 from .common import connected, json_option
@@ -239,12 +246,7 @@ def _hardware(name: str) -> Hardware:
         found = profiles.decode(_file(name).encode())
     except profiles.ProfileError as error:
         raise InvalidInput(f"{name} is not a profile: {error}") from None
-    return Hardware(found.identity.name, _link(found), 1.0, is_estimate=False)
-
-
-def _link(found: profiles.Profile) -> Link:
-    beta = found.link.beta_ms_per_mib
-    return Link(bytes_per_ms=MIB / beta if beta else math.inf, fixed_ms=found.link.alpha_ms)
+    return Hardware(found.identity.name, link_of(found), 1.0, is_estimate=False)
 
 
 def _models(text: str, count: int, factor: float, seed: int) -> list[PaperModel]:
@@ -282,16 +284,11 @@ def _served() -> list[PaperModel]:
     """The running server's models that have a profile."""
     with connected() as client:
         rows = client.plan()["models"]
-    found = []
-    for row in rows:
-        if row["profile"] is None:
-            continue
-        profile = msgspec.convert(row["profile"], profiles.Profile)
-        costs, (plan, _) = costs_of(profile), plan_of(profile)
-        found.append(
-            PaperModel(name=row["name"], layer_bytes=costs.layer_bytes, plan=plan,
-                       layer_ms=costs.compute_ms)
-        )  # fmt: skip
+    found = [
+        paper_model(row["name"], msgspec.convert(row["profile"], profiles.Profile))
+        for row in rows
+        if row["profile"] is not None
+    ]
     if not found:
         raise InvalidInput(
             "no model of the server has a profile", hint="pipeswitch profile NAME, for each"

@@ -10,12 +10,15 @@ from functools import partial
 from typing import Any, Final
 
 from ..ipc.messages import ModelName
+from ..planning.fit import MIB
+from ..planning.planned import costs_of, plan_of
+from ..planning.profile import Profile
 from ..programs.layout import REGION_ALIGN_BYTES, aligned
 from ..scheduler import events as ev
 from ..scheduler.core import SchedulerSettings
 from ..scheduler.scheduler import Scheduler
 from .arrivals import Arrival
-from .costs import Costs
+from .costs import Costs, Link
 from .programs import ALIGNMENT_BYTES, Program, manifest_of
 from .world import World
 
@@ -51,6 +54,19 @@ class PaperModel:
             manifest=manifest_of(f"d-{self.name}", sizes, self.plan), plan=self.plan,
             layer_ms=self.layer_ms,
         )  # fmt: skip
+
+
+def paper_model(name: str, profile: Profile) -> PaperModel:
+    """As it was measured, in the groups that are planned from that."""
+    costs, (plan, _) = costs_of(profile), plan_of(profile)
+    return PaperModel(name=name, layer_bytes=costs.layer_bytes, layer_ms=costs.compute_ms,
+                      plan=plan)  # fmt: skip
+
+
+def link_of(profile: Profile) -> Link:
+    """As it was measured."""
+    beta = profile.link.beta_ms_per_mib
+    return Link(bytes_per_ms=MIB / beta if beta else math.inf, fixed_ms=profile.link.alpha_ms)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,206 @@
+"""``bench replay``: the same arrivals on the live server and in the simulator, policies in turns.
+
+Twenty towers of three sizes over an arena a tenth as large; Zipf arrivals in Poisson's times, sent
+whether or not answers have come (an open loop). Each policy has a server of its own; all of them
+are up, one is asked at a time. Then the simulator replays the very instants at which the requests
+were sent, with the models' measured profiles, and the decisions of both are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from ..client.client import Client
+from ..client.tensors import Result
+from ..planning.fit import quantile
+from ..planning.profile import Profile
+from ..simulator.arrivals import Arrival, poisson
+from ..simulator.costs import Costs, Link
+from ..simulator.replay import (
+    Outcome,
+    PaperModel,
+    Setting,
+    link_of,
+    paper_model,
+    quantile_ms,
+    replay,
+)
+from ..testing import server
+from .models import MIB
+from .trials import Arm, Numbers, Run, now_ms
+
+POLICIES: Final = ("priority", "fifo")
+MODELS: Final = 20
+TOWERS: Final = (6, 12, 24)  # layers of 1 MiB
+BATCH: Final = 128
+WIDTH: Final = 512
+ROOM_BYTES: Final = 2 * MIB  # for arrival words
+LINK_GBPS: Final = 1.0
+LOAD: Final = 0.5  # computing time over time
+REQUESTS, QUICK_REQUESTS = 1000, 200
+ROUNDS: Final = 3
+SLO_MS: Final = 100.0  # beyond a request's computing
+MAKESPAN_WITHIN: Final = 0.10
+
+
+@dataclass(frozen=True)
+class Live:
+    """What the server did with the arrivals; the instants at which they were really sent."""
+
+    sent: tuple[Arrival, ...]
+    order: tuple[int, ...]
+    switches: int
+    latency_ms: tuple[float, ...]
+    makespan_ms: float
+
+
+def run(bench: Run, _: Sequence[str] = ()) -> None:
+    """Start a server for each policy, profile the models, then replay in turns."""
+    count = QUICK_REQUESTS if bench.is_quick else REQUESTS
+    models: list[PaperModel] = []
+    link = Link()
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="pipeswitch-bench-")))
+        clients: dict[str, Client] = {}
+        for policy in POLICIES:
+            bench.say(f"{policy}: starting a server with {MODELS} models")
+            clients[policy] = stack.enter_context(_serving(policy, bench, folder))
+            if not models:  # the later servers find the profiles
+                bench.say("measuring the models")
+                models, link = _measured(clients[policy])
+        rate = LOAD * 1e3 * MODELS / sum(model.compute_ms for model in models)
+        asked = poisson(rate, count=count, model_count=MODELS, seed=bench.seed).arrivals
+        inputs = {"x": np.full((BATCH, WIDTH), 0.01, np.float32)}
+        case = f"{MODELS} models, {rate:.0f} requests/s"
+        bench.say(f"{case}: {count} requests for each policy in each round")
+
+        def trial(policy: str) -> Numbers:
+            live = _live(clients[policy], models, asked, inputs)
+            setting = Setting(memory_bytes=_arena_bytes(), costs=Costs(to_device=link),
+                              policy=policy, slo_ms=SLO_MS)  # fmt: skip
+            return _compared(live, replay(setting, models, live.sent), models)
+
+        arms = [Arm(policy, partial(trial, policy)) for policy in POLICIES]
+        bench.trial_loop(case, arms, bench.rounds(ROUNDS, 1), warmup=0)
+    _find(bench, case)
+
+
+def _arena_bytes() -> int:
+    """A tenth of all models."""
+    return sum(_tower(i) * MIB for i in range(MODELS)) // 10
+
+
+def _tower(number: int) -> int:
+    """A model's layers."""
+    return TOWERS[number % len(TOWERS)]
+
+
+@contextlib.contextmanager
+def _serving(policy: str, bench: Run, profiles: Path) -> Iterator[Client]:
+    arguments = ("--policy", policy, "--threads", str(bench.threads), "--link-gbps",
+                 str(LINK_GBPS), "--profiles-dir", str(profiles))  # fmt: skip
+    arena, store = _arena_bytes() + ROOM_BYTES, 20 * _arena_bytes()
+    with (
+        server(arena=str(arena), host_store=str(store), args=arguments) as running,
+        running.client() as client,
+    ):
+        for number in range(MODELS):
+            client.register(
+                _name(number), f"pipeswitch.benchmarks.factories:tower_{_tower(number)}",
+                weights=f"random:{number}", inputs={"x": ((BATCH, WIDTH), "float32")},
+            )  # fmt: skip
+        yield client
+
+
+def _name(number: int) -> str:
+    return f"m{number:02d}"
+
+
+def _measured(client: Client) -> tuple[list[PaperModel], Link]:
+    """The models as they are profiled, and the link."""
+    found = [
+        msgspec.convert(client.profile(_name(number), [BATCH]), Profile) for number in range(MODELS)
+    ]
+    return [paper_model(_name(i), one) for i, one in enumerate(found)], link_of(found[0])
+
+
+def _live(
+    client: Client, models: Sequence[PaperModel], asked: Sequence[Arrival], inputs: Any
+) -> Live:
+    """Send each request at its time, whatever has been answered; then wait for all."""
+    ended_ms: dict[int, float] = {}
+    futures: list[Future[Result]] = []
+    sent: list[Arrival] = []
+    began_ms = now_ms()
+
+    def ended(number: int, _: Future[Result]) -> None:
+        ended_ms[number] = now_ms() - began_ms
+
+    for number, arrival in enumerate(asked):
+        ahead_ms = arrival.at_ms - (now_ms() - began_ms)
+        if ahead_ms > 0:
+            time.sleep(ahead_ms / 1e3)  # the pace of an open loop
+        sent.append(Arrival(now_ms() - began_ms, arrival.model))
+        future = client.submit(models[arrival.model].name, inputs)
+        future.add_done_callback(partial(ended, number))
+        futures.append(future)
+    timings = [future.result().timing for future in futures]
+    by_epoch = sorted(range(len(timings)), key=lambda n: timings[n].epoch)
+    return Live(
+        sent=tuple(sent), order=tuple(by_epoch),
+        switches=sum(not timing.resident for timing in timings),
+        latency_ms=tuple(timing.total_ms for timing in timings),
+        makespan_ms=max(ended_ms.values()),
+    )  # fmt: skip
+
+
+def _compared(live: Live, paper: Outcome, models: Sequence[PaperModel]) -> Numbers:
+    """Both sides of one trial."""
+    late = [
+        took_ms > SLO_MS + models[arrival.model].compute_ms
+        for took_ms, arrival in zip(live.latency_ms, live.sent, strict=True)
+    ]
+    return {
+        "p50_ms": quantile(live.latency_ms, 0.5), "p99_ms": quantile(live.latency_ms, 0.99),
+        "in_slo": 1.0 - sum(late) / len(late), "switches": live.switches,
+        "ready_ms": min(live.latency_ms), "makespan_ms": live.makespan_ms,
+        "simulated_p50_ms": quantile_ms(paper, 0.5), "simulated_p99_ms": quantile_ms(paper, 0.99),
+        "simulated_in_slo": paper.share_in_slo, "simulated_switches": paper.switches,
+        "simulated_makespan_ms": paper.makespan_ms,
+        "same_place": same_places(live.order, paper.order),
+    }  # fmt: skip
+
+
+def same_places(one: Sequence[int], other: Sequence[int]) -> float:
+    """The share of neighbours in one order that stand in the same order in the other."""
+    place = {number: index for index, number in enumerate(other)}
+    pairs = [place[a] < place[b] for a, b in pairwise(one)]
+    return sum(pairs) / len(pairs) if pairs else 1.0
+
+
+def _find(bench: Run, case: str) -> None:
+    for policy in POLICIES:
+
+        def middle(key: str, policy: str = policy) -> float:
+            return quantile(bench.values(case, policy, key), 0.5)
+
+        ratio = middle("makespan_ms") / middle("simulated_makespan_ms")
+        bench.find(f"{policy}: live / simulated makespan", ratio, at_most=1 + MAKESPAN_WITHIN)
+        bench.find(f"{policy}: live / simulated switches",
+                   middle("switches") / middle("simulated_switches"))  # fmt: skip
+        bench.find(f"{policy}: neighbours in the simulator's order", middle("same_place"))
+        bench.find(f"{policy}: in time, live", middle("in_slo"))
+        bench.find(f"{policy}: in time, simulated", middle("simulated_in_slo"))
+        bench.find(f"{policy}: p99 / the fastest answer", middle("p99_ms") / middle("ready_ms"))
