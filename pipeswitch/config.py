@@ -34,6 +34,29 @@ NAME_PATTERN: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 MAX_MS: Final = 480 * 3600e3  # 20 days: what waits for it counts milliseconds in 31 bits
 PRIORITIES: Final[Mapping[str, int]] = {"high": 0, "normal": 1, "low": 2}  # 0 is the most urgent
 
+POLICIES: Final = (
+    "priority", "fifo", "edf", "sjf", "collate", "alternating", "johnson", "neh", "ga",
+)  # fmt: skip
+POLICY_GROUP: Final = "pipeswitch.policies"
+"""Entry points of this group are policies too."""
+
+
+def _policy_name(value: object) -> str:
+    """One that comes along, ``module:name``, or an installed entry point."""
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not a text")
+    if value in POLICIES or re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
+        return value
+    from importlib import metadata  # here: the command line starts without it
+
+    names = [*POLICIES, *(point.name for point in metadata.entry_points(group=POLICY_GROUP))]
+    if value not in names:
+        raise ValueError(
+            f"{value!r} is none of {', '.join(names)}, and no module:name of your own"
+            f"{nearest(value, names)}"
+        )
+    return value
+
 
 def _setting(
     default: Any, help_text: str, read: Callable[[object], Any] | None = None, **rules: Any
@@ -220,7 +243,9 @@ class WorkersConfig(_Checked):
 class SchedulerConfig(_Checked):
     """``[scheduler]``."""
 
-    policy: str = _setting("priority", "fifo or priority", choices=("fifo", "priority"))
+    policy: str = _setting(
+        "priority", f"{', '.join(POLICIES)}, or your own: module:name", _policy_name
+    )
     max_queue: int = _setting(512, "requests that may wait", low=1)
     max_queue_per_model: int = _setting(
         256, "of them for one model: a flood for one leaves room for the others", low=1

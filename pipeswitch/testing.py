@@ -1,5 +1,7 @@
 """A real server on the cpu device for tests: ``with pipeswitch.testing.server() as s: …``.
 
+``check_policy`` is what a scheduling policy of one's own must pass.
+
 As a pytest fixture::
 
     @pytest.fixture
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from .client.client import Client
+from .simulator.contract import check_policy
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 40.0
@@ -148,3 +151,6 @@ def _after(words: list[str], scheme: str) -> str:
     """The address of this scheme; empty when there is none."""
     found = [word.removeprefix(scheme) for word in words if word.startswith(scheme)]
     return found[0] if found else ""
+
+
+__all__ = ["RunningServer", "check_policy", "server"]

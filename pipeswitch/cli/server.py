@@ -46,7 +46,7 @@ EXIT_WAIT_S: Final = 30.0  # from a server's last answer to its end
 )  # fmt: skip
 @click.option("--standby", type=int, help="Warm workers beside the active one.")
 @click.option("--threads", type=int, help="Compute threads of a worker on the cpu device.")
-@click.option("--policy", help="fifo or priority.")
+@click.option("--policy", help="priority, fifo, edf, sjf, collate, … or module:name of your own.")
 @click.option("--link-gbps", type=float, help="cpu device: model a link of this many GB/s.")
 @click.option("--commit-every", help="How often a job's state is kept: 5s.")
 @click.option("--profiles-dir", type=click.Path(), help="Measured profiles of models.")

@@ -63,6 +63,7 @@ from .effects import Effects
 from .folders import Places
 from .gateway import Gateway
 from .journal import FILE_NAME, JournalFile
+from .policies import find_policy
 from .processes import Processes
 from .shared_memory import Memory, Sizes
 from .tracing import Tracer
@@ -290,6 +291,7 @@ class Server:
         for end in (self._wake_read, self._wake_write):
             end.setblocking(False)
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._drain_wakes)
+        policy = find_policy(config.scheduler.policy, max_wait_ms=config.scheduler.max_wait_ms)
         sizes = _sizes(config, device)
         self._sizes = sizes
         self._memory = Memory(sizes)
@@ -343,7 +345,7 @@ class Server:
                 logs_dir=str(places.logs),
                 commits_dir=str(places.commits),
             ),
-            config.scheduler.policy,
+            policy,
             config.scheduler.max_wait_ms,
         )
         self._effects = Effects(

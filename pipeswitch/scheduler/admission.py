@@ -11,7 +11,7 @@ from ..errors import (
 )
 from ..ipc.messages import ModelName
 from .core import Core
-from .endings import quarantined
+from .endings import batch_of, quarantined
 from .events import CancelAsked, InferArrived
 from .machine import Machine
 from .records import Model, Request
@@ -32,6 +32,7 @@ class Admission:
         if refusal is not None:
             core.refuse(event.token, refusal)
             return
+        manifest = self._machine.models[event.model].built
         request = Request(
             token=event.token,
             request_id=event.request_id,
@@ -42,6 +43,8 @@ class Admission:
             reply_offset_bytes=event.reply_offset_bytes,
             reply_bytes=event.reply_bytes,
             arrived_at_ms=core.now_ms,
+            batch=batch_of(manifest, event.inputs),
+            size_bytes=manifest.total_bytes,
         )
         device = self._machine.device.state
         device.requests[request.token] = request

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ..errors import OutOfDeviceMemory
 from ..ipc.messages import JobName, ModelName
 from ..programs.layout import REGION_ALIGN_BYTES, aligned
-from .device_state import DeviceState
-from .policies import Resident
+from .device_state import WORD_BYTES, DeviceState
+from .policies import Resident, View
 from .records import Model, Replica
 from .regions import Cost, Owner, Price, Region, Regions, Window
 from .states import Residency, TaskState
@@ -50,11 +50,12 @@ class Arena:
         self._reserve_words()
 
     def _reserve_words(self) -> None:
-        if self.regions.reserve(WORDS, self._device.settings.words * 4, at_bytes=0) is None:
+        size_bytes = self._device.settings.words * WORD_BYTES
+        if self.regions.reserve(WORDS, size_bytes, at_bytes=0) is None:
             raise OutOfDeviceMemory(
                 f"an arena of {self.regions.capacity_bytes} bytes has no room for arrival words",
                 hint="start with --arena 64MiB or more",
-                requested_bytes=self._device.settings.words * 4,
+                requested_bytes=size_bytes,
                 largest_free_bytes=self.regions.capacity_bytes,
             )
 
@@ -79,17 +80,18 @@ class Arena:
         4. A job's slice: only for a request, and only when nothing else will do.
         5. The prefix of the model a place is sought for: it would come along for nothing.
         """
+        view = self._device.view
         known: dict[Owner, Cost | None] = {} if mover is None else {mover.owner: FREE}  # 5.
 
         def price(region: Region) -> Cost | None:
             owner = region.owner
             if owner not in known:
-                known[owner] = self._price(region, for_request=for_request)
+                known[owner] = self._price(region, view, for_request=for_request)
             return known[owner]
 
         return price
 
-    def _price(self, region: Region, *, for_request: bool) -> Cost | None:
+    def _price(self, region: Region, view: View, *, for_request: bool) -> Cost | None:
         core, device = self._core, self._device
         kind, name = region.owner
         if kind == "words":
@@ -115,7 +117,7 @@ class Arena:
             replica.name, region.size_bytes, replica.model.priority, replica.last_used_at_ms,
             replica.use_count, waiting_count,
         )  # fmt: skip
-        cost = core.policy.eviction_cost(resident, core.now_ms)
+        cost = core.judge.cost(resident, view)
         weighed = (PREFIX_WEIGHT * part for part in cost) if is_prefix else cost
         return (0.0, 0.0, 0.0, *weighed)
 

@@ -10,7 +10,7 @@ from ..errors import PipeSwitchError
 from ..ipc.messages import Epoch
 from ..planning.profile import UNKNOWN_DEVICE, Identity
 from .events import Answer, Command, Publish, Span, Token
-from .policies import Policy
+from .judge import Judge
 from .wakeups import Wakeups
 
 
@@ -59,7 +59,7 @@ class Core:
     """What every part needs and no device owns: time, numbers, the commands to emit, the end."""
 
     settings: SchedulerSettings
-    policy: Policy
+    judge: Judge
     drain_at_ms: float | None = None
     drain_tokens: list[Token] = field(default_factory=list)
     has_left: bool = False

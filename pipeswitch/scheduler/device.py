@@ -234,7 +234,7 @@ class Device:
             queue.check()
         pinned = {n for n, r in state.replicas.items() if r.residency.state is Residency.PINNED}
         assert state.pinned.keys() == pinned, "another model is pinned"
-        state.queue.check_heads(*state.seen, self.core.now_ms)
+        state.queue.check_heads(*state.seen)
         waiting = [*state.queue, *state.early]
         for request in waiting:
             assert state.requests[request.token] is request, "it waits, and is not live"

@@ -9,9 +9,13 @@ from ..ipc.messages import BindTenant, JobName, Message, ModelName, Slot
 from .core import Core, SchedulerSettings
 from .events import Command, KillWorker, SpawnWorker, ToDaemon, Token, ToWorker
 from .lines import IsResident
+from .policies import View
+from .predictions import Predictions
 from .queue import Queue
 from .records import Activation, ColdSwitch, EndedTrial, Job, Model, Replica, Request, Worker
 from .states import WORKER_SERVES, Residency, ResidencyEvent, TaskEvent, WorkerEvent
+
+WORD_BYTES = 4  # of one group's arrival
 
 
 @dataclass
@@ -40,10 +44,11 @@ class DeviceState:
     daemon_generation: int = 0
     daemon_pid: int = 0
     is_daemon_ready: bool = False
+    predictions: Predictions = field(default_factory=Predictions)
     pinned: dict[ModelName, None] = field(default_factory=dict)  # those in that state
 
     def __post_init__(self) -> None:
-        self.queue = Queue(self.core.policy)
+        self.queue = Queue(self.core.judge)
 
     @property
     def is_ready(self) -> bool:
@@ -62,9 +67,23 @@ class DeviceState:
         self.core.emit(command)
 
     @property
-    def seen(self) -> tuple[IsResident, ModelName | None]:
-        """What ranks follow from: which models are on the device, and which computes."""
-        return self._is_on_device, self.current.model if self.current is not None else None
+    def view(self) -> View:
+        """What a policy sees."""
+        capacity_bytes = self.settings.arena_bytes - WORD_BYTES * self.settings.words
+        return View(self.core.now_ms, self.predictions.predict, capacity_bytes, self._residents)
+
+    def _residents(self) -> tuple[tuple[str, int], ...]:
+        return tuple(
+            (name, replica.manifest.total_bytes)
+            for name, replica in self.replicas.items()
+            if replica.is_on_device and replica.manifest is not None
+        )
+
+    @property
+    def seen(self) -> tuple[IsResident, ModelName | None, View]:
+        """What ranks follow from: which models are on the device, which computes, the view."""
+        current = self.current.model if self.current is not None else None
+        return self._is_on_device, current, self.view
 
     def _is_on_device(self, model: ModelName) -> bool:
         return self.replicas[model].is_on_device

@@ -96,12 +96,13 @@ class Dispatch:
         core, device = self._core, self._device
         if not self._has_worker():
             return False  # one will be clean, reaped, prepared or respawned: that pumps again
+        now = device.view
         blocked: list[Waiting] = []
-        for view, request in device.queue.heads(*device.seen, core.now_ms):
+        for view, request in device.queue.heads(*device.seen):
             if any(view.model == other.model for other in blocked):
                 continue
             if len(blocked) == MOST_BLOCKED or not all(
-                core.policy.may_overtake(view, other, core.now_ms) for other in blocked
+                core.judge.may_overtake(view, other, now) for other in blocked
             ):
                 return False  # 5.
             if self._dispatch(request):
@@ -111,7 +112,7 @@ class Dispatch:
 
     def keep_order(self) -> None:
         """Rank what has changed, also while nothing can be dispatched."""
-        self._device.queue.settle(*self._device.seen, self._core.now_ms)
+        self._device.queue.settle(*self._device.seen)
 
     def _has_worker(self) -> bool:
         """A worker could begin. One that loads a program cannot, perhaps for seconds: it is given

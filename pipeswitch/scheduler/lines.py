@@ -6,7 +6,8 @@ import bisect
 from collections.abc import Callable, Iterator
 
 from ..ipc.messages import ModelName
-from .policies import Policy, Waiting
+from .judge import Judge
+from .policies import View, Waiting
 from .records import Request
 
 # A rank is asked for anew a little before it changes: a sum of floating-point numbers may say
@@ -14,13 +15,14 @@ from .records import Request
 MARGIN_MS = 1e-3
 
 Rank = tuple[float, ...]
+Place = tuple[Rank, int, "Line", Waiting]  # of a line among all: its head's rank and number
 IsResident = Callable[[ModelName], bool]
 
 
 def _view(request: Request, is_resident: bool = False, is_current: bool = False) -> Waiting:
     return Waiting(
         request.token, request.model, request.priority, request.deadline_at_ms,
-        request.arrived_at_ms, is_resident, is_current,
+        request.arrived_at_ms, request.batch, request.size_bytes, is_resident, is_current,
     )  # fmt: skip
 
 
@@ -35,7 +37,7 @@ class Line:
         self.entries: dict[int, tuple[Rank, int, Waiting, Request]] = {}  # by number
         self.by_key: list[tuple[Rank, int]] = []
         self.by_age: list[tuple[float, int]] = []
-        self.place: tuple[Rank, int, Line, Waiting] | None = None  # of its head, among all
+        self.place: Place | None = None
         self.until: tuple[float, int, Line] | None = None  # when that must be looked at again
 
     def head(self, now_ms: float, patience_ms: float) -> int:
@@ -51,22 +53,27 @@ class Lines:
     leaves it, when its model starts or ends computing, and when time alone changes its rank.
     """
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+    def __init__(self, judge: Judge) -> None:
+        self._judge = judge
+        self._generation = judge.generation
         self._lines: dict[ModelName, dict[int, Line]] = {}
-        self._ranked: list[tuple[Rank, int, Line, Waiting]] = []
+        self._ranked: list[Place] = []
         self._until: list[tuple[float, int, Line]] = []
         self._stale: dict[Line, None] = {}
         self._current: ModelName | None = None
+        self._window: list[tuple[Line, int]] = []  # with the last number that belongs to it
+        self._last_number = 0
 
     def add(self, request: Request, number: int) -> None:
         """``number``: the order of requests that are equal otherwise."""
         waiting = _view(request)
+        key = self._judge.key(waiting)
+        self._renew()
+        self._last_number = number
         lines = self._lines.setdefault(request.model, {})
         line = lines.get(request.priority)
         if line is None:
             line = lines[request.priority] = Line(request.model, request.priority)
-        key = self._policy.key(waiting)
         line.entries[number] = (key, number, waiting, request)
         bisect.insort(line.by_key, (key, number))
         bisect.insort(line.by_age, (request.arrived_at_ms, number))
@@ -92,55 +99,91 @@ class Lines:
             self._stale.update(dict.fromkeys(self._lines.get(model, {}).values()))
 
     def heads(
-        self, is_resident: IsResident, current: ModelName | None, now_ms: float
+        self, is_resident: IsResident, current: ModelName | None, view: View
     ) -> Iterator[tuple[Waiting, Request]]:
         """The first of each line, best first; until a request comes or leaves."""
-        self.settle(is_resident, current, now_ms)
-        for _, number, line, waiting in self._ranked:
+        self.settle(is_resident, current, view)
+        places = self._in_window(view) if self._judge.window else self._ranked
+        for _, number, line, waiting in places:
             yield waiting, line.entries[number][3]
 
-    def settle(self, is_resident: IsResident, current: ModelName | None, now_ms: float) -> None:
+    def settle(self, is_resident: IsResident, current: ModelName | None, view: View) -> None:
         """Rank what has changed: after each event, so that no decision has to do it for many."""
+        self._renew()
         if current != self._current:
             self.changed(self._current)
             self.changed(current)
             self._current = current
-        while self._until and self._until[0][0] <= now_ms + MARGIN_MS:
+        while self._until and self._until[0][0] <= view.now_ms + MARGIN_MS:
             _, _, line = self._until.pop(0)
             line.until = None
             self._stale[line] = None
-        for line in self._stale:
-            self._rank(line, is_resident(line.model), now_ms)
-        self._stale.clear()
+        while self._stale:
+            stale, self._stale = self._stale, {}
+            for line in stale:
+                self._rank(line, is_resident(line.model), view)
+            self._renew()
+
+    def _renew(self) -> None:
+        """The policy has failed: all that it said is void."""
+        if self._generation == self._judge.generation:
+            return
+        self._generation = self._judge.generation
+        lines = [line for same in self._lines.values() for line in same.values()]
+        self._ranked, self._until, self._window = [], [], []
+        for line in lines:
+            line.place = line.until = None
+            line.entries = {
+                number: (self._judge.key(waiting), number, waiting, request)
+                for number, (_, _, waiting, request) in line.entries.items()
+            }
+            line.by_key = sorted((entry[0], number) for number, entry in line.entries.items())
+            self._stale[line] = None
+
+    def _in_window(self, view: View) -> list[Place]:
+        """The lines of the window that is under way, or of the next one."""
+        self._window = [
+            (line, last)
+            for line, last in self._window
+            if line.entries and next(iter(line.entries)) <= last
+        ]
+        if not self._window and self._ranked:
+            chosen = self._ranked[: self._judge.window]
+            counts = [len(line.entries) for _, _, line, _ in chosen]
+            order = self._judge.arrange([place[3] for place in chosen], counts, view)
+            self._window = [(chosen[index][2], self._last_number) for index in order]
+        return [line.place for line, _ in self._window if line.place is not None]
 
     def check(
         self, requests: list[Request], is_resident: IsResident, current: ModelName | None,
-        now_ms: float,
+        view: View,
     ) -> None:  # fmt: skip
         """A look at all requests finds the heads in the same order."""
-        policy = self._policy
 
         def rank(request: Request) -> Rank:
-            view = _view(request, is_resident(request.model), request.model == current)
-            return policy.rank(view, now_ms)
+            shown = _view(request, is_resident(request.model), request.model == current)
+            return self._judge.rank(shown, view)
 
+        self.settle(is_resident, current, view)
         found: dict[tuple[ModelName, int], Request] = {}
         for request in sorted(requests, key=rank):
             found.setdefault((request.model, request.priority), request)
-        heads = [request for _, request in self.heads(is_resident, current, now_ms)]
+        if self._judge.generation != self._generation:
+            return  # it failed at these questions
+        heads = [line.entries[number][3] for _, number, line, _ in self._ranked]
         assert heads == list(found.values()), "another request is first"
 
-    def _rank(self, line: Line, is_resident: bool, now_ms: float) -> None:
-        policy = self._policy
+    def _rank(self, line: Line, is_resident: bool, view: View) -> None:
+        judge, now_ms = self._judge, view.now_ms
         self._take_out(line)
-        number = line.head(now_ms, policy.patience_ms)
+        number = line.head(now_ms, judge.patience_ms)
         head = line.entries[number][2]._replace(
             is_resident=is_resident, is_current=line.model == self._current
         )
-        line.place = (policy.rank(head, now_ms), number, line, head)
+        line.place = (judge.rank(head, view), number, line, head)
         bisect.insort(self._ranked, line.place)
-        until_ms = policy.stays_until_ms(head, now_ms)
-        overdue_at_ms = line.by_age[0][0] + policy.patience_ms
+        until_ms = judge.stays_until_ms(head, view)
+        overdue_at_ms = line.by_age[0][0] + judge.patience_ms
         if overdue_at_ms > now_ms:
             until_ms = min(until_ms, overdue_at_ms)
         line.until = (until_ms, number, line)

@@ -248,7 +248,7 @@ class Listing:
             "jobs": len(device.jobs),
             "workers": len(device.workers),
             "device": device.settings.device,
-            "policy": core.policy.name,
+            "policy": core.judge.name,
             "draining": core.is_draining,
             "ready": device.is_ready,
         }

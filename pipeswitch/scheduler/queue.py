@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from ..ipc.messages import ModelName
 from .events import Token
+from .judge import Judge
 from .lines import IsResident, Lines
-from .policies import Policy, Waiting
+from .policies import View, Waiting
 from .records import Request
 
 SPARE_DEADLINES = 64  # of requests that have left, before the heap is made anew
@@ -22,9 +23,9 @@ class Queue:
             is pinned has changed.
     """
 
-    def __init__(self, policy: Policy | None = None) -> None:
+    def __init__(self, judge: Judge | None = None) -> None:
         self.unchecked: dict[ModelName, None] = {}
-        self._lines = Lines(policy) if policy is not None else None
+        self._lines = Lines(judge) if judge is not None else None
         self._requests: dict[Token, tuple[int, Request]] = {}  # with the number it was added as
         self._of: dict[ModelName, dict[Token, Request]] = {}
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap; some have left
@@ -73,22 +74,22 @@ class Queue:
             self._lines.discard(request, entry[0])
 
     def heads(
-        self, is_resident: IsResident, current: ModelName | None, now_ms: float
+        self, is_resident: IsResident, current: ModelName | None, view: View
     ) -> Iterator[tuple[Waiting, Request]]:
         """In the order of the policy: of each model and priority the first request.
 
         Only until a request is added or discarded.
         """
         assert self._lines is not None
-        return self._lines.heads(is_resident, current, now_ms)
+        return self._lines.heads(is_resident, current, view)
 
-    def settle(self, is_resident: IsResident, current: ModelName | None, now_ms: float) -> None:
+    def settle(self, is_resident: IsResident, current: ModelName | None, view: View) -> None:
         """Rank what has changed."""
         assert self._lines is not None
-        self._lines.settle(is_resident, current, now_ms)
+        self._lines.settle(is_resident, current, view)
 
     def changed(self, model: ModelName) -> None:
-        """It came to the device or left it."""
+        """It came to the device or left it, or its prediction is another one."""
         if model in self._of:
             self.unchecked[model] = None
         if self._lines is not None:
@@ -123,12 +124,10 @@ class Queue:
         found = {token for same in self._of.values() for token in same}
         assert found == self._requests.keys(), "a request is counted but does not wait"
 
-    def check_heads(
-        self, is_resident: IsResident, current: ModelName | None, now_ms: float
-    ) -> None:
+    def check_heads(self, is_resident: IsResident, current: ModelName | None, view: View) -> None:
         """A look at all that wait finds the same order of models."""
         assert self._lines is not None
-        self._lines.check([r for _, r in self._requests.values()], is_resident, current, now_ms)
+        self._lines.check([r for _, r in self._requests.values()], is_resident, current, view)
 
     def _holds(self, entry: tuple[float, int, Request]) -> bool:
         _, number, request = entry

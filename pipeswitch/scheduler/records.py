@@ -76,6 +76,12 @@ class Model:
         self.state = StateMachine(f"model {self.name}", ModelState.BUILDING, MODEL_TRANSITIONS)
 
     @property
+    def built(self) -> Manifest:
+        """Its program; it was built."""
+        assert self.manifest is not None
+        return self.manifest
+
+    @property
     def owner(self) -> Owner:
         """Of its bytes on a device, in the host store, and of its arrival words."""
         return Owner("model", self.name)
@@ -171,6 +177,8 @@ class Request:
     reply_offset_bytes: int
     reply_bytes: int
     arrived_at_ms: float
+    batch: int = 1
+    size_bytes: int = 0  # of its model
     trial_batch: int = 0  # a trial, which no client waits for; 0: a client's request
     state: StateMachine[TaskState, TaskEvent] = field(init=False)
     deaths: int = 0  # workers that died while computing it

@@ -42,6 +42,7 @@ class Residents:
         if self._arena.words.get(replica.owner) is not None:
             self._arena.words.release(replica.owner)
         del self._device.replicas[replica.name]
+        self._device.predictions.forget(replica.name)
 
     def device_lost(self) -> None:
         """The daemon died: every byte on the device is gone, the host store is not."""
@@ -186,6 +187,9 @@ class Residents:
                 self._device.move(replica, ResidencyEvent.PIN, "asked by the user")
             replica.is_prefetch = False
             replica.transmission = message
+            if not replica.kept_bytes:
+                device.predictions.sent(replica.name, message.ended_at_ms - message.started_at_ms)
+                device.queue.changed(replica.name)
         else:
             self._broke_off(replica, "transmission cancelled")
 

@@ -46,11 +46,13 @@ from .events import (
     Tick,
     TrainAsked,
     UnregisterAsked,
+    Warn,
     WorkerExited,
 )
+from .judge import Judge
 from .listing import Listing
 from .machine import Machine
-from .policies import make_policy
+from .policies import Policy, make_policy
 from .registry import Registry
 from .wakeups import Wakeups
 
@@ -58,9 +60,13 @@ from .wakeups import Wakeups
 class Scheduler:
     """Decides everything; performs nothing."""
 
-    def __init__(self, settings: SchedulerSettings, policy: str = "priority",
+    def __init__(self, settings: SchedulerSettings, policy: str | Policy = "priority",
                  max_wait_ms: float = 2000.0) -> None:  # fmt: skip
-        self.core = Core(settings, make_policy(policy, max_wait_ms=max_wait_ms))
+        if isinstance(policy, str):
+            policy = make_policy(policy, max_wait_ms=max_wait_ms)
+        judge = Judge(policy, max_wait_ms)
+        judge.when_failed(self._policy_failed)
+        self.core = Core(settings, judge)
         self.machine = Machine(self.core)
         self.admission = Admission(self.core, self.machine)
         self.registry = Registry(self.core, self.machine, self.admission)
@@ -209,6 +215,11 @@ class Scheduler:
             self._leave("the memory daemon died too often", status=EX_SOFTWARE)
 
     # -- queries ------------------------------------------------------------------------------
+
+    def _policy_failed(self, name: str, why: str) -> None:
+        text = f'policy "{name}" failed and is replaced by "priority": {why}'
+        self.core.emit(Warn(text=text))
+        self.core.publish("queue.policy_failed", policy=name, reason=why)
 
     def _query(self, event: Query) -> None:
         core = self.core

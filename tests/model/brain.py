@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from pipeswitch.scheduler.predictions import Predictions
 from pipeswitch.scheduler.queue import Queue
 from pipeswitch.scheduler.records import Activation, Job, Model, Replica, Request, Worker
 from pipeswitch.scheduler.regions import Owner, Region, Regions
@@ -37,6 +38,7 @@ OF_CORE = ("has_left", "drain_at_ms", "now_ms", "counts", "last_epoch", "wakeups
 OF_STATE = (
     "replicas", "requests", "queue", "early", "jobs", "workers", "current", "upcoming",
     "training", "daemon_generation", "daemon_pid", "is_daemon_ready",
+    "predictions",  # no decision of the default policy reads them
     "pinned",  # follows from the replicas
     "cold_switches",  # for profiles, and nothing is measured in this world
 )  # fmt: skip
@@ -151,7 +153,7 @@ class Brain:
          fleet._daemon_respawn_at_ms, core.drain_at_ms, early, replicas) = frozen  # fmt: skip
         machine.models = {t[0]: self._models.thaw(t, n, t[0]) for t in models}
         state.requests = {t[0]: self._requests.thaw(t, n) for t in requests}
-        state.queue, state.early = Queue(core.policy), Queue()
+        state.queue, state.early = Queue(core.judge), Queue()
         for token in queue:
             state.queue.add(state.requests[token])
         for token in early:
@@ -167,6 +169,7 @@ class Brain:
         core.last_epoch = last_epoch
         core.counts = Counter()
         core.out, state.cold_switches = [], []
+        state.predictions = Predictions()
         _thaw_regions(device.arena.regions, arena, n)
         _thaw_regions(machine.store.regions, store, n)
         state.replicas = {}

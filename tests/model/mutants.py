@@ -150,11 +150,11 @@ def _still_there(self: Residents) -> None:
         model.users = 0
 
 
-def _worth_little(self: Arena, region: Any, *, for_request: bool) -> Cost | None:
+def _worth_little(self: Arena, region: Any, view: Any, *, for_request: bool) -> Cost | None:
     model = self._device.replicas.get(region.owner.name)
     if model is not None and model.residency.state is Residency.RESIDENT:
         return FREE
-    return _price(self, region, for_request=for_request)
+    return _price(self, region, view, for_request=for_request)
 
 
 def _daemon_alone(self: Fleet, status: int) -> bool:

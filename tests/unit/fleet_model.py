@@ -29,6 +29,7 @@ from pipeswitch.programs.groups import layer_bytes
 from pipeswitch.programs.layout import Manifest
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
+from pipeswitch.scheduler.policies import MAKERS
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.simulator import world as simulator
 from pipeswitch.simulator.costs import Costs, Link, Training
@@ -322,14 +323,16 @@ def live(world: World, steps: int) -> None:
 def random_world(seed: int, *, pings: bool = False) -> World:
     """A world with settings and faults drawn from the seed."""
     rng = random.Random(f"world {seed}")
+    others = [name for name in MAKERS if name != "priority"]
     faults = Faults(
         kill_worker=rng.choice((0.0, 0.01, 0.05)), kill_daemon=rng.choice((0.0, 0.0, 0.004)),
         copy_error=rng.choice((0.0, 0.02)), store_error=0.03, hang=rng.choice((0.0, 0.03)),
         swallow=rng.choice((0.0, 0.15)), linger=rng.choice((0.0, 0.15)), pings=pings,
         poison=frozenset({"m1"} if rng.random() < 0.2 else ()),
     )  # fmt: skip
+    policy = rng.choice(("priority", "priority", others[seed % len(others)]))
     return World(
-        seed, policy=rng.choice(("priority", "priority", "fifo")), faults=faults,
+        seed, policy=policy, faults=faults,
         standby=rng.choice((0, 1, 2, 2)), arena_mib=rng.choice((48, 64, 96)),
         prefix_mib=rng.choice((0, 8, 64)), profiled=rng.choice((0.0, 0.7, 1.0)),
         max_compute_ms=rng.choice((0.0, 60000.0)),

@@ -20,6 +20,7 @@ from pipeswitch.ipc.messages import (
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import Core, SchedulerSettings
 from pipeswitch.scheduler.device import Device
+from pipeswitch.scheduler.judge import Judge
 from pipeswitch.scheduler.policies import make_policy
 from pipeswitch.scheduler.records import Model, Replica, Request
 from pipeswitch.scheduler.states import ModelEvent, Residency, TaskState
@@ -34,7 +35,7 @@ class Machine:
     """A model in the host store, which both devices may run."""
 
     def __init__(self) -> None:
-        self.core = Core(SETTINGS, make_policy("priority", max_wait_ms=2000.0))
+        self.core = Core(SETTINGS, Judge(make_policy("priority", max_wait_ms=2000.0), 2000.0))
         store = Store(self.core)
         smaller = replace(SETTINGS, arena_bytes=32 * MIB)
         self.devices = [Device(self.core, settings, store) for settings in (SETTINGS, smaller)]

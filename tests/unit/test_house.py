@@ -37,9 +37,9 @@ MAY_IMPORT: Mapping[str, str] = {
     "commits": "errors failpoints ipc machine",
     "programs/build": "errors failpoints ipc programs sandbox units",
     # The decisions.
-    "scheduler/policies": "",
+    "scheduler/policies": "planning",
     "scheduler": "errors ipc planning programs scheduler/policies",
-    "simulator": "errors ipc planning programs scheduler",
+    "simulator": "errors ipc planning programs scheduler scheduler/policies",
     # The device, and the processes that touch it.
     "devices": "config errors failpoints ipc programs units",
     "memory_daemon/": "commits devices errors failpoints ipc programs units",
@@ -51,11 +51,11 @@ MAY_IMPORT: Mapping[str, str] = {
     "frontend": "commits config errors failpoints ipc lane machine programs roles scheduler units "
     "wire",
     "controller": "commits config devices errors failpoints frontend ipc lane launch machine "
-    "planning programs programs/build sandbox scheduler units wire",
+    "planning programs programs/build sandbox scheduler scheduler/policies units wire",
     # Its users.
     "client": "commits errors programs programs/build wire",
     "__init__": "client errors job",
-    "testing": "client",
+    "testing": "client simulator",
     "benchmarks": "client devices errors ipc job machine planning programs programs/build "
     "scheduler simulator testing wire",
     "gateway": "client errors frontend ipc programs roles units wire",

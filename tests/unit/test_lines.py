@@ -11,7 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeswitch.scheduler.policies import Policy, Waiting, make_policy
+from pipeswitch.scheduler.judge import Judge
+from pipeswitch.scheduler.policies import (
+    MAKERS,
+    Eviction,
+    Order,
+    Policy,
+    View,
+    Waiting,
+    make_policy,
+)
 from pipeswitch.scheduler.queue import Queue
 from pipeswitch.scheduler.records import Request
 
@@ -23,8 +32,9 @@ class Device:
     """What a queue is asked with, at random."""
 
     def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-        self.queue = Queue(policy)
+        self.order = policy.order
+        self.judge = Judge(policy, MAX_WAIT_MS)
+        self.queue = Queue(self.judge)
         self.on_device: set[str] = set()
         self.current: str | None = None
         self.now_ms = 0.0
@@ -33,15 +43,19 @@ class Device:
     def view(self, request: Request) -> Waiting:
         return Waiting(
             request.token, request.model, request.priority, request.deadline_at_ms,
-            request.arrived_at_ms, request.model in self.on_device, request.model == self.current,
+            request.arrived_at_ms, request.batch, request.size_bytes,
+            request.model in self.on_device, request.model == self.current,
         )  # fmt: skip
+
+    def at(self) -> View:
+        return View(self.now_ms)
 
     def by_looking_at_all(self) -> list[Request]:
         """In the order in which each would be tried, as if memory never sufficed."""
-        return sorted(self.queue, key=lambda r: self.policy.rank(self.view(r), self.now_ms))
+        return sorted(self.queue, key=lambda r: self.order.rank(self.view(r), self.at()))
 
     def heads(self) -> list[tuple[Waiting, Request]]:
-        return list(self.queue.heads(self.on_device.__contains__, self.current, self.now_ms))
+        return list(self.queue.heads(self.on_device.__contains__, self.current, self.at()))
 
 
 def tried(pairs: list[tuple[Waiting, Request]], device: Device) -> list[int]:
@@ -51,7 +65,7 @@ def tried(pairs: list[tuple[Waiting, Request]], device: Device) -> list[int]:
     for view, request in pairs:
         if any(view.model == other.model for other in blocked):
             continue
-        if not all(device.policy.may_overtake(view, b, device.now_ms) for b in blocked):
+        if not all(device.order.may_overtake(view, b, device.at()) for b in blocked):
             break
         blocked.append(view)
         found.append(request.token)
@@ -72,7 +86,7 @@ STEPS = st.lists(
 
 
 @settings(max_examples=300)
-@given(steps=STEPS, name=st.sampled_from(("priority", "fifo")))
+@given(steps=STEPS, name=st.sampled_from(list(MAKERS)))
 def test_the_same_requests_are_tried_as_by_a_look_at_all(steps: list[Any], name: str) -> None:
     device = Device(make_policy(name, max_wait_ms=MAX_WAIT_MS))
     for step in steps:
@@ -96,25 +110,24 @@ def test_the_same_requests_are_tried_as_by_a_look_at_all(steps: list[Any], name:
                 device.now_ms += ms
         device.queue.check()
         by_all = [(device.view(request), request) for request in device.by_looking_at_all()]
-        assert tried(device.heads(), device) == tried(by_all, device)
+        if not device.order.window:
+            assert tried(device.heads(), device) == tried(by_all, device)
+        device.queue.check_heads(device.on_device.__contains__, device.current, device.at())
 
 
-@pytest.mark.parametrize("name", ["priority", "fifo"])
-def test_a_decision_ranks_only_the_lines_that_changed(name: str) -> None:
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_decision_ranks_only_the_lines_that_changed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ranked: list[str] = []
+    device = Device(make_policy(name, max_wait_ms=MAX_WAIT_MS))
+    rank = device.judge.rank
 
-    class Counted:
-        def __init__(self, policy: Policy) -> None:
-            self._policy = policy
+    def counted(head: Waiting, view: View) -> tuple[float, ...]:
+        ranked.append(head.model)
+        return rank(head, view)
 
-        def __getattr__(self, attribute: str) -> Any:
-            return getattr(self._policy, attribute)
-
-        def rank(self, head: Waiting, now_ms: float) -> tuple[float, ...]:
-            ranked.append(head.model)
-            return self._policy.rank(head, now_ms)
-
-    device = Device(Counted(make_policy(name, max_wait_ms=MAX_WAIT_MS)))
+    monkeypatch.setattr(device.judge, "rank", counted)
     rng = random.Random(1)
     for token in range(5000):
         model = f"m{rng.randrange(1000)}"
@@ -129,3 +142,33 @@ def test_a_decision_ranks_only_the_lines_that_changed(name: str) -> None:
     device.heads()
     assert set(ranked) <= {first.model, "m1"}
     assert len(ranked) <= 4  # a line for each priority
+
+
+def test_a_window_runs_what_waited_in_its_lines_before_anything_later() -> None:
+    class Backwards(Order):
+        window = 2
+
+        def arrange(self, heads: Any, counts: Any, view: View) -> list[int]:
+            seen.append(([head.model for head in heads], list(counts)))
+            return list(range(len(heads)))[::-1]
+
+    seen: list[Any] = []
+    device = Device(Policy("backwards", Backwards(), Eviction()))
+    arrivals = iter(range(100))
+
+    def ask(model: str) -> None:
+        at = next(arrivals)
+        device.queue.add(Request(at, "r", model, 1, None, (), 0, 0, float(at)))
+
+    def run() -> str:
+        _, request = device.heads()[0]
+        device.queue.discard(request)
+        return request.model
+
+    for model in "abac":
+        ask(model)
+    assert run() == "b"
+    ask("b")  # for the next window
+    assert [run() for _ in range(4)] == ["a", "a", "b", "c"]
+    assert seen == [(["a", "b"], [2, 1]), (["c", "b"], [1, 1])]
+    assert device.heads() == []

@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.scheduler.policies import Fifo, Priority, Resident, Waiting, make_policy
+from pipeswitch.config import POLICIES, parse
+from pipeswitch.controller.policies import find_policy
+from pipeswitch.errors import ConfigError
+from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.core import SchedulerSettings
+from pipeswitch.scheduler.policies import (
+    MAKERS,
+    Eviction,
+    Order,
+    Policy,
+    Prediction,
+    Priority,
+    Resident,
+    View,
+    Waiting,
+    make_policy,
+)
+from pipeswitch.scheduler.predictions import Predictions
+from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.simulator.costs import Costs, Link
+from pipeswitch.simulator.programs import program_of
+from pipeswitch.simulator.world import World
+from pipeswitch.testing import check_policy
+
+MIB = 1 << 20
 
 PRIORITY = Priority(max_wait_ms=2000.0)
+FIFO = make_policy("fifo", max_wait_ms=2000.0)
+BOTH = (make_policy("priority", max_wait_ms=2000.0), FIFO)
 
 
 def waiting(
@@ -35,31 +65,31 @@ def resident(*, size_bytes: int = 1 << 20, last_used_at_ms: float = 0.0, waiting
 
 def test_a_higher_class_goes_first() -> None:
     high, low = waiting(priority=0, arrived_at_ms=9.0), waiting(priority=2, is_current=True)
-    assert PRIORITY.rank(high, 10.0) < PRIORITY.rank(low, 10.0)
+    assert PRIORITY.rank(high, View(10.0)) < PRIORITY.rank(low, View(10.0))
 
 
 def test_inside_a_class_the_computing_model_goes_before_a_resident_before_a_cold_one() -> None:
     current = waiting(arrived_at_ms=3.0, is_resident=True, is_current=True)
     warm, cold = waiting(arrived_at_ms=2.0, is_resident=True), waiting(arrived_at_ms=1.0)
-    ranked = sorted((cold, warm, current), key=lambda one: PRIORITY.rank(one, 10.0))
+    ranked = sorted((cold, warm, current), key=lambda one: PRIORITY.rank(one, View(10.0)))
     assert ranked == [current, warm, cold]
 
 
 def test_the_earlier_deadline_goes_first() -> None:
     early, late = waiting(deadline_at_ms=50.0, arrived_at_ms=5.0), waiting(deadline_at_ms=90.0)
-    assert PRIORITY.rank(early, 10.0) < PRIORITY.rank(late, 10.0)
-    assert PRIORITY.rank(late, 10.0) < PRIORITY.rank(waiting(), 10.0)
+    assert PRIORITY.rank(early, View(10.0)) < PRIORITY.rank(late, View(10.0))
+    assert PRIORITY.rank(late, View(10.0)) < PRIORITY.rank(waiting(), View(10.0))
 
 
 def test_who_waited_too_long_goes_before_any_reuse() -> None:
     old, fresh = waiting(priority=1), waiting(priority=0, arrived_at_ms=2400.0, is_current=True)
-    assert PRIORITY.rank(old, 2500.0) < PRIORITY.rank(fresh, 2500.0)
+    assert PRIORITY.rank(old, View(2500.0)) < PRIORITY.rank(fresh, View(2500.0))
 
 
 def test_of_those_who_waited_too_long_the_oldest_goes_first() -> None:
     oldest = waiting()
     with_deadline = waiting(arrived_at_ms=1.0, deadline_at_ms=9000.0, is_current=True)
-    assert PRIORITY.rank(oldest, 2500.0) < PRIORITY.rank(with_deadline, 2500.0)
+    assert PRIORITY.rank(oldest, View(2500.0)) < PRIORITY.rank(with_deadline, View(2500.0))
 
 
 @given(priority=st.integers(0, 2), fresh=st.integers(0, 2))
@@ -67,39 +97,272 @@ def test_nobody_starves(priority: int, fresh: int) -> None:
     """After three waits the lowest class is ahead of whatever arrives then."""
     now_ms = 4 * PRIORITY.patience_ms
     newcomer = waiting(priority=fresh, arrived_at_ms=now_ms, is_current=True, is_resident=True)
-    assert PRIORITY.rank(waiting(priority=priority), now_ms) < PRIORITY.rank(newcomer, now_ms)
+    assert PRIORITY.rank(waiting(priority=priority), View(now_ms)) < PRIORITY.rank(
+        newcomer, View(now_ms)
+    )
 
 
 def test_a_lower_class_never_overtakes_one_that_waits_for_memory() -> None:
-    assert not PRIORITY.may_overtake(waiting(priority=2), waiting(priority=0), 1.0)
-    assert PRIORITY.may_overtake(waiting(priority=1), waiting(priority=1), 1.0)
+    assert not PRIORITY.may_overtake(waiting(priority=2), waiting(priority=0), View(1.0))
+    assert PRIORITY.may_overtake(waiting(priority=1), waiting(priority=1), View(1.0))
 
 
 def test_nobody_overtakes_one_that_waited_too_long() -> None:
     blocked = waiting(priority=1)
-    assert not PRIORITY.may_overtake(waiting(priority=0, arrived_at_ms=1999.0), blocked, 2000.0)
+    assert not PRIORITY.may_overtake(
+        waiting(priority=0, arrived_at_ms=1999.0), blocked, View(2000.0)
+    )
 
 
 def test_the_model_idle_for_longest_is_the_cheapest_to_evict() -> None:
-    for policy in (PRIORITY, Fifo()):
-        old = policy.eviction_cost(resident(last_used_at_ms=0.0), 1000.0)
-        assert old < policy.eviction_cost(resident(last_used_at_ms=900.0), 1000.0)
+    for policy in BOTH:
+        old = policy.eviction.cost(resident(last_used_at_ms=0.0), View(1000.0))
+        assert old < policy.eviction.cost(resident(last_used_at_ms=900.0), View(1000.0))
 
 
 def test_a_model_somebody_waits_for_costs_more() -> None:
-    for policy in (PRIORITY, Fifo()):
-        wanted = policy.eviction_cost(resident(waiting_count=1), 1000.0)
-        assert wanted > policy.eviction_cost(resident(), 1000.0)
+    for policy in BOTH:
+        wanted = policy.eviction.cost(resident(waiting_count=1), View(1000.0))
+        assert wanted > policy.eviction.cost(resident(), View(1000.0))
 
 
 def test_fifo_keeps_the_order_of_arrival_strictly() -> None:
     first, second = waiting(priority=2), waiting(priority=0, arrived_at_ms=1.0, is_current=True)
-    assert Fifo().rank(first, 9.0) < Fifo().rank(second, 9.0)
-    assert not Fifo().may_overtake(second, first, 9.0)
+    assert FIFO.order.rank(first, View(9.0)) < FIFO.order.rank(second, View(9.0))
+    assert not FIFO.order.may_overtake(second, first, View(9.0))
 
 
 def test_an_unknown_policy_is_named_with_those_there_are() -> None:
-    assert make_policy("fifo", max_wait_ms=1.0).name == "fifo"
-    assert make_policy("priority", max_wait_ms=1.0).name == "priority"
-    with pytest.raises(KeyError, match="fifo, priority"):
+    for name in MAKERS:
+        assert make_policy(name, max_wait_ms=1.0).name == name
+    with pytest.raises(KeyError, match="priority, fifo, edf, sjf, collate, alternating"):
         make_policy("best", max_wait_ms=1.0)
+    assert tuple(MAKERS) == POLICIES, "[scheduler] policy takes others than there are"
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_each_policy_keeps_the_contract(name: str) -> None:
+    check_policy(MAKERS[name])
+
+
+def ranked(name: str, *requests: Waiting, at_ms: float = 10.0) -> list[int]:
+    order = make_policy(name, max_wait_ms=2000.0).order
+    view = View(at_ms, predict)
+    return [one.token for one in sorted(requests, key=lambda one: order.rank(one, view))]
+
+
+def predict(model: str, batch: int) -> Prediction:
+    load_ms, compute_ms = {"short": (5.0, 1.0), "long": (5.0, 20.0), "far": (50.0, 1.0)}[model]
+    return Prediction(load_ms, compute_ms, compute_ms)
+
+
+def named(token: int, model: str, **values: Any) -> Waiting:
+    return waiting(**values)._replace(token=token, model=model)
+
+
+def test_edf_takes_the_earliest_deadline_and_gives_one_to_those_without() -> None:
+    late = named(1, "a", deadline_at_ms=19_999.0)
+    none = named(2, "a")  # counts as due 20 s after it came
+    very_late = named(3, "a", deadline_at_ms=1e9, arrived_at_ms=1.0)
+    soon = named(4, "a", deadline_at_ms=50.0, arrived_at_ms=9.0)
+    assert ranked("edf", very_late, none, late, soon) == [4, 1, 2, 3]
+
+
+def test_sjf_counts_the_copy_of_a_model_that_is_not_there() -> None:
+    short, long = named(1, "short"), named(2, "long", is_resident=True)
+    far, near = named(3, "far"), named(4, "far", is_resident=True)
+    assert ranked("sjf", far, long, short, near) == [4, 1, 2, 3]
+    assert ranked("sjf", far, short, at_ms=1999.0) == [1, 3]
+    assert ranked("sjf", far._replace(arrived_at_ms=-1.0), short, at_ms=1999.0) == [3, 1]
+
+
+def test_collate_goes_on_with_a_model_until_one_has_waited_too_long() -> None:
+    current = named(1, "a", arrived_at_ms=5.0, is_resident=True, is_current=True)
+    warm, cold = named(2, "b", arrived_at_ms=4.0, is_resident=True), named(3, "c")
+    assert ranked("collate", cold, warm, current) == [1, 2, 3]
+    assert ranked("collate", cold, warm, current, at_ms=2000.0) == [3, 1, 2]
+
+
+def test_a_window_is_put_in_the_order_that_the_thesis_gives_it() -> None:
+    """Its worked example: loads 120, 125, 125, 62.5; computes 500, 400, 560, 482.5."""
+    times = {"A": (120.0, 500.0), "B": (125.0, 400.0), "C": (125.0, 560.0), "D": (62.5, 482.5)}
+
+    def known(model: str, batch: int) -> Prediction:
+        load_ms, compute_ms = times[model]
+        return Prediction(load_ms, compute_ms, compute_ms)
+
+    heads = [named(index, model) for index, model in enumerate(times)]
+    order = make_policy("alternating", max_wait_ms=2000.0).order
+    found = order.arrange(heads, [1, 1, 1, 1], View(0.0, known))
+    assert "".join("ABCD"[index] for index in found) == "DBCA"
+
+
+class Fails(Order):
+    """Fails in one of its methods from a certain call on."""
+
+    window = 3
+
+    def __init__(self, where: str, after: int, how: Any) -> None:
+        self.where, self.left, self.how = where, after, how
+
+    def _answer(self, where: str, answer: Any) -> Any:
+        self.left -= where == self.where
+        if where == self.where and self.left < 0:
+            if isinstance(self.how, Exception):
+                raise self.how
+            return self.how
+        return answer
+
+    def key(self, request: Waiting) -> tuple[float, ...]:
+        found: tuple[float, ...] = self._answer("key", super().key(request))
+        return found
+
+    def rank(self, head: Waiting, view: View) -> tuple[float, ...]:
+        found: tuple[float, ...] = self._answer("rank", super().rank(head, view))
+        return found
+
+    def stays_until_ms(self, head: Waiting, view: View) -> float:
+        found: float = self._answer("stays_until_ms", super().stays_until_ms(head, view))
+        return found
+
+    def may_overtake(self, request: Waiting, blocked: Waiting, view: View) -> bool:
+        found: bool = self._answer("may_overtake", True)
+        return found
+
+    def arrange(self, heads: Any, counts: Any, view: View) -> Any:
+        return self._answer("arrange", super().arrange(heads, counts, view))
+
+
+class CostFails(Eviction):
+    def cost(self, resident: Resident, view: View) -> tuple[float, ...]:
+        raise KeyError(resident.model)
+
+
+class Heard(World):
+    """Keeps what the operator reads."""
+
+    def __init__(self, policy: Policy, arena_mib: int) -> None:
+        self.warnings: list[str] = []
+        self.topics: list[str] = []
+        settings = SchedulerSettings(arena_bytes=arena_mib * MIB, store_bytes=64 * MIB, words=64)
+        super().__init__(Scheduler(settings, policy), costs=Costs(to_device=Link(fixed_ms=1.0)))
+
+    def perform(self, commands: list[ev.Command]) -> None:
+        super().perform(commands)
+        self.warnings += [one.text for one in commands if isinstance(one, ev.Warn)]
+        self.topics += [one.topic for one in commands if isinstance(one, ev.Publish)]
+
+
+def live(policy: Policy, arena_mib: int = 12) -> Heard:
+    """Six models of which two fit, sixty requests."""
+    world = Heard(policy, arena_mib)
+    for index in range(6):
+        world.clients.register(f"m{index}", program_of(f"d{index}", 4 * MIB, layer_ms=1.0))  # type: ignore[arg-type]
+    world.run()
+    for index in range(60):
+        world.clients.infer(f"m{index * 5 % 6}", priority=index % 3)  # type: ignore[arg-type]
+        if index % 7 == 0:
+            world.run(world.now_ms + 3.0)
+    world.run()
+    return world
+
+
+@pytest.mark.parametrize("how", [ValueError("no"), (math.nan,), "text", [3, 3, 3]], ids=str)
+@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize("where", ["key", "rank", "stays_until_ms", "arrange"])
+def test_a_policy_that_fails_is_replaced_once_and_nothing_is_lost(
+    where: str, after: int, how: Any
+) -> None:
+    world = live(Policy("mine", Fails(where, after, how), Eviction()))
+    assert world.scheduler.core.judge.name == "priority"
+    (warning,) = world.warnings
+    assert warning.startswith(f'policy "mine" failed and is replaced by "priority": {where} raised')
+    assert world.topics.count("queue.policy_failed") == 1
+    assert world.clients.outcomes["ok"] == 66  # with the registrations
+    assert not world.clients.open
+
+
+def test_a_policy_that_fails_when_memory_is_short_is_replaced_too() -> None:
+    for policy in (
+        Policy("mine", Order(), CostFails()),
+        Policy("mine", Fails("may_overtake", 0, ValueError("no")), Eviction()),
+    ):
+        world = live(policy, arena_mib=8)  # one model fits
+        assert world.scheduler.core.judge.name == "priority"
+        assert len(world.warnings) == 1
+        assert world.clients.outcomes["ok"] == 66
+
+
+def test_the_contract_finds_what_is_wrong() -> None:
+    class Starves(Order):
+        def rank(self, head: Waiting, view: View) -> tuple[float, ...]:
+            return (-head.arrived_at_ms,)
+
+    class Drifts(Order):
+        def rank(self, head: Waiting, view: View) -> tuple[float, ...]:
+            return (head.arrived_at_ms - view.now_ms,)
+
+    for order, text in (
+        (Starves(), "goes before"), (Drifts(), "changes before"),
+        (Fails("arrange", 0, [0, 0]), "arrange gave"),
+        (Fails("rank", 0, (math.nan,)), "rank of"),
+    ):  # fmt: skip
+        with pytest.raises(AssertionError, match=text):
+            check_policy(lambda max_wait_ms, order=order: Policy("mine", order, Eviction()))
+
+
+def test_predictions_are_of_the_last_runs_of_that_batch() -> None:
+    known = Predictions()
+    assert known.predict("m", 1) == (0.0, 0.0, 0.0)
+    for took_ms in range(1, 101):
+        known.computed("m", 4, float(took_ms))
+    known.sent("m", 7.0)
+    assert known.predict("m", 4) == (7.0, 68.0, 97.0)  # of 37 to 100: the last 64
+    assert known.predict("m", 8) == known.predict("m", 4)  # at least as long as a smaller one
+    assert known.predict("m", 1) == (7.0, 0.0, 0.0)
+    known.forget("m")
+    assert known.predict("m", 4) == (0.0, 0.0, 0.0)
+
+
+def test_what_the_scheduler_hears_is_what_a_policy_may_predict_from() -> None:
+    world = live(make_policy("fifo", max_wait_ms=2000.0))
+    predict = world.scheduler.machine.device.state.predictions.predict
+    assert predict("m0", 1) == (2.0, 4.0, 4.0)  # two groups' copies; four layers
+
+
+def test_the_owners_own_policy_is_found_by_module_and_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of_mine.py").write_text(
+        "from pipeswitch.scheduler.policies import Eviction, Order, Policy\n"
+        "def make(*, max_wait_ms):\n"
+        "    return Policy(f'mine {max_wait_ms}', Order(), Eviction())\n"
+        "def nothing(*, max_wait_ms):\n"
+        "    return Order()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find_policy("of_mine:make", max_wait_ms=3.0).name == "mine 3.0"
+    assert find_policy("edf", max_wait_ms=3.0).name == "edf"
+    for name, why in (
+        ("of_mine:other", "no attribute 'other'"), ("no_such:make", "No module named 'no_such'"),
+        ("of_mine:nothing", "made a Order, no Policy"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=why):
+            find_policy(name, max_wait_ms=3.0)
+
+
+def test_an_installed_policy_is_found_by_its_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "theirs-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(
+        "[pipeswitch.policies]\ntheirs = pipeswitch.scheduler.policies:make_fair\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert parse({"scheduler": {"policy": "theirs"}}).scheduler.policy == "theirs"
+    with pytest.raises(ConfigError, match="make_fair"):  # found, and it says what is missing
+        find_policy("theirs", max_wait_ms=3.0)
+    with pytest.raises(ConfigError, match="neh, ga, theirs"):
+        parse({"scheduler": {"policy": "their"}})

@@ -89,11 +89,11 @@ def generation_not_checked(patch: Patch) -> None:
 
 
 def model_in_use_evicted(patch: Patch) -> None:
-    def price(self: Arena, region: Any, *, for_request: bool) -> Cost | None:
+    def price(self: Arena, region: Any, view: Any, *, for_request: bool) -> Cost | None:
         model = self._device.replicas.get(region.owner.name)
         if model is not None and model.residency.state is Residency.RESIDENT:
             return FREE
-        return _original_price(self, region, for_request=for_request)
+        return _original_price(self, region, view, for_request=for_request)
 
     patch.setattr(Arena, "_price", price)
 

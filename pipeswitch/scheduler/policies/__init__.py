@@ -6,9 +6,36 @@ A policy sees an immutable view and returns numbers; the scheduler keeps the inv
 
 from __future__ import annotations
 
-from .fifo import Fifo
-from .policy import Policy, Resident, Waiting
-from .priority import Priority
+from functools import partial
+from typing import Final
+
+from .orders import Collate, EarliestDeadline, ShortestFirst
+from .policy import Eviction, Maker, Order, Policy, Prediction, Resident, View, Waiting
+from .priority import Priority, Worth
+from .windowed import ARRANGEMENTS, Windowed
+
+
+def _fifo(*, max_wait_ms: float) -> Policy:
+    return Policy("fifo", Order(), Eviction())
+
+
+def _with(name: str, order: type[Order], *, max_wait_ms: float) -> Policy:
+    return Policy(name, order(max_wait_ms=max_wait_ms), Worth())  # type: ignore[call-arg]
+
+
+def _windowed(name: str, *, max_wait_ms: float) -> Policy:
+    return Policy(name, Windowed(ARRANGEMENTS[name]), Worth())
+
+
+MAKERS: Final[dict[str, Maker]] = {
+    "priority": partial(_with, "priority", Priority),
+    "fifo": _fifo,
+    "edf": partial(_with, "edf", EarliestDeadline),
+    "sjf": partial(_with, "sjf", ShortestFirst),
+    "collate": partial(_with, "collate", Collate),
+    **{name: partial(_windowed, name) for name in ARRANGEMENTS},
+}
+"""Those that come along, by name; the first is the default."""
 
 
 def make_policy(name: str, *, max_wait_ms: float) -> Policy:
@@ -17,11 +44,13 @@ def make_policy(name: str, *, max_wait_ms: float) -> Policy:
     Raises:
         KeyError: there is none; the message lists them.
     """
-    if name == "fifo":
-        return Fifo()
-    if name == "priority":
-        return Priority(max_wait_ms=max_wait_ms)
-    raise KeyError(f"no policy {name!r}; there are: fifo, priority")
+    if name not in MAKERS:
+        raise KeyError(f"no policy {name!r}; there are: {', '.join(MAKERS)}")
+    policy: Policy = MAKERS[name](max_wait_ms=max_wait_ms)
+    return policy
 
 
-__all__ = ["Fifo", "Policy", "Priority", "Resident", "Waiting", "make_policy"]
+__all__ = [
+    "MAKERS", "Eviction", "Maker", "Order", "Policy", "Prediction", "Priority", "Resident", "View",
+    "Waiting", "Worth", "make_policy",
+]  # fmt: skip

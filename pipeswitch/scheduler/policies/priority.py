@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from .policy import Resident, Waiting, deadline_of
+from .policy import Eviction, Order, Resident, View, Waiting, deadline_of, reuse_of
 
 WANTED_WEIGHT = 64.0  # a model that a request waits for is the last choice among equals
 
 
-class Priority:
+class Priority(Order):
     """Ranks in this order:
 
     1. priority class, raised by one for every ``max_wait_ms`` waited, so nothing starves;
@@ -21,37 +21,27 @@ class Priority:
     5. the earlier arrival.
     """
 
-    name = "priority"
-
     def __init__(self, *, max_wait_ms: float) -> None:
         self.patience_ms = max_wait_ms
 
     def key(self, request: Waiting) -> tuple[float, ...]:
         return (deadline_of(request), request.arrived_at_ms)
 
-    def rank(self, head: Waiting, now_ms: float) -> tuple[float, ...]:
-        if now_ms - head.arrived_at_ms >= self.patience_ms:
-            return (self._class(head, now_ms), 0.0, 0.0, 0.0, head.arrived_at_ms)
-        reuse = 0.0 if head.is_current else 1.0 if head.is_resident else 2.0
-        return (head.priority, 1.0, reuse, deadline_of(head), head.arrived_at_ms)
+    def rank(self, head: Waiting, view: View) -> tuple[float, ...]:
+        if view.now_ms - head.arrived_at_ms >= self.patience_ms:
+            return (self._class(head, view.now_ms), 0.0, 0.0, 0.0, head.arrived_at_ms)
+        return (head.priority, 1.0, reuse_of(head), deadline_of(head), head.arrived_at_ms)
 
-    def stays_until_ms(self, head: Waiting, now_ms: float) -> float:
+    def stays_until_ms(self, head: Waiting, view: View) -> float:
         if self.patience_ms <= 0:
             return math.inf
-        return head.arrived_at_ms + (self._waits(head, now_ms) + 1) * self.patience_ms
+        return head.arrived_at_ms + (self._waits(head, view.now_ms) + 1) * self.patience_ms
 
-    def may_overtake(self, request: Waiting, blocked: Waiting, now_ms: float) -> bool:
+    def may_overtake(self, request: Waiting, blocked: Waiting, view: View) -> bool:
         # Inside a class the device is not left idle for one that cannot run yet; a lower class
         # never runs in front of a higher one; and no request waits for ever.
-        same_class = self._class(request, now_ms) <= self._class(blocked, now_ms)
-        return same_class and now_ms - blocked.arrived_at_ms < self.patience_ms
-
-    def eviction_cost(self, resident: Resident, now_ms: float) -> tuple[float, ...]:
-        idle_ms = 1.0 + max(0.0, now_ms - resident.last_used_at_ms)
-        weight = 4.0 ** (2 - min(max(resident.priority, 0), 2))
-        if resident.waiting_count:
-            weight *= WANTED_WEIGHT
-        return (weight * resident.size_bytes * (1 + min(resident.use_count, 8)) / idle_ms,)
+        same_class = self._class(request, view.now_ms) <= self._class(blocked, view.now_ms)
+        return same_class and view.now_ms - blocked.arrived_at_ms < self.patience_ms
 
     def _class(self, request: Waiting, now_ms: float) -> int:
         return request.priority - self._waits(request, now_ms)
@@ -61,3 +51,15 @@ class Priority:
         if self.patience_ms <= 0:
             return 0
         return math.floor((now_ms - request.arrived_at_ms) / self.patience_ms)
+
+
+class Worth(Eviction):
+    """Bytes that would have to be sent again, weighed by priority, use and waiting requests, for
+    each millisecond that the model has been idle."""
+
+    def cost(self, resident: Resident, view: View) -> tuple[float, ...]:
+        idle_ms = 1.0 + max(0.0, view.now_ms - resident.last_used_at_ms)
+        weight = 4.0 ** (2 - min(max(resident.priority, 0), 2))
+        if resident.waiting_count:
+            weight *= WANTED_WEIGHT
+        return (weight * resident.size_bytes * (1 + min(resident.use_count, 8)) / idle_ms,)

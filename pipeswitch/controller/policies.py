@@ -1,0 +1,44 @@
+"""The policy that ``[scheduler] policy`` names: one of ours, or one of the owner's."""
+
+from __future__ import annotations
+
+import importlib
+from importlib import metadata
+
+from ..config import POLICY_GROUP
+from ..errors import ConfigError
+from ..scheduler.policies import MAKERS, Maker, Policy
+
+HINT = "docs/scheduling.md shows one; it is called with max_wait_ms and returns a Policy"
+
+
+def find_policy(name: str, *, max_wait_ms: float) -> Policy:
+    """Made for a server.
+
+    Args:
+        name: one of ours, an entry point of ``pipeswitch.policies``, or ``module:name``.
+
+    Raises:
+        ConfigError: it cannot be imported or made, or what was made is no policy.
+    """
+    try:
+        policy = _maker(name)(max_wait_ms=max_wait_ms)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f'[scheduler] policy "{name}": {reason}', hint=HINT) from error
+    if not isinstance(policy, Policy):
+        kind = type(policy).__name__
+        raise ConfigError(f'[scheduler] policy "{name}" made a {kind}, no Policy', hint=HINT)
+    return policy
+
+
+def _maker(name: str) -> Maker:
+    if name in MAKERS:
+        return MAKERS[name]
+    module, separator, attribute = name.partition(":")
+    if separator:
+        maker: Maker = getattr(importlib.import_module(module), attribute)
+        return maker
+    (point,) = metadata.entry_points(group=POLICY_GROUP, name=name)
+    found: Maker = point.load()
+    return found

@@ -1,0 +1,106 @@
+"""The policy's answers, and those of ``priority`` from the moment a policy fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from .policies import Policy, Resident, View, Waiting, make_policy
+
+Failed = Callable[[str, str], None]  # told the policy's name and what happened
+
+
+class Judge:
+    """Asks a policy that may be a user's; what it answers is checked before it is believed.
+
+    Attributes:
+        generation: how many policies failed; what an earlier one ranked is void.
+    """
+
+    def __init__(self, policy: Policy, max_wait_ms: float) -> None:
+        self._max_wait_ms = max_wait_ms
+        self._failed: Failed = lambda name, why: None
+        self.generation = 0
+        self._use(policy)
+
+    def _use(self, policy: Policy) -> None:
+        self.policy = policy
+        self.patience_ms, self.window = policy.order.patience_ms, policy.order.window
+
+    def when_failed(self, failed: Failed) -> None:
+        """Whom to tell."""
+        self._failed = failed
+
+    @property
+    def name(self) -> str:
+        return self.policy.name
+
+    def key(self, request: Waiting) -> tuple[float, ...]:
+        try:
+            return _numbers(self.policy.order.key(request))
+        except Exception as error:
+            self._replace("key", error)
+            return self.key(request)
+
+    def rank(self, head: Waiting, view: View) -> tuple[float, ...]:
+        try:
+            return _numbers(self.policy.order.rank(head, view))
+        except Exception as error:
+            self._replace("rank", error)
+            return self.rank(head, view)
+
+    def stays_until_ms(self, head: Waiting, view: View) -> float:
+        try:
+            return _numbers((self.policy.order.stays_until_ms(head, view),))[0]
+        except Exception as error:
+            self._replace("stays_until_ms", error)
+            return self.stays_until_ms(head, view)
+
+    def may_overtake(self, request: Waiting, blocked: Waiting, view: View) -> bool:
+        try:
+            return bool(self.policy.order.may_overtake(request, blocked, view))
+        except Exception as error:
+            self._replace("may_overtake", error)
+            return self.may_overtake(request, blocked, view)
+
+    def arrange(self, heads: Sequence[Waiting], counts: Sequence[int], view: View) -> list[int]:
+        try:
+            order = list(self.policy.order.arrange(heads, counts, view))
+            if sorted(order) != list(range(len(heads))):
+                raise ValueError(f"{order} are not the {len(heads)} heads, each once")
+            return order
+        except Exception as error:
+            self._replace("arrange", error)
+            return list(range(len(heads)))
+
+    def cost(self, resident: Resident, view: View) -> tuple[float, ...]:
+        try:
+            return _numbers(self.policy.eviction.cost(resident, view))
+        except Exception as error:
+            self._replace("cost", error)
+            return self.cost(resident, view)
+
+    def _replace(self, where: str, error: Exception) -> None:
+        """Once for each policy; ``priority`` itself must not fail."""
+        if self.generation:
+            raise error
+        self.generation += 1
+        name = self.policy.name
+        self._use(make_policy("priority", max_wait_ms=self._max_wait_ms))
+        self._failed(name, f"{where} raised {type(error).__name__}: {error}")
+
+
+def _numbers(values: tuple[float, ...]) -> tuple[float, ...]:
+    """As they are, if they can be compared.
+
+    Raises:
+        TypeError: they are no tuple of numbers.
+        ValueError: one of them is not a number to compare.
+    """
+    if type(values) is not tuple:
+        raise TypeError(f"{values!r} is no tuple")
+    for value in values:
+        if not isinstance(value, float | int):
+            raise TypeError(f"{value!r} is no number")
+        if value != value:
+            raise ValueError("a number is nan")
+    return values

@@ -1,0 +1,64 @@
+"""Orders that rank one request beside another: by deadline, by length, by model."""
+
+from __future__ import annotations
+
+from .policy import Order, View, Waiting, deadline_of, reuse_of
+
+LONGEST_WAITS = 10  # of ``max_wait_ms``: what a request without a deadline is given for one
+
+
+class Patient(Order):
+    """Who waited longer than ``max_wait_ms`` goes before all, the oldest first; the device is not
+    left idle for any other request that has no memory yet."""
+
+    def __init__(self, *, max_wait_ms: float) -> None:
+        self.patience_ms = max_wait_ms
+
+    def rank(self, head: Waiting, view: View) -> tuple[float, ...]:
+        if view.now_ms - head.arrived_at_ms >= self.patience_ms:
+            return (0.0, head.arrived_at_ms)
+        return (1.0, *self.rank_in_time(head, view), head.arrived_at_ms)
+
+    def rank_in_time(self, head: Waiting, view: View) -> tuple[float, ...]:
+        """Of one that has not waited too long."""
+        raise NotImplementedError
+
+    def may_overtake(self, request: Waiting, blocked: Waiting, view: View) -> bool:
+        return view.now_ms - blocked.arrived_at_ms < self.patience_ms
+
+
+class EarliestDeadline(Order):
+    """The earliest deadline first. One without, or with a late one, counts as if it were due
+    after ten times ``max_wait_ms``, so none waits for ever."""
+
+    def __init__(self, *, max_wait_ms: float) -> None:
+        self._max_wait_ms = max_wait_ms
+
+    def key(self, request: Waiting) -> tuple[float, ...]:
+        latest_ms = request.arrived_at_ms + LONGEST_WAITS * self._max_wait_ms
+        return (min(deadline_of(request), latest_ms), request.arrived_at_ms)
+
+    def rank(self, head: Waiting, view: View) -> tuple[float, ...]:
+        return self.key(head)
+
+    def may_overtake(self, request: Waiting, blocked: Waiting, view: View) -> bool:
+        return view.now_ms - blocked.arrived_at_ms < self._max_wait_ms
+
+
+class ShortestFirst(Patient):
+    """The least predicted time first: its computation, and its model's copy if that is absent."""
+
+    def key(self, request: Waiting) -> tuple[float, ...]:
+        return (request.batch, request.arrived_at_ms)
+
+    def rank_in_time(self, head: Waiting, view: View) -> tuple[float, ...]:
+        predicted = view.predict(head.model, head.batch)
+        return (predicted.compute_ms + (0.0 if head.is_resident else predicted.load_ms),)
+
+
+class Collate(Patient):
+    """A A A B B: the model that computes goes on, then those on the device, then the one whose
+    first request waited longest. The fewest switches that patience allows."""
+
+    def rank_in_time(self, head: Waiting, view: View) -> tuple[float, ...]:
+        return (reuse_of(head),)
