@@ -246,6 +246,10 @@ class SchedulerConfig(_Checked):
     policy: str = _setting(
         "priority", f"{', '.join(POLICIES)}, or your own: module:name", _policy_name
     )
+    admission: str = _setting(
+        "off", "deadline: a request whose deadline cannot be met, by what its model took before, "
+        "is refused at once", choices=("off", "deadline"),
+    )  # fmt: skip
     max_queue: int = _setting(512, "requests that may wait", low=1)
     max_queue_per_model: int = _setting(
         256, "of them for one model: a flood for one leaves room for the others", low=1

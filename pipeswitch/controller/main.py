@@ -325,6 +325,7 @@ class Server:
                 words=sizes.words,
                 standby=config.workers.standby,
                 max_builds=MAX_BUILDS,
+                admission=config.scheduler.admission,
                 max_queue=config.scheduler.max_queue,
                 max_queue_per_model=config.scheduler.max_queue_per_model,
                 commit_every_ms=config.scheduler.commit_every_ms,

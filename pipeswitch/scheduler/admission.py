@@ -13,6 +13,7 @@ from ..ipc.messages import ModelName
 from .core import Core
 from .endings import batch_of, quarantined
 from .events import CancelAsked, InferArrived
+from .forecast import hopeless_at_ms, is_hopeless, too_late
 from .machine import Machine
 from .records import Model, Request
 from .states import MODEL_AWAITED, ModelState, TaskEvent
@@ -47,11 +48,17 @@ class Admission:
             size_bytes=manifest.total_bytes,
         )
         device = self._machine.device.state
-        device.requests[request.token] = request
         is_early = self._machine.models[request.model].state.state in MODEL_AWAITED
+        if not is_early and is_hopeless(device, request):
+            core.refuse(event.token, too_late(device, request))
+            return
+        request.hopeless_at_ms = hopeless_at_ms(device, request)
+        device.requests[request.token] = request
         (device.early if is_early else device.queue).add(request)
-        if request.deadline_at_ms is not None:
-            core.look_again(request.deadline_at_ms)
+        for at_ms in (request.hopeless_at_ms, request.deadline_at_ms):
+            if at_ms is not None:
+                core.look_again(at_ms)
+                break
 
     def _refusal(self, event: InferArrived) -> PipeSwitchError | None:
         core, device = self._core, self._machine.device.state

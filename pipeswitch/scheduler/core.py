@@ -41,6 +41,7 @@ class SchedulerSettings:
     max_daemon_restarts: int = 5  # in a row, without a model served in between
     keep_jobs: int = 20  # that are over, with their last state
     keep_jobs_ms: float = 0.0  # 0: for as long as their number allows
+    admission: str = "off"  # "deadline": what cannot be answered in time is refused at once
     prefix_bytes: int = 0  # of the arena, for prefixes of models that had to leave; 0: none
     identity: Identity = UNKNOWN_DEVICE  # what profiles are measured on
     unix_offset_ms: float = 0.0  # from the scheduler's clock to the calendar

@@ -8,6 +8,7 @@ from ..programs.layout import REGION_ALIGN_BYTES, aligned
 from .arena import WHOLE, Arena
 from .device_state import DeviceState
 from .events import ToWorker
+from .forecast import is_hopeless, too_late
 from .policies import Waiting
 from .records import Activation, Replica, Request, Worker
 from .residency import Residents
@@ -33,9 +34,13 @@ class Dispatch:
         self._turns = turns
 
     def expire(self) -> None:
-        """Answer queued requests whose deadline has passed."""
+        """Answer queued requests whose deadline has passed, or can no longer be met."""
         core, device = self._core, self._device
         for request in (*device.queue.expired(core.now_ms), *device.early.expired(core.now_ms)):
+            assert request.deadline_at_ms is not None
+            if core.now_ms < request.deadline_at_ms:
+                device.refuse(request, TaskEvent.EXPIRE, too_late(device, request))
+                continue
             waited = core.now_ms - request.arrived_at_ms
             device.refuse(
                 request,
@@ -105,6 +110,9 @@ class Dispatch:
                 core.judge.may_overtake(view, other, now) for other in blocked
             ):
                 return False  # 5.
+            if is_hopeless(device, request):
+                device.refuse(request, TaskEvent.EXPIRE, too_late(device, request))
+                return True  # another one is first now
             if self._dispatch(request):
                 return True
             blocked.append(view)

@@ -29,11 +29,14 @@ def _view(request: Request, is_resident: bool = False, is_current: bool = False)
 class Line:
     """The waiting requests of one model and one priority, sorted by key and by age."""
 
-    __slots__ = ("by_age", "by_key", "entries", "model", "place", "priority", "until")
+    __slots__ = (
+        "by_age", "by_key", "entries", "model", "place", "priority", "smallest_batch", "until",
+    )  # fmt: skip
 
-    def __init__(self, model: ModelName, priority: int) -> None:
+    def __init__(self, model: ModelName, priority: int, smallest_batch: int) -> None:
         self.model = model
         self.priority = priority
+        self.smallest_batch = smallest_batch  # since it was empty
         self.entries: dict[int, tuple[Rank, int, Waiting, Request]] = {}  # by number
         self.by_key: list[tuple[Rank, int]] = []
         self.by_age: list[tuple[float, int]] = []
@@ -73,8 +76,9 @@ class Lines:
         lines = self._lines.setdefault(request.model, {})
         line = lines.get(request.priority)
         if line is None:
-            line = lines[request.priority] = Line(request.model, request.priority)
+            line = lines[request.priority] = Line(request.model, request.priority, request.batch)
         line.entries[number] = (key, number, waiting, request)
+        line.smallest_batch = min(line.smallest_batch, request.batch)
         bisect.insort(line.by_key, (key, number))
         bisect.insort(line.by_age, (request.arrived_at_ms, number))
         self._stale[line] = None
@@ -92,6 +96,14 @@ class Lines:
             del self._lines[request.model][request.priority]
             if not self._lines[request.model]:
                 del self._lines[request.model]
+
+    def ahead(self, request: Request) -> tuple[int, int]:
+        """Those of its line that go before one that comes now, and a batch none is smaller than."""
+        line = self._lines.get(request.model, {}).get(request.priority)
+        if line is None:
+            return 0, 1
+        key = self._judge.key(_view(request))
+        return bisect.bisect_right(line.by_key, (key, self._last_number)), line.smallest_batch
 
     def changed(self, model: ModelName | None) -> None:
         """It came to the device or left it, or computes, or does no more."""

@@ -54,11 +54,14 @@ class Queue:
         self._of[request.model][request.token] = request
         if self._lines is not None:
             self._lines.add(request, self._added)
-        if request.deadline_at_ms is not None:
+        due_at_ms = request.hopeless_at_ms
+        if due_at_ms is None:
+            due_at_ms = request.deadline_at_ms
+        if due_at_ms is not None:
             if len(self._deadlines) > 2 * len(self) + SPARE_DEADLINES:
                 self._deadlines = [entry for entry in self._deadlines if self._holds(entry)]
                 heapq.heapify(self._deadlines)
-            heapq.heappush(self._deadlines, (request.deadline_at_ms, self._added, request))
+            heapq.heappush(self._deadlines, (due_at_ms, self._added, request))
 
     def discard(self, request: Request) -> None:
         """Take it out; one that is not here stays where it is."""
@@ -88,6 +91,11 @@ class Queue:
         assert self._lines is not None
         self._lines.settle(is_resident, current, view)
 
+    def ahead(self, request: Request) -> tuple[int, int]:
+        """How many go before it whatever comes, and the smallest batch among them."""
+        assert self._lines is not None
+        return self._lines.ahead(request)
+
     def changed(self, model: ModelName) -> None:
         """It came to the device or left it, or its prediction is another one."""
         if model in self._of:
@@ -111,7 +119,8 @@ class Queue:
         return list(self._of.get(model, {}).values())
 
     def expired(self, now_ms: float) -> list[Request]:
-        """Those whose deadline has passed, in order; each is told of once for each ``add``."""
+        """Those whose deadline has passed, or can no longer be met, in order; each is told of once
+        for each ``add``."""
         due = []
         while self._deadlines and self._deadlines[0][0] <= now_ms:
             entry = heapq.heappop(self._deadlines)

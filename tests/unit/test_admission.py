@@ -1,0 +1,161 @@
+"""Deadlines that cannot be met are refused at once, and none that could have been."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pipeswitch.errors import DeadlineExceeded
+from pipeswitch.ipc.messages import ModelName
+from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.core import SchedulerSettings
+from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.simulator.costs import Costs, Link
+from pipeswitch.simulator.programs import program_of
+from pipeswitch.simulator.world import World
+
+MIB = 1 << 20
+LAYER_MS = (1.0, 2.0, 5.0, 3.0)  # of each model; two groups of two layers
+COMPUTE_MS = tuple(4 * layer_ms for layer_ms in LAYER_MS)
+COPY_MS = 8.0
+
+
+class Server(World):
+    """Four models, each measured; predictions are exact since each run takes the same time."""
+
+    def __init__(self, policy: str = "priority", arena_mib: int = 64, **settings: Any) -> None:
+        self.answers: dict[ev.Token, tuple[float, ev.Answer]] = {}
+        given: dict[str, Any] = {"admission": "deadline", **settings}
+        chosen = SchedulerSettings(
+            arena_bytes=arena_mib * MIB, store_bytes=64 * MIB, words=64, **given
+        )
+        link = Link(bytes_per_ms=MIB / 2)
+        super().__init__(Scheduler(chosen, policy, 1e6), costs=Costs(to_device=link))
+        for index, layer_ms in enumerate(LAYER_MS):
+            program = program_of(f"d{index}", 4 * MIB, layer_ms=layer_ms)
+            self.clients.register(ModelName(f"m{index}"), program)
+        self.run()
+        for index in range(len(LAYER_MS)):
+            self.clients.infer(ModelName(f"m{index}"))
+            self.run()
+
+    def perform(self, commands: list[ev.Command]) -> None:
+        super().perform(commands)
+        for command in commands:
+            if isinstance(command, ev.Answer) and not command.more:
+                self.answers[command.token] = (self.now_ms, command)
+
+    def ask(self, model: int, deadline_ms: float | None, priority: int = 1) -> ev.Token:
+        return self.clients.infer(
+            ModelName(f"m{model}"), deadline_ms=deadline_ms, priority=priority
+        )
+
+    def error(self, token: ev.Token) -> Any:
+        return self.answers[token][1].error if token in self.answers else None
+
+
+def test_of_a_burst_as_many_are_accepted_as_can_be_in_time_and_the_others_told_at_once() -> None:
+    server = Server()
+    began_ms = server.now_ms
+    tokens = [server.ask(0, deadline_ms=40.0) for _ in range(25)]  # 4 ms each
+    refused = [token for token in tokens if server.error(token) is not None]
+    assert refused == tokens[10:], "before any has computed"
+    error = server.error(refused[0])
+    assert isinstance(error, DeadlineExceeded)
+    assert error.data["predicted_ms"] == 44.0
+    assert "after 44 ms at the earliest, the deadline is 40 ms" in str(error)
+    server.run()
+    ends = [server.answers[token][0] - began_ms for token in tokens[:10]]
+    assert ends == [4.0 * n for n in range(1, 11)]
+
+
+def test_without_admission_all_are_taken() -> None:
+    server = Server(admission="off")
+    tokens = [server.ask(0, deadline_ms=40.0) for _ in range(25)]
+    assert not any(server.error(token) for token in tokens)
+
+
+def test_a_model_that_must_be_sent_first_is_counted_with_its_copy() -> None:
+    server = Server(arena_mib=8)  # room for one
+    assert server.error(server.ask(0, deadline_ms=COPY_MS - 1.0)) is not None
+    in_time = server.ask(0, deadline_ms=COPY_MS + COMPUTE_MS[0])
+    assert server.error(in_time) is None
+    server.run()
+    assert server.error(in_time) is None
+
+
+def test_one_that_others_delay_is_told_as_soon_as_it_is_clear() -> None:
+    server = Server()
+    began_ms = server.now_ms
+    waits = server.ask(0, deadline_ms=50.0, priority=2)
+    for _ in range(5):
+        server.ask(2, deadline_ms=None, priority=0)  # 20 ms each
+    urgent = [server.ask(0, deadline_ms=30.0, priority=2), waits]
+    server.run()
+    told = [server.answers[token][0] - began_ms for token in urgent]
+    assert server.error(waits) is None  # it was alone when it came, and is computed at once
+    assert isinstance(server.error(urgent[0]), DeadlineExceeded)
+    assert told[0] == pytest.approx(30.0 - COMPUTE_MS[0], abs=0.1)  # not at its deadline
+
+
+def test_what_was_never_measured_is_not_refused() -> None:
+    server = Server()
+    server.clients.register(ModelName("new"), program_of("new", 4 * MIB, layer_ms=5.0))
+    server.run()
+    assert server.error(server.clients.infer(ModelName("new"), deadline_ms=0.5)) is None
+
+
+def arrivals_of(seed: int) -> list[tuple[float, int, float | None, int]]:
+    """When, which model, deadline, priority."""
+    rng = random.Random(seed)
+    return [
+        (rng.choice((0.0, 0.0, 1.0, 10.0, 40.0)), rng.randrange(4),
+         rng.choice((None, rng.uniform(1.0, 150.0), 60.0)), rng.choice((1, 1, 1, 0, 2)))
+        for _ in range(40)
+    ]  # fmt: skip
+
+
+def lived(policy: str, arena_mib: int, arrivals: Any, forced: int | None = None) -> Any:
+    """The server, and its tokens; request number ``forced`` is taken whatever is predicted."""
+    server, tokens = Server(policy, arena_mib), []
+    for number, (gap_ms, model, deadline_ms, priority) in enumerate(arrivals):
+        server.run(server.now_ms + gap_ms)
+        settings = server.scheduler.core.settings
+        state = server.scheduler.machine.device.state
+        if number == forced:
+            state.settings = replace(settings, admission="off")
+        tokens.append((server.ask(model, deadline_ms, priority), server.now_ms))
+        state.settings = settings
+    return server, tokens
+
+
+@pytest.mark.parametrize("arena_mib", [8, 12, 64])
+@pytest.mark.parametrize("policy", ["priority", "fifo", "edf", "sjf", "collate", "neh"])
+def test_none_is_refused_that_could_have_been_in_time(policy: str, arena_mib: int) -> None:
+    """Each refused one is taken all the same, in a life that is the same until then: it is late, or
+    one that had been accepted before is late because of it."""
+    checked = 0
+    for seed in range(6):
+        arrivals = arrivals_of(seed)
+        server, tokens = lived(policy, arena_mib, arrivals)
+        for number, (token, at_ms) in enumerate(tokens):
+            deadline_ms = arrivals[number][2]
+            if deadline_ms is None or server.error(token) is None:
+                continue
+            if server.answers[token][0] > at_ms:
+                continue  # refused later, when others had gone before
+            other, others = lived(policy, arena_mib, arrivals[: number + 1], forced=number)
+            other.run()
+            ended_at_ms, answer = other.answers[others[number][0]]
+            is_late = answer.error is not None or ended_at_ms > at_ms + deadline_ms
+            had = {n for n, (t, _) in enumerate(others[:number]) if other.error(t) is not None}
+            server_had = {
+                n for n, (t, when) in enumerate(tokens[:number])
+                if server.error(t) is not None and server.answers[t][0] <= at_ms
+            }  # fmt: skip
+            assert is_late or had - server_had, (seed, number, ended_at_ms - at_ms, deadline_ms)
+            checked += 1
+    assert checked > 10
