@@ -326,6 +326,9 @@ class GatewayConfig(_Checked):
     max_body_bytes: int = _setting(
         "64MiB", "largest request; and all together that are not whole yet", parse_size, low=1 << 16
     )
+    nv_metrics: bool = _setting(
+        False, "/metrics by Triton's names (nv_inference_…, nv_gpu_…) too, for its dashboards"
+    )
     max_connections: int = _setting(1024, "HTTP connections at once; half from one address", low=2)
 
 

@@ -232,6 +232,7 @@ class Gateway:
             owner_token=str(self._token_path),
             allow_code=self._allow_code,
             needs_token=not is_local,
+            nv_metrics=config.nv_metrics,
             tls_cert=config.tls_cert,
             tls_key=config.tls_key,
             max_body_bytes=config.max_body_bytes,

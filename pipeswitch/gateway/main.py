@@ -79,7 +79,7 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
 
     loop.add_reader(channel.fileno(), orphaned)  # the controller sends no more: it is gone
     upstream = Upstream(settings.address)
-    service, callers = Service(upstream), _callers(settings)
+    service, callers = Service(upstream, has_nv_metrics=settings.nv_metrics), _callers(settings)
     limits = Limits(
         body_bytes=settings.max_body_bytes,
         connections=settings.max_connections,

@@ -43,18 +43,31 @@ _COUNTERS: Final[Mapping[str, str]] = {
 OK: Final = "ok"
 _OUTCOMES: Final = (OK, "error", "undeliverable")
 _TIERS: Final[Mapping[str, str]] = {"arena": "device", "store": "host", "pool": "requests"}
+_NV_COUNTERS: Final[Mapping[str, tuple[str, str, float]]] = {  # Triton's: phase, field, per unit
+    "nv_inference_request_success": ("success", "count", 1),
+    "nv_inference_request_failure": ("fail", "count", 1),
+    "nv_inference_count": ("success", "count", 1),
+    "nv_inference_exec_count": ("success", "count", 1),
+    "nv_inference_request_duration_us": ("success", "ns", 1000),
+    "nv_inference_queue_duration_us": ("queue", "ns", 1000),
+    "nv_inference_compute_input_duration_us": ("compute_input", "ns", 1000),
+    "nv_inference_compute_infer_duration_us": ("compute_infer", "ns", 1000),
+    "nv_inference_compute_output_duration_us": ("compute_output", "ns", 1000),
+}
 _JOB_COUNTERS: Final[Mapping[str, str]] = {
     "suspensions": "Times a job stepped aside in place",
     "evictions": "Times a job left the device",
     "restarts": "Times a job began again from its last commit",
     "steps_recomputed": "Steps a job did again",
+    "preempted_s": "Seconds a job waited in place for requests",
 }
 
 
 class Metrics:
     """What was counted since the gateway began, and how it is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_nv_names: bool = False) -> None:
+        """``has_nv_names``: tell Triton's metrics by their names too."""
         self._registry = CollectorRegistry()
         self._requests = Counter(
             "pipeswitch_gateway_requests",
@@ -74,7 +87,7 @@ class Metrics:
         }
         self._seen: set[tuple[str, str]] = set()  # models and outcomes
         self._parts: dict[str, list[tuple[str, Any]]] = {}  # of each model's bill
-        self._server = _Server()
+        self._server = _Server(has_nv_names=has_nv_names)
         self._registry.register(self._server)
 
     def answered(self, model: str, bill: Mapping[str, Any]) -> None:
@@ -110,7 +123,8 @@ class Metrics:
 
         Args:
             accept: the scraper's ``Accept``.
-            facts: ``stats``, ``jobs`` and ``ps`` of the server; None: not for this caller.
+            facts: ``stats``, ``jobs`` and ``ps`` of the server, and ``tally``, the rows of Triton's
+                statistics; None: not for this caller.
         """
         encode, content_type = choose_encoder(accept)
         self._server.facts = facts
@@ -123,8 +137,10 @@ class Metrics:
 class _Server:
     """The server's numbers as metrics."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_nv_names: bool) -> None:
         self.facts: Mapping[str, Any] | None = None
+        self._has_nv_names = has_nv_names
+        self._idle_s = self._up_s = self._busy_s = 0.0  # as of the last look
 
     def collect(self) -> Iterable[Metric]:
         if self.facts is None:
@@ -145,6 +161,17 @@ class _Server:
         yield _gauge("queued_requests", "Waiting for the device", stats["queued"])
         yield _gauge("ready", "1 when a request would be served now", stats["ready"])
         yield _gauge("draining", "1 when the server is leaving", stats["draining"])
+        dispatches = CounterMetricFamily(
+            "pipeswitch_dispatches",
+            "Requests that got the device, by what of their model had to be sent: all (cold), what "
+            "lies behind its prefix, nothing (resident)",
+            labels=["kind"],
+        )
+        for kind, count in stats["dispatches"].items():
+            dispatches.add_metric([kind], count)
+        yield dispatches
+        yield _gauge("uptime_seconds", "Since the server began", stats["up_s"])
+        yield from self._device_time(stats)
         yield _gauge("models", "Registered", stats["models"])
         yield _gauge("clients", "With a session", stats["clients"])
         for part in ("capacity", "free"):
@@ -156,6 +183,52 @@ class _Server:
             yield tiers
         yield from self._workers(self.facts["ps"])
         yield from self._jobs(self.facts["jobs"])
+        if self._has_nv_names:
+            yield from self._triton(self.facts["tally"])
+
+    def _device_time(self, stats: Mapping[str, Any]) -> Iterable[Metric]:
+        """By kind. What computes is told when it is over, so idle time, the rest, is not let sink:
+        a counter that does has begun anew."""
+        spent_s, up_s = stats["device_s"], stats["up_s"]
+        if up_s < self._up_s:  # another server
+            self._idle_s = self._up_s = self._busy_s = 0.0
+        busy_s = sum(spent_s.values())
+        self._idle_s = max(self._idle_s, up_s - busy_s)
+        times = CounterMetricFamily(
+            "pipeswitch_device_seconds",
+            "Device time: requests compute (infer), a request waits for its model (switch), a job "
+            "computes (train), none of it (idle)",
+            labels=["kind"],
+        )
+        for kind, seconds in {**spent_s, "idle": self._idle_s}.items():
+            times.add_metric([kind], seconds)
+        yield times
+        if self._has_nv_names:
+            since_s = max(1e-9, up_s - self._up_s)
+            share = min(1.0, max(0.0, (busy_s - self._busy_s) / since_s))
+            used = stats["arena_capacity_bytes"] - stats["arena_free_bytes"]
+            for name, text, value in (
+                ("utilization", "Busy since the last look, from 0 to 1", share),
+                ("memory_used_bytes", "Of the arena", used),
+                ("memory_total_bytes", "Of the arena", stats["arena_capacity_bytes"]),
+            ):
+                gauge = GaugeMetricFamily(f"nv_gpu_{name}", text, labels=["gpu_uuid"])
+                gauge.add_metric([stats["device"]], value)
+                yield gauge
+        self._up_s, self._busy_s = up_s, busy_s
+
+    @staticmethod
+    def _triton(rows: Iterable[Mapping[str, Any]]) -> Iterable[Metric]:
+        """Gauges to the library, since Triton's counters do not end in _total."""
+        rows = list(rows)
+        for name, (phase, field, unit) in _NV_COUNTERS.items():
+            family = GaugeMetricFamily(
+                name, "As Triton's, through the gateway", labels=["model", "version"]
+            )
+            for row in rows:
+                told = row["inference_stats"][phase][field] / unit
+                family.add_metric([row["name"], row["version"]], told)
+            yield family
 
     @staticmethod
     def _workers(rows: Iterable[Mapping[str, Any]]) -> Iterable[Metric]:
@@ -177,7 +250,8 @@ class _Server:
             steps.add_metric([job["name"], job["state"]], job["step"])
         yield steps
         for key, text in _JOB_COUNTERS.items():
-            family = CounterMetricFamily(f"pipeswitch_job_{key}", text, labels=["job"])
+            name = key.removesuffix("_s") + "_seconds" if key.endswith("_s") else key
+            family = CounterMetricFamily(f"pipeswitch_job_{name}", text, labels=["job"])
             for job in jobs:
                 family.add_metric([job["name"]], job[key])
             yield family

@@ -32,10 +32,10 @@ _STATES: Final[Mapping[str, str]] = {READY: "READY", "building": "LOADING", "sto
 class Service:
     """Verbs; no bytes of either protocol."""
 
-    def __init__(self, upstream: Upstream) -> None:
+    def __init__(self, upstream: Upstream, *, has_nv_metrics: bool = False) -> None:
         self._upstream = upstream
         self._tally = Tally()
-        self._metrics = Metrics()
+        self._metrics = Metrics(has_nv_names=has_nv_metrics)
         self.version = importlib.metadata.version("pipeswitch")  # a file is read for it
 
     def about(self) -> dict[str, Any]:
@@ -138,8 +138,10 @@ class Service:
         if caller.may_operate:
             asked = ("stats", "jobs", "ps", "models")
             stats, jobs, ps, models = await asyncio.gather(*map(self._upstream.ask, asked))
-            facts = {"stats": stats, "jobs": jobs["jobs"], "ps": ps["rows"]}
-            self._forget_others(row["name"] for row in models["models"])
+            names = [row["name"] for row in models["models"]]
+            self._forget_others(names)
+            tally = [self._tally.row(name) for name in names]
+            facts = {"stats": stats, "jobs": jobs["jobs"], "ps": ps["rows"], "tally": tally}
         return self._metrics.text(accept, facts)
 
     def _forget_others(self, names: Iterable[str]) -> None:

@@ -578,6 +578,7 @@ class GatewaySettings(Message, frozen=True):
     owner_token: str = ""  # file
     allow_code: tuple[str, ...] = ()
     needs_token: bool = False
+    nv_metrics: bool = False
     tls_cert: str = ""  # file
     tls_key: str = ""  # file
 

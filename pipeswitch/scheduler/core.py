@@ -108,6 +108,10 @@ class Core:
     def is_draining(self) -> bool:
         return self.drain_at_ms is not None
 
+    def spend(self, kind: str, ms: float) -> None:
+        """Device time of one kind, which is over: train, infer, or switch (waiting for a model)."""
+        self.counts[f"{kind}_us"] += round(ms * 1000.0)
+
     def look_again(self, at_ms: float) -> None:
         """Ask for a Tick at that instant."""
         self.wakeups.add(at_ms)

@@ -224,6 +224,9 @@ class Dispatch:
             activation.preempted = device.training
             activation.stop_asked_at_ms = core.now_ms
             self._training.stop(device.training, activation.turn, activation.slot)
+        if not activation.is_trial:
+            kind = "resident" if not is_sent else "prefix" if activation.kept_bytes else "cold"
+            core.counts[f"{kind}_dispatches"] += 1
         if is_sent and not activation.is_trial:
             core.counts["switches"] += 1
             core.publish(

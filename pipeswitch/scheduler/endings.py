@@ -41,6 +41,8 @@ class Endings:
         worker.deaths = 0
         worker.warm[replica.name] = replica.version  # it has just run it
         self._ended.append((activation, request, message))
+        core.spend("switch", message.stall_ms)
+        core.spend("infer", message.ended_at_ms - message.turn_at_ms - message.stall_ms)
         if activation.is_trial:
             request.state.apply(TaskEvent.FINISHED, "measured")
             device.requests.pop(request.token)

@@ -228,6 +228,7 @@ class Jobs:
             "persisted_step": job.persisted_step,
             "steps_per_s": round(job.steps_per_s, 3),
             "suspensions": job.suspensions,
+            "preempted_s": round(job.preempted_ms / 1000.0, 3),
             "evictions": job.evictions,
             "restarts": job.restarts,
             "steps_recomputed": job.steps_recomputed,

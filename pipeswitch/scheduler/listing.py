@@ -13,6 +13,8 @@ from .records import Job, Model, Replica, Worker
 from .regions import Owner
 from .states import ModelState, Residency, TaskState, WorkerState
 
+DISPATCH_KINDS = ("cold", "prefix", "resident")  # by what of the model had to be sent
+DEVICE_KINDS = ("infer", "switch", "train")
 PRIORITY_NAMES = {0: "high", 1: "normal", 2: "low"}
 
 
@@ -27,6 +29,7 @@ class Listing:
         self._arena = device.arena
         self._jobs = device.jobs
         self._plans = device.plans
+        self.born_at_ms = 0.0  # the scheduler's start
 
     def models(self) -> list[dict[str, Any]]:
         return [self.model(model) for model in self._machine.models.values()]
@@ -229,6 +232,9 @@ class Listing:
         return {
             "queued": len(device.queue) + len(device.early),
             "switches": counts["switches"],
+            "dispatches": {kind: counts[f"{kind}_dispatches"] for kind in DISPATCH_KINDS},
+            "device_s": self._device_s(),
+            "up_s": round((core.now_ms - self.born_at_ms) / 1000.0, 6),
             "preemptions": counts["preemptions"],
             "evictions": counts["evictions"],
             "job_evictions": counts["job_evictions"],
@@ -252,6 +258,15 @@ class Listing:
             "draining": core.is_draining,
             "ready": device.is_ready,
         }
+
+    def _device_s(self) -> dict[str, float]:
+        """Seconds of each kind, with what is under way."""
+        core, device = self._core, self._device
+        spent_us = {kind: core.counts[f"{kind}_us"] for kind in DEVICE_KINDS}
+        if device.training is not None:
+            began_at_ms = device.jobs[device.training].cycle_began_at_ms
+            spent_us["train"] += round((core.now_ms - began_at_ms) * 1000.0)
+        return {kind: us / 1e6 for kind, us in spent_us.items()}
 
     def _leases(self) -> int:
         """Regions that a process computes in or copies into now: models in use, training slices."""

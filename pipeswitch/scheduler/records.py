@@ -233,6 +233,8 @@ class Job:
     evict_asked_at_ms: float = 0.0
     last_ran_at_ms: float = 0.0
     suspensions: int = 0
+    parked_at_ms: float = 0.0  # last, and how long it has waited in place for requests in all
+    preempted_ms: float = 0.0
     evictions: int = 0
     restarts: int = 0  # after a crash of its worker
     deaths_without_progress: int = 0

@@ -74,7 +74,7 @@ class Scheduler:
 
     def start(self, now_ms: float) -> list[Command]:
         """The first commands: spawn the memory daemon."""
-        self.core.now_ms = now_ms
+        self.core.now_ms = self.listing.born_at_ms = now_ms
         for device in self.machine.devices:
             device.fleet.start()
         return self._take_out()

@@ -162,6 +162,7 @@ class Training:
         assert job.slot is not None
         job.turn = Turn(core.next_epoch())
         job.state.apply(TaskEvent.TURN_GIVEN, "device is idle")
+        job.preempted_ms += core.now_ms - job.parked_at_ms
         device.workers[job.slot].state.apply(WorkerEvent.TURN_GIVEN, f"job {job.name}")
         self._holds_device(job)
         self._device.emit(
@@ -271,6 +272,7 @@ class Training:
         if job.state.apply(TaskEvent.PARKED, message.where) is TaskState.SUSPENDED:
             worker.state.apply(WorkerEvent.PARKED, f"job {job.name}")
             job.suspensions += 1
+            job.parked_at_ms = core.now_ms
             core.counts["preemptions"] += 1
         core.span(
             f"worker {worker.slot}",
@@ -302,6 +304,7 @@ class Training:
 
     def _account(self, job: Job) -> None:
         trained_ms = self._core.now_ms - job.cycle_began_at_ms
+        self._core.spend("train", trained_ms)
         job.cycle_left_ms -= trained_ms
         if job.lease_bytes:
             job.turn_left_ms -= trained_ms

@@ -19,6 +19,7 @@ from .frozen import Add, Codec, Next, Still
 
 SHOWN_OF_JOB = (
     "step", "epoch_index", "last_ran_at_ms", "suspensions", "evictions", "restarts",
+    "parked_at_ms", "preempted_ms",
     "reported_at_ms", "steps_recomputed", "last_log", "steps_per_s", "error", "why",
     "born_epoch",  # tells the messages of an older job of that name; there is only one job here
 )  # fmt: skip

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +16,10 @@ from prometheus_client.parser import text_string_to_metric_families as read_plai
 
 from pipeswitch.frontend.clients import Counters
 from pipeswitch.gateway.metrics import Metrics
+from pipeswitch.gateway.tally import Tally
 from pipeswitch.scheduler.scheduler import Scheduler, SchedulerSettings
 
+ROOT = Path(__file__).parents[2]
 BILL = {"queue_ms": 1.0, "switch_ms": 2.0, "compute_ms": 30.0, "total_ms": 33.0, "resident": True}
 
 
@@ -56,9 +61,12 @@ def facts() -> dict[str, Any]:
     counts = Counters(accepted=3, ok=2).as_dict()
     own |= {"pool_capacity_bytes": 10, "pool_free_bytes": 4, "inference": counts}
     job = {"name": "j", "state": "running", "step": 7, "suspensions": 2, "evictions": 0,
-           "restarts": 1, "steps_recomputed": 3}  # fmt: skip
+           "restarts": 1, "steps_recomputed": 3, "preempted_s": 1.5}  # fmt: skip
     workers = [{"kind": "worker", "state": "standby"}] * 2
-    return {"stats": {**stats, **own}, "jobs": [job], "ps": [*workers, {"kind": "model"}]}
+    tally = Tally()
+    tally.succeeded("m", 40.0, BILL)
+    rows = {"jobs": [job], "ps": [*workers, {"kind": "model"}], "tally": [tally.row("m")]}
+    return {"stats": {**stats, **own}, **rows}
 
 
 def test_an_operator_is_told_of_the_server_and_others_are_not() -> None:
@@ -83,3 +91,47 @@ def test_a_scraper_that_asks_for_openmetrics_gets_it_whole() -> None:
     found = samples(text.decode(), read_open)
     assert found["pipeswitch_transmitted_bytes_total",] == 0
     assert found["pipeswitch_request_queue_seconds_count", "m"] == 1
+
+
+def spent(facts: dict[str, Any], up_s: float, **device_s: float) -> dict[str, Any]:
+    known = {**facts["stats"]["device_s"], **device_s}
+    return {**facts, "stats": {**facts["stats"], "up_s": up_s, "device_s": known}}
+
+
+def test_device_time_is_told_by_kind_and_idle_time_never_sinks() -> None:
+    metrics, name = Metrics(), "pipeswitch_device_seconds_total"
+    found = told(metrics, spent(facts(), 10.0, infer=1.0, train=5.0, switch=0.5))
+    assert [found[name, kind] for kind in ("infer", "switch", "train", "idle")] == [
+        1.0, 0.5, 5.0, 3.5,
+    ]  # fmt: skip
+    found = told(metrics, spent(facts(), 10.5, infer=2.0, train=5.0, switch=0.5))  # told late
+    assert found[name, "idle"] == 3.5
+    found = told(metrics, spent(facts(), 20.0, infer=2.0, train=5.0, switch=0.5))
+    assert found[name, "idle"] == 12.5
+    assert told(metrics, spent(facts(), 1.0))[name, "idle"] == 1.0  # another server
+    assert found["pipeswitch_dispatches_total", "cold"] == 0
+    assert found["pipeswitch_job_preempted_seconds_total", "j"] == 1.5
+
+
+def test_tritons_names_are_told_when_they_are_asked_for() -> None:
+    assert not [key for key in told(Metrics(), facts()) if key[0].startswith("nv_")]
+    metrics = Metrics(has_nv_names=True)
+    told(metrics, spent(facts(), 10.0, infer=1.0))
+    found = told(metrics, spent(facts(), 14.0, infer=3.0))
+    assert found["nv_gpu_utilization", "cpu"] == 0.5
+    assert found["nv_gpu_memory_total_bytes", "cpu"] > found["nv_gpu_memory_used_bytes", "cpu"]
+    assert found["nv_inference_request_success", "1", "m"] == 1
+    assert found["nv_inference_request_duration_us", "1", "m"] == 40_000
+
+
+def test_every_metric_of_the_dashboard_exists() -> None:
+    dashboard = json.loads((ROOT / "packaging/grafana.json").read_text())
+    metrics = Metrics()
+    metrics.answered("m", BILL)
+    known = {key[0] for key in told(metrics, facts())}
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    named = set(re.findall(r"\bpipeswitch_\w+", " ".join(asked)))
+    assert len(named) > 15
+    assert named <= known
+    places = [tuple(panel["gridPos"].values()) for panel in dashboard["panels"]]
+    assert len(set(places)) == len(places)
