@@ -185,6 +185,9 @@ class World(simulator.World):
         return (
             not self.open
             and all(job.state.state.value in FINAL for job in jobs)
+            and not any(
+                job.commit_slot_bytes for job in jobs
+            )  # a disk that was full is tried again
             and not self.moves()
             and not any(worker.script for worker in self.workers.values())
         )
