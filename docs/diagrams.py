@@ -19,6 +19,7 @@ TABLES: dict[str, Mapping[tuple[Any, Any], enum.Enum]] = {
     "worker": states.WORKER_TRANSITIONS,
     "residency": states.RESIDENCY_TRANSITIONS,
     "model": states.MODEL_TRANSITIONS,
+    "version": states.VERSION_TRANSITIONS,
 }
 
 

@@ -282,6 +282,10 @@ class JobsConfig(_Checked):
         "20", "jobs that are over and stay, with their last state and their log: so many, or for "
         "so long (7d)", Keep.parse,
     )  # fmt: skip
+    keep_versions: int = _setting(
+        2, "versions of a model that stay when a job publishes the next: the current one and those "
+        "before it", low=1,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,8 @@ VERB_ROLES: Final[Mapping[str, Role]] = {
     "put": Role.REGISTER,
     "register": Role.REGISTER,  # to pin needs `operate`, a factory `code`
     "unregister": Role.REGISTER,  # another's model: `operate`
+    "rollback": Role.REGISTER,  # as unregister
+    "publish": Role.OPERATE,  # what a job has trained, over whosever model
     "load": Role.OPERATE,
     "unload": Role.OPERATE,
     "profile": Role.OPERATE,
@@ -53,7 +55,9 @@ VERB_ROLES: Final[Mapping[str, Role]] = {
 }
 """Of every verb. Events need ``operate``: they tell what all clients do."""
 
-MODEL_FACTS: Final = frozenset({"name", "state", "inputs", "outputs", "batch"})
+MODEL_FACTS: Final = frozenset(
+    {"name", "version", "current", "state", "inputs", "outputs", "batch"}
+)
 """What ``infer`` is told of a model."""
 
 

@@ -41,6 +41,7 @@ _RATE: Final = re.compile(r"(?:(poisson|constant):)?([0-9]+(?:\.[0-9]+)?|\.[0-9]
 @click.option("--rate", help="poisson:50 or constant:50 requests a second.")
 @click.option("--deadline", help="50ms, from sending; who waits longer is not computed.")
 @click.option("--priority", type=click.Choice(["high", "normal", "low"]), default=None)
+@click.option("--version", type=click.IntRange(1), help="Of the model (default: the current one).")
 @click.option("--seed", type=int, default=0, help="Of made-up inputs and arrivals.")
 @json_option
 def infer(
@@ -52,6 +53,7 @@ def infer(
     rate: str | None,
     deadline: str | None,
     priority: str | None,
+    version: int | None,
     seed: int,
     as_json: bool,
 ) -> None:
@@ -64,7 +66,7 @@ def infer(
         pace = parse_rate(rate) if rate is not None else None
     except InvalidInput as error:
         raise click.BadParameter(error.message, param_hint="--rate") from None
-    options: dict[str, Any] = {"priority": priority or ""}
+    options: dict[str, Any] = {"priority": priority or "", "version": version or 0}
     if deadline is not None:
         options["deadline_ms"] = milliseconds("--deadline", deadline)
     with connected() as client:

@@ -24,7 +24,9 @@ CONVERT: Final = (
 
 @click.command()
 @click.argument("name")
-@click.argument("source")
+@click.argument("source", required=False, default="")
+@click.option("--from-job", metavar="JOB[@STEP]",
+              help="Its newest commit becomes the model's next version.")  # fmt: skip
 @click.option("--weights", default="", help="FILE.safetensors, pretrained or random:SEED.")
 @click.option("--input", "inputs", multiple=True, metavar="[NAME=]8x3x224x224:float32",
               help="Shape and dtype where the source does not know them (repeatable).")  # fmt: skip
@@ -33,13 +35,23 @@ CONVERT: Final = (
 @click.option("--max-batch", type=int, default=0, help="Largest dynamic batch.")
 @json_option
 def register(
-    name: str, source: str, inputs: tuple[str, ...], as_json: bool, **options: Any
+    name: str,
+    source: str,
+    from_job: str | None,
+    inputs: tuple[str, ...],
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Make a model servable.
 
     SOURCE is torchvision:resnet152, hf:bert-base-uncased, FILE.bundle, FILE.pt2 or
-    package.module:factory.
+    package.module:factory; or --from-job names the job that trained a registered one.
     """
+    if bool(source) == bool(from_job):
+        raise click.UsageError("give SOURCE, or --from-job JOB[@STEP]")
+    if from_job:
+        _publish(name, from_job, as_json)
+        return
     signature = _signature(inputs)
     is_shown = not as_json and sys.stderr.isatty()
     with contextlib.ExitStack() as stack:
@@ -54,6 +66,15 @@ def register(
     print_done(
         row, f"registered {name}{size}{groups}, {row.get('mode', 'graph')} mode{why}", as_json
     )
+
+
+def _publish(name: str, from_job: str, as_json: bool) -> None:
+    job, _, step = from_job.partition("@")
+    if step and not step.isdigit():
+        raise click.BadParameter(f"{from_job!r} is not JOB or JOB@STEP", param_hint="--from-job")
+    with connected() as client:
+        row = client.publish(name, job, int(step) if step else -1)
+    print_done(row, f"{name} is version {row['version']} now, of job {job}", as_json)
 
 
 def _signature(texts: tuple[str, ...]) -> dict[str, tuple[list[int], str]]:
@@ -112,21 +133,39 @@ def unload(name: str, as_json: bool) -> None:
         print_done(client.unload(name), f"unpinned {name}", as_json)
 
 
-@click.command()
+@click.group(invoke_without_command=True)
+@click.option("--versions", is_flag=True, help="All that are there, not the current ones alone.")
 @json_option
 @watch_option
-def models(as_json: bool, watch: bool) -> None:
+@click.pass_context
+def models(ctx: click.Context, versions: bool, as_json: bool, watch: bool) -> None:
     """List registered models."""
-    listing(lambda c: c.models(), lambda r: views.table(r, views.MODEL_COLUMNS), as_json, watch)
+    if ctx.invoked_subcommand is None:
+        columns = views.VERSION_COLUMNS if versions else views.MODEL_COLUMNS
+        listing(
+            lambda c: c.models(versions=versions), lambda r: views.table(r, columns), as_json, watch
+        )
+
+
+@models.command("rollback")
+@name_argument
+@click.argument("version", type=click.IntRange(1), required=False)
+@json_option
+def models_rollback(name: str, version: int | None, as_json: bool) -> None:
+    """Make VERSION the current one again (default: the one before)."""
+    with connected() as client:
+        row = client.rollback(name, version or 0)
+    print_done(row, f"{name} is version {row['version']} now, not {row['before']}", as_json)
 
 
 @click.command()
 @name_argument
+@click.option("--version", type=click.IntRange(1), help="Default: the current one.")
 @json_option
 @watch_option
-def show(name: str, as_json: bool, watch: bool) -> None:
+def show(name: str, version: int | None, as_json: bool, watch: bool) -> None:
     """Show one model in full, its signature included."""
-    listing(lambda c: c.show(name), views.details, as_json, watch)
+    listing(lambda c: c.show(name, version or 0), views.details, as_json, watch)
 
 
 @click.command()

@@ -71,6 +71,8 @@ class AsyncClient(_Awaited[Client]):
     close = _awaited(Client.close)
     register = _awaited(Client.register)
     upload = _awaited(Client.upload)
+    publish = _awaited(Client.publish)
+    rollback = _awaited(Client.rollback)
     unregister = _awaited(Client.unregister)
     load = _awaited(Client.load)
     unload = _awaited(Client.unload)
@@ -136,6 +138,9 @@ class AsyncTask(_Awaited[Task]):
     resume = _awaited(Task.resume)
     cancel = _awaited(Task.cancel)
     wait = _awaited(Task.wait)
+    history = _awaited(Task.history)
+    export = _awaited(Task.export)
+    remove = _awaited(Task.remove)
 
     async def logs(self, follow: bool = False) -> AsyncIterator[str]:
         """The log from its start, in pieces, as ``Task.logs``."""

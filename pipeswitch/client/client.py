@@ -96,6 +96,7 @@ class Client:
         *,
         deadline_ms: float | None = None,
         priority: str = "",
+        version: int = 0,
         **named: Any,
     ) -> Future[Result]:
         """Send a request; the future holds its Result. ``future.cancel()`` takes it back.
@@ -110,10 +111,11 @@ class Client:
             deadline_ms: from now. A request that still waits then is not computed and ends in
                 ``DeadlineExceeded``; one that computes already is answered, though late.
             priority: high, normal or low; empty: the model's own.
+            version: of the model; 0: the current one. ``result.timing.version`` says which it was.
             **named: inputs by name, instead of ``inputs``.
         """
         return self._connection.request(
-            "infer", **self._request(model, inputs, deadline_ms, priority, named)
+            "infer", **self._request(model, inputs, deadline_ms, priority, version, named)
         )
 
     def infer(
@@ -124,11 +126,12 @@ class Client:
         *,
         deadline_ms: float | None = None,
         priority: str = "",
+        version: int = 0,
         **named: Any,
     ) -> Result:
         """``submit`` and wait for the result; alone on this client it saves two thread switches."""
         result: Result = self._connection.call(
-            "infer", **self._request(model, inputs, deadline_ms, priority, named)
+            "infer", **self._request(model, inputs, deadline_ms, priority, version, named)
         )
         return result
 
@@ -138,6 +141,7 @@ class Client:
         inputs: Any,
         deadline_ms: float | None,
         priority: str,
+        version: int,
         named: Mapping[str, Any],
     ) -> dict[str, Any]:
         """What ``Connection.request`` takes for an inference."""
@@ -154,6 +158,7 @@ class Client:
             "frames": frames,
             "deadline_ms": deadline_ms,
             "priority": priority or "",
+            "body": {"version": version} if version else None,
             "is_safe": True,
             "convert": lambda reply: from_reply(model, reply, wants_torch),
         }
@@ -311,6 +316,26 @@ class Client:
         for future in waiting:
             future.result()
 
+    def publish(self, name: str, job: str, step: int = -1) -> dict[str, Any]:
+        """Make a job's newest commit the next version of a model; returns when it is current.
+
+        Args:
+            name: of a registered model: its program stays, parameters are matched by name.
+            job: whose; it may be over.
+            step: that the commit must be of; -1: whatever it is of.
+
+        Raises:
+            RegistrationRefused: names, dtypes or shapes differ, and which.
+            InvalidInput: there is no such commit.
+        """
+        body = {"job": job} if step < 0 else {"job": job, "step": step}
+        return self._ask("publish", model=name, body=body, is_safe=False)
+
+    def rollback(self, name: str, version: int = 0) -> dict[str, Any]:
+        """Make a version that is still there the current one; 0: the newest before it."""
+        body = {"version": version} if version else None
+        return self._ask("rollback", model=name, body=body, is_safe=bool(version))
+
     def unregister(self, name: str) -> dict[str, Any]:
         """Drop a model; requests that wait for it are answered first."""
         return self._ask("unregister", model=name, is_safe=False)
@@ -323,14 +348,16 @@ class Client:
         """Unpin a model: the server decides again whether it is resident."""
         return self._ask("unload", model=name)
 
-    def models(self) -> list[dict[str, Any]]:
-        """One row for each registered model."""
-        rows: list[dict[str, Any]] = self._ask("models")["models"]
+    def models(self, *, versions: bool = False) -> list[dict[str, Any]]:
+        """One row for each registered model, or for each of their versions."""
+        body = {"versions": True} if versions else None
+        rows: list[dict[str, Any]] = self._ask("models", body=body)["models"]
         return rows
 
-    def show(self, name: str) -> dict[str, Any]:
-        """One model in full, its signature included."""
-        row: dict[str, Any] = self._ask("show", model=name)["model"]
+    def show(self, name: str, version: int = 0) -> dict[str, Any]:
+        """One model in full, its signature included; the current version, or another."""
+        body = {"version": version} if version else None
+        row: dict[str, Any] = self._ask("show", model=name, body=body)["model"]
         return row
 
     def profile(

@@ -44,6 +44,7 @@ class Timing:
     preempted: str | bool = ""
     worker: int = -1
     epoch: int = 0
+    version: int = 1  # of the model
     extra: Mapping[str, Any] = field(default_factory=dict)  # what a newer server adds
 
     @classmethod

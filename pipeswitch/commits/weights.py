@@ -18,7 +18,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import InvalidInput
+from ..errors import InvalidInput, RemoteProtocolError
+from .files import CommitRecord, read_record
 from .image import LENGTH, SAFETENSORS_DTYPES, parse_image
 
 OPTIMIZER: Final = "optimizer."  # begins the names of state that belongs to no model
@@ -101,6 +102,21 @@ def save_weights(weights: Mapping[str, Weight], path: Path) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def load_weights(directory: Path) -> tuple[CommitRecord, dict[str, Weight]]:
+    """Those of the commit in a folder of ``commits/files.py``, mapped, and its record.
+
+    Raises:
+        InvalidInput: there is none, or it is not what it says.
+    """
+    try:
+        record = read_record(directory)
+        if record is None:
+            raise InvalidInput(f"{directory} holds no commit")
+        return record, weights_of(read_image(directory / record.image))
+    except (OSError, RemoteProtocolError) as error:
+        raise InvalidInput(f"{directory}: {error}") from None
 
 
 def read_image(path: Path) -> memoryview:

@@ -61,6 +61,7 @@ from ..scheduler.events import (
     CreateCommits,
     DaemonExited,
     DropCommits,
+    DropPublished,
     Event,
     FromBuilder,
     FromDaemon,
@@ -181,6 +182,8 @@ class Effects:
                     self._processes.kill(self._builders[epoch])
             case SweepPrograms():
                 self.sweep(command)
+            case DropPublished(directory=directory):
+                self._frontend.remove_files([Path(directory)])
             case CreateCommits():
                 self._create_commits(command)
             case DropCommits(job=job):

@@ -38,6 +38,11 @@ class Places:
         return self.root / "logs"
 
     @property
+    def published(self) -> Path:
+        """Copies of commits that versions are made of; nothing of it survives the server."""
+        return self.root / "published"
+
+    @property
     def profiles(self) -> Path:
         return self.root / "profiles"
 
@@ -60,6 +65,7 @@ class Places:
         """Remove what a killed builder left; only one who holds the lock knows that it is dead."""
         for leftover in self.models.glob(".build-*"):
             shutil.rmtree(leftover, ignore_errors=True)
+        shutil.rmtree(self.published, ignore_errors=True)
 
     @staticmethod
     def name_for(tenant: str, digest: str) -> str:

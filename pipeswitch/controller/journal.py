@@ -13,6 +13,7 @@ import errno
 import json
 import logging
 import os
+import re
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,8 +29,8 @@ log = logging.getLogger(__name__)
 Entry = dict[str, Any]
 
 FILE_NAME: Final = "journal.sqlite"
-SCHEMA_VERSION: Final = 4  # in the file's user_version; 0 is a file without tables, 1 had no holds,
-# 2 no tenants, 3 no ended jobs
+SCHEMA_VERSION: Final = 5  # in the file's user_version; 0 is a file without tables, 1 had no holds,
+# 2 no tenants, 3 no ended jobs, 4 no versions
 SLOW_APPEND_MS: Final = 100.0  # the loop stands still so long: worth a line in the log
 CHECKPOINT_PAGES: Final = 64  # of 4 KiB in the write-ahead log, then they go to the main file
 
@@ -44,17 +45,21 @@ FIELDS: Final[Mapping[str, Mapping[str, type]]] = {
     },
     "job": {"entry": str, "args": list, "priority": int, "tenant": str},
     "hold": {"why": str},  # its name is a job's: paused, and not to go on by itself
+    "serving": {"version": int, "last": int, "spec_digest": str},  # its name is a model's
     "ended": {"record": dict},  # its name is a job's: what it was, and how it ended
 }
 """What an entry of each kind must have beside its name; each kind is a table."""
 
 ENDS: Final = {
-    "model-gone": ("model",), "job-over": ("job", "hold", "ended"), "hold-over": ("hold",),
+    "model-gone": ("model",), "serving-gone": ("serving",),
+    "job-over": ("job", "hold", "ended"), "hold-over": ("hold",),
 }  # fmt: skip
 """Entries that end those of other kinds."""
 
 REPLACES: Final = {"job": ("ended",), "ended": ("job", "hold")}
 """Entries that take the place of those of other kinds."""
+
+_NAME: Final = re.compile(NAME_PATTERN.pattern + r"(@[1-9][0-9]{0,8})?")  # a model's with version
 
 _COLUMNS: Final = {
     bytes: "BLOB", str: "TEXT", int: "INTEGER", bool: "INTEGER", list: "TEXT", dict: "TEXT",
@@ -65,8 +70,8 @@ class JournalFile:
     """One writer: the state directory is locked. One thread: the controller's loop.
 
     Attributes:
-        models, jobs, holds, ended: what it held when it was opened, by name, in the order of
-            acceptance.
+        models, serving, jobs, holds, ended: what it held when it was opened, by name, in the
+            order of acceptance.
     """
 
     def __init__(self, path: Path) -> None:
@@ -80,6 +85,7 @@ class JournalFile:
         self._owed: dict[tuple[str, str], Entry] = {}  # could not be written yet; the latest each
         self.models: dict[str, Entry] = {}
         self.jobs: dict[str, Entry] = {}
+        self.serving: dict[str, Entry] = {}
         self.holds: dict[str, Entry] = {}
         self.ended: dict[str, Entry] = {}
         try:
@@ -93,9 +99,9 @@ class JournalFile:
                 self._database = _opened(path)
             try:
                 self._take_over(kept)
-                self.models, self.jobs, self.holds, self.ended = (
+                self.models, self.serving, self.jobs, self.holds, self.ended = (
                     {entry["name"]: entry for entry in _rows(self._database, kind)}
-                    for kind in ("model", "job", "hold", "ended")
+                    for kind in ("model", "serving", "job", "hold", "ended")
                 )
                 sync_directory(path.parent)
             except BaseException:
@@ -267,7 +273,7 @@ def _rows(database: sqlite3.Connection, kind: str) -> Iterator[Entry]:
 def _check(entry: Entry) -> None:
     """ValueError when it is none of ours."""
     name, kind = entry.get("name"), entry.get("kind")
-    if not isinstance(name, str) or not NAME_PATTERN.fullmatch(name):
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(f"name {str(name)[:80]!r}")
     if not isinstance(kind, str) or (kind not in FIELDS and kind not in ENDS):
         raise ValueError(f"kind {str(kind)[:80]!r}")

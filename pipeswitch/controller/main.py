@@ -335,6 +335,7 @@ class Server:
                 stop_grace_ms=config.scheduler.stop_grace_ms,
                 evict_grace_ms=config.scheduler.evict_grace_ms,
                 restart_backoff_ms=config.workers.restart_backoff_ms,
+                keep_versions=config.jobs.keep_versions,
                 keep_jobs=config.jobs.keep.count,
                 keep_jobs_ms=config.jobs.keep.time_ms,
                 prefix_bytes=config.device.prefix.resolve(sizes.arena_bytes, 0),
@@ -345,6 +346,7 @@ class Server:
                 models_dir=str(places.models),
                 logs_dir=str(places.logs),
                 commits_dir=str(places.commits),
+                published_dir=str(places.published),
             ),
             policy,
             config.scheduler.max_wait_ms,
@@ -516,6 +518,9 @@ class Server:
 
     def _restore(self) -> None:
         """Models and jobs of the journal, then the models of the configuration."""
+        for name, entry in self._journal.serving.items():
+            numbers = entry["version"], entry["last"], entry["spec_digest"]
+            self._scheduler.versions.restore(ModelName(name), *numbers)
         for name, entry in self._journal.models.items():
             self._effects.built_before[entry["spec"]] = entry["digest"]
             self._inbox.append(
@@ -527,6 +532,7 @@ class Server:
                     priority=entry["priority"],
                     is_pinned=entry["pin"],
                     tenant=entry["tenant"],
+                    is_known=True,
                     restored=self._effects.manifest_of(entry["digest"]),
                 )
             )
@@ -538,7 +544,7 @@ class Server:
         for name, entry in self._journal.ended.items():
             self._restore_ended(JobName(name), entry["record"])
         for model in self._config.models:
-            if model.name not in self._journal.models:
+            if model.name not in {name.partition("@")[0] for name in self._journal.models}:
                 self._inbox.append(self._configured(model))
 
     def _restore_job(self, name: JobName, entry: dict[str, object]) -> None:

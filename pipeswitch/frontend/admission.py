@@ -73,6 +73,18 @@ def find_model(name: str, known: Mapping[str, Announce]) -> Announce:
     return found
 
 
+def find_version(name: str, version: int, known: Mapping[tuple[str, int], Announce]) -> Announce:
+    """The announced version of a model that is there; InvalidInput names those it has."""
+    found = known.get((name, version))
+    if found is None:
+        present = ", ".join(str(number) for base, number in sorted(known) if base == name)
+        raise InvalidInput(
+            f'"{name}" has no version {version}: it has {present}',
+            hint="pipeswitch models --versions",
+        )
+    return found
+
+
 def model_not_found(name: str, known: Iterable[str]) -> ModelNotFound:
     guess = nearest(name, known)
     data = {"nearest": guess.split('"')[1]} if guess else {}

@@ -78,7 +78,8 @@ REVOKED: Final = "its key was revoked"
 _ROUTING_ID: Final = re.compile(rb"\0[\s\S]{4}")  # as libzmq makes them itself
 
 LISTINGS: Final = ("models", "show", "stats")  # with ``infer``; less is told then
-MODEL_VERBS: Final = ("show", "load", "unload", "unregister")
+MODEL_VERBS: Final = ("show", "load", "unload", "unregister", "rollback")
+OWNERS_VERBS: Final = ("unregister", "rollback")  # another's model needs ``operate``
 Posted = Answer | Publish | Announce | Retract
 """The scheduler's commands that are performed here."""
 
@@ -128,7 +129,8 @@ class Frontend:
         self._verbs = Verbs(
             allow_code=config.server.allow_code, uploads_dir=str(self._uploads.directory)
         )
-        self._models: dict[str, Announce] = {}
+        self._models: dict[str, Announce] = {}  # the current versions
+        self._versions: dict[tuple[str, int], Announce] = {}  # all of them
         self._clients = ClientTable()
         self._intake = Intake(config.server, self._clients, now_ms)
         self._outbox = Outbox(max(self._pool.share_bytes, self._max_message_bytes))
@@ -250,10 +252,15 @@ class Frontend:
                     self._stirred.add(listener.publisher)
                     with contextlib.suppress(zmq.Again):
                         send_frames(listener.publisher, frames, DONTWAIT)
-            case Announce(model=model):
-                self._models[model] = posted
+            case Announce():
+                base = posted.base or posted.model
+                self._versions[base, posted.version] = posted
+                if posted.is_current:
+                    self._models[base] = posted
             case Retract(model=model):
-                self._models.pop(model, None)
+                left = {k: one for k, one in self._versions.items() if one.model != model}
+                self._versions = left
+                self._models = {k: one for k, one in self._models.items() if one.model != model}
 
     def tidy_pool(self, tenant: str) -> None:
         """A worker of that tenant is reaped."""
@@ -378,9 +385,14 @@ class Frontend:
         self._reply(client, header.id, body=self._about(listener, client.standing))
 
     def _infer(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
+        version = 0
         if header.body:
-            Body("infer", header.body).done()
+            body = Body("infer", header.body)
+            version = body.count("version", 0)
+            body.done()
         announced = admission.find_model(header.model, self._models)
+        if version:
+            announced = admission.find_version(header.model, version, self._versions)
         admitted = admission.check_infer(
             header, [len(tensor) for tensor in tensors], announced, self._max_message_bytes
         )
@@ -393,7 +405,7 @@ class Frontend:
         event = InferArrived(
             token=pending.token,
             request_id=header.id,
-            model=pending.model,
+            model=announced.model,
             digest=announced.manifest.digest,
             priority=priority,
             deadline_at_ms=deadline_at_ms,
@@ -401,6 +413,7 @@ class Frontend:
             reply_offset_bytes=room.reply_offset_bytes,
             reply_bytes=room.reply_bytes,
             tenant=room.tenant,
+            is_version_asked=bool(version),
         )
         if admitted.input_bytes <= INLINE_COPY_BYTES:
             self._pool.fill(event.inputs, payload, event.tenant)
@@ -504,8 +517,8 @@ class Frontend:
             body = self._completed(answer.body) if pending.op == "stats" else answer.body
             body = told(pending.op, body, client.standing, client.counts.as_dict())
             answer = dataclasses.replace(answer, body=body)
-        if pending.op == "unregister" and isinstance(answer.error, PermissionDenied):
-            what = f'unregister of "{pending.model}", which is another client\'s,'
+        if pending.op in OWNERS_VERBS and isinstance(answer.error, PermissionDenied):
+            what = f'{pending.op} of "{pending.model}", which is another client\'s,'
             refusal = client.standing.refusal(Role.OPERATE, what)
             answer = Answer(token=answer.token, error=refusal)
         elif isinstance(answer.error, ModelNotFound) and pending.op in MODEL_VERBS:
@@ -571,6 +584,6 @@ class Frontend:
         self._uploads.forget(client.session)
         for token in client.requests.values():
             pending = self.requests.waiting(token)
-            if pending.op in ("infer", "register", "profile"):
+            if pending.op in ("infer", "register", "publish", "profile"):
                 self._take_back(pending)
         client.requests.clear()

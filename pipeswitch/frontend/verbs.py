@@ -21,8 +21,10 @@ from ..scheduler.events import (
     PinAsked,
     PingAsked,
     ProfileAsked,
+    PublishAsked,
     Query,
     RegisterAsked,
+    RollbackAsked,
     Token,
     TrainAsked,
     UnregisterAsked,
@@ -58,6 +60,8 @@ class Verbs:
         self._uploads_dir = uploads_dir
         self._parsers: dict[str, Callable[[RequestHeader, Standing], Asked | LogPiece]] = {
             "register": self._register,
+            "publish": _publish,
+            "rollback": _rollback,
             "unregister": _unregister,
             "load": _pin,
             "unload": _pin,
@@ -129,6 +133,25 @@ class Verbs:
         )
 
 
+def _publish(header: RequestHeader, _: Standing) -> Asked:
+    name = ModelName(admission.check_name(header.model, "model"))
+    body = Body("publish", header.body)
+    job = JobName(admission.check_name(body.text("job"), "job"))
+    step = body.count("step", -1) if "step" in header.body else -1
+    body.done()
+    return lambda token: PublishAsked(token=token, model=name, job=job, step=step)
+
+
+def _rollback(header: RequestHeader, standing: Standing) -> Asked:
+    body = Body("rollback", header.body)
+    version = body.count("version", 0)
+    body.done()
+    tenant = None if standing.may_operate else standing.tenant
+    return lambda token: RollbackAsked(
+        token=token, model=ModelName(header.model), version=version, tenant=tenant
+    )
+
+
 def _unregister(header: RequestHeader, standing: Standing) -> Asked:
     Body("unregister", header.body).done()
     tenant = None if standing.may_operate else standing.tenant
@@ -177,9 +200,14 @@ def _ping(header: RequestHeader, _: Standing) -> Asked:
 def _query(header: RequestHeader, _: Standing) -> Asked:
     body = Body(header.op, header.body)
     seconds = body.number("seconds", 10.0, MAX_TRACE_S) if header.op == "trace" else 0.0
+    version = body.count("version", 0) if header.op == "show" else 0
+    all_versions = header.op == "models" and body.flag("versions")
     body.done()
     what: Any = header.op
-    return lambda token: Query(token=token, what=what, name=header.model, seconds=seconds)
+    return lambda token: Query(
+        token=token, what=what, name=header.model, seconds=seconds, version=version,
+        all_versions=all_versions,
+    )  # fmt: skip
 
 
 def _stop(header: RequestHeader, _: Standing) -> Asked:

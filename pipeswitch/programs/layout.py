@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+BUNDLE_FILE: Final = "program.bundle"  # in the folder of a program in graph mode
 TENSOR_ALIGN_BYTES: Final = 512  # the caching allocator's unit: every torch kernel is happy with it
 REGION_ALIGN_BYTES: Final = 2 << 20  # models start on a 2 MiB boundary
 

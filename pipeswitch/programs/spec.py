@@ -9,12 +9,12 @@ from typing import Final
 import msgspec
 
 from ..errors import RegistrationRefused
+from .layout import BUNDLE_FILE as BUNDLE_FILE
 from .layout import Manifest
 from .operators import checked_by
 
 DEFAULT_MAX_BATCH: Final = 64
 MANIFEST_FILE: Final = "manifest.json"
-BUNDLE_FILE: Final = "program.bundle"
 WEIGHTS_FILE: Final = "weights.safetensors"  # module mode: there is no graph to travel with
 MAX_MANIFEST_BYTES: Final = 64 << 20
 
@@ -28,7 +28,9 @@ class BuildSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     name: str
     source: str
-    weights: str = ""  # "random:SEED", "pretrained", a .safetensors file; empty: the source's own
+    # "random:SEED", "pretrained", a .safetensors file, the folder of a job's commit; empty: the
+    # source's own
+    weights: str = ""
     inputs: dict[str, tuple[tuple[int, ...], str]] = {}  # name -> (shape, dtype), in call order
     max_batch: int = DEFAULT_MAX_BATCH
     allow_module_mode: bool = False

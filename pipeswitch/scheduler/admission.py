@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..errors import (
     Cancelled,
     ModelNotFound,
@@ -17,18 +19,21 @@ from .forecast import hopeless_at_ms, is_hopeless, too_late
 from .machine import Machine
 from .records import Model, Request
 from .states import MODEL_AWAITED, ModelState, TaskEvent
+from .versions import Versions, split_name
 
 
 class Admission:
     """Which requests may wait."""
 
-    def __init__(self, core: Core, machine: Machine) -> None:
+    def __init__(self, core: Core, machine: Machine, versions: Versions) -> None:
         self._core = core
+        self._versions = versions
         self._machine = machine
 
     def arrived(self, event: InferArrived) -> None:
         """Admit a request or answer it at once."""
         core = self._core
+        event = self._of_a_version_that_is_there(event)
         refusal = self._refusal(event)
         if refusal is not None:
             core.refuse(event.token, refusal)
@@ -59,6 +64,18 @@ class Admission:
             if at_ms is not None:
                 core.look_again(at_ms)
                 break
+
+    def _of_a_version_that_is_there(self, event: InferArrived) -> InferArrived:
+        """One that asked for no version goes to the current one if its own has left meanwhile."""
+        model = self._machine.models.get(event.model)
+        if event.is_version_asked or (
+            model is not None and model.state.state is not ModelState.LEAVING
+        ):
+            return event
+        current = self._versions.current(split_name(event.model)[0])
+        if current is None or current.manifest is None:
+            return event
+        return replace(event, model=current.name, digest=current.manifest.digest)
 
     def _refusal(self, event: InferArrived) -> PipeSwitchError | None:
         core, device = self._core, self._machine.device.state

@@ -31,6 +31,7 @@ def bill(
         "preempted": activation.preempted,
         "worker": activation.slot,
         "epoch": activation.epoch,
+        "version": replica.model.version,
         **({"kept_bytes": activation.kept_bytes} if activation.kept_bytes else {}),
     }
 

@@ -39,6 +39,7 @@ class SchedulerSettings:
     max_deaths: int = 3  # of workers in a row: per request, per model
     max_job_deaths: int = 10  # of a job's workers in a row without a commit in between
     max_daemon_restarts: int = 5  # in a row, without a model served in between
+    keep_versions: int = 2  # of a model, the current one among them
     keep_jobs: int = 20  # that are over, with their last state
     keep_jobs_ms: float = 0.0  # 0: for as long as their number allows
     admission: str = "off"  # "deadline": what cannot be answered in time is refused at once
@@ -50,6 +51,7 @@ class SchedulerSettings:
     models_dir: str = "models"  # where programs, jobs' logs and commits lie: named to processes,
     logs_dir: str = "logs"  # opened by them
     commits_dir: str = "commits"
+    published_dir: str = "published"
 
     def program_dir(self, digest: str) -> str:
         return f"{self.models_dir}/{digest}"

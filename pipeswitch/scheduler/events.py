@@ -37,6 +37,7 @@ class InferArrived:
     reply_offset_bytes: int
     reply_bytes: int
     tenant: str = ""  # Announce's: in whose file of the pool they lie
+    is_version_asked: bool = False  # else another version of the same signature does as well
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,26 @@ class RegisterAsked:
     is_pinned: bool
     client: str = ""  # builds take turns among clients; empty: the server's own
     tenant: str = ""  # whose model it will be; empty: the server's owner's
-    restored: Manifest | None = None  # of an earlier server: requests come, and wait for the build
+    is_known: bool = False  # of an earlier server, as the journal has it
+    restored: Manifest | None = None  # then: requests come, and wait for the build
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishAsked:
+    """The newest commit of a job shall be the next version of a model."""
+
+    token: Token  # answered when it serves
+    model: ModelName
+    job: JobName
+    step: int = -1  # that it must be of; -1: whatever is the newest
+
+
+@dataclass(frozen=True, kw_only=True)
+class RollbackAsked:
+    token: Token
+    model: ModelName
+    version: int = 0  # 0: the newest before the current one
+    tenant: str | None = None  # as UnregisterAsked's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +130,8 @@ class Query:
     what: Literal["models", "show", "ps", "jobs", "stats", "trace", "plan"]
     name: str = ""
     seconds: float = 0.0
+    version: int = 0  # of ``show``; 0: the current one
+    all_versions: bool = False  # of ``models``
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,9 +210,10 @@ class Tick:
 
 
 Event = (
-    InferArrived | PrefetchHint | CancelAsked | RegisterAsked | UnregisterAsked | PinAsked
-    | TrainAsked | JobAsked | ProfileAsked | PingAsked | Query | DrainAsked | FromWorker
-    | WorkerExited | FromDaemon | DaemonExited | FromBuilder | BuilderExited | Tick
+    InferArrived | PrefetchHint | CancelAsked | RegisterAsked | PublishAsked | RollbackAsked
+    | UnregisterAsked | PinAsked | TrainAsked | JobAsked | ProfileAsked | PingAsked | Query
+    | DrainAsked | FromWorker | WorkerExited | FromDaemon | DaemonExited | FromBuilder
+    | BuilderExited | Tick
 )  # fmt: skip
 
 # ---- commands --------------------------------------------------------------------------------
@@ -247,6 +270,13 @@ class StartBuild:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DropPublished:
+    """Remove the copy of a commit that a version was made of, or would have been."""
+
+    directory: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class KillBuild:
     model: ModelName
     epoch: Epoch
@@ -291,6 +321,9 @@ class Announce:
     manifest: Manifest
     priority: int
     tenant: str = ""  # where tenants are separate, whose file of the pool its requests lie in
+    base: str = ""  # the name that requests use; empty: the model's
+    version: int = 1
+    is_current: bool = True  # requests without a number are its
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,5 +408,5 @@ class Leave:
 Command = (
     ToDaemon | ToWorker | RaiseTurn | SpawnDaemon | SpawnWorker | KillWorker | StartBuild
     | KillBuild | CreateCommits | DropCommits | RemoveJob | Announce | Retract | Answer | Publish
-    | Span | Journal | SweepPrograms | StopTrial | SaveProfile | Warn | Leave
+    | Span | DropPublished | Journal | SweepPrograms | StopTrial | SaveProfile | Warn | Leave
 )  # fmt: skip

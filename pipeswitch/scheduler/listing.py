@@ -12,6 +12,7 @@ from .machine import Machine
 from .records import Job, Model, Replica, Worker
 from .regions import Owner
 from .states import ModelState, Residency, TaskState, WorkerState
+from .versions import Versions
 
 DISPATCH_KINDS = ("cold", "prefix", "resident")  # by what of the model had to be sent
 DEVICE_KINDS = ("infer", "switch", "train")
@@ -21,25 +22,30 @@ PRIORITY_NAMES = {0: "high", 1: "normal", 2: "low"}
 class Listing:
     """Answers queries from the scheduler's own state, so every listing is consistent."""
 
-    def __init__(self, core: Core, machine: Machine) -> None:
+    def __init__(self, core: Core, machine: Machine, versions: Versions) -> None:
         device = machine.device
         self._core = core
         self._machine = machine
+        self._versions = versions
         self._device = device.state
         self._arena = device.arena
         self._jobs = device.jobs
         self._plans = device.plans
         self.born_at_ms = 0.0  # the scheduler's start
 
-    def models(self) -> list[dict[str, Any]]:
-        return [self.model(model) for model in self._machine.models.values()]
+    def models(self, all_versions: bool = False) -> list[dict[str, Any]]:
+        """Each name's current version, or all there are."""
+        models = self._machine.models.values()
+        return [self.model(m) for m in models if all_versions or self._versions.is_current(m)]
 
     def model(self, model: Model) -> dict[str, Any]:
         """One model in full."""
         replica = self._device.replicas[model.name]
         manifest = replica.manifest or model.manifest  # in its groups, once it was built
         row: dict[str, Any] = {
-            "name": model.name,
+            "name": model.base,
+            "version": model.version,
+            "current": self._versions.is_current(model),
             "state": model.state.state.value,
             "residency": replica.residency.state.value,
             "priority": PRIORITY_NAMES.get(model.priority, str(model.priority)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..ipc.messages import ModelName
 from .core import Core
 from .device import Device
-from .records import Model
+from .records import Model, Served
 from .store import Store
 
 
@@ -14,6 +14,7 @@ class Machine:
 
     def __init__(self, core: Core) -> None:
         self.models: dict[ModelName, Model] = {}
+        self.served: dict[ModelName, Served] = {}  # by the name that requests use
         self.store = Store(core)
         self.devices = [Device(core, core.settings, self.store)]
 

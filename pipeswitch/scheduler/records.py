@@ -26,6 +26,7 @@ from .states import (
     MODEL_TRANSITIONS,
     RESIDENCY_TRANSITIONS,
     TASK_TRANSITIONS,
+    VERSION_TRANSITIONS,
     WORKER_TRANSITIONS,
     ModelEvent,
     ModelState,
@@ -34,12 +35,15 @@ from .states import (
     StateMachine,
     TaskEvent,
     TaskState,
+    VersionEvent,
+    VersionState,
     WorkerEvent,
     WorkerState,
 )
 
 NO_EPOCH = Epoch(0)
 NO_TURN = Turn(0)
+NO_NAME = ModelName("")
 Version = tuple[str, Plan]  # digest and groups: what a worker has loaded
 
 
@@ -52,20 +56,35 @@ class Registration:
     spec_digest: str
     client: str  # builds take turns among clients
     build_epoch: Epoch
+    takes_over: bool = False  # its name stands for it as soon as it is there
     waiters: list[Token] = field(default_factory=list)
     end_waiters: list[Token] = field(default_factory=list)  # for its end
+    error: PipeSwitchError | None = None  # why it was refused
+
+
+@dataclass
+class Served:
+    """A name that requests use. What its versions are lies in their own records."""
+
+    name: ModelName
+    current: int  # the version that it stands for
+    last: int  # the highest number that it ever gave
+    spec_digest: str  # of the registration that began it: the same again is a no-op
 
 
 @dataclass
 class Model:
-    """A name that is served, or will be: the same on all devices."""
+    """A version that is served, or will be: the same on all devices."""
 
-    name: ModelName
+    name: ModelName  # of the version: versions.version_name
     priority: int
     want_pinned: bool
     registered_at_ms: float
+    base: ModelName = NO_NAME  # the name that requests use; none: this one
+    version: int = 1
     tenant: str = ""  # who registered it; empty: the server's owner
     state: StateMachine[ModelState, ModelEvent] = field(init=False)
+    serving: StateMachine[VersionState, VersionEvent] = field(init=False)
     manifest: Manifest | None = None  # as it was built; until then an earlier server's, if at all
     store_offset_bytes: int = -1
     reason: str = ""  # why it failed or is quarantined
@@ -74,6 +93,10 @@ class Model:
 
     def __post_init__(self) -> None:
         self.state = StateMachine(f"model {self.name}", ModelState.BUILDING, MODEL_TRANSITIONS)
+        self.base = self.base or self.name
+        self.serving = StateMachine(
+            f"version {self.name}", VersionState.COMING, VERSION_TRANSITIONS
+        )
 
     @property
     def built(self) -> Manifest:

@@ -32,7 +32,6 @@ from ..programs.signature import is_same_signature
 from .admission import Admission, changed_on_the_way
 from .core import Core
 from .events import (
-    Announce,
     Answer,
     BuilderExited,
     CancelAsked,
@@ -41,6 +40,7 @@ from .events import (
     PinAsked,
     RegisterAsked,
     Retract,
+    RollbackAsked,
     StartBuild,
     SweepPrograms,
     Token,
@@ -49,6 +49,7 @@ from .events import (
 from .machine import Machine
 from .records import Model, Registration, Replica
 from .states import MODEL_AWAITED, ModelEvent, ModelState, Residency, ResidencyEvent
+from .versions import AT, Versions, split_name, version_name
 
 OUT_OF_TIME: Final = (-14, -24)  # SIGALRM and SIGXCPU
 
@@ -60,8 +61,11 @@ class Registry:
     builds keep another client waiting for one of them at most.
     """
 
-    def __init__(self, core: Core, machine: Machine, admission: Admission) -> None:
+    def __init__(
+        self, core: Core, machine: Machine, admission: Admission, versions: Versions
+    ) -> None:
         self._core = core
+        self._versions = versions
         self._machine = machine
         self._admission = admission
         self.registrations: dict[ModelName, Registration] = {}
@@ -80,7 +84,7 @@ class Registry:
         if core.is_draining:
             core.refuse(event.token, ServerUnavailable("the server is draining"))
             return
-        old = self._machine.models.get(event.model)
+        old = None if event.is_known else self._versions.newest(event.model)
         is_leaving = old is not None and old.state.state is ModelState.LEAVING
         if old is not None and not is_leaving and self._is_same(event):
             if old.manifest is not None and old.state.state in (
@@ -108,27 +112,51 @@ class Registry:
         if event.client and len(self._waiting_builds) >= limit:
             core.refuse(event.token, QueueFull(f"{limit} registrations wait"))
             return
-        self._begin(event)
+        self._begin(event, (event.token,))
 
     def _is_same(self, event: RegisterAsked) -> bool:
-        return self.registrations[event.model].spec_digest == event.spec_digest
+        served = self._versions.served(event.model)
+        return served is not None and served.spec_digest == event.spec_digest
 
-    def _begin(self, event: RegisterAsked) -> None:
+    def begin_version(self, before: Model, spec: bytes, token: Token | None) -> Model:
+        """The next version of a name, built from ``spec``; it takes over when it is there."""
+        served = self._versions.served(before.base)
+        assert served is not None
+        event = RegisterAsked(
+            token=Token(0) if token is None else token,
+            model=version_name(before.base, served.last + 1),
+            spec=spec,
+            spec_digest=served.spec_digest,
+            priority=before.priority,
+            is_pinned=False,
+            client=self.registrations[before.name].client,
+            tenant=before.tenant,
+        )
+        self._begin(event, () if token is None else (token,), takes_over=True)
+        return self._machine.models[event.model]
+
+    def _begin(
+        self, event: RegisterAsked, waiters: tuple[Token, ...], *, takes_over: bool = False
+    ) -> None:
         """Its name is taken, and a build waits."""
         core, machine = self._core, self._machine
+        base, version = split_name(event.model)
         registration = Registration(
             model=event.model,
             spec=event.spec,
             spec_digest=event.spec_digest,
             client=event.client,
             build_epoch=core.next_epoch(),
-            waiters=[event.token],
+            takes_over=takes_over,
+            waiters=list(waiters),
         )
         model = Model(
             name=event.model,
             priority=event.priority,
             want_pinned=event.is_pinned,
             registered_at_ms=core.now_ms,
+            base=base,
+            version=version,
             tenant=event.tenant,
             manifest=event.restored,
         )
@@ -136,8 +164,9 @@ class Registry:
         self._waiting_builds.append(registration)
         machine.models[model.name] = model
         machine.device.state.replicas[model.name] = Replica(model)
+        self._versions.opened(model, event.spec_digest)
         if event.restored is not None:
-            self._announce(model)
+            self._versions.announce(model)
 
     def pump(self) -> None:
         """Finish unregistrations whose model is idle now; start the next builds."""
@@ -209,6 +238,11 @@ class Registry:
             return
         if model.manifest is not None and not is_same_signature(model.manifest, manifest):
             self._admission.not_stored(model, changed_on_the_way(model.name))
+        current = self._versions.current(model.base)
+        its = current.manifest if current is not None and current is not model else None
+        if current and its and its.digest == manifest.digest and self._is_new(model):
+            self._leave_as_it_is(model, current)
+            return
         model.manifest = manifest
         model.state.apply(ModelEvent.BUILT, f"digest {manifest.digest[:12]}")
         device = self._machine.device
@@ -221,17 +255,22 @@ class Registry:
         except PipeSwitchError as error:
             self._refuse(model, error)
             return
-        self._announce(model)
+        self._versions.announce(model)
         self._store_again(model)
         device.plans.found(replica, profiles)
 
-    def _announce(self, model: Model) -> None:
-        assert model.manifest is not None
-        manifest, priority = model.manifest, model.priority
-        tenant = self._machine.device.state.tenant_of(model)
-        self._core.emit(
-            Announce(model=model.name, manifest=manifest, priority=priority, tenant=tenant)
-        )
+    def _is_new(self, model: Model) -> bool:
+        """A version that has just been made; not one of an earlier server's."""
+        return self.registrations[model.name].takes_over
+
+    def _leave_as_it_is(self, model: Model, current: Model) -> None:
+        """The job has published what the name stands for already."""
+        waiters = self.registrations[model.name].waiters
+        for token in waiters:
+            self._answer_registered(current, token)
+        waiters.clear()
+        same = AlreadyExists(f'version {current.version} of "{model.base}" has these weights')
+        self._refuse(model, same)
 
     def _store_again(self, model: Model) -> None:
         """(Re)send the load order; there may be no daemon now, or the one that had it died."""
@@ -263,6 +302,8 @@ class Registry:
         self._admission.stored(model)
         waiters = self.registrations[model.name].waiters
         self._remember(model, accepts=tuple(waiters))
+        if self._is_new(model):
+            self._hand_over(model, "published")
         core.publish("model.registered", model=model.name, bytes=model.manifest.total_bytes)
         for token in waiters:
             self._answer_registered(model, token)
@@ -283,6 +324,40 @@ class Registry:
             "tenant": model.tenant,
         }
         self._core.emit(Journal(entry=entry, accepts=accepts))
+
+    def _hand_over(self, model: Model, cause: str) -> None:
+        """From this version on; what was pinned is pinned again, and what is too old leaves."""
+        residents, replicas = self._machine.device.residents, self._machine.device.state.replicas
+        before = self._versions.choose(model, cause)
+        if before is not None:
+            if before.want_pinned:
+                self._pin(before, is_pinned=False)
+                self._pin(model, is_pinned=True)
+            if replicas[before.name].is_on_device:
+                residents.prefetch(model.name)
+        for old in self._versions.outdated(model.base):
+            self._leave(old, f"version {model.version} is there")
+
+    def rollback(self, event: RollbackAsked) -> None:
+        """Another version that is still there becomes the current one."""
+        core, current = self._core, self._versions.current(event.model)
+        if current is None:
+            core.refuse(event.token, _not_found(event.model))
+            return
+        if event.tenant not in (None, current.tenant):
+            core.refuse(event.token, PermissionDenied(f'"{event.model}" is another client\'s'))
+            return
+        older = [m for m in self._versions.all_of(event.model) if m.version < current.version]
+        target = self._versions.of(event.model, event.version) if event.version else None
+        if not event.version and older:
+            target = older[-1]
+        if target is None or target.state.state is not ModelState.READY:
+            which = str(event.version) if event.version else f"before {current.version}"
+            core.refuse(event.token, self._versions.missing(event.model, which))
+            return
+        if target is not current:
+            self._hand_over(target, "rolled back")
+        core.answer(event.token, model=event.model, version=target.version, before=current.version)
 
     def store_failed(self, message: StoreFailed) -> None:
         model = self._of(message.model, message.epoch)
@@ -322,6 +397,7 @@ class Registry:
             self._admission.not_stored(model, error)
         model.state.apply(ModelEvent.REFUSED, type(error).__name__)
         registration = self._forget(model)
+        registration.error = error
         for token in registration.waiters:
             core.refuse(token, error)
         core.publish("model.refused", model=model.name, error=to_wire(error))
@@ -334,6 +410,7 @@ class Registry:
         del self._machine.models[model.name]
         registration = self.registrations.pop(model.name)
         self._gone_specs.add(registration.spec)
+        self._versions.gone(model)
         return registration
 
     def _answer_registered(self, model: Model, token: Token) -> None:
@@ -341,7 +418,8 @@ class Registry:
         assert manifest is not None
         self._core.answer(
             token,
-            model=model.name,
+            model=model.base,
+            version=model.version,
             digest=manifest.digest,
             mode=manifest.mode,
             mode_reason=manifest.mode_reason,
@@ -383,34 +461,48 @@ class Registry:
         A registration whose build waits or runs is cancelled: a build may take as long as it may.
         """
         core = self._core
-        model = self._machine.models.get(event.model)
-        if model is None:
+        one = self._machine.models.get(event.model) if AT in event.model else None
+        models = [one] if one is not None else self._versions.all_of(event.model)
+        if not models:
             core.refuse(event.token, _not_found(event.model))
             return
-        if event.tenant not in (None, model.tenant):
+        if event.tenant not in (None, models[-1].tenant):
             core.refuse(event.token, PermissionDenied(f'"{event.model}" is another client\'s'))
             return
-        if model.state.state is ModelState.BUILDING:
-            self._give_up(model, Cancelled(f'registration of "{model.name}" cancelled'))
-            core.emit(Journal(entry={"kind": "model-gone", "name": model.name}))  # if it was there
-            core.answer(event.token, model=model.name)
-            return
-        if model.state.state is ModelState.STORING:
+        if any(model.state.state is ModelState.STORING for model in models):
             error = AlreadyExists(
                 f'"{event.model}" is still being registered', hint="wait until it is ready"
             )
             core.refuse(event.token, error)
             return
-        if model.state.state is not ModelState.LEAVING:
-            model.state.apply(ModelEvent.UNREGISTERED, "asked by the user")
-            core.emit(Retract(model=model.name))
-            self._leaving[model.name] = model
-        self.registrations[model.name].end_waiters.append(event.token)
+        staying = [model for model in models if model.state.state is not ModelState.BUILDING]
+        for model in models:
+            if model not in staying:
+                self._give_up(model, Cancelled(f'registration of "{model.name}" cancelled'))
+                core.emit(Journal(entry={"kind": "model-gone", "name": model.name}))
+        for model in staying:
+            self._leave(model, "asked by the user")
+        if staying:
+            self.registrations[staying[-1].name].end_waiters.append(event.token)
+        else:
+            core.answer(event.token, model=event.model)
+
+    def _leave(self, model: Model, cause: str) -> None:
+        """It takes no new request; what is left of its name stands for another version."""
+        if model.state.state is ModelState.LEAVING:
+            return
+        model.state.apply(ModelEvent.UNREGISTERED, cause)
+        self._core.emit(Retract(model=model.name))
+        self._leaving[model.name] = model
 
     def _finish_unregister(self, model: Model) -> None:
         core, device = self._core, self._machine.device
         if not device.residents.is_idle(device.state.replicas[model.name]):
             return
+        if self.registrations[model.name].end_waiters and self._versions.all_of(model.base) != [
+            model
+        ]:
+            return  # they are told when the last version has gone
         del self._leaving[model.name]
         registration = self._forget(model)
         device.fleet.forget(model.name)
@@ -422,27 +514,29 @@ class Registry:
     def pin(self, event: PinAsked) -> None:
         """``load`` pins and brings to the device, and pardons; ``unload`` unpins."""
         core = self._core
-        model = self._machine.models.get(event.model)
+        model = self._versions.current(event.model)
         if model is None or model.state.state is ModelState.LEAVING:
             core.refuse(event.token, _not_found(event.model))
             return
+        if event.pin and model.state.state is ModelState.QUARANTINED:
+            model.state.apply(ModelEvent.PARDONED, "asked by the user")
+            model.deaths, model.reason = 0, ""
+        self._pin(model, is_pinned=event.pin)
+        residency = self._machine.device.state.replicas[model.name].residency
+        core.answer(event.token, model=event.model, pinned=event.pin,
+                    state=residency.state.value)  # fmt: skip
+
+    def _pin(self, model: Model, *, is_pinned: bool) -> None:
         device = self._machine.device.state
         replica = device.replicas[model.name]
-        residency = replica.residency
-        model.want_pinned = event.pin
-        if event.pin:
-            if model.state.state is ModelState.QUARANTINED:
-                model.state.apply(ModelEvent.PARDONED, "asked by the user")
-                model.deaths, model.reason = 0, ""
-            if residency.state is Residency.RESIDENT:
-                device.move(replica, ResidencyEvent.PIN, "asked by the user")
+        model.want_pinned = is_pinned
+        if is_pinned and replica.residency.state is Residency.RESIDENT:
+            device.move(replica, ResidencyEvent.PIN, "asked by the user")
             # One that is not on the device is brought when nothing waits (Residents.bring_pinned).
-        elif residency.state is Residency.PINNED:
+        elif not is_pinned and replica.residency.state is Residency.PINNED:
             device.move(replica, ResidencyEvent.UNPIN, "asked by the user")
         if model.state.state not in MODEL_AWAITED:
             self._remember(model)
-        core.answer(event.token, model=model.name, pinned=event.pin,
-                    state=residency.state.value)  # fmt: skip
 
 
 def _why_it_ended(status: int) -> str:

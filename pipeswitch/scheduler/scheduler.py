@@ -9,6 +9,7 @@ its workers, requests, jobs and bytes. The parts each own one concern: of the ma
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from os import EX_SOFTWARE
 
 from ..errors import InvalidInput, ModelNotFound, ServerUnavailable
@@ -16,6 +17,7 @@ from ..ipc.messages import (
     BuildDone,
     BuildFailed,
     BuildProgress,
+    CommitPersisted,
     DaemonFault,
     DaemonReady,
     ModelName,
@@ -41,8 +43,10 @@ from .events import (
     PingAsked,
     PrefetchHint,
     ProfileAsked,
+    PublishAsked,
     Query,
     RegisterAsked,
+    RollbackAsked,
     Tick,
     TrainAsked,
     UnregisterAsked,
@@ -53,7 +57,9 @@ from .judge import Judge
 from .listing import Listing
 from .machine import Machine
 from .policies import Policy, make_policy
+from .publishing import Publishing
 from .registry import Registry
+from .versions import Versions
 from .wakeups import Wakeups
 
 
@@ -68,9 +74,11 @@ class Scheduler:
         judge.when_failed(self._policy_failed)
         self.core = Core(settings, judge)
         self.machine = Machine(self.core)
-        self.admission = Admission(self.core, self.machine)
-        self.registry = Registry(self.core, self.machine, self.admission)
-        self.listing = Listing(self.core, self.machine)
+        self.versions = Versions(self.core, self.machine)
+        self.admission = Admission(self.core, self.machine, self.versions)
+        self.registry = Registry(self.core, self.machine, self.admission, self.versions)
+        self.publishing = Publishing(self.core, self.machine, self.registry, self.versions)
+        self.listing = Listing(self.core, self.machine, self.versions)
 
     def start(self, now_ms: float) -> list[Command]:
         """The first commands: spawn the memory daemon."""
@@ -142,14 +150,18 @@ class Scheduler:
                 device.from_worker(event)
             case FromDaemon():
                 self._from_daemon(event)
-            case PrefetchHint():
-                device.residents.prefetch(event.model)
+            case PrefetchHint(model=name):
+                device.residents.prefetch(self.versions.resolve(name))
             case CancelAsked():
                 if not self.admission.cancel(event):
                     self.registry.cancel(event)
                     device.profiling.cancel(event.token)
             case RegisterAsked():
                 self.registry.register(event)
+            case PublishAsked():
+                self.publishing.asked(event)
+            case RollbackAsked():
+                self.registry.rollback(event)
             case UnregisterAsked():
                 self.registry.unregister(event)
             case PinAsked():
@@ -158,8 +170,8 @@ class Scheduler:
                 device.jobs.train(event)
             case JobAsked():
                 device.jobs.asked(event)
-            case ProfileAsked():
-                device.profiling.asked(event)
+            case ProfileAsked(model=name):
+                device.profiling.asked(replace(event, model=self.versions.resolve(name)))
             case Query():
                 self._query(event)
             case PingAsked(token=token):
@@ -185,6 +197,8 @@ class Scheduler:
         match event.message:
             case ModelStored() as message:
                 self.registry.stored(message)
+            case CommitPersisted() as message if self.publishing.persisted(message):
+                pass
             case StoreFailed() as message:
                 self.registry.store_failed(message)
             case DaemonReady() as message:
@@ -193,6 +207,7 @@ class Scheduler:
             case DaemonFault() as message:
                 device.from_daemon(message)
                 self.registry.refused(message.epoch, message.reason)
+                self.publishing.refused(message.epoch, message.reason)
                 self.core.publish("worker.daemon_fault", reason=message.reason)
             case message:
                 device.from_daemon(message)
@@ -211,6 +226,8 @@ class Scheduler:
 
     def _daemon_exited(self, event: DaemonExited) -> None:
         device = self.machine.device
+        if device.hears(event):
+            self.publishing.daemon_died()
         if device.hears(event) and not device.daemon_exited(event):
             self._leave("the memory daemon died too often", status=EX_SOFTWARE)
 
@@ -224,7 +241,7 @@ class Scheduler:
     def _query(self, event: Query) -> None:
         core = self.core
         if event.what == "models":
-            core.answer(event.token, models=self.listing.models())
+            core.answer(event.token, models=self.listing.models(event.all_versions))
         elif event.what == "ps":
             core.answer(event.token, rows=self.listing.ps())
         elif event.what == "jobs":
@@ -234,8 +251,11 @@ class Scheduler:
         elif event.what == "stats":
             core.answer(event.token, **self.listing.stats())
         elif event.what == "show":
-            model = self.machine.models.get(ModelName(event.name))
-            if model is None:
+            name = ModelName(event.name)
+            model = self.machine.models.get(self.versions.resolve(name, event.version))
+            if model is None and self.versions.served(name) is not None:
+                core.refuse(event.token, self.versions.missing(name, str(event.version)))
+            elif model is None:
                 core.refuse(
                     event.token,
                     ModelNotFound(f'no model "{event.name}"', hint="pipeswitch models"),
@@ -280,6 +300,7 @@ class Scheduler:
         for device in self.machine.devices:
             device.endings.refuse_all(error)
         self.registry.refuse_all(error)
+        self.publishing.refuse_all(error)
         for device in self.machine.devices:
             device.profiling.refuse_all(error)
             device.health.refuse_all(error)
@@ -296,6 +317,8 @@ class Scheduler:
             case (
                 InferArrived(token=token)
                 | RegisterAsked(token=token)
+                | PublishAsked(token=token)
+                | RollbackAsked(token=token)
                 | UnregisterAsked(token=token)
                 | PinAsked(token=token)
                 | TrainAsked(token=token)
@@ -315,6 +338,7 @@ class Scheduler:
     def _pump(self) -> None:
         if self.core.has_left:
             return
+        self.publishing.pump()
         self.registry.pump()
         for device in self.machine.devices:
             device.pump()

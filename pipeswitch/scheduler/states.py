@@ -33,6 +33,11 @@ Registration (a model on the server):
   LEAVING   takes no new request; gone when the queued ones are through.
   QUARANTINED  killed too many workers in a row; refused until it is pardoned.
   FAILED    was refused; its name is free again.
+
+Version (of the registrations that share a name):
+  COMING    built or stored, or back after a restart: only its number leads to it.
+  CURRENT   the name stands for it.
+  KEPT      it was current: its number leads to it, and it may be chosen again.
 """
 
 from __future__ import annotations
@@ -228,6 +233,24 @@ MODEL_TRANSITIONS: Final[Mapping[tuple[ModelState, ModelEvent], ModelState]] = {
     (_M.READY, _N.UNREGISTERED): _M.LEAVING,
     (_M.QUARANTINED, _N.UNREGISTERED): _M.LEAVING,
     (_M.LEAVING, _N.POISONED): _M.LEAVING,  # the queued ones are refused, and it is gone
+}
+
+
+class VersionState(enum.Enum):
+    COMING = "coming"
+    CURRENT = "current"
+    KEPT = "kept"
+
+
+class VersionEvent(enum.Enum):
+    CHOSEN = "chosen"
+    REPLACED = "replaced"
+
+
+VERSION_TRANSITIONS: Final[Mapping[tuple[VersionState, VersionEvent], VersionState]] = {
+    (VersionState.COMING, VersionEvent.CHOSEN): VersionState.CURRENT,
+    (VersionState.CURRENT, VersionEvent.REPLACED): VersionState.KEPT,
+    (VersionState.KEPT, VersionEvent.CHOSEN): VersionState.CURRENT,  # rolled back
 }
 
 

@@ -22,7 +22,8 @@ MAX_DIMS: Final = 8
 MAX_NESTING: Final = 64  # of free-form fields: what was decoded must be encodable and printable
 
 Op = Literal[
-    "hello", "infer", "prefetch", "cancel", "put", "register", "unregister", "load", "unload",
+    "hello", "infer", "prefetch", "cancel", "put", "register", "publish", "rollback", "unregister",
+    "load", "unload",
     "models", "show", "ps", "train", "job", "jobs", "stats", "trace", "profile", "plan",
     "ping", "stop",
 ]  # fmt: skip

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from process_tools import Checked, checked_server, finish, is_bit_equal, write_script
+from process_tools import Checked, checked_server, eager, finish, is_bit_equal, until, write_script
 from safetensors.torch import load_file
 
-from pipeswitch.errors import InvalidInput, ModelNotFound
+from pipeswitch.client.client import Task
+from pipeswitch.errors import InvalidInput, ModelNotFound, RegistrationRefused
 
 ENVIRONMENT = {
     "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "50ms",
@@ -83,3 +85,98 @@ def test_a_job_that_committed_nothing_has_no_state(checked: Checked, tmp_path: P
     with pytest.raises(InvalidInput, match="committed nothing"):
         task.export(tmp_path / "x.safetensors")
     assert task.history() == []
+
+
+@pytest.fixture(scope="module")
+def net() -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU()]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(16, 4)).eval()
+
+
+SMALL = """
+    import sys
+    import torch
+    from pipeswitch import job
+
+    width, steps = int(sys.argv[1]), int(sys.argv[2])
+    torch.manual_seed(width)
+    layers = [torch.nn.Linear(8, width), torch.nn.BatchNorm1d(width), torch.nn.ReLU()]
+    net = torch.nn.Sequential(*layers, torch.nn.Linear(width, 4)).to(job.device)
+    optimizer = torch.optim.SGD(net.parameters(), 0.05)
+    data = [torch.randn(16, 8) for _ in range(steps)]
+    for x in job.steps(data, model=net, optimizer=optimizer):
+        (net(x) - 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def trained_as(net: torch.nn.Module, task: Task, folder: Path) -> torch.nn.Module:
+    """The model with the parameters that a job exports."""
+    path = folder / f"{task.name}.safetensors"
+    task.export(path)
+    other = copy.deepcopy(net)
+    other.load_state_dict(load_file(path))
+    return other.eval()
+
+
+def test_a_jobs_parameters_become_the_next_version_and_the_old_one_can_come_back(
+    checked: Checked, net: torch.nn.Module, tmp_path: Path
+) -> None:
+    client, x = checked.client, torch.randn(5, 8)
+    client.register("small", net, example_inputs=(torch.randn(2, 8),))
+    script = write_script(tmp_path, "small.py", SMALL)
+    plain = {1: eager(net, x)}
+    for version in (2, 3):
+        task = client.train(script, name=f"small-{version}", args=[16, version])
+        finish(task)
+        row = client.publish("small", task.name, step=version)
+        assert row["version"] == version
+        plain[version] = eager(trained_as(net, task, tmp_path), x)
+        result = client.infer("small", x)
+        assert result.timing.version == version
+        assert is_bit_equal(next(iter(result.outputs.values())), plain[version])
+    until(lambda: len(client.models(versions=True)) == 2, "version 1 has left")
+    rows = {row["version"]: row for row in client.models(versions=True)}
+    assert set(rows) == {2, 3}
+    assert rows[3]["source"] == "job:small-3@3"
+    (row,) = client.models()
+    assert (row["name"], row["version"], row["current"]) == ("small", 3, True)
+    with pytest.raises(InvalidInput, match="it has 2, 3"):
+        client.infer("small", x, version=1)
+    for version in (2, 3):
+        answer = next(iter(client.infer("small", x, version=version).outputs.values()))
+        assert is_bit_equal(answer, plain[version])
+
+    assert client.rollback("small")["version"] == 2
+    assert client.infer("small", x).timing.version == 2
+    assert client.show("small", version=3)["current"] is False
+    digests = {row["digest"] for row in client.models(versions=True)}
+    folders = Path(checked.running.state_dir, "models")
+    until(lambda: {p.name for p in folders.iterdir()} == digests, "no other program is on disk")
+    assert not any(Path(checked.running.state_dir, "published").iterdir())
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing(
+    checked: Checked, net: torch.nn.Module, tmp_path: Path
+) -> None:
+    client = checked.client
+    client.register("fits", net, example_inputs=(torch.randn(2, 8),))
+    task = client.train(write_script(tmp_path, "w.py", SMALL), name="wide", args=[17, 2])
+    finish(task)
+    with pytest.raises(RegistrationRefused) as refusal:
+        client.publish("fits", "wide")
+    reason = refusal.value.data["reason"]
+    assert "0.weight: the model has float32[16,8], the job float32[17,8]" in reason
+    assert "3.bias" not in reason
+    with pytest.raises(InvalidInput, match="step 2; step 1 is not there"):
+        client.publish("fits", "wide", step=1)
+    with pytest.raises(ModelNotFound, match="a model is registered first"):
+        client.publish("fit", "wide")
+    with pytest.raises(ModelNotFound, match="no job"):
+        client.publish("fits", "side")
+    with pytest.raises(InvalidInput, match="before 1"):
+        client.rollback("fits")
+    assert [row["version"] for row in client.models() if row["name"] == "fits"] == [1]
+    assert client.infer("fits", torch.randn(2, 8)).timing.version == 1

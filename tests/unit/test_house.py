@@ -35,7 +35,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "ipc": "errors failpoints wire",
     "programs": "errors planning units",
     "commits": "errors failpoints ipc machine",
-    "programs/build": "errors failpoints ipc programs sandbox units",
+    "programs/build": "commits errors failpoints ipc programs sandbox units",
     # The decisions.
     "scheduler/policies": "planning",
     "scheduler": "errors ipc planning programs scheduler/policies",

@@ -21,6 +21,7 @@ from pipeswitch.errors import (
     ModelNotFound,
     ModelQuarantined,
     OutOfDeviceMemory,
+    PermissionDenied,
     QueueFull,
     RegistrationRefused,
     ServerUnavailable,
@@ -30,6 +31,7 @@ from pipeswitch.errors import (
 from pipeswitch.ipc.messages import (
     BindTenant,
     BuildDone,
+    BuildFailed,
     CancelTransmit,
     Cleaned,
     CommitCopy,
@@ -67,7 +69,7 @@ from pipeswitch.ipc.messages import (
 from pipeswitch.programs.layout import ValueSpec
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.regions import Owner
-from pipeswitch.scheduler.states import Residency, TaskState, WorkerState
+from pipeswitch.scheduler.states import ModelState, Residency, TaskState, WorkerState
 
 MIB = 1 << 20
 
@@ -2061,3 +2063,254 @@ def test_the_next_server_has_the_record_of_an_ended_job(rig: Rig, fleet_model: M
         again.scheduler.machine.device.jobs.restore_ended(
             "x", {**entry["record"], "state": "running"}, -1
         )
+
+
+# -------------------------------------------------------------------------------------- versions
+
+
+def trained(rig: Rig, name: str = "cifar", step: int = 3) -> Any:
+    """A job that has committed a step and trains on."""
+    job = rig.start_training(name)
+    rig.commit(job, 1, step=step)
+    rig.flip(job, 1, step=step)
+    return job
+
+
+SPEC = msgspec.msgpack.encode({"name": "net", "source": "x.bundle", "weights": ""}).decode("latin1")
+
+
+def register_net(rig: Rig, *, pin: bool = False) -> None:
+    token = rig.token()
+    rig.handle(ev.RegisterAsked(token=token, model="net", spec=SPEC.encode("latin1"),
+                                spec_digest="first", priority=1, is_pinned=pin))  # fmt: skip
+    epoch = rig.commands(ev.StartBuild)[0].epoch
+    rig.built("net", 10, epoch)
+    rig.handle(ev.BuilderExited(model="net", epoch=epoch, status=0))
+    rig.daemon(ModelStored(model="net", epoch=epoch, load_ms=1.0))
+    rig.prepared()
+
+
+def ask_publish(rig: Rig, job: Any, step: int = -1) -> ev.Token:
+    token = rig.token()
+    rig.handle(ev.PublishAsked(token=token, model="net", job=job.name, step=step))
+    return token
+
+
+def copied(rig: Rig, job: Any, step: int = 3) -> Any:
+    """The daemon has copied the commit; the order to build."""
+    (order,) = rig.sent(PersistCommit)
+    rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=step))
+    (build,) = rig.commands(ev.StartBuild)
+    return build
+
+
+def comes(rig: Rig, build: Any, digest: str = "") -> None:
+    """The version is built and stored."""
+    manifest = rig.model_of(digest or f"digest {build.model}", 10 * MIB, 2)
+    done = BuildDone(model=build.model, epoch=build.epoch, digest=manifest.digest)
+    rig.handle(ev.FromBuilder(message=done, manifest=manifest))
+    rig.handle(ev.BuilderExited(model=build.model, epoch=build.epoch, status=0))
+    rig.daemon(ModelStored(model=build.model, epoch=build.epoch, load_ms=1.0))
+    rig.seen = rig.out
+    rig.prepared()
+
+
+def publish(rig: Rig, job: Any) -> None:
+    token = ask_publish(rig, job)
+    comes(rig, copied(rig, job))
+    assert rig.error(token) is None
+
+
+def versions_of(rig: Rig) -> list[tuple[int, bool]]:
+    token = rig.token()
+    rig.handle(ev.Query(token=token, what="models", all_versions=True))
+    rows = rig.answers[token].body["models"]
+    return [(row["version"], row["current"]) for row in rows if row["name"] == "net"]
+
+
+def rollback(rig: Rig, version: int = 0, tenant: str | None = None) -> ev.Token:
+    token = rig.token()
+    rig.handle(ev.RollbackAsked(token=token, model="net", version=version, tenant=tenant))
+    return token
+
+
+def test_a_publication_is_a_copy_of_the_commit_a_build_and_then_the_current_version(
+    rig: Rig,
+) -> None:
+    register_net(rig)
+    job = trained(rig)
+    token = ask_publish(rig, job)
+    (order,) = rig.sent(PersistCommit)
+    assert order.directory == f"published/cifar@{order.epoch}"
+    build = copied(rig, job)
+    spec = msgspec.msgpack.decode(build.spec)
+    assert spec == {
+        "name": "net 2", "source": "models/digest net/program.bundle", "weights": order.directory,
+    }  # fmt: skip
+    assert not job.is_persisting
+    assert versions_of(rig) == [(1, True), (2, False)]
+    comes(rig, build)
+    assert rig.answers[token].body["version"] == 2
+    assert versions_of(rig) == [(1, False), (2, True)]
+    kinds = [c.entry["kind"] for c in rig.seen if isinstance(c, ev.Journal)]
+    assert kinds == ["model", "serving"], "a crash in between leaves the old version current"
+    said = [c for c in rig.seen if isinstance(c, ev.Announce) and c.is_current]
+    assert [(c.model, c.base, c.version) for c in said] == [("net@2", "net", 2)]
+    assert ev.DropPublished(directory=order.directory) in rig.seen
+
+
+def test_requests_that_came_before_a_version_end_on_theirs(rig: Rig) -> None:
+    register_net(rig)
+    job = trained(rig)
+    before = rig.infer("net")
+    ask_publish(rig, job)
+    comes(rig, copied(rig, job))
+    assert rig.state.requests[before].model == "net"
+
+
+def test_versions_that_nothing_keeps_leave_when_no_request_wants_them(rig: Rig) -> None:
+    register_net(rig)
+    job = trained(rig)
+    publish(rig, job)
+    waits = rig.infer("net")  # of version 1, by a frontend that had not heard of the second
+    publish(rig, job)
+    assert versions_of(rig) == [(1, False), (2, False), (3, True)]
+    assert rig.scheduler.machine.models["net"].state.state is ModelState.LEAVING
+    rig.job_ends(job, "done")
+    rig.arrived("net")
+    rig.done()
+    assert rig.error(waits) is None
+    assert versions_of(rig) == [(2, False), (3, True)]
+    late = rig.infer("net")
+    assert rig.state.requests[late].model == "net@3", "nobody reads of a version that has left"
+    named = rig.token()
+    rig.handle(ev.InferArrived(
+        token=named, request_id="r", model="net", digest="digest net", priority=1,
+        deadline_at_ms=None, inputs=(), reply_offset_bytes=0, reply_bytes=0,
+        is_version_asked=True))  # fmt: skip
+    assert isinstance(rig.error(named), ModelNotFound)
+
+
+def test_rolling_back_changes_the_current_version_and_the_pin(rig: Rig) -> None:
+    register_net(rig, pin=True)
+    job = trained(rig)
+    publish(rig, job)
+    models = rig.scheduler.machine.models
+    assert (models["net"].want_pinned, models["net@2"].want_pinned) == (False, True)
+    token = rollback(rig)
+    assert rig.answers[token].body == {"model": "net", "version": 1, "before": 2}
+    assert versions_of(rig) == [(1, True), (2, False)]
+    assert models["net"].want_pinned
+    assert "before 1" in rig.error(rollback(rig)).message
+    assert "no version 7" in rig.error(rollback(rig, 7)).message
+    assert isinstance(rig.error(rollback(rig, 2, tenant="ada")), PermissionDenied)
+    assert rig.error(rollback(rig, 2)) is None
+    publish(rig, job)
+    assert versions_of(rig)[-1] == (3, True), "a number is given once"
+
+
+def test_the_same_weights_again_are_the_version_that_is_there(rig: Rig) -> None:
+    register_net(rig)
+    job = trained(rig)
+    publish(rig, job)
+    token = ask_publish(rig, job)
+    comes(rig, copied(rig, job), digest="digest net@2")
+    assert rig.answers[token].body["version"] == 2
+    assert versions_of(rig) == [(1, False), (2, True)]
+    publish(rig, job)
+    assert versions_of(rig)[-1] == (3, True)
+
+
+def test_a_publication_that_is_refused_leaves_everything_as_it_was(rig: Rig) -> None:
+    register_net(rig)
+    job = trained(rig)
+    assert "step 3" in rig.error(ask_publish(rig, job, step=2)).message
+    token = ask_publish(rig, job, step=3)
+    (order,) = rig.sent(PersistCommit)
+    rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=4))
+    assert "step 4" in rig.error(token).message
+    assert ev.DropPublished(directory=order.directory) in rig.out
+
+    token = ask_publish(rig, job)
+    (order,) = rig.sent(PersistCommit)
+    rig.daemon(DaemonFault(epoch=order.epoch, reason="no area"))
+    assert "no area" in rig.error(token).message
+
+    token = ask_publish(rig, job)
+    build = copied(rig, job)
+    failed = BuildFailed(model=build.model, epoch=build.epoch, error="RegistrationRefused",
+                         message="w differs")  # fmt: skip
+    rig.handle(ev.FromBuilder(message=failed))
+    assert "w differs" in rig.error(token).message
+    assert any(isinstance(c, ev.DropPublished) for c in rig.out)
+    rig.handle(ev.BuilderExited(model=build.model, epoch=build.epoch, status=0))
+    assert versions_of(rig) == [(1, True)]
+    publish(rig, job)
+    assert versions_of(rig) == [(1, False), (2, True)]
+
+
+def test_a_copy_that_a_dead_daemon_had_is_made_by_the_next(rig: Rig) -> None:
+    register_net(rig)
+    job = trained(rig)
+    token = ask_publish(rig, job)
+    rig.handle(ev.DaemonExited(generation=rig.state.daemon_generation, status=-9))
+    for slot in (0, 1, 2):
+        rig.worker_exits(slot)
+    assert rig.commands(ev.SpawnDaemon)
+    rig.daemon(DaemonReady(pid=2, arena_bytes=0, store_bytes=0, device="cpu"))
+    comes(rig, copied(rig, job))
+    assert rig.answers[token].body["version"] == 2
+
+
+def test_a_job_that_is_over_is_published_from_its_state_on_disk(rig: Rig) -> None:
+    register_net(rig)
+    job = trained(rig)
+    rig.job_ends(job, "done")
+    rig.daemon(CommitPersisted(job=job.name, epoch=job.epoch, step=3))
+    ask_publish(rig, job)
+    (build,) = rig.commands(ev.StartBuild)
+    assert msgspec.msgpack.decode(build.spec)["weights"] == "commits/cifar"
+    comes(rig, build)
+    assert not [c for c in rig.seen if isinstance(c, ev.DropPublished)]
+    assert versions_of(rig) == [(1, False), (2, True)]
+
+
+def test_a_model_and_all_its_versions_are_unregistered_together(rig: Rig) -> None:
+    register_net(rig)
+    job = trained(rig)
+    publish(rig, job)
+    rollback(rig)
+    token = rig.token()
+    rig.handle(ev.UnregisterAsked(token=token, model="net"))
+    assert rig.error(token) is None
+    assert versions_of(rig) == []
+    gone = [c.entry for c in rig.commands(ev.Journal)]
+    assert {"kind": "model-gone", "name": "net@2"} in gone or not rig.scheduler.machine.models
+    assert not rig.scheduler.machine.served
+    register_net(rig)
+    assert versions_of(rig) == [(1, True)]
+
+
+def test_the_next_server_serves_the_version_that_the_journal_names(
+    rig: Rig, fleet_model: ModuleType
+) -> None:
+    again = Rig(fleet_model)
+    again.scheduler.versions.restore("net", 3, 4, "first")
+    for name in ("net@2", "net@3"):
+        token = again.token()
+        again.handle(ev.RegisterAsked(
+            token=token, model=name, spec=SPEC.encode("latin1"), spec_digest="first", priority=1,
+            is_pinned=False, is_known=True,
+            restored=again.model_of(f"digest {name}", 10 * MIB, 2)))  # fmt: skip
+    assert versions_of(again) == [(2, False), (3, True)]
+    same = again.token()
+    again.handle(ev.RegisterAsked(token=same, model="net", spec=b"", spec_digest="first",
+                                  priority=1, is_pinned=False))  # fmt: skip
+    other = again.ask_register("net")
+    assert isinstance(again.error(other), AlreadyExists)
+    model = again.scheduler.machine.models["net@3"]
+    again.handle(ev.FromBuilder(message=BuildFailed(
+        model="net@3", epoch=again.scheduler.registry.registrations["net@3"].build_epoch,
+        error="RegistrationRefused", message="damaged")))  # fmt: skip
+    assert model.state.state is ModelState.FAILED
+    assert versions_of(again) == [(2, True)], "the newest that is left"

@@ -16,12 +16,14 @@ from pipeswitch.scheduler.states import (
     TASK_LIVE,
     TASK_ON_WORKER,
     TASK_TRANSITIONS,
+    VERSION_TRANSITIONS,
     WORKER_TRANSITIONS,
     ModelState,
     Residency,
     StateMachine,
     TaskEvent,
     TaskState,
+    VersionState,
     WorkerState,
     diagram,
 )
@@ -32,6 +34,7 @@ TABLES: list[tuple[Table, enum.Enum]] = [
     (WORKER_TRANSITIONS, WorkerState.DEAD),
     (RESIDENCY_TRANSITIONS, Residency.HOST),
     (MODEL_TRANSITIONS, ModelState.BUILDING),
+    (VERSION_TRANSITIONS, VersionState.COMING),
 ]
 
 

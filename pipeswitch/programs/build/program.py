@@ -7,14 +7,17 @@ Runs in a short-lived child that has torch. Whatever goes wrong with a model end
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 from torch import nn
 
+from ...commits.weights import Weight, load_weights, save_weights
 from ...errors import HostStoreFull, PipeSwitchError, RegistrationRefused
 from ...units import format_bytes
 from ..bundle import Bundle, Graph, read_bundle
@@ -22,8 +25,10 @@ from ..executor import BoundProgram, GraphProgram
 from ..graph import check_every_shape, check_no_mutation, intermediate_bytes
 from ..groups import regrouped
 from ..layout import Manifest
+from ..matching import match
 from ..operators import checked_by
-from ..partition import Weight, default_plan, layers_of_graph, place
+from ..partition import Weight as GraphWeight
+from ..partition import default_plan, layers_of_graph, place
 from ..spec import BUNDLE_FILE, BuildSpec, load_manifest, save_manifest
 from ..torch_settings import TorchSettings
 from ..values import flatten_outputs, tensor_bytes
@@ -55,7 +60,9 @@ def build(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int = 
     """
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        if spec.source.endswith(".bundle"):
+        if os.path.isdir(spec.weights):
+            manifest = _build_version(spec, out_dir, progress, disk_bytes)
+        elif spec.source.endswith(".bundle"):
             manifest = _build_bundle(spec, out_dir, progress)
         else:
             manifest = _build_module(spec, out_dir, progress, disk_bytes)
@@ -70,7 +77,12 @@ def build(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int = 
         ) from error
 
 
-def _build_bundle(spec: BuildSpec, out_dir: Path, progress: Progress) -> Manifest:
+def _build_bundle(
+    spec: BuildSpec,
+    out_dir: Path,
+    progress: Progress,
+    weights: Mapping[str, Weight] | None = None,
+) -> Manifest:
     progress("build", 0.0)
     path = out_dir / BUNDLE_FILE
     try:
@@ -78,7 +90,37 @@ def _build_bundle(spec: BuildSpec, out_dir: Path, progress: Progress) -> Manifes
     except OSError as error:
         raise RegistrationRefused(f"source {spec.source!r}", str(error)) from error
     bundle = read_bundle(path)
+    if weights is not None:
+        _write_weights(path, bundle, weights)
     return _finish_graph(spec, path, bundle, None, [], progress)
+
+
+def _write_weights(path: Path, bundle: Bundle, weights: Mapping[str, Weight]) -> None:
+    """In place: names, dtypes and shapes are the bundle's, so nothing moves."""
+    names = match(bundle.tensors, {n: (w.dtype, w.shape) for n, w in weights.items()})
+    with path.open("r+b") as file:
+        for tensor in bundle.tensors:
+            if tensor.name in names:
+                file.seek(tensor.file_offset_bytes)
+                file.write(np.ascontiguousarray(weights[names[tensor.name]].values).data)
+
+
+def _build_version(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int) -> Manifest:
+    """The same program with a job's weights: nothing is traced anew, everything is checked anew.
+
+    A module's is made by its factory, and takes a file.
+    """
+    record, weights = load_weights(Path(spec.weights))
+    job = Path(spec.weights).name.partition("@")[0]
+    if spec.source.endswith(".bundle"):
+        manifest = _build_bundle(spec, out_dir, progress, weights)
+    else:
+        path = out_dir / "commit.safetensors"
+        save_weights(weights, path)
+        spec = msgspec.structs.replace(spec, weights=str(path))
+        manifest = _build_module(spec, out_dir, progress, disk_bytes)
+        path.unlink()
+    return msgspec.structs.replace(manifest, source=f"job:{job}@{record.step}")
 
 
 def _build_module(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int) -> Manifest:
@@ -199,7 +241,7 @@ def _finish_graph(
 def _graph_manifest(spec: BuildSpec, bundle: Bundle, notes: list[str]) -> Manifest:
     graph = bundle.graph
     layers = layers_of_graph(graph)
-    weights = [Weight(t.name, t.dtype, t.shape, t.size_bytes) for t in bundle.tensors]
+    weights = [GraphWeight(t.name, t.dtype, t.shape, t.size_bytes) for t in bundle.tensors]
     plan = default_plan(layers, weights, spec.bucket_bytes)
     offsets = [tensor.file_offset_bytes for tensor in bundle.tensors]
     tensors, specs, groups, total_bytes = place(layers, weights, plan, offsets)

@@ -1,0 +1,232 @@
+"""From a job's commit to the next version of a model: wait for it, copy it, have it built. Pure.
+
+1. *waits* until the commit is there that it is about: a script publishes the step it is in;
+2. *copies*: the daemon writes that commit to a folder of its own, beside the job's next ones. Of a
+   job that is over it lies on disk already;
+3. *builds*: the model's program with these weights, as a registration of its own. Its name stands
+   for it when its bytes are in the host store.
+
+One publication of a name is copied and built at a time; of those that wait the latest is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from ..errors import (
+    Cancelled,
+    InvalidInput,
+    ModelNotFound,
+    PermissionDenied,
+    PipeSwitchError,
+    ServerUnavailable,
+)
+from ..ipc.messages import CommitPersisted, Epoch, JobName, ModelName, PersistCommit
+from ..programs.layout import BUNDLE_FILE
+from .core import Core
+from .events import DropPublished, PublishAsked, Token
+from .machine import Machine
+from .records import Job, Model, Registration
+from .registry import Registry
+from .states import TASK_FINAL, ModelState
+from .versions import Versions
+
+
+@dataclass
+class Publication:
+    """One publication, from its acceptance until its version is there or refused."""
+
+    name: ModelName
+    job: JobName
+    step: int  # -1: of whatever commit is the newest
+    token: Token | None
+    epoch: Epoch
+    is_script: bool  # a later commit than its step's does too
+    stage: Literal["waits", "copies", "builds"] = "waits"
+    directory: str = ""  # its copy of the commit
+    version: Model | None = None
+    registration: Registration | None = None
+
+
+class Publishing:
+    """All publications that are under way, by the name of the model; the first of each is made."""
+
+    def __init__(
+        self, core: Core, machine: Machine, registry: Registry, versions: Versions
+    ) -> None:
+        self._core = core
+        self._machine = machine
+        self._registry = registry
+        self._versions = versions
+        self._lines: dict[ModelName, list[Publication]] = {}
+
+    def asked(self, event: PublishAsked) -> None:
+        """By a client; answered when the version serves."""
+        try:
+            self._check(event)
+        except PipeSwitchError as error:
+            self._core.refuse(event.token, error)
+        else:
+            self._accept(event.model, event.job, event.step, event.token)
+
+    def _check(self, event: PublishAsked) -> None:
+        if self._core.is_draining:
+            raise ServerUnavailable("the server is draining")
+        job = self._machine.device.state.jobs.get(event.job)
+        if job is None:
+            raise ModelNotFound(f'no job "{event.job}"', hint="pipeswitch jobs ls")
+        self.model_for(event.model, None)
+        if job.committed_step < 0:
+            raise InvalidInput(f'job "{job.name}" has not committed yet', hint="pipeswitch jobs ls")
+        if event.step not in (-1, job.committed_step):
+            raise _other_step(job, event.step, job.committed_step)
+
+    def model_for(self, name: ModelName, tenant: str | None) -> Model:
+        """The model that a publication is to follow.
+
+        Raises:
+            ModelNotFound, PermissionDenied, InvalidInput.
+        """
+        model = self._versions.current(name)
+        if model is None or model.state.state is ModelState.LEAVING:
+            raise ModelNotFound(
+                f'no model "{name}": a job brings weights, a model is registered first',
+                hint=f"pipeswitch register {name} SOURCE",
+            )
+        if tenant not in (None, model.tenant):
+            raise PermissionDenied(f'"{name}" is another client\'s')
+        if model.state.state is not ModelState.READY:
+            raise InvalidInput(f'"{name}" is {model.state.state.value}, it must be ready')
+        return model
+
+    def _accept(self, name: ModelName, job: JobName, step: int, token: Token | None) -> None:
+        line = self._lines.setdefault(name, [])
+        while line and line[-1].stage == "waits":
+            self._refused(line.pop(), Cancelled(f'a later one of "{name}" takes its place'))
+        line.append(Publication(name, job, step, token, self._core.next_epoch(), token is None))
+
+    # -- what happens to them ------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Begin what can be begun, end what is over."""
+        for name, line in list(self._lines.items()):
+            length = 0
+            while line and len(line) != length:  # one that ends makes room for the next
+                length = len(line)
+                if line[0].stage == "waits":
+                    self._begin(line[0])
+                elif line[0].stage == "builds":
+                    self._look(line[0])
+            if not line:
+                del self._lines[name]
+
+    def _begin(self, one: Publication) -> None:
+        device = self._machine.device.state
+        job = device.jobs.get(one.job)
+        if job is None:
+            self._end(one, ModelNotFound(f'no job "{one.job}"', hint="pipeswitch jobs ls"))
+        elif job.committed_step < one.step:
+            if job.state.state in TASK_FINAL:
+                self._end(one, InvalidInput(f'job "{job.name}" ended before step {one.step}'))
+        elif not job.commit_slot_bytes:
+            self._build(one, f"{self._core.settings.commits_dir}/{job.name}")
+        elif device.is_daemon_ready:
+            one.stage, one.directory = "copies", self._folder(job, one.epoch)
+            device.tell_daemon(
+                PersistCommit(job=job.name, epoch=one.epoch, directory=one.directory)
+            )
+
+    def _folder(self, job: Job, epoch: Epoch) -> str:
+        return f"{self._core.settings.published_dir}/{job.name}@{epoch}"
+
+    def persisted(self, message: CommitPersisted) -> bool:
+        """The copy is there; False: it is of no publication."""
+        one = self._copying(message.epoch)
+        if one is None:
+            return False
+        job = self._machine.device.state.jobs.get(one.job)
+        if message.error:
+            self._end(one, ServerUnavailable(f"the commit cannot be copied: {message.error}"))
+        elif not one.is_script and one.step not in (-1, message.step) and job is not None:
+            self._end(one, _other_step(job, one.step, message.step))
+        else:
+            self._build(one, one.directory)
+        return True
+
+    def refused(self, epoch: Epoch, reason: str) -> None:
+        """The daemon will not copy it."""
+        one = self._copying(epoch)
+        if one is not None:
+            self._end(one, ServerUnavailable(f"the commit cannot be copied: {reason}"))
+
+    def _copying(self, epoch: Epoch) -> Publication | None:
+        lines = self._lines.values()
+        return next((a[0] for a in lines if (a[0].stage, a[0].epoch) == ("copies", epoch)), None)
+
+    def _build(self, one: Publication, directory: str) -> None:
+        """The program of the current version, with other weights; checked as a new one is."""
+        try:
+            before = self.model_for(one.name, None)
+        except PipeSwitchError as error:
+            self._end(one, error)
+            return
+        assert before.manifest is not None
+        spec = msgspec.msgpack.decode(self._registry.registrations[before.name].spec)
+        if before.manifest.mode == "graph":
+            folder = self._core.settings.program_dir(before.manifest.digest)
+            spec["source"] = f"{folder}/{BUNDLE_FILE}"
+        served = self._versions.served(one.name)
+        assert served is not None
+        spec |= {"name": f"{one.name} {served.last + 1}", "weights": directory}
+        packed, token = msgspec.msgpack.encode(spec), one.token
+        one.stage, one.token = "builds", None  # the registry answers it
+        one.version = self._registry.begin_version(before, packed, token)
+        one.registration = self._registry.registrations[one.version.name]
+
+    def _look(self, one: Publication) -> None:
+        """Whether its version is there."""
+        assert one.version is not None
+        assert one.registration is not None
+        if one.registration.error is not None:
+            self._end(one, one.registration.error)
+        elif one.version.state.state not in (ModelState.BUILDING, ModelState.STORING):
+            self._end(one, None)
+
+    def _end(self, one: Publication, error: PipeSwitchError | None) -> None:
+        self._lines[one.name].remove(one)
+        if one.directory:
+            self._core.emit(DropPublished(directory=one.directory))
+        if error is not None:
+            self._refused(one, error)
+
+    def _refused(self, one: Publication, error: PipeSwitchError) -> None:
+        core, job = self._core, self._machine.device.state.jobs.get(one.job)
+        if one.token is not None:
+            core.refuse(one.token, error)
+        if job is not None and one.is_script:
+            job.why = f'not published as "{one.name}": {error.message}'
+        core.publish("model.publish_failed", model=one.name, job=one.job, error=error.message)
+
+    def daemon_died(self) -> None:
+        """What it copied is copied anew."""
+        for line in self._lines.values():
+            if line[0].stage == "copies":
+                line[0].stage = "waits"
+
+    def refuse_all(self, error: PipeSwitchError) -> None:
+        """The server cannot go on: every client that waits is answered."""
+        for line in self._lines.values():
+            for one in line:
+                if one.token is not None:
+                    self._core.refuse(one.token, error)
+        self._lines.clear()
+
+
+def _other_step(job: Job, asked: int, there: int) -> InvalidInput:
+    return InvalidInput(
+        f'job "{job.name}" keeps its newest commit, of step {there}; step {asked} is not there',
+        hint=f"pipeswitch register NAME --from-job {job.name}",
+    )
