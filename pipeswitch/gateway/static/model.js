@@ -87,14 +87,17 @@ function madeUp(dtype, count) {
 // ---- the timeline -------------------------------------------------------------------------------
 
 export class Timeline {
-  constructor() { this.clear(); }
+  constructor() {
+    this.offset = null; // of the server's clock to ours
+    this.clear();
+  }
 
   clear() {
     this.train = []; this.copy = []; this.infer = []; this.switch = [];
     this.requests = new Map(); // by flow, the number of a dispatch
     this.seen = new Set();
     this.training = null; // {job, begin}: has the device now
-    this.offset = null; // of the server's clock to ours
+    this.until = null; // how far it was read
   }
 
   get now() { return performance.now() + (this.offset ?? 0); }
@@ -107,6 +110,7 @@ export class Timeline {
 
   take(trace) {
     this.hear(trace.now_ms);
+    this.until = trace.now_ms;
     const tracks = new Map(), spans = [];
     for (const event of trace.traceEvents) {
       if (event.ph === "M" && event.name === "thread_name") tracks.set(event.tid, event.args.name);
@@ -269,10 +273,8 @@ export class Model {
   }
 
   async readTrace() {
-    const last = this.readUntil ? (this.timeline.now - this.readUntil) / 1000 + 2 : 30;
-    const trace = await this.server.get(`/api/trace?seconds=${Math.min(60, last).toFixed(2)}`);
-    this.timeline.take(trace);
-    this.readUntil = trace.now_ms;
+    const { now, until } = this.timeline, seconds = until === null ? 30 : (now - until) / 1000 + 2;
+    this.timeline.take(await this.server.get(`/api/trace?seconds=${Math.max(1, Math.min(60, seconds)).toFixed(2)}`));
     this.changed("lanes");
   }
 

@@ -369,6 +369,7 @@ const isCalm = matchMedia("(prefers-reduced-motion: reduce)");
 let drawnAt = 0;
 
 function frame(now) {
+  requestAnimationFrame(frame);
   if (model.state === "live") {
     if (!isCalm.matches || now - drawnAt > 1000) { lanes.draw(); drawnAt = now; }
     if (dirty.has("rows")) { showFacts(); showMemory(); showModels(); showJobs(); }
@@ -376,7 +377,6 @@ function frame(now) {
     if (dirty.has("events")) showEvents();
     dirty.clear();
   }
-  requestAnimationFrame(frame);
 }
 
 const theme = localStorage.getItem(THEME);

@@ -1,0 +1,140 @@
+"""What cannot be built here is read: containers name what exists: files, settings, ports, paths."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeswitch.cli.main import main
+from pipeswitch.config import PROFILES_VARIABLE, SECTIONS, Config, ServerConfig
+from pipeswitch.controller.gateway import DEFAULTS
+
+ROOT = Path(__file__).parents[2]
+PACKAGING = ROOT / "packaging"
+DOCKERFILE = (PACKAGING / "Dockerfile").read_text().replace("\\\n", " ")
+COMPOSE = yaml.safe_load((PACKAGING / "compose.yaml").read_text())
+SERVICE, STATEFUL_SET = yaml.safe_load_all((PACKAGING / "kubernetes.yaml").read_text())
+POD = STATEFUL_SET["spec"]["template"]["spec"]
+(CONTAINER,) = POD["containers"]
+(COMPOSED,) = COMPOSE["services"].values()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PORTS = [int(address.rpartition(":")[2]) for address in DEFAULTS.values()]
+STATE = "/var/lib/pipeswitch"
+USER = 10001
+
+
+def instructions(name: str) -> list[str]:
+    return re.findall(rf"^{name} (.*)$", DOCKERFILE, re.MULTILINE)
+
+
+def variables() -> dict[str, str]:
+    """All of ours that a container is started with."""
+    found = dict(re.findall(r"\b([A-Z_]+)=(\S+)", " ".join(instructions("ENV"))))
+    found |= COMPOSED["environment"]
+    found |= {one["name"]: one["value"] for one in CONTAINER["env"]}
+    return {name: value for name, value in found.items() if name.startswith("PIPESWITCH_")}
+
+
+def test_the_image_copies_what_is_there_and_all_that_is_installed() -> None:
+    ours = [line.split() for line in instructions("COPY") if not line.startswith("--from")]
+    copied = {source for *sources, _ in ours for source in sources}
+    assert all((ROOT / source).exists() for source in copied)
+    tops = {name.partition(".")[0] for name in PROJECT["tool"]["setuptools"]["packages"]}
+    assert tops | {"pyproject.toml", PROJECT["project"]["readme"]} <= copied
+    context = (PACKAGING / "Dockerfile.dockerignore").read_text().splitlines()
+    assert {f"!{source}" for source in copied} <= set(context)
+    (extras,) = re.findall(r"/src\[([\w,]+)\]", DOCKERFILE)
+    assert set(extras.split(",")) <= set(PROJECT["project"]["optional-dependencies"])
+    assert instructions("FROM")[0].split()[0] == instructions("FROM")[1]  # one Python for both
+
+
+def test_the_image_runs_as_nobody_else_and_says_how_it_is() -> None:
+    (user,), (check,) = instructions("USER"), re.findall(r"CMD (\[.*ping.*\])", DOCKERFILE)
+    assert user == "pipeswitch"
+    assert f"--uid {USER}" in DOCKERFILE
+    assert check == '["pipeswitch", "ping"]'
+    assert instructions("ENTRYPOINT") == ['["pipeswitch"]']
+    assert instructions("VOLUME") == [STATE]
+    assert [int(port) for port in instructions("EXPOSE")[0].split()] == PORTS
+
+
+def test_every_setting_of_a_container_exists() -> None:
+    for name, value in variables().items():
+        if name != PROFILES_VARIABLE:
+            section, _, key = name.removeprefix("PIPESWITCH_").lower().partition("__")
+            assert key in SECTIONS[section].__dataclass_fields__, name
+        if "/" in str(value):
+            assert str(value).startswith(f"{STATE}/"), name  # the volume keeps it
+    assert variables()["PIPESWITCH_GATEWAY__BEHIND_PROXY"] == "true"
+
+
+@pytest.mark.parametrize(
+    "command", [COMPOSED["command"], CONTAINER["args"]], ids=["compose", "k8s"]
+)
+def test_both_serve_with_flags_that_exist_and_with_tokens(command: list[str]) -> None:
+    verb, *rest = command
+    flags = {flag for option in main.commands[verb].params for flag in option.opts}
+    given = dict(zip(rest[::2], rest[1::2], strict=True))
+    assert set(given) <= flags
+    assert [int(given[name].rpartition(":")[2]) for name in ("--http", "--grpc")] == PORTS
+    assert given["--gateway-tokens"]
+
+
+def test_compose_has_memory_devices_state_and_time_to_drain() -> None:
+    assert COMPOSED["ulimits"]["memlock"] == -1
+    (device,) = COMPOSED["deploy"]["resources"]["reservations"]["devices"]
+    assert device["capabilities"] == ["gpu"]
+    (volume,) = COMPOSED["volumes"]
+    name, _, place = volume.partition(":")
+    assert (name in COMPOSE["volumes"], place) == (True, STATE)
+    assert COMPOSED["build"] == {"context": "..", "dockerfile": "packaging/Dockerfile"}
+    assert all(port.startswith("127.0.0.1:") for port in COMPOSED["ports"])
+    assert int(COMPOSED["stop_grace_period"].rstrip("s")) * 1000 > drain_ms()
+    secret = f"/run/secrets/{COMPOSED['secrets'][0]}"
+    assert secret in COMPOSED["command"]
+    assert COMPOSED["secrets"][0] in COMPOSE["secrets"]
+
+
+def drain_ms() -> float:
+    server: ServerConfig = Config().server
+    return server.drain_grace_ms
+
+
+def test_kubernetes_probes_paths_that_need_no_token() -> None:
+    rest = (ROOT / "pipeswitch/gateway/rest.py").read_text()
+    ports = {one["name"]: one["containerPort"] for one in CONTAINER["ports"]}
+    assert sorted(ports.values()) == PORTS
+    for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
+        probe = CONTAINER[kind]["httpGet"]
+        assert probe["path"].startswith("/v2/health/")
+        assert f'"{probe["path"]}"' in rest
+        assert probe["port"] in ports
+    for port in SERVICE["spec"]["ports"]:
+        assert ports[port["targetPort"]] == port["port"]
+
+
+def test_kubernetes_names_agree_and_nothing_may_more_than_it_must() -> None:
+    labels: Any = STATEFUL_SET["spec"]["template"]["metadata"]["labels"]
+    assert SERVICE["spec"]["selector"] == STATEFUL_SET["spec"]["selector"]["matchLabels"] == labels
+    assert STATEFUL_SET["spec"]["serviceName"] == SERVICE["metadata"]["name"]
+    assert STATEFUL_SET["spec"]["replicas"] == 1
+    volumes = {one["name"] for one in POD["volumes"]}
+    volumes |= {one["metadata"]["name"] for one in STATEFUL_SET["spec"]["volumeClaimTemplates"]}
+    for container in (CONTAINER, *POD["initContainers"]):
+        assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+    places = {mount["mountPath"] for mount in CONTAINER["volumeMounts"]}
+    runtime = re.search(r"XDG_RUNTIME_DIR=(\S+)", DOCKERFILE)
+    assert runtime is not None
+    assert {STATE, "/tmp", runtime[1]} <= places
+    assert POD["securityContext"]["runAsUser"] == POD["securityContext"]["fsGroup"] == USER
+    assert POD["terminationGracePeriodSeconds"] * 1000 > drain_ms()
