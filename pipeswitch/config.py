@@ -250,6 +250,9 @@ class SchedulerConfig(_Checked):
         "off", "deadline: a request whose deadline cannot be met, by what its model took before, "
         "is refused at once", choices=("off", "deadline"),
     )  # fmt: skip
+    look_ahead: bool = _setting(
+        True, "send the next request's model while the device computes, where it fits"
+    )
     max_queue: int = _setting(512, "requests that may wait", low=1)
     max_queue_per_model: int = _setting(
         256, "of them for one model: a flood for one leaves room for the others", low=1

@@ -326,6 +326,7 @@ class Server:
                 standby=config.workers.standby,
                 max_builds=MAX_BUILDS,
                 admission=config.scheduler.admission,
+                look_ahead=config.scheduler.look_ahead,
                 max_queue=config.scheduler.max_queue,
                 max_queue_per_model=config.scheduler.max_queue_per_model,
                 commit_every_ms=config.scheduler.commit_every_ms,

@@ -43,6 +43,7 @@ class SchedulerSettings:
     keep_jobs: int = 20  # that are over, with their last state
     keep_jobs_ms: float = 0.0  # 0: for as long as their number allows
     admission: str = "off"  # "deadline": what cannot be answered in time is refused at once
+    look_ahead: bool = True  # the link sends the next request's model while the device computes
     prefix_bytes: int = 0  # of the arena, for prefixes of models that had to leave; 0: none
     identity: Identity = UNKNOWN_DEVICE  # what profiles are measured on
     unix_offset_ms: float = 0.0  # from the scheduler's clock to the calendar

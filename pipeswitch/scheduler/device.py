@@ -181,6 +181,7 @@ class Device:
         """Everything else that can be done now."""
         self.advance()
         self.dispatch.keep_order()
+        self.dispatch.look_ahead()
         self.profiling.pump()
         self.training.pump()
         self.jobs.pump()
@@ -234,6 +235,8 @@ class Device:
             queue.check()
         pinned = {n for n, r in state.replicas.items() if r.residency.state is Residency.PINNED}
         assert state.pinned.keys() == pinned, "another model is pinned"
+        sending = {n for n, r in state.replicas.items() if r.is_being_sent}
+        assert state.sending.keys() == sending, "another model is being sent"
         state.queue.check_heads(*state.seen)
         waiting = [*state.queue, *state.early]
         for request in waiting:

@@ -46,6 +46,7 @@ class DeviceState:
     is_daemon_ready: bool = False
     predictions: Predictions = field(default_factory=Predictions)
     pinned: dict[ModelName, None] = field(default_factory=dict)  # those in that state
+    sending: dict[ModelName, None] = field(default_factory=dict)  # to which the daemon may write
 
     def __post_init__(self) -> None:
         self.queue = Queue(self.core.judge)
@@ -93,6 +94,9 @@ class DeviceState:
         before = replica.residency.state
         after = replica.residency.apply(event, cause)
         self.queue.changed(replica.name)
+        self.sending.pop(replica.name, None)
+        if replica.is_being_sent:
+            self.sending[replica.name] = None
         if (before is Residency.PINNED) != (after is Residency.PINNED):
             self.pinned.pop(replica.name, None)
             if after is Residency.PINNED:

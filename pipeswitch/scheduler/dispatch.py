@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+
 from ..errors import DeadlineExceeded, OutOfDeviceMemory
-from ..ipc.messages import JobName, RunInference
+from ..ipc.messages import JobName, ModelName, RunInference
 from ..programs.layout import REGION_ALIGN_BYTES, aligned
 from .arena import WHOLE, Arena
 from .device_state import DeviceState
 from .events import ToWorker
 from .forecast import is_hopeless, too_late
 from .policies import Waiting
-from .records import Activation, Replica, Request, Worker
+from .records import NO_EPOCH, Activation, Replica, Request, Worker
 from .residency import Residents
 from .states import Residency, TaskEvent, WorkerEvent, WorkerState
 from .training import Training
 from .turns import Turns
 
+MOST_AHEAD = 4  # requests among which the next cold one is looked for
 MOST_BLOCKED = 8  # models without memory that are looked past, each at the price of a search
 
 
@@ -122,6 +125,26 @@ class Dispatch:
         """Rank what has changed, also while nothing can be dispatched."""
         self._device.queue.settle(*self._device.seen)
 
+    def look_ahead(self) -> None:
+        """The link is idle, a task computes and another has its turn next: send the model of the
+        next request that has none on the device. Only where it fits beside what is used, pinned
+        or waited for; the request is dispatched later, in its own order."""
+        device = self._device
+        is_ahead = device.current is not None and device.upcoming is not None
+        if not is_ahead or device.sending or not device.settings.look_ahead:
+            return
+        if not device.is_daemon_ready:
+            return
+        for view, _ in itertools.islice(device.queue.heads(*device.seen), MOST_AHEAD):
+            replica = device.replicas[ModelName(view.model)]
+            if replica.is_on_device or self._core.now_ms < replica.retry_at_ms:
+                continue
+            window = self._arena.find_place(replica, for_request=False)
+            if window is not None and not self._arena.obstacles(window):
+                self._residents.transmit(replica, window, "it is next")
+                replica.ahead_epoch = replica.residency_epoch
+            return
+
     def _has_worker(self) -> bool:
         """A worker could begin. One that loads a program cannot, perhaps for seconds: it is given
         a task only where no task's end makes another one free before."""
@@ -173,10 +196,17 @@ class Dispatch:
         return min((w for w in self._device.workers.values() if w.is_free), key=order)
 
     def activate(self, request: Request, replica: Replica, *, is_sent: bool) -> Activation:
-        """Give the request to a worker; ``is_sent``: its model was sent for it just now."""
+        """Give the request to a worker.
+
+        ``is_sent``: its model was sent for it just now; sent ahead for it, that is a switch too.
+        """
         core, device, manifest = self._core, self._device, replica.manifest
         assert manifest is not None
         worker = self._pick_worker(replica)
+        is_switch = is_sent or (
+            replica.ahead_epoch != NO_EPOCH and replica.ahead_epoch == replica.residency_epoch
+        )
+        replica.ahead_epoch = NO_EPOCH
         epoch = core.next_epoch()
         device.queue.discard(request)
         request.state.apply(TaskEvent.DISPATCHED, f"worker {worker.slot}")
@@ -195,7 +225,7 @@ class Dispatch:
             was_resident=replica.residency.state in (Residency.RESIDENT, Residency.PINNED),
             residency_epoch=replica.residency_epoch,
             is_trial=request.trial_batch > 0,
-            kept_bytes=replica.kept_bytes if is_sent else 0,
+            kept_bytes=replica.kept_bytes if is_switch else 0,
         )
         device.upcoming = activation
         self._turns.give()  # before the order: the worker must not find an old turn
@@ -225,9 +255,9 @@ class Dispatch:
             activation.stop_asked_at_ms = core.now_ms
             self._training.stop(device.training, activation.turn, activation.slot)
         if not activation.is_trial:
-            kind = "resident" if not is_sent else "prefix" if activation.kept_bytes else "cold"
+            kind = "resident" if not is_switch else "prefix" if activation.kept_bytes else "cold"
             core.counts[f"{kind}_dispatches"] += 1
-        if is_sent and not activation.is_trial:
+        if is_switch and not activation.is_trial:
             core.counts["switches"] += 1
             core.publish(
                 "switch.started",

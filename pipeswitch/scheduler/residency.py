@@ -247,9 +247,9 @@ class Residents:
     def cancel_prefetches(self) -> None:
         """A real request needs the link or the place: hints step back (they were a guess)."""
         device = self._device
-        held = [self._arena.model_of(region) for region in self._arena.regions]
-        for replica in held:
-            if replica is None or not replica.is_prefetch:
+        for name in list(device.sending):
+            replica = device.replicas[name]
+            if not replica.is_prefetch:
                 continue
             if not replica.users and not device.queue.count(replica.name):
                 replica.is_prefetch = False

@@ -40,7 +40,7 @@ OF_STATE = (
     "replicas", "requests", "queue", "early", "jobs", "workers", "current", "upcoming",
     "training", "daemon_generation", "daemon_pid", "is_daemon_ready",
     "predictions",  # no decision of the default policy reads them
-    "pinned",  # follows from the replicas
+    "pinned", "sending",  # follow from the replicas
     "cold_switches",  # for profiles, and nothing is measured in this world
 )  # fmt: skip
 OF_FLEET = ("is_daemon_alive", "_daemon_deaths", "_daemon_respawn_at_ms")
@@ -179,6 +179,7 @@ class Brain:
             state.replicas[name].model = model
         pinned = [n for n, r in state.replicas.items() if r.residency.state is Residency.PINNED]
         state.pinned = dict.fromkeys(pinned)
+        state.sending = {n: None for n, r in state.replicas.items() if r.is_being_sent}
 
 
 _COMMITTED_STEP = JOB.position("committed_step")

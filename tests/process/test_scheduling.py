@@ -1,0 +1,61 @@
+"""A server with its owner's own policy, and deadlines that cannot be met."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from process_tools import Checked, checked_server, eager, is_bit_equal, mlp
+
+from pipeswitch.errors import DeadlineExceeded
+
+WIDTH = 512
+
+OF_MINE = """
+from pipeswitch.scheduler.policies import Eviction, Order, Policy
+
+class Mine(Order):
+    left = 3
+
+    def rank(self, head, view):
+        self.left -= 1
+        return (head.arrived_at_ms / max(0, self.left),)  # a bug, soon
+
+def make(*, max_wait_ms):
+    return Policy("mine", Mine(), Eviction())
+"""
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checked]:
+    folder: Path = tmp_path_factory.mktemp("policy")
+    (folder / "of_mine.py").write_text(OF_MINE)
+    environment = {"PYTHONPATH": str(folder), "PIPESWITCH_SCHEDULER__ADMISSION": "deadline"}
+    with checked_server(args=("--policy", "of_mine:make"), environment=environment) as checked:
+        yield checked
+
+
+def test_a_policy_that_fails_costs_one_warning_and_no_request(running: Checked) -> None:
+    client, module = running.client, mlp(WIDTH, 2, seed=1)
+    assert client.stats()["policy"] == "mine"
+    client.register("m", module, example_inputs=(torch.zeros(1, WIDTH),))
+    example = torch.ones(1, WIDTH)
+    for _ in range(5):
+        assert is_bit_equal(client.infer("m", example)["y"], eager(module, example))
+    assert client.stats()["policy"] == "priority"
+    log = running.running.log()
+    assert log.count('policy "mine" failed and is replaced by "priority"') == 1
+    assert "ZeroDivisionError" in log
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_with_the_prediction(running: Checked) -> None:
+    client = running.client
+    client.register("slow", mlp(2048, 8, seed=2), example_inputs=(torch.zeros(1, 2048),))
+    example = torch.ones(1, 2048)
+    for _ in range(3):
+        client.infer("slow", example)
+    with pytest.raises(DeadlineExceeded) as caught:
+        client.infer("slow", example, deadline_ms=0.1)
+    assert caught.value.data["predicted_ms"] > 0.1
