@@ -36,7 +36,7 @@ unit: $(STAMP)  ## The unit tests: no process, no socket.
 	$(BIN)/python -m pytest -q tests/unit -n $(JOBS) --dist loadfile
 
 test: $(STAMP)  ## The tests that start real processes, on the cpu device; JOBS=0: one file at a time.
-	$(BIN)/python -m pytest --ignore tests/unit -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -rs --ignore tests/unit -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test-long: $(STAMP)  ## The slow tests: the demo, a minute of chaos, killed servers and jobs.
 	$(BIN)/python -m pytest -m slow

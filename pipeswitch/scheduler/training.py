@@ -296,15 +296,16 @@ class Training:
         if device.training != job.name:
             return
         device.training = None
-        core.span("scheduler", f"train {job.name}", job.cycle_began_at_ms, core.now_ms)
         self._account(job)
         if job.cycle_left_ms <= 0:
             job.cycle_left_ms = core.settings.training_cycle_ms
             job.place = core.next_epoch()
 
     def _account(self, job: Job) -> None:
-        trained_ms = self._core.now_ms - job.cycle_began_at_ms
-        self._core.spend("train", trained_ms)
+        core = self._core
+        core.span("scheduler", f"train {job.name}", job.cycle_began_at_ms, core.now_ms)
+        trained_ms = core.now_ms - job.cycle_began_at_ms
+        core.spend("train", trained_ms)
         job.cycle_left_ms -= trained_ms
         if job.lease_bytes:
             job.turn_left_ms -= trained_ms

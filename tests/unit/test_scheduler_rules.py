@@ -1032,6 +1032,24 @@ def test_jobs_share_the_device_in_turns_of_training_cycle_ms(rig: Rig) -> None:
     assert one.state.state is TaskState.RUNNING
 
 
+def test_the_timeline_and_the_accounts_have_all_of_a_turn_that_outlasts_its_cycles(
+    rig: Rig,
+) -> None:
+    rig.register("a")
+    job = rig.start_training()
+    spans = []
+    for at_ms in (1000.0, 2000.0, 2500.0):
+        rig.tick(at_ms)
+        spans += rig.commands(ev.Span)
+    rig.infer("a")
+    rig.park(job, rig.state.upcoming.turn)
+    spans += rig.commands(ev.Span)
+    trained = [(span.begin_ms, span.end_ms) for span in spans if span.name == "train cifar"]
+    assert trained == [(0.0, 1000.0), (1000.0, 2000.0), (2000.0, 2500.0)]
+    assert rig.scheduler.listing.stats()["device_s"]["train"] == 2.5
+    assert job.parked_at_ms == 2500.0
+
+
 def test_a_lower_priority_job_does_not_interrupt_a_higher_one(rig: Rig) -> None:
     rig.train("high", priority=0)
     rig.train("low", priority=2)

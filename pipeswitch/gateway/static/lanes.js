@@ -80,8 +80,7 @@ export class Lanes {
     pen.rect(LEFT, 0, width - LEFT, height - AXIS);
     pen.clip();
     this.aside(pen, x, from, to, top, deep);
-    const open = line.training ? [{ ...line.training, end: to }] : [];
-    for (const span of [...line.train, ...open]) this.box(pen, span, x, top(0), deep, colours.train, span.job);
+    for (const span of line.trained()) this.box(pen, span, x, top(0), deep, colours.train, span.job);
     this.copies(pen, x, from, to, top(1), deep);
     for (const span of line.infer) this.box(pen, span, x, top(2), deep, colours.infer, span.model);
     this.beside(pen, line.infer, x, top(2) + deep / 2 + 1);
@@ -93,8 +92,9 @@ export class Lanes {
     const sorted = [...spans].sort((a, b) => a.begin - b.begin);
     sorted.forEach((span, index) => {
       const left = x(span.end), long = pen.measureText(span.model).width, next = sorted[index + 1];
-      if (x(span.end) - x(span.begin) > long + 14 || left < LEFT - long) return;
-      label(pen, span.model, left + 6, y, (next ? x(next.begin) : Infinity) - left - 10, this.palette.quiet);
+      if (x(span.end) - x(span.begin) > long + 14 || left < LEFT) return;
+      const edge = Math.min(next ? x(next.begin) : Infinity, this.canvas.clientWidth);
+      label(pen, span.model, left + 6, y, edge - left - 10, this.palette.quiet);
     });
   }
 

@@ -6,6 +6,7 @@ const LIVE_MS = 600; // between two looks at the timeline
 const ROWS_MS = 1000; // between two looks at the listings
 const HIDDEN_MS = 5000; // the same while nobody sees the page
 const KEPT_MS = 90000; // of the timeline
+const SEAM_MS = 2; // between two spans that are one
 const MAX_REQUESTS = 60;
 const MAX_EVENTS = 300;
 const MAX_LOSSES = 240;
@@ -134,7 +135,6 @@ export class Timeline {
     } else if (span.track === "scheduler") {
       if (words[0] === "train") {
         span.job = last;
-        this.train = this.train.filter((one) => !one.isGuess || one.end <= span.begin || one.begin >= span.end);
         this.train.push(span);
       }
       else if (words[0] === "switch") {
@@ -200,12 +200,22 @@ export class Timeline {
     });
   }
 
+  // When a job had the device, without seams; the last span may be under way.
+  trained() {
+    const open = this.training ? [{ ...this.training, end: this.now }] : [], whole = [];
+    for (const span of [...this.train, ...open].sort((a, b) => a.begin - b.begin)) {
+      const last = whole[whole.length - 1];
+      if (last && last.job === span.job && span.begin <= last.end + SEAM_MS) last.end = Math.max(last.end, span.end);
+      else whole.push({ job: span.job, begin: span.begin, end: span.end });
+    }
+    return whole;
+  }
+
   // Milliseconds of each kind between two instants: what the device did.
   shares(from, to) {
     const sum = (spans) => spans.reduce((all, span) => all + Math.max(0, Math.min(span.end, to) - Math.max(span.begin, from)), 0);
-    const open = this.training ? [{ begin: this.training.begin, end: this.now }] : [];
     const all = Math.max(1, to - from), infer = sum(this.infer);
-    const train = Math.min(all - infer, sum(this.train) + sum(open));
+    const train = Math.min(all - infer, sum(this.trained()));
     const stall = this.answered().filter((one) => one.end > from && one.end <= to).reduce((ms, one) => ms + one.stall, 0);
     const handed = Math.min(stall, infer);
     return { train: train / all, switch: handed / all, infer: (infer - handed) / all, idle: Math.max(0, all - infer - train) / all };
@@ -327,7 +337,7 @@ export class Model {
       line.training = { job: event.job, begin: event.at_ms };
       this.heardStop = false;
     } else if (/^job\.(suspended|paused|done|failed|cancelled|queued|expired)$/.test(event.topic) && line.training?.job === event.job) {
-      line.train.push({ begin: line.training.begin, end: event.at_ms, job: event.job, isGuess: true });
+      line.train.push({ begin: line.training.begin, end: event.at_ms, job: event.job });
       line.training = null;
       this.heardStop = true; // the listings may be older than this
     }

@@ -1,0 +1,233 @@
+"""The page in a real browser: it shows what happens, and runs nothing that it is told."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from process_tools import Checked, checked_server, mlp, until, write_script
+
+pytest.importorskip("httptools", reason="make installs it")
+
+WIDTH = 1024  # of the models: 36 MiB each, two do not fit into the arena
+EVIL = "<img src=x onerror=window.hacked=1>"
+SCRIPT = f"""
+    import torch
+    from pipeswitch import job
+
+    print({EVIL!r}, flush=True)
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    for step in job.steps(range(10**9), model=model, optimizer=optimizer):
+        loss = model(torch.ones(64, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        job.log(**{{"loss": loss, {EVIL!r}: 1}})
+"""
+INK = """
+    const canvas = document.getElementById(arguments[0]);
+    const probe = document.createElement("span");
+    probe.style.color = `var(--${arguments[1]})`;
+    document.body.append(probe);
+    const wanted = getComputedStyle(probe).color.match(/\\d+/g).slice(0, 3).map(Number);
+    probe.remove();
+    const copy = new OffscreenCanvas(canvas.width, canvas.height);
+    const pen = copy.getContext("2d", { willReadFrequently: true });
+    pen.drawImage(canvas, 0, 0);
+    const { data } = pen.getImageData(0, 0, canvas.width, canvas.height);
+    let count = 0;
+    for (let at = 0; at < data.length; at += 4)
+      if (wanted.every((value, index) => Math.abs(data[at + index] - value) < 3)) count++;
+    return count;
+"""
+
+
+def program(*names: str) -> str:
+    """Where one of these programs is; without it there is no test, which must not go unnoticed
+    where PIPESWITCH_NEED_BROWSER says that there is a browser."""
+    for name in names:
+        found = shutil.which(name)
+        if found:
+            return found
+    without(f"no {names[0]} here: apt-get install chromium chromium-driver")
+
+
+def without(why: str) -> Any:
+    if os.environ.get("PIPESWITCH_NEED_BROWSER"):
+        pytest.fail(f"the page test must run here, and there is {why}")
+    pytest.skip(why)
+
+
+class Tab:
+    """A browser's tab with the page."""
+
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
+
+    def text(self, selector: str) -> str:
+        found: str = self.driver.execute_script(
+            "return document.querySelector(arguments[0])?.innerText ?? ''", selector
+        )
+        return found
+
+    def texts(self, selector: str) -> list[str]:
+        found: list[str] = self.driver.execute_script(
+            "return [...document.querySelectorAll(arguments[0])].map((one) => one.innerText)",
+            selector,
+        )
+        return found
+
+    def shows(self, selector: str, words: str) -> None:
+        until(lambda: words in self.text(selector), f"{selector} shows {words!r}")
+
+    def click(self, label: str) -> None:
+        self.driver.find_element("css selector", f'[aria-label="{label}"]').click()
+
+    def press(self, key: str) -> None:
+        self.driver.find_element("css selector", "#lanes").send_keys(key)
+
+    def ink(self, canvas: str, colour: str) -> int:
+        """Pixels of a colour of the page."""
+        return int(self.driver.execute_script(INK, canvas, colour))
+
+    @property
+    def state(self) -> str:
+        return str(self.driver.execute_script("return document.body.dataset.state"))
+
+    def complaints(self) -> list[str]:
+        """What the console said since the last look."""
+        return [entry["message"] for entry in self.driver.get_log("browser")]
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Any]:
+    if importlib.util.find_spec("selenium") is None:
+        without("no selenium here: make installs it")
+    browser, chromedriver = program("chromium", "google-chrome"), program("chromedriver")
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = browser
+    for argument in (
+        "--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu",
+        "--window-size=1280,1000",
+    ):  # fmt: skip
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    made = webdriver.Chrome(options=options, service=Service(chromedriver))
+    yield made
+    made.quit()
+
+
+@contextlib.contextmanager
+def serving(state: Path, port: int) -> Iterator[Checked]:
+    """One life of a server; its next one has the same address and state."""
+    args = ("--http", f"127.0.0.1:{port}", "--grpc", "off")
+    with checked_server(
+        http=True, args=args, arena="64MiB", state_dir=state, settles=False
+    ) as checked:
+        yield checked
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+def test_the_page_shows_a_switch_and_a_preemption_and_outlives_the_server(
+    driver: Any, tmp_path: Path
+) -> None:
+    state, port, tab = tmp_path / "state", free_port(), Tab(driver)
+    x = np.zeros((1, WIDTH), np.float32)
+    with serving(state, port) as checked:
+        for number, name in enumerate(("left", "right")):
+            net = mlp(WIDTH, 9, seed=number)
+            checked.client.register(name, net, example_inputs=(torch.zeros(1, WIDTH),))
+        page = f"http://127.0.0.1:{port}/ui"
+
+        driver.get(page)  # a stranger
+        tab.shows("#login", "pipeswitch ui")
+        assert not driver.find_element("css selector", "#live").is_displayed()
+        driver.find_element("css selector", "#token").send_keys("a-token-of-nobody\n")
+        tab.shows("#wrong", "not known")
+        refused = tab.complaints()
+        assert refused
+        assert all("401" in line or "403" in line for line in refused)
+
+        token = (state / "owner.token").read_text().strip()
+        driver.get("about:blank")
+        driver.get(f"{page}#token={token}")
+        tab.shows("#status", "live")
+        assert driver.current_url == page  # the token is not in the history
+        assert driver.get_cookies() == []
+
+        checked.client.train(write_script(tmp_path, "evil.py", SCRIPT), name="digits")
+        tab.shows("#headline", "Training digits")
+        until(lambda: tab.ink("lanes", "train") > 500, "training moves on its lane")
+        until(lambda: checked.client.job("digits", "show")["job"]["step"] > 5, "it trains")
+
+        for name in ("left", "right"):
+            checked.client.infer(name, x)
+        until(lambda: "cold, preempts" in tab.texts("#bills .tags"), "both in the bills")
+        tab.shows("#request-title", "Last switch")
+        tab.shows("#request-line", "layer groups streamed in")
+        tab.shows("#headline", "stepped aside")
+        for colour in ("switch", "infer"):
+            until(lambda colour=colour: tab.ink("waterfall", colour) > 100, f"{colour} is drawn")
+        tab.shows("#events", "switch.evicted")
+        tab.shows("#owners", "right")
+        tab.shows("#jobs", "loss")
+
+        tab.click("Infer left with a random input")
+        tab.shows("#toasts", "left: ")
+        tab.press("2")
+        tab.shows("#toasts", "right: ")
+        tab.click("Pin left on the device")
+        tab.shows("#models li", "pinned")
+        tab.click("Unpin left")
+        until(lambda: "pinned" not in tab.text("#models li"), "it is not pinned")
+        tab.click("Pause digits")
+        tab.shows("#jobs", "paused")
+        tab.click("Resume digits")
+        tab.shows("#jobs", "running")
+
+        tab.click("Log of digits")
+        tab.shows("#log-text", EVIL)
+        driver.find_element("css selector", "#log button").click()
+        driver.find_element("css selector", "#all-events").click()
+        tab.shows("#events", EVIL)
+        assert driver.execute_script("return window.hacked") is None
+        assert driver.execute_script("return document.querySelectorAll('img').length") == 1  # ours
+        tab.press("d")
+        assert driver.execute_script("return document.documentElement.dataset.theme") == "dark"
+
+        driver.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride",
+            {"width": 380, "height": 800, "deviceScaleFactor": 1, "mobile": True},
+        )
+        width = "return document.documentElement.scrollWidth"
+        until(lambda: driver.execute_script(width) == 380, "nothing is wider than a narrow screen")
+        assert tab.complaints() == []
+
+    until(lambda: tab.state == "away", "it says that the server is gone")
+    with serving(state, port) as checked:
+        until(lambda: tab.state == "live", "it is back by itself")
+        tab.shows("#jobs", "digits")
+        checked.client.infer("left", x)
+        tab.shows("#bills", "left")
+        tab.shows("#events", "switch.started")
+        checked.client.task("digits").cancel()
+        tab.shows("#jobs", "cancelled")
+        missed = [line for line in tab.complaints() if "Failed to load resource" not in line]
+        assert missed == []  # that a server which is gone does not answer is the browser's to say
