@@ -100,7 +100,7 @@ def _inputs(model: GpuModel) -> dict[str, Any]:
         spec = BuildSpec(name="bench", source=model.source, weights=f"random:{SEED}", inputs={})
         shapes = dict(load_source(spec).inputs)
     specs = example_specs(shapes)
-    values = random_inputs(specs, seed=SEED)
+    values = random_inputs(specs, {}, seed=SEED)
     return {spec.name: value for spec, value in zip(specs, values, strict=True)}
 
 

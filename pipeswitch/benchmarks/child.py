@@ -53,7 +53,7 @@ def write_weights(order: dict[str, Any]) -> None:
             seen.add(id(tensor))
             tensors[name] = tensor.detach().contiguous()
     save_file(tensors, order["weights_path"])
-    values = random_inputs(example_specs(loaded.inputs), seed=order["seed"])
+    values = random_inputs(example_specs(loaded.inputs), {}, seed=order["seed"])
     np.savez(order["inputs_path"], *values)
     packed = Path(order["packed_path"])
     packed.mkdir()

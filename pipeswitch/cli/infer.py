@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # the verbs' own start needs no socket
 IMAGENET_MEAN: Final = (0.485, 0.456, 0.406)
 IMAGENET_STD: Final = (0.229, 0.224, 0.225)
 IMAGE_SUFFIXES: Final = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+SIDE: Final = 224  # of a picture, where the model takes it
 RESIZE_OVER_CROP: Final = 256 / 224  # the shorter side before the centre is cut out
 _RATE: Final = re.compile(r"(?:(poisson|constant):)?([0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
 
@@ -205,7 +206,9 @@ def _image(file: Path, signature: Signature) -> Any:
             "an image goes to a model with one input [batch, 3, height, width]",
             hint="give an .npy with what this model takes",
         )
-    height, width = int(spec.shape[2] or 224), int(spec.shape[3] or 224)
+    ranges = {dim.name: dim for dim in signature.dims}
+    sides = [n if isinstance(n, int) else ranges[str(n)] for n in spec.shape[2:]]
+    height, width = (n if isinstance(n, int) else max(n.low, min(n.high, SIDE)) for n in sides)
     try:
         with Image.open(file) as opened:
             image = opened.convert("RGB")
@@ -219,7 +222,7 @@ def _image(file: Path, signature: Signature) -> Any:
     pixels = np.asarray(image, dtype=np.float32) / 255
     mean, std = (np.asarray(v, dtype=np.float32) for v in (IMAGENET_MEAN, IMAGENET_STD))
     pixels = (pixels - mean) / std
-    batch = spec.shape[0] or signature.batch_min
+    batch = spec.shape[0] if isinstance(spec.shape[0], int) else signature.batch_min
     return np.repeat(pixels.transpose(2, 0, 1)[None], batch, axis=0).astype(spec.dtype)
 
 

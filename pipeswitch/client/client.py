@@ -43,7 +43,8 @@ LOG_POLL_MS: Final = 500  # between looks at a log that is followed when no even
 Progress = Callable[[str, float], None]
 """Called with a stage's name and the fraction of the whole, 0 to 1."""
 
-Inputs = Mapping[str, tuple[Sequence[int], str]]
+Inputs = Mapping[str, tuple[Sequence[int | tuple[int, int]], str]]
+Dynamic = Mapping[str, Mapping[int, tuple[int, int] | tuple[str, int, int]]]
 """``{name: (shape, dtype)}``."""
 
 
@@ -177,6 +178,7 @@ class Client:
         weights: str | os.PathLike[str] = "",
         inputs: Inputs | None = None,
         example_inputs: Any = None,
+        dynamic: Dynamic | None = None,
         priority: str = "",
         pin: bool = False,
         max_batch: int = 0,
@@ -193,8 +195,12 @@ class Client:
                 this machine, ``package.module:factory`` (of the server's), or an ``nn.Module``,
                 which is exported here and sent as graph and safetensors.
             weights: ``random:SEED``, ``pretrained`` or a safetensors file of this machine.
-            inputs: shapes and dtypes where the source does not know them.
+            inputs: shapes and dtypes where the source does not know them; ``(1, 512)`` in a shape
+                is a range that requests choose from.
             example_inputs: for a module: what its ``forward`` takes.
+            dynamic: for a module: the extents beside the batch that requests choose, by input and
+                dimension: ``{"ids": {1: (1, 512)}}``. Those of one range and one extent in the
+                example are the same; ``("source", 1, 512)`` calls one apart.
             priority: of its requests, unless they say otherwise.
             pin: keep it on the device.
             max_batch: largest dynamic batch; 0: the server's default.
@@ -208,7 +214,13 @@ class Client:
             if weights and not isinstance(source, str | os.PathLike):
                 raise InvalidInput("a module brings its own weights", hint="leave weights out")
             signature = _signature(inputs)
-            source = self._as_source(source, example_inputs, max_batch, progress, stack)
+            if dynamic and isinstance(source, str | os.PathLike):
+                raise InvalidInput(
+                    "dynamic is for a module; a file or a name says it in its inputs",
+                    hint='inputs={"ids": ((1, (1, 512)), "int64")}',
+                )
+            options = {"max_batch": max_batch or None, "dynamic": dynamic}
+            source = self._as_source(source, example_inputs, options, progress, stack)
             if weights.endswith(".safetensors"):
                 weights = self.upload(weights, "safetensors", progress)
         future = self._connection.request(
@@ -232,14 +244,14 @@ class Client:
         self,
         source: Any,
         example_inputs: Any,
-        max_batch: int,
+        options: Mapping[str, Any],
         progress: Progress | None,
         stack: contextlib.ExitStack,
     ) -> str:
         """What the server is told; files and modules become uploads first."""
         if not isinstance(source, str | os.PathLike):
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeswitch-export-"))
-            return self._export(source, example_inputs, max_batch, Path(folder), progress)
+            return self._export(source, example_inputs, options, Path(folder), progress)
         text = os.fspath(source)
         if text.endswith(".pt2"):
             if not os.path.isfile(text):
@@ -259,7 +271,7 @@ class Client:
         self,
         module: Any,
         example_inputs: Any,
-        max_batch: int,
+        options: Mapping[str, Any],
         folder: Path,
         progress: Progress | None,
     ) -> str:
@@ -272,8 +284,8 @@ class Client:
 
         bundle = folder / "program.bundle"
         _report(progress, "export", 0.0)
-        options: dict[str, Any] = {"max_batch": max_batch} if max_batch else {}
-        export_module_to_bundle(module, example_inputs, bundle, **options)
+        given = {key: value for key, value in options.items() if value is not None}
+        export_module_to_bundle(module, example_inputs, bundle, **given)
         return self.upload(bundle, "bundle", progress)
 
     def upload(
@@ -671,7 +683,10 @@ def _signature(inputs: Inputs | None) -> dict[str, list[Any]]:
         InvalidInput: they are not ``{name: (shape, dtype)}``.
     """
     try:
-        return {key: [list(shape), dtype] for key, (shape, dtype) in (inputs or {}).items()}
+        return {
+            key: [[n if isinstance(n, int) else list(n) for n in shape], dtype]
+            for key, (shape, dtype) in (inputs or {}).items()
+        }
     except (TypeError, ValueError, AttributeError) as error:
         raise InvalidInput(
             f"inputs are not {{name: (shape, dtype)}}: {error}",

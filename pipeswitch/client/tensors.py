@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import InvalidInput, RemoteProtocolError
+from ..programs.dims import Dim, at_batch, batch_range
 from ..programs.layout import ITEM_BYTES, ValueSpec
 from ..wire.frames import MAX_DIMS, MAX_TENSORS, WireTensor
 
 if TYPE_CHECKING:
     from .connection import Reply
-
-RANDOM_BATCH: Final = 1  # of ``Signature.random`` unless told otherwise
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,7 @@ class Signature:
     """What a model takes, as ``show`` tells it."""
 
     inputs: tuple[ValueSpec, ...]
-    batch_min: int
-    batch_max: int
+    dims: tuple[Dim, ...] = ()  # the extents that a request chooses, by name
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Signature:
@@ -90,15 +88,29 @@ class Signature:
             ValueSpec(name=name, dtype=dtype, shape=tuple(shape))
             for name, (shape, dtype) in row["inputs"].items()
         )
-        low, high = row["batch"]
-        return cls(inputs, low, high)
+        return cls(inputs, tuple(Dim(name, *ends) for name, ends in row["dims"].items()))
 
-    def random(self, batch: int = 0, seed: int = 0) -> list[Any]:
-        """Made-up inputs in call order; batch 0: one, or what the model asks for at least."""
+    @property
+    def batch_min(self) -> int:
+        return batch_range(self.dims)[0]
+
+    @property
+    def batch_max(self) -> int:
+        """As ``batch_min`` where the batch is fixed."""
+        return batch_range(self.dims)[1]
+
+    def random(self, batch: int = 0, seed: int = 0, **extents: int) -> list[Any]:
+        """Made-up inputs in call order.
+
+        Args:
+            batch: 0: one, or what the model asks for at least.
+            seed: the same inputs for the same seed.
+            extents: of other dimensions, by name (``length=7``); default: 128, or the nearest.
+        """
         from ..programs.requests import random_value
 
-        size = batch or max(RANDOM_BATCH, self.batch_min)
-        values = [(spec, random_value(spec, size, seed)) for spec in self.inputs]
+        chosen = {**at_batch(self.dims, batch or self.batch_min), **extents}
+        values = [(spec, random_value(spec, chosen, seed)) for spec in self.inputs]
         return [Bits(v, s.dtype) if s.dtype == "bfloat16" else v for s, v in values]
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from ..config import NAME_PATTERN, PRIORITIES
 from ..errors import InvalidInput, ModelNotFound
+from ..programs.dims import NoExtent, Values, match, values_text
 from ..programs.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, Manifest, ValueSpec, aligned
 from ..programs.signature import signature_text
 from ..scheduler.events import Announce
@@ -91,9 +92,12 @@ def model_not_found(name: str, known: Iterable[str]) -> ModelNotFound:
     return ModelNotFound(f'no model "{name[:80]}"{guess}', hint="pipeswitch models", **data)
 
 
-def _expected(manifest: Manifest, spec: ValueSpec) -> str:
-    batch = f"{manifest.batch_min}..{manifest.batch_max}"
-    return signature_text(spec.dtype, (batch if n is None else n for n in spec.shape))
+def _expected(manifest: Manifest, spec: ValueSpec, bound: Values) -> str:
+    """``int64[1..8,length=7]``: what another input has bound is a number already."""
+    texts = {dim.name: f"{dim.low}..{dim.high}" for dim in manifest.dims}
+    texts |= {name: f"{name}={number}" for name, number in bound.items()}
+    extents = (texts[n] if isinstance(n, str) else n for n in spec.shape)
+    return signature_text(spec.dtype, extents)
 
 
 def check_infer(
@@ -112,11 +116,11 @@ def check_infer(
     """
     manifest = announced.manifest
     ordered = _by_call_order(header.model, header.inputs, manifest)
-    batch: int | None = None
+    values: dict[str, int] = {}
     checked = []
     offset = 0
     for spec, tensor in zip(manifest.inputs, ordered, strict=True):
-        batch = _check_shape(header.model, spec, tensor, manifest, batch)
+        values = _check_shape(header.model, spec, tensor, manifest, values)
         size = _tensor_bytes(header.model, tensor, frame_bytes[tensor.frame])
         checked.append(
             CheckedInput(
@@ -134,8 +138,19 @@ def check_infer(
             f"{header.model}: {offset} bytes of input are over the limit of {max_bytes}",
             hint="raise [server] max_message",
         )
-    reply = sum(aligned(spec.size_bytes(batch), TENSOR_ALIGN_BYTES) for spec in manifest.outputs)
-    return Admitted(inputs=tuple(checked), input_bytes=offset, reply_bytes=reply)
+    return Admitted(
+        inputs=tuple(checked),
+        input_bytes=offset,
+        reply_bytes=_reply_bytes(header.model, manifest, values),
+    )
+
+
+def _reply_bytes(model: str, manifest: Manifest, values: Values) -> int:
+    try:
+        sizes = [spec.size_bytes(values) for spec in manifest.outputs]
+    except NoExtent as error:
+        raise InvalidInput(f"{model} has no answer at {values_text(values)}: {error}") from None
+    return sum(aligned(size, TENSOR_ALIGN_BYTES) for size in sizes)
 
 
 def _by_call_order(
@@ -160,25 +175,19 @@ def _by_call_order(
 
 
 def _check_shape(
-    model: str, spec: ValueSpec, tensor: WireTensor, manifest: Manifest, batch: int | None
-) -> int | None:
-    """Returns the dynamic batch once it is known; all inputs must agree on it."""
-    fits = tensor.dtype == spec.dtype and len(tensor.shape) == len(spec.shape) <= MAX_DIMS
-    if fits:
-        for extent, wanted in zip(tensor.shape, spec.shape, strict=True):
-            if wanted is None:
-                in_range = manifest.batch_min <= extent <= manifest.batch_max
-                fits = fits and in_range and batch in (None, extent)
-                batch = extent
-            else:
-                fits = fits and extent == wanted
-    if not fits:
+    model: str, spec: ValueSpec, tensor: WireTensor, manifest: Manifest, bound: Values
+) -> dict[str, int]:
+    """What the dimensions are with this input's; all inputs must agree on them."""
+    values = dict(bound)
+    fits = tensor.dtype == spec.dtype and match(spec.shape, tensor.shape, values)
+    in_range = all(dim.low <= values.get(dim.name, dim.low) <= dim.high for dim in manifest.dims)
+    if not fits or not in_range:
         raise InvalidInput(
-            f'{model} input "{spec.name}" expects {_expected(manifest, spec)}, '
+            f'{model} input "{spec.name}" expects {_expected(manifest, spec, bound)}, '
             f"got {signature_text(tensor.dtype[:16], tensor.shape[:MAX_DIMS])}",
             hint=f"pipeswitch show {model}",
         )
-    return batch
+    return values
 
 
 def _tensor_bytes(model: str, tensor: WireTensor, frame_bytes: int) -> int:
@@ -202,6 +211,13 @@ def check_name(name: str, what: str) -> str:
             hint="1 to 64 of a-z 0-9 . _ - and it starts with a letter or digit",
         )
     return name
+
+
+def _is_extent(extent: object) -> bool:
+    """A size, or the range of one."""
+    ends: list[Any] = list(extent) if isinstance(extent, list | tuple) else [extent, extent]
+    is_sizes = len(ends) == 2 and all(type(n) is int and 0 < n < 1 << 32 for n in ends)
+    return is_sizes and bool(ends[0] <= ends[1])
 
 
 class Body:
@@ -275,14 +291,14 @@ class Body:
             if (
                 isinstance(shape, list | tuple)
                 and len(shape) <= MAX_DIMS
-                and all(type(n) is int and 0 < n < 1 << 32 for n in shape)
+                and all(map(_is_extent, shape))
                 and isinstance(dtype, str)  # a list is not even hashable
                 and dtype in ITEM_BYTES
             ):
-                return [list(shape), dtype]
+                return [[n if isinstance(n, int) else tuple(n) for n in shape], dtype]
         raise InvalidInput(
             f"{self._op}: input {name[:80]!r} must be [shape, dtype] with at most {MAX_DIMS} "
-            f"positive dimensions and one of {', '.join(ITEM_BYTES)}"
+            f"positive dimensions, or ranges of them, and one of {', '.join(ITEM_BYTES)}"
         )
 
     def done(self) -> None:

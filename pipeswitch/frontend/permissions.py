@@ -160,7 +160,10 @@ def encode_spec(
         name=name,
         source=checked.source,
         weights=checked.weights,
-        inputs={key: (tuple(shape), dtype) for key, (shape, dtype) in inputs.items()},
+        inputs={
+            key: (tuple(n if isinstance(n, int) else tuple(n) for n in shape), dtype)
+            for key, (shape, dtype) in inputs.items()
+        },
         max_batch=max_batch or DEFAULT_MAX_BATCH,
         allow_module_mode=checked.is_code,
     )

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from ..errors import InvalidInput
+from ..programs.dims import BATCH
 from ..programs.layout import ITEM_BYTES
 from ..units import format_bytes, nearest
 from ..wire.frames import MAX_DIMS, MAX_TENSORS, WireTensor
@@ -161,14 +162,21 @@ def raw_request(body: Any, row: Mapping[str, Any]) -> InferRequest:
             hint="Inference-Header-Content-Length: the length of the JSON before the tensors",
         )
     ((name, (extents, dtype)),) = row["inputs"].items()
-    fixed = math.prod(extent for extent in extents if extent is not None) * ITEM_BYTES[dtype]
-    batch, odd = divmod(len(body), fixed) if fixed else (0, len(body))
-    shape = tuple(batch if extent is None else extent for extent in extents)
-    is_dynamic = None in extents
-    if odd or (batch != 1 and not is_dynamic):
+    chosen = [extent for extent in extents if isinstance(extent, str)]
+    if len(chosen) > 1:
         raise InvalidInput(
-            f'input "{name}" is {DATATYPE_OF[dtype]}{list(shown(extents))}, {fixed} bytes'
-            f"{' for each of a batch' if is_dynamic else ''}; the body has {len(body)}"
+            f'input "{name}" is {DATATYPE_OF[dtype]}{shown(extents)}: a body does not tell '
+            f"its {' and '.join(chosen)}",
+            hint="Inference-Header-Content-Length: the length of the JSON before the tensors",
+        )
+    fixed = math.prod(extent for extent in extents if extent not in chosen) * ITEM_BYTES[dtype]
+    extent, odd = divmod(len(body), fixed) if fixed else (0, len(body))
+    shape = tuple(extent if one in chosen else one for one in extents)
+    if odd or (extent != 1 and not chosen):
+        each = f" for each of its {chosen[0]}" if chosen else ""
+        raise InvalidInput(
+            f'input "{name}" is {DATATYPE_OF[dtype]}{shown(extents)}, {fixed} bytes{each}; '
+            f"the body has {len(body)}"
         )
     tensor = WireTensor(name=name, dtype=dtype, shape=shape, frame=0)
     return InferRequest(id="", inputs=(tensor,), frames=[memoryview(body)], is_binary=True)
@@ -395,9 +403,9 @@ def split(whole: memoryview, at: int) -> tuple[memoryview, memoryview]:
     return whole[:at], whole[at:]
 
 
-def shown(extents: Sequence[int | None]) -> list[int]:
+def shown(extents: Sequence[int | str]) -> list[int]:
     """A signature's shape as the protocol writes it: -1 is any."""
-    return [-1 if extent is None else extent for extent in extents]
+    return [extent if isinstance(extent, int) else -1 for extent in extents]
 
 
 # ---- what is told of models --------------------------------------------------------------------
@@ -428,7 +436,7 @@ def config(row: Mapping[str, Any]) -> dict[str, Any]:
     """
     values = [*row["inputs"].values(), *row["outputs"].values()]
     is_batched = bool(values) and all(
-        shape and shape[0] is None and None not in shape[1:] for shape, _ in values
+        shape and shape[0] == BATCH and BATCH not in shape[1:] for shape, _ in values
     )
 
     def tensors(side: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -27,10 +27,11 @@ import msgspec
 
 from ..errors import RegistrationRefused
 from ..units import printable
+from .dims import Dim, NoExtent, Values, check_dims, check_extent, corners, shape_at, upgraded
 from .layout import ITEM_BYTES, ValueSpec
 from .operators import split_target
 
-VERSION: Final = 1
+VERSION: Final = 2  # 1, whose only open dimension was the batch, is read too
 METADATA_KEY: Final = "pipeswitch.program"
 
 MAX_HEADER_BYTES: Final = 16 << 20  # the largest known program needs under 1 MiB
@@ -38,7 +39,6 @@ MAX_WEIGHTS: Final = 65_536
 MAX_NODES: Final = 131_072
 MAX_VALUES: Final = 64  # inputs or outputs
 MAX_DIMS: Final = 8
-MAX_BATCH: Final = 65_536
 MAX_ELEMENTS: Final = 1 << 40
 MAX_NAME_CHARS: Final = 256
 MAX_NESTING: Final = 3  # of lists in arguments; index([[...]]) is the deepest that aten takes
@@ -80,8 +80,7 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     nodes: tuple[Node, ...]
     results: tuple[int, ...]  # the values that are the outputs
     outputs: tuple[ValueSpec, ...]
-    batch_min: int = 1
-    batch_max: int = 1
+    dims: tuple[Dim, ...] = ()  # each is an extent of an input
 
     @property
     def first_node_value(self) -> int:
@@ -148,11 +147,24 @@ def decode_graph(text: str) -> Graph:
         RegistrationRefused: it is not a graph we accept.
     """
     try:
-        graph = msgspec.json.decode(text, type=Graph)
+        graph = _decoded(text)
     except (msgspec.DecodeError, RecursionError, UnicodeError, ValueError) as error:
         _refuse("bundle graph", str(error)[:200] or "it is not the JSON of a program")
     check_graph(graph)
     return graph
+
+
+def _decoded(text: str) -> Graph:
+    try:
+        return msgspec.json.decode(text, type=Graph)
+    except msgspec.ValidationError:
+        raw = msgspec.json.decode(text)
+        if not isinstance(raw, dict) or raw.get("version") != 1:
+            raise
+    try:
+        return msgspec.convert({**upgraded(raw), "version": VERSION}, Graph)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"it is no program of version 1: {error}") from None
 
 
 def check_graph(graph: Graph) -> None:
@@ -161,15 +173,18 @@ def check_graph(graph: Graph) -> None:
         _refuse("bundle version", f"this one is {graph.version}, we read {VERSION}")
     if len(graph.nodes) > MAX_NODES or len(graph.weights) > MAX_WEIGHTS:
         _refuse("bundle graph", f"more than {MAX_NODES} nodes or {MAX_WEIGHTS} weights")
-    if not 1 <= graph.batch_min <= graph.batch_max <= MAX_BATCH:
-        _refuse("bundle batch", f"[{graph.batch_min}, {graph.batch_max}] is not a range of sizes")
+    check_dims(graph.dims)
+    chosen = {extent for spec in graph.inputs for extent in spec.shape if isinstance(extent, str)}
+    for dim in graph.dims:
+        if dim.name not in chosen:
+            _refuse(f"dimension {dim.name!r}", "no input has it, so no request could say it")
     if not graph.outputs or len(graph.results) != len(graph.outputs):
         _refuse("bundle outputs", "there must be one result for each output, and at least one")
     for part, specs in (("input", graph.inputs), ("output", graph.outputs)):
         if len(specs) > MAX_VALUES or len({spec.name for spec in specs}) != len(specs):
             _refuse(f"bundle {part}s", f"more than {MAX_VALUES}, or two of one name")
         for spec in specs:
-            check_value(part, spec, graph.batch_max)
+            _check_value(part, spec, graph.dims)
     if len(set(graph.weights)) != len(graph.weights):
         _refuse("bundle weights", "two of one name")
     for position, node in enumerate(graph.nodes):
@@ -179,21 +194,27 @@ def check_graph(graph: Graph) -> None:
         _refuse("bundle outputs", "a result names a value that does not exist")
 
 
-def batches(graph: Graph) -> range:
-    """Every batch that a request may have; one where no input's extent is the batch."""
-    is_dynamic = any(None in spec.shape for spec in graph.inputs)
-    return range(graph.batch_min, (graph.batch_max if is_dynamic else graph.batch_min) + 1)
+def _check_value(part: str, spec: ValueSpec, dims: Sequence[Dim]) -> None:
+    """Refuse an input or output whose name, dtype or shape is not of ours.
 
-
-def check_value(part: str, spec: ValueSpec, batch_max: int) -> None:
-    """Refuse an input or output whose name, dtype or shape is not of ours."""
+    Between the ends of the ranges an output may have no size still: the request says so.
+    """
     if not _is_name(spec.name):
         _refuse(part, "its name is empty, too long or has control characters")
-    check_dtype_and_shape(
-        f"{part} {spec.name!r}",
-        spec.dtype,
-        tuple(batch_max if extent is None else extent for extent in spec.shape),
-    )
+    named = f"{part} {spec.name!r}"
+    for extent in spec.shape:
+        check_extent(named, extent, (dim.name for dim in dims))
+        if part == "input" and not isinstance(extent, int | str):
+            _refuse(named, "an extent of an input is a number or a dimension's name")
+    for values in corners(dims):
+        check_dtype_and_shape(named, spec.dtype, _extents(named, spec, values))
+
+
+def _extents(part: str, spec: ValueSpec, values: Values) -> tuple[int, ...]:
+    try:
+        return shape_at(spec.shape, values)
+    except NoExtent as error:
+        _refuse(part, str(error))
 
 
 def check_dtype_and_shape(part: str, dtype: str, shape: Sequence[Any]) -> int:

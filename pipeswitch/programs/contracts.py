@@ -539,10 +539,25 @@ _LIKE_FIRST: Final = frozenset(
         "dropout", "softmax", "batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm",
     }
 )  # fmt: skip
+_RECURRENT: Final = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _ELEMENTWISE: Final = frozenset({"add", "sub", "mul", "div"})
 
 
-def _known_result(name: str, args: tuple[Any, ...]) -> torch.Tensor | None:
+def recurrent_results(
+    value: torch.Tensor, hx: Any, is_bidirectional: bool, is_batch_first: bool
+) -> tuple[torch.Tensor, ...]:
+    """What LSTM, GRU and RNN return, without data; torch would take step after step for that."""
+    states = hx if isinstance(hx, list | tuple) else [hx]
+    first, second = value.shape[:2]
+    width = states[0].shape[-1] * (2 if is_bidirectional else 1)
+    if is_batch_first:
+        output = value.new_empty([second, first, width]).transpose(0, 1)
+    else:
+        output = value.new_empty([first, second, width])
+    return (output, *(torch.empty_like(state) for state in states))
+
+
+def _known_result(name: str, args: tuple[Any, ...]) -> Any:
     """The result of frequent operators whose extents follow from the contract; else None.
 
     Torch's own functions without data are in Python for these, and take a millisecond each:
@@ -557,6 +572,8 @@ def _known_result(name: str, args: tuple[Any, ...]) -> torch.Tensor | None:
         other = args[1]
         is_same = (first.shape, first.stride()) == (other.shape, other.stride())
         return torch.empty_like(first) if is_same and first.dtype == other.dtype else None
+    if name in _RECURRENT and len(args) == 9:
+        return recurrent_results(first, args[1], args[7], args[8])
     if name == "linear" and all(a is None or a.dtype == first.dtype for a in args[1:]):
         return first.new_empty([*first.shape[:-1], args[1].shape[0]])
     if name == "scaled_dot_product_attention" and len(args) >= 3:
@@ -568,20 +585,27 @@ _ONLY_FIRST: Final = frozenset({"native_layer_norm", "native_group_norm"})
 """Their further results are for a backward pass, and have other extents than meta promises."""
 
 
-def guarded(call: Any) -> Callable[..., Any]:
-    """``call`` without data, behind its contract where it has one.
+def contracted(call: Any) -> Callable[..., Any]:
+    """``call`` behind its contract. What has none has a kernel that looks at what it is given.
 
     Raises (when called):
         BrokenContract: its kernel is not safe with these arguments.
     """
-    name = call._schema.name.removeprefix("aten::")
-    contract, entries = CONTRACTS.get(name), call._schema.arguments
-    names = [entry.name for entry in entries]
-    defaults = {entry.name: entry.default_value for entry in entries if entry.has_default_value()}
+    check = _check(call)
 
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if contract is not None:
-            contract({**defaults, **dict(zip(names, args, strict=False)), **kwargs})
+        check(args, kwargs)
+        return call(*args, **kwargs)
+
+    return checked
+
+
+def guarded(call: Any) -> Callable[..., Any]:
+    """``call`` without data, behind its contract; raises as ``contracted``."""
+    name, check = _name(call), _check(call)
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check(args, kwargs)
         known = None if kwargs else _known_result(name, args)
         if known is not None:
             return known
@@ -589,3 +613,20 @@ def guarded(call: Any) -> Callable[..., Any]:
         return found[:1] if name in _ONLY_FIRST else found
 
     return checked
+
+
+def _name(call: Any) -> str:
+    name: str = call._schema.name
+    return name.removeprefix("aten::")
+
+
+def _check(call: Any) -> Callable[[tuple[Any, ...], Mapping[str, Any]], None]:
+    contract, entries = CONTRACTS.get(_name(call)), call._schema.arguments
+    names = [entry.name for entry in entries]
+    defaults = {entry.name: entry.default_value for entry in entries if entry.has_default_value()}
+
+    def check(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if contract is not None:
+            contract({**defaults, **dict(zip(names, args, strict=False)), **kwargs})
+
+    return check

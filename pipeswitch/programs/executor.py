@@ -7,20 +7,24 @@ nothing here: the groups' argument tuples already point at the region.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
 
-from ..errors import LocalProtocolError, RegistrationRefused
+from ..errors import InvalidInput, LocalProtocolError, RegistrationRefused
 from .bundle import Graph
-from .graph import CompiledGraph, Environment
+from .contracts import BrokenContract
+from .dims import shape_at, values_of, values_text
+from .graph import CompiledGraph, Environment, GroupCall, behind_contract
 from .layout import Manifest, TensorSpec
 from .torch_settings import TorchSettings
 from .values import flatten_outputs
 
 TensorFor = Callable[[TensorSpec], torch.Tensor]
 BeforeGroup = Callable[[int], None]
+
+MAX_TRIED: Final = 1 << 16  # shapes of one program that are remembered: a few MiB
 
 
 class BoundProgram(Protocol):
@@ -59,6 +63,10 @@ class GraphProgram:
         self.graph = graph
         spans = [(group.first_node, group.end_node) for group in manifest.groups]
         self.compiled = CompiledGraph(graph, spans, device)
+        self._spans, self._device = spans, device
+        self._is_whole = bool(manifest.extra.get("is_whole"))
+        self._tried: set[tuple[tuple[int, ...], ...]] = set()
+        self._asking: CompiledGraph | None = None  # the same calls, each behind its contract
         arrived = 0
         for index, group in enumerate(manifest.groups):
             arrived += len(group.tensors)
@@ -69,6 +77,39 @@ class GraphProgram:
         """Bind to the tensors of one region."""
         return BoundGraph(self, [tensor_for(spec) for spec in self.manifest.tensors])
 
+    def calls_for(self, inputs: Sequence[torch.Tensor]) -> Sequence[GroupCall]:
+        """The groups; for shapes that were not tried, each call asks its contract first."""
+        if self._is_whole or _shapes(inputs) in self._tried:
+            return self.compiled.calls
+        if self._asking is None:
+            self._asking = CompiledGraph(self.graph, self._spans, self._device, behind_contract)
+        return self._asking.calls
+
+    def returned(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """What came of these shapes: the next run with them asks no contract.
+
+        Raises:
+            InvalidInput: the outputs are not what the signature says.
+        """
+        shapes = _shapes(inputs)
+        if self._is_whole or shapes in self._tried:
+            return
+        values = values_of((spec.shape for spec in self.manifest.inputs), shapes)
+        for spec, output in zip(self.manifest.outputs, outputs, strict=True):
+            declared = None if values is None else shape_at(spec.shape, values)
+            if tuple(output.shape) != declared:
+                raise InvalidInput(
+                    f'output "{spec.name}" is {list(output.shape)} at {values_text(values or {})}, '
+                    f"its signature says {list(declared or ())}"
+                )
+        if len(self._tried) >= MAX_TRIED:
+            self._tried.clear()
+        self._tried.add(shapes)
+
+
+def _shapes(inputs: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(value.shape) for value in inputs)
+
 
 class BoundGraph:
     """A graph program over one region. ``run`` is the whole; the steps are public for capture."""
@@ -76,6 +117,7 @@ class BoundGraph:
     def __init__(self, program: GraphProgram, weights: Sequence[torch.Tensor]) -> None:
         self.manifest = program.manifest
         self.graph = program.graph
+        self._program = program
         self._compiled = program.compiled
         self._weights = weights
         self._arguments = [
@@ -102,10 +144,15 @@ class BoundGraph:
         """As ``BoundProgram.run``."""
         with torch.inference_mode():
             environment = self.start(inputs)
-            for index, call in enumerate(self._compiled.calls):
-                before_group(index)
-                call(environment, self._arguments[index])
-            return self.finish(environment)
+            try:
+                for index, call in enumerate(self._program.calls_for(inputs)):
+                    before_group(index)
+                    call(environment, self._arguments[index])
+            except BrokenContract as error:
+                raise InvalidInput(f"not at shapes {list(_shapes(inputs))}: {error}") from None
+            outputs = self.finish(environment)
+            self._program.returned(inputs, outputs)
+            return outputs
 
 
 # --- module mode ---------------------------------------------------------------------------------

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from ..errors import RegistrationRefused
-from .bundle import Graph, Node, batches, node_references, references
-from .contracts import guarded
+from .bundle import Graph, Node, node_references, references
+from .contracts import contracted, guarded
+from .dims import NoExtent, Values, all_values, corners, shape_at, shape_count, values_text
 from .layout import ITEM_BYTES
 from .operators import FRESH, ZEROED, split_target
 from .zeroed import on_zeros
@@ -26,9 +27,9 @@ GroupCall = Callable[[Environment, Sequence[torch.Tensor]], None]
 """Takes what it needs out of the environment, drops what no later group needs, adds its results."""
 
 NO_WEIGHT: Final = 1 << 62  # beyond every value's number
-MAX_VALUE_BYTES: Final = 64 << 30  # of one intermediate at the largest batch
+MAX_VALUE_BYTES: Final = 64 << 30  # of one intermediate
 MAX_REMEMBERED: Final = 1 << 14  # calls without data whose results are kept during a check
-MAX_CHECKS: Final = 1 << 20  # nodes times batches: about a minute; large models have 2**16
+MAX_CHECKS: Final = 1 << 16  # nodes times shapes that a registration waits for: some seconds
 
 
 def _bounded(compute: Callable[..., Any]) -> Callable[..., int]:
@@ -45,6 +46,12 @@ def _bounded(compute: Callable[..., Any]) -> Callable[..., int]:
     return checked
 
 
+def behind_contract(target: str) -> Callable[..., Any]:
+    """The callable a node names, which looks at its arguments first."""
+    call = resolve(target)
+    return contracted(call) if isinstance(call, torch._ops.OpOverload) else call
+
+
 def _getitem(values: Any, index: Any) -> Any:
     if type(index) is not int or not isinstance(values, list | tuple):
         raise RegistrationRefused("bundle graph", "getitem takes a list and an integer")
@@ -59,6 +66,8 @@ _OPERATORS: Final[Mapping[str, Callable[..., Any]]] = {
     "floordiv": _bounded(operator.floordiv),
     "mod": _bounded(operator.mod),
     "neg": _bounded(operator.neg),
+    "min": _bounded(min),
+    "max": _bounded(max),
 }
 
 
@@ -309,71 +318,115 @@ def _last_uses(graph: Graph) -> dict[int, int]:
 # --- what a graph would do, found without doing it ----------------------------------------------
 
 
-def check_every_shape(graph: Graph, weights: Sequence[torch.Tensor]) -> int:
-    """Run the graph without data at every batch it admits: no other shape is ever computed.
+class Held(NamedTuple):
+    """What one run holds, from extents alone."""
 
-    Integer arithmetic on the batch can be right at the ends of a range and wrong within it, so
-    nothing is concluded from one batch to the next.
-
-    Returns:
-        The bytes of its largest intermediate value at any of them.
-
-    Raises:
-        RegistrationRefused: as ``check_on_meta``, or there are more shapes than we look at.
-    """
-    sizes = batches(graph)
-    if len(sizes) * len(graph.nodes) > MAX_CHECKS:
-        most = graph.batch_min + MAX_CHECKS // len(graph.nodes) - 1
-        raise RegistrationRefused(
-            "bundle batch",
-            f"each of the {len(graph.nodes)} nodes is checked at each of {len(sizes)} batches, "
-            f"at most {MAX_CHECKS} checks",
-            hint=f"batches from {graph.batch_min} to {most} would be accepted",
-        )
-    return check_on_meta(graph, weights, sizes)
+    largest_bytes: int  # of one value
+    peak_bytes: int  # of all values that are alive together
 
 
-def check_on_meta(graph: Graph, weights: Sequence[torch.Tensor], sizes: Sequence[int]) -> int:
-    """Run the graph without data at some batches, and compare its outputs with its signature.
+class Checked(NamedTuple):
+    """What a check before anything runs has found."""
 
-    Returns:
-        The bytes of its largest intermediate value.
+    is_whole: bool  # every shape was looked at
+    held: Held  # the most at any of them
+
+
+def check_shapes(graph: Graph, weights: Sequence[torch.Tensor]) -> Checked:
+    """Run the graph without data at every shape it admits, or at the ends where these are many.
+
+    Integer arithmetic on extents can be right at the ends of a range and wrong within it, so
+    nothing is concluded from one shape to the next: at those that are not looked at here each call
+    is, by ``behind_contract``, before it is computed.
 
     Raises:
-        RegistrationRefused: a call fails or breaks its operator's contract, a shape depends on
-            data, or the outputs differ.
+        RegistrationRefused: as ``Rehearsal.at``.
     """
-    spans = [(i, i + 1) for i in range(len(graph.nodes))]
-    compiled = CompiledGraph(graph, spans, "meta", _Rehearsed().look_up)
-    on_meta = [torch.empty_like(weight, device="meta") for weight in weights]
-    return max(_check_at(graph, compiled, on_meta, batch) for batch in sizes)
+    is_whole = shape_count(graph.dims) * len(graph.nodes) <= MAX_CHECKS
+    return Checked(
+        is_whole,
+        check_on_meta(graph, weights, all_values(graph.dims) if is_whole else corners(graph.dims)),
+    )
 
 
-def intermediate_bytes(graph: Graph, weights: Sequence[torch.Tensor]) -> int:
-    """The most bytes that the values of one run hold together, at the largest batch it admits.
+def check_on_meta(graph: Graph, weights: Sequence[torch.Tensor], shapes: Iterable[Values]) -> Held:
+    """The most that the graph holds at any of some shapes; raises as ``Rehearsal.at``."""
+    rehearsal = Rehearsal(graph, weights)
+    found = [rehearsal.at(values) for values in shapes]
+    return Held(*map(max, zip(*found, strict=True)))
 
-    From extents alone, and an upper bound: a value that shares its argument's memory counts too,
-    unless its operator's schema says that it does. What a kernel takes for itself is not in it.
-    """
-    batch = graph.batch_max if any(None in spec.shape for spec in graph.inputs) else 1
-    spans = [(i, i + 1) for i in range(len(graph.nodes))]
-    compiled = CompiledGraph(graph, spans, "meta", _Rehearsed().look_up)
-    on_meta = [torch.empty_like(weight, device="meta") for weight in weights]
-    environment = compiled.start(_inputs_on_meta(graph, batch))
-    last_use = _last_uses(graph)
-    ends: dict[int, list[int]] = {}  # node position -> bytes that are free after it
-    live_bytes = peak_bytes = 0
-    for position, call in enumerate(compiled.calls):
-        own = graph.first_node_value + position
-        with torch.no_grad():
-            call(environment, [on_meta[i] for i in compiled.group_weights[position]])
-        is_view = _is_view(graph.nodes[position].target)
-        own_bytes = 0 if is_view else _bytes(environment.get(own))
-        live_bytes += own_bytes
-        peak_bytes = max(peak_bytes, live_bytes)
-        ends.setdefault(last_use.get(own, position), []).append(own_bytes)
-        live_bytes -= sum(ends.pop(position, ()))
-    return peak_bytes
+
+class Rehearsal:
+    """A graph without data: run at one shape after the other, and compared with its signature."""
+
+    def __init__(self, graph: Graph, weights: Sequence[torch.Tensor]) -> None:
+        """``weights``: with or without data."""
+        self._graph = graph
+        spans = [(i, i + 1) for i in range(len(graph.nodes))]
+        self._compiled = CompiledGraph(graph, spans, "meta", _Rehearsed().look_up)
+        self._weights = [torch.empty_like(weight, device="meta") for weight in weights]
+        self._is_view = [_is_view(node.target) for node in graph.nodes]
+        self._last_use = _last_uses(graph)
+
+    def at(self, values: Values) -> Held:
+        """Run where the dimensions are ``values``.
+
+        Returns:
+            What it holds: an upper bound. A value that shares its argument's memory counts too,
+            unless its operator's schema says that it does; what a kernel takes for itself does not.
+
+        Raises:
+            RegistrationRefused: a call fails or breaks its operator's contract, a shape depends on
+                data, or the outputs differ from the signature.
+        """
+        graph, compiled = self._graph, self._compiled
+        environment = compiled.start(_inputs_on_meta(graph, values))
+        ends: dict[int, int] = {}  # node position -> bytes that are free after it
+        largest_bytes = live_bytes = peak_bytes = 0
+        for position, call in enumerate(compiled.calls):
+            own = graph.first_node_value + position
+            try:
+                with torch.no_grad():
+                    call(environment, [self._weights[i] for i in compiled.group_weights[position]])
+            except RegistrationRefused:
+                raise
+            except Exception as error:  # torch raises whatever it likes on nonsense
+                raise RegistrationRefused(
+                    f"node {position} ({graph.nodes[position].target})",
+                    f"at {values_text(values)} fails without data: {type(error).__name__}: "
+                    f"{str(error)[:300]}",
+                ) from None
+            own_bytes = _bytes(environment.get(own))
+            largest_bytes = max(largest_bytes, own_bytes)
+            if largest_bytes > MAX_VALUE_BYTES:
+                raise RegistrationRefused(
+                    f"node {position} ({graph.nodes[position].target})",
+                    f"its result has {largest_bytes} bytes at {values_text(values)}, limit "
+                    f"{MAX_VALUE_BYTES}",
+                )
+            own_bytes = 0 if self._is_view[position] else own_bytes
+            live_bytes += own_bytes
+            peak_bytes = max(peak_bytes, live_bytes)
+            end = self._last_use.get(own, position)
+            ends[end] = ends.get(end, 0) + own_bytes
+            live_bytes -= ends.pop(position, 0)
+        self._compare(compiled.finish(environment, self._weights), values)
+        return Held(largest_bytes, peak_bytes)
+
+    def _compare(self, outputs: Sequence[torch.Tensor], values: Values) -> None:
+        for spec, output in zip(self._graph.outputs, outputs, strict=True):
+            if not isinstance(output, torch.Tensor):
+                raise RegistrationRefused(f"output {spec.name!r}", "it is not a tensor")
+            try:
+                declared = shape_at(spec.shape, values)
+            except NoExtent as error:
+                raise RegistrationRefused(f"output {spec.name!r}", str(error)) from None
+            if tuple(output.shape) != declared or output.dtype != getattr(torch, spec.dtype):
+                raise RegistrationRefused(
+                    f"output {spec.name!r}",
+                    f"at {values_text(values)} declared {spec.dtype}{list(declared)}, computed "
+                    f"{output.dtype}{list(output.shape)}",
+                )
 
 
 def _is_view(target: str) -> bool:
@@ -384,51 +437,11 @@ def _is_view(target: str) -> bool:
     )
 
 
-def _inputs_on_meta(graph: Graph, batch: int) -> list[torch.Tensor]:
+def _inputs_on_meta(graph: Graph, values: Values) -> list[torch.Tensor]:
     return [
-        torch.empty(
-            [batch if extent is None else extent for extent in spec.shape],
-            dtype=getattr(torch, spec.dtype),
-            device="meta",
-        )
+        torch.empty(shape_at(spec.shape, values), dtype=getattr(torch, spec.dtype), device="meta")
         for spec in graph.inputs
     ]
-
-
-def _check_at(
-    graph: Graph, compiled: CompiledGraph, weights: Sequence[torch.Tensor], batch: int
-) -> int:
-    largest_bytes = 0
-    environment = compiled.start(_inputs_on_meta(graph, batch))
-    for position, call in enumerate(compiled.calls):
-        own = graph.first_node_value + position
-        try:
-            with torch.no_grad():
-                call(environment, [weights[i] for i in compiled.group_weights[position]])
-        except RegistrationRefused:
-            raise
-        except Exception as error:  # torch raises whatever it likes on nonsense
-            raise RegistrationRefused(
-                f"node {position} ({graph.nodes[position].target})",
-                f"at batch {batch} fails without data: {type(error).__name__}: {str(error)[:300]}",
-            ) from None
-        largest_bytes = max(largest_bytes, _bytes(environment.get(own)))
-        if largest_bytes > MAX_VALUE_BYTES:
-            raise RegistrationRefused(
-                f"node {position} ({graph.nodes[position].target})",
-                f"its result has {largest_bytes} bytes at batch {batch}, limit {MAX_VALUE_BYTES}",
-            )
-    outputs = compiled.finish(environment, weights)
-    for spec, output in zip(graph.outputs, outputs, strict=True):
-        declared = [batch if extent is None else extent for extent in spec.shape]
-        if not isinstance(output, torch.Tensor):
-            raise RegistrationRefused(f"output {spec.name!r}", "it is not a tensor")
-        if list(output.shape) != declared or output.dtype != getattr(torch, spec.dtype):
-            raise RegistrationRefused(
-                f"output {spec.name!r}",
-                f"declared {spec.dtype}{declared}, computed {output.dtype}{list(output.shape)}",
-            )
-    return largest_bytes
 
 
 class _Rehearsed:

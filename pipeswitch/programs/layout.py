@@ -7,9 +7,12 @@ arena or of the host store: the two are laid out alike, so a group is one contig
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final, Literal
 
 import msgspec
+
+from .dims import Dim, Shape, Values, batch_range, shape_at
 
 BUNDLE_FILE: Final = "program.bundle"  # in the folder of a program in graph mode
 TENSOR_ALIGN_BYTES: Final = 512  # the caching allocator's unit: every torch kernel is happy with it
@@ -53,18 +56,19 @@ class LayerSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class ValueSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An input or an output. ``None`` in the shape is the dynamic batch dimension."""
+    """An input or an output. Extents are numbers, names of dimensions, or computed from them."""
 
     name: str
     dtype: str
-    shape: tuple[int | None, ...]
+    shape: Shape
 
-    def size_bytes(self, batch: int | None) -> int:
-        """Bytes of one value at ``batch`` (ignored when no dimension is dynamic)."""
-        total = ITEM_BYTES[self.dtype]
-        for extent in self.shape:
-            total *= (batch or 1) if extent is None else extent
-        return total
+    def size_bytes(self, values: Values) -> int:
+        """Bytes of one value where the dimensions are ``values``.
+
+        Raises:
+            NoExtent: there is no such value.
+        """
+        return ITEM_BYTES[self.dtype] * math.prod(shape_at(self.shape, values))
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,12 +83,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     groups: tuple[GroupSpec, ...]  # as built; groups.py cuts the same layers anew
     inputs: tuple[ValueSpec, ...]  # in call order
     outputs: tuple[ValueSpec, ...]
-    batch_min: int = 1  # range of the dynamic batch; equal numbers when it is fixed
-    batch_max: int = 1
+    dims: tuple[Dim, ...] = ()  # those that a request chooses
     triggers: tuple[str, ...] = ()  # module mode: the submodule whose pre-hook opens group i
     layers: tuple[LayerSpec, ...] = ()  # empty: of a build that did not tell them
     weights_sha256: str = ""  # of the packed region image, checked when loaded into the store
     extra: dict[str, Any] = {}
+
+    @property
+    def batch(self) -> tuple[int, int]:
+        """The smallest and the largest batch; equal where it is fixed."""
+        return batch_range(self.dims)
 
 
 def aligned(value_bytes: int, unit_bytes: int) -> int:

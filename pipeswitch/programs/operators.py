@@ -134,8 +134,8 @@ def _table(text: str) -> dict[str, frozenset[str]]:
     return {name: frozenset((suffixes or "default").split(",")) for name, _, suffixes in entries}
 
 
-INTEGER_OPERATORS: Final = frozenset({"add", "sub", "mul", "floordiv", "mod", "neg"})
-"""Arithmetic on the batch size (``_operator.mul`` and so on): integers in, an integer out."""
+INTEGER_OPERATORS: Final = frozenset({"add", "sub", "mul", "floordiv", "mod", "neg", "min", "max"})
+"""Arithmetic on extents (``_operator.mul`` and so on): integers in, an integer out."""
 
 CHECKED_BY_META: Final = frozenset(_table(_POINTWISE + _IN_PLACE + _FRESH + _MAY_ALIAS))
 """What they accept without data is all their kernels need."""
@@ -166,7 +166,7 @@ DROPPED_AT_EXPORT: Final = frozenset(
     {"_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range"}
 )
 
-CONTRACTS_VERSION: Final = 4  # one more whenever a contract or this list asks for more
+CONTRACTS_VERSION: Final = 5  # one more whenever a contract or this list asks for more
 
 _ATEN: Final = re.compile(r"aten\.(\w{1,64})\.(\w{1,64})", re.ASCII)
 

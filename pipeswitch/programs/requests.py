@@ -7,19 +7,20 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from .dims import Values, shape_at
 from .layout import ValueSpec
 
 MAX_RANDOM_INTEGER = 100  # small enough for every embedding that deserves the name
 
 
-def random_value(spec: ValueSpec, batch: int, seed: int = 0) -> NDArray[np.generic]:
-    """A made-up value of ``spec`` at ``batch``; the same for the same seed.
+def random_value(spec: ValueSpec, values: Values, seed: int = 0) -> NDArray[np.generic]:
+    """A made-up value of ``spec`` where the dimensions are ``values``; the same for the same seed.
 
     Integers are 0 to 100, so that embeddings do not overflow; masks are 0 and 1. numpy has no
     bfloat16: its values come as the upper halves of float32, as uint16.
     """
     generator = np.random.default_rng([seed, *spec.name.encode()])
-    shape = tuple(batch if extent is None else extent for extent in spec.shape)
+    shape = shape_at(spec.shape, values)
     if spec.dtype == "bool":
         return generator.integers(0, 2, shape).astype(np.bool_)
     if "mask" in spec.name:
@@ -36,7 +37,7 @@ def random_value(spec: ValueSpec, batch: int, seed: int = 0) -> NDArray[np.gener
 
 
 def random_inputs(
-    specs: Sequence[ValueSpec], batch: int = 1, seed: int = 0
+    specs: Sequence[ValueSpec], values: Values, seed: int = 0
 ) -> list[NDArray[np.generic]]:
     """One made-up value for each input of a manifest, in call order."""
-    return [random_value(spec, batch, seed) for spec in specs]
+    return [random_value(spec, values, seed) for spec in specs]

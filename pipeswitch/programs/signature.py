@@ -11,12 +11,7 @@ from .layout import ITEM_BYTES, Manifest
 
 def is_same_signature(one: Manifest, other: Manifest) -> bool:
     """Whether a request that one admitted fits the other."""
-    return (one.inputs, one.outputs, one.batch_min, one.batch_max) == (
-        other.inputs,
-        other.outputs,
-        other.batch_min,
-        other.batch_max,
-    )
+    return (one.inputs, one.outputs, one.dims) == (other.inputs, other.outputs, other.dims)
 
 
 def signature_text(dtype: str, shape: Iterable[object]) -> str:
@@ -26,6 +21,8 @@ def signature_text(dtype: str, shape: Iterable[object]) -> str:
 
 def parse_input(text: str, number: int = 0) -> tuple[str, list[Any]]:
     """``x=8x3x224x224:float32`` as ``(name, [shape, dtype])``; how flags and files write it.
+
+    An extent that requests choose is a range: ``ids=1..8x1..512:int64``.
 
     Args:
         text: the name may be missing, the dtype too (float32).
@@ -38,9 +35,13 @@ def parse_input(text: str, number: int = 0) -> tuple[str, list[Any]]:
     shape, _, dtype = spec.partition(":")
     parts = shape.split("x") if shape else []
     dtype = dtype or "float32"
-    if not all(part.isdigit() for part in parts) or dtype not in ITEM_BYTES:
+    ends = [part.split("..") for part in parts]
+    is_sound = all(len(one) <= 2 and all(end.isdecimal() for end in one) for one in ends)
+    if not is_sound or dtype not in ITEM_BYTES:
         raise InvalidInput(
-            f"input {text!r} is not of the form [NAME=]8x3x224x224:float32",
+            f"input {text!r} is not of the form [NAME=]8x3x224x224:float32, "
+            "or 1..8x1..512:int64 where requests choose",
             hint=f"dtypes: {', '.join(ITEM_BYTES)}",
         )
-    return name or (f"x{number}" if number else "x"), [[int(part) for part in parts], dtype]
+    extents = [int(one[0]) if len(one) == 1 else [int(end) for end in one] for one in ends]
+    return name or (f"x{number}" if number else "x"), [extents, dtype]

@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 
 from ..errors import RegistrationRefused
+from .dims import upgraded
 from .layout import BUNDLE_FILE as BUNDLE_FILE
 from .layout import Manifest
 from .operators import checked_by
@@ -31,7 +32,7 @@ class BuildSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     # "random:SEED", "pretrained", a .safetensors file, the folder of a job's commit; empty: the
     # source's own
     weights: str = ""
-    inputs: dict[str, tuple[tuple[int, ...], str]] = {}  # name -> (shape, dtype), in call order
+    inputs: dict[str, tuple[tuple[int | tuple[int, int], ...], str]] = {}  # (shape, dtype) by name
     max_batch: int = DEFAULT_MAX_BATCH
     allow_module_mode: bool = False
     bucket_bytes: int = 0  # 0: grouping's default
@@ -71,9 +72,19 @@ def load_manifest(path: str | os.PathLike[str] | int) -> Manifest:
             text = file.read(MAX_MANIFEST_BYTES + 1)
         if len(text) > MAX_MANIFEST_BYTES:
             raise RegistrationRefused("manifest", f"larger than {MAX_MANIFEST_BYTES} bytes")
-        return msgspec.json.decode(text, type=Manifest)
-    except (OSError, ValueError, msgspec.DecodeError, RecursionError) as error:
+        return _decoded(text)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise RegistrationRefused("manifest", f"{place}: {error}") from error
+
+
+def _decoded(text: bytes) -> Manifest:
+    try:
+        return msgspec.json.decode(text, type=Manifest)
+    except msgspec.ValidationError:
+        raw = msgspec.json.decode(text)
+        if not isinstance(raw, dict) or "batch_min" not in raw:
+            raise
+    return msgspec.convert(upgraded(raw), Manifest)
 
 
 def save_manifest(path: str | os.PathLike[str], manifest: Manifest) -> None:

@@ -11,6 +11,7 @@ from ..errors import (
     from_wire,
 )
 from ..ipc.messages import Epoch, InferenceDone, InferenceFailed, SlabTensor
+from ..programs.dims import BATCH
 from ..programs.layout import Manifest
 from .bill import bill, trace
 from .device_state import DeviceState
@@ -212,9 +213,8 @@ class Endings:
 def batch_of(manifest: Manifest, inputs: tuple[SlabTensor, ...]) -> int:
     """A request's batch; 1 when the program has no dynamic one."""
     for value, tensor in zip(manifest.inputs, inputs, strict=False):
-        for extent, size in zip(value.shape, tensor.shape, strict=False):
-            if extent is None:
-                return size
+        if BATCH in value.shape:
+            return tensor.shape[value.shape.index(BATCH)]
     return 1
 
 

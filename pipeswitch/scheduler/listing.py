@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from ..programs.layout import Manifest
+from ..programs.dims import extent_text
+from ..programs.layout import Manifest, ValueSpec
 from .core import Core
 from .machine import Machine
 from .records import Job, Model, Replica, Worker
@@ -17,6 +18,11 @@ from .versions import Versions
 DISPATCH_KINDS = ("cold", "prefix", "resident")  # by what of the model had to be sent
 DEVICE_KINDS = ("infer", "switch", "train")
 PRIORITY_NAMES = {0: "high", 1: "normal", 2: "low"}
+
+
+def _shown(spec: ValueSpec) -> list[Any]:
+    """An input or output as rows tell it: numbers, and texts for what requests choose."""
+    return [[n if isinstance(n, int) else extent_text(n) for n in spec.shape], spec.dtype]
 
 
 class Listing:
@@ -61,6 +67,7 @@ class Listing:
             "groups": 0,
             "inputs": {},
             "outputs": {},
+            "dims": {},
             "batch": [1, 1],
         }
         if manifest is not None:
@@ -71,10 +78,12 @@ class Listing:
                 "mode_reason": manifest.mode_reason,
                 "bytes": manifest.total_bytes,
                 "groups": len(manifest.groups),
-                "inputs": {v.name: [list(v.shape), v.dtype] for v in manifest.inputs},
-                "outputs": {v.name: [list(v.shape), v.dtype] for v in manifest.outputs},
+                "inputs": {v.name: _shown(v) for v in manifest.inputs},
+                "outputs": {v.name: _shown(v) for v in manifest.outputs},
+                "dims": {dim.name: [dim.low, dim.high] for dim in manifest.dims},
+                "notes": manifest.extra.get("notes", []),
                 "intermediate_bytes": manifest.extra.get("intermediate_bytes", 0),
-                "batch": [manifest.batch_min, manifest.batch_max],
+                "batch": list(manifest.batch),
             }
         return row | self._plans.row(replica)
 

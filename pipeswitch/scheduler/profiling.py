@@ -87,7 +87,7 @@ class Profiling:
                 "it was built by a release that did not keep its layers",
                 hint=f"unregister and register {replica.name}",
             )
-        low, high = replica.model.manifest.batch_min, replica.model.manifest.batch_max
+        low, high = replica.model.manifest.batch
         if len(event.batches) > MAX_BATCHES or not all(low <= b <= high for b in event.batches):
             return InvalidInput(
                 f"{replica.name} takes batches from {low} to {high}, at most {MAX_BATCHES} of them"
@@ -283,7 +283,7 @@ class Profiling:
 def usual_batch(replica: Replica) -> int:
     """The batch requests came with last; before the first, the smallest."""
     assert replica.model.manifest is not None
-    return replica.model.last_batch or max(1, replica.model.manifest.batch_min)
+    return replica.model.last_batch or replica.model.manifest.batch[0]
 
 
 def program_of(name: str, built: Manifest) -> Program:

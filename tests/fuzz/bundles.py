@@ -75,8 +75,8 @@ def run(data: bytes) -> None:
 def program() -> dict[str, Any]:
     """relu(x @ w.T + b), then its size times two: each kind of argument once."""
     return {
-        "version": 1,
-        "inputs": [{"name": "x", "dtype": "float32", "shape": [None, 4]}],
+        "version": 2,
+        "inputs": [{"name": "x", "dtype": "float32", "shape": ["batch", 4]}],
         "weights": ["w", "b"],
         "nodes": [
             ["aten.linear.default", [{"v": 0}, {"v": 1}, {"v": 2}], {}],
@@ -90,9 +90,10 @@ def program() -> dict[str, Any]:
             ["_operator.getitem", [{"v": 10}, 0], {}],
         ],
         "results": [9],
-        "outputs": [{"name": "y", "dtype": "float32", "shape": [None, 3]}],
-        "batch_min": 1,
-        "batch_max": 8,
+        "outputs": [
+            {"name": "y", "dtype": "float32", "shape": [["//", [["*", ["batch", 2]], 2]], 3]}
+        ],
+        "dims": [["batch", 1, 8]],
     }
 
 

@@ -10,6 +10,7 @@ import torch
 
 from pipeswitch.errors import RegistrationRefused
 from pipeswitch.programs.bundle import Graph, decode_graph
+from pipeswitch.programs.dims import corners
 from pipeswitch.programs.graph import CompiledGraph, check_no_mutation, check_on_meta
 
 from .bundles import program
@@ -31,7 +32,7 @@ def run(data: bytes) -> None:
         graph = decode_graph(data.decode("utf-8", "replace"))
         check_no_mutation(graph)
         CompiledGraph(graph, [(0, len(graph.nodes))], "meta")
-        check_on_meta(graph, _weights(graph), [graph.batch_min])
+        check_on_meta(graph, _weights(graph), [next(corners(graph.dims))])
     except RegistrationRefused:
         pass
 

@@ -14,6 +14,7 @@ from pipeswitch.planning.profile import (
     Overheads,
     Profile,
 )
+from pipeswitch.programs.dims import Dim
 from pipeswitch.programs.groups import cut
 from pipeswitch.programs.layout import LayerSpec, Manifest, TensorSpec, ValueSpec
 
@@ -21,7 +22,7 @@ LAYER_BYTES = 4096
 
 
 def value(name: str, width: int | None = 4, dtype: str = "float32") -> ValueSpec:
-    return ValueSpec(name=name, dtype=dtype, shape=(None, width))
+    return ValueSpec(name=name, dtype=dtype, shape=("batch", width))
 
 
 def manifest_of(layer_count: int = 3, **fields: Any) -> Manifest:
@@ -49,8 +50,7 @@ def manifest_of(layer_count: int = 3, **fields: Any) -> Manifest:
         "groups": cut(layers, tensors, total_bytes, (0, *range(1, min(2, layer_count)))),
         "inputs": (value("x"), value("mask", 2, "bool")),
         "outputs": (value("y"),),
-        "batch_min": 1,
-        "batch_max": 8,
+        "dims": (Dim("batch", 1, 8),),
         "layers": layers,
     }
     return Manifest(**{**known, **fields})

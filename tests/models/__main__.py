@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from pipeswitch.errors import PipeSwitchError
+from pipeswitch.programs.build.naming import named_inputs
 from pipeswitch.programs.bundle import read_bundle
 from pipeswitch.programs.operators import OVERLOADS
 from pipeswitch.programs.spec import BUNDLE_FILE
@@ -21,10 +22,12 @@ from pipeswitch.testing import RunningServer, server
 
 from .catalogue import Entry, catalogue
 
+LENGTHS: Final = (1, 7, 64, 512)
 BATCH: Final = 3  # the second one, where a model takes more than one at a time
 SEED: Final = 7
 THREADS: Final = 2
 FAST_PATH: Final = "set_fastpath_enabled"
+Dynamic = dict[str, dict[int, tuple[str, int, int]]]
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
@@ -40,6 +43,25 @@ def equal(answer: Any, wanted: Any) -> bool:
         a.contiguous().numpy().tobytes() == b.contiguous().numpy().tobytes()
         for a, b in zip(found, plain, strict=True)
     )
+
+
+def open_dims(names: list[str], example: tuple[torch.Tensor, ...]) -> Dynamic:
+    """Lengths of texts and sequences, from 1 to 512; sides and sounds from half of the example."""
+    found: Dynamic = {}
+    for name, value in zip(names, example, strict=True):
+        extents = value.shape
+        if value.dim() in (2, 3) and (value.dtype is torch.int64 or value.dim() == 3):
+            found[name] = {1: (f"length_{name}", LENGTHS[0], LENGTHS[-1])}
+        elif value.dim() == 2 and extents[1] > LENGTHS[-1]:
+            found[name] = {1: ("samples", extents[1] // 2, extents[1])}
+        elif value.dim() == 4:
+            found[name] = {axis: (f"side{axis}", extents[axis] // 2, extents[axis])
+                           for axis in (2, 3)}  # fmt: skip
+    return found
+
+
+def resized(value: torch.Tensor, axis: int, extent: int) -> torch.Tensor:
+    return torch.cat([value] * -(-extent // value.shape[axis]), axis).narrow(axis, 0, extent)
 
 
 class Sweep:
@@ -63,7 +85,9 @@ class Sweep:
             self._register(module, example, row)
             row["register_s"] = round(time.monotonic() - began_s, 1)
             row["batches"] = self._ask(module, example, row["batch_max"])
-            row["outcome"] = "served" if all(row["batches"].values()) else "differs"
+            row["sizes"] = self._ask_sizes(module, example, row["dynamic"])
+            answers = (*row["batches"].values(), *row["sizes"].values())
+            row["outcome"] = "served" if all(answers) else "differs"
         except PipeSwitchError as error:
             row["why"] = str(error).splitlines()[0][:300]
         except Exception as error:  # not refused in words
@@ -76,14 +100,20 @@ class Sweep:
     def _register(
         self, module: nn.Module, example: tuple[torch.Tensor, ...], row: dict[str, Any]
     ) -> None:
-        try:
-            self._client.register("it", module, example_inputs=example, max_batch=4)
-        except PipeSwitchError as error:
-            if FAST_PATH not in str(error):
-                raise
-            torch.backends.mha.set_fastpath_enabled(False)  # as the refusal says
-            row["fast_path"] = False
-            self._client.register("it", module, example_inputs=example, max_batch=4)
+        options: dict[str, Any] = {"example_inputs": example, "max_batch": 4}
+        row["dynamic"] = open_dims(named_inputs(module, example, None)[0], example)
+        for _ in range(3):
+            try:
+                self._client.register("it", module, dynamic=row["dynamic"], **options)
+                break
+            except PipeSwitchError as error:
+                if FAST_PATH in str(error) and "fast_path" not in row:
+                    torch.backends.mha.set_fastpath_enabled(False)  # as the refusal says
+                    row["fast_path"] = False
+                elif row["dynamic"]:
+                    row["dynamic"], row["fixed"] = {}, str(error)[:300]
+                else:
+                    raise
         shown = self._client.show("it")
         row |= {"mode": shown["mode"], "bytes": shown["bytes"], "batch_max": shown["batch"][1]}
         row["groups"] = shown["groups"]
@@ -100,6 +130,28 @@ class Sweep:
             answer = self._client.infer("it", list(inputs))
             with torch.no_grad():
                 found[batch] = equal(answer, module(*inputs))
+        return found
+
+    def _ask_sizes(
+        self, module: nn.Module, example: tuple[torch.Tensor, ...], dynamic: Dynamic
+    ) -> dict[str, bool]:
+        """Each length; of sides and sounds the smallest, and one in between."""
+        found = {}
+        names = named_inputs(module, example, None)[0]
+        for step in range(len(LENGTHS)):
+            inputs, told = list(example), []
+            for number, name in enumerate(names):
+                for axis, (called, low, high) in dynamic.get(name, {}).items():
+                    is_length = called.startswith("length")
+                    extent = (
+                        LENGTHS[step] if is_length else (low, low + (high - low) // 3)[step % 2]
+                    )
+                    inputs[number] = resized(inputs[number], axis, extent)
+                    told.append(str(extent))
+            if told and "x".join(told) not in found:
+                answer = self._client.infer("it", inputs)
+                with torch.no_grad():
+                    found["x".join(told)] = equal(answer, module(*inputs))
         return found
 
     def _forget(self) -> None:
@@ -124,11 +176,15 @@ def summary(rows: list[dict[str, Any]], operators: Counter[str]) -> dict[str, An
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="models whose name has this in it")
+    parser.add_argument("--only", default="", help="models whose name has one of A,B,C in it")
     parser.add_argument("--out", type=Path, help="write the table there, as JSON")
     options = parser.parse_args()
     torch.set_num_threads(THREADS)
-    entries = {name: e for name, e in catalogue().items() if options.only in name}
+    entries = {
+        name: e
+        for name, e in catalogue().items()
+        if any(part in name for part in options.only.split(","))
+    }
     rows = []
     arguments = ("--threads", str(THREADS))
     with server(arena="1GiB", host_store="2GiB", args=arguments) as running:
@@ -137,7 +193,8 @@ def main() -> int:
             rows.append(sweep.try_one(name, entry))
             row = rows[-1]
             sys.stdout.write(
-                f"{number:3}/{len(entries)} {row['outcome']:8} {name}  {row.get('why', '')}\n"
+                f"{number:3}/{len(entries)} {row['outcome']:8} {name}  "
+                f"{' '.join(row.get('sizes', ())) or row.get('fixed', '')} {row.get('why', '')}\n"
             )
             sys.stdout.flush()
     report = summary(rows, sweep.operators)

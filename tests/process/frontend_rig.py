@@ -21,6 +21,7 @@ from pipeswitch.config import Config, ServerConfig
 from pipeswitch.frontend.frontend import Frontend, Posted
 from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.ipc.messages import ModelName, SlabTensor
+from pipeswitch.programs.dims import Dim
 from pipeswitch.programs.layout import Manifest, ValueSpec
 from pipeswitch.roles import Role
 from pipeswitch.scheduler.events import (
@@ -46,7 +47,7 @@ DEADLINE_S = 10.0
 
 def manifest(width: int = 4, batch_max: int = 8) -> Manifest:
     """A model that takes ``x`` and returns ``y`` of the same shape."""
-    value = {"dtype": "float32", "shape": (None, width)}
+    value = {"dtype": "float32", "shape": ("batch", width)}
     return Manifest(
         digest="d" * 64,
         mode="graph",
@@ -57,8 +58,7 @@ def manifest(width: int = 4, batch_max: int = 8) -> Manifest:
         groups=(),
         inputs=(ValueSpec(name="x", **value),),
         outputs=(ValueSpec(name="y", **value),),
-        batch_min=1,
-        batch_max=batch_max,
+        dims=(Dim("batch", 1, batch_max),),
     )
 
 

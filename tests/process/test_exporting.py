@@ -50,7 +50,7 @@ def test_eight_threads_export_at_once_and_torch_is_as_it_was(tmp_path: Path) -> 
             )
         )
     assert TorchSettings.now() == before
-    assert [summary["batch"] for summary in summaries] == [[1, 64]] * THREADS
+    assert [summary["dims"]["batch"] for summary in summaries] == [[1, 64]] * THREADS
 
 
 def test_who_waits_for_an_exports_end_computes_with_mkldnn() -> None:

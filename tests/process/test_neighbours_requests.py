@@ -178,13 +178,12 @@ def test_torch_a_bundles_words_never_become_code_of_its_own(key: str) -> None:
     """torch.export's own loader evaluates text of the file; ours makes source of checked words."""
     value = ValueSpec(name="x", dtype="float32", shape=(1, 4))
     graph = Graph(
-        version=1,
+        version=2,
         inputs=(value,),
         weights=(),
         nodes=(Node("aten.relu.default", ({"v": 0},), {key: 1}),),
         results=(1,),
         outputs=(value,),
-        batch_max=1,
     )
     with pytest.raises(ps.RegistrationRefused, match="is not an argument's name"):
         check_graph(graph)

@@ -26,6 +26,7 @@ from pipeswitch.programs.build.export import convert_pt2, export_module_to_bundl
 from pipeswitch.programs.build.program import build
 from pipeswitch.programs.build.sources import Loaded, load_source
 from pipeswitch.programs.build.verify import load_image, same_bits, to_tensors
+from pipeswitch.programs.dims import at_batch
 from pipeswitch.programs.groups import layer_bytes, regrouped
 from pipeswitch.programs.layout import TENSOR_ALIGN_BYTES, Manifest
 from pipeswitch.programs.requests import random_inputs
@@ -111,7 +112,7 @@ def check_bits(
 ) -> None:
     check_layout(manifest)
     for batch in batches:
-        inputs = to_tensors(manifest.inputs, batch)
+        inputs = to_tensors(manifest.inputs, at_batch(manifest.dims, batch))
         with torch.no_grad():
             expected = list(flatten_outputs(plain(*[x.clone() for x in inputs])).values())
         arena.reset()
@@ -150,8 +151,8 @@ def test_a_torchvision_family_computes_the_plain_models_bits(
     )
     manifest, bound, arena = programs(spec)
     assert manifest.mode == "graph"
-    assert manifest.outputs[0].shape == (None, 1000)
-    assert (manifest.batch_min, manifest.batch_max) == (1, 64)
+    assert manifest.outputs[0].shape == ("batch", 1000)
+    assert manifest.batch == (1, 64)
     check_bits(made[0].module, manifest, bound, arena, [1, 2, 3])
 
 
@@ -211,7 +212,7 @@ def test_a_decoder_of_transformers_is_exported_without_its_cache(tmp_path: Path)
     example = {"input_ids": torch.randint(0, 100, (1, 8))}
     made = export_module_to_bundle(transformers.GPT2LMHeadModel(config), example, tmp_path / "b")
     assert [value["name"] for value in made["outputs"]] == ["logits"]
-    assert made["batch"] == [1, 64]
+    assert made["dims"]["batch"] == [1, 64]
     assert made["notes"] == ["use_cache=False: a request stands alone"]
 
 
@@ -337,7 +338,7 @@ class Reversed(nn.Module):
 
 
 class Folded(nn.Module):
-    """Its output's size is a multiple of the batch, which a signature cannot say."""
+    """Its output's size is a multiple of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -391,7 +392,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[int]]] = {
     "several": (Several, {"x": ((2, 8), "float32"), "ids": ((2,), "int64")}, [1, 2, 3]),
     "in_place": (InPlace, {"x": ((2, 8), "float32")}, [1, 2, 3]),
     "reversed": (Reversed, {"x": ((2, 8), "float32")}, [1, 2, 3]),
-    "folded": (Folded, {"x": ((2, 8), "float32")}, [2]),
+    "folded": (Folded, {"x": ((2, 8), "float32")}, [1, 2, 3]),
     "fixed": (Fixed, {"x": ((2, 8), "float32")}, [2]),
     "infinite": (Infinite, {"x": ((2, 8), "float32")}, [1, 2, 3]),
     "declared_at_one": (Hidden, {"x": ((1, 8), "float32")}, [1, 2, 3]),
@@ -435,7 +436,7 @@ def test_an_odd_model_computes_the_plain_models_bits(name: str, programs: Any) -
     spec = factory_spec(name, inputs)
     manifest, bound, arena = programs(spec)
     assert manifest.mode == "graph", manifest.mode_reason
-    is_dynamic = any(None in value.shape for value in manifest.inputs)
+    is_dynamic = bool(manifest.dims)
     assert is_dynamic == (batches == [1, 2, 3]), manifest.extra["notes"]
     check_bits(load_source(spec).module, manifest, bound, arena, batches)
 
@@ -481,7 +482,7 @@ def test_two_homes_of_one_program_compute_the_same_bits(programs: Any, tmp_path:
     elsewhere = load_program(folder, manifest).bind(
         lambda tensor: tensor_over(moved.untyped_storage(), tensor, 4096)
     )
-    inputs = to_tensors(manifest.inputs, 2)
+    inputs = to_tensors(manifest.inputs, at_batch(manifest.dims, 2))
     [here], [there] = bound.run(inputs, arena.arrive), elsewhere.run(inputs, lambda index: None)
     assert same_bits(here, there)
 
@@ -498,7 +499,7 @@ def test_a_preemption_between_groups_passes_through_and_the_next_run_is_whole(
         arena.arrive(index)
 
     with pytest.raises(TaskPreempted):
-        bound.run(to_tensors(manifest.inputs, 2), preempt)
+        bound.run(to_tensors(manifest.inputs, at_batch(manifest.dims, 2)), preempt)
     check_bits(load_source(spec).module, manifest, bound, arena, [2])
 
 
@@ -771,6 +772,19 @@ def test_keyword_inputs_keep_their_names(tmp_path: Path) -> None:
     assert [value["name"] for value in summary["inputs"]] == ["ids", "x"]
 
 
+class Words(nn.Module):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return ids * 2
+
+
+@pytest.mark.parametrize(("module", "name"), [(Words(), "ids"), (nn.Sequential(Words()), "x")])
+def test_a_lone_input_has_the_modules_own_name(
+    module: nn.Module, name: str, tmp_path: Path
+) -> None:
+    summary = export_module_to_bundle(module, torch.ones(2, 3), tmp_path / "w.bundle")
+    assert [value["name"] for value in summary["inputs"]] == [name]
+
+
 def test_a_pt2_file_is_converted_on_the_client(programs: Any, tmp_path: Path) -> None:
     module = Hidden().eval()
     with warnings.catch_warnings():
@@ -783,7 +797,11 @@ def test_a_pt2_file_is_converted_on_the_client(programs: Any, tmp_path: Path) ->
 
 def test_made_up_integers_are_small_and_the_same_for_the_same_seed(programs: Any) -> None:
     manifest, _, _ = programs(factory_spec("several", MODELS["several"][1]))
-    first, again = random_inputs(manifest.inputs, 3, 1), random_inputs(manifest.inputs, 3, 1)
+    three = at_batch(manifest.dims, 3)
+    first, again = (
+        random_inputs(manifest.inputs, three, 1),
+        random_inputs(manifest.inputs, three, 1),
+    )
     assert all((a == b).all() for a, b in zip(first, again, strict=True))
     assert 0 <= first[1].min() <= first[1].max() <= 100
-    assert (first[0] != random_inputs(manifest.inputs, 3, 2)[0]).any()
+    assert (first[0] != random_inputs(manifest.inputs, three, 2)[0]).any()

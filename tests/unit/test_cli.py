@@ -242,8 +242,8 @@ def test_a_time_without_a_unit_is_never_guessed() -> None:
 def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(b"garbage")
-    image = SimpleNamespace(shape=(None, 3, 224, 224), dtype="float32")
-    signature: Any = SimpleNamespace(inputs=[image], batch_min=1)
+    image = SimpleNamespace(shape=("batch", 3, 224, 224), dtype="float32")
+    signature: Any = SimpleNamespace(inputs=[image], dims=(), batch_min=1)
     with pytest.raises(InvalidInput) as caught:
         cli_infer.load_inputs(str(path), signature, seed=0)
     assert "pickle" not in str(caught.value)

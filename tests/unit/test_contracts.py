@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from pipeswitch.errors import RegistrationRefused
+from pipeswitch.errors import InvalidInput, RegistrationRefused
 from pipeswitch.programs.bundle import Graph, Node, check_graph
-from pipeswitch.programs.contracts import CONTRACTS, BrokenContract, guarded
-from pipeswitch.programs.graph import check_every_shape, check_on_meta, resolve
-from pipeswitch.programs.layout import ValueSpec
+from pipeswitch.programs.contracts import CONTRACTS, BrokenContract, guarded, recurrent_results
+from pipeswitch.programs.dims import Dim
+from pipeswitch.programs.executor import GraphProgram
+from pipeswitch.programs.graph import check_on_meta, check_shapes, resolve
+from pipeswitch.programs.layout import GroupSpec, Manifest, TensorSpec, ValueSpec
 from pipeswitch.programs.operators import (
     BY_CONTRACT,
     CHECKED_BY_META,
@@ -132,30 +134,107 @@ def test_results_that_are_for_a_backward_pass_cannot_be_reached() -> None:
 def narrowing(batch_max: int) -> Graph:
     """x [B, 4], of which a slice takes at most two rows: right at the batches 1 and 2 alone."""
     graph = Graph(
-        version=1,
-        inputs=(ValueSpec(name="x", dtype="float32", shape=(None, 4)),),
+        version=2,
+        inputs=(ValueSpec(name="x", dtype="float32", shape=("batch", 4)),),
         weights=(),
         nodes=(Node("aten.slice.Tensor", ({"v": 0}, 0, 0, 2), {}),),
         results=(1,),
-        outputs=(ValueSpec(name="y", dtype="float32", shape=(None, 4)),),
-        batch_max=batch_max,
+        outputs=(ValueSpec(name="y", dtype="float32", shape=("batch", 4)),),
+        dims=(Dim("batch", 1, batch_max),),
     )
     check_graph(graph)
     return graph
 
 
 def test_every_batch_of_the_range_is_looked_at() -> None:
-    check_every_shape(narrowing(2), [])
-    check_on_meta(narrowing(5), [], [1, 2])
+    check_shapes(narrowing(2), [])
+    check_on_meta(narrowing(5), [], [{"batch": 1}, {"batch": 2}])
     with pytest.raises(RegistrationRefused, match="output"):
-        check_every_shape(narrowing(5), [])
+        check_shapes(narrowing(5), [])
 
 
-def test_more_checks_than_we_do_are_refused_with_the_range_that_is_not(
+def test_of_more_shapes_than_a_registration_waits_for_the_ends_are_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("pipeswitch.programs.graph.MAX_CHECKS", 2)
-    check_every_shape(narrowing(2), [])
-    with pytest.raises(RegistrationRefused) as refused:
-        check_every_shape(narrowing(3), [])
-    assert "from 1 to 2 would be accepted" in refused.value.hint
+    assert check_shapes(narrowing(2), []).is_whole
+    with pytest.raises(RegistrationRefused, match="at batch=3 declared"):
+        check_shapes(narrowing(3), [])
+
+
+def a_program(nodes: tuple[Node, ...], y: Any, *, is_whole: bool) -> Any:
+    """x [batch, 4] and a weight [3, 4], which arrives in one group."""
+    graph = Graph(
+        version=2,
+        inputs=(ValueSpec(name="x", dtype="float32", shape=("batch", 4)),),
+        weights=("w",),
+        nodes=nodes,
+        results=(1 + len(nodes),),
+        outputs=(ValueSpec(name="y", dtype="float32", shape=y),),
+        dims=(Dim("batch", 1, 64),),
+    )
+    check_graph(graph)
+    tensor = TensorSpec(name="w", dtype="float32", shape=(3, 4), offset_bytes=0, size_bytes=48,
+                        file_offset_bytes=0)  # fmt: skip
+    group = GroupSpec(offset_bytes=0, size_bytes=48, tensors=(0,), first_node=0,
+                      end_node=len(nodes), label="")  # fmt: skip
+    manifest = Manifest(
+        digest="", mode="graph", mode_reason="", source="bundle", total_bytes=48, tensors=(tensor,),
+        groups=(group,), inputs=graph.inputs, outputs=graph.outputs, dims=graph.dims,
+        extra={"is_whole": is_whole},
+    )  # fmt: skip
+    bound = GraphProgram(manifest, graph, "cpu").bind(lambda _: torch.ones(3, 4))
+    return lambda batch: bound.run([torch.ones(batch, 4)], lambda index: None)[0]
+
+
+WIDER = (
+    Node("aten.sym_size.int", ({"v": 0}, 0)),
+    Node("aten.slice.Tensor", ({"v": 1}, 1, 0, {"v": 2})),  # columns of the weight: the batch's
+    Node("aten.linear.default", ({"v": 0}, {"v": 3})),
+)
+
+
+def test_at_a_shape_that_was_not_tried_each_call_asks_its_contract(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fewer columns than the input has: right at 4 and more, where a registration looked."""
+    run = a_program(WIDER, ("batch", 3), is_whole=False)
+    assert run(4).shape == (4, 3)
+    with pytest.raises(InvalidInput, match="not as wide as the weight"):
+        run(3)
+    asked: list[Any] = []
+    linear = CONTRACTS["linear"]
+    monkeypatch.setitem(CONTRACTS, "linear", lambda g: (asked.append(g), linear(g))[0])  # type: ignore[index]
+    run = a_program(WIDER, ("batch", 3), is_whole=False)
+    for batch in (5, 6, 5, 6, 5):
+        run(batch)
+    assert len(asked) == 2, "once for each shape"
+    a_program(WIDER, ("batch", 3), is_whole=True)(5)
+    assert len(asked) == 2, "all were tried"
+
+
+def test_what_is_returned_is_what_the_signature_says_or_an_error() -> None:
+    cut = (Node("aten.slice.Tensor", ({"v": 0}, 0, 0, 2)),)
+    run = a_program(cut, ("batch", 4), is_whole=False)
+    assert run(2).shape == (2, 4)
+    for _ in range(2):
+        with pytest.raises(
+            InvalidInput, match=r"is \[2, 4\] at batch=3, its signature says \[3, 4\]"
+        ):
+            run(3)
+
+
+@pytest.mark.parametrize("is_batch_first", [True, False])
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_what_a_recurrent_layer_returns_is_known_without_its_steps(
+    kind: Any, is_batch_first: bool
+) -> None:
+    layer = kind(4, 6, num_layers=2, batch_first=is_batch_first, bidirectional=True).eval()
+    value = torch.randn(3, 5, 4)
+    with torch.no_grad():
+        output, state = layer(value)
+    states = list(state) if isinstance(state, tuple) else [state]
+    hx = states if len(states) > 1 else states[0]
+    found = recurrent_results(value, hx, True, is_batch_first)
+    for ours, theirs in zip(found, [output, *states], strict=True):
+        assert (ours.shape, ours.stride()) == (theirs.shape, theirs.stride())

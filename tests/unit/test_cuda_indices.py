@@ -12,10 +12,11 @@ from pipeswitch.devices.cuda.graphs import DeviceProgram, GraphBudget
 from pipeswitch.devices.cuda.indices import check_indices, index_limits
 from pipeswitch.errors import InvalidInput
 from pipeswitch.programs.bundle import Graph, Node
+from pipeswitch.programs.dims import Dim
 from pipeswitch.programs.executor import GraphProgram
 from pipeswitch.programs.layout import GroupSpec, Manifest, TensorSpec, ValueSpec
 
-IDS = ValueSpec(name="ids", dtype="int64", shape=(None, 3))
+IDS = ValueSpec(name="ids", dtype="int64", shape=("batch", 3))
 TABLE = TensorSpec(
     name="table", dtype="float32", shape=(10, 4), offset_bytes=0, size_bytes=160,
     file_offset_bytes=0,
@@ -26,9 +27,9 @@ LOOKUP = "aten.embedding.default"
 def graph(*nodes: tuple[str, tuple[Any, ...]], inputs: tuple[ValueSpec, ...] = (IDS,)) -> Graph:
     """One input (value 0), one table (value 1), then the nodes."""
     return Graph(
-        version=1, inputs=inputs, weights=("table",),
+        version=2, inputs=inputs, weights=("table",),
         nodes=tuple(Node(target=target, args=args) for target, args in nodes),
-        outputs=(ValueSpec(name="y", dtype="float32", shape=(None, 3, 4)),),
+        outputs=(ValueSpec(name="y", dtype="float32", shape=("batch", 3, 4)),),
         results=(len(nodes) + 1,),
     )  # fmt: skip
 
@@ -86,7 +87,7 @@ def test_a_refused_request_touches_nothing_and_the_next_one_is_served() -> None:
                 offset_bytes=0, size_bytes=160, tensors=(0,), first_node=0, end_node=1, label="0"
             ),
         ),
-        inputs=found.inputs, outputs=found.outputs, batch_max=8,
+        inputs=found.inputs, outputs=found.outputs, dims=(Dim("batch", 1, 8),),
     )  # fmt: skip
     table = torch.randn(10, 4)
     bound = GraphProgram(manifest, found, "cpu").bind(lambda _: table)

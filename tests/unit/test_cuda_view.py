@@ -20,6 +20,7 @@ from pipeswitch.devices.cuda.view import CudaPoolView, Waits
 from pipeswitch.errors import LocalProtocolError, RemoteProtocolError
 from pipeswitch.ipc.board import BOARD_BYTES, new_bell, sealed_memfd
 from pipeswitch.programs.bundle import Graph, Node
+from pipeswitch.programs.dims import Dim
 from pipeswitch.programs.executor import BoundGraph, GraphProgram
 from pipeswitch.programs.layout import GroupSpec, Manifest, TensorSpec, ValueSpec
 from workers.training.torch_private import bytes_of_their_own
@@ -281,8 +282,8 @@ def test_segments_are_handed_out_in_units_and_come_back() -> None:
 def program(groups: int = 3) -> tuple[BoundGraph, list[torch.Tensor]]:
     """x -> ((x + w0) * w1) + w2 …: one group for each weight."""
     graph = Graph(
-        version=1,
-        inputs=(ValueSpec(name="x", dtype="float32", shape=(None, 4)),),
+        version=2,
+        inputs=(ValueSpec(name="x", dtype="float32", shape=("batch", 4)),),
         weights=tuple(f"w{i}" for i in range(groups)),
         nodes=tuple(
             Node(
@@ -292,7 +293,7 @@ def program(groups: int = 3) -> tuple[BoundGraph, list[torch.Tensor]]:
             )
             for i in range(groups)
         ),
-        outputs=(ValueSpec(name="y", dtype="float32", shape=(None, 4)),),
+        outputs=(ValueSpec(name="y", dtype="float32", shape=("batch", 4)),),
         results=(2 * groups,),
     )
     manifest = Manifest(
@@ -311,7 +312,7 @@ def program(groups: int = 3) -> tuple[BoundGraph, list[torch.Tensor]]:
             )
             for i in range(groups)
         ),
-        inputs=graph.inputs, outputs=graph.outputs, batch_max=8,
+        inputs=graph.inputs, outputs=graph.outputs, dims=(Dim("batch", 1, 8),),
     )  # fmt: skip
     weights = [torch.full((4,), float(i + 1)) for i in range(groups)]
     bound = GraphProgram(manifest, graph, "cpu").bind(lambda s: weights[int(s.name[1:])])

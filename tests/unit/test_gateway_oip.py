@@ -31,8 +31,8 @@ PLAIN = [name for name in DATATYPES if name != "BF16"]
 ROW = {
     "name": "m",
     "state": "ready",
-    "inputs": {"x": [[None, 4], "float32"]},
-    "outputs": {"y": [[None, 3], "bfloat16"]},
+    "inputs": {"x": [["batch", 4], "float32"]},
+    "outputs": {"y": [["batch", 3], "bfloat16"]},
     "batch": [1, 64],
 }
 
@@ -197,12 +197,24 @@ def test_an_unknown_output_is_named_with_the_known_ones() -> None:
 def test_a_raw_body_is_the_only_input_at_the_batch_that_it_fills() -> None:
     asked = raw_request(bytes(48), ROW)
     assert (asked.inputs[0].shape, asked.is_binary) == ((3, 4), True)
-    with pytest.raises(InvalidInput, match="16 bytes for each of a batch; the body has 50"):
+    with pytest.raises(InvalidInput, match="16 bytes for each of its batch; the body has 50"):
         raw_request(bytes(50), ROW)
     with pytest.raises(InvalidInput, match="one input"):
         raw_request(b"", ROW | {"inputs": {}})
     with pytest.raises(InvalidInput, match="16 bytes; the body has 32"):
         raw_request(bytes(32), ROW | {"inputs": {"x": [[1, 4], "float32"]}})
+    text = ROW | {"inputs": {"ids": [["batch", "length"], "int64"]}}
+    with pytest.raises(InvalidInput, match="a body does not tell its batch and length"):
+        raw_request(bytes(32), text)
+    shape = (
+        raw_request(bytes(32), ROW | {"inputs": {"x": [[1, "length"], "float32"]}}).inputs[0].shape
+    )
+    assert shape == (1, 8)
+    assert metadata(text)["inputs"][0]["shape"] == [-1, -1]
+    answer = {"y": [["batch", "(1+length)//2"], "float32"]}
+    found = config(text | {"outputs": answer})
+    assert (found["max_batch_size"], found["input"][0]["dims"]) == (64, [-1])
+    assert found["output"][0]["dims"] == [-1]
 
 
 def test_the_batch_dimension_is_implicit_only_where_all_tensors_begin_with_it() -> None:

@@ -11,11 +11,12 @@ import torch
 
 from pipeswitch.errors import LocalProtocolError, RegistrationRefused
 from pipeswitch.programs.bundle import Graph, Node, check_graph
+from pipeswitch.programs.dims import Dim
 from pipeswitch.programs.graph import (
     CompiledGraph,
     check_no_mutation,
     check_on_meta,
-    intermediate_bytes,
+    check_shapes,
     mutations,
 )
 from pipeswitch.programs.layout import TensorSpec, ValueSpec
@@ -28,11 +29,11 @@ FIRST = 2  # the value of the first node
 NOT_FRESH = "aten.expand_as.default"
 
 
-def graph(*nodes: tuple[Any, ...], result: int | None = None, shape: Any = (None, 4)) -> Graph:
+def graph(*nodes: tuple[Any, ...], result: int | None = None, shape: Any = ("batch", 4)) -> Graph:
     """A graph with one input x, one weight w [4], and the last node as its output."""
     made = Graph(
-        version=1,
-        inputs=(ValueSpec(name="x", dtype="float32", shape=(None, 4)),),
+        version=2,
+        inputs=(ValueSpec(name="x", dtype="float32", shape=("batch", 4)),),
         weights=("w",),
         nodes=tuple(
             Node(target, tuple(args), kwargs[0] if kwargs else {})
@@ -40,10 +41,14 @@ def graph(*nodes: tuple[Any, ...], result: int | None = None, shape: Any = (None
         ),
         results=(FIRST + len(nodes) - 1 if result is None else result,),
         outputs=(ValueSpec(name="y", dtype="float32", shape=shape),),
-        batch_max=8,
+        dims=(Dim("batch", 1, 8),),
     )
     check_graph(made)
     return made
+
+
+def peak_bytes(graph: Graph, weights: list[torch.Tensor]) -> int:
+    return check_shapes(graph, weights).held.peak_bytes
 
 
 def value(index: int) -> dict[str, int]:
@@ -103,7 +108,7 @@ NONSENSE: dict[str, Graph] = {
     "an argument twice": graph(("aten.add.Tensor", [X, X], {"other": X})),
     "an argument of another kind": graph(("aten.relu.default", ["x"])),
     "shapes that do not fit": graph(("aten.mm.default", [X, X])),
-    "an output of another shape": graph(("aten.relu.default", [X]), shape=(None, 5)),
+    "an output of another shape": graph(("aten.relu.default", [X]), shape=("batch", 5)),
     "an output that is a number": graph(("aten.sym_size.int", [X, 0])),
     "an output that is a list": graph(("aten.chunk.default", [X, 2])),
     "getitem on a tensor": graph(("_operator.getitem", [X, 0])),
@@ -124,7 +129,7 @@ NONSENSE: dict[str, Graph] = {
 def test_nonsense_is_refused_before_it_runs_on_data(name: str) -> None:
     def check() -> None:
         check_no_mutation(NONSENSE[name])
-        check_on_meta(NONSENSE[name], [torch.zeros(4)], [2])
+        check_on_meta(NONSENSE[name], [torch.zeros(4)], [{"batch": 2}])
 
     with pytest.raises(RegistrationRefused):
         check()
@@ -223,22 +228,22 @@ def test_what_a_run_holds_at_once_is_told_from_extents() -> None:
     row = 8 * 4 * 4  # batch_max rows of x
     weights = [torch.zeros(4)]
     relu = ("aten.relu.default", [X])
-    assert intermediate_bytes(graph(relu), weights) == row
+    assert peak_bytes(graph(relu), weights) == row
     chain = [relu, *(("aten.relu.default", [value(i)]) for i in range(5))]
-    assert intermediate_bytes(graph(*chain), weights) == 2 * row  # one is read, one written
+    assert peak_bytes(graph(*chain), weights) == 2 * row  # one is read, one written
     kept = [relu, relu, relu, ("aten.add.Tensor", [value(0), value(1)]),
             ("aten.add.Tensor", [value(3), value(2)])]  # fmt: skip
-    assert intermediate_bytes(graph(*kept), weights) == 4 * row
+    assert peak_bytes(graph(*kept), weights) == 4 * row
     views = [relu, ("aten.view.default", [value(0), [-1, 2, 2]]),
              ("aten.view.default", [value(1), [-1, 4]])]  # fmt: skip
-    assert intermediate_bytes(graph(*views), weights) == row
+    assert peak_bytes(graph(*views), weights) == row
 
 
 def test_what_may_change_is_found_without_a_set_for_each_node() -> None:
     """2,000 nodes that each alias one weight more: two million members of sets before."""
     count = 2000
     gathered = Graph(
-        version=1,
+        version=2,
         inputs=(ValueSpec(name="x", dtype="float32", shape=(4,)),),
         weights=tuple(f"w{number}" for number in range(count)),
         nodes=tuple(

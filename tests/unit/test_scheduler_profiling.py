@@ -281,7 +281,7 @@ def test_a_switch_that_waited_for_its_turn_or_of_another_batch_says_nothing(rig:
 
 
 def test_a_requests_batch_is_what_its_dynamic_extent_says(fleet_model: ModuleType) -> None:
-    value = ValueSpec(name="x", dtype="float32", shape=(None, 3))
+    value = ValueSpec(name="x", dtype="float32", shape=("batch", 3))
     manifest = msgspec.structs.replace(fleet_model.manifest_of("d", 1 << 20, 2), inputs=(value,))
     slab = SlabTensor(name="x", dtype="float32", shape=(BATCH, 3), offset_bytes=0, size_bytes=48)
     assert batch_of(manifest, (slab,)) == BATCH

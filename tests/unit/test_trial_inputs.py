@@ -6,16 +6,17 @@ import pytest
 import torch
 
 from pipeswitch.ipc.messages import Epoch, ModelName, RunInference
+from pipeswitch.programs.dims import Dim
 from pipeswitch.programs.layout import Manifest, ValueSpec
 from workers.inference.trials import MadeUpInputs
 
 MANIFEST = Manifest(
     digest="d", mode="graph", mode_reason="", source="bundle", total_bytes=0, tensors=(), groups=(),
     inputs=(
-        ValueSpec(name="ids", dtype="int64", shape=(None, 50)),
-        ValueSpec(name="x", dtype="float32", shape=(None, 3)),
+        ValueSpec(name="ids", dtype="int64", shape=("batch", 50)),
+        ValueSpec(name="x", dtype="float32", shape=("batch", 3)),
     ),
-    outputs=(), batch_max=8,
+    outputs=(), dims=(Dim("batch", 1, 8),),
 )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import torch
 
 from pipeswitch.errors import Cancelled
 from pipeswitch.ipc.messages import RunInference
+from pipeswitch.programs.dims import Dim
 from pipeswitch.programs.layout import ValueSpec
 from workers.inference.trials import MadeUpInputs, run_trial
 
@@ -32,7 +33,7 @@ class Bound:
     """Looks its integers up in a table of ten rows, in the last group."""
 
     def __init__(self, *values: ValueSpec) -> None:
-        self.manifest = SimpleNamespace(inputs=values)
+        self.manifest = SimpleNamespace(inputs=values, dims=(Dim("batch", 1, 8),))
         self.ran: list[list[torch.Tensor]] = []
 
     def run(self, inputs: Sequence[torch.Tensor], before_group: Callable[[int], None]) -> None:
@@ -59,8 +60,8 @@ class View:
         self.quiesced += 1
 
 
-FLOATS = ValueSpec(name="x", dtype="float32", shape=(None, 3))
-IDS = ValueSpec(name="ids", dtype="int64", shape=(None, 64))
+FLOATS = ValueSpec(name="x", dtype="float32", shape=("batch", 3))
+IDS = ValueSpec(name="ids", dtype="int64", shape=("batch", 64))
 
 
 def test_made_up_inputs_have_the_trials_batch_and_stay_the_same() -> None:

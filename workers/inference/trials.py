@@ -10,6 +10,7 @@ from pipeswitch.devices import PoolView
 from pipeswitch.errors import Cancelled
 from pipeswitch.ipc.messages import ModelName, RunInference
 from pipeswitch.programs.build.verify import to_tensors
+from pipeswitch.programs.dims import at_batch
 from pipeswitch.programs.executor import BoundProgram
 from pipeswitch.programs.layout import Manifest
 
@@ -27,7 +28,9 @@ class MadeUpInputs:
     def of(self, message: RunInference, manifest: Manifest) -> list[torch.Tensor]:
         key = (message.model, message.digest, message.trial_batch)
         if key not in self._inputs:
-            self._inputs = {key: to_tensors(manifest.inputs, message.trial_batch)}  # one is kept
+            self._inputs = {
+                key: to_tensors(manifest.inputs, at_batch(manifest.dims, message.trial_batch))
+            }  # one is kept
             if self._zero_integers:
                 self.be_zeros()
         return self._inputs[key]

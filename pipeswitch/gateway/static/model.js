@@ -48,7 +48,7 @@ export class Server {
   async infer(row) {
     const inputs = [], parts = [];
     for (const [name, [shape, dtype]] of Object.entries(row.inputs)) {
-      const whole = shape.map((extent) => (extent === null ? Math.max(1, row.batch[0]) : extent));
+      const whole = shape.map((extent) => (typeof extent === "string" ? row.dims[extent][0] : extent));
       const bytes = madeUp(dtype, whole.reduce((a, b) => a * b, 1));
       inputs.push({ name, shape: whole, datatype: DATATYPES[dtype], parameters: { binary_data_size: bytes.byteLength } });
       parts.push(bytes);

@@ -22,6 +22,7 @@ from ...ipc.channel import Channel
 from ...ipc.messages import BuildDone, BuildFailed, BuildProgress, BuildSettings
 from ...sandbox.confine import confine_builder
 from ...units import format_bytes
+from ..dims import largest, values_text
 from ..layout import Manifest
 from ..spec import BuildSpec, files_of, needs_more
 
@@ -110,9 +111,10 @@ def _check_memory(manifest: Manifest, limit_bytes: int) -> None:
     if limit_bytes and taken_bytes > limit_bytes:
         raise RegistrationRefused(
             "program",
-            f"its intermediate values take {format_bytes(taken_bytes)} at batch "
-            f"{manifest.batch_max}, the limit is {format_bytes(limit_bytes)}",
-            hint="register it with a smaller max_batch, or raise [workers] task_memory",
+            f"its intermediate values take {format_bytes(taken_bytes)} at "
+            f"{values_text(largest(manifest.dims))}, the limit is {format_bytes(limit_bytes)}",
+            hint="register it with a smaller max_batch or a smaller range, or raise [workers] "
+            "task_memory",
         )
 
 

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from ...errors import RegistrationRefused
 from ..bundle import Graph
-from ..graph import CompiledGraph
+from ..dims import BATCH, Dim, Shape, Values, corners, shape_at, values_of, values_text
+from ..graph import CompiledGraph, check_on_meta
+from .dynamic import NotDynamic
+
+if TYPE_CHECKING:  # a worker makes inputs up, and needs no exporter
+    from .encoder import Program
 
 Compute = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
@@ -23,10 +28,6 @@ _FUSED: Final = (
     "torch computes attention in a fused kernel here, which does not travel: call "
     "torch.backends.mha.set_fastpath_enabled(False), then what you compute is what is served"
 )
-
-
-class BatchMatters(Exception):
-    """The program's bits are right at the example's batch, and not at another."""
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -48,21 +49,19 @@ def workers_default_dtype() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def check_program(
-    graph: Graph, weights: Sequence[torch.Tensor], plain: Compute, inputs: Sequence[torch.Tensor]
-) -> None:
-    """Compare the program with the module at the example's batch, and at another if it may vary.
+def check_program(program: Program, plain: Compute, inputs: Sequence[torch.Tensor]) -> None:
+    """Compare the program with the module at the example's extents, and at others it admits.
 
     Args:
-        graph: what travels.
-        weights: its weights, on the host.
+        program: what travels, with its weights on the host.
         plain: the module, with flat inputs and outputs, in eval mode.
         inputs: what it was exported with.
 
     Raises:
         RegistrationRefused: two runs of the module differ, or the program's from it.
-        BatchMatters: at another batch alone.
+        NotDynamic: at other extents alone.
     """
+    graph, weights = program.graph, program.weights
     inputs = [value.clone(memory_format=torch.contiguous_format) for value in inputs]
     expected, again = _run(plain, inputs), _run(plain, inputs)
     if not _all_same(expected, again):
@@ -74,17 +73,76 @@ def check_program(
         )
     if any(value.device.type != "cpu" for value in (*inputs, *expected)):
         return  # computed elsewhere: other bits are no surprise
-    program = _program(graph, weights)
-    if not _all_same(expected, _run(program, inputs)):
+    compute = _program(graph, weights)
+    if not _all_same(expected, _run(compute, inputs)):
         raise RegistrationRefused(
             "verification",
             "the exported graph does not compute the module's own bits",
-            hint=_why(plain, inputs, _run(program, inputs)),
+            hint=_why(plain, inputs, _run(compute, inputs)),
         )
-    for other in _at_another_batch(graph, inputs):
-        answer = _run_if_it_takes(plain, other)
-        if answer is not None and not _all_same(answer, _run(program, other)):
-            raise BatchMatters(f"at batch {other[0].shape[0]} it does not compute the same bits")
+    given = values_of((spec.shape for spec in graph.inputs), (value.shape for value in inputs))
+    assert given is not None
+    for values in shapes_to_try(graph.dims, given, program.suspects):
+        specs = [spec.shape for spec in graph.inputs]
+        compare_at(values, given, plain, compute, resized(specs, inputs, values))
+    if graph.dims:
+        rehearse_ends(graph, weights)
+
+
+def rehearse_ends(graph: Graph, weights: Sequence[torch.Tensor]) -> None:
+    """Run without data at the ends of its ranges.
+
+    Raises:
+        NotDynamic: it does not work there.
+    """
+    try:
+        check_on_meta(graph, weights, corners(graph.dims))
+    except RegistrationRefused as error:
+        raise NotDynamic(f"{error.part}: {error.reason}") from None
+
+
+def shapes_to_try(
+    dims: Sequence[Dim], given: Values, suspects: Sequence[Values]
+) -> list[dict[str, int]]:
+    """Where a program is compared with its module, beside the extents it was exported with.
+
+    One dimension after the other: a batch of 1, or 2 if that is the example's, for extents of 1
+    broadcast; the ends of the other ranges. And wherever torch could not tell.
+    """
+    small = {dim.name: min(max(1, dim.low), dim.high) if dim.name == BATCH else given[dim.name]
+             for dim in dims}  # fmt: skip
+    found: list[dict[str, int]] = []
+    for dim in dims:
+        is_batch = dim.name == BATCH
+        others = [2 if given[BATCH] == 1 else 1] if is_batch else [dim.low, dim.high]
+        base = given if is_batch else small
+        found += [{**base, dim.name: n} for n in others if dim.low <= n <= dim.high]
+    found += [{**small, **values} for values in suspects]
+    return [values for n, values in enumerate(found) if values != given and values not in found[:n]]
+
+
+def compare_at(
+    values: Values, given: Values, plain: Compute, compute: Compute, inputs: list[torch.Tensor]
+) -> None:
+    """Compare the program with the module at other extents than ``given``.
+
+    Raises:
+        NotDynamic: they differ there, or the module does not take them; a batch it does not take
+            is its own answer to a request.
+    """
+    try:
+        answer = _run(plain, inputs)
+    except Exception as error:  # whatever the model's code raises
+        if all(values[name] == number for name, number in given.items() if name != BATCH):
+            return
+        text = f"{type(error).__name__}: {str(error)[:200]}"
+        raise NotDynamic(f"at {values_text(values)} the module raised {text}") from None
+    try:
+        found = _run(compute, inputs)
+    except Exception as error:
+        raise NotDynamic(f"at {values_text(values)} its graph fails: {str(error)[:200]}") from None
+    if not _all_same(answer, found):
+        raise NotDynamic(f"at {values_text(values)} it does not compute the same bits")
 
 
 def _program(graph: Graph, weights: Sequence[torch.Tensor]) -> Compute:
@@ -100,14 +158,6 @@ def _program(graph: Graph, weights: Sequence[torch.Tensor]) -> Compute:
     return compute
 
 
-def _run_if_it_takes(plain: Compute, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-    """None: whatever the model's code raises, it does not take this batch."""
-    try:
-        return _run(plain, inputs)
-    except Exception:
-        return None
-
-
 def _run(compute: Compute, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     with torch.no_grad():
         return list(compute([value.clone() for value in inputs]))
@@ -117,14 +167,17 @@ def _all_same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bo
     return len(left) == len(right) and all(map(same_bits, left, right))
 
 
-def _at_another_batch(graph: Graph, inputs: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """The inputs at batch 1, or 2 if that is theirs: extents of 1 broadcast. None when fixed."""
-    if not any(None in spec.shape for spec in graph.inputs):
-        return []
-    other = 2 if inputs[0].shape[0] == 1 else 1
-    if not graph.batch_min <= other <= graph.batch_max:
-        return []
-    return [[torch.cat([value, value])[:other] for value in inputs]]
+def resized(
+    shapes: Sequence[Shape], inputs: Sequence[torch.Tensor], values: Values
+) -> list[torch.Tensor]:
+    """The inputs at other extents: repeated as often as needed, and cut."""
+    found = []
+    for shape, value in zip(shapes, inputs, strict=True):
+        for axis, extent in enumerate(shape_at(shape, values)):
+            repeated = torch.cat([value] * max(1, -(-extent // max(1, value.shape[axis]))), axis)
+            value = repeated.narrow(axis, 0, extent)
+        found.append(value.contiguous())
+    return found
 
 
 def _why(plain: Compute, inputs: Sequence[torch.Tensor], found: list[torch.Tensor]) -> str:

@@ -10,13 +10,20 @@ import msgspec
 import torch
 
 from ...errors import RegistrationRefused
-from ..bundle import Graph, Node, check_graph
+from ..bundle import VERSION, Graph, Node, check_graph
+from ..dims import Extent
 from ..graph import mutations
 from ..layout import ValueSpec
 from ..operators import DROPPED_AT_EXPORT, split_target
 from ..values import dtype_name
+from .dynamic import Axes, NotDynamic
+from .recurrent import own_name
+from .symbols import extent_of, suspects
 
 _PREFIX: Final = "module."
+_SYMBOLIC: Final[dict[Any, str]] = {
+    torch.sym_max: "_operator.max", torch.sym_min: "_operator.min",
+}  # fmt: skip
 ADVICE: Final = (
     "a module must be traceable: no branch or shape that depends on data (torch.where instead), "
     "no autocast or quantized engine inside its forward; or register the code as "
@@ -32,15 +39,13 @@ class Program:
         graph: as in a bundle.
         weights: contiguous tensors on the host, one for each of ``graph.weights``.
         notes: what was decided on the way (why the batch is fixed), for people.
+        suspects: values of its dimensions where torch could not tell that the graph is right.
     """
 
     graph: Graph
     weights: list[torch.Tensor]
     notes: list[str] = field(default_factory=list)
-
-
-class NotDynamic(Exception):
-    """This export did not work; without a dynamic batch another might."""
+    suspects: list[dict[str, int]] = field(default_factory=list)
 
 
 class Encoder:
@@ -51,13 +56,17 @@ class Encoder:
         exported: torch.export.ExportedProgram,
         names: list[str],
         output_names: list[str],
-        max_batch: int | None,
+        axes: Axes,
     ) -> None:
         self._exported = exported
         self._names = names
         self._output_names = output_names
-        self._max_batch = max_batch
-        self._batch_symbol: Any = None
+        self._axes = axes
+        self._dims = tuple(dict.fromkeys(axes.values()))
+        self._symbols: dict[Any, str] = {}  # of the trace, and the dimension each is
+        self._replaced: Any = {}  # symbols that were found to be others
+        self._conditions: list[Any] = []  # what the trace assumed of them
+        self._needed = _needed(exported)
         self._first_names: dict[tuple[Any, ...], str] = {}  # of tied weights, by registration
         for name, tensor in exported.state_dict.items():
             self._first_names.setdefault(_identity(tensor), name)
@@ -100,11 +109,7 @@ class Encoder:
         if kind == "USER_INPUT":
             name = self._names[len(inputs)]
             value = node.meta["val"]
-            if self._max_batch is not None and self._batch_symbol is None:
-                extent = value.shape[0]
-                if not isinstance(extent, torch.SymInt):
-                    raise NotDynamic("the model fixes the batch size")
-                self._batch_symbol = extent.node.expr
+            self._open(len(inputs), name, value)
             self._values[node.name] = {"v": ("i", len(inputs))}
             inputs.append(self._value_spec(f"input {name!r}", name, value))
         elif kind in ("PARAMETER", "BUFFER", "CONSTANT_TENSOR"):
@@ -112,6 +117,24 @@ class Encoder:
                 self._values[node.name] = self._weight(spec.target)
         else:
             raise RegistrationRefused(f"{kind.lower()} {spec.target}", "it is not a tensor")
+
+    def _open(self, number: int, name: str, value: torch.Tensor) -> None:
+        """Learn which symbols of the trace are our dimensions."""
+        extents: list[Any] = list(value.shape)  # symbols too, whatever the type says
+        for axis, extent in enumerate(extents):
+            dim = self._axes.get((number, axis))
+            if dim is None:
+                continue
+            if not isinstance(extent, torch.SymInt):
+                raise NotDynamic(f"the model fixes dimension {axis} of {name!r}, {dim.name}")
+            environment: Any = extent.node.shape_env
+            self._replaced = environment.replacements
+            symbol = extent.node.expr.xreplace(self._replaced)
+            if not symbol.is_Symbol or self._symbols.setdefault(symbol, dim.name) != dim.name:
+                raise NotDynamic(f"dimension {axis} of {name!r} is {symbol}, not {dim.name} itself")
+            asserted = [one.expr for of in environment.deferred_runtime_asserts.values()
+                        for one in of]  # fmt: skip
+            self._conditions = [*asserted, *(guard.expr for guard in environment.guards)]
 
     def _weight(self, target: str) -> Any:
         """A weight's value; tensors that are one stay one, odd strides become a permutation."""
@@ -149,18 +172,16 @@ class Encoder:
 
     def _call(self, node: Any) -> None:
         target = node.target
+        if node not in self._needed:
+            return  # computed for a check that is dropped, or for nothing
         if isinstance(target, torch._ops.OpOverload):
-            name = str(target)
-            if target._schema.name.removeprefix("aten::") in DROPPED_AT_EXPORT:
-                return
+            name = own_name(str(target))
         elif getattr(target, "__module__", "") == "_operator":
             name = f"_operator.{target.__name__}"
+        elif target in _SYMBOLIC:
+            name = _SYMBOLIC[target]
         else:
-            if not node.users:
-                return
             raise RegistrationRefused(f"operator {target}", ADVICE)
-        if not node.users and (name.startswith("_operator.") or not _writes(target)):
-            return  # computed for a check that was dropped, or for nothing
         if name == "aten.detach_.default":
             name = "aten.detach.default"  # of a constant made in forward; without gradients alike
         split_target(name)
@@ -209,15 +230,14 @@ class Encoder:
         return results, outputs
 
     def _value_spec(self, part: str, name: str, value: torch.Tensor) -> ValueSpec:
-        shape: list[int | None] = []
+        shape: list[Extent] = []
         extents: list[Any] = list(value.shape)  # symbols too, whatever the type says
         for extent in extents:
             if isinstance(extent, int):
                 shape.append(extent)
-            elif self._batch_symbol is not None and extent.node.expr == self._batch_symbol:
-                shape.append(None)
-            elif self._batch_symbol is not None:
-                raise NotDynamic(f"{part} has extent {extent}, which is not the batch itself")
+            elif self._dims:
+                expression = extent.node.expr.xreplace(self._replaced)
+                shape.append(extent_of(expression, self._symbols))
             else:
                 raise RegistrationRefused(part, f"its shape depends on data ({extent})")
         return ValueSpec(name=name, dtype=dtype_name(value.dtype, part), shape=tuple(shape))
@@ -239,7 +259,7 @@ class Encoder:
             return argument
 
         graph = Graph(
-            version=1,
+            version=VERSION,
             inputs=tuple(inputs),
             weights=tuple(self._weight_names[weight] for weight in order),
             nodes=tuple(
@@ -248,17 +268,35 @@ class Encoder:
             ),
             results=tuple(number(result)["v"] for result in results),
             outputs=tuple(outputs),
-            batch_min=1,
-            batch_max=self._max_batch or 1,
+            dims=self._dims,
         )
         graph = _private_inputs(graph)
         check_graph(graph)
-        return Program(graph, [self._weights[weight] for weight in order])
+        conditions = [condition.xreplace(self._replaced) for condition in self._conditions]
+        return Program(
+            graph,
+            [self._weights[weight] for weight in order],
+            suspects=suspects(conditions, self._symbols, self._dims),
+        )
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for two names of one tensor. Export keeps either name of a tied weight."""
     return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def _needed(exported: torch.export.ExportedProgram) -> set[Any]:
+    """The calls whose result is one of the outputs', or that write; a dropped check needs none."""
+    needed: set[Any] = set()
+    for node in reversed(exported.graph.nodes):
+        target = node.target
+        is_operator = isinstance(target, torch._ops.OpOverload)
+        is_kept = node.op == "output" or any(user in needed for user in node.users)
+        if is_operator and target._schema.name.removeprefix("aten::") in DROPPED_AT_EXPORT:
+            is_kept = False
+        if is_kept or (is_operator and _writes(target)):
+            needed.add(node)
+    return needed
 
 
 def _takes_default_dtype(node: Any) -> bool:

@@ -10,10 +10,11 @@ import contextlib
 import io
 import logging
 import os
+import re
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TextIO
 
 import msgspec
@@ -22,13 +23,25 @@ from torch import nn
 
 from ...errors import PipeSwitchError, RegistrationRefused
 from ..bundle import write_bundle
+from ..dims import BATCH, MAX_EXTENT, values_of
 from ..values import dtype_name, tensor_bytes
-from .checking import BatchMatters, check_program
-from .encoder import ADVICE, Encoder, NotDynamic, Program
+from .checking import check_program, resized
+from .dynamic import (
+    Axes,
+    Dynamic,
+    NotDynamic,
+    asked_axes,
+    batch_axes,
+    choices,
+    names_for,
+)
+from .encoder import ADVICE, Encoder, Program
 from .naming import Flat, named_inputs
+from .recurrent import OneCallEach
 
 SYMBOLIC_SHAPES_LOG: Final = "torch.fx.experimental.symbolic_shapes"
-
+MAX_REFUSED: Final = 32  # extents at the low end of a file's range that are tried
+ENDLESS: Final = 512  # the largest extent of a dimension whose file gives no upper end
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +108,10 @@ def _quiet(logger_name: str) -> Iterator[None]:
         noisy.disabled = before
 
 
+Verify = Callable[[Program], None]
+OpenDims = dict[str, dict[int, tuple[str, int, int]]]
+
+
 @one_export_at_a_time()
 def export_module(
     module: nn.Module,
@@ -102,6 +119,9 @@ def export_module(
     *,
     input_names: Sequence[str] | None = None,
     max_batch: int = 64,
+    dynamic: Dynamic | None = None,
+    is_wish: bool = False,
+    verify: Verify | None = None,
 ) -> Program:
     """Export ``module`` in eval mode; the caller's module is left in the mode it was in.
 
@@ -111,6 +131,10 @@ def export_module(
         input_names: what requests call them; default: the keywords, ``x`` for a single input,
             else the names of ``forward``'s own parameters.
         max_batch: dimension 0 may be 1 … this, when all inputs share it and the model allows.
+        dynamic: the other dimensions that requests choose, with their ranges.
+        is_wish: leave out of ``dynamic`` what the model does not allow, with a note.
+        verify: looks at what was exported; where it raises ``NotDynamic``, fewer dimensions are
+            tried.
 
     Raises:
         RegistrationRefused: the module cannot be a program; says which part and why.
@@ -122,14 +146,45 @@ def export_module(
     try:
         flat = Flat(module, keywords)
         flat.training = False
-        program = _export_flat(flat, names, inputs, max_batch)
+        output_names = _output_names(flat, inputs)
+        shapes = [tuple(value.shape) for value in inputs]
+        asked = asked_axes(names, shapes, dynamic or {})
+        batch, why_fixed = batch_axes(shapes, max_batch, asked)
+        reasons: list[str] = []
+        for axes in choices(batch, asked, is_wish=is_wish):
+            try:
+                program = _export_once(flat, names, inputs, output_names, axes)
+                if verify is not None:
+                    verify(program)
+                break
+            except NotDynamic as error:
+                reasons.append(str(error))
+        else:
+            raise _refused(asked, reasons[-1])
+        open_now = {dim.name for dim in program.graph.dims}
         program.notes += [
             f"{name}={value}: a request stands alone" for name, value in flat.fixed.items()
+        ]
+        wanted = dict.fromkeys([BATCH, *(dim.name for dim in asked.values())])
+        program.notes += [
+            f"{name} is fixed: {(name == BATCH and why_fixed) or reasons[-1]}"
+            for name in wanted
+            if name not in open_now
         ]
         return program
     finally:
         for child, training in modes:
             child.training = training
+
+
+def _refused(asked: Axes, why: str) -> RegistrationRefused:
+    if not asked:
+        return RegistrationRefused("export", f"{why}; {ADVICE}")
+    names = ", ".join(dict.fromkeys(dim.name for dim in asked.values()))
+    return RegistrationRefused(
+        f"dynamic {names}", why, hint="give a range that the model takes, or leave it out: it is "
+        "then what it is in the example"
+    )  # fmt: skip
 
 
 def _check_kind(module: Any) -> None:
@@ -147,34 +202,16 @@ def _set_mode(module: nn.Module) -> None:
         child.training = False
 
 
-def _export_flat(
-    flat: Flat, names: list[str], inputs: list[torch.Tensor], max_batch: int
-) -> Program:
+def _output_names(flat: Flat, inputs: list[torch.Tensor]) -> list[str]:
     with torch.no_grad():
         try:
-            output_names = list(flat.named_outputs([value.clone() for value in inputs]))
+            return list(flat.named_outputs([value.clone() for value in inputs]))
         except RegistrationRefused:
             raise
         except Exception as error:
             raise RegistrationRefused(
                 "example inputs", f"the module raised {type(error).__name__}: {_first(error)}"
             ) from error
-    extents = {value.shape[0] if value.dim() else 0 for value in inputs}
-    batch = next(iter(extents)) if len(extents) == 1 else 0
-    why_fixed = "the inputs do not share dimension 0" if inputs else "there are no inputs"
-    if batch >= 1 and max_batch >= 2:
-        try:
-            return _export_once(flat, names, inputs, output_names, max(max_batch, batch))
-        except NotDynamic as error:
-            why_fixed = str(error)
-    elif batch >= 1:
-        why_fixed = "max_batch is 1"
-    try:
-        program = _export_once(flat, names, inputs, output_names, None)
-    except NotDynamic as error:
-        raise RegistrationRefused("export", f"{error}; {ADVICE}") from error
-    program.notes.append(f"batch is fixed: {why_fixed}")
-    return program
 
 
 def _first(error: BaseException) -> str:
@@ -182,29 +219,57 @@ def _first(error: BaseException) -> str:
     return (lines[0] if lines else type(error).__name__)[:300]
 
 
+_RANGE: Final = re.compile(r"(\w+) = Dim\('\w+', min=(\d+)(?:, max=(\d+))?\)")
+_FIXED: Final = re.compile(r"(\w+) = (\d+)")
+_RELATED: Final = re.compile(r"(\w+) = (.*[A-Za-z].*)")
+
+
+def _reason(error: BaseException) -> str:
+    """What the model allows of its dimensions, of torch's advice; else torch's first line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines or not lines[0].startswith("Constraints violated"):
+        return f"torch.export: {_first(error)}"
+    said = []
+    for line in lines:
+        if found := _RANGE.fullmatch(line):
+            high = f" to {found[3]}" if found[3] else ""
+            is_ours = not found[1].startswith("_")
+            said += [f"it takes {found[1]} from {found[2]}{high}"] if is_ours else []
+        elif found := _FIXED.fullmatch(line):
+            said.append(f"the model fixes {found[1]} at {found[2]}")
+        elif found := _RELATED.fullmatch(line):
+            said.append(f"its {found[1]} must be {found[2].replace('*_', ' times a whole ')}")
+    return ", ".join(said)[:300] or " ".join(lines[1:2])[:300] or lines[0][:200]
+
+
 def _export_once(
-    flat: Flat,
-    names: list[str],
-    inputs: list[torch.Tensor],
-    output_names: list[str],
-    max_batch: int | None,
+    flat: Flat, names: list[str], inputs: list[torch.Tensor], output_names: list[str], axes: Axes
 ) -> Program:
-    shapes = None
-    arguments = tuple(value.clone() for value in inputs)
-    if max_batch is not None:
-        dimension = torch.export.Dim("batch", min=1, max=max_batch)
-        shapes = (tuple({0: dimension} for _ in inputs),)  # one entry: forward's *inputs
-        if arguments[0].shape[0] == 1:  # an extent of 1 would be taken for a constant
-            arguments = tuple(torch.cat([value, value]) for value in arguments)
-    with torch.no_grad(), warnings.catch_warnings(), _quiet(SYMBOLIC_SHAPES_LOG):
+    arguments = [value.clone() for value in inputs]
+    dims = {
+        dim.name: torch.export.Dim(dim.name, min=dim.low, max=dim.high) for dim in axes.values()
+    }
+    for (number, axis), dim in axes.items():
+        if inputs[number].shape[axis] == 1 and dim.high > 1:  # it would be taken for a constant
+            arguments[number] = torch.cat([arguments[number]] * 2, axis)
+    shapes = tuple(
+        {axis: dims[dim.name] for (of, axis), dim in axes.items() if of == number}
+        for number in range(len(inputs))
+    )
+    with torch.no_grad(), OneCallEach(), warnings.catch_warnings(), _quiet(SYMBOLIC_SHAPES_LOG):
         warnings.simplefilter("ignore")  # export's own chatter about attributes and pytrees
         try:
-            exported = torch.export.export(flat, arguments, dynamic_shapes=shapes)
+            exported = torch.export.export(
+                flat,
+                tuple(arguments),
+                dynamic_shapes=(shapes,) if axes else None,  # one entry: forward's *inputs
+                prefer_deferred_runtime_asserts_over_guards=bool(axes),
+            )
         except RegistrationRefused:
             raise
         except Exception as error:  # torch.export has no base class for "does not export"
-            raise NotDynamic(f"torch.export: {_first(error)}") from error
-    return Encoder(exported, names, output_names, max_batch).program()
+            raise NotDynamic(_reason(error)) from error
+    return Encoder(exported, names, output_names, axes).program()
 
 
 def write_program(path: str | os.PathLike[str], program: Program) -> None:
@@ -221,29 +286,37 @@ def write_program(path: str | os.PathLike[str], program: Program) -> None:
 
 
 def _checked_program(
-    module: nn.Module, example_inputs: Any, input_names: Sequence[str] | None, max_batch: int
+    module: nn.Module,
+    example_inputs: Any,
+    input_names: Sequence[str] | None,
+    max_batch: int,
+    dynamic: Dynamic,
 ) -> Program:
-    """Export, and once more with a fixed batch where other batches have other bits.
+    """Export, and again with fewer open dimensions where other extents have other bits.
 
     A request must have one answer, the module's own: what counts its calls or draws numbers has
     many, and an exported graph holds Python state as the constant it was.
     """
-    program = export_module(module, example_inputs, input_names=input_names, max_batch=max_batch)
-    _, inputs, keywords = named_inputs(module, example_inputs, None)
+    _check_kind(module)
+    _, inputs, keywords = named_inputs(module, example_inputs, input_names)
     flat = Flat(module, keywords)
 
     def plain(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return list(flat(*values))
 
+    def verify(program: Program) -> None:
+        check_program(program, plain, inputs)
+
     with _served(module), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            check_program(program.graph, program.weights, plain, inputs)
-        except BatchMatters as why:
-            program = export_module(module, example_inputs, input_names=input_names, max_batch=1)
-            program.notes.append(f"batch is fixed: {why}")
-            check_program(program.graph, program.weights, plain, inputs)
-    return program
+        return export_module(
+            module,
+            example_inputs,
+            input_names=input_names,
+            max_batch=max_batch,
+            dynamic=dynamic,
+            verify=verify,
+        )
 
 
 @contextlib.contextmanager
@@ -272,6 +345,7 @@ def export_module_to_bundle(
     input_names: Sequence[str] | None = None,
     *,
     max_batch: int = 64,
+    dynamic: Dynamic | None = None,
 ) -> dict[str, Any]:
     """Export a module where it lives, and write the bundle that may be sent.
 
@@ -279,13 +353,14 @@ def export_module_to_bundle(
     mode, its parameters frozen); ``one_export_at_a_time`` says what other threads notice.
 
     Returns:
-        What was made: inputs, outputs, batch range, number of nodes, bytes of weights, notes.
+        What was made: inputs, outputs, ranges of its dimensions, number of nodes, bytes of weights,
+        notes.
 
     Raises:
         RegistrationRefused: it cannot be a program; says which part, why and what to do.
     """
     try:
-        program = _checked_program(module, example_inputs, input_names, max_batch)
+        program = _checked_program(module, example_inputs, input_names, max_batch, dynamic or {})
     except PipeSwitchError:
         raise
     except Exception as error:  # torch on a module that was never tried
@@ -297,7 +372,7 @@ def export_module_to_bundle(
     return {
         "inputs": [msgspec.to_builtins(spec) for spec in graph.inputs],
         "outputs": [msgspec.to_builtins(spec) for spec in graph.outputs],
-        "batch": [graph.batch_min, graph.batch_max],
+        "dims": {dim.name: [dim.low, dim.high] for dim in graph.dims},
         "node_count": len(graph.nodes),
         "weight_bytes": sum(weight.nbytes for weight in program.weights),
         "notes": program.notes,
@@ -323,4 +398,74 @@ def convert_pt2(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> di
     example: Any = dict(keywords) if keywords and not positional else tuple(positional)
     if keywords and positional:
         raise RegistrationRefused(f"{path}", "it mixes positional and keyword inputs")
-    return export_module_to_bundle(loaded.module(), example, out)
+    module: Any = loaded.module()
+    names, inputs, keywords = named_inputs(module, example, None)
+    dynamic = _taken(Flat(module, keywords), names, inputs, _open_in(loaded, names))
+    return export_module_to_bundle(module, example, out, dynamic=dynamic)
+
+
+def _taken(
+    flat: Flat, names: Sequence[str], inputs: Sequence[torch.Tensor], dynamic: OpenDims
+) -> OpenDims:
+    """Without the smallest extents that the file's own guards refuse, which its ranges have."""
+    shapes = [tuple(value.shape) for value in inputs]
+    dims = asked_axes(names, shapes, dynamic)
+    specs = [
+        tuple(dims[n, axis].name if (n, axis) in dims else extent for axis, extent in enumerate(s))
+        for n, s in enumerate(shapes)
+    ]
+    given = values_of(specs, shapes) or {}
+    lows = {}
+    for dim in dict.fromkeys(dims.values()):
+        tried = range(dim.low, min(dim.low + MAX_REFUSED, given[dim.name]))
+        lows[dim.name] = next(
+            (n for n in tried if _takes(flat, resized(specs, inputs, {**given, dim.name: n}))),
+            given[dim.name],
+        )
+    return {
+        name: {
+            axis: (called, lows.get(called, low), high) for axis, (called, low, high) in of.items()
+        }
+        for name, of in dynamic.items()
+    }
+
+
+def _takes(flat: Flat, inputs: Sequence[torch.Tensor]) -> bool:
+    try:
+        with torch.no_grad():
+            flat(*inputs)
+    except Exception:  # a guard's AssertionError, or a kernel's own
+        return False
+    return True
+
+
+def _open_in(loaded: torch.export.ExportedProgram, names: Sequence[str]) -> OpenDims:
+    """The dimensions that a file was exported with, by the names we give them."""
+    kept = set(loaded.graph_signature.user_inputs)
+    values = [node.meta["val"] for node in loaded.graph.nodes
+              if node.op == "placeholder" and node.name in kept]  # fmt: skip
+    called: dict[Any, str] = {}
+    found: OpenDims = {}
+    for name, value in zip(names, values, strict=True):
+        for axis, extent in enumerate(value.shape):
+            if isinstance(extent, torch.SymInt):
+                symbol = extent.node.expr
+                if symbol not in called:
+                    free = (
+                        one for one in names_for(value.dim(), axis) if one not in called.values()
+                    )
+                    called[symbol] = next(free)
+                low, high = _ends(loaded, symbol)
+                found.setdefault(name, {})[axis] = (called[symbol], low, high)
+    return found
+
+
+def _ends(loaded: torch.export.ExportedProgram, symbol: Any) -> tuple[int, int]:
+    """A symbol's range in a file; one without an upper end has ``ENDLESS``."""
+    ends: Any = loaded.range_constraints.get(symbol)
+    if ends is None:
+        raise RegistrationRefused(
+            "dynamic_shapes", f"a dimension is {symbol}; only one that stands alone can be served"
+        )
+    high = int(ends.upper) if ends.upper.is_Integer else ENDLESS
+    return max(1, int(ends.lower)), min(high, MAX_EXTENT)

@@ -47,15 +47,18 @@ def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
 
 
 def _parameter_names(module: nn.Module, count: int) -> list[str]:
-    """What ``forward`` calls its first inputs; ``x`` for a single one, ``x0``… where it is silent.
+    """What ``forward`` calls its first inputs; ``x``, or ``x0``…, where it is silent.
 
-    ``*args`` and modules that were compiled or traced have no names of their own.
+    ``*args`` and modules that were compiled or traced have no names of their own; torch's, like
+    ``Sequential``, call everything ``input``.
     """
-    if count == 1:
+    if count == 1 and type(module).__module__.startswith("torch.nn."):
         return ["x"]
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [name for name, one in _parameters(module).items() if one.kind in kinds][:count]
-    return names if len(names) == count else [f"x{index}" for index in range(count)]
+    if len(names) == count:
+        return names
+    return ["x"] if count == 1 else [f"x{index}" for index in range(count)]
 
 
 def _as_tensor(value: Any) -> Any:

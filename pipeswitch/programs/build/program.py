@@ -21,8 +21,9 @@ from ...commits.weights import Weight, load_weights, save_weights
 from ...errors import HostStoreFull, PipeSwitchError, RegistrationRefused
 from ...units import format_bytes
 from ..bundle import Bundle, Graph, read_bundle
+from ..dims import Values, at_batch, batch_range, values_of, values_text
 from ..executor import BoundProgram, GraphProgram
-from ..graph import check_every_shape, check_no_mutation, intermediate_bytes
+from ..graph import check_no_mutation, check_shapes
 from ..groups import regrouped
 from ..layout import Manifest
 from ..matching import match
@@ -33,6 +34,8 @@ from ..spec import BUNDLE_FILE, BuildSpec, load_manifest, save_manifest
 from ..torch_settings import TorchSettings
 from ..values import flatten_outputs, tensor_bytes
 from ..views import tensor_over
+from .checking import rehearse_ends, shapes_to_try
+from .dynamic import NotDynamic
 from .encoder import Program
 from .export import export_module, write_program
 from .module_mode import build_module
@@ -92,7 +95,7 @@ def _build_bundle(
     bundle = read_bundle(path)
     if weights is not None:
         _write_weights(path, bundle, weights)
-    return _finish_graph(spec, path, bundle, None, [], progress)
+    return _finish_graph(bundle, spec, path, None, _shapes_of(spec, bundle.graph), progress)
 
 
 def _write_weights(path: Path, bundle: Bundle, weights: Mapping[str, Weight]) -> None:
@@ -129,19 +132,15 @@ def _build_module(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes
     _check_disk(loaded.module, disk_bytes)
     settings = TorchSettings.now()  # before the module has run: what it sets when it is made
     specs = example_specs(loaded.inputs)
-    examples = acceptable_inputs(specs, 1, lambda inputs: _plain_outputs(loaded.module, inputs))
+    examples = acceptable_inputs(specs, {}, lambda inputs: _plain_outputs(loaded.module, inputs))
     progress("export", 0.0)
     is_factory = not spec.source.startswith(("torchvision:", "hf:"))
     try:
-        return _export(spec, loaded, examples, out_dir, spec.max_batch, progress)
-    except _BatchMatters as error:
-        note = str(error)
-        try:
-            return _export(spec, loaded, examples, out_dir, 1, progress, [note])
-        except RegistrationRefused as refusal:
-            reason = refusal
+        return _export(spec, loaded, examples, out_dir, progress)
     except RegistrationRefused as refusal:
         reason = refusal
+    if loaded.dynamic and not loaded.is_wish:
+        raise reason  # in module mode there is nothing that could tell the shapes of outputs
     if not (is_factory or spec.allow_module_mode):
         raise reason
     if not is_factory:
@@ -168,30 +167,42 @@ def _check_disk(module: nn.Module, limit_bytes: int) -> None:
         )
 
 
-class _BatchMatters(Exception):
-    """The program's bits are right at the declared batch, and not at another."""
-
-
 def _export(
     spec: BuildSpec,
     loaded: Loaded,
     examples: list[torch.Tensor],
     out_dir: Path,
-    max_batch: int,
     progress: Progress,
-    notes: Sequence[str] = (),
 ) -> Manifest:
-    program: Program = export_module(
-        loaded.module, examples, input_names=list(loaded.inputs), max_batch=max_batch
-    )
     path = out_dir / BUNDLE_FILE
-    write_program(path, program)
-    bundle = read_bundle(path)  # what we write, we accept
+    made: list[Manifest] = []
 
     def plain(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return _plain_outputs(loaded.module, inputs)
 
-    return _finish_graph(spec, path, bundle, plain, [*notes, *program.notes], progress)
+    def verify(program: Program) -> None:
+        write_program(path, program)
+        bundle = read_bundle(path)  # what we write, we accept
+        if program.graph.dims:
+            rehearse_ends(program.graph, program.weights)
+        given = values_of(
+            (value.shape for value in program.graph.inputs), (value.shape for value in examples)
+        )
+        assert given is not None
+        others = shapes_to_try(program.graph.dims, given, program.suspects)
+        made[:] = [_finish_graph(bundle, spec, path, plain, [given, *others], progress)]
+
+    program = export_module(
+        loaded.module,
+        examples,
+        input_names=list(loaded.inputs),
+        max_batch=spec.max_batch,
+        dynamic=loaded.dynamic,
+        is_wish=loaded.is_wish,
+        verify=verify,
+    )
+    [manifest] = made
+    return msgspec.structs.replace(manifest, extra={**manifest.extra, "notes": program.notes})
 
 
 def _plain_outputs(module: nn.Module, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -199,29 +210,29 @@ def _plain_outputs(module: nn.Module, inputs: Sequence[torch.Tensor]) -> list[to
 
 
 def _finish_graph(
+    bundle: Bundle,
     spec: BuildSpec,
     path: Path,
-    bundle: Bundle,
     plain: Plain | None,
-    notes: list[str],
+    shapes: Sequence[Values],
     progress: Progress,
 ) -> Manifest:
     graph = bundle.graph
     progress("partition", 0.0)
     check_no_mutation(graph)
-    manifest = _graph_manifest(spec, bundle, notes)
+    manifest = _graph_manifest(spec, bundle)
     image = load_image(path, manifest)
     program = GraphProgram(manifest, graph, "cpu")
     bound = program.bind(lambda tensor: tensor_over(image.untyped_storage(), tensor, 0))
     weights = [tensor_over(image.untyped_storage(), tensor, 0) for tensor in manifest.tensors]
-    largest_bytes = check_every_shape(graph, weights)
+    checked = check_shapes(graph, weights)
     progress("verify", 0.0)
     digest_before = hashlib.sha256(tensor_bytes(image)).hexdigest()
     if plain is None:
         whole = GraphProgram(regrouped(manifest, (0,)), graph, "cpu")
         everything = whole.bind(lambda t: tensor_over(image.untyped_storage(), t, 0))
         plain = _without_waiting(everything)
-    _verify_graph(spec, manifest, bound, plain, progress)
+    _verify_graph(manifest, bound, plain, shapes, progress)
     if hashlib.sha256(tensor_bytes(image)).hexdigest() != digest_before:
         raise RegistrationRefused("weights", "running the program changes them")
     progress("pack", 0.0)
@@ -231,14 +242,15 @@ def _finish_graph(
         weights_sha256=digest_before,
         extra={
             **manifest.extra,
-            "largest_value_bytes": largest_bytes,
-            "intermediate_bytes": intermediate_bytes(graph, weights),
+            "largest_value_bytes": checked.held.largest_bytes,
+            "intermediate_bytes": checked.held.peak_bytes,
+            "is_whole": checked.is_whole,
             "checked_by": checked_by(),
         },
     )
 
 
-def _graph_manifest(spec: BuildSpec, bundle: Bundle, notes: list[str]) -> Manifest:
+def _graph_manifest(spec: BuildSpec, bundle: Bundle) -> Manifest:
     graph = bundle.graph
     layers = layers_of_graph(graph)
     weights = [GraphWeight(t.name, t.dtype, t.shape, t.size_bytes) for t in bundle.tensors]
@@ -257,10 +269,8 @@ def _graph_manifest(spec: BuildSpec, bundle: Bundle, notes: list[str]) -> Manife
         groups=groups,
         inputs=graph.inputs,
         outputs=graph.outputs,
-        batch_min=graph.batch_min,
-        batch_max=graph.batch_max,
+        dims=graph.dims,
         layers=specs,
-        extra={"notes": notes},
     )
 
 
@@ -269,27 +279,42 @@ def _without_waiting(bound: BoundProgram) -> Plain:
 
 
 def _verify_graph(
-    spec: BuildSpec, manifest: Manifest, bound: BoundProgram, plain: Plain, progress: Progress
+    manifest: Manifest,
+    bound: BoundProgram,
+    plain: Plain,
+    shapes: Sequence[Values],
+    progress: Progress,
 ) -> None:
-    batches = _batches_to_try(spec, manifest)
-    for done, batch in enumerate(batches):
-        inputs = acceptable_inputs(manifest.inputs, batch, plain)
-        difference = compare(manifest, bound, plain, inputs)
-        if difference and batch != batches[0]:
-            raise _BatchMatters(f"batch is fixed: at batch {batch} {difference}")
+    """Compare at each of ``shapes``.
+
+    Raises:
+        RegistrationRefused: it differs at the first.
+        NotDynamic: at another one alone, or the module does not take that.
+    """
+    given = shapes[0]
+    for done, values in enumerate(shapes):
+        inputs = acceptable_inputs(manifest.inputs, values, plain)
+        try:
+            difference = compare(manifest, bound, plain, inputs)
+        except Exception as error:  # a model's own code
+            if values is given:
+                raise
+            text = f"{type(error).__name__}: {str(error)[:200]}"
+            raise NotDynamic(f"at {values_text(values)} the module raised {text}") from None
+        if difference and values is not given:
+            raise NotDynamic(f"at {values_text(values)} {difference}")
         if difference:
             raise RegistrationRefused("verification", difference)
-        progress("verify", (done + 1) / len(batches))
+        progress("verify", (done + 1) / len(shapes))
 
 
-def _batches_to_try(spec: BuildSpec, manifest: Manifest) -> list[int]:
-    """The declared batch first; where it is dynamic, also 1 (or 2): extents of 1 broadcast."""
-    if not any(None in value.shape for value in manifest.inputs):
-        return [1]
+def _shapes_of(spec: BuildSpec, graph: Graph) -> list[dict[str, int]]:
+    """Where a bundle's groups are compared with the whole: at the declared batch, and another."""
+    low, high = batch_range(graph.dims)
     declared = next((shape[0] for shape, _ in spec.inputs.values() if shape), 1)
-    declared = min(max(declared, manifest.batch_min), manifest.batch_max)
-    other = 2 if declared == 1 else 1
-    return [declared, *([other] if manifest.batch_min <= other <= manifest.batch_max else [])]
+    first = min(max(declared if isinstance(declared, int) else 1, low), high)
+    batches = [first, 2 if first == 1 else 1]
+    return [at_batch(graph.dims, batch) for batch in batches if low <= batch <= high]
 
 
 def _digest(manifest: Manifest, graph: Graph, weights_sha256: str) -> str:
@@ -297,5 +322,5 @@ def _digest(manifest: Manifest, graph: Graph, weights_sha256: str) -> str:
     digest = hashlib.sha256(msgspec.json.encode(graph, order="deterministic"))
     digest.update(checked_by().encode())
     digest.update(weights_sha256.encode())
-    digest.update(msgspec.json.encode([manifest.inputs, manifest.outputs]))
+    digest.update(msgspec.json.encode([manifest.inputs, manifest.outputs, manifest.dims]))
     return digest.hexdigest()

@@ -7,18 +7,22 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch import nn
 
 from ...errors import RegistrationRefused
+from ..dims import Dim, typical
 from ..factories import factory
 from ..layout import ITEM_BYTES, ValueSpec
 from ..spec import BuildSpec
+from .dynamic import Dynamic, Range
 
 InputShapes = dict[str, tuple[tuple[int, ...], str]]
+OpenShapes = Mapping[str, tuple[tuple[Any, ...], str]]
+"""As declared: an extent is a number, or the range of one that requests choose."""
 
 _FACTORY: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -43,6 +47,10 @@ _WELL_KNOWN: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
 }  # fmt: skip
 
 
+LONGEST_TEXT: Final = 512  # unless the inputs are given
+LEAST_SIDE: Final = 32  # of a picture
+
+
 @dataclass
 class Loaded:
     """A module with data on the host, and the inputs it is to be built for."""
@@ -50,6 +58,8 @@ class Loaded:
     module: nn.Module
     inputs: InputShapes
     construct: Callable[[], nn.Module]  # the same structure again, for a worker's meta copy
+    dynamic: Dynamic = field(default_factory=dict)  # dimensions that requests choose
+    is_wish: bool = False  # they are the source's own idea: what does not work is left out
 
 
 def load_source(spec: BuildSpec) -> Loaded:
@@ -58,16 +68,17 @@ def load_source(spec: BuildSpec) -> Loaded:
     Raises:
         RegistrationRefused: no such model, weights that cannot be had or do not fit.
     """
-    construct, inputs = _constructor(spec)
+    construct, usual = _constructor(spec)
     module = _with_weights(spec, construct)
     for child in module.modules():
         child.training = False
     for parameter in module.parameters():
         parameter.requires_grad_(False)
-    return Loaded(module, _checked_inputs(spec.inputs or inputs), construct)
+    inputs, dynamic = _checked_inputs(spec.inputs or usual)
+    return Loaded(module, inputs, construct, dynamic, is_wish=not spec.inputs)
 
 
-def _constructor(spec: BuildSpec) -> tuple[Callable[[], nn.Module], InputShapes]:
+def _constructor(spec: BuildSpec) -> tuple[Callable[[], nn.Module], OpenShapes]:
     scheme, _, name = spec.source.partition(":")
     if scheme == "torchvision":
         return _torchvision(name, spec.weights == "pretrained")
@@ -85,7 +96,7 @@ def _constructor(spec: BuildSpec) -> tuple[Callable[[], nn.Module], InputShapes]
     )
 
 
-def _torchvision(name: str, is_pretrained: bool) -> tuple[Callable[[], nn.Module], InputShapes]:
+def _torchvision(name: str, is_pretrained: bool) -> tuple[Callable[[], nn.Module], OpenShapes]:
     try:
         import torchvision
     except ImportError as error:
@@ -131,7 +142,7 @@ class _ByPosition(nn.Module):
         return outputs
 
 
-def _transformers(name: str, spec: BuildSpec) -> tuple[Callable[[], nn.Module], InputShapes]:
+def _transformers(name: str, spec: BuildSpec) -> tuple[Callable[[], nn.Module], OpenShapes]:
     """``NAME``, or ``NAME#Class`` for another of its classes than its configuration names."""
     try:
         import transformers
@@ -181,20 +192,25 @@ def _class(transformers: Any, wished: str, config: Any) -> Any:
     return cls
 
 
-def _usual_inputs(cls: Any, config: Any) -> InputShapes:
-    """One text of 128 tokens, or one picture of the model's own size; else they must be given."""
+def _usual_inputs(cls: Any, config: Any) -> OpenShapes:
+    """A text of any length up to 512 tokens, or a picture of the model's own size or less; else
+    they must be given."""
     main = getattr(cls, "main_input_name", "input_ids")
     if main == "pixel_values":
         size = getattr(config, "image_size", 224)
         height, width = (size, size) if isinstance(size, int) else size
-        return {main: ((1, getattr(config, "num_channels", 3), height, width), "float32")}
+        sides = [
+            ("height", min(LEAST_SIDE, height), height),
+            ("width", min(LEAST_SIDE, width), width),
+        ]
+        return {main: ((1, getattr(config, "num_channels", 3), *sides), "float32")}
     if main != "input_ids":
         return {}
-    shape = (1, min(128, getattr(config, "max_position_embeddings", None) or 128))
-    names = ["input_ids", "attention_mask"]
+    longest = min(LONGEST_TEXT, getattr(config, "max_position_embeddings", None) or LONGEST_TEXT)
+    inputs = dict.fromkeys(("input_ids", "attention_mask"), ((1, ("length", 1, longest)), "int64"))
     if config.is_encoder_decoder:
-        names.append("decoder_input_ids")
-    return dict.fromkeys(names, (shape, "int64"))
+        inputs["decoder_input_ids"] = ((1, ("decoder_length", 1, longest)), "int64")
+    return inputs
 
 
 def _config(transformers: Any, name: str, is_pretrained: bool) -> Any:
@@ -283,15 +299,30 @@ def _tied_names(module: nn.Module, present: set[str]) -> set[str]:
     return {name for names in by_tensor.values() if present & set(names) for name in names}
 
 
-def _checked_inputs(inputs: Mapping[str, tuple[tuple[int, ...], str]]) -> InputShapes:
+def _checked_inputs(inputs: OpenShapes) -> tuple[InputShapes, Dynamic]:
+    """The example's shapes, and the ranges of the extents that have one."""
     if not inputs:
         raise RegistrationRefused("inputs", "this source needs them: --input 8x3x224x224:float32")
+    shapes: InputShapes = {}
+    dynamic: dict[str, dict[int, Range]] = {}
     for name, (shape, dtype) in inputs.items():
         if dtype not in ITEM_BYTES:
             raise RegistrationRefused(f"input {name!r}", f"dtype {dtype!r} is not known")
-        if any(extent < 1 for extent in shape):
+        ranges = {axis: extent for axis, extent in enumerate(shape) if not isinstance(extent, int)}
+        shapes[name] = (tuple(map(_example, enumerate(shape))), dtype)
+        if any(extent < 1 for extent in shapes[name][0]):
             raise RegistrationRefused(f"input {name!r}", f"{shape} has an extent below 1")
-    return dict(inputs)
+        if ranges:
+            dynamic[name] = ranges
+    return shapes, dynamic
+
+
+def _example(axis_and_extent: tuple[int, Any]) -> int:
+    axis, extent = axis_and_extent
+    if isinstance(extent, int):
+        return extent
+    *_, low, high = extent
+    return typical(Dim("", low, high)) if axis else int(low)
 
 
 def example_specs(inputs: InputShapes) -> list[ValueSpec]:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ...errors import RegistrationRefused
+from ..dims import Values
 from ..executor import BoundProgram
 from ..layout import Manifest, ValueSpec
 from ..requests import random_inputs
@@ -45,13 +46,15 @@ def compare(
     return ""
 
 
-def acceptable_inputs(specs: Sequence[ValueSpec], batch: int, plain: Plain) -> list[torch.Tensor]:
+def acceptable_inputs(
+    specs: Sequence[ValueSpec], values: Values, plain: Plain
+) -> list[torch.Tensor]:
     """Made-up inputs that ``plain`` can run on.
 
     A signature gives integers no meaning: where random ones are no valid indices (a table of
     ten rows, the offsets of bags), zeros usually are.
     """
-    inputs = to_tensors(specs, batch)
+    inputs = to_tensors(specs, values)
     if all(value.is_floating_point() or value.dtype is torch.bool for value in inputs):
         return inputs
     try:
@@ -62,10 +65,10 @@ def acceptable_inputs(specs: Sequence[ValueSpec], batch: int, plain: Plain) -> l
     return inputs
 
 
-def to_tensors(specs: Sequence[ValueSpec], batch: int) -> list[torch.Tensor]:
+def to_tensors(specs: Sequence[ValueSpec], values: Values) -> list[torch.Tensor]:
     """Made-up inputs as torch tensors."""
     tensors = []
-    for spec, value in zip(specs, random_inputs(specs, batch), strict=True):
+    for spec, value in zip(specs, random_inputs(specs, values), strict=True):
         tensor = torch.from_numpy(np.array(value, order="C"))
         is_bfloat16 = spec.dtype == "bfloat16"
         tensors.append(tensor.view(torch.bfloat16) if is_bfloat16 else tensor)

@@ -1,0 +1,120 @@
+"""Which dimensions a model leaves open: what was asked for, and what its export allows.
+
+Dimension 0 is the batch where all inputs share it. Others are opened where the caller, or the
+source, gives a range; ``choices`` lists what is tried, the most open first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from ...errors import RegistrationRefused
+from ...units import nearest
+from ..dims import BATCH, MAX_EXTENT, MAX_NAMED, Dim
+
+Range = tuple[int, int] | tuple[str, int, int]
+Dynamic = Mapping[str, Mapping[int, Range]]
+"""By input and dimension: (smallest, largest), or a name before them."""
+
+Axes = dict[tuple[int, int], Dim]
+"""By number of the input and dimension."""
+
+_USUAL_NAMES: Final[Mapping[tuple[int, int], str]] = {
+    (2, 1): "length", (3, 1): "length", (4, 2): "height", (4, 3): "width",
+}  # fmt: skip
+"""What a dimension is called by its input's number of dimensions and its own."""
+
+
+class NotDynamic(Exception):
+    """This export did not work; with fewer open dimensions another might."""
+
+
+def asked_axes(names: Sequence[str], shapes: Sequence[Sequence[int]], dynamic: Dynamic) -> Axes:
+    """The dimensions a caller asked for. Equal ranges and extents of one usual name are one.
+
+    Raises:
+        RegistrationRefused: there is no such input or dimension, or a range that is none.
+    """
+    axes: Axes = {}
+    taken: dict[str, tuple[Dim, int]] = {}
+    for name, wanted in dynamic.items():
+        if name not in names:
+            raise RegistrationRefused(
+                f"dynamic {name!r}", f"no input is called so{nearest(name, names)}",
+                hint=f"the inputs are {', '.join(names)}",
+            )  # fmt: skip
+        number = names.index(name)
+        shape = shapes[number]
+        for axis, given in wanted.items():
+            part = f"dynamic {name!r}: {{{axis!r}: {given!r}}}"
+            if type(axis) is not int or not 0 <= axis < len(shape):
+                raise RegistrationRefused(part, f"it has dimensions 0 to {len(shape) - 1}")
+            called, low, high = _range(part, given)
+            if not low <= shape[axis] <= high:
+                raise RegistrationRefused(
+                    part, f"the example's extent {shape[axis]} is not within {low}..{high}"
+                )
+            if low == high:
+                continue  # a number
+            free = [called] if called else names_for(len(shape), axis)
+            axes[number, axis] = _named(free, low, high, shape[axis], taken)
+    return axes
+
+
+def names_for(dim_count: int, axis: int) -> Iterator[str]:
+    """What an unnamed dimension may be called, best first."""
+    usual = BATCH if axis == 0 else _USUAL_NAMES.get((dim_count, axis), f"dim{axis}")
+    return (f"{usual}{number or ''}" for number in range(MAX_NAMED))
+
+
+def _range(part: str, given: Any) -> tuple[str, int, int]:
+    found = tuple(given) if isinstance(given, list | tuple) else ()
+    called, bounds = ("", found) if len(found) == 2 else (found[0] if found else "", found[1:])
+    is_range = len(bounds) == 2 and all(type(one) is int for one in bounds)
+    if not is_range or not isinstance(called, str) or not 1 <= bounds[0] <= bounds[1] <= MAX_EXTENT:
+        raise RegistrationRefused(
+            part, f"a range is (smallest, largest), from 1 to {MAX_EXTENT}, or has a name before"
+        )
+    return called, bounds[0], bounds[1]
+
+
+def _named(
+    free: Iterable[str], low: int, high: int, extent: int, taken: dict[str, tuple[Dim, int]]
+) -> Dim:
+    """A dimension of the first name that is free, or is the same one."""
+    for name in free:
+        dim, known = taken.setdefault(name, (Dim(name, low, high), extent))
+        if (dim.low, dim.high, known) == (low, high, extent):
+            return dim
+    raise RegistrationRefused(
+        f"dimension {name!r}",
+        f"one is {dim.low}..{dim.high} with {known} in the example, another {low}..{high} with "
+        f"{extent}",
+    )
+
+
+def batch_axes(shapes: Sequence[Sequence[int]], max_batch: int, asked: Axes) -> tuple[Axes, str]:
+    """Dimension 0 of all inputs, which they share; or none, and why."""
+    extents = {shape[0] if shape else 0 for shape in shapes}
+    if not shapes:
+        return {}, "there are no inputs"
+    if len(extents) != 1 or 0 in extents:
+        return {}, "the inputs do not share dimension 0"
+    given = [dim for (_, axis), dim in asked.items() if axis == 0]
+    dim = given[0] if given else Dim(BATCH, 1, max(max_batch, *extents))
+    if dim.name != BATCH:
+        return {}, f"dimension 0 is {dim.name}"
+    if dim.high < 2:
+        return {}, "max_batch is 1"
+    return {(number, 0): dim for number in range(len(shapes))}, ""
+
+
+def choices(batch: Axes, asked: Axes, *, is_wish: bool) -> list[Axes]:
+    """What is tried in turn. ``is_wish``: what was asked for may be left out."""
+    tried = [{**batch, **asked}]
+    if not any(axis == 0 for _, axis in asked):
+        tried.append(asked)
+    if is_wish or not asked:
+        tried += [batch, {}]
+    return [axes for index, axes in enumerate(tried) if axes not in tried[:index]]

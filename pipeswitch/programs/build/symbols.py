@@ -1,0 +1,93 @@
+"""From the symbols of an export to our extents, and what the export assumed of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import sympy  # type: ignore[import-untyped]  # torch's own language of shapes
+from torch.utils._sympy import functions
+
+from ..dims import Dim, Expr, Extent, NoExtent, Values, all_values, evaluate, shape_count
+from .dynamic import NotDynamic
+
+MAX_CONDITION_CASES: Final = 1 << 18  # about a second
+MAX_SUSPECTS: Final = 4  # of one condition: each takes the module's same other path
+MAX_POWER: Final = 4
+
+_FUNCTIONS: Final[Mapping[type, str]] = {
+    sympy.Add: "+", sympy.Mul: "*", sympy.Max: "max", sympy.Min: "min",
+    functions.Max: "max", functions.Min: "min", functions.FloorDiv: "//",
+    functions.CleanDiv: "//", functions.Mod: "%", functions.PythonMod: "%",
+}  # fmt: skip
+
+_RELATIONS: Final[Mapping[type, Any]] = {
+    sympy.Eq: int.__eq__, sympy.Ne: int.__ne__, sympy.Lt: int.__lt__, sympy.Le: int.__le__,
+    sympy.Gt: int.__gt__, sympy.Ge: int.__ge__,
+}  # fmt: skip
+
+
+def extent_of(expression: Any, names: Mapping[Any, str], *, divides_by_any: bool = False) -> Extent:
+    """An extent, of a symbolic expression over ``names``.
+
+    Args:
+        expression: torch's.
+        names: what its symbols are called.
+        divides_by_any: not only by numbers: for a condition, which does not travel.
+
+    Raises:
+        NotDynamic: it is none of our expressions.
+    """
+    if isinstance(expression, int | sympy.Integer):
+        return int(expression)
+    if expression in names:
+        return names[expression]
+    op = _FUNCTIONS.get(type(expression), "")
+    if isinstance(expression, sympy.Pow) and expression.exp in range(2, MAX_POWER + 1):
+        return Expr("*", (extent_of(expression.base, names),) * int(expression.exp))
+    given = expression.args if op else ()
+    args = tuple(extent_of(one, names, divides_by_any=divides_by_any) for one in given)
+    is_division = op in ("//", "%") and not divides_by_any
+    if not op or (is_division and (type(args[1]) is not int or args[1] < 1)):
+        raise NotDynamic(f"an extent is {expression}, which a request's shapes do not tell")
+    return Expr(op, args)
+
+
+def suspects(
+    conditions: Iterable[Any], names: Mapping[Any, str], dims: Sequence[Dim]
+) -> list[dict[str, int]]:
+    """Values that break a condition: there the module's path may be another than was traced.
+
+    Of each condition some, the first and the last among them. They are to be compared bit by bit.
+
+    Raises:
+        NotDynamic: a condition is none that we can compute, or has too many cases.
+    """
+    found: list[dict[str, int]] = []
+    for condition in conditions:
+        if condition in (True, sympy.true):
+            continue
+        compare = _RELATIONS.get(type(condition))
+        if compare is None:
+            raise NotDynamic(f"it depends on {condition}")
+        left, right = (extent_of(side, names, divides_by_any=True) for side in condition.args)
+        used = {names[symbol] for symbol in condition.free_symbols}
+        own = [dim for dim in dims if dim.name in used]
+        if shape_count(own) > MAX_CONDITION_CASES:
+            raise NotDynamic(f"whether {_worded(condition, names)} has too many cases")
+        broken = [one for one in all_values(own) if not _holds(compare, left, right, one)]
+        step = max(1, (len(broken) - 1) // (MAX_SUSPECTS - 1))
+        found += [one for one in [*broken[::step][: MAX_SUSPECTS - 1], *broken[-1:]]
+                  if one not in found]  # fmt: skip
+    return found
+
+
+def _holds(compare: Any, left: Extent, right: Extent, values: Values) -> bool:
+    try:
+        return bool(compare(evaluate(left, values), evaluate(right, values)))
+    except (NoExtent, ZeroDivisionError):
+        return False
+
+
+def _worded(condition: Any, names: Mapping[Any, str]) -> str:
+    return str(condition.xreplace({s: sympy.Symbol(n) for s, n in names.items()}))

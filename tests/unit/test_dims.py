@@ -1,0 +1,219 @@
+"""Extents that are computed: bounded data, and never more than its tree says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeswitch.errors import InvalidInput, RegistrationRefused
+from pipeswitch.frontend.admission import Body, check_infer
+from pipeswitch.programs.bundle import ValueSpec, decode_graph, encode_graph
+from pipeswitch.programs.dims import (
+    MAX_EXPR_NODES,
+    MAX_EXTENT,
+    MAX_NUMBER,
+    OPERATORS,
+    Dim,
+    Expr,
+    Extent,
+    NoExtent,
+    at_batch,
+    batch_range,
+    check_dims,
+    check_extent,
+    corners,
+    evaluate,
+    extent_text,
+    shape_at,
+    values_of,
+)
+from pipeswitch.programs.layout import Manifest
+from pipeswitch.programs.signature import parse_input
+from pipeswitch.programs.spec import load_manifest, save_manifest
+from pipeswitch.scheduler.events import Announce
+from pipeswitch.wire.frames import RequestHeader, WireTensor
+
+NAMES = ("batch", "length")
+LEAVES: st.SearchStrategy[Any] = st.one_of(
+    st.integers(-100, 1 << 40), st.sampled_from(NAMES), st.text(max_size=3)
+)
+TREES: st.SearchStrategy[Any] = st.recursive(
+    LEAVES,
+    lambda inner: st.builds(
+        lambda op, args: Expr(op, tuple(args)),
+        st.sampled_from([*sorted(OPERATORS), "**", ""]),
+        st.lists(inner, max_size=4),
+    ),
+    max_leaves=40,
+)
+
+
+def is_accepted(extent: Any) -> bool:
+    try:
+        check_extent("output 'y'", extent, NAMES)
+    except RegistrationRefused:
+        return False
+    return True
+
+
+@given(TREES, st.integers(1, MAX_EXTENT), st.integers(1, MAX_EXTENT))
+def test_an_accepted_extent_is_a_bounded_number_or_none_and_survives_the_bundle(
+    extent: Any, batch: int, length: int
+) -> None:
+    if not is_accepted(extent):
+        return
+    values = {"batch": batch, "length": length}
+    try:
+        found = evaluate(extent, values)
+    except NoExtent:
+        return
+    assert abs(found) <= MAX_NUMBER
+    text = extent_text(extent).replace("min(", "min_(").replace("max(", "max_(")
+    same = eval(text, {"min_": min, "max_": max, **values})  # what people read is what is computed
+    assert same == found
+    spec = ValueSpec(name="y", dtype="float32", shape=(extent,))
+    assert msgspec.json.decode(msgspec.json.encode(spec), type=ValueSpec) == spec
+
+
+def chain(levels: int) -> Extent:
+    found: Extent = "length"
+    for _ in range(levels):
+        found = Expr("max", (found, 1))
+    return found
+
+
+@pytest.mark.parametrize(
+    "extent",
+    [chain(40), Expr("+", (1,) * MAX_EXPR_NODES), Expr("//", (4, "length")), Expr("%", (4, 0)),
+     Expr("//", (4, 2, 2)), Expr("+", (1,)), Expr("eval", (1, 2)), "width", 1 << 63, None, True],
+)  # fmt: skip
+def test_what_is_no_bounded_expression_over_the_programs_dimensions_is_refused(
+    extent: Any,
+) -> None:
+    assert not is_accepted(extent)
+
+
+def test_a_tree_that_nests_beyond_any_stack_is_refused_when_it_is_read() -> None:
+    deep = '["+",[' * 200_000 + "1,1" + "]]" * 200_000
+    text = '{"version":2,"inputs":[],"weights":[],"nodes":[],"results":[0],"outputs":[{"name":"y",'
+    with pytest.raises(RegistrationRefused):
+        decode_graph(f'{text}"dtype":"float32","shape":[{deep}]}}]}}')
+
+
+def test_numbers_on_the_way_do_not_grow_and_sizes_are_not_negative() -> None:
+    with pytest.raises(NoExtent, match="does not fit 62 bits"):
+        evaluate(Expr("*", ("batch",) * 4), {"batch": 1 << 20})
+    with pytest.raises(NoExtent, match="would be"):
+        shape_at((Expr("+", ("batch", -3)),), {"batch": 2})
+    with pytest.raises(NoExtent, match="no value"):
+        evaluate("length", {"batch": 2})
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [[Dim("a", 0, 2)], [Dim("a", 3, 2)], [Dim("a", 1, MAX_EXTENT + 1)], [Dim("A b", 1, 2)],
+     [Dim("a", 1, 2)] * 2, [Dim(f"d{n}", 1, 2) for n in range(7)]],
+)  # fmt: skip
+def test_dimensions_that_are_none_are_refused(dims: list[Dim]) -> None:
+    with pytest.raises(RegistrationRefused):
+        check_dims(dims)
+
+
+def test_a_requests_shapes_say_what_the_names_are_or_contradict_each_other() -> None:
+    shapes = [("batch", "length"), ("batch", 3)]
+    assert values_of(shapes, [(2, 7), (2, 3)]) == {"batch": 2, "length": 7}
+    assert values_of(shapes, [(2, 7), (1, 3)]) is None
+    assert values_of(shapes, [(2, 7), (2, 4)]) is None
+    assert values_of(shapes, [(2, 7, 1), (2, 3)]) is None
+    dims = (Dim("batch", 2, 9), Dim("length", 4, 64))
+    assert (batch_range(dims), batch_range(dims[1:])) == ((2, 9), (1, 1))
+    assert at_batch(dims, 5) == {"batch": 5, "length": 64}
+    assert next(iter(corners(dims))) == {"batch": 2, "length": 64}
+    assert len(list(corners(dims))) == 1 + 4
+
+
+# ---- what a request may be -----------------------------------------------------------------------
+
+HALF = Expr("//", (Expr("+", ("length", 1)), 2))
+
+
+def manifest() -> Manifest:
+    return Manifest(
+        digest="d" * 64, mode="graph", mode_reason="", source="bundle", total_bytes=0, tensors=(),
+        groups=(),
+        inputs=(ValueSpec(name="ids", dtype="int64", shape=("batch", "length")),
+                ValueSpec(name="mask", dtype="int64", shape=("batch", "length"))),
+        outputs=(ValueSpec(name="y", dtype="float32", shape=("batch", HALF, 256)),
+                 ValueSpec(name="z", dtype="float32", shape=(Expr("+", ("length", -1)),))),
+        dims=(Dim("batch", 1, 8), Dim("length", 1, 512)),
+    )  # fmt: skip
+
+
+def ask(*shapes: tuple[int, ...]) -> Any:
+    tensors = [WireTensor(name="", dtype="int64", shape=shape, frame=n)
+               for n, shape in enumerate(shapes)]  # fmt: skip
+    header = RequestHeader(v=1, op="infer", id="1", model="m", inputs=tuple(tensors))
+    sizes = [8 * shape[0] * shape[1] for shape in shapes]
+    announced = Announce(model="m", manifest=manifest(), priority=1)  # type: ignore[arg-type]
+    return check_infer(header, sizes, announced, 1 << 30)
+
+
+def test_a_reply_has_the_room_that_the_requests_own_shape_asks_for() -> None:
+    assert ask((2, 7), (2, 7)).reply_bytes == 2 * 4 * 256 * 4 + 512
+    assert ask((8, 512), (8, 512)).reply_bytes == 8 * 256 * 256 * 4 + 2048
+    assert ask((1, 1), (1, 1)).reply_bytes == 1024  # and an output of nothing
+
+
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        ([(9, 7), (9, 7)], '"ids" expects int64[1..8,1..512], got int64[9,7]'),
+        ([(1, 513), (1, 513)], '"ids" expects int64[1..8,1..512], got int64[1,513]'),
+        ([(2, 7), (2, 8)], '"mask" expects int64[batch=2,length=7], got int64[2,8]'),
+        ([(0, 7), (0, 7)], "got int64[0,7]"),
+    ],
+)
+def test_a_wrong_extent_is_told_with_the_range_or_with_what_another_input_has(
+    shapes: list[tuple[int, ...]], words: str
+) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        ask(*shapes)
+    assert words in refused.value.message
+
+
+def test_an_input_is_written_with_ranges_and_travels() -> None:
+    name, spec = parse_input("ids=1..8x1..512:int64")
+    assert (name, spec) == ("ids", [[[1, 8], [1, 512]], "int64"])
+    read = Body("register", {"inputs": {name: spec}}).signature("inputs")
+    assert read == {"ids": [[(1, 8), (1, 512)], "int64"]}
+    for wrong in ("1..x3", "..8", "1..2..3", "8..", "-1..4"):
+        with pytest.raises(InvalidInput, match="where requests choose"):
+            parse_input(wrong)
+    for extent in ([8, 1], [0, 4], [1], [1, 2, 3], [1, True], "1..8"):
+        with pytest.raises(InvalidInput, match="or ranges of them"):
+            Body("register", {"inputs": {"x": [[extent], "int64"]}}).signature("inputs")
+
+
+# ---- of the time when the batch was the only one -------------------------------------------------
+
+
+def test_a_bundle_and_a_manifest_of_version_1_are_read_as_one_dimension(tmp_path: Any) -> None:
+    x = '{"name":"x","dtype":"float32","shape":[null,4]}'
+    text = (f'{{"version":1,"inputs":[{x}],"weights":[],"nodes":[],"results":[0],'
+            f'"outputs":[{x}],"batch_min":1,"batch_max":8}}')  # fmt: skip
+    graph = decode_graph(text)
+    assert (graph.dims, graph.outputs[0].shape) == ((Dim("batch", 1, 8),), ("batch", 4))
+    assert decode_graph(encode_graph(graph)) == graph
+    fixed = decode_graph(text.replace("null", "3"))
+    assert fixed.dims == ()
+    save_manifest(tmp_path, manifest())
+    path = tmp_path / "manifest.json"
+    old = msgspec.json.decode(path.read_bytes())
+    del old["dims"]
+    old |= {"batch_min": 2, "batch_max": 9, "inputs": [msgspec.json.decode(x)], "outputs": []}
+    path.write_bytes(msgspec.json.encode(old))
+    assert load_manifest(tmp_path).dims == (Dim("batch", 2, 9),)
