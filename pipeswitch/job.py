@@ -73,6 +73,7 @@ class Session(Protocol):
         name: str | None,
     ) -> Iterator[_Batch]: ...
     def log(self, values: Mapping[str, Any]) -> None: ...
+    def publish(self, name: str) -> None: ...
 
 
 def epochs(count: int) -> Iterator[int]:
@@ -116,6 +117,23 @@ def steps(
 def log(**values: Any) -> None:
     """Report numbers (``job.log(loss=loss)``): plain ones or one-element tensors. Cheap."""
     _session.log(values)
+
+
+def publish(name: str) -> None:
+    """Make what is trained here the next version of the served model ``name``; returns at once.
+
+    In a loop's body before ``optimizer.step()``, and behind a loop, that is the state as it is; in
+    a body after it, the state at the body's end. The script trains on while the version is made,
+    and requests go over to it between two of them. Parameters and buffers are matched by name with
+    the model's. Run by hand it only logs.
+
+    Raises:
+        RegistrationRefused: names, dtypes or shapes differ; says which.
+        ModelNotFound: no such model is registered.
+        PermissionDenied: it is another client's.
+        InvalidInput: no loop has begun yet.
+    """
+    _session.publish(name)
 
 
 def as_number(value: Any) -> float:
@@ -163,6 +181,9 @@ class _PlainSession:
             warn_if_not_finite(name, number, self.step)
         text = " ".join(f"{name}={number:.6g}" for name, number in numbers.items())
         _logger.info("step=%d %s", self.step, text)
+
+    def publish(self, name: str) -> None:
+        _logger.info("step=%d would publish as %r: no server runs this script", self.step, name)
 
 
 _session: Session = _PlainSession()

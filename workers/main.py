@@ -37,6 +37,8 @@ from pipeswitch.ipc.messages import (
     Ping,
     Pong,
     PrepareModel,
+    PublishAnswered,
+    PublishCopied,
     RunInference,
     RunJob,
     StepCommitted,
@@ -278,6 +280,8 @@ class Worker:
                 host.lease_answered(message, descriptors)
             case StepCommitted():
                 host.commit_answered(message)
+            case PublishAnswered() | PublishCopied():
+                host.publish_answered(message)
             case _:
                 raise ValueError(f"a worker cannot obey a {type(message).__name__}")
 

@@ -476,6 +476,34 @@ class StepCommitted(Message, frozen=True):
     error: str = ""
 
 
+class PublishStep(Message, frozen=True):
+    """worker -> controller: the state after ``step`` shall be the model's next version.
+
+    Its commit is asked for by the script, before or after this. Answered by PublishAnswered.
+    """
+
+    epoch: Epoch
+    model: ModelName
+    step: int
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]  # its models': name, dtype, shape
+
+
+class PublishAnswered(Message, frozen=True):
+    """controller -> worker (termination thread): accepted, or a name of errors.py and its text."""
+
+    epoch: Epoch
+    error: str = ""
+    message: str = ""
+    hint: str = ""
+    data: dict[str, Any] = {}
+
+
+class PublishCopied(Message, frozen=True):
+    """controller -> worker (termination thread): what it published is copied, or given up."""
+
+    epoch: Epoch
+
+
 class JobReport(Message, frozen=True):
     """worker -> controller: started computing, progress, a user's log line, a warning."""
 
@@ -590,6 +618,7 @@ AnyMessage = (
     | CommitPersisted | DaemonFault | WorkerSettings | WorkerReady | BindTenant | PrepareModel
     | ModelPrepared | ForgetModel | SlabTensor | RunInference | InferenceDone | InferenceFailed
     | Cleaned | RunJob | LeaseRequest | LeaseGranted | LeaseRefused | StopTask | Parked | GrantTurn
-    | EvictTask | CommitStep | StepCommitted | JobReport | JobEnded | Ping | Pong | Exit
+    | EvictTask | CommitStep | StepCommitted | PublishStep | PublishAnswered | PublishCopied
+    | JobReport | JobEnded | Ping | Pong | Exit
     | BuildSettings | BuildProgress | BuildDone | BuildFailed | GatewaySettings
 )  # fmt: skip

@@ -77,10 +77,17 @@ class Device:
 
     # -- its processes ------------------------------------------------------------------------
 
-    def from_worker(self, event: FromWorker) -> None:
+    def speaker(self, event: FromWorker) -> Worker | None:
+        """Who says this; None: a process that is not there any more."""
         worker = self.state.workers.get(event.slot)
         if worker is None or worker.generation != event.generation or not worker.is_alive:
             self.core.counts["stale_messages"] += 1
+            return None
+        return worker
+
+    def from_worker(self, event: FromWorker) -> None:
+        worker = self.speaker(event)
+        if worker is None:
             return
         match event.message:
             case InferenceDone() as message:

@@ -1,12 +1,11 @@
 """From a job's commit to the next version of a model: wait for it, copy it, have it built. Pure.
 
 1. *waits* until the commit is there that it is about: a script publishes the step it is in;
-2. *copies*: the daemon writes that commit to a folder of its own, beside the job's next ones. Of a
-   job that is over it lies on disk already;
-3. *builds*: the model's program with these weights, as a registration of its own. Its name stands
+2. *copies*: the daemon writes that commit to a folder of its own. A script commits nothing else
+   meanwhile. Of a job that is over the commit lies on disk already;
+3. *copied*: one publication of a name is built at a time; of those that wait the latest is;
+4. *builds*: the model's program with these weights, as a registration of its own. Its name stands
    for it when its bytes are in the host store.
-
-One publication of a name is copied and built at a time; of those that wait the latest is made.
 """
 
 from __future__ import annotations
@@ -23,13 +22,24 @@ from ..errors import (
     PermissionDenied,
     PipeSwitchError,
     ServerUnavailable,
+    to_wire,
 )
-from ..ipc.messages import CommitPersisted, Epoch, JobName, ModelName, PersistCommit
+from ..ipc.messages import (
+    CommitPersisted,
+    Epoch,
+    JobName,
+    ModelName,
+    PersistCommit,
+    PublishAnswered,
+    PublishCopied,
+    PublishStep,
+)
 from ..programs.layout import BUNDLE_FILE
+from ..programs.matching import match
 from .core import Core
-from .events import DropPublished, PublishAsked, Token
+from .events import DropPublished, PublishAsked, Token, ToWorker
 from .machine import Machine
-from .records import Job, Model, Registration
+from .records import Job, Model, Registration, Worker
 from .registry import Registry
 from .states import TASK_FINAL, ModelState
 from .versions import Versions
@@ -45,14 +55,14 @@ class Publication:
     token: Token | None
     epoch: Epoch
     is_script: bool  # a later commit than its step's does too
-    stage: Literal["waits", "copies", "builds"] = "waits"
-    directory: str = ""  # its copy of the commit
+    stage: Literal["waits", "copies", "copied", "builds"] = "waits"
+    directory: str = ""  # its copy of the commit; none: where the job keeps it
     version: Model | None = None
     registration: Registration | None = None
 
 
 class Publishing:
-    """All publications that are under way, by the name of the model; the first of each is made."""
+    """All publications that are under way, by the name of the model, in the order they came."""
 
     def __init__(
         self, core: Core, machine: Machine, registry: Registry, versions: Versions
@@ -71,6 +81,30 @@ class Publishing:
             self._core.refuse(event.token, error)
         else:
             self._accept(event.model, event.job, event.step, event.token)
+
+    def script_asked(self, worker: Worker, message: PublishStep) -> None:
+        """By a script, about the step it is in; the answer says whether that can be."""
+        device = self._machine.device.state
+        job = device.job_of(worker, message.epoch)
+        if job is None:
+            return
+        answer = PublishAnswered(epoch=message.epoch)
+        try:
+            if self._core.is_draining:
+                raise ServerUnavailable("the server is draining")
+            model = self.model_for(message.model, job.tenant)
+            assert model.manifest is not None
+            given = {name: (dtype, shape) for name, dtype, shape in message.tensors}
+            match(model.manifest.tensors, given)
+        except PipeSwitchError as error:
+            wire = to_wire(error)
+            answer = PublishAnswered(
+                epoch=message.epoch, error=wire["type"], message=wire["message"],
+                hint=wire["hint"], data=wire["data"],
+            )  # fmt: skip
+        else:
+            self._accept(message.model, job.name, message.step, None)
+        device.emit(ToWorker(slot=worker.slot, message=answer, channel="signal"))
 
     def _check(self, event: PublishAsked) -> None:
         if self._core.is_draining:
@@ -104,8 +138,8 @@ class Publishing:
 
     def _accept(self, name: ModelName, job: JobName, step: int, token: Token | None) -> None:
         line = self._lines.setdefault(name, [])
-        while line and line[-1].stage == "waits":
-            self._refused(line.pop(), Cancelled(f'a later one of "{name}" takes its place'))
+        for one in [one for one in line if one.stage in ("waits", "copied")]:
+            self._end(one, Cancelled(f'a later one of "{name}" takes its place'))
         line.append(Publication(name, job, step, token, self._core.next_epoch(), token is None))
 
     # -- what happens to them ------------------------------------------------------------------
@@ -113,13 +147,13 @@ class Publishing:
     def pump(self) -> None:
         """Begin what can be begun, end what is over."""
         for name, line in list(self._lines.items()):
-            length = 0
-            while line and len(line) != length:  # one that ends makes room for the next
-                length = len(line)
-                if line[0].stage == "waits":
-                    self._begin(line[0])
-                elif line[0].stage == "builds":
-                    self._look(line[0])
+            for one in list(line):
+                if one.stage == "waits":
+                    self._begin(one)
+                elif one.stage == "builds":
+                    self._look(one)
+            if line and line[0].stage == "copied":
+                self._build(line[0])
             if not line:
                 del self._lines[name]
 
@@ -132,15 +166,13 @@ class Publishing:
             if job.state.state in TASK_FINAL:
                 self._end(one, InvalidInput(f'job "{job.name}" ended before step {one.step}'))
         elif not job.commit_slot_bytes:
-            self._build(one, f"{self._core.settings.commits_dir}/{job.name}")
+            one.stage = "copied"
         elif device.is_daemon_ready:
-            one.stage, one.directory = "copies", self._folder(job, one.epoch)
+            one.stage = "copies"
+            one.directory = f"{self._core.settings.published_dir}/{job.name}@{one.epoch}"
             device.tell_daemon(
                 PersistCommit(job=job.name, epoch=one.epoch, directory=one.directory)
             )
-
-    def _folder(self, job: Job, epoch: Epoch) -> str:
-        return f"{self._core.settings.published_dir}/{job.name}@{epoch}"
 
     def persisted(self, message: CommitPersisted) -> bool:
         """The copy is there; False: it is of no publication."""
@@ -153,7 +185,8 @@ class Publishing:
         elif not one.is_script and one.step not in (-1, message.step) and job is not None:
             self._end(one, _other_step(job, one.step, message.step))
         else:
-            self._build(one, one.directory)
+            one.stage = "copied"
+            self._tell_script(one)
         return True
 
     def refused(self, epoch: Epoch, reason: str) -> None:
@@ -163,10 +196,18 @@ class Publishing:
             self._end(one, ServerUnavailable(f"the commit cannot be copied: {reason}"))
 
     def _copying(self, epoch: Epoch) -> Publication | None:
-        lines = self._lines.values()
-        return next((a[0] for a in lines if (a[0].stage, a[0].epoch) == ("copies", epoch)), None)
+        every = [one for line in self._lines.values() for one in line]
+        return next((a for a in every if (a.stage, a.epoch) == ("copies", epoch)), None)
 
-    def _build(self, one: Publication, directory: str) -> None:
+    def _tell_script(self, one: Publication) -> None:
+        """It may commit again."""
+        device = self._machine.device.state
+        job = device.jobs.get(one.job)
+        if one.is_script and job is not None and job.slot is not None:
+            copied = PublishCopied(epoch=job.epoch)
+            device.emit(ToWorker(slot=job.slot, message=copied, channel="signal"))
+
+    def _build(self, one: Publication) -> None:
         """The program of the current version, with other weights; checked as a new one is."""
         try:
             before = self.model_for(one.name, None)
@@ -180,7 +221,8 @@ class Publishing:
             spec["source"] = f"{folder}/{BUNDLE_FILE}"
         served = self._versions.served(one.name)
         assert served is not None
-        spec |= {"name": f"{one.name} {served.last + 1}", "weights": directory}
+        weights = one.directory or f"{self._core.settings.commits_dir}/{one.job}"
+        spec |= {"name": f"{one.name} {served.last + 1}", "weights": weights}
         packed, token = msgspec.msgpack.encode(spec), one.token
         one.stage, one.token = "builds", None  # the registry answers it
         one.version = self._registry.begin_version(before, packed, token)
@@ -197,6 +239,8 @@ class Publishing:
 
     def _end(self, one: Publication, error: PipeSwitchError | None) -> None:
         self._lines[one.name].remove(one)
+        if one.stage in ("waits", "copies"):
+            self._tell_script(one)
         if one.directory:
             self._core.emit(DropPublished(directory=one.directory))
         if error is not None:
@@ -206,15 +250,15 @@ class Publishing:
         core, job = self._core, self._machine.device.state.jobs.get(one.job)
         if one.token is not None:
             core.refuse(one.token, error)
-        if job is not None and one.is_script:
+        if job is not None and one.is_script and not isinstance(error, Cancelled):
             job.why = f'not published as "{one.name}": {error.message}'
         core.publish("model.publish_failed", model=one.name, job=one.job, error=error.message)
 
     def daemon_died(self) -> None:
         """What it copied is copied anew."""
-        for line in self._lines.values():
-            if line[0].stage == "copies":
-                line[0].stage = "waits"
+        for one in [one for line in self._lines.values() for one in line]:
+            if one.stage == "copies":
+                one.stage = "waits"
 
     def refuse_all(self, error: PipeSwitchError) -> None:
         """The server cannot go on: every client that waits is answered."""

@@ -22,6 +22,7 @@ from ..ipc.messages import (
     DaemonReady,
     ModelName,
     ModelStored,
+    PublishStep,
     StoreFailed,
 )
 from .admission import Admission
@@ -146,6 +147,10 @@ class Scheduler:
         match event:
             case InferArrived():
                 self.admission.arrived(event)
+            case FromWorker(message=PublishStep() as message):
+                worker = device.speaker(event)
+                if worker is not None:
+                    self.publishing.script_asked(worker, message)
             case FromWorker():
                 device.from_worker(event)
             case FromDaemon():

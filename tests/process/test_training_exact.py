@@ -96,6 +96,16 @@ class FakeHost:
     def report(self, kind: str, /, **values: Any) -> None:
         self.events.append((kind, values))
 
+    is_publishing = False
+
+    def await_copy(self) -> None:
+        pass
+
+    def publish(
+        self, model: str, step: int, tensors: Sequence[tuple[str, str, tuple[int, ...]]]
+    ) -> None:
+        self.events.append(("publish", {"model": model, "step": step, "tensors": tensors}))
+
     def remember(self, step: int, values: Mapping[str, float]) -> None:
         self.remembered.append((step, dict(values)))
 

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from process_tools import Checked, checked_server, eager, finish, is_bit_equal, until, write_script
+from process_tools import (
+    Checked,
+    checked_server,
+    eager,
+    finish,
+    is_bit_equal,
+    kill,
+    until,
+    write_script,
+)
 from safetensors.torch import load_file
 
 from pipeswitch.client.client import Task
@@ -180,3 +190,124 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
         client.rollback("fits")
     assert [row["version"] for row in client.models() if row["name"] == "fits"] == [1]
     assert client.infer("fits", torch.randn(2, 8)).timing.version == 1
+
+
+PUBLISHES = """
+    import os, sys
+    import torch
+    from pipeswitch import job
+
+    folder, every, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    torch.manual_seed(1)
+    layers = [torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU()]
+    net = torch.nn.Sequential(*layers, torch.nn.Linear(16, 4)).to(job.device)
+    optimizer = torch.optim.Adam(net.parameters(), 0.01)
+    data = [torch.randn(16, 8) for _ in range(steps)]
+    for epoch in job.epochs(2):
+        for x in job.steps(data, model=net, optimizer=optimizer):
+            (net(x) - 1).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if (job.step + 1) % every == 0:
+                path = os.path.join(folder, f"{job.step + 1}.pt")
+                torch.save(net.state_dict(), path + ".tmp")
+                os.replace(path + ".tmp", path)
+                job.publish("live")
+        try:
+            job.publish("nothing")
+        except Exception as error:
+            print(type(error).__name__, error)
+"""
+
+
+class Asker:
+    """Requests one after the other in a thread of its own, and each answer with its version."""
+
+    def __init__(self, checked: Checked, model: str, x: torch.Tensor) -> None:
+        self._client, self._model, self._x = checked.running.client(), model, x
+        self.answers: dict[int, list[torch.Tensor]] = {}
+        self.error: Exception | None = None
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Asker:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self._client.close()
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over.is_set():
+                result = self._client.infer(self._model, self._x)
+                (answer,) = result.outputs.values()
+                self.answers.setdefault(result.timing.version, []).append(answer)
+        except Exception as error:
+            self.error = error
+
+
+@pytest.mark.parametrize(
+    "victims", [(), pytest.param(("worker", "daemon", "worker"), marks=pytest.mark.slow)]
+)
+def test_each_answer_is_of_one_version_while_a_script_publishes(
+    net: torch.nn.Module, tmp_path: Path, victims: tuple[str, ...]
+) -> None:
+    x = torch.randn(5, 8)
+    environment = {**ENVIRONMENT, "PIPESWITCH_JOBS__KEEP_VERSIONS": "100"}
+    with checked_server(environment=environment) as checked:
+        client = checked.client
+        client.register("live", net, example_inputs=(torch.randn(2, 8),))
+        script = write_script(tmp_path, "publishes.py", PUBLISHES)
+        args = [tmp_path, 40, 150 if not victims else 600]
+        with Asker(checked, "live", x) as asker:
+            task = client.train(script, name="p", args=args)
+            for victim in victims:
+                before = len(asker.answers)
+                until(lambda: len(asker.answers) > before or asker.error, "the next version")  # noqa: B023
+                pids = checked.worker_pids().values()
+                pid = checked.daemon_pid() if victim == "daemon" else max(pids)
+                kill(pid)
+            finish(task)
+            (row,) = (row for row in client.models() if row["name"] == "live")
+            until(lambda: row["version"] in asker.answers or asker.error, "the last version")
+        assert asker.error is None
+        sources = {row["version"]: row["source"] for row in client.models(versions=True)}
+        assert len(asker.answers) >= 3
+        for version, answers in asker.answers.items():
+            plain = copy.deepcopy(net)
+            if version > 1:
+                step = int(sources[version].removeprefix("job:p@"))
+                assert step % 40 == 0
+                plain.load_state_dict(torch.load(tmp_path / f"{step}.pt"))
+            wanted = eager(plain, x)
+            assert all(is_bit_equal(answer, wanted) for answer in answers), version
+        log = "".join(task.logs())
+        assert log.count("ModelNotFound") == 2, log
+        assert task.status()["why"] == "" or victims
+
+
+def test_a_script_reads_why_it_cannot_publish(
+    checked: Checked, net: torch.nn.Module, tmp_path: Path
+) -> None:
+    checked.client.register("narrow", net, example_inputs=(torch.randn(2, 8),))
+    source = (
+        SMALL
+        + """
+    try:
+        job.publish("narrow")
+    except Exception as error:
+        print(type(error).__name__, error)
+    """
+    )
+    task = checked.client.train(
+        write_script(tmp_path, "n.py", source), name="too-wide", args=[17, 2]
+    )
+    finish(task)
+    log = "".join(task.logs())
+    assert "RegistrationRefused" in log
+    assert "0.weight: the model has float32[16,8], the job float32[17,8]" in log
+    (row,) = (row for row in checked.client.models() if row["name"] == "narrow")
+    assert row["version"] == 1

@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+import click
 import pytest
 
 from pipeswitch.ipc import messages
@@ -159,6 +160,8 @@ def test_the_readme_shows_only_flags_and_verbs_that_exist() -> None:
     for line in lines:
         words = line.partition("#")[0].split()
         command = main.commands[words[1]]
+        if isinstance(command, click.Group) and words[2] in command.commands:
+            command = command.commands[words[2]]
         known = {flag for parameter in command.params for flag in parameter.opts}
         for word in words[2:]:
             assert not word.startswith("-") or word in known, line

@@ -33,6 +33,12 @@ def test_the_device_is_a_name_that_torch_understands() -> None:
     assert torch.device(job.device).type in ("cpu", "cuda")
 
 
+def test_publishing_only_logs(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        job.publish("net")
+    assert "would publish as 'net'" in caplog.text
+
+
 def test_logging_a_nan_warns_and_training_goes_on() -> None:
     with pytest.warns(job.NonFiniteLossWarning, match="loss=nan"):
         job.log(loss=torch.tensor(float("nan")))

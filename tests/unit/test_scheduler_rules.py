@@ -54,6 +54,9 @@ from pipeswitch.ipc.messages import (
     Parked,
     PersistCommit,
     PrepareModel,
+    PublishAnswered,
+    PublishCopied,
+    PublishStep,
     RunInference,
     RunJob,
     Scrub,
@@ -2332,3 +2335,93 @@ def test_the_next_server_serves_the_version_that_the_journal_names(
         error="RegistrationRefused", message="damaged")))  # fmt: skip
     assert model.state.state is ModelState.FAILED
     assert versions_of(again) == [(2, True)], "the newest that is left"
+
+
+def script_publishes(
+    rig: Rig, job: Any, step: int, *, model: str = "net", wide: bool = False
+) -> Any:
+    """What the script reads; its tensors are the model's, or wider ones."""
+    served = rig.scheduler.versions.current(model)
+    weights = served.manifest.tensors if served is not None else ()
+    more = (9,) if wide else ()
+    tensors = tuple((w.name, w.dtype, (*w.shape, *more)) for w in weights)
+    message = PublishStep(epoch=job.epoch, model=model, step=step, tensors=tensors)
+    rig.worker(job.slot, message)
+    (answer,) = rig.sent(PublishAnswered)
+    return answer
+
+
+def flip_next(rig: Rig, job: Any, number: int, step: int) -> None:
+    rig.commit(job, number, step=step)
+    rig.flip(job, number, step=step)
+
+
+def test_a_script_publishes_the_commit_of_its_step_and_commits_again_when_it_is_copied(
+    rig: Rig,
+) -> None:
+    register_net(rig)
+    job = trained(rig)
+    assert not script_publishes(rig, job, step=5).error
+    assert not rig.sent(PersistCommit), "step 3 is not what it publishes"
+    flip_next(rig, job, 2, step=5)
+    build = copied(rig, job, step=5)
+    assert [m.epoch for m in rig.sent(PublishCopied)] == [job.epoch]
+    comes(rig, build)
+    assert versions_of(rig) == [(1, False), (2, True)]
+
+
+def test_of_publications_that_wait_the_latest_is_made(rig: Rig) -> None:
+    register_net(rig)
+    job = trained(rig)
+    for number, step in enumerate((5, 6, 7, 8), 2):
+        script_publishes(rig, job, step=step)
+        flip_next(rig, job, number, step)
+        (order,) = rig.sent(PersistCommit)
+        rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=step))
+        if step == 5:
+            (build,) = rig.commands(ev.StartBuild)
+    assert not rig.commands(ev.StartBuild)
+    assert job.why == "", "that is no failure"
+    comes(rig, build)
+    (last,) = [c for c in rig.seen if isinstance(c, ev.StartBuild)]
+    assert msgspec.msgpack.decode(last.spec)["weights"].endswith(f"@{order.epoch}")
+    comes(rig, last)
+    assert versions_of(rig) == [(2, False), (3, True)]
+
+
+def test_a_script_publishes_over_models_of_its_owner_alone(rig: Rig) -> None:
+    rig.register("ada.m")
+    job = trained(rig)
+    answer = script_publishes(rig, job, step=3, model="ada.m")
+    assert (answer.error, job.why) == ("PermissionDenied", "")
+    assert script_publishes(rig, job, step=3, model="mine").error == "ModelNotFound"
+    assert not rig.scheduler.publishing._lines
+    job.tenant = "ada"
+    assert not script_publishes(rig, job, step=3, model="ada.m").error
+
+
+def test_a_script_reads_which_shapes_differ(rig: Rig) -> None:
+    register_net(rig)
+    answer = script_publishes(rig, trained(rig), step=3, wide=True)
+    assert answer.error == "RegistrationRefused"
+    assert ",9]" in answer.data["reason"]
+
+
+def test_a_script_whose_worker_died_is_not_told_of_its_copy(rig: Rig) -> None:
+    register_net(rig)
+    job = trained(rig)
+    script_publishes(rig, job, step=3)
+    (order,) = rig.sent(PersistCommit)
+    rig.worker_exits(job.slot)
+    rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=3))
+    assert not [m for m in rig.sent(PublishCopied) if m.epoch != job.epoch]
+    assert rig.commands(ev.StartBuild)
+
+
+def test_a_publication_ends_with_its_job(rig: Rig) -> None:
+    register_net(rig)
+    job = trained(rig)
+    script_publishes(rig, job, step=9)
+    rig.job_ends(job, "failed")
+    assert "ended before step 9" in job.why
+    assert not rig.scheduler.publishing._lines

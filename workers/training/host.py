@@ -25,6 +25,10 @@ from pipeswitch.ipc.messages import (
     LeaseGranted,
     LeaseRefused,
     LeaseRequest,
+    ModelName,
+    PublishAnswered,
+    PublishCopied,
+    PublishStep,
     RunJob,
     StepCommitted,
 )
@@ -48,6 +52,8 @@ class JobHost:
         self._committed: StepCommitted | None = None
         self._commit_number = 0  # of the last one that was begun: 1, 2, … in each dispatch
         self._evicting = False
+        self._publishing = 0  # that are not copied yet
+        self._published: PublishAnswered | None = None
         self._history: BinaryIO | None = None
         self._history_bytes = 0
         self._has_leased = False
@@ -123,6 +129,53 @@ class JobHost:
         reach("job.committed")
         return answer.copy_ms
 
+    @property
+    def is_publishing(self) -> bool:
+        """A commit is about to be copied: the next one would come into its place."""
+        return self._publishing > 0
+
+    def await_copy(self) -> None:
+        """Until all that was published is copied; the caller has left the device.
+
+        Raises:
+            TaskPreempted: the job was evicted while it waited.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._publishing or self._evicting)
+            if self._publishing:
+                raise TaskPreempted("evicted while a commit was copied")
+
+    def publish(
+        self, model: str, step: int, tensors: Sequence[tuple[str, str, tuple[int, ...]]]
+    ) -> None:
+        """Ask for the state after ``step`` to be a model's next version; the answer is awaited.
+
+        Raises:
+            PipeSwitchError: no such model, another client's, other names or shapes.
+            TaskPreempted: the job was evicted while it waited.
+        """
+        with self._changed:
+            self._published = None
+            self._publishing += 1
+        self._task.send(
+            PublishStep(
+                epoch=self._message.epoch, model=ModelName(model), step=step, tensors=tuple(tensors)
+            )
+        )
+        answer = self._await_publish()
+        if answer is None:
+            raise TaskPreempted("evicted while publishing")
+        if answer.error:
+            with self._changed:
+                self._publishing -= 1
+            raise from_wire(answer.error, answer.message, answer.hint, answer.data)
+
+    def _await_publish(self) -> PublishAnswered | None:
+        """The answer; None when an eviction came first."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._published is not None or self._evicting)
+            return self._published
+
     def restore(self) -> memoryview | None:
         """The last committed image as it is now (a private copy), or None."""
         reach("job.restore")
@@ -169,6 +222,14 @@ class JobHost:
             if message.number != self._commit_number:
                 return  # told again: the one that is waited for is still being copied
             self._committed = message
+            self._changed.notify_all()
+
+    def publish_answered(self, message: PublishAnswered | PublishCopied) -> None:
+        with self._changed:
+            if isinstance(message, PublishAnswered):
+                self._published = message
+            else:
+                self._publishing = max(0, self._publishing - 1)  # it may be of an earlier process
             self._changed.notify_all()
 
     def wake(self) -> None:

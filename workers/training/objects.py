@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from pipeswitch.commits.weights import OPTIMIZER
 from pipeswitch.errors import InvalidInput
 from pipeswitch.job import InexactResumeWarning
 
@@ -68,6 +69,21 @@ class TrainedObjects:
         if parameter.layout is not torch.strided or parameter.is_quantized:
             raise InvalidInput(f"{name}: only dense parameters can be trained here")
         self.parameters[name] = parameter  # type: ignore[assignment]
+
+    def weights(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Name, dtype and shape of each parameter and buffer, as ``commits/weights.py`` names
+        them in a commit."""
+        tensors = {**self.parameters, **self.buffers}
+        names = [name for name in tensors if not name.startswith(OPTIMIZER)]
+        is_one = len({name.partition(".")[0] for name in names}) == 1
+        return [
+            (
+                name.partition(".")[2] if is_one else name,
+                str(tensors[name].dtype).removeprefix("torch."),
+                tuple(tensors[name].shape),
+            )
+            for name in names
+        ]
 
     def refuse_other_structure(self) -> None:
         """A resumed script builds its models anew, as they are before the loop.

@@ -77,6 +77,25 @@ class TrainingHost(Protocol):
         """Tell the controller: progress, log, warnings, events. Does not block."""
         ...
 
+    @property
+    def is_publishing(self) -> bool:
+        """What was published is not copied yet: no commit may take its place."""
+        ...
+
+    def await_copy(self) -> None:
+        """Until nothing is publishing."""
+        ...
+
+    def publish(
+        self, model: str, step: int, tensors: Sequence[tuple[str, str, tuple[int, ...]]]
+    ) -> None:
+        """Ask that the commit of ``step``, or the first after it, be a model's next version.
+
+        Raises:
+            PipeSwitchError: why that cannot be.
+        """
+        ...
+
     def remember(self, step: int, values: Mapping[str, float]) -> None:
         """Add what the script logged to the job's history. Does not block."""
         ...
@@ -124,6 +143,7 @@ class TrainingSession:
         self._optimizer_depth = 0
         self._open_loop: object | None = None
         self._in_body = False
+        self._publish_due = False  # a commit is wanted at the next boundary
         self._warned: set[str] = set()
         self._log: dict[str, float] = {}
         self._report_at_ms = 0.0
@@ -260,6 +280,30 @@ class TrainingSession:
                     self._host.report("nan_loss", step=self.step, name=name, value=str(number))
         if known:
             self._host.remember(self.step, known)
+
+    def publish(self, name: str) -> None:
+        """See ``pipeswitch.job.publish``."""
+        if self._place.saved is not None:
+            return  # this life only comes to the place where an earlier one was
+        if self._objects is None or self._point is None:
+            raise InvalidInput(
+                "job.publish: no loop has begun, so there is nothing to publish",
+                hint="call it in a job.steps loop or after one",
+            )
+        if self._host.is_publishing and not self._publish_due:  # another step's, probably
+            self._gate.leave()
+            self._host.await_copy()
+            self._gate.enter()
+        is_whole = self._is_whole(self._point) and not (
+            self._in_body and not self._watch.is_trusted
+        )
+        step = self._point.position.step if is_whole else self.step + 1
+        self._host.publish(name, step, self._objects.weights())
+        if is_whole:
+            self._commit_point()
+        else:
+            self._timing.hurry()
+            self._publish_due = True
 
     # ------------------------------------------------------------------------- binding
 
@@ -441,7 +485,9 @@ class TrainingSession:
 
     def _commit_if_due(self) -> None:
         self._capture()
-        if self._timing.is_due and self._place.saved is None:
+        is_due = self._timing.is_due and not self._host.is_publishing
+        if (is_due or self._publish_due) and self._place.saved is None:
+            self._publish_due = False
             self._begin_commit()
             if not (self._overlap and self._watch.may_overlap):
                 self._finish_commit()
