@@ -82,6 +82,7 @@ class Hardware:
 @click.option("--memory", default="6%,25%", show_default=True,
               help="For models: sizes, or parts of all models' bytes.")  # fmt: skip
 @click.option("--slo", default="100ms", show_default=True, help="Beyond a request's computing.")
+@click.option("--max-wait", default="2s", show_default=True, help="As the server's max_wait.")
 @click.option("--deadlines/--no-deadlines", default=False,
               help="Requests carry it: one that waited longer is not computed.")  # fmt: skip
 @click.option("--speed-up", type=click.FloatRange(min=0, min_open=True),
@@ -109,8 +110,8 @@ def simulate(trace: str, as_json: bool, **options: Any) -> None:
 
 def _compare(
     name: str, as_json: bool, *, models: str, from_server: bool, policies: str, device: str,
-    memory: str, slo: str, deadlines: bool, speed_up: float | None, requests: int | None,
-    seed: int, plot: str | None, timeline: str | None,
+    memory: str, slo: str, max_wait: str, deadlines: bool, speed_up: float | None,
+    requests: int | None, seed: int, plot: str | None, timeline: str | None,
 ) -> None:  # fmt: skip
     chosen = _words(policies)
     for policy in chosen:
@@ -129,7 +130,8 @@ def _compare(
     used = _assigned(known, names, trace.model_count)
     settings = [
         (label, Setting(memory_bytes=size_bytes, costs=Costs(to_device=hardware.link),
-                        policy=policy, slo_ms=slo_ms, has_deadlines=deadlines))
+                        policy=policy, slo_ms=slo_ms, has_deadlines=deadlines,
+                        max_wait_ms=_read("--max-wait", max_wait, parse_ms)))
         for label, size_bytes in (_memory(text, used) for text in _words(memory))
         for policy in chosen
     ]  # fmt: skip

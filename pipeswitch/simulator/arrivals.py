@@ -6,6 +6,7 @@ attribution.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from random import Random
@@ -20,6 +21,7 @@ class Arrival(NamedTuple):
 
     at_ms: float
     model: int  # which of the trace's
+    deadline_ms: float | None = None  # from then; None: the replay's own
 
 
 class Trace(NamedTuple):
@@ -71,7 +73,8 @@ def of_services(texts: Sequence[str], *, speed_up: float = 1.0) -> Trace:
 
 
 def of_rows(text: str, *, name: str = "trace", speed_up: float = 1.0) -> tuple[Trace, list[str]]:
-    """A user's own: rows of ``at_ms,model`` under that header; and the models' names.
+    """A user's own: rows of ``at_ms,model`` under that header, and a ``deadline_ms`` (from the
+    arrival) where there is one; and the models' names.
 
     Raises:
         TraceError: another header, or a row that is not of that form.
@@ -84,14 +87,17 @@ def of_rows(text: str, *, name: str = "trace", speed_up: float = 1.0) -> tuple[T
     for number, row in enumerate(rows, start=2):
         try:
             at_ms, model = float(row[0]), row[1].strip()
+            deadline_ms = float(row[2]) if len(row) > 2 and row[2].strip() else None
         except (ValueError, IndexError):
             raise TraceError(
                 f"line {number} is {','.join(row)[:80]!r}, expected 12.5,name"
             ) from None
-        if not 0.0 <= at_ms < float("inf") or not model:
+        if not 0.0 <= at_ms < math.inf or not model or not (deadline_ms or 0.0) >= 0.0:
             raise TraceError(f"line {number}: a time from 0 on and a name are expected")
-        found.append(Arrival(at_ms / speed_up, names.setdefault(model, len(names))))
-    return Trace(name, tuple(sorted(found)), len(names)), list(names)
+        place = names.setdefault(model, len(names))
+        found.append(Arrival(at_ms / speed_up, place, deadline_ms))
+    found.sort(key=lambda arrival: arrival.at_ms)
+    return Trace(name, tuple(found), len(names)), list(names)
 
 
 def poisson(rate_per_s: float, *, count: int, model_count: int, seed: int = 0) -> Trace:

@@ -83,6 +83,7 @@ class Setting:
     memory_bytes: int
     costs: Costs
     policy: str = "priority"
+    max_wait_ms: float = 2000.0
     slo_ms: float = 100.0
     has_deadlines: bool = False
     scheduler: dict[str, Any] = field(default_factory=dict)  # more of SchedulerSettings
@@ -167,7 +168,11 @@ class _Replay(World):
             max_waiting_builds=len(models), max_waiting_builds_in_all=len(models),
             **setting.scheduler,
         )  # fmt: skip
-        super().__init__(Scheduler(settings, setting.policy), costs=setting.costs, is_checked=False)
+        super().__init__(
+            Scheduler(settings, setting.policy, setting.max_wait_ms),
+            costs=setting.costs,
+            is_checked=False,
+        )
         for model in models:
             self.clients.register(ModelName(model.name), model.program())
         self.run()
@@ -190,12 +195,12 @@ class _Replay(World):
 
     def _ask(self, number: int, arrival: Arrival) -> None:
         model = self._models[arrival.model]
-        limit_ms = self._setting.slo_ms + model.compute_ms
+        deadline_ms = arrival.deadline_ms
+        if deadline_ms is None and self._setting.has_deadlines:
+            deadline_ms = self._setting.slo_ms + model.compute_ms
         # Known before the scheduler is: it may answer at once.
         self._asked[ev.Token(self.clients.last_token + 1)] = (number, arrival, self.now_ms)
-        self.clients.infer(
-            ModelName(model.name), deadline_ms=limit_ms if self._setting.has_deadlines else None
-        )
+        self.clients.infer(ModelName(model.name), deadline_ms=deadline_ms)
 
     def _perform(self, command: ev.Command) -> None:
         if isinstance(command, ev.Span):

@@ -144,11 +144,21 @@ def test_random_arrivals_have_the_rate_and_repeat_with_their_seed() -> None:
     [("", "no rows"), ("at_ms,model\n", "no rows"), ("time,model\n1,a\n", "first line"),
      ("at_ms,model\nx,a\n", "line 2"), ("at_ms,model\n1,a\n-1,a\n", "line 3"),
      ("at_ms,model\nnan,a\n", "line 2"), ("at_ms,model\n1\n", "line 2"),
-     ("at_ms,model\n1,\n", "line 2")],
+     ("at_ms,model\n1,\n", "line 2"), ("at_ms,model,deadline_ms\n1,a,x\n", "line 2"),
+     ("at_ms,model,deadline_ms\n1,a,-5\n", "line 2")],
 )  # fmt: skip
 def test_what_is_no_trace_is_said_with_its_line(text: str, told: str) -> None:
     with pytest.raises(TraceError, match=told):
         arrivals.of_rows(text)
+
+
+def test_a_request_of_ones_own_trace_may_have_a_deadline_of_its_own() -> None:
+    trace, names = arrivals.of_rows("at_ms,model,deadline_ms\n0,a\n2,a,5\n1,a,\n3,a\n")
+    assert names == ["a"]
+    assert [a.deadline_ms for a in trace.arrivals] == [None, None, 5.0, None]
+    setting = Setting(memory_bytes=8 * PER_MS, costs=LINK)
+    outcome = replay(setting, [whole("a", 1.0, 20.0)], trace.arrivals)
+    assert outcome.refused == {"DeadlineExceeded": 1}
 
 
 @pytest.mark.parametrize("cell", ["x", "-1", "1.5", "9999999999"])

@@ -1,0 +1,91 @@
+"""The live server decides as the simulator does: the same policy, the same arrivals.
+
+While one long request computes, others come: no instant of the link or the device decides which
+of them goes next, so both sides must serve them in the same order and with the same switches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from process_tools import checked_server, mlp, until
+
+from pipeswitch.simulator.arrivals import Arrival
+from pipeswitch.simulator.costs import Costs, Link
+from pipeswitch.simulator.replay import PaperModel, Setting, replay
+
+WIDTH, DEPTH = 512, 5  # 5 MiB of weights and some: regions of 6 MiB
+MIB = 1 << 20
+ORDER = ["long", "a", "b", "a", "c", "b", "a", "c", "c", "a", "b"]
+DEADLINES_MS = {3: 40e3, 5: 20e3, 8: 10e3, 9: 30e3}  # by number; the others have none
+
+
+class Long(torch.nn.Module):
+    """Computes for most of a second with one small weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.repeat(2048, 1)  # here: a large input would come after the small ones
+        for _ in range(20):
+            x = self.linear(x)
+        return x[:1]
+
+
+def models() -> dict[str, tuple[torch.nn.Module, torch.Tensor]]:
+    found: dict[str, tuple[torch.nn.Module, torch.Tensor]] = {
+        name: (mlp(WIDTH, DEPTH, seed), torch.zeros(1, WIDTH)) for seed, name in enumerate("abc")
+    }
+    return found | {"long": (Long(), torch.zeros(1, WIDTH))}
+
+
+@pytest.mark.parametrize("policy", ["priority", "fifo", "edf", "collate"])
+def test_the_live_server_decides_as_the_simulator_does(policy: str) -> None:
+    live_order, live_switches = _live(policy)
+    paper = _simulated(policy)
+    assert [ORDER[n] for n in live_order] == [ORDER[n] for n in paper.order]
+    assert live_order == paper.order
+    assert live_switches == paper.switches
+
+
+def _live(policy: str) -> tuple[tuple[int, ...], int]:
+    """Room for two of the models beside the long one."""
+    patient = {"PIPESWITCH_SCHEDULER__MAX_WAIT": "60s"}  # a busy machine: age decides nothing here
+    with checked_server(arena="16MiB", args=("--policy", policy), environment=patient) as checked:
+        client, inputs = checked.client, {}
+        for name, (module, example) in models().items():
+            client.register(name, module, example_inputs=(example,))
+            inputs[name] = example
+        # A worker that loads a program takes no request meanwhile: all have loaded all.
+        until(lambda: not any(row["why"].startswith("preparing") for row in client.ps()), "standby")
+        before = client.stats()["switches"]
+        futures = [
+            client.submit(name, inputs[name], deadline_ms=DEADLINES_MS.get(number))
+            for number, name in enumerate(ORDER)
+        ]
+        timings: list[Any] = [future.result(60.0).timing for future in futures]
+        assert timings[0].compute_ms > 50.0  # or what came meanwhile may have come later
+        order = sorted(range(len(ORDER)), key=lambda number: timings[number].epoch)
+        return tuple(order), client.stats()["switches"] - before
+
+
+def _simulated(policy: str) -> Any:
+    names = list(dict.fromkeys(ORDER))
+    paper = [
+        PaperModel(name=name, layer_bytes=(MIB if name == "long" else 5 * MIB + 4096,),
+                   layer_ms=(500.0 if name == "long" else 1.0,), plan=(0,))
+        for name in names
+    ]  # fmt: skip
+    arrivals = [
+        Arrival(0.01 * number, names.index(name), DEADLINES_MS.get(number))
+        for number, name in enumerate(ORDER)
+    ]
+    setting = Setting(
+        memory_bytes=14 * MIB, costs=Costs(to_device=Link(bytes_per_ms=float(5 * MIB))),
+        policy=policy, max_wait_ms=60e3,
+    )  # fmt: skip
+    return replay(setting, paper, arrivals)
