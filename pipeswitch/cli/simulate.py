@@ -31,6 +31,7 @@ from ..simulator.replay import (
     paper_model,
     quantile_ms,
     replay,
+    serial,
 )
 from ..units import format_bytes, nearest, parse_ms, parse_size
 from . import views
@@ -43,6 +44,7 @@ MAX_FILE_BYTES: Final = 256 << 20
 RANDOM_BYTES: Final = 200 * MIB  # a random model's, in the middle
 RANDOM_MS: Final = 14.0  # it computes so long on a device of factor 1
 SPREAD: Final = 0.5  # sigma of both logarithms
+SERIAL: Final = "serial"  # no policy of the server: the reference without any overlap
 LAYERS: Final = 8  # of a model of which no more is known: as many groups
 COLUMNS: Final = ("memory", "policy", "in_slo", "p50_ms", "p99_ms", "refused", "switches", "copied",
                   "idle")  # fmt: skip
@@ -76,13 +78,17 @@ class Hardware:
               help='A JSON file: [{"name": …, "bytes": …, "compute_ms": …}].')  # fmt: skip
 @click.option("--from-server", is_flag=True, help="The running server's models and profiles.")
 @click.option("--policy", "policies", default="fifo,priority", show_default=True,
-              help="Compared with each other, one after the other.")  # fmt: skip
+              help="Compared with each other; serial: neither overlap nor look-ahead.")  # fmt: skip
 @click.option("--device", default="v100-pcie3", show_default=True,
               help="a100-pcie4, h100-pcie5, or a profile (pipeswitch profile --json).")  # fmt: skip
 @click.option("--memory", default="6%,25%", show_default=True,
               help="For models: sizes, or parts of all models' bytes.")  # fmt: skip
 @click.option("--slo", default="100ms", show_default=True, help="Beyond a request's computing.")
 @click.option("--max-wait", default="2s", show_default=True, help="As the server's max_wait.")
+@click.option("--admission/--no-admission", default=False,
+              help="Refuse at once what cannot meet its deadline.")  # fmt: skip
+@click.option("--look-ahead/--no-look-ahead", default=True,
+              help="The link works ahead while the device computes.")  # fmt: skip
 @click.option("--deadlines/--no-deadlines", default=False,
               help="Requests carry it: one that waited longer is not computed.")  # fmt: skip
 @click.option("--speed-up", type=click.FloatRange(min=0, min_open=True),
@@ -111,14 +117,16 @@ def simulate(trace: str, as_json: bool, **options: Any) -> None:
 def _compare(
     name: str, as_json: bool, *, models: str, from_server: bool, policies: str, device: str,
     memory: str, slo: str, max_wait: str, deadlines: bool, speed_up: float | None,
-    requests: int | None, seed: int, plot: str | None, timeline: str | None,
+    admission: bool, look_ahead: bool, requests: int | None, seed: int, plot: str | None,
+    timeline: str | None,
 ) -> None:  # fmt: skip
     chosen = _words(policies)
     for policy in chosen:
         try:
-            make_policy(policy, max_wait_ms=0.0)
+            if policy != SERIAL:
+                make_policy(policy, max_wait_ms=0.0)
         except KeyError as error:
-            raise InvalidInput(str(error.args[0])) from None
+            raise InvalidInput(f"{error.args[0]}, {SERIAL}") from None
     slo_ms = _read("--slo", slo, parse_ms)
     speed_up = speed_up or SPEED_UPS.get(name, 1.0)
     trace, names = _trace(name, speed_up, seed, requests)
@@ -130,7 +138,9 @@ def _compare(
     used = _assigned(known, names, trace.model_count)
     settings = [
         (label, Setting(memory_bytes=size_bytes, costs=Costs(to_device=hardware.link),
-                        policy=policy, slo_ms=slo_ms, has_deadlines=deadlines,
+                        policy=policy, slo_ms=slo_ms, look_ahead=look_ahead,
+                        has_deadlines=deadlines or admission,
+                        admission="deadline" if admission else "off",
                         max_wait_ms=_read("--max-wait", max_wait, parse_ms)))
         for label, size_bytes in (_memory(text, used) for text in _words(memory))
         for policy in chosen
@@ -171,7 +181,10 @@ def _replayed(
                     bar(what, (n + count / len(asked)) / len(settings))
 
             take_span = drawn.add if drawn is not None else None
-            outcome = replay(setting, models, asked, watch=watch, take_span=take_span)
+            if setting.policy == SERIAL:
+                outcome = serial(setting, models, asked)
+            else:
+                outcome = replay(setting, models, asked, watch=watch, take_span=take_span)
             runs.append((label, setting.policy, outcome))
     return runs
 

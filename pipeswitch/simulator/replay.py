@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from ..ipc.messages import ModelName
 from ..planning.fit import MIB
 from ..planning.planned import costs_of, plan_of
 from ..planning.profile import Profile
+from ..planning.windows import Job, Memory, run
 from ..programs.layout import REGION_ALIGN_BYTES, aligned
 from ..scheduler import events as ev
 from ..scheduler.core import SchedulerSettings
@@ -23,6 +24,7 @@ from .programs import ALIGNMENT_BYTES, Program, manifest_of
 from .world import World
 
 WORDS_BYTES: Final = REGION_ALIGN_BYTES  # of the arena, for the arrival words
+NEAR_MS: Final = 1e-6  # rounding of a sum of instants
 REPORT_EVERY: Final = 500  # requests between two words to who watches
 ENDLESS: Final = 1 << 30  # a limit of the queue that no trace reaches
 
@@ -86,7 +88,8 @@ class Setting:
     max_wait_ms: float = 2000.0
     slo_ms: float = 100.0
     has_deadlines: bool = False
-    scheduler: dict[str, Any] = field(default_factory=dict)  # more of SchedulerSettings
+    admission: str = "off"
+    look_ahead: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +149,34 @@ def replay(
     return world.replay(arrivals)
 
 
+def serial(setting: Setting, models: Sequence[PaperModel], arrivals: Sequence[Arrival]) -> Outcome:
+    """The reference: in order of arrival, a model's copy and its computing one after the other, and
+    nothing beside them, as in the loop that PipeSwitch's authors published; the least recently
+    used model leaves."""
+    link = setting.costs.to_device
+    jobs = [
+        Job(model=models[arrival.model].name, compute_ms=models[arrival.model].compute_ms,
+            load_ms=link.copy_ms(models[arrival.model].size_bytes),
+            size_bytes=models[arrival.model].size_bytes, arrived_at_ms=arrival.at_ms)
+        for arrival in arrivals
+    ]  # fmt: skip
+    memory = Memory(capacity_bytes=setting.memory_bytes, is_prefetching=False, is_belady=False)
+    turns = run(jobs, range(len(jobs)), memory)
+    took_ms = [turn.ends_at_ms - job.arrived_at_ms for turn, job in zip(turns, jobs, strict=True)]
+    loads = [
+        job for turn, job in zip(turns, jobs, strict=True) if turn.load_begins_at_ms is not None
+    ]
+    return Outcome(
+        requests=len(jobs), latency_ms=tuple(took_ms), refused={}, switches=len(loads),
+        in_slo=sum(ms <= setting.slo_ms + job.compute_ms + NEAR_MS
+                   for ms, job in zip(took_ms, jobs, strict=True)),
+        copied_bytes=sum(job.size_bytes for job in loads),
+        busy_ms=sum(job.compute_ms for job in jobs),
+        makespan_ms=max((turn.ends_at_ms for turn in turns), default=0.0),
+        order=tuple(range(len(jobs))),
+    )  # fmt: skip
+
+
 class _Replay(World):
     def __init__(
         self, setting: Setting, models: Sequence[PaperModel],
@@ -166,7 +197,7 @@ class _Replay(World):
             store_bytes=sum(aligned(m.size_bytes, REGION_ALIGN_BYTES) for m in models) * 2,
             words=words, max_queue=ENDLESS, max_queue_per_model=ENDLESS,
             max_waiting_builds=len(models), max_waiting_builds_in_all=len(models),
-            **setting.scheduler,
+            admission=setting.admission, look_ahead=setting.look_ahead,
         )  # fmt: skip
         super().__init__(
             Scheduler(settings, setting.policy, setting.max_wait_ms),
@@ -223,7 +254,7 @@ class _Replay(World):
             assert answer.timing is not None
             model, took_ms = self._models[arrival.model], self.now_ms - at_ms
             self._latency_ms[number] = took_ms
-            self._in_slo += took_ms <= self._setting.slo_ms + model.compute_ms + 1e-6
+            self._in_slo += took_ms <= self._setting.slo_ms + model.compute_ms + NEAR_MS
             self._busy_ms += model.compute_ms
             self._order.append((answer.timing["epoch"], number))
         done = len(self._latency_ms) + self._refused.total()

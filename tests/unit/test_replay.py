@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -18,7 +19,14 @@ from pipeswitch.scheduler.events import Span
 from pipeswitch.simulator import arrivals, thesis
 from pipeswitch.simulator.arrivals import Arrival, TraceError
 from pipeswitch.simulator.costs import Costs, Link
-from pipeswitch.simulator.replay import Outcome, PaperModel, Setting, quantile_ms, replay
+from pipeswitch.simulator.replay import (
+    Outcome,
+    PaperModel,
+    Setting,
+    quantile_ms,
+    replay,
+    serial,
+)
 
 DATA = files("pipeswitch.simulator") / "data"
 PER_MS = 1 << 20  # bytes that the link takes in a millisecond
@@ -80,6 +88,20 @@ def test_late_requests_are_computed_or_refused_as_the_setting_says() -> None:
     assert dropped.in_slo >= 3
     assert set(dropped.refused) == {"DeadlineExceeded"}
     assert sum(dropped.refused.values()) + len(dropped.latency_ms) == 10
+
+
+def test_serial_overlaps_nothing_and_admission_refuses_what_would_be_late() -> None:
+    models = [whole(name, 10.0, 20.0) for name in "AB"]
+    asked = [Arrival(0.0, 0), Arrival(0.0, 1), Arrival(1.0, 0), Arrival(1.5, 1)]
+    setting = Setting(memory_bytes=30 * PER_MS, costs=LINK, slo_ms=45.0)
+    one_by_one = serial(setting, models, asked)
+    assert one_by_one.latency_ms == pytest.approx((30.0, 60.0, 79.0, 98.5))
+    assert (one_by_one.in_slo, one_by_one.switches, one_by_one.makespan_ms) == (2, 2, 100.0)
+    strict = dataclasses.replace(setting, has_deadlines=True, admission="deadline")
+    warm = [Arrival(0.0, 0), Arrival(200.0, 1)]  # so that times are known
+    outcome = replay(strict, models, [*warm, *(Arrival(400.0 + i, i % 2) for i in range(6))])
+    assert outcome.refused["DeadlineExceeded"] >= 2
+    assert outcome.in_slo == len(outcome.latency_ms)
 
 
 def test_a_model_larger_than_the_memory_is_an_error() -> None:
