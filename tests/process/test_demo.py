@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from process_tools import until
 
 from pipeswitch.demo.run import DemoModel, Plan, run
 
@@ -103,3 +106,45 @@ def test_a_folder_that_cannot_be_written_is_said_before_anything_starts(tmp_path
     assert ended.returncode == 1
     assert "cannot write to" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+SHOW = """
+import sys
+from pipeswitch.demo.run import DemoModel, Plan, show
+
+image = {"x": ((1, 3, 64, 64), "float32")}
+models = {name: DemoModel(f"torchvision:{name}", image) for name in ("resnet18", "resnet34")}
+sys.exit(show(Plan(models=models, arena="112MiB", host_store="256MiB")))
+"""
+
+
+def test_the_demo_that_is_looked_at_serves_until_control_c(folder: Path) -> None:
+    demo = subprocess.Popen(
+        [sys.executable, "-P", "-c", SHOW],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "TMPDIR": str(folder), "BROWSER": "true"},
+        start_new_session=True,
+    )
+    try:
+        assert demo.stdout is not None
+        url = next(line.strip() for line in demo.stdout if "#token=" in line)
+        page, _, token = url.partition("#token=")
+        asked = urllib.request.Request(
+            page.replace("/ui", "/api/jobs"), headers={"Authorization": f"Bearer {token}"}
+        )
+
+        def suspensions() -> int:
+            with urllib.request.urlopen(asked, timeout=30) as answer:
+                return int(json.load(answer)["jobs"][0]["suspensions"])
+
+        until(lambda: suspensions() > 1, "training steps aside, again and again")
+        os.killpg(demo.pid, signal.SIGINT)
+        assert demo.wait(60) == 130
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(demo.pid, signal.SIGKILL)
+        demo.wait()
+        assert demo.stdout is not None
+        demo.stdout.close()

@@ -53,7 +53,7 @@ def test_the_image_copies_what_is_there_and_all_that_is_installed() -> None:
     assert instructions("FROM")[0].split()[0] == instructions("FROM")[1]  # one Python for both
 
 
-def test_the_image_runs_as_nobody_else_and_says_how_it_is() -> None:
+def test_the_image_runs_as_its_own_user_and_says_how_it_is() -> None:
     (user,), (check,) = instructions("USER"), re.findall(r"CMD (\[.*ping.*\])", DOCKERFILE)
     assert user == "pipeswitch"
     assert f"--uid {USER}" in DOCKERFILE

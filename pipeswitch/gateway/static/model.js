@@ -4,7 +4,7 @@
 const TOKEN = "pipeswitch-token";
 const LIVE_MS = 600; // between two looks at the timeline
 const ROWS_MS = 1000; // between two looks at the listings
-const HIDDEN_MS = 5000; // the same while nobody sees the page
+const HIDDEN_MS = 5000; // the same while the page is hidden
 const KEPT_MS = 90000; // of the timeline
 const SEAM_MS = 2; // between two spans that are one
 const MAX_REQUESTS = 60;
