@@ -82,6 +82,7 @@ def find_version(name: str, version: int, known: Mapping[tuple[str, int], Announ
         raise InvalidInput(
             f'"{name}" has no version {version}: it has {present}',
             hint="pipeswitch models --versions",
+            version=version,
         )
     return found
 

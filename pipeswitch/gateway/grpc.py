@@ -286,7 +286,7 @@ def encode_answer(
         InvalidInput: an output is asked for that the model does not have.
     """
     answer = INFERENCE["ModelInferResponse"](
-        model_name=model, model_version=oip.VERSION, id=asked.id
+        model_name=model, model_version=oip.version_of(bill), id=asked.id
     )
     for name, value in bill.items():
         parameter = answer.parameters[name]

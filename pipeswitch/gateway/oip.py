@@ -28,7 +28,7 @@ DATATYPES: Final[Mapping[str, str]] = {
 }  # fmt: skip
 """The protocol's names of the dtypes that a model can have here."""
 DATATYPE_OF: Final = {dtype: name for name, dtype in DATATYPES.items()}
-VERSION: Final = "1"  # of every model: a name is registered once
+FIRST_VERSION: Final = 1  # where a bill does not say
 PRIORITIES: Final = ("", "high", "normal", "low")  # by number; 0 is the model's own
 MAX_JSON_BYTES: Final = 8 << 20  # numbers in Python take ten times their text, and the loop's time
 MAX_NUMBERS: Final = MAX_JSON_BYTES // 4  # the same for those of gRPC's typed contents
@@ -203,7 +203,7 @@ def encode_answer(
         else:
             row["data"] = as_numbers(output)
         rows.append(row)
-    answer: dict[str, Any] = {"model_name": model, "model_version": VERSION}
+    answer: dict[str, Any] = {"model_name": model, "model_version": version_of(bill)}
     if asked.id:
         answer["id"] = asked.id
     if bill:
@@ -403,6 +403,11 @@ def split(whole: memoryview, at: int) -> tuple[memoryview, memoryview]:
     return whole[:at], whole[at:]
 
 
+def version_of(bill: Mapping[str, Any] | None) -> str:
+    """Which version an answer is of."""
+    return str((bill or {}).get("version", FIRST_VERSION))
+
+
 def shown(extents: Sequence[int | str]) -> list[int]:
     """A signature's shape as the protocol writes it: -1 is any."""
     return [extent if isinstance(extent, int) else -1 for extent in extents]
@@ -422,7 +427,7 @@ def metadata(row: Mapping[str, Any]) -> dict[str, Any]:
 
     return {
         "name": row["name"],
-        "versions": [VERSION],
+        "versions": [str(version) for version in row["versions"]],
         "platform": "pipeswitch",
         "inputs": tensors(row["inputs"]),
         "outputs": tensors(row["outputs"]),

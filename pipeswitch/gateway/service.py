@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import re
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
@@ -71,19 +72,18 @@ class Service:
     ) -> dict[str, Any]:
         """Of one model, or of all."""
         if model:
-            await self._row(caller, model, version)
-            names = [model]
+            rows = [await self._row(caller, model, version)]
         else:
-            names = [row["name"] for row in await self._rows(caller)]
-            self._forget_others(names)
-        return {"model_stats": [self._tally.row(name) for name in names]}
+            rows = await self._rows(caller)
+            self._forget_others(row["name"] for row in rows)
+        return {"model_stats": [self._tally.row(row["name"], row["version"]) for row in rows]}
 
     async def index(self, caller: Standing, *, ready_only: bool = False) -> list[dict[str, Any]]:
         """The repository's index."""
         rows = [
             {
                 "name": row["name"],
-                "version": oip.VERSION,
+                "version": str(row["version"]),
                 "state": _STATES.get(row["state"], "UNAVAILABLE"),
                 "reason": row.get("reason", ""),
             }
@@ -115,11 +115,13 @@ class Service:
     ) -> tuple[list[Output], dict[str, Any]]:
         """The outputs, and the bill with what the gateway added."""
         require(caller, "infer")
-        _check_version(model, version)
+        number = _number(model, version)
         began = time.perf_counter()
         try:
-            outputs, bill = await self._upstream.infer(model, asked)
+            outputs, bill = await self._upstream.infer(model, number, asked)
         except PipeSwitchError as error:
+            if "version" in error.data:
+                raise NotFound(error.message, hint=error.hint) from None
             if not isinstance(error, ModelNotFound):  # no name of a stranger's is kept
                 self._metrics.failed(model, type(error).__name__)
                 if not isinstance(error, ServerUnavailable | Cancelled):
@@ -140,7 +142,7 @@ class Service:
             stats, jobs, ps, models = await asyncio.gather(*map(self._upstream.ask, asked))
             names = [row["name"] for row in models["models"]]
             self._forget_others(names)
-            tally = [self._tally.row(name) for name in names]
+            tally = [self._tally.row(row["name"], row["version"]) for row in models["models"]]
             facts = {"stats": stats, "jobs": jobs["jobs"], "ps": ps["rows"], "tally": tally}
         return self._metrics.text(accept, facts)
 
@@ -156,8 +158,12 @@ class Service:
 
     async def _row(self, caller: Standing, model: str, version: str) -> dict[str, Any]:
         require(caller, "show")
-        _check_version(model, version)
-        return told(await self._upstream.show(model), caller)
+        try:
+            return told(await self._upstream.show(model, _number(model, version)), caller)
+        except InvalidInput as error:
+            if "version" not in error.data:
+                raise
+            raise NotFound(error.message, hint=error.hint) from None
 
     async def _rows(self, caller: Standing) -> list[dict[str, Any]]:
         require(caller, "models")
@@ -170,12 +176,13 @@ def _rounded(bill: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_version(model: str, version: str) -> None:
-    if version not in ("", oip.VERSION):
+def _number(model: str, version: str) -> int:
+    """A version as the wire has it; 0: the current one."""
+    if version and not re.fullmatch("[1-9][0-9]{0,8}", version):
         raise NotFound(
-            f'"{model}" has no version {version[:40]!r}',
-            hint=f"every model has version {oip.VERSION} alone: leave it out",
+            f'"{model}" has no version {version[:40]!r}', hint="versions are numbers from 1 on"
         )
+    return int(version or 0)
 
 
 def _built(row: dict[str, Any]) -> dict[str, Any]:

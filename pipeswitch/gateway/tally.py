@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from .oip import VERSION
-
 _BILLED: Final[Mapping[str, str]] = {  # Triton's phases, by our bill's
     "queue": "queue_ms",
     "compute_input": "switch_ms",
@@ -59,13 +57,13 @@ class Tally:
         for name in self._models.keys() - models:
             del self._models[name]
 
-    def row(self, model: str) -> dict[str, Any]:
-        """One of ``model_stats``."""
+    def row(self, model: str, version: int) -> dict[str, Any]:
+        """One of ``model_stats``: what was counted of a name, at its current version."""
         seen = self._models.get(model, _Model())
         count = seen.phases["success"].count
         return {
             "name": model,
-            "version": VERSION,
+            "version": str(version),
             "last_inference": seen.last_ms,
             "inference_count": count,
             "execution_count": count,

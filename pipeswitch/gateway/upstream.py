@@ -37,8 +37,13 @@ class Upstream:
     def close(self) -> None:
         self._connection.close()
 
-    async def infer(self, model: str, asked: InferRequest) -> tuple[list[Output], dict[str, Any]]:
-        """The outputs and the bill. To cancel this takes the request back."""
+    async def infer(
+        self, model: str, version: int, asked: InferRequest
+    ) -> tuple[list[Output], dict[str, Any]]:
+        """The outputs and the bill. To cancel this takes the request back.
+
+        Version 0 is the current one.
+        """
         reply = await self._ask(
             "infer",
             model=model,
@@ -46,6 +51,7 @@ class Upstream:
             frames=asked.frames,
             priority=asked.priority,
             deadline_ms=asked.deadline_ms,
+            body=_of(version),
         )
         outputs = [
             Output(name=one.name, dtype=one.dtype, shape=one.shape, data=reply.frames[one.frame])
@@ -53,9 +59,10 @@ class Upstream:
         ]
         return outputs, reply.timing
 
-    async def show(self, model: str) -> dict[str, Any]:
-        """A model's row."""
-        row: dict[str, Any] = (await self._ask("show", model=model)).body["model"]
+    async def show(self, model: str, version: int = 0) -> dict[str, Any]:
+        """A model's row; of the current version, or another."""
+        reply = await self._ask("show", model=model, body=_of(version))
+        row: dict[str, Any] = reply.body["model"]
         return row
 
     async def ask(
@@ -130,3 +137,7 @@ def _read(subscriber: zmq.Socket[bytes], loop: asyncio.AbstractEventLoop, take: 
         return
     finally:
         subscriber.close(0)
+
+
+def _of(version: int) -> dict[str, Any] | None:
+    return {"version": version} if version else None

@@ -52,6 +52,7 @@ class Listing:
             "name": model.base,
             "version": model.version,
             "current": self._versions.is_current(model),
+            "versions": [one.version for one in self._versions.all_of(model.base)],
             "state": model.state.state.value,
             "residency": replica.residency.state.value,
             "priority": PRIORITY_NAMES.get(model.priority, str(model.priority)),

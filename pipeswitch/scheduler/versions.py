@@ -76,6 +76,7 @@ class Versions:
         return InvalidInput(
             f'"{name}" has no version {which}: it has {present}',
             hint="pipeswitch models --versions",
+            version=which,
         )
 
     # -- what happens to them ------------------------------------------------------------------

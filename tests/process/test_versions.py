@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -311,3 +315,51 @@ def test_a_script_reads_why_it_cannot_publish(
     assert "0.weight: the model has float32[16,8], the job float32[17,8]" in log
     (row,) = (row for row in checked.client.models() if row["name"] == "narrow")
     assert row["version"] == 1
+
+
+def by_http(checked: Checked, path: str, x: torch.Tensor | None = None) -> Any:
+    """The answer of the gateway, with ``x`` as the first input."""
+    data = None
+    if x is not None:
+        name = next(iter(checked.client.show("kept")["inputs"]))
+        tensor = {"name": name, "datatype": "FP32", "shape": [*x.shape], "data": x.tolist()}
+        data = json.dumps({"inputs": [tensor]}).encode()
+    request = urllib.request.Request(f"http://{checked.running.http_address}{path}", data)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.load(answer)
+
+
+def test_the_next_server_serves_the_last_version_and_has_the_ended_job(
+    net: torch.nn.Module, tmp_path: Path
+) -> None:
+    x, state = torch.randn(5, 8), tmp_path / "state"
+    with checked_server(environment=ENVIRONMENT, state_dir=state) as first:
+        first.client.register("kept", net, example_inputs=(torch.randn(2, 8),))
+        task = first.client.train(write_script(tmp_path, "s.py", SMALL), name="s", args=[16, 3])
+        finish(task)
+        assert first.client.publish("kept", "s")["version"] == 2
+        wanted = eager(trained_as(net, task, tmp_path), x)
+    with checked_server(environment=ENVIRONMENT, state_dir=state, http=True) as second:
+        result = second.client.infer("kept", x)
+        assert result.timing.version == 2
+        assert is_bit_equal(next(iter(result.outputs.values())), wanted)
+        assert [row["version"] for row in second.client.models(versions=True)] == [1, 2]
+        row = second.client.task("s").export(tmp_path / "again.safetensors")
+        assert (row["state"], row["persisted_step"]) == ("done", 3)
+        assert (tmp_path / "again.safetensors").read_bytes() == (
+            tmp_path / "s.safetensors"
+        ).read_bytes()
+        for path, version, plain in (("", 2, wanted), ("/versions/1", 1, eager(net, x))):
+            answer = by_http(second, f"/v2/models/kept{path}/infer", x)
+            assert answer["model_version"] == str(version)
+            assert is_bit_equal(torch.tensor(answer["outputs"][0]["data"]), plain.reshape(-1))
+        assert by_http(second, "/v2/models/kept")["versions"] == ["1", "2"]
+        for path in ("/versions/3", "/versions/3/infer", "/versions/01", "/versions/x"):
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                by_http(second, f"/v2/models/kept{path}", x if "infer" in path else None)
+        assert second.client.rollback("kept")["version"] == 1
+        assert is_bit_equal(
+            next(iter(second.client.infer("kept", x).outputs.values())), eager(net, x)
+        )
+        second.client.unregister("kept")
+        assert second.client.models() == []

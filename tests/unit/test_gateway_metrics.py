@@ -65,7 +65,7 @@ def facts() -> dict[str, Any]:
     workers = [{"kind": "worker", "state": "standby"}] * 2
     tally = Tally()
     tally.succeeded("m", 40.0, BILL)
-    rows = {"jobs": [job], "ps": [*workers, {"kind": "model"}], "tally": [tally.row("m")]}
+    rows = {"jobs": [job], "ps": [*workers, {"kind": "model"}], "tally": [tally.row("m", 1)]}
     return {"stats": {**stats, **own}, **rows}
 
 

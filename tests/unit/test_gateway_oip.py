@@ -34,6 +34,7 @@ ROW = {
     "inputs": {"x": [["batch", 4], "float32"]},
     "outputs": {"y": [["batch", 3], "bfloat16"]},
     "batch": [1, 64],
+    "versions": [1],
 }
 
 
