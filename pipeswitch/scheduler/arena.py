@@ -92,7 +92,7 @@ class Arena:
         return price
 
     def _price(self, region: Region, view: View, *, for_request: bool) -> Cost | None:
-        core, device = self._core, self._device
+        device = self._device
         kind, name = region.owner
         if kind == "words":
             return None  # 1.
@@ -103,23 +103,24 @@ class Arena:
             if job.slot is None or job.state.state not in COMPUTING:
                 return JOB_LEAVES  # 3.
             return (float(region.size_bytes), 0.0, 0.0, 0.0) if for_request else None  # 4.
-        replica = device.replicas[ModelName(name)]
+        model_name = ModelName(name)
+        replica = device.replicas[model_name]
         state = replica.residency.state
         if state is Residency.ABANDONED:
             return SOON_FREE  # 3.
-        if replica.users or state not in (Residency.RESIDENT, Residency.PARTIAL):
+        if replica.users or not (state is Residency.RESIDENT or state is Residency.PARTIAL):
             return None  # 1.
-        waiting_count = device.queue.count(replica.name)
+        waiting_count = device.queue.count(model_name)
         if waiting_count and not for_request:
             return None  # 2.
-        is_prefix = replica.kept_groups > 0 and kind == "model"
         resident = Resident(
-            replica.name, region.size_bytes, replica.model.priority, replica.last_used_at_ms,
+            name, region.size_bytes, replica.model.priority, replica.last_used_at_ms,
             replica.use_count, waiting_count,
         )  # fmt: skip
-        cost = core.judge.cost(resident, view)
-        weighed = (PREFIX_WEIGHT * part for part in cost) if is_prefix else cost
-        return (0.0, 0.0, 0.0, *weighed)
+        cost = self._core.judge.cost(resident, view)
+        if replica.kept_groups > 0 and kind == "model":  # its prefix
+            cost = tuple(PREFIX_WEIGHT * part for part in cost)
+        return (0.0, 0.0, 0.0, *cost)
 
     def find_place(self, replica: Replica, *, for_request: bool) -> Window | None:
         """Its home when nothing is cheaper, else the cheapest window anywhere.

@@ -99,7 +99,7 @@ def _numbers(values: tuple[float, ...]) -> tuple[float, ...]:
     if type(values) is not tuple:
         raise TypeError(f"{values!r} is no tuple")
     for value in values:
-        if not isinstance(value, float | int):
+        if not isinstance(value, (float, int)):
             raise TypeError(f"{value!r} is no number")
         if value != value:
             raise ValueError("a number is nan")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import deque
 from typing import Final
@@ -14,16 +15,20 @@ KEPT: Final = 64  # measurements of each kind: an old one says little of today
 class Rolling:
     """The last measurements of one thing, in milliseconds."""
 
-    __slots__ = ("_values", "p50", "p95")
+    __slots__ = ("_ordered", "_values", "p50", "p95")
 
     def __init__(self) -> None:
-        self._values: deque[float] = deque(maxlen=KEPT)
+        self._values: deque[float] = deque()
+        self._ordered: list[float] = []
         self.p50 = self.p95 = 0.0
 
     def add(self, value: float) -> None:
         """One more; the oldest may go."""
+        ordered = self._ordered
+        if len(ordered) == KEPT:
+            del ordered[bisect.bisect_left(ordered, self._values.popleft())]
         self._values.append(value)
-        ordered = sorted(self._values)
+        bisect.insort(ordered, value)
         self.p50 = ordered[(len(ordered) - 1) // 2]
         self.p95 = ordered[math.ceil(0.95 * len(ordered)) - 1]
 

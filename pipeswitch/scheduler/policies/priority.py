@@ -6,6 +6,8 @@ import math
 
 from .policy import Eviction, Order, Resident, View, Waiting, deadline_of, reuse_of
 
+WEIGHTS = {0: 16.0, 1: 4.0}  # by priority
+MOST_USES = 8
 WANTED_WEIGHT = 64.0  # a model that a request waits for is the last choice among equals
 
 
@@ -58,8 +60,8 @@ class Worth(Eviction):
     each millisecond that the model has been idle."""
 
     def cost(self, resident: Resident, view: View) -> tuple[float, ...]:
-        idle_ms = 1.0 + max(0.0, view.now_ms - resident.last_used_at_ms)
-        weight = 4.0 ** (2 - min(max(resident.priority, 0), 2))
-        if resident.waiting_count:
-            weight *= WANTED_WEIGHT
-        return (weight * resident.size_bytes * (1 + min(resident.use_count, 8)) / idle_ms,)
+        _, size_bytes, priority, last_used_at_ms, use_count, waiting_count = resident
+        idle_ms = view.now_ms - last_used_at_ms
+        weight = WEIGHTS.get(priority, 1.0) * (WANTED_WEIGHT if waiting_count else 1.0)
+        uses = 1 + (use_count if use_count < MOST_USES else MOST_USES)
+        return (weight * size_bytes * uses / (1.0 + (idle_ms if idle_ms > 0.0 else 0.0)),)
