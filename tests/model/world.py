@@ -91,7 +91,7 @@ class World(simulator.World):
             self.make(moves[0])
 
     def model_name(self, index: int) -> ModelName:
-        return ModelName("AB"[index % self.scope.models])
+        return ModelName("ABC"[index % self.scope.models])
 
     def happens(self, what: Chance, name: str) -> bool:
         """What is neither an action nor a fault of the scope (see ``Choices``)."""
