@@ -413,7 +413,7 @@ class Frontend:
             reply_offset_bytes=room.reply_offset_bytes,
             reply_bytes=room.reply_bytes,
             tenant=room.tenant,
-            is_version_asked=bool(version),
+            lineage=0 if version else announced.lineage,
         )
         if admitted.input_bytes <= INLINE_COPY_BYTES:
             self._pool.fill(event.inputs, payload, event.tenant)

@@ -68,12 +68,11 @@ class Admission:
     def _of_a_version_that_is_there(self, event: InferArrived) -> InferArrived:
         """One that asked for no version goes to the current one if its own has left meanwhile."""
         model = self._machine.models.get(event.model)
-        if event.is_version_asked or (
-            model is not None and model.state.state is not ModelState.LEAVING
-        ):
+        if model is not None and model.state.state is not ModelState.LEAVING:
             return event
-        current = self._versions.current(split_name(event.model)[0])
-        if current is None or current.manifest is None:
+        name = split_name(event.model)[0]
+        served, current = self._versions.served(name), self._versions.current(name)
+        if served is None or served.born != event.lineage or not (current and current.manifest):
             return event
         return replace(event, model=current.name, digest=current.manifest.digest)
 

@@ -37,7 +37,7 @@ class InferArrived:
     reply_offset_bytes: int
     reply_bytes: int
     tenant: str = ""  # Announce's: in whose file of the pool they lie
-    is_version_asked: bool = False  # else another version of the same signature does as well
+    lineage: int = 0  # Announce's: any of its versions does as well; 0: it asked for this one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,6 +324,7 @@ class Announce:
     base: str = ""  # the name that requests use; empty: the model's
     version: int = 1
     is_current: bool = True  # requests without a number are its
+    lineage: int = 0  # equal for all versions of one registration, and for no other's
 
 
 @dataclass(frozen=True, kw_only=True)

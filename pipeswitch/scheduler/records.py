@@ -70,6 +70,7 @@ class Served:
     current: int  # the version that it stands for
     last: int  # the highest number that it ever gave
     spec_digest: str  # of the registration that began it: the same again is a no-op
+    born: Epoch  # tells its versions from those of another registration under this name
 
 
 @dataclass

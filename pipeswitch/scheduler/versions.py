@@ -83,7 +83,8 @@ class Versions:
 
     def restore(self, name: ModelName, current: int, last: int, spec_digest: str) -> None:
         """What the journal says, before the models themselves come back."""
-        self._machine.served[name] = Served(name, current, last, spec_digest)
+        born = self._core.next_epoch()
+        self._machine.served[name] = Served(name, current, last, spec_digest, born)
 
     def opened(self, model: Model, spec_digest: str) -> None:
         """A version begins to exist; the first of a name is what the name stands for."""
@@ -119,6 +120,7 @@ class Versions:
                 base=model.base,
                 version=model.version,
                 is_current=self.is_current(model),
+                lineage=self._machine.served[model.base].born,
             )
         )
 

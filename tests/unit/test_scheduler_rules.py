@@ -2149,6 +2149,16 @@ def versions_of(rig: Rig) -> list[tuple[int, bool]]:
     return [(row["version"], row["current"]) for row in rows if row["name"] == "net"]
 
 
+def infer_of(rig: Rig, lineage: int) -> ev.Token:
+    """A request for version 1 by a frontend that has not heard that it left."""
+    token = rig.token()
+    rig.handle(ev.InferArrived(
+        token=token, request_id=f"r{token}", model="net", digest="digest net", priority=1,
+        deadline_at_ms=None, inputs=(), reply_offset_bytes=0, reply_bytes=0,
+        lineage=lineage))  # fmt: skip
+    return token
+
+
 def rollback(rig: Rig, version: int = 0, tenant: str | None = None) -> ev.Token:
     token = rig.token()
     rig.handle(ev.RollbackAsked(token=token, model="net", version=version, tenant=tenant))
@@ -2202,14 +2212,11 @@ def test_versions_that_nothing_keeps_leave_when_no_request_wants_them(rig: Rig) 
     rig.done()
     assert rig.error(waits) is None
     assert versions_of(rig) == [(2, False), (3, True)]
-    late = rig.infer("net")
+    lineage = rig.scheduler.machine.served["net"].born
+    late = infer_of(rig, lineage)
     assert rig.state.requests[late].model == "net@3", "nobody reads of a version that has left"
-    named = rig.token()
-    rig.handle(ev.InferArrived(
-        token=named, request_id="r", model="net", digest="digest net", priority=1,
-        deadline_at_ms=None, inputs=(), reply_offset_bytes=0, reply_bytes=0,
-        is_version_asked=True))  # fmt: skip
-    assert isinstance(rig.error(named), ModelNotFound)
+    assert isinstance(rig.error(infer_of(rig, 0)), ModelNotFound), "it asked for version 1"
+    assert isinstance(rig.error(infer_of(rig, lineage - 1)), ModelNotFound), "another model's"
 
 
 def test_rolling_back_changes_the_current_version_and_the_pin(rig: Rig) -> None:
