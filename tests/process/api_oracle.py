@@ -339,16 +339,15 @@ class Oracle:
     # ---- the server ----------------------------------------------------------------------------
 
     def restarted(self, persisted: Mapping[str, int]) -> None:
-        """Another server on the same state: models and live jobs are back.
+        """Another server on the same state: models and jobs are back, over or not.
 
         Args:
-            persisted: each live job's step that was on disk for certain.
+            persisted: each job's step that was on disk for certain.
         """
         self.counts.clear()
         self.daemon_deaths = 0
         for model in self.models.values():
             model.answered, model.is_quarantined, model.stays = 0, False, False
-        self.jobs = {name: job for name, job in self.jobs.items() if not job.end}
         for name, job in self.jobs.items():
             job.committed_step = persisted.get(name, -1)
 
