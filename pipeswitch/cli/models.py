@@ -63,9 +63,9 @@ def register(
     size = f", {format_bytes(row['bytes'])}" if row.get("bytes") else ""
     why = f" ({row['mode_reason']})" if row.get("mode_reason") else ""
     groups = f", {row['groups']} groups" if row.get("groups") else ""
-    print_done(
-        row, f"registered {name}{size}{groups}, {row.get('mode', 'graph')} mode{why}", as_json
-    )
+    notes = "".join(f"\n  {note}" for note in row["notes"])
+    text = f"registered {name}{size}{groups}, {row.get('mode', 'graph')} mode{why}{notes}"
+    print_done(row, text, as_json)
 
 
 def _publish(name: str, from_job: str, as_json: bool) -> None:

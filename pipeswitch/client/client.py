@@ -186,6 +186,7 @@ class Client:
     ) -> dict[str, Any]:
         """Make a model servable; returns when requests for it are accepted.
 
+        What was decided on the way (why a batch or a length is fixed) is in the row's ``notes``.
         A module is exported in this process, one at a time whatever thread asks. Threads that
         compute meanwhile do so without mkldnn and cudnn: slower, and other in the last bits.
 
@@ -220,7 +221,8 @@ class Client:
                     hint='inputs={"ids": ((1, (1, 512)), "int64")}',
                 )
             options = {"max_batch": max_batch or None, "dynamic": dynamic}
-            source = self._as_source(source, example_inputs, options, progress, stack)
+            notes: list[str] = []
+            source = self._as_source(source, example_inputs, options, progress, stack, notes)
             if weights.endswith(".safetensors"):
                 weights = self.upload(weights, "safetensors", progress)
         future = self._connection.request(
@@ -238,7 +240,7 @@ class Client:
             on_progress=_progress_caller(progress),
         )
         row: dict[str, Any] = future.result().body
-        return row
+        return {**row, "notes": [*notes, *row.get("notes", ())]}
 
     def _as_source(
         self,
@@ -247,11 +249,12 @@ class Client:
         options: Mapping[str, Any],
         progress: Progress | None,
         stack: contextlib.ExitStack,
+        notes: list[str],
     ) -> str:
-        """What the server is told; files and modules become uploads first."""
+        """What the server is told; files and modules become uploads first, with ``notes``."""
         if not isinstance(source, str | os.PathLike):
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeswitch-export-"))
-            return self._export(source, example_inputs, options, Path(folder), progress)
+            return self._export(source, example_inputs, options, Path(folder), progress, notes)
         text = os.fspath(source)
         if text.endswith(".pt2"):
             if not os.path.isfile(text):
@@ -261,7 +264,7 @@ class Client:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeswitch-export-"))
             bundle = Path(folder, "program.bundle")
             _report(progress, "export", 0.0)
-            convert_pt2(text, bundle)
+            notes += convert_pt2(text, bundle)["notes"]
             return self.upload(bundle, "bundle", progress)
         if text.endswith(".bundle"):
             return self.upload(text, "bundle", progress)
@@ -274,6 +277,7 @@ class Client:
         options: Mapping[str, Any],
         folder: Path,
         progress: Progress | None,
+        notes: list[str],
     ) -> str:
         if example_inputs is None:
             raise InvalidInput(
@@ -285,7 +289,7 @@ class Client:
         bundle = folder / "program.bundle"
         _report(progress, "export", 0.0)
         given = {key: value for key, value in options.items() if value is not None}
-        export_module_to_bundle(module, example_inputs, bundle, **given)
+        notes += export_module_to_bundle(module, example_inputs, bundle, **given)["notes"]
         return self.upload(bundle, "bundle", progress)
 
     def upload(

@@ -188,6 +188,16 @@ class OneOdd(nn.Module):
         return x if x.shape[1] != 8 else x * 3
 
 
+class Rows(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(3, -1) * 2
+
+
+def test_a_batch_that_is_fixed_is_told(running: Checked) -> None:
+    row = running.client.register("rows", Rows(), example_inputs=torch.ones(3, 10))
+    assert row["notes"] == ["batch is fixed: the model fixes batch at 3"]
+
+
 @pytest.mark.parametrize(
     ("module", "dynamic", "words"),
     [
@@ -218,7 +228,7 @@ def test_a_transformer_by_name_takes_any_length_and_a_vision_one_says_why_not(
     vit = {"image_size": 64, "patch_size": 8, "architectures": ["ViTModel"]}
     for kind, more in (("bert", {"vocab_size": 128}), ("vit", vit)):
         transformers.AutoConfig.for_model(kind, **small, **more).save_pretrained(hub / kind)
-        client.register(kind, f"hf:{hub / kind}", weights="random:1")
+        row = client.register(kind, f"hf:{hub / kind}", weights="random:1")
     shown = client.show("bert")
     assert shown["dims"] == {"batch": [1, 64], "length": [1, 512]}
     for length in (1, 7, 512):
@@ -228,7 +238,11 @@ def test_a_transformer_by_name_takes_any_length_and_a_vision_one_says_why_not(
     shown = client.show("vit")
     assert shown["dims"] == {"batch": [1, 64]}
     fixed = "the model fixes height at 64, the model fixes width at 64"
-    assert shown["notes"] == [f"{name} is fixed: {fixed}" for name in ("height", "width")]
+    assert (
+        row["notes"]
+        == shown["notes"]
+        == [f"{name} is fixed: {fixed}" for name in ("height", "width")]
+    )
     given = {"input_ids": ((1, (2, 9)), "int64"), "attention_mask": ((1, (2, 9)), "int64")}
     client.register("short", f"hf:{hub / 'bert'}", weights="random:1", inputs=given)
     assert client.show("short")["dims"]["length"] == [2, 9]
