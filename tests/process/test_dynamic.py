@@ -181,6 +181,11 @@ class Branches(nn.Module):
         return x * 2 if x.shape[1] > 6 else x
 
 
+class Places(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.arange(12.0)[: x.shape[1]]
+
+
 class OneOdd(nn.Module):
     """Torch does not look at the length 8, where the module does something else."""
 
@@ -202,6 +207,7 @@ def test_a_batch_that_is_fixed_is_told(running: Checked) -> None:
     ("module", "dynamic", "words"),
     [
         (Branches(), {"x": {1: (1, 20)}}, "it takes length from 7 to 20"),
+        (Places(), {"x": {1: (1, 20)}}, "it takes length from 1 to 12"),
         (OneOdd(), {"x": {1: (1, 20)}}, "at length=8 it does not compute the same bits"),
         (nn.Linear(10, 3), {"x": {1: (1, 20)}}, "the model fixes length at 10"),
         (Branches(), {"y": {1: (1, 20)}}, "no input is called so"),

@@ -219,7 +219,7 @@ def _first(error: BaseException) -> str:
     return (lines[0] if lines else type(error).__name__)[:300]
 
 
-_RANGE: Final = re.compile(r"(\w+) = Dim\('\w+', min=(\d+)(?:, max=(\d+))?\)")
+_RANGE: Final = re.compile(r"(\w+) = Dim\('\w+'(?:, min=(\d+))?(?:, max=(\d+))?\)")
 _FIXED: Final = re.compile(r"(\w+) = (\d+)")
 _RELATED: Final = re.compile(r"(\w+) = (.*[A-Za-z].*)")
 
@@ -234,7 +234,7 @@ def _reason(error: BaseException) -> str:
         if found := _RANGE.fullmatch(line):
             high = f" to {found[3]}" if found[3] else ""
             is_ours = not found[1].startswith("_")
-            said += [f"it takes {found[1]} from {found[2]}{high}"] if is_ours else []
+            said += [f"it takes {found[1]} from {found[2] or 1}{high}"] if is_ours else []
         elif found := _FIXED.fullmatch(line):
             said.append(f"the model fixes {found[1]} at {found[2]}")
         elif found := _RELATED.fullmatch(line):
