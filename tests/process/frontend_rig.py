@@ -34,8 +34,10 @@ from pipeswitch.scheduler.events import (
     JobAsked,
     PinAsked,
     ProfileAsked,
+    PublishAsked,
     Query,
     RegisterAsked,
+    RollbackAsked,
     TrainAsked,
     UnregisterAsked,
 )
@@ -158,6 +160,8 @@ class FakeScheduler:
                 body: dict[str, Any] = {"models": [], "rows": [], "jobs": [], "model": {}}
                 post(Answer(token=token, body={**body, what: []}))
             case PinAsked(token=token) | UnregisterAsked(token=token) | ProfileAsked(token=token):
+                post(Answer(token=token, body={}))
+            case PublishAsked(token=token) | RollbackAsked(token=token):
                 post(Answer(token=token, body={}))
             case DrainAsked(token=token) if token is not None:
                 post(Answer(token=token, body={}))

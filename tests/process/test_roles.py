@@ -16,7 +16,7 @@ from frontend_rig import FakeScheduler, ask, raw_dealer, until
 
 import pipeswitch as ps
 from pipeswitch.frontend.clients import Counters
-from pipeswitch.roles import VERB_ROLES, Role, in_order
+from pipeswitch.roles import MODEL_FACTS, VERB_ROLES, Role, in_order
 from pipeswitch.scheduler.events import Publish
 from pipeswitch.testing import RunningServer, server
 from pipeswitch.wire.frames import decode_reply
@@ -30,6 +30,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "put": {"digest": DIGEST, "size_bytes": 1, "kind": "bundle"},
     "train": {"name": "t", "entry": "pkg.train:main"},
     "job": {"name": "t", "action": "show"},
+    "publish": {"job": "t"},
     "cancel": {"id": "none"},
     "ping": {"deep": True},
 }
@@ -233,7 +234,7 @@ def test_by_default_a_tcp_client_asks_and_lists_and_does_nothing_else(tmp_path: 
             assert stranger.infer("m", X).outputs
             (row,) = stranger.models()
             assert row == stranger.show("m")
-            assert set(row) == {"name", "state", "inputs", "outputs", "batch"}
+            assert set(row) == MODEL_FACTS
             assert stranger.signature("m").inputs
             assert stranger.ping(deep=True)["ready"]
             stats = stranger.stats()
