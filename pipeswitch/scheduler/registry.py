@@ -423,6 +423,7 @@ class Registry:
             digest=manifest.digest,
             mode=manifest.mode,
             mode_reason=manifest.mode_reason,
+            notes=manifest.extra.get("notes", []),
             bytes=manifest.total_bytes,
             groups=len(manifest.groups),
         )
