@@ -84,10 +84,10 @@ class Enemy:
     def __init__(self, text: str) -> None:
         self.text = text
 
-    def models(self) -> list[dict[str, Any]]:
+    def models(self, **_: Any) -> list[dict[str, Any]]:
         return [{"name": self.text, "state": self.text, "source": self.text}]
 
-    def show(self, _: str) -> dict[str, Any]:
+    def show(self, _: str, **__: Any) -> dict[str, Any]:
         return {"name": self.text, self.text: {"x": self.text, "y": [self.text]}}
 
     def unregister(self, _: str) -> dict[str, Any]:
