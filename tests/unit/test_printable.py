@@ -87,7 +87,7 @@ class Enemy:
     def models(self, **_: Any) -> list[dict[str, Any]]:
         return [{"name": self.text, "state": self.text, "source": self.text}]
 
-    def show(self, _: str, **__: Any) -> dict[str, Any]:
+    def show(self, _: str, *__: Any) -> dict[str, Any]:
         return {"name": self.text, self.text: {"x": self.text, "y": [self.text]}}
 
     def unregister(self, _: str) -> dict[str, Any]:
