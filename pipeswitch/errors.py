@@ -177,13 +177,24 @@ def no_server(address: str) -> ServerUnavailable:
 
 
 def to_wire(error: PipeSwitchError) -> dict[str, Any]:
-    """The error as it travels: ``{type, message, hint, data}``."""
+    """The error as it travels: ``{type, message, hint, data}``; its integers have 64 bits."""
     return {
         "type": type(error).__name__,
         "message": error.message,
         "hint": error.hint,
-        "data": error.data,
+        "data": _clamped(error.data),
     }
+
+
+def _clamped(value: Any) -> Any:
+    """An encoder raises on larger integers, and a refusal must not end the loop that sends it."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return max(-(1 << 63), min(value, (1 << 63) - 1))
+    if isinstance(value, Mapping):
+        return {key: _clamped(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clamped(item) for item in value]
+    return value
 
 
 def from_wire(

@@ -49,7 +49,13 @@ def reply_frames(
         body=body or {},
         error=WireError(**printed(to_wire(error))) if error is not None else None,
     )
-    packed = encode_header(header)
+    try:
+        packed = encode_header(header)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        if header.error is None:
+            raise
+        bare = msgspec.structs.replace(header.error, data={})  # a refusal always leaves
+        packed = encode_header(msgspec.structs.replace(header, error=bare))
     if len(packed) <= INLINE_BODY_BYTES or outputs:
         return [MAGIC, packed]
     large = pack_dict(header.body)

@@ -27,7 +27,18 @@ import msgspec
 
 from ..errors import RegistrationRefused
 from ..units import printable
-from .dims import Dim, NoExtent, Values, check_dims, check_extent, corners, shape_at, upgraded
+from .dims import (
+    MAX_ELEMENTS,
+    MAX_PARTS,
+    Dim,
+    NoExtent,
+    Values,
+    check_dims,
+    check_extent,
+    corners,
+    shape_at,
+    upgraded,
+)
 from .layout import ITEM_BYTES, ValueSpec
 from .operators import split_target
 
@@ -39,7 +50,6 @@ MAX_WEIGHTS: Final = 65_536
 MAX_NODES: Final = 131_072
 MAX_VALUES: Final = 64  # inputs or outputs
 MAX_DIMS: Final = 8
-MAX_ELEMENTS: Final = 1 << 40
 MAX_NAME_CHARS: Final = 256
 MAX_NESTING: Final = 3  # of lists in arguments; index([[...]]) is the deepest that aten takes
 MAX_LIST_ITEMS: Final = 65_536
@@ -173,18 +183,9 @@ def check_graph(graph: Graph) -> None:
         _refuse("bundle version", f"this one is {graph.version}, we read {VERSION}")
     if len(graph.nodes) > MAX_NODES or len(graph.weights) > MAX_WEIGHTS:
         _refuse("bundle graph", f"more than {MAX_NODES} nodes or {MAX_WEIGHTS} weights")
-    check_dims(graph.dims)
-    chosen = {extent for spec in graph.inputs for extent in spec.shape if isinstance(extent, str)}
-    for dim in graph.dims:
-        if dim.name not in chosen:
-            _refuse(f"dimension {dim.name!r}", "no input has it, so no request could say it")
     if not graph.outputs or len(graph.results) != len(graph.outputs):
         _refuse("bundle outputs", "there must be one result for each output, and at least one")
-    for part, specs in (("input", graph.inputs), ("output", graph.outputs)):
-        if len(specs) > MAX_VALUES or len({spec.name for spec in specs}) != len(specs):
-            _refuse(f"bundle {part}s", f"more than {MAX_VALUES}, or two of one name")
-        for spec in specs:
-            _check_value(part, spec, graph.dims)
+    check_signature(graph.inputs, graph.outputs, graph.dims)
     if len(set(graph.weights)) != len(graph.weights):
         _refuse("bundle weights", "two of one name")
     for position, node in enumerate(graph.nodes):
@@ -194,20 +195,40 @@ def check_graph(graph: Graph) -> None:
         _refuse("bundle outputs", "a result names a value that does not exist")
 
 
-def _check_value(part: str, spec: ValueSpec, dims: Sequence[Dim]) -> None:
-    """Refuse an input or output whose name, dtype or shape is not of ours.
+def check_signature(
+    inputs: Sequence[ValueSpec], outputs: Sequence[ValueSpec], dims: Sequence[Dim]
+) -> None:
+    """Refuse inputs, outputs and dimensions that are not bounded, or do not belong together."""
+    check_dims(dims)
+    chosen = {extent for spec in inputs for extent in spec.shape if isinstance(extent, str)}
+    for dim in dims:
+        if dim.name not in chosen:
+            _refuse(f"dimension {dim.name!r}", "no input has it, so no request could say it")
+    parts = 0
+    for part, specs in (("input", inputs), ("output", outputs)):
+        if len(specs) > MAX_VALUES or len({spec.name for spec in specs}) != len(specs):
+            _refuse(f"bundle {part}s", f"more than {MAX_VALUES}, or two of one name")
+        for spec in specs:
+            parts += _check_value(part, spec, dims)
+            if parts > MAX_PARTS:
+                _refuse(f"bundle {part}s", f"all extents together have over {MAX_PARTS} parts")
+
+
+def _check_value(part: str, spec: ValueSpec, dims: Sequence[Dim]) -> int:
+    """Refuse an input or output whose name, dtype or shape is not of ours; its extents' parts.
 
     Between the ends of the ranges an output may have no size still: the request says so.
     """
     if not _is_name(spec.name):
         _refuse(part, "its name is empty, too long or has control characters")
-    named = f"{part} {spec.name!r}"
+    named, parts = f"{part} {spec.name!r}", 0
     for extent in spec.shape:
-        check_extent(named, extent, (dim.name for dim in dims))
+        parts += check_extent(named, extent, (dim.name for dim in dims))
         if part == "input" and not isinstance(extent, int | str):
             _refuse(named, "an extent of an input is a number or a dimension's name")
     for values in corners(dims):
         check_dtype_and_shape(named, spec.dtype, _extents(named, spec, values))
+    return parts
 
 
 def _extents(part: str, spec: ValueSpec, values: Values) -> tuple[int, ...]:

@@ -27,6 +27,8 @@ MAX_EXTENT: Final = 1 << 24  # a minute of sound has 2**22 samples
 MAX_EXPR_NODES: Final = 64  # a stack of forty convolutions is shorter, written out
 MAX_EXPR_DEPTH: Final = 24
 MAX_NUMBER: Final = 1 << 62  # of anything on the way
+MAX_ELEMENTS: Final = 1 << 40  # of one tensor
+MAX_PARTS: Final = 1024  # of the extents of all inputs and outputs: each request computes them
 TYPICAL_EXTENT: Final = 128  # of made-up inputs, where the range admits it
 
 Values = Mapping[str, int]
@@ -57,7 +59,7 @@ OPERATORS: Final = {"+", "*", "//", "%", "min", "max"}
 
 
 class NoExtent(ValueError):
-    """An expression has no value here: it leaves 62 bits, or is negative."""
+    """An extent has no value here: it leaves 62 bits, is negative, or is larger than a tensor."""
 
 
 def evaluate(extent: Extent, values: Values) -> int:
@@ -95,17 +97,24 @@ def shape_at(shape: Sequence[Extent], values: Values) -> tuple[int, ...]:
     """A shape's numbers.
 
     Raises:
-        NoExtent: an extent is negative, or has no value.
+        NoExtent: an extent is negative or has no value, or there are more elements than a tensor
+            may have.
     """
     found = tuple(evaluate(extent, values) for extent in shape)
-    if any(extent < 0 for extent in found):
-        raise NoExtent(f"{shape_text(shape)} would be {list(found)}")
+    if any(not 0 <= extent <= MAX_ELEMENTS for extent in found) or math.prod(found) > MAX_ELEMENTS:
+        raise NoExtent(f"{shape_text(shape)[:200]} would be {list(found)}, which is not a size")
     return found
 
 
-def check_extent(part: str, extent: Any, names: Iterable[str]) -> None:
-    """Refuse what is not a number, one of ``names`` or a bounded expression over them."""
-    _check_extent(part, extent, frozenset(names), MAX_EXPR_DEPTH, [MAX_EXPR_NODES])
+def check_extent(part: str, extent: Any, names: Iterable[str]) -> int:
+    """Refuse what is not a number, one of ``names`` or a bounded expression over them.
+
+    Returns:
+        How many parts it has.
+    """
+    left = [MAX_EXPR_NODES]
+    _check_extent(part, extent, frozenset(names), MAX_EXPR_DEPTH, left)
+    return MAX_EXPR_NODES - left[0]
 
 
 def _check_extent(

@@ -15,7 +15,7 @@ from torch import nn
 from ..errors import InvalidInput, LocalProtocolError, RegistrationRefused
 from .bundle import Graph
 from .contracts import BrokenContract
-from .dims import shape_at, values_of, values_text
+from .dims import NoExtent, Values, shape_at, values_of, values_text
 from .graph import CompiledGraph, Environment, GroupCall, behind_contract
 from .layout import Manifest, TensorSpec
 from .torch_settings import TorchSettings
@@ -23,8 +23,9 @@ from .values import flatten_outputs
 
 TensorFor = Callable[[TensorSpec], torch.Tensor]
 BeforeGroup = Callable[[int], None]
+Shapes = tuple[tuple[int, ...], ...]
 
-MAX_TRIED: Final = 1 << 16  # shapes of one program that are remembered: a few MiB
+MAX_TRIED: Final = 1 << 14  # values of one program's dimensions that are remembered: 5 MiB
 
 
 class BoundProgram(Protocol):
@@ -65,7 +66,7 @@ class GraphProgram:
         self.compiled = CompiledGraph(graph, spans, device)
         self._spans, self._device = spans, device
         self._is_whole = bool(manifest.extra.get("is_whole"))
-        self._tried: set[tuple[tuple[int, ...], ...]] = set()
+        self._tried: set[tuple[int, ...]] = set()  # what the dimensions were
         self._asking: CompiledGraph | None = None  # the same calls, each behind its contract
         arrived = 0
         for index, group in enumerate(manifest.groups):
@@ -77,9 +78,13 @@ class GraphProgram:
         """Bind to the tensors of one region."""
         return BoundGraph(self, [tensor_for(spec) for spec in self.manifest.tensors])
 
+    def is_tried(self, shapes: Shapes) -> bool:
+        """Whether every call is known to keep its contract at these shapes of the inputs."""
+        return self._is_whole or _key(self._values(shapes)) in self._tried
+
     def calls_for(self, inputs: Sequence[torch.Tensor]) -> Sequence[GroupCall]:
         """The groups; for shapes that were not tried, each call asks its contract first."""
-        if self._is_whole or _shapes(inputs) in self._tried:
+        if self.is_tried(_shapes(inputs)):
             return self.compiled.calls
         if self._asking is None:
             self._asking = CompiledGraph(self.graph, self._spans, self._device, behind_contract)
@@ -92,22 +97,38 @@ class GraphProgram:
             InvalidInput: the outputs are not what the signature says.
         """
         shapes = _shapes(inputs)
-        if self._is_whole or shapes in self._tried:
+        if self.is_tried(shapes):
             return
-        values = values_of((spec.shape for spec in self.manifest.inputs), shapes)
+        values = self._values(shapes)
         for spec, output in zip(self.manifest.outputs, outputs, strict=True):
-            declared = None if values is None else shape_at(spec.shape, values)
-            if tuple(output.shape) != declared:
+            try:
+                declared = list(shape_at(spec.shape, values))
+            except NoExtent as error:
+                raise InvalidInput(f'output "{spec.name}": {error}') from None
+            dtype = str(output.dtype).removeprefix("torch.")
+            if (dtype, list(output.shape)) != (spec.dtype, declared):
                 raise InvalidInput(
-                    f'output "{spec.name}" is {list(output.shape)} at {values_text(values or {})}, '
-                    f"its signature says {list(declared or ())}"
+                    f'output "{spec.name}" is {dtype}{list(output.shape)} at '
+                    f"{values_text(values)}, its signature says {spec.dtype}{declared}"
                 )
         if len(self._tried) >= MAX_TRIED:
             self._tried.clear()
-        self._tried.add(shapes)
+        self._tried.add(_key(values))
+
+    def _values(self, shapes: Shapes) -> Values:
+        """What the dimensions are: of fewer bytes than the shapes, which a bundle may repeat."""
+        values = values_of((spec.shape for spec in self.manifest.inputs), shapes)
+        if values is None:
+            raise InvalidInput(f"the inputs' shapes {list(shapes)} are not of the signature")
+        return values
 
 
-def _shapes(inputs: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+def _key(values: Values) -> tuple[int, ...]:
+    """In the order in which the inputs name them."""
+    return tuple(values.values())
+
+
+def _shapes(inputs: Sequence[torch.Tensor]) -> Shapes:
     return tuple(tuple(value.shape) for value in inputs)
 
 
@@ -132,8 +153,15 @@ class BoundGraph:
             )
         return self._compiled.start(inputs)
 
+    def is_tried(self, shapes: Shapes) -> bool:
+        """Whether ``run_group``, which asks no contract, may run with inputs of these shapes."""
+        return self._program.is_tried(shapes)
+
     def run_group(self, index: int, environment: Environment) -> None:
-        """Run one group; its weights must have arrived. Call it without gradients enabled."""
+        """Run one group; its weights must have arrived, its inputs' shapes be tried.
+
+        Call it without gradients enabled.
+        """
         self._compiled.calls[index](environment, self._arguments[index])
 
     def finish(self, environment: Environment) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 
 from ..errors import RegistrationRefused
+from .bundle import check_signature
 from .dims import upgraded
 from .layout import BUNDLE_FILE as BUNDLE_FILE
 from .layout import Manifest
@@ -61,7 +62,9 @@ def load_manifest(path: str | os.PathLike[str] | int) -> Manifest:
     """Read ``manifest.json`` (or the one in the folder ``path``, or a descriptor of it).
 
     Raises:
-        RegistrationRefused: it is missing or not a manifest.
+        RegistrationRefused: it is missing or not a manifest, no message could carry its numbers,
+            or a graph's signature is not a bounded one: a builder of a client's program may have
+            written it.
     """
     place = path
     if not isinstance(path, int) and os.path.isdir(path):
@@ -72,9 +75,13 @@ def load_manifest(path: str | os.PathLike[str] | int) -> Manifest:
             text = file.read(MAX_MANIFEST_BYTES + 1)
         if len(text) > MAX_MANIFEST_BYTES:
             raise RegistrationRefused("manifest", f"larger than {MAX_MANIFEST_BYTES} bytes")
-        return _decoded(text)
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        manifest = _decoded(text)
+        msgspec.msgpack.encode(manifest)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
         raise RegistrationRefused("manifest", f"{place}: {error}") from error
+    if manifest.mode == "graph":
+        check_signature(manifest.inputs, manifest.outputs, manifest.dims)
+    return manifest
 
 
 def _decoded(text: bytes) -> Manifest:

@@ -324,8 +324,23 @@ def test_an_answer_larger_than_its_signature_says_is_an_error_and_nothing_else_i
         for rows in (129, 2000):
             with pytest.raises(ps.InvalidInput) as refused:
                 stranger.infer("hostile", np.ones((rows, 4), np.float32))
-            said = f'"y" is [{rows}, 4] at rows={rows}, its signature says [128, 4]'
+            said = f'"y" is float32[{rows}, 4] at rows={rows}, its signature says float32[128, 4]'
             assert said in refused.value.message
         assert stranger.infer("hostile", ones)["y"].shape == (128, 4)
         stranger.unregister("hostile")
     assert running.worker_pids() == workers
+
+
+def test_an_answer_that_no_memory_could_hold_is_refused_and_the_server_serves_on(
+    running: Checked, tmp_path: Path
+) -> None:
+    """Nothing at all sizes a registration looks at; 2 to the 112 bytes between two of them."""
+    extent = Expr("*", (Expr("%", (Expr("+", ("rows", -1)), 127)), 1 << 55))
+    empty = [Node("aten.slice.Tensor", ({"v": 41 + axis}, axis, 0, 0)) for axis in (0, 1)]
+    with running.running.client(tcp=True) as stranger:
+        path = bundle(tmp_path, (extent, extent), RELU * 40 + empty, 1 + 127 * 33)
+        stranger.register("endless", path)
+        with pytest.raises(ps.InvalidInput, match="no answer at rows=2"):
+            stranger.infer("endless", np.ones((2, 4), np.float32))
+        assert stranger.infer("endless", np.ones((128, 4), np.float32))["y"].shape == (0, 0)
+        stranger.unregister("endless")

@@ -218,10 +218,44 @@ def test_what_is_returned_is_what_the_signature_says_or_an_error() -> None:
     run = a_program(cut, ("batch", 4), is_whole=False)
     assert run(2).shape == (2, 4)
     for _ in range(2):
-        with pytest.raises(
-            InvalidInput, match=r"is \[2, 4\] at batch=3, its signature says \[3, 4\]"
-        ):
+        said = r"is float32\[2, 4\] at batch=3, its signature says float32\[3, 4\]"
+        with pytest.raises(InvalidInput, match=said):
             run(3)
+
+
+def test_what_is_returned_has_the_dtype_that_the_signature_says() -> None:
+    """float64 beside float32: as long as it has one element alone the result is float32."""
+    widened = (
+        Node("aten.sym_size.int", ({"v": 0}, 0)),
+        Node("aten.new_zeros.default", ({"v": 0}, [{"v": 2}]), {"dtype": {"dtype": "float64"}}),
+        Node("aten.squeeze.default", ({"v": 3},)),
+        Node("aten.add.Tensor", ({"v": 0}, {"v": 4})),
+    )
+    run = a_program(widened, ("batch", 4), is_whole=False)
+    assert run(1).dtype is torch.float32
+    with pytest.raises(InvalidInput, match=r"float64\[4, 4\] at batch=4, .* float32\[4, 4\]"):
+        run(4)
+
+
+def test_of_a_shape_that_was_tried_no_more_is_kept_than_what_its_dimensions_are() -> None:
+    """A signature may name one dimension five hundred times."""
+    spec = ValueSpec(name="x", dtype="float32", shape=("batch", "length", "batch", 1))
+    graph = Graph(
+        version=2, inputs=(spec,), weights=(), nodes=(), results=(0,), outputs=(spec,),
+        dims=(Dim("batch", 1, 64), Dim("length", 1, 64)),
+    )  # fmt: skip
+    manifest = Manifest(
+        digest="", mode="graph", mode_reason="", source="bundle", total_bytes=0, tensors=(),
+        groups=(), inputs=(spec,), outputs=(spec,), dims=graph.dims,
+    )  # fmt: skip
+    program = GraphProgram(manifest, graph, "cpu")
+    value = torch.ones(2, 3, 2, 1)
+    program.returned([value], [value])
+    assert program._tried == {(2, 3)}
+    assert program.is_tried((value.shape,))
+    assert not program.is_tried(((3, 2, 3, 1),))
+    with pytest.raises(InvalidInput, match="not of the signature"):
+        program.is_tried(((2, 3, 4, 1),))
 
 
 @pytest.mark.parametrize("is_batch_first", [True, False])

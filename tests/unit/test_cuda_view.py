@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,10 @@ from pipeswitch.devices.cuda.graphs import DeviceProgram, GraphBudget
 from pipeswitch.devices.cuda.slice import SEGMENT_BYTES, Segments
 from pipeswitch.devices.cuda.torch import tensor_at
 from pipeswitch.devices.cuda.view import CudaPoolView, Waits
-from pipeswitch.errors import LocalProtocolError, RemoteProtocolError
+from pipeswitch.errors import InvalidInput, LocalProtocolError, RemoteProtocolError
 from pipeswitch.ipc.board import BOARD_BYTES, new_bell, sealed_memfd
 from pipeswitch.programs.bundle import Graph, Node
+from pipeswitch.programs.contracts import CONTRACTS, BrokenContract
 from pipeswitch.programs.dims import Dim
 from pipeswitch.programs.executor import BoundGraph, GraphProgram
 from pipeswitch.programs.layout import GroupSpec, Manifest, TensorSpec, ValueSpec
@@ -386,6 +388,43 @@ def test_a_capture_that_fails_is_not_tried_again_and_the_program_serves() -> Non
     recorder.fails = False
     assert torch.equal(device.run([x], lambda _: None)[0], expected(x, weights))
     assert not device.is_capture_wanted
+
+
+def test_what_breaks_a_contract_is_not_captured_and_does_not_pass_as_a_replay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A capture computes without asking: it is for shapes at which each call was asked."""
+    bound, weights = program()
+    device, _ = made(bound)
+    good, bad = torch.randn(2, 4), torch.randn(3, 4)
+
+    def not_three(given: Any) -> None:
+        if given["self"].shape[0] == 3:
+            raise BrokenContract("not three")
+
+    monkeypatch.setitem(CONTRACTS, "add", not_three)  # type: ignore[index]
+    device.run([good], lambda _: None)
+    device.improve()
+    for _ in range(2):
+        with pytest.raises(InvalidInput, match="not three"):
+            device.run([bad], lambda _: None)
+        assert torch.equal(device.run([good], lambda _: None)[0], expected(good, weights))
+        assert not device.is_capture_wanted
+        device.improve()
+        assert not device.is_captured([bad])
+
+
+def test_shapes_that_were_forgotten_are_not_captured_and_may_be_later() -> None:
+    bound, _ = program()
+    device, _ = made(bound)
+    x = torch.randn(2, 4)
+    device.run([x], lambda _: None)
+    bound._program._tried.clear()
+    device.improve()
+    assert not device.is_captured([x])
+    device.run([x], lambda _: None)
+    device.improve()
+    assert device.is_captured([x])
 
 
 def test_a_capture_that_broke_the_process_is_not_taken_for_a_refusal() -> None:

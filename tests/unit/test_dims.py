@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeswitch.errors import InvalidInput, RegistrationRefused
 from pipeswitch.frontend.admission import Body, check_infer
-from pipeswitch.programs.bundle import ValueSpec, decode_graph, encode_graph
+from pipeswitch.programs.bundle import ValueSpec, check_signature, decode_graph, encode_graph
 from pipeswitch.programs.dims import (
     MAX_EXPR_NODES,
     MAX_EXTENT,
@@ -113,6 +114,33 @@ def test_numbers_on_the_way_do_not_grow_and_sizes_are_not_negative() -> None:
         evaluate("length", {"batch": 2})
 
 
+HUGE: Any = Expr("*", (Expr("%", ("length", 128)), 1 << 55))  # 0 at both ends of 128..131072
+
+
+def test_a_shape_has_no_more_elements_than_a_tensor_wherever_in_its_range() -> None:
+    with pytest.raises(NoExtent, match="is not a size"):
+        shape_at((HUGE, HUGE), {"length": 129})
+    with pytest.raises(NoExtent, match="is not a size"):
+        shape_at((HUGE, 0), {"length": 129})
+    with pytest.raises(NoExtent, match="is not a size"):
+        shape_at((1 << 21, 1 << 20), {})
+    assert shape_at((1 << 20, 1 << 20), {}) == (1 << 20, 1 << 20)
+
+
+def test_a_program_has_a_bounded_number_of_extents_parts() -> None:
+    """Each request computes all of them, in the loop that all clients share."""
+    sixty: Any = Expr("min", (1,) + ("length",) * 59)
+    x = ValueSpec(name="x", dtype="float32", shape=("length",))
+
+    def check(extents: int) -> None:
+        outputs = [ValueSpec(name=f"y{n}", dtype="float32", shape=(sixty,)) for n in range(extents)]
+        check_signature((x,), outputs, (Dim("length", 1, 8),))
+
+    check(16)
+    with pytest.raises(RegistrationRefused, match="over 1024 parts"):
+        check(17)
+
+
 @pytest.mark.parametrize(
     "dims",
     [[Dim("a", 0, 2)], [Dim("a", 3, 2)], [Dim("a", 1, MAX_EXTENT + 1)], [Dim("A b", 1, 2)],
@@ -183,6 +211,40 @@ def test_a_wrong_extent_is_told_with_the_range_or_with_what_another_input_has(
     with pytest.raises(InvalidInput) as refused:
         ask(*shapes)
     assert words in refused.value.message
+
+
+def test_a_reply_that_no_memory_could_hold_is_refused_before_room_is_asked_for() -> None:
+    huge = ValueSpec(name="y", dtype="float32", shape=(HUGE, HUGE))
+    x = ValueSpec(name="x", dtype="float32", shape=("length",))
+    dims = (Dim("length", 128, 128 << 10),)
+    signed = msgspec.structs.replace(manifest(), inputs=(x,), outputs=(huge,), dims=dims)
+    check_signature(signed.inputs, signed.outputs, signed.dims)  # nothing is wrong at its ends
+    announced = Announce(model="m", manifest=signed, priority=1)  # type: ignore[arg-type]
+    tensor = WireTensor(name="", dtype="float32", shape=(129,), frame=0)
+    header = RequestHeader(v=1, op="infer", id="1", model="m", inputs=(tensor,))
+    with pytest.raises(InvalidInput, match="no answer at length=129"):
+        check_infer(header, [4 * 129], announced, 1 << 30)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"total_bytes": 1 << 64},
+        {"outputs": (ValueSpec(name="y", dtype="float32", shape=(Expr("//", (4, 0)),)),)},
+        {"outputs": (ValueSpec(name="y", dtype="float32", shape=(1 << 70,)),)},
+        {"outputs": (ValueSpec(name="y", dtype="int1", shape=(1,)),)},
+        {"dims": (Dim("batch", 1, 1 << 60), Dim("length", 1, 2))},
+    ],
+)
+def test_a_manifest_whose_numbers_are_not_bounded_is_none(
+    changed: dict[str, Any], tmp_path: Path
+) -> None:
+    """A builder of a client's program writes it, and the server's loop computes with it."""
+    save_manifest(tmp_path, manifest())
+    assert load_manifest(tmp_path) == manifest()
+    save_manifest(tmp_path, msgspec.structs.replace(manifest(), **changed))
+    with pytest.raises(RegistrationRefused):
+        load_manifest(tmp_path)
 
 
 def test_an_input_is_written_with_ranges_and_travels() -> None:

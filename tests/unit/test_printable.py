@@ -21,6 +21,7 @@ from memory_daemon.main import log_to as log_daemon_to
 from pipeswitch.cli import main as cli_main
 from pipeswitch.cli import views
 from pipeswitch.controller.main import _log_to
+from pipeswitch.errors import to_wire
 from pipeswitch.frontend.admission import Body
 from pipeswitch.frontend.replies import reply_frames
 from pipeswitch.programs.bundle import _is_name
@@ -74,6 +75,22 @@ def test_a_refusal_echoes_no_such_character(text: str) -> None:
     sent = header["error"]
     shown = [sent["message"], sent["hint"], sent["data"]["name"], *sent["data"]["more"]]
     assert not any(text[0] in one for one in shown)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [{"bytes": 2**112}, {"of": [{"bytes": -(2**112)}]}, {"what": object()}, {"text": "\ud800"}],
+)
+def test_a_refusal_leaves_whatever_its_values_are(data: dict[str, Any]) -> None:
+    error = ps.QueueFull("no room", hint="wait", **data)
+    sent = msgspec.msgpack.decode(reply_frames("1", error=error)[1])["error"]
+    assert (sent["type"], sent["message"], sent["hint"]) == ("QueueFull", "no room", "wait")
+
+
+def test_a_number_too_large_to_travel_is_the_largest_that_does() -> None:
+    """A worker's refusal too, and a job's record."""
+    wire = to_wire(ps.QueueFull("no room", bytes=2**112, least=[-(2**112)], all=True, small=7))
+    assert wire["data"] == {"bytes": 2**63 - 1, "least": [-(2**63)], "all": True, "small": 7}
 
 
 class Enemy:

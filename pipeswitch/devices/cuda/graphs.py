@@ -109,10 +109,11 @@ class DeviceProgram:
         shapes = _shapes(inputs)
         captured = self._captured.get(shapes)
         if captured is None:
-            if self._recorder is not None and shapes not in self._refused:
-                self._wanted = shapes
             moved = [value.to(self._device, non_blocking=True) for value in inputs]
-            return self._bound.run(moved, before_group)
+            outputs = self._bound.run(moved, before_group)
+            if self._recorder is not None and shapes not in self._refused:
+                self._wanted = shapes  # now, when each call has kept its contract at them
+            return outputs
         self._budget.touch((id(self), shapes))
         with torch.inference_mode():
             for place, value in zip(captured.inputs, inputs, strict=True):
@@ -140,10 +141,13 @@ class DeviceProgram:
         shapes, self._wanted = self._wanted, None
         if shapes is None or self._recorder is None or shapes in self._captured:
             return
+        assert isinstance(self._bound, BoundGraph)
+        if not self._bound.is_tried(tuple(shape for _, shape in shapes)):
+            return  # forgotten meanwhile; a capture asks no contract
         before = self._recorder.free_bytes()
         try:
             with self._recorder.session(), torch.inference_mode():
-                captured = self._capture(shapes, self._recorder)
+                captured = self._capture(self._bound, shapes, self._recorder)
         except CudaError:  # sticky: this process is replaced
             raise
         except Exception as error:  # the lower rung serves: eager
@@ -168,9 +172,7 @@ class DeviceProgram:
     def _drop(self, shapes: Shapes) -> None:
         self._captured.pop(shapes, None)
 
-    def _capture(self, shapes: Shapes, recorder: Recorder) -> _Captured:
-        assert isinstance(self._bound, BoundGraph)
-        bound = self._bound
+    def _capture(self, bound: BoundGraph, shapes: Shapes, recorder: Recorder) -> _Captured:
         inputs = [
             torch.zeros(shape, dtype=getattr(torch, dtype), device=self._device)
             for dtype, shape in shapes
