@@ -51,6 +51,8 @@ def value_of(kind: Any) -> st.SearchStrategy[Any]:
         return st.none() | value_of(args[0])
     if origin is typing.Literal:
         return st.sampled_from(args)
+    if origin is tuple and args[-1] is not Ellipsis:
+        return st.tuples(*map(value_of, args))
     if origin is tuple:
         return st.lists(value_of(args[0]), max_size=3).map(tuple)
     if origin is dict:
