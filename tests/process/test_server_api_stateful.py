@@ -445,9 +445,10 @@ BODIES: Final[Mapping[str, Mapping[str, Any]]] = {
     "train": {"name": "x", "entry": "json:dumps"},
     "job": {"name": "x", "action": "show"},
     "stop": {"drain_ms": 1.0},
+    "publish": {"job": "x"},
     "trace": {"seconds": 0.1},
     **{verb: {} for verb in ("profile", "plan", "unregister", "load", "unload", "models", "show",
-                             "ps", "jobs", "stats")},
+                             "ps", "jobs", "stats", "rollback")},
 }  # fmt: skip
 
 
@@ -625,6 +626,16 @@ class ServerApi(RuleBasedStateMachine):
         self.collect(requests, futures)
         self.ask(allowed, functools.partial(gone_at.result, ANSWER_S))
         self.oracle.did_unregister(name)
+
+    @rule(name=MODELS, is_owner=OWNERS)
+    @speaks("rollback", "publish")
+    def ask_for_other_versions(self, name: str, is_owner: bool) -> None:
+        """No job of these has published: each model is its first version, and stays it."""
+        is_there, client = name in self.oracle.models, self.client(is_owner)
+        none = only("InvalidInput" if is_there else "ModelNotFound")
+        self.ask(none, lambda: client.rollback(name))
+        self.ask(none, lambda: client.rollback(name, 7))
+        self.ask(only("ModelNotFound"), lambda: client.publish(name, "never-was"))
 
     @rule(name=MODELS, is_owner=OWNERS)
     @speaks("load")
