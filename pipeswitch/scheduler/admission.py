@@ -15,7 +15,7 @@ from ..ipc.messages import ModelName
 from .core import Core
 from .endings import batch_of, quarantined
 from .events import CancelAsked, InferArrived
-from .forecast import hopeless_at_ms, is_hopeless, too_late
+from .forecast import hopeless_at_ms, is_hopeless, is_worth_a_probe, too_late, will_be_measured
 from .machine import Machine
 from .records import Model, Request
 from .states import MODEL_AWAITED, ModelState, TaskEvent
@@ -55,8 +55,12 @@ class Admission:
         device = self._machine.device.state
         is_early = self._machine.models[request.model].state.state in MODEL_AWAITED
         if not is_early and is_hopeless(device, request):
-            core.refuse(event.token, too_late(device, request))
-            return
+            request.is_probe = is_worth_a_probe(device, request)
+            if not request.is_probe:
+                core.refuse(event.token, too_late(device, request))
+                return
+        if not is_early:
+            will_be_measured(device, request)
         request.hopeless_at_ms = hopeless_at_ms(device, request)
         device.requests[request.token] = request
         (device.early if is_early else device.queue).add(request)

@@ -68,7 +68,9 @@ class Endings:
         """Its batch is what a profile should be of; a cold one is compared with its prediction."""
         replica.model.last_batch = request.batch
         took_ms = message.ended_at_ms - message.turn_at_ms - message.stall_ms
-        self._device.predictions.computed(replica.name, request.batch, max(0.0, took_ms))
+        self._device.predictions.computed(
+            replica.name, request.batch, max(0.0, took_ms), self._core.now_ms
+        )
         self._device.queue.changed(replica.name)
         if not activation.was_resident and not replica.kept_bytes:
             self._device.cold_switches.append(

@@ -5,32 +5,76 @@ from __future__ import annotations
 import bisect
 import math
 from collections import deque
-from typing import Final
+from typing import Final, NamedTuple
 
 from .policies import Prediction
 
 KEPT: Final = 64  # measurements of each kind: an old one says little of today
+KEPT_BATCHES: Final = 64  # of each model: clients choose them, the server remembers them
+OLD_MS: Final = 5000.0  # so long one measurement is believed, two for twice as long
 
 
 class Rolling:
     """The last measurements of one thing, in milliseconds."""
 
-    __slots__ = ("_ordered", "_values", "p50", "p95")
+    __slots__ = ("_ordered", "_values", "fresh_at_ms", "least", "p50", "p95")
 
     def __init__(self) -> None:
         self._values: deque[float] = deque()
         self._ordered: list[float] = []
-        self.p50 = self.p95 = 0.0
+        self.least = self.p50 = self.p95 = self.fresh_at_ms = 0.0
 
-    def add(self, value: float) -> None:
+    def add(self, value: float, now_ms: float) -> None:
         """One more; the oldest may go."""
+        self.fresh_at_ms = now_ms
         ordered = self._ordered
         if len(ordered) == KEPT:
             del ordered[bisect.bisect_left(ordered, self._values.popleft())]
         self._values.append(value)
         bisect.insort(ordered, value)
+        self.least = ordered[0]
         self.p50 = ordered[(len(ordered) - 1) // 2]
         self.p95 = ordered[math.ceil(0.95 * len(ordered)) - 1]
+
+    def is_old(self, now_ms: float) -> bool:
+        """Whether it is time to measure again: a single slow one may have been a bad moment, and
+        the more say the same the longer that holds."""
+        return now_ms - self.fresh_at_ms >= OLD_MS * len(self._ordered)
+
+
+class ByBatch:
+    """One model's computations; of many batches the one measured longest ago is forgotten."""
+
+    __slots__ = ("_batches", "_of")
+
+    def __init__(self) -> None:
+        self._of: dict[int, Rolling] = {}  # the last measured last
+        self._batches: list[int] = []  # in order
+
+    def add(self, batch: int, value: float, now_ms: float) -> None:
+        """One more measurement of that batch."""
+        found = self._of.pop(batch, None)
+        if found is None:
+            if len(self._of) == KEPT_BATCHES:
+                oldest = next(iter(self._of))
+                del self._of[oldest]
+                self._batches.remove(oldest)
+            found = Rolling()
+            bisect.insort(self._batches, batch)
+        self._of[batch] = found
+        found.add(value, now_ms)
+
+    def nearest(self, batch: int) -> Rolling | None:
+        """Of that batch, else of the nearest smaller one."""
+        index = bisect.bisect_right(self._batches, batch)
+        return self._of[self._batches[index - 1]] if index else None
+
+
+class Least(NamedTuple):
+    """The shortest that was measured, in milliseconds; 0: nothing was yet."""
+
+    load_ms: float
+    compute_ms: float
 
 
 class Predictions:
@@ -38,15 +82,15 @@ class Predictions:
 
     def __init__(self) -> None:
         self._loads: dict[str, Rolling] = {}
-        self._computations: dict[str, dict[int, Rolling]] = {}
+        self._computations: dict[str, ByBatch] = {}
 
-    def sent(self, model: str, took_ms: float) -> None:
+    def sent(self, model: str, took_ms: float, now_ms: float) -> None:
         """All groups of it were copied to the device."""
-        self._loads.setdefault(model, Rolling()).add(took_ms)
+        self._loads.setdefault(model, Rolling()).add(took_ms, now_ms)
 
-    def computed(self, model: str, batch: int, took_ms: float) -> None:
+    def computed(self, model: str, batch: int, took_ms: float, now_ms: float) -> None:
         """A request of it has computed, waits for its groups apart."""
-        self._computations.setdefault(model, {}).setdefault(batch, Rolling()).add(took_ms)
+        self._computations.setdefault(model, ByBatch()).add(batch, took_ms, now_ms)
 
     def forget(self, model: str) -> None:
         """It is unregistered: another may get its name."""
@@ -56,14 +100,36 @@ class Predictions:
     def predict(self, model: str, batch: int) -> Prediction:
         """Of a request of that batch: as measured, else as of the nearest smaller batch, which it
         is not faster than, else zero."""
-        loads = self._loads.get(model)
-        batches = self._computations.get(model, {})
-        known = batches.get(batch)
-        if known is None:
-            smaller = max((one for one in batches if one < batch), default=None)
-            known = batches[smaller] if smaller is not None else None
+        loads, known = self._known(model, batch)
         return Prediction(
             loads.p50 if loads is not None else 0.0,
             known.p50 if known is not None else 0.0,
             known.p95 if known is not None else 0.0,
         )
+
+    def least(self, model: str, batch: int) -> Least:
+        """The same measurements' minima: what it will hardly be faster than."""
+        loads, known = self._known(model, batch)
+        return Least(
+            loads.least if loads is not None else 0.0,
+            known.least if known is not None else 0.0,
+        )
+
+    def is_due(self, model: str, batch: int, *, is_sent: bool, now_ms: float) -> bool:
+        """Whether what speaks against a request of that batch is old, and none was taken since that
+        will be measured. ``is_sent``: its model has to be copied."""
+        return any(one.is_old(now_ms) for one in self._counted(model, batch, is_sent=is_sent))
+
+    def taken(self, model: str, batch: int, *, is_sent: bool, now_ms: float) -> None:
+        """A request that will be measured: what is old is believed for as long again."""
+        for one in self._counted(model, batch, is_sent=is_sent):
+            if one.is_old(now_ms):
+                one.fresh_at_ms = now_ms
+
+    def _counted(self, model: str, batch: int, *, is_sent: bool) -> list[Rolling]:
+        loads, known = self._known(model, batch)
+        return [one for one in (known, loads if is_sent else None) if one is not None]
+
+    def _known(self, model: str, batch: int) -> tuple[Rolling | None, Rolling | None]:
+        batches = self._computations.get(model)
+        return self._loads.get(model), batches.nearest(batch) if batches is not None else None

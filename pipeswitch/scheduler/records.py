@@ -205,6 +205,7 @@ class Request:
     batch: int = 1
     size_bytes: int = 0  # of its model
     hopeless_at_ms: float | None = None  # from then on no answer can come before its deadline
+    is_probe: bool = False  # taken although it seems late: its model is measured again
     trial_batch: int = 0  # a trial, which no client waits for; 0: a client's request
     state: StateMachine[TaskState, TaskEvent] = field(init=False)
     deaths: int = 0  # workers that died while computing it

@@ -188,7 +188,8 @@ class Residents:
             replica.is_prefetch = False
             replica.transmission = message
             if not replica.kept_bytes:
-                device.predictions.sent(replica.name, message.ended_at_ms - message.started_at_ms)
+                took_ms = message.ended_at_ms - message.started_at_ms
+                device.predictions.sent(replica.name, took_ms, core.now_ms)
                 device.queue.changed(replica.name)
         else:
             self._broke_off(replica, "transmission cancelled")

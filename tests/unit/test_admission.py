@@ -6,12 +6,15 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from pipeswitch.errors import DeadlineExceeded
 from pipeswitch.ipc.messages import ModelName
+from pipeswitch.programs.dims import Dim
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
+from pipeswitch.scheduler.predictions import OLD_MS, Predictions
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.simulator.costs import Costs, Link
 from pipeswitch.simulator.programs import program_of
@@ -40,7 +43,7 @@ class Server(World):
         self.run()
         for index in range(len(LAYER_MS)):
             self.clients.infer(ModelName(f"m{index}"))
-            self.run()
+            self.run(self.now_ms + 100.0)  # not until idle workers leave: measurements are new
 
     def perform(self, commands: list[ev.Command]) -> None:
         super().perform(commands)
@@ -106,6 +109,81 @@ def test_what_was_never_measured_is_not_refused() -> None:
     server.clients.register(ModelName("new"), program_of("new", 4 * MIB, layer_ms=5.0))
     server.run()
     assert server.error(server.clients.infer(ModelName("new"), deadline_ms=0.5)) is None
+
+
+def slow_once(server: Server, model: int, took_ms: float) -> None:
+    """All that is known of the model is one run in a bad moment."""
+    name, predictions = ModelName(f"m{model}"), server.scheduler.machine.device.state.predictions
+    predictions.forget(name)
+    predictions.computed(name, 1, took_ms, server.now_ms)
+
+
+def test_one_slow_run_does_not_refuse_for_ever() -> None:
+    """Where all are refused none is measured: one is taken after a while, and tells better."""
+    server = Server()
+    slow_once(server, 0, 900.0)
+    refused = [server.error(server.ask(0, deadline_ms=500.0)) for _ in range(3)]
+    assert all(isinstance(error, DeadlineExceeded) for error in refused)
+    server.run(server.now_ms + OLD_MS)
+    probe = server.ask(0, deadline_ms=500.0)
+    assert server.error(probe) is None
+    assert server.error(server.ask(0, deadline_ms=500.0)) is not None  # one, not all
+    server.run()
+    assert server.answers[probe][1].error is None
+    assert server.error(server.ask(0, deadline_ms=COMPUTE_MS[0])) is None
+
+
+def test_one_slow_copy_does_not_refuse_for_ever() -> None:
+    server = Server(arena_mib=8)  # room for one, the last
+    name = ModelName("m0")
+    predictions = server.scheduler.machine.device.state.predictions
+    predictions.forget(name)
+    predictions.sent(name, 900.0, server.now_ms)
+    assert server.error(server.ask(0, deadline_ms=500.0)) is not None
+    server.run(server.now_ms + OLD_MS)
+    probe = server.ask(0, deadline_ms=500.0)
+    server.run()
+    assert server.answers[probe][1].error is None
+    assert predictions.least(name, 1).load_ms == COPY_MS
+
+
+def test_one_slow_batch_does_not_refuse_for_ever_beside_one_that_is_measured() -> None:
+    known = Predictions()
+    known.computed("m", 8, 900.0, 0.0)
+    known.computed("m", 1, 1.0, OLD_MS)
+    assert known.is_due("m", 8, is_sent=False, now_ms=OLD_MS)
+    assert not known.is_due("m", 1, is_sent=False, now_ms=OLD_MS)
+    known.taken("m", 8, is_sent=False, now_ms=OLD_MS)
+    assert not known.is_due("m", 8, is_sent=False, now_ms=OLD_MS)
+
+
+def test_what_was_measured_often_is_believed_for_longer() -> None:
+    known = Predictions()
+    for _ in range(3):
+        known.computed("m", 1, 900.0, 0.0)
+    assert not known.is_due("m", 1, is_sent=False, now_ms=3 * OLD_MS - 1.0)
+    assert known.is_due("m", 1, is_sent=False, now_ms=3 * OLD_MS)
+
+
+def test_a_slow_run_among_others_refuses_none() -> None:
+    server = Server()
+    predictions = server.scheduler.machine.device.state.predictions
+    predictions.computed(ModelName("m0"), 1, 900.0, server.now_ms)
+    assert predictions.predict("m0", 1).p95_ms == 900.0
+    assert server.error(server.ask(0, deadline_ms=COMPUTE_MS[0])) is None
+
+
+def test_a_long_text_says_nothing_of_a_short_one() -> None:
+    """Of a model with a dimension beside the batch no computation is known before it ends."""
+    server = Server()
+    for dims, is_refused in ((("batch",), True), (("batch", "length"), False)):
+        replica = server.scheduler.machine.device.state.replicas[ModelName("m0")]
+        assert replica.manifest is not None
+        chosen = tuple(Dim(name, 1, 512) for name in dims)
+        replica.manifest = msgspec.structs.replace(replica.manifest, dims=chosen)
+        slow_once(server, 0, 900.0)
+        asked = server.ask(0, deadline_ms=500.0)
+        assert (server.error(asked) is not None) is is_refused
 
 
 def arrivals_of(seed: int) -> list[tuple[float, int, float | None, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from pipeswitch.scheduler.policies import (
     Waiting,
     make_policy,
 )
-from pipeswitch.scheduler.predictions import Predictions
+from pipeswitch.scheduler.predictions import KEPT_BATCHES, Predictions
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.simulator.costs import Costs, Link
 from pipeswitch.simulator.programs import program_of
@@ -315,13 +316,29 @@ def test_predictions_are_of_the_last_runs_of_that_batch() -> None:
     known = Predictions()
     assert known.predict("m", 1) == (0.0, 0.0, 0.0)
     for took_ms in range(1, 101):
-        known.computed("m", 4, float(took_ms))
-    known.sent("m", 7.0)
+        known.computed("m", 4, float(took_ms), 0.0)
+    known.sent("m", 7.0, 0.0)
     assert known.predict("m", 4) == (7.0, 68.0, 97.0)  # of 37 to 100: the last 64
     assert known.predict("m", 8) == known.predict("m", 4)  # at least as long as a smaller one
     assert known.predict("m", 1) == (7.0, 0.0, 0.0)
+    assert known.least("m", 8) == (7.0, 37.0)
     known.forget("m")
     assert known.predict("m", 4) == (0.0, 0.0, 0.0)
+
+
+def test_many_batches_cost_neither_memory_nor_time() -> None:
+    known = Predictions()
+    tracemalloc.start()
+    for batch in range(1, 20_001):
+        known.computed("m", 1, 1.0, 0.0)
+        known.computed("m", batch, float(batch), 0.0)
+    held_bytes = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert held_bytes < 1 << 20  # 19 MiB when each was kept
+    kept = KEPT_BATCHES - 1  # beside batch 1, which is measured again and again
+    assert known.least("m", 1 << 23).compute_ms == 20_000.0
+    assert known.least("m", 20_001 - kept).compute_ms == 20_001.0 - kept
+    assert known.least("m", 20_000 - kept).compute_ms == 1.0  # of the nearest smaller one
 
 
 def test_what_the_scheduler_hears_is_what_a_policy_may_predict_from() -> None:
