@@ -7,6 +7,7 @@ from importlib import metadata
 
 from ..config import POLICY_GROUP
 from ..errors import ConfigError
+from ..scheduler.judge import settings_of
 from ..scheduler.policies import MAKERS, Maker, Policy
 
 HINT = "docs/scheduling.md shows one; it is called with max_wait_ms and returns a Policy"
@@ -23,6 +24,8 @@ def find_policy(name: str, *, max_wait_ms: float) -> Policy:
     """
     try:
         policy = _maker(name)(max_wait_ms=max_wait_ms)
+        if isinstance(policy, Policy):
+            settings_of(policy.order)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f'[scheduler] policy "{name}": {reason}', hint=HINT) from error

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
-from .policies import Policy, Resident, View, Waiting, make_policy
+from .policies import Order, Policy, Resident, View, Waiting, make_policy
 
 Failed = Callable[[str, str], None]  # told the policy's name and what happened
 
@@ -23,8 +24,8 @@ class Judge:
         self._use(policy)
 
     def _use(self, policy: Policy) -> None:
+        self.patience_ms, self.window = settings_of(policy.order)
         self.policy = policy
-        self.patience_ms, self.window = policy.order.patience_ms, policy.order.window
 
     def when_failed(self, failed: Failed) -> None:
         """Whom to tell."""
@@ -87,6 +88,22 @@ class Judge:
         name = self.policy.name
         self._use(make_policy("priority", max_wait_ms=self._max_wait_ms))
         self._failed(name, f"{where} raised {type(error).__name__}: {error}")
+
+
+def settings_of(order: Order) -> tuple[float, int]:
+    """Its ``patience_ms`` and ``window``, if they can be used.
+
+    Raises:
+        ValueError: one of them is no number that it may be.
+    """
+    patience_ms, window = order.patience_ms, order.window
+    if type(window) is not int or window < 0:
+        raise ValueError(f"window is {window!r}, no whole number of lines")
+    if isinstance(patience_ms, bool) or not isinstance(patience_ms, (float, int)):
+        raise ValueError(f"patience_ms is {patience_ms!r}, no number of milliseconds")
+    if not 0 <= patience_ms <= math.inf:
+        raise ValueError(f"patience_ms is {patience_ms!r}, no number from 0 on")
+    return float(patience_ms), window
 
 
 def _numbers(values: tuple[float, ...]) -> tuple[float, ...]:

@@ -9,6 +9,7 @@ from typing import Final
 
 from ..ipc.messages import ModelName
 from ..scheduler.core import SchedulerSettings
+from ..scheduler.judge import settings_of
 from ..scheduler.policies import Order, Policy, Prediction, Resident, View, Waiting
 from ..scheduler.scheduler import Scheduler
 from .costs import Costs, Link
@@ -33,6 +34,10 @@ def check_policy(make: Callable[..., Policy], *, max_wait_ms: float = 2000.0) ->
     """
     policy = make(max_wait_ms=max_wait_ms)
     assert isinstance(policy, Policy), f"{policy!r} is no Policy"
+    try:
+        settings_of(policy.order)
+    except ValueError as error:
+        raise AssertionError(str(error)) from error
     chance = Random(0)  # nosec B311
     for _ in range(ROUNDS):
         now_ms = chance.uniform(0.0, 10 * max_wait_ms)

@@ -16,6 +16,7 @@ from pipeswitch.controller.policies import find_policy
 from pipeswitch.errors import ConfigError
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
+from pipeswitch.scheduler.judge import Judge
 from pipeswitch.scheduler.policies import (
     MAKERS,
     Eviction,
@@ -339,6 +340,25 @@ def test_many_batches_cost_neither_memory_nor_time() -> None:
     assert known.least("m", 1 << 23).compute_ms == 20_000.0
     assert known.least("m", 20_001 - kept).compute_ms == 20_001.0 - kept
     assert known.least("m", 20_000 - kept).compute_ms == 1.0  # of the nearest smaller one
+
+
+@pytest.mark.parametrize("setting", [
+    ("window", 2.5), ("window", "8"), ("window", -1), ("window", True),
+    ("patience_ms", "soon"), ("patience_ms", math.nan), ("patience_ms", None),
+    ("patience_ms", -1.0),
+])  # fmt: skip
+def test_a_window_or_patience_that_cannot_be_used_is_refused_at_the_start(
+    setting: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, value = setting
+    odd = Policy("odd", type("Odd", (Order,), {name: value})(), Eviction())
+    monkeypatch.setitem(MAKERS, "odd", lambda max_wait_ms: odd)
+    with pytest.raises(ConfigError, match=f"{name} is {value!r}"):
+        find_policy("odd", max_wait_ms=3.0)
+    with pytest.raises(AssertionError, match=f"{name} is {value!r}"):
+        check_policy(MAKERS["odd"])
+    with pytest.raises(ValueError, match=f"{name} is {value!r}"):
+        Judge(odd, 3.0)
 
 
 def test_what_the_scheduler_hears_is_what_a_policy_may_predict_from() -> None:
