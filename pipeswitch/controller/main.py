@@ -57,6 +57,7 @@ from ..scheduler.events import (
     Token,
 )
 from ..scheduler.scheduler import Scheduler, SchedulerSettings
+from ..scheduler.versions import split_name
 from ..units import PrintableFormatter, format_bytes
 from ..wire.private import check_trusted
 from .effects import Effects
@@ -519,9 +520,11 @@ class Server:
 
     def _restore(self) -> None:
         """Models and jobs of the journal, then the models of the configuration."""
+        known = [split_name(name) for name in self._journal.models]
         for name, entry in self._journal.serving.items():
             numbers = entry["version"], entry["last"], entry["spec_digest"]
-            self._scheduler.versions.restore(ModelName(name), *numbers)
+            there = [version for base, version in known if base == name]
+            self._scheduler.versions.restore(ModelName(name), *numbers, there)
         for name, entry in self._journal.models.items():
             self._effects.built_before[entry["spec"]] = entry["digest"]
             self._inbox.append(
@@ -545,7 +548,7 @@ class Server:
         for name, entry in self._journal.ended.items():
             self._restore_ended(JobName(name), entry["record"])
         for model in self._config.models:
-            if model.name not in {name.partition("@")[0] for name in self._journal.models}:
+            if model.name not in {name for name, _ in known}:
                 self._inbox.append(self._configured(model))
 
     def _restore_job(self, name: JobName, entry: dict[str, object]) -> None:

@@ -58,7 +58,7 @@ class Registration:
     build_epoch: Epoch
     takes_over: bool = False  # its name stands for it as soon as it is there
     waiters: list[Token] = field(default_factory=list)
-    end_waiters: list[Token] = field(default_factory=list)  # for its end
+    end_waiters: list[Token] = field(default_factory=list)  # for the end of this version alone
     error: PipeSwitchError | None = None  # why it was refused
 
 
@@ -71,6 +71,7 @@ class Served:
     last: int  # the highest number that it ever gave
     spec_digest: str  # of the registration that began it: the same again is a no-op
     born: Epoch  # tells its versions from those of another registration under this name
+    end_waiters: list[Token] = field(default_factory=list)  # for the end of its last version
 
 
 @dataclass
@@ -84,6 +85,7 @@ class Model:
     base: ModelName = NO_NAME  # the name that requests use; none: this one
     version: int = 1
     tenant: str = ""  # who registered it; empty: the server's owner
+    chosen_epoch: Epoch = NO_EPOCH  # when its name came to stand for it, the last time
     state: StateMachine[ModelState, ModelEvent] = field(init=False)
     serving: StateMachine[VersionState, VersionEvent] = field(init=False)
     manifest: Manifest | None = None  # as it was built; until then an earlier server's, if at all

@@ -48,8 +48,8 @@ from .events import (
 )
 from .machine import Machine
 from .records import Model, Registration, Replica
-from .states import MODEL_AWAITED, ModelEvent, ModelState, Residency, ResidencyEvent
-from .versions import AT, Versions, split_name, version_name
+from .states import ModelEvent, ModelState, Residency, ResidencyEvent
+from .versions import AT, PRESENT, Versions, split_name, version_name
 
 OUT_OF_TIME: Final = (-14, -24)  # SIGALRM and SIGXCPU
 
@@ -206,7 +206,10 @@ class Registry:
     @property
     def is_quiet(self) -> bool:
         """No client waits for a registration or for its end."""
-        return not any(one.waiters or one.end_waiters for one in self.registrations.values())
+        ones, names = self.registrations.values(), self._machine.served.values()
+        return not any(one.waiters or one.end_waiters for one in ones) and not any(
+            served.end_waiters for served in names
+        )
 
     def refuse_all(self, error: PipeSwitchError) -> None:
         """The server cannot go on: every client that waits is answered."""
@@ -215,6 +218,10 @@ class Registry:
                 self._core.refuse(token, error)
             one.waiters.clear()
             one.end_waiters.clear()
+        for served in self._machine.served.values():
+            for token in served.end_waiters:
+                self._core.refuse(token, error)
+            served.end_waiters.clear()
 
     def progress(self, message: BuildProgress) -> None:
         if self._of(message.model, message.epoch) is None:
@@ -443,9 +450,9 @@ class Registry:
             error = Cancelled(f'registration of "{model.name}" cancelled')
             core.refuse(event.token, error)
             if not one.waiters:
-                self._give_up(model, error)
+                self.give_up(model, error)
 
-    def _give_up(self, model: Model, error: PipeSwitchError) -> None:
+    def give_up(self, model: Model, error: PipeSwitchError) -> None:
         """End its build, or take it from those that wait."""
         registration = self.registrations[model.name]
         if registration.build_epoch in self._builders:
@@ -459,7 +466,8 @@ class Registry:
     def unregister(self, event: UnregisterAsked) -> None:
         """No new request is admitted; the answer comes when the queued ones are through.
 
-        A registration whose build waits or runs is cancelled: a build may take as long as it may.
+        Of a name all versions go, of a version's own name that one alone. A registration whose
+        build waits or runs is cancelled: a build may take as long as it may.
         """
         core = self._core
         one = self._machine.models.get(event.model) if AT in event.model else None
@@ -479,38 +487,45 @@ class Registry:
         staying = [model for model in models if model.state.state is not ModelState.BUILDING]
         for model in models:
             if model not in staying:
-                self._give_up(model, Cancelled(f'registration of "{model.name}" cancelled'))
+                self.give_up(model, Cancelled(f'registration of "{model.name}" cancelled'))
                 core.emit(Journal(entry={"kind": "model-gone", "name": model.name}))
+        staying.sort(key=self._versions.is_current)  # at its turn no other is left to take over
         for model in staying:
             self._leave(model, "asked by the user")
-        if staying:
-            self.registrations[staying[-1].name].end_waiters.append(event.token)
+        served = self._versions.served(event.model)
+        if one is not None and staying:
+            self.registrations[one.name].end_waiters.append(event.token)
+        elif one is None and served is not None:
+            served.end_waiters.append(event.token)
         else:
             core.answer(event.token, model=event.model)
 
     def _leave(self, model: Model, cause: str) -> None:
-        """It takes no new request; what is left of its name stands for another version."""
+        """It takes no new request; its name stands for another version from now on."""
         if model.state.state is ModelState.LEAVING:
             return
         model.state.apply(ModelEvent.UNREGISTERED, cause)
-        self._core.emit(Retract(model=model.name))
         self._leaving[model.name] = model
+        successor = self._versions.successor(model.base)
+        if successor is not None and self._versions.is_current(model):
+            self._hand_over(successor, f"version {model.version} goes")
+        self._core.emit(Retract(model=model.name))
 
     def _finish_unregister(self, model: Model) -> None:
         core, device = self._core, self._machine.device
         if not device.residents.is_idle(device.state.replicas[model.name]):
             return
-        if self.registrations[model.name].end_waiters and self._versions.all_of(model.base) != [
-            model
-        ]:
-            return  # they are told when the last version has gone
         del self._leaving[model.name]
+        served = self._machine.served[model.base]
         registration = self._forget(model)
         device.fleet.forget(model.name)
         core.emit(Journal(entry={"kind": "model-gone", "name": model.name}))
         core.publish("model.unregistered", model=model.name)
         for token in registration.end_waiters:
             core.answer(token, model=model.name)
+        if model.base not in self._machine.served:
+            for token in served.end_waiters:
+                core.answer(token, model=model.base)
 
     def pin(self, event: PinAsked) -> None:
         """``load`` pins and brings to the device, and pardons; ``unload`` unpins."""
@@ -536,7 +551,7 @@ class Registry:
             # One that is not on the device is brought when nothing waits (Residents.bring_pinned).
         elif not is_pinned and replica.residency.state is Residency.PINNED:
             device.move(replica, ResidencyEvent.UNPIN, "asked by the user")
-        if model.state.state not in MODEL_AWAITED:
+        if model.state.state in PRESENT:
             self._remember(model)
 
 

@@ -7,10 +7,11 @@ to a version when they come: each answer is of exactly one (docs/adr/0025-versio
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Final
 
 from ..errors import InvalidInput
-from ..ipc.messages import ModelName
+from ..ipc.messages import Epoch, ModelName
 from .core import Core
 from .events import Announce, Journal
 from .machine import Machine
@@ -81,8 +82,18 @@ class Versions:
 
     # -- what happens to them ------------------------------------------------------------------
 
-    def restore(self, name: ModelName, current: int, last: int, spec_digest: str) -> None:
-        """What the journal says, before the models themselves come back."""
+    def restore(
+        self, name: ModelName, current: int, last: int, spec_digest: str, there: Collection[int]
+    ) -> None:
+        """What the journal says, before the versions ``there`` come back themselves.
+
+        The journal may lack the current one: its entry was refused by a full disk, or is damaged.
+        Then the newest of the others is.
+        """
+        if there:
+            self._open(name, current if current in there else max(there), last, spec_digest)
+
+    def _open(self, name: ModelName, current: int, last: int, spec_digest: str) -> None:
         born = self._core.next_epoch()
         self._machine.served[name] = Served(name, current, last, spec_digest, born)
 
@@ -90,11 +101,11 @@ class Versions:
         """A version begins to exist; the first of a name is what the name stands for."""
         served = self._machine.served.get(model.base)
         if served is None:
-            self.restore(model.base, model.version, model.version, spec_digest)
+            self._open(model.base, model.version, model.version, spec_digest)
         else:
             served.last = max(served.last, model.version)
         if self.is_current(model):
-            model.serving.apply(VersionEvent.CHOSEN, "registered")
+            self._chosen(model, "registered")
 
     def choose(self, model: Model, cause: str) -> Model | None:
         """Requests that come from now on are this version's; the one that was theirs before."""
@@ -102,12 +113,16 @@ class Versions:
         before = self.current(model.base)
         if before is not None:
             before.serving.apply(VersionEvent.REPLACED, cause)
-        model.serving.apply(VersionEvent.CHOSEN, cause)
+        self._chosen(model, cause)
         served.current = model.version
         self._remember(served)
         self.announce(model)
         self._core.publish("model.version", model=model.base, version=model.version, cause=cause)
         return before
+
+    def _chosen(self, model: Model, cause: str) -> None:
+        model.serving.apply(VersionEvent.CHOSEN, cause)
+        model.chosen_epoch = self._core.next_epoch()
 
     def announce(self, model: Model) -> None:
         assert model.manifest is not None
@@ -125,26 +140,41 @@ class Versions:
         )
 
     def outdated(self, name: ModelName) -> list[Model]:
-        """Versions that nothing keeps: the current one stays, and the newest of the others."""
+        """Versions that nothing keeps: those stay that were current last."""
         present = [m for m in self.all_of(name) if m.state.state in PRESENT]
-        others = [m for m in present if not self.is_current(m)]
-        return others[: max(0, len(others) - (self._core.settings.keep_versions - 1))]
+        present.sort(key=_when_chosen)
+        return present[: max(0, len(present) - self._core.settings.keep_versions)]
+
+    def successor(self, name: ModelName) -> Model | None:
+        """What the name stands for when its current version goes: that which it stood for before.
+
+        One that is not in the host store yet does (its requests wait), a quarantined one if there
+        is no other; none if all leave.
+        """
+        staying = [m for m in self.all_of(name)
+                   if m.manifest and m.state.state is not ModelState.LEAVING]  # fmt: skip
+        bad = ModelState.QUARANTINED
+        return max(staying, key=lambda m: (m.state.state is not bad, *_when_chosen(m)),
+                   default=None)  # fmt: skip
 
     def gone(self, model: Model) -> None:
-        """It is no model any more. A name without its version stands for the newest that is left,
-        and ends with the last."""
-        served, rest = self._machine.served[model.base], self.all_of(model.base)
+        """It is no model any more. Its name ends with the last version."""
+        served, successor = self._machine.served[model.base], self.successor(model.base)
         if model.serving.state is VersionState.COMING and model.version == served.last:
             served.last -= 1  # it never was one
-        staying = [m for m in rest if m.manifest and m.state.state is not ModelState.LEAVING]
-        if not rest:
+        if not self.all_of(model.base):
             del self._machine.served[model.base]
             if served.last > 1:
                 self._core.emit(Journal(entry={"kind": "serving-gone", "name": model.base}))
-        elif served.current == model.version and staying:
-            self.choose(staying[-1], f"version {model.version} is gone")
+        elif served.current == model.version and successor is not None:
+            self.choose(successor, f"version {model.version} is gone")
 
     def _remember(self, served: Served) -> None:
         entry = {"kind": "serving", "name": served.name, "version": served.current,
                  "last": served.last, "spec_digest": served.spec_digest}  # fmt: skip
         self._core.emit(Journal(entry=entry))
+
+
+def _when_chosen(model: Model) -> tuple[Epoch, int]:
+    """Sorts versions by when they were current last; an earlier server's by their number."""
+    return model.chosen_epoch, model.version

@@ -2323,7 +2323,7 @@ def test_the_next_server_serves_the_version_that_the_journal_names(
     rig: Rig, fleet_model: ModuleType
 ) -> None:
     again = Rig(fleet_model)
-    again.scheduler.versions.restore("net", 3, 4, "first")
+    again.scheduler.versions.restore("net", 3, 4, "first", there=[2, 3])
     for name in ("net@2", "net@3"):
         token = again.token()
         again.handle(ev.RegisterAsked(
@@ -2432,3 +2432,80 @@ def test_a_publication_ends_with_its_job(rig: Rig) -> None:
     rig.job_ends(job, "failed")
     assert "ended before step 9" in job.why
     assert not rig.scheduler.publishing._lines
+
+
+def unregister(rig: Rig, model: str = "net") -> ev.Token:
+    token = rig.token()
+    rig.handle(ev.UnregisterAsked(token=token, model=model))
+    return token
+
+
+def test_one_version_is_unregistered_alone_and_the_one_before_serves_at_once(rig: Rig) -> None:
+    """The server does that too, with a version that the journal does not take."""
+    register_net(rig, pin=True)
+    job = trained(rig)
+    publish(rig, job)
+    waits = rig.infer("net@2")
+    token = unregister(rig, "net@2")
+    models = rig.scheduler.machine.models
+    assert rig.scheduler.versions.current("net") is models["net"]
+    assert models["net"].want_pinned
+    said = [c for c in rig.out if isinstance(c, ev.Announce | ev.Retract)]
+    assert [(type(c), c.model) for c in said] == [(ev.Announce, "net"), (ev.Retract, "net@2")], (
+        "a request between the two finds a current version"
+    )
+    written = [(c.entry["kind"], c.entry["name"]) for c in rig.commands(ev.Journal)]
+    assert ("model", "net@2") not in written
+    assert token not in rig.answers
+    rig.job_ends(job, "done")
+    rig.arrived("net@2")
+    rig.done()
+    assert rig.error(waits) is None
+    assert rig.answers[token].body == {"model": "net@2"}
+    assert versions_of(rig) == [(1, True)]
+    assert isinstance(rig.error(unregister(rig, "net@2")), ModelNotFound)
+
+
+def test_a_name_and_one_of_its_versions_are_unregistered_at_a_time(rig: Rig) -> None:
+    register_net(rig)
+    job = trained(rig)
+    publish(rig, job)
+    waits = rig.infer("net@2")
+    one, name = unregister(rig, "net@2"), unregister(rig)
+    assert not {one, name} & {*rig.answers}
+    rig.job_ends(job, "done")
+    rig.arrived("net@2")
+    rig.done()
+    assert rig.error(waits) is None
+    assert rig.answers[one].body == {"model": "net@2"}
+    assert rig.answers[name].body == {"model": "net"}
+    assert not rig.scheduler.machine.models
+    assert {"kind": "model-gone", "name": "net@2"} in [c.entry for c in rig.commands(ev.Journal)]
+
+
+def test_the_next_server_serves_the_newest_if_the_journal_lacks_the_current_one(
+    fleet_model: ModuleType,
+) -> None:
+    again = Rig(fleet_model)
+    again.scheduler.versions.restore("net", 3, 3, "first", there=[1, 2])
+    again.scheduler.versions.restore("gone", 2, 2, "first", there=[])
+    for name in ("net", "net@2"):
+        again.handle(ev.RegisterAsked(
+            token=again.token(), model=name, spec=SPEC.encode("latin1"), spec_digest="first",
+            priority=1, is_pinned=False, is_known=True,
+            restored=again.model_of(f"digest {name}", 10 * MIB, 2)))  # fmt: skip
+    assert versions_of(again) == [(1, False), (2, True)]
+    assert again.scheduler.machine.served["net"].last == 3, "a number is given once"
+    assert "gone" not in again.scheduler.machine.served
+
+
+def test_the_version_that_was_just_current_is_kept_not_the_one_that_was_rolled_back(
+    rig: Rig,
+) -> None:
+    register_net(rig)
+    job = trained(rig)
+    publish(rig, job)
+    rollback(rig)
+    publish(rig, job)
+    assert versions_of(rig) == [(1, False), (3, True)]
+    assert rig.answers[rollback(rig)].body == {"model": "net", "version": 1, "before": 3}
