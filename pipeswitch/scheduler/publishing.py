@@ -39,7 +39,7 @@ from ..programs.matching import match
 from .core import Core
 from .events import DropPublished, PublishAsked, Token, ToWorker
 from .machine import Machine
-from .records import Job, Model, Registration, Worker
+from .records import NO_EPOCH, Job, Model, Registration, Worker
 from .registry import Registry
 from .states import TASK_FINAL, ModelState
 from .versions import Versions
@@ -53,10 +53,12 @@ class Publication:
     job: JobName
     step: int  # -1: of whatever commit is the newest
     token: Token | None
-    epoch: Epoch
+    since: Epoch  # its acceptance: a job or model that is younger only has the name
     is_script: bool  # a later commit than its step's does too
     stage: Literal["waits", "copies", "copied", "builds"] = "waits"
+    epoch: Epoch = NO_EPOCH  # of the order to copy
     directory: str = ""  # its copy of the commit; none: where the job keeps it
+    is_cancelled: bool = False  # it ends when the daemon has left its folder
     version: Model | None = None
     registration: Registration | None = None
 
@@ -111,7 +113,7 @@ class Publishing:
             raise ServerUnavailable("the server is draining")
         job = self._machine.device.state.jobs.get(event.job)
         if job is None:
-            raise ModelNotFound(f'no job "{event.job}"', hint="pipeswitch jobs ls")
+            raise _no_job(event.job)
         self.model_for(event.model, None)
         if job.committed_step < 0:
             raise InvalidInput(f'job "{job.name}" has not committed yet', hint="pipeswitch jobs ls")
@@ -159,16 +161,16 @@ class Publishing:
 
     def _begin(self, one: Publication) -> None:
         device = self._machine.device.state
-        job = device.jobs.get(one.job)
+        job = self._job_of(one)
         if job is None:
-            self._end(one, ModelNotFound(f'no job "{one.job}"', hint="pipeswitch jobs ls"))
+            self._end(one, _no_job(one.job))
         elif job.committed_step < one.step:
             if job.state.state in TASK_FINAL:
                 self._end(one, InvalidInput(f'job "{job.name}" ended before step {one.step}'))
         elif not job.commit_slot_bytes:
             one.stage = "copied"
         elif device.is_daemon_ready:
-            one.stage = "copies"
+            one.stage, one.epoch = "copies", self._core.next_epoch()
             one.directory = f"{self._core.settings.published_dir}/{job.name}@{one.epoch}"
             device.tell_daemon(
                 PersistCommit(job=job.name, epoch=one.epoch, directory=one.directory)
@@ -179,8 +181,10 @@ class Publishing:
         one = self._copying(message.epoch)
         if one is None:
             return False
-        job = self._machine.device.state.jobs.get(one.job)
-        if message.error:
+        job = self._job_of(one)
+        if one.is_cancelled:
+            self._end(one, None)
+        elif message.error:
             self._end(one, ServerUnavailable(f"the commit cannot be copied: {message.error}"))
         elif not one.is_script and one.step not in (-1, message.step) and job is not None:
             self._end(one, _other_step(job, one.step, message.step))
@@ -202,25 +206,29 @@ class Publishing:
     def _tell_script(self, one: Publication) -> None:
         """It may commit again."""
         device = self._machine.device.state
-        job = device.jobs.get(one.job)
+        job = self._job_of(one)
         if one.is_script and job is not None and job.slot is not None:
             copied = PublishCopied(epoch=job.epoch)
             device.emit(ToWorker(slot=job.slot, message=copied, channel="signal"))
 
     def _build(self, one: Publication) -> None:
         """The program of the current version, with other weights; checked as a new one is."""
+        served = self._versions.served(one.name)
         try:
+            if served is not None and served.born > one.since:
+                raise ModelNotFound(f'"{one.name}" was unregistered, and is another model now')
             before = self.model_for(one.name, None)
+            if not one.directory and self._job_of(one) is None:
+                raise _no_job(one.job)
         except PipeSwitchError as error:
             self._end(one, error)
             return
         assert before.manifest is not None
+        assert served is not None
         spec = msgspec.msgpack.decode(self._registry.registrations[before.name].spec)
         if before.manifest.mode == "graph":
             folder = self._core.settings.program_dir(before.manifest.digest)
             spec["source"] = f"{folder}/{BUNDLE_FILE}"
-        served = self._versions.served(one.name)
-        assert served is not None
         weights = one.directory or f"{self._core.settings.commits_dir}/{one.job}"
         spec |= {"name": f"{one.name} {served.last + 1}", "weights": weights}
         packed, token = msgspec.msgpack.encode(spec), one.token
@@ -232,6 +240,9 @@ class Publishing:
         """Whether its version is there."""
         assert one.version is not None
         assert one.registration is not None
+        is_building = one.version.state.state is ModelState.BUILDING
+        if is_building and not one.directory and self._job_of(one) is None:
+            self._registry.give_up(one.version, _no_job(one.job))  # its state goes with it
         if one.registration.error is not None:
             self._end(one, one.registration.error)
         elif one.version.state.state not in (ModelState.BUILDING, ModelState.STORING):
@@ -247,18 +258,36 @@ class Publishing:
             self._refused(one, error)
 
     def _refused(self, one: Publication, error: PipeSwitchError) -> None:
-        core, job = self._core, self._machine.device.state.jobs.get(one.job)
+        core, job = self._core, self._job_of(one)
         if one.token is not None:
             core.refuse(one.token, error)
         if job is not None and one.is_script and not isinstance(error, Cancelled):
             job.why = f'not published as "{one.name}": {error.message}'
         core.publish("model.publish_failed", model=one.name, job=one.job, error=error.message)
 
-    def daemon_died(self) -> None:
-        """What it copied is copied anew."""
-        for one in [one for line in self._lines.values() for one in line]:
+    def _job_of(self, one: Publication) -> Job | None:
+        """The job it is about; a name that was removed may be another job's by now."""
+        job = self._machine.device.state.jobs.get(one.job)
+        return job if job is not None and job.born_epoch < one.since else None
+
+    def cancel(self, token: Token) -> None:
+        """Its client has gone or given up. A version that is being built is the registry's."""
+        for one in [one for line in self._lines.values() for one in line if one.token == token]:
+            error = Cancelled(f'publication of "{one.name}" cancelled')
             if one.stage == "copies":
-                one.stage = "waits"
+                self._core.refuse(token, error)
+                one.token, one.is_cancelled = None, True
+            else:
+                self._end(one, error)
+
+    def daemon_died(self) -> None:
+        """What it copied is copied anew, elsewhere: the old copy is being removed."""
+        for one in [one for line in self._lines.values() for one in line]:
+            if one.is_cancelled:
+                self._end(one, None)
+            elif one.stage == "copies":
+                self._core.emit(DropPublished(directory=one.directory))
+                one.stage, one.directory = "waits", ""
 
     def refuse_all(self, error: PipeSwitchError) -> None:
         """The server cannot go on: every client that waits is answered."""
@@ -267,6 +296,10 @@ class Publishing:
                 if one.token is not None:
                     self._core.refuse(one.token, error)
         self._lines.clear()
+
+
+def _no_job(name: JobName) -> ModelNotFound:
+    return ModelNotFound(f'no job "{name}"', hint="pipeswitch jobs ls")
 
 
 def _other_step(job: Job, asked: int, there: int) -> InvalidInput:

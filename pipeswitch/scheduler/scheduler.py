@@ -160,6 +160,7 @@ class Scheduler:
             case CancelAsked():
                 if not self.admission.cancel(event):
                     self.registry.cancel(event)
+                    self.publishing.cancel(event.token)
                     device.profiling.cancel(event.token)
             case RegisterAsked():
                 self.registry.register(event)

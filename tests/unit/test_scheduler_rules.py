@@ -2434,10 +2434,77 @@ def test_a_publication_ends_with_its_job(rig: Rig) -> None:
     assert not rig.scheduler.publishing._lines
 
 
+def registers(rig: Rig, tenant: str) -> None:
+    """The name is that tenant's."""
+    token = rig.token()
+    rig.handle(ev.RegisterAsked(
+        token=token, model="net", spec=SPEC.encode("latin1"), spec_digest=tenant, priority=1,
+        is_pinned=False, client=tenant, tenant=tenant))  # fmt: skip
+    comes(rig, rig.commands(ev.StartBuild)[0])
+    assert rig.error(token) is None
+
+
 def unregister(rig: Rig, model: str = "net") -> ev.Token:
     token = rig.token()
     rig.handle(ev.UnregisterAsked(token=token, model=model))
     return token
+
+
+def test_a_publication_is_of_the_registration_it_was_accepted_for(rig: Rig) -> None:
+    registers(rig, "ada")
+    job = trained(rig)
+    job.tenant = "ada"
+    assert not script_publishes(rig, job, step=9).error
+    assert rig.error(unregister(rig)) is None
+    registers(rig, "bob")
+    flip_next(rig, job, 2, step=9)
+    (order,) = rig.sent(PersistCommit)
+    rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=9))
+    assert not rig.commands(ev.StartBuild)
+    assert ev.DropPublished(directory=order.directory) in rig.out
+    assert versions_of(rig) == [(1, True)]
+    assert "another model now" in job.why
+
+
+def over(rig: Rig) -> Any:
+    """A job that is done, whose state is on disk."""
+    job = trained(rig)
+    rig.job_ends(job, "done")
+    rig.daemon(CommitPersisted(job=job.name, epoch=job.epoch, step=3))
+    return job
+
+
+def replaced(rig: Rig, job: Any) -> Any:
+    """Another job has its name now."""
+    rig.handle(ev.TrainAsked(
+        token=rig.token(), job=job.name, entry="e:f", args=(), priority=2))  # fmt: skip
+    assert rig.state.jobs[job.name] is not job
+    return rig.state.jobs[job.name]
+
+
+def test_a_build_that_reads_a_jobs_state_ends_with_the_job(rig: Rig) -> None:
+    register_net(rig)
+    job = over(rig)
+    token = ask_publish(rig, job)
+    (build,) = rig.commands(ev.StartBuild)
+    new = replaced(rig, job)
+    assert ev.KillBuild(model="net@2", epoch=build.epoch) in rig.out
+    assert "no job" in rig.error(token).message
+    rig.handle(ev.BuilderExited(model="net@2", epoch=build.epoch, status=-9))
+    assert versions_of(rig) == [(1, True)]
+    assert new.why == ""
+
+
+def test_a_publication_that_waits_for_another_build_ends_with_its_job(rig: Rig) -> None:
+    register_net(rig)
+    job = over(rig)
+    ask_publish(rig, job)
+    (build,) = rig.commands(ev.StartBuild)
+    token = ask_publish(rig, job)
+    replaced(rig, job)
+    rig.handle(ev.BuilderExited(model="net@2", epoch=build.epoch, status=-9))
+    assert "no job" in rig.error(token).message
+    assert not rig.commands(ev.StartBuild)
 
 
 def test_one_version_is_unregistered_alone_and_the_one_before_serves_at_once(rig: Rig) -> None:
@@ -2509,3 +2576,44 @@ def test_the_version_that_was_just_current_is_kept_not_the_one_that_was_rolled_b
     publish(rig, job)
     assert versions_of(rig) == [(1, False), (3, True)]
     assert rig.answers[rollback(rig)].body == {"model": "net", "version": 1, "before": 3}
+
+
+@pytest.mark.parametrize("stage", ["waits", "copies", "copied", "builds"])
+def test_a_publication_that_is_cancelled_changes_nothing(rig: Rig, stage: str) -> None:
+    register_net(rig)
+    job = trained(rig)
+    other = None
+    if stage == "copied":  # behind another one
+        ask_publish(rig, job)
+        other = copied(rig, job)
+    if stage == "waits":
+        rig.state.is_daemon_ready = False
+    token = ask_publish(rig, job)
+    build = copied(rig, job) if stage == "builds" else None
+    orders = rig.sent(PersistCommit)
+    if stage == "copied":
+        rig.daemon(CommitPersisted(job=job.name, epoch=orders[0].epoch, step=3))
+    rig.handle(ev.CancelAsked(token=token))
+    assert isinstance(rig.error(token), Cancelled)
+    rig.state.is_daemon_ready = True
+    if stage == "copies":
+        assert not rig.commands(ev.DropPublished), "the daemon still writes there"
+        rig.daemon(CommitPersisted(job=job.name, epoch=orders[0].epoch, step=3))
+        assert rig.commands(ev.DropPublished)
+    for one in filter(None, (build, other)):
+        rig.handle(ev.BuilderExited(model=one.model, epoch=one.epoch, status=-9))
+    rig.tick(rig.now_ms + 1.0)
+    assert not rig.commands(ev.StartBuild)
+    assert not rig.scheduler.publishing._lines
+    assert versions_of(rig) == [(1, True)]
+
+
+def test_a_copy_that_a_dead_daemon_had_is_dropped_and_not_read(rig: Rig) -> None:
+    register_net(rig)
+    job = trained(rig)
+    ask_publish(rig, job)
+    (order,) = rig.sent(PersistCommit)
+    rig.handle(ev.DaemonExited(generation=rig.state.daemon_generation, status=-9))
+    assert ev.DropPublished(directory=order.directory) in rig.out
+    (one,) = rig.scheduler.publishing._lines["net"]
+    assert (one.stage, one.directory) == ("waits", "")
