@@ -21,6 +21,8 @@ from pipeswitch.demo.run import DemoModel, Plan, run
 
 pytestmark = pytest.mark.slow
 
+HEARING = ("env", "--default-signal=INT")  # a job in a shell's background is started deaf to it
+
 IMAGE = {"x": ((1, 3, 64, 64), "float32")}
 SMALL = Plan(
     models={
@@ -65,7 +67,7 @@ def folder() -> Iterator[Path]:
 
 def test_control_c_in_the_middle_leaves_no_process_and_no_file_behind(folder: Path) -> None:
     demo = subprocess.Popen(
-        [sys.executable, "-P", "-c", "from pipeswitch.cli.main import main; main()",
+        [*HEARING, sys.executable, "-P", "-c", "from pipeswitch.cli.main import main; main()",
          "demo", "--out", str(folder / "out")],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -120,7 +122,7 @@ sys.exit(show(Plan(models=models, arena="112MiB", host_store="256MiB")))
 
 def test_the_demo_that_is_looked_at_serves_until_control_c(folder: Path) -> None:
     demo = subprocess.Popen(
-        [sys.executable, "-P", "-c", SHOW],
+        [*HEARING, sys.executable, "-P", "-c", SHOW],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
