@@ -18,6 +18,7 @@ MODULES: Final = {
     "daemon": "daemons",
     "worker": "workers",
     "order": "obeying",
+    "gateway": "gateways",
 }
 """A target's name -> the module beside this one that defines it."""
 

@@ -60,6 +60,7 @@ BROKEN = {
     "daemon": "memory_daemon.transmit.check_order",
     "worker": "pipeswitch.scheduler.device_state.DeviceState.job_of",
     "order": "pipeswitch.ipc.gate.Gate.grant",
+    "gateway": "pipeswitch.gateway.http.Connection.look",
 }
 """A target -> something in its way that raises what was not promised."""
 
@@ -76,6 +77,18 @@ def test_a_target_lets_an_escape_out(name: str, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ZeroDivisionError):  # noqa: PT012 - one of them gets there
         for seed in seeds:
             target.run(seed)
+
+
+def test_an_error_that_the_gateway_answers_with_500_is_an_escape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def breaks(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    target = load("gateway")
+    monkeypatch.setattr("tests.fuzz.gateways.Upstream.infer", breaks)
+    with pytest.raises(AssertionError, match="an answer of 500"):
+        target.run(target.seeds()[0])
 
 
 # ---- the targets reach what they are for --------------------------------------------------------

@@ -16,50 +16,12 @@ pytest.importorskip("httptools", reason="make installs it")
 
 from pipeswitch.gateway import http
 from pipeswitch.gateway.http import Answer, Connection, Head, HttpServer, Limits, json_answer
+from tests.fuzz.gateways import Wire
 
 HOST = b"Host: 127.0.0.1\r\n"
 LIMITS = Limits(
     head_bytes=2000, body_bytes=1000, waiting_bytes=1500, connections=3, connections_per_address=2
 )
-
-
-class Wire(asyncio.Transport):
-    """What asyncio's transport does, into a list."""
-
-    def __init__(self, peer: str) -> None:
-        super().__init__({"peername": (peer, 1)})
-        self.sent = b""
-        self.is_reading, self.is_closed, self.has_ended = True, False, False
-        self.unread = 0
-        self.protocol: Connection | None = None
-
-    def write(self, data: Any) -> None:
-        assert not self.is_closed
-        self.sent += bytes(data)
-
-    def pause_reading(self) -> None:
-        self.is_reading = False
-
-    def resume_reading(self) -> None:
-        self.is_reading = True
-
-    def can_write_eof(self) -> bool:
-        return True
-
-    def write_eof(self) -> None:
-        self.has_ended = True
-
-    def get_write_buffer_size(self) -> int:
-        return self.unread
-
-    def close(self) -> None:
-        self.abort()
-
-    def abort(self) -> None:
-        if not self.is_closed:
-            self.is_closed = True
-            assert self.protocol is not None
-            self.protocol.connection_lost(None)
 
 
 class Rig:
