@@ -1,12 +1,20 @@
-"""``python -m tests.models [--only PART] [--out FILE]``: the sweep, a line for each model."""
+"""``python -m tests.models [--only PART] [--rows FOLDER] [--out FILE]``: a line for each model.
+
+A model's row is a file of FOLDER, locked while it is made: a sweep that was cut short goes on where
+it was, and several processes may share one.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
 import sys
+import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -69,7 +77,6 @@ class Sweep:
 
     def __init__(self, running: RunningServer) -> None:
         self._running, self._client = running, running.client()
-        self.operators: Counter[str] = Counter()
 
     def try_one(self, name: str, entry: Entry) -> dict[str, Any]:
         torch.manual_seed(SEED)
@@ -77,7 +84,8 @@ class Sweep:
         try:
             module, example = entry()
         except Exception as error:
-            return {"name": name, "outcome": "not made", "why": f"{type(error).__name__}: {error}"}
+            why = f"{type(error).__name__}: {error}"
+            return {"name": name, "outcome": "not made", "why": why, "took_s": 0.0}
         module.eval().requires_grad_(False)  # as docs/programs.md says what answers are equal to
         row: dict[str, Any] = {"name": name, "outcome": "refused"}
         row["parameters"] = sum(p.numel() for p in module.parameters())
@@ -93,6 +101,7 @@ class Sweep:
         except Exception as error:  # not refused in words
             row["outcome"] = "failed"
             row["why"] = f"{type(error).__name__}: {str(error)[:300]}"
+        row["took_s"] = round(time.monotonic() - began_s, 1)
         self._forget()
         torch.backends.mha.set_fastpath_enabled(True)
         return row
@@ -119,7 +128,8 @@ class Sweep:
         row["groups"] = shown["groups"]
         folder = self._running.state_dir / "models" / shown["digest"]
         names = {node.target for node in read_bundle(folder / BUNDLE_FILE).graph.nodes}
-        self.operators.update({n.removeprefix("aten.") for n in names if n.startswith("aten.")})
+        aten = (name.partition("aten.")[2] for name in names if name.startswith("aten."))
+        row["operators"] = sorted(aten)
 
     def _ask(
         self, module: nn.Module, example: tuple[torch.Tensor, ...], most: int
@@ -159,45 +169,68 @@ class Sweep:
             self._client.unregister("it")
 
 
-def summary(rows: list[dict[str, Any]], operators: Counter[str]) -> dict[str, Any]:
-    outcomes = Counter(row["outcome"] for row in rows)
+@contextlib.contextmanager
+def claimed(folder: Path, name: str) -> Iterator[Path | None]:
+    """The file of a row that is still to be made; None: it is made, or another process does it."""
+    path = folder / f"{name}.json"
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield None
+        else:
+            yield path if not path.stat().st_size else None
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    operators = Counter(name for row in rows for name in row.get("operators", ()))
     listed = {f"{n}.{o}" for n, overloads in OVERLOADS.items() for o in overloads}
     return {
         "torch": torch.__version__,
         "models": len(rows),
-        "outcomes": dict(outcomes),
+        "outcomes": dict(Counter(row["outcome"] for row in rows)),
         "operators_listed": len(listed),
         "operators_needed": len(operators),
         "operators_by_models": dict(operators.most_common()),
         "operators_of_no_model_here": sorted(listed - set(operators)),
-        "table": rows,
+        "table": [{k: v for k, v in row.items() if k != "operators"} for row in rows],
     }
+
+
+def sweep(names: list[str], entries: Mapping[str, Entry], folder: Path) -> None:
+    """Make the rows that are not there; a line for each."""
+    arguments = ("--threads", str(THREADS))
+    with server(arena="1GiB", host_store="2GiB", args=arguments) as running:
+        one = Sweep(running)
+        for number, name in enumerate(names, 1):
+            with claimed(folder, name) as path:
+                if path is None:
+                    continue
+                row = one.try_one(name, entries[name])
+                path.write_text(json.dumps(row))
+            sys.stdout.write(
+                f"{number:3}/{len(names)} {row['outcome']:8} {name}  {row['took_s']} s  "
+                f"{' '.join(row.get('sizes', ())) or row.get('fixed', '')} {row.get('why', '')}\n"
+            )
+            sys.stdout.flush()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="models whose name has one of A,B,C in it")
+    parser.add_argument("--rows", type=Path, help="keep the rows there; those there stay")
     parser.add_argument("--out", type=Path, help="write the table there, as JSON")
     options = parser.parse_args()
     torch.set_num_threads(THREADS)
-    entries = {
-        name: e
-        for name, e in catalogue().items()
-        if any(part in name for part in options.only.split(","))
-    }
-    rows = []
-    arguments = ("--threads", str(THREADS))
-    with server(arena="1GiB", host_store="2GiB", args=arguments) as running:
-        sweep = Sweep(running)
-        for number, (name, entry) in enumerate(entries.items(), 1):
-            rows.append(sweep.try_one(name, entry))
-            row = rows[-1]
-            sys.stdout.write(
-                f"{number:3}/{len(entries)} {row['outcome']:8} {name}  "
-                f"{' '.join(row.get('sizes', ())) or row.get('fixed', '')} {row.get('why', '')}\n"
-            )
-            sys.stdout.flush()
-    report = summary(rows, sweep.operators)
+    entries = catalogue()
+    names = [name for name in entries if any(part in name for part in options.only.split(","))]
+    with tempfile.TemporaryDirectory(prefix="pipeswitch-models-") as temporary:
+        folder = options.rows or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        sweep(names, entries, folder)
+        texts = [(folder / f"{name}.json").read_text() for name in names]
+    rows = [json.loads(text) for text in texts if text]  # the others another process is at
+    report = summary(rows)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(report, indent=1) + "\n")
