@@ -71,6 +71,7 @@ class Core:
     counts: Counter[str] = field(default_factory=Counter)
     out: list[Command] = field(default_factory=list)
     last_epoch: int = 0
+    edition: int = 0  # grows when a model becomes ready or gets other groups
     wakeups: Wakeups = field(default_factory=Wakeups)
 
     def next_epoch(self) -> Epoch:

@@ -121,6 +121,7 @@ class DeviceState:
         worker.pid = 0
         worker.warm.clear()
         worker.unpreparable.clear()
+        worker.complete_at = -1
         worker.preparing = None
         worker.runs_code = worker.tenant = None
         self.emit(SpawnWorker(slot=worker.slot, generation=worker.generation))

@@ -208,6 +208,8 @@ class Fleet:
         """The latest that it does not know; none for a worker that waits for the next tenant."""
         if self._core.settings.separates_tenants and worker.tenant is None:
             return None
+        if worker.complete_at == self._core.edition:
+            return None  # with a thousand models a look at each would cost milliseconds
         missing = [
             replica
             for replica in self._device.replicas.values()
@@ -222,7 +224,10 @@ class Fleet:
         latest = max(
             missing, key=lambda m: (m.last_used_at_ms, m.model.registered_at_ms), default=None
         )
-        return latest.name if latest is not None else None
+        if latest is None:
+            worker.complete_at = self._core.edition
+            return None
+        return latest.name
 
     def prepared(self, worker: Worker, message: ModelPrepared) -> None:
         """The worker knows one more program, or says why it cannot."""

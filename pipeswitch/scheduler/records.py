@@ -298,6 +298,7 @@ class Worker:
     state: StateMachine[WorkerState, WorkerEvent] = field(init=False)
     warm: dict[ModelName, Version] = field(default_factory=dict)  # what it has loaded
     unpreparable: set[tuple[ModelName, Version]] = field(default_factory=set)
+    complete_at: int = -1  # the edition of the models of which it lacks no program it could load
     preparing: ModelName | None = None
     task_epoch: Epoch = NO_EPOCH
     job: JobName | None = None  # from its dispatch until the process is reaped

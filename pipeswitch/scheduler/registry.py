@@ -306,6 +306,7 @@ class Registry:
             return
         assert model.manifest is not None
         model.state.apply(ModelEvent.STORED, f"{message.load_ms:.0f} ms")
+        core.edition += 1
         self._admission.stored(model)
         waiters = self.registrations[model.name].waiters
         self._remember(model, accepts=tuple(waiters))
@@ -536,6 +537,7 @@ class Registry:
             return
         if event.pin and model.state.state is ModelState.QUARANTINED:
             model.state.apply(ModelEvent.PARDONED, "asked by the user")
+            core.edition += 1
             model.deaths, model.reason = 0, ""
         self._pin(model, is_pinned=event.pin)
         residency = self._machine.device.state.replicas[model.name].residency

@@ -69,6 +69,7 @@ class Residents:
                 return False
             replica.first_word = words.offset_bytes
         replica.manifest, replica.plan = manifest, plan
+        self._core.edition += 1
         return True
 
     def transmit(self, replica: Replica, window: Window, cause: str) -> Epoch:

@@ -71,6 +71,7 @@ from pipeswitch.ipc.messages import (
 )
 from pipeswitch.programs.layout import ValueSpec
 from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.records import Replica
 from pipeswitch.scheduler.regions import Owner
 from pipeswitch.scheduler.states import ModelState, Residency, TaskState, WorkerState
 
@@ -1612,6 +1613,25 @@ def test_standbys_prepare_models_they_do_not_know_and_one_stays_ready(rig: Rig) 
     assert preparing(rig) == [1, 2]
     rig.prepared()
     assert all(worker.warm for worker in rig.state.workers.values())
+
+
+def test_a_worker_that_knows_all_programs_is_not_asked_about_each_at_each_event(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a thousand models that took milliseconds of every event that left the queue empty."""
+    for name in "abc":
+        stored(rig, name)
+    rig.prepared()
+    looks: list[str] = []
+    version = Replica.version.fget
+    monkeypatch.setattr(
+        Replica, "version", property(lambda self: looks.append(self.name) or version(self))
+    )
+    for _ in range(20):
+        rig.scheduler.handle(ev.Tick(), rig.now_ms)
+    assert not looks
+    stored(rig, "d")
+    assert preparing(rig) == [0, 1]
 
 
 def test_the_only_free_worker_prepares_too(fleet_model: ModuleType) -> None:
