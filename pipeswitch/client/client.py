@@ -26,8 +26,10 @@ from ..errors import (
     InvalidInput,
     ModelNotFound,
     PermissionDenied,
+    RegistrationRefused,
     ServerUnavailable,
 )
+from ..programs.nesting import Tree, flatten
 from ..wire.addresses import as_seen_from, default_address, full_address
 from ..wire.frames import unpack_dict
 from ..wire.keys import keys_from
@@ -43,9 +45,9 @@ LOG_POLL_MS: Final = 500  # between looks at a log that is followed when no even
 Progress = Callable[[str, float], None]
 """Called with a stage's name and the fraction of the whole, 0 to 1."""
 
-Inputs = Mapping[str, tuple[Sequence[int | tuple[int, int]], str]]
+Inputs = Mapping[str, Any]
+"""``{name: (shape, dtype)}``, and what nests around such pairs."""
 Dynamic = Mapping[str, Mapping[int, tuple[int, int] | tuple[str, int, int]]]
-"""``{name: (shape, dtype)}``."""
 
 
 class Client:
@@ -107,8 +109,9 @@ class Client:
 
         Args:
             model: its registered name.
-            inputs: one array or tensor, a sequence of them in call order, or a mapping by name.
-                They are not copied: leave them unchanged until the result is there.
+            inputs: one array or tensor, a sequence of arguments in call order, or a mapping by
+                name. An argument may nest: dicts, lists, tuples, dataclasses and None around
+                arrays. They are not copied: leave them unchanged until the result is there.
             deadline_ms: from now. A request that still waits then is not computed and ends in
                 ``DeadlineExceeded``; one that computes already is answered, though late.
             priority: high, normal or low; empty: the model's own.
@@ -196,12 +199,13 @@ class Client:
                 this machine, ``package.module:factory`` (of the server's), or an ``nn.Module``,
                 which is exported here and sent as graph and safetensors.
             weights: ``random:SEED``, ``pretrained`` or a safetensors file of this machine.
-            inputs: shapes and dtypes where the source does not know them; ``(1, 512)`` in a shape
-                is a range that requests choose from.
-            example_inputs: for a module: what its ``forward`` takes.
+            inputs: shapes and dtypes where the source does not know them, by the arguments' names,
+                nested as they are; ``(1, 512)`` in a shape is a range that requests choose from.
+            example_inputs: for a module: what its ``forward`` takes, nested as it is.
             dynamic: for a module: the extents beside the batch that requests choose, by input and
-                dimension: ``{"ids": {1: (1, 512)}}``. Those of one range and one extent in the
-                example are the same; ``("source", 1, 512)`` calls one apart.
+                dimension: ``{"ids": {1: (1, 512)}}``, ``{"cache.0.key": {2: (1, 512)}}``. Those of
+                one range and one extent in the example are the same; ``("source", 1, 512)`` calls
+                one apart.
             priority: of its requests, unless they say otherwise.
             pin: keep it on the device.
             max_batch: largest dynamic batch; 0: the server's default.
@@ -214,7 +218,7 @@ class Client:
             weights = os.fspath(weights or "")
             if weights and not isinstance(source, str | os.PathLike):
                 raise InvalidInput("a module brings its own weights", hint="leave weights out")
-            signature = _signature(inputs)
+            takes, signature = _signature(inputs)
             if dynamic and isinstance(source, str | os.PathLike):
                 raise InvalidInput(
                     "dynamic is for a module; a file or a name says it in its inputs",
@@ -232,6 +236,7 @@ class Client:
                 "source": source,
                 "weights": weights,
                 "inputs": signature,
+                **({} if takes is None else {"takes": takes}),
                 "priority": priority,
                 "pin": pin,
                 "max_batch": max_batch,
@@ -680,22 +685,29 @@ def job_name(entry: str) -> str:
     return "".join(letters).strip("._-")[:64] or "job"
 
 
-def _signature(inputs: Inputs | None) -> dict[str, list[Any]]:
-    """Declared inputs as they travel.
+def _signature(inputs: Inputs | None) -> tuple[Tree, dict[str, list[Any]]]:
+    """Declared inputs as they travel: how they nest, if they do, and each by its name.
 
     Raises:
         InvalidInput: they are not ``{name: (shape, dtype)}``.
     """
     try:
-        return {
+        takes, found = flatten(dict(inputs or {}), "input", _is_declared)
+        flat = {
             key: [[n if isinstance(n, int) else list(n) for n in shape], dtype]
-            for key, (shape, dtype) in (inputs or {}).items()
+            for key, (shape, dtype) in found.items()
         }
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, RegistrationRefused) as error:
         raise InvalidInput(
             f"inputs are not {{name: (shape, dtype)}}: {error}",
             hint='inputs={"x": ((8, 3, 224, 224), "float32")}',
         ) from error
+    return (takes if list(flat) != list(inputs or {}) else None), flat
+
+
+def _is_declared(value: Any) -> bool:
+    """``(shape, dtype)``."""
+    return isinstance(value, list | tuple) and len(value) == 2 and isinstance(value[1], str)
 
 
 def _progress_caller(progress: Progress | None) -> Callable[[dict[str, Any]], None] | None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from ..errors import InvalidInput, RemoteProtocolError
+from ..errors import InvalidInput, RegistrationRefused, RemoteProtocolError
 from ..programs.dims import Dim, at_batch, batch_range
 from ..programs.layout import ITEM_BYTES, ValueSpec
+from ..programs.nesting import Tree, check_tree, flatten, unflatten
 from ..wire.frames import MAX_DIMS, MAX_TENSORS, WireTensor
 
 if TYPE_CHECKING:
@@ -64,15 +65,26 @@ _BILL_FIELDS: Final = frozenset(Timing.__dataclass_fields__) - {"extra"}
 
 @dataclass(frozen=True)
 class Result:
-    """The answer to one request: ``r["y"]``, ``r.outputs``, ``r.timing.switch_ms``."""
+    """The answer to one request: ``r["y"]``, ``r.value``, ``r.timing.switch_ms``."""
 
     model: str
     request_id: str
-    outputs: dict[str, Any]
+    outputs: dict[str, Any]  # flat, by name
     timing: Timing
+    returns: Tree = None  # how they nest; None: they do not
 
     def __getitem__(self, name: str) -> Any:
         return self.outputs[name]
+
+    @property
+    def value(self) -> Any:
+        """What the module returned: a lone tensor, or dicts, lists, tuples and None as it had them.
+
+        Dataclasses, and what transformers returns, are dicts.
+        """
+        if self.returns is not None:
+            return unflatten(self.returns, self.outputs)
+        return self.outputs["y"] if [*self.outputs] == ["y"] else self.outputs
 
 
 @dataclass(frozen=True)
@@ -117,8 +129,8 @@ class Signature:
 def to_frames(given: Any) -> tuple[tuple[WireTensor, ...], list[Any], bool]:
     """Headers and buffers of a request's inputs, and whether torch tensors were among them.
 
-    Nothing is copied unless an array is not contiguous. A mapping names its inputs; a list or
-    tuple of arrays is in call order; anything else is one array.
+    Nothing is copied unless an array is not contiguous. A mapping names its arguments; a list or
+    tuple of arrays, or of what nests around them, is in call order; anything else is one array.
 
     Raises:
         InvalidInput: a dtype that does not travel, or too many.
@@ -136,11 +148,38 @@ def to_frames(given: Any) -> tuple[tuple[WireTensor, ...], list[Any], bool]:
 
 
 def _named(given: Any) -> list[tuple[str, Any]]:
-    if isinstance(given, Mapping):
-        return [(str(name), value) for name, value in given.items()]
+    """Flat inputs: by name, by place among the arguments where these nest, else in call order."""
     if isinstance(given, list | tuple) and all(hasattr(v, "dtype") for v in given):
         return [("", value) for value in given]
-    return [("", given)]
+    is_nested = isinstance(given, list | tuple) and _nests(given)
+    arguments = dict(enumerate(given)) if is_nested else given
+    if not isinstance(arguments, Mapping):
+        return [("", given)]
+    if all(hasattr(v, "dtype") for v in arguments.values()):
+        return [(str(name), value) for name, value in arguments.items()]
+    try:
+        _, named = flatten({str(k): v for k, v in arguments.items()}, "input", _is_leaf)
+    except RegistrationRefused as error:
+        raise InvalidInput(f"{error.part}: {error.reason}") from None
+    return list(named.items())
+
+
+def _is_leaf(value: Any) -> bool:
+    """It becomes one array: a list of numbers does, a list of arrays is a list."""
+    return hasattr(value, "dtype") or not (_is_record(value) or _nests(value))
+
+
+def _nests(value: Any) -> bool:
+    """A list with something else in it than numbers."""
+    return isinstance(value, list | tuple) and any(
+        not isinstance(one, int | float)
+        and (getattr(one, "ndim", 0) or _is_record(one) or _nests(one))
+        for one in value
+    )
+
+
+def _is_record(value: Any) -> bool:
+    return value is None or isinstance(value, Mapping) or is_dataclass(value)
 
 
 def _is_torch(value: Any) -> bool:
@@ -211,7 +250,13 @@ def from_reply(model: str, reply: Reply, wants_torch: bool) -> Result:
             outputs[tensor.name] = make(buffer, tensor.dtype, tensor.shape)
         except (ValueError, TypeError, RuntimeError, OverflowError) as error:  # 2^63 times nothing
             raise RemoteProtocolError(f"output {tensor.name}: {error}") from None
-    return Result(model, reply.request_id, outputs, Timing.from_wire(reply.timing))
+    returns = reply.body.get("returns")
+    if returns is not None:
+        try:
+            check_tree(returns, "output", outputs)
+        except RegistrationRefused as error:
+            raise RemoteProtocolError(f"the answer nests oddly: {error}") from None
+    return Result(model, reply.request_id, outputs, Timing.from_wire(reply.timing), returns)
 
 
 def _numpy_array(buffer: Any, dtype: str, shape: Sequence[int]) -> Any:

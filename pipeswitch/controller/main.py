@@ -580,7 +580,7 @@ class Server:
             model.source, model.weights, is_owner=True, allow_code=("*",), uploads_dir=""
         )
         inputs = dict(parse_input(text) for text in model.inputs)
-        spec, digest = permissions.encode_spec(model.name, source, inputs, model.max_batch)
+        spec, digest = permissions.encode_spec(model.name, source, inputs, None, model.max_batch)
         return RegisterAsked(
             token=self._token(),
             model=ModelName(model.name),

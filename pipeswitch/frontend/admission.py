@@ -15,6 +15,7 @@ from ..config import NAME_PATTERN, PRIORITIES
 from ..errors import InvalidInput, ModelNotFound
 from ..programs.dims import NoExtent, Values, match, values_text
 from ..programs.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, Manifest, ValueSpec, aligned
+from ..programs.nesting import Tree, argument_names, check_takes
 from ..programs.signature import signature_text
 from ..scheduler.events import Announce
 from ..units import nearest, printable
@@ -163,7 +164,7 @@ def _by_call_order(
         raise InvalidInput(f"{model} takes {len(names)} inputs ({wanted}), got {len(tensors)}")
     if not any(tensor.name for tensor in tensors):
         return list(tensors)
-    by_name = {tensor.name: tensor for tensor in tensors}
+    by_name = {_full_name(tensor.name, names, manifest.takes): tensor for tensor in tensors}
     for name in by_name:
         if name not in names:
             raise InvalidInput(
@@ -173,6 +174,15 @@ def _by_call_order(
     if len(by_name) != len(names):
         raise InvalidInput(f"{model}: an input is given twice")
     return [by_name[name] for name in names]
+
+
+def _full_name(name: str, names: Sequence[str], takes: Tree) -> str:
+    """``1.h``, of the second argument, as ``state.h``."""
+    if name in names:
+        return name
+    number, dot, rest = name.partition(".")
+    roots = {str(n): root for n, root in enumerate(argument_names(takes, names))}
+    return f"{roots[number]}{dot}{rest}" if number in roots else name
 
 
 def _check_shape(
@@ -301,6 +311,12 @@ class Body:
             f"{self._op}: input {name[:80]!r} must be [shape, dtype] with at most {MAX_DIMS} "
             f"positive dimensions, or ranges of them, and one of {', '.join(ITEM_BYTES)}"
         )
+
+    def tree(self, key: str, names: Iterable[str]) -> Tree:
+        """How the inputs of these names make up arguments; None when it is missing."""
+        takes = self._left.pop(key, None)
+        check_takes(takes, names)
+        return takes
 
     def done(self) -> None:
         if self._left:

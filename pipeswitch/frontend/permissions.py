@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from ..errors import InvalidInput, PermissionDenied
+from ..programs.nesting import Tree
 from ..programs.spec import DEFAULT_MAX_BATCH, BuildSpec
 
 DIGEST: Final = re.compile(r"[0-9a-f]{64}")
@@ -150,7 +151,11 @@ def check_entry(entry: str, *, is_owner: bool, allow_code: Sequence[str]) -> str
 
 
 def encode_spec(
-    name: str, checked: CheckedSource, inputs: Mapping[str, list[Any]], max_batch: int
+    name: str,
+    checked: CheckedSource,
+    inputs: Mapping[str, list[Any]],
+    takes: Tree,
+    max_batch: int,
 ) -> tuple[bytes, str]:
     """msgpack of the BuildSpec, and a digest that is equal for an equal request.
 
@@ -164,6 +169,7 @@ def encode_spec(
             key: (tuple(n if isinstance(n, int) else tuple(n) for n in shape), dtype)
             for key, (shape, dtype) in inputs.items()
         },
+        takes=takes,
         max_batch=max_batch or DEFAULT_MAX_BATCH,
         allow_module_mode=checked.is_code,
     )

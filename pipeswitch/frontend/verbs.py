@@ -103,11 +103,13 @@ class Verbs:
         if source.is_code:
             standing.require(Role.CODE, "a factory")
         inputs = body.signature("inputs")
+        takes = body.tree("takes", inputs)
         priority = admission.priority_number(body.text("priority", ""), default=1)
         is_pinned = body.flag("pin")
         if is_pinned:
             standing.require(Role.OPERATE, "to pin a model")
-        spec, digest = permissions.encode_spec(name, source, inputs, body.count("max_batch", 0))
+        max_batch = body.count("max_batch", 0)
+        spec, digest = permissions.encode_spec(name, source, inputs, takes, max_batch)
         body.done()
         return lambda token: RegisterAsked(
             token=token,

@@ -39,7 +39,8 @@ from .dims import (
     shape_at,
     upgraded,
 )
-from .layout import ITEM_BYTES, ValueSpec
+from .layout import ITEM_BYTES, Manifest, ValueSpec
+from .nesting import Tree, check_takes, check_tree
 from .operators import split_target
 
 VERSION: Final = 2  # 1, whose only open dimension was the batch, is read too
@@ -81,7 +82,9 @@ class Node(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     kwargs: dict[str, Any] = {}
 
 
-class Graph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Graph(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """The graph of a program: straight-line code, no branch and no loop."""
 
     version: int
@@ -91,6 +94,8 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     results: tuple[int, ...]  # the values that are the outputs
     outputs: tuple[ValueSpec, ...]
     dims: tuple[Dim, ...] = ()  # each is an extent of an input
+    takes: Tree = None  # the arguments by name; None: each input is one
+    returns: Tree = None  # how the outputs nest; None: not told, or a lone tensor
 
     @property
     def first_node_value(self) -> int:
@@ -186,6 +191,7 @@ def check_graph(graph: Graph) -> None:
     if not graph.outputs or len(graph.results) != len(graph.outputs):
         _refuse("bundle outputs", "there must be one result for each output, and at least one")
     check_signature(graph.inputs, graph.outputs, graph.dims)
+    check_trees(graph)
     if len(set(graph.weights)) != len(graph.weights):
         _refuse("bundle weights", "two of one name")
     for position, node in enumerate(graph.nodes):
@@ -212,6 +218,13 @@ def check_signature(
             parts += _check_value(part, spec, dims)
             if parts > MAX_PARTS:
                 _refuse(f"bundle {part}s", f"all extents together have over {MAX_PARTS} parts")
+
+
+def check_trees(of: Graph | Manifest) -> None:
+    """Refuse trees that are not bounded, or not of the signature's inputs and outputs."""
+    check_takes(of.takes, [spec.name for spec in of.inputs])
+    if of.returns is not None:
+        check_tree(of.returns, "output", [spec.name for spec in of.outputs])
 
 
 def _check_value(part: str, spec: ValueSpec, dims: Sequence[Dim]) -> int:

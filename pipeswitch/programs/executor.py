@@ -18,6 +18,7 @@ from .contracts import BrokenContract
 from .dims import NoExtent, Values, shape_at, values_of, values_text
 from .graph import CompiledGraph, Environment, GroupCall, behind_contract
 from .layout import Manifest, TensorSpec
+from .nesting import arguments
 from .torch_settings import TorchSettings
 from .values import flatten_outputs
 
@@ -235,6 +236,7 @@ class ModuleProgram:
     ) -> None:
         """Hook ``module``, which this program owns from now on; it runs with ``settings``."""
         self.manifest = manifest
+        self._inputs = [spec.name for spec in manifest.inputs]
         self._settings = settings or TorchSettings.now()
         self.device = torch.device(device)
         self.module = module
@@ -294,7 +296,9 @@ class ModuleProgram:
         self._before_group, self._opened = before_group, 0
         try:
             with self._settings.inside(), torch.inference_mode():
-                outputs = self._in_order(flatten_outputs(self.module(*inputs)))
+                named = dict(zip(self._inputs, inputs, strict=True))
+                given = arguments(self.manifest.takes, named).values()
+                outputs = self._in_order(flatten_outputs(self.module(*given)))
             self._open(len(self.manifest.groups) - 1)  # a path not taken: same calls every time
         finally:
             self._before_group = None

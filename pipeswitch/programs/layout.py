@@ -84,6 +84,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     inputs: tuple[ValueSpec, ...]  # in call order
     outputs: tuple[ValueSpec, ...]
     dims: tuple[Dim, ...] = ()  # those that a request chooses
+    takes: Any = None  # a tree (nesting.py), the arguments by name; None: each input is one
+    returns: Any = None  # a tree, how the outputs nest; None: not told, or a lone tensor
     triggers: tuple[str, ...] = ()  # module mode: the submodule whose pre-hook opens group i
     layers: tuple[LayerSpec, ...] = ()  # empty: of a build that did not tell them
     weights_sha256: str = ""  # of the packed region image, checked when loaded into the store

@@ -9,10 +9,11 @@ from typing import Final
 import msgspec
 
 from ..errors import RegistrationRefused
-from .bundle import check_signature
+from .bundle import check_signature, check_trees
 from .dims import upgraded
 from .layout import BUNDLE_FILE as BUNDLE_FILE
 from .layout import Manifest
+from .nesting import Tree
 from .operators import checked_by
 
 DEFAULT_MAX_BATCH: Final = 64
@@ -34,6 +35,7 @@ class BuildSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     # source's own
     weights: str = ""
     inputs: dict[str, tuple[tuple[int | tuple[int, int], ...], str]] = {}  # (shape, dtype) by name
+    takes: Tree = None  # the arguments by name, of these inputs; None: each is one
     max_batch: int = DEFAULT_MAX_BATCH
     allow_module_mode: bool = False
     bucket_bytes: int = 0  # 0: grouping's default
@@ -81,6 +83,7 @@ def load_manifest(path: str | os.PathLike[str] | int) -> Manifest:
         raise RegistrationRefused("manifest", f"{place}: {error}") from error
     if manifest.mode == "graph":
         check_signature(manifest.inputs, manifest.outputs, manifest.dims)
+    check_trees(manifest)
     return manifest
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ..errors import RegistrationRefused
 from .layout import ITEM_BYTES
+from .nesting import Tree, flatten
 
 
 def dtype_name(dtype: torch.dtype, part: str) -> str:
@@ -19,36 +19,26 @@ def dtype_name(dtype: torch.dtype, part: str) -> str:
     return name
 
 
+def is_tensor(value: Any) -> bool:
+    """What a tree's leaf is to a module."""
+    return isinstance(value, torch.Tensor)
+
+
 def flatten_outputs(outputs: Any) -> dict[str, torch.Tensor]:
     """A module's result as named tensors: ``y``; ``y0``, ``y1``…; or a mapping's own keys.
 
     Raises:
         RegistrationRefused: something in it is not a tensor. ``None`` is left out.
     """
-    found: dict[str, torch.Tensor] = {}
+    return nested_outputs(outputs)[1]
 
-    def visit(value: Any, name: str) -> None:
-        if isinstance(value, torch.Tensor):
-            if name in found:
-                raise RegistrationRefused("outputs", f"two are called {name!r}")
-            found[name] = value
-        elif isinstance(value, Mapping):
-            for key, item in value.items():
-                visit(item, f"{name}.{key}" if name else str(key))
-        elif isinstance(value, list | tuple):
-            for index, item in enumerate(value):
-                visit(item, f"{name}.{index}" if name else f"y{index}")
-        elif value is not None:
-            raise RegistrationRefused(
-                f"output {name or 'y'!r}", f"it is a {type(value).__name__}, not a tensor"
-            )
 
-    if isinstance(outputs, torch.Tensor):
-        return {"y": outputs}
-    visit(outputs, "")
+def nested_outputs(outputs: Any) -> tuple[Tree, dict[str, torch.Tensor]]:
+    """``flatten_outputs``, and the tree they make up; None where that is a lone tensor."""
+    tree, found = flatten(outputs, "output", is_tensor)
     if not found:
         raise RegistrationRefused("outputs", "the module returns no tensor")
-    return found
+    return (None if is_tensor(outputs) else tree), found
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

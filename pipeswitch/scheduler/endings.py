@@ -54,9 +54,11 @@ class Endings:
         core.counts["inferences"] += 1
         request.state.apply(TaskEvent.FINISHED, "outputs written")
         device.requests.pop(request.token)
+        returns = replica.model.built.returns
         core.emit(
             Answer(
                 token=request.token,
+                body={} if returns is None else {"returns": returns},
                 outputs=message.outputs,
                 timing=bill(activation, request, replica, message, core.now_ms),
             )

@@ -110,7 +110,7 @@ class Sweep:
         self, module: nn.Module, example: tuple[torch.Tensor, ...], row: dict[str, Any]
     ) -> None:
         options: dict[str, Any] = {"example_inputs": example, "max_batch": 4}
-        row["dynamic"] = open_dims(named_inputs(module, example, None)[0], example)
+        row["dynamic"] = open_dims(named_inputs(module, example, None).names, example)
         for _ in range(3):
             try:
                 self._client.register("it", module, dynamic=row["dynamic"], **options)
@@ -147,7 +147,7 @@ class Sweep:
     ) -> dict[str, bool]:
         """Each length; of sides and sounds the smallest, and one in between."""
         found = {}
-        names = named_inputs(module, example, None)[0]
+        names = named_inputs(module, example, None).names
         for step in range(len(LENGTHS)):
             inputs, told = list(example), []
             for number, name in enumerate(names):

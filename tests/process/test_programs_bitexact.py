@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -29,6 +30,7 @@ from pipeswitch.programs.build.verify import load_image, same_bits, to_tensors
 from pipeswitch.programs.dims import at_batch
 from pipeswitch.programs.groups import layer_bytes, regrouped
 from pipeswitch.programs.layout import TENSOR_ALIGN_BYTES, Manifest
+from pipeswitch.programs.nesting import unflatten
 from pipeswitch.programs.requests import random_inputs
 from pipeswitch.programs.spec import BuildSpec, load_manifest, weights_file
 from pipeswitch.programs.values import flatten_outputs
@@ -563,9 +565,24 @@ class Early(nn.Module):
         return self.second(x) if float(x.sum()) < 1e9 else x
 
 
+class Nested(nn.Module):
+    """Arguments and answers that nest, and a way through it that depends on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, state: Any, mask: Any = None) -> dict[str, Any]:
+        h = self.first(x) + state["h"][0]
+        h = self.second(h) if float(h.sum()) < 1e9 else h
+        return {"out": h, "cache": [(h * 2, None)], "was_masked": mask}
+
+
 MODULE_MODE: dict[str, Any] = {
     "branching": (Branching, {"x": ((2, 3, 8), "float32")}),
     "early": (Early, {"x": ((2, 8), "float32")}),
+    "nested": (Nested, {}),
 }
 
 
@@ -592,6 +609,24 @@ def test_a_model_that_does_not_export_runs_in_module_mode_and_says_why(
     assert len(manifest.triggers) == len(manifest.groups) > 1
     check_bits(load_source(spec).module, manifest, bound, arena, [2])
     check_bits(load_source(spec).module, manifest, bound, arena, [2])
+
+
+def test_a_module_gets_its_arguments_and_gives_its_answer_nested(programs: Any) -> None:
+    shape = ((2, 8), "float32")
+    takes = {"dict": [["x", "x"], ["state", {"dict": [["h", {"list": ["state.h.0"]}]]}],
+                      ["mask", None]]}  # fmt: skip
+    spec = factory_spec("nested", {"x": shape, "state.h.0": shape})
+    spec = msgspec.structs.replace(spec, takes=takes)
+    manifest, bound, arena = programs(spec)
+    assert manifest.mode == "module"
+    x, h = to_tensors(manifest.inputs, {})
+    with torch.no_grad():
+        expected = load_source(spec).module(x, {"h": [h]})
+    named = dict(zip(("out", "cache.0.0"), bound.run([x, h], arena.arrive), strict=True))
+    answer = unflatten(manifest.returns, named)
+    assert same_bits(answer["out"], expected["out"])
+    assert same_bits(answer["cache"][0][0], expected["cache"][0][0])
+    assert (answer["cache"][0][1], answer["was_masked"]) == (None, None)
 
 
 # --- other groups, the same bytes ----------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import warnings
@@ -116,6 +117,52 @@ def test_inputs_are_called_what_forward_calls_them(running: Checked) -> None:
         assert torch.equal(answer["y"], left - right)
     running.client.register("silent", Calls(torch.add), example_inputs=(left, right))
     assert list(running.client.show("silent")["inputs"]) == ["x0", "x1"]
+
+
+@dataclasses.dataclass
+class State:
+    h: Any
+    c: Any = None
+
+
+class Nested(nn.Module):
+    """Takes and returns what nests; 20 MiB, so that two do not stay on the device together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2200, 2200)
+
+    def forward(self, x: torch.Tensor, state: Any, mask: Any = None) -> Any:
+        h = torch.tanh(self.layer(x)) + state.h
+        h = h if state.c is None else h + state.c
+        cache = [{"key": h[:, :2], "value": h[:, 2:4]}, None]
+        return {"out": h if mask is None else h * mask, "cache": cache, "state": State(h + 1)}
+
+
+def test_what_nests_goes_in_and_comes_back_as_it_was_also_after_evictions() -> None:
+    x, state = made((2, 2200)), State(made((2, 2200)) + 1)
+    modules = {}
+    with checked_server(arena="32MiB", host_store="64MiB") as checked:
+        for name in ("nested-a", "nested-b"):
+            modules[name] = Nested().eval()
+            checked.client.register(name, modules[name], example_inputs=(x, state))
+        assert list(checked.client.show("nested-a")["inputs"]) == ["x", "state.h"]
+        names = ["out", "cache.0.key", "cache.0.value", "state.h"]
+        assert list(checked.client.show("nested-a")["outputs"]) == names
+        for name, module in [*modules.items()] * 2:
+            expected = eager(module, x, state)
+            for given in ((x, state, None), {"state": {"h": state.h}, "x": x, "mask": None}):
+                answer = checked.client.infer(name, given)
+                assert list(answer.outputs) == names
+                value = answer.value
+                assert is_bit_equal(value["out"], expected["out"])
+                assert is_bit_equal(value["cache"][0]["key"], expected["cache"][0]["key"])
+                assert is_bit_equal(value["state"]["h"], expected["state"].h)
+                assert (value["cache"][1], value["state"]["c"]) == (None, None)
+            assert answer.timing.resident
+        assert checked.count("evictions") >= 2
+        with pytest.raises(InvalidInput, match="takes 2 inputs"):
+            checked.client.infer("nested-a", x=x, state=State(state.h, state.h))
 
 
 class Counts(nn.Module):

@@ -14,7 +14,7 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TextIO
 
 import msgspec
@@ -24,7 +24,8 @@ from torch import nn
 from ...errors import PipeSwitchError, RegistrationRefused
 from ..bundle import write_bundle
 from ..dims import BATCH, MAX_EXTENT, values_of
-from ..values import dtype_name, tensor_bytes
+from ..nesting import Tree
+from ..values import dtype_name, nested_outputs, tensor_bytes
 from .checking import check_program, resized
 from .dynamic import (
     Axes,
@@ -36,7 +37,7 @@ from .dynamic import (
     names_for,
 )
 from .encoder import ADVICE, Encoder, Program
-from .naming import Flat, named_inputs
+from .naming import Example, Flat, named_inputs
 from .recurrent import OneCallEach
 
 SYMBOLIC_SHAPES_LOG: Final = "torch.fx.experimental.symbolic_shapes"
@@ -115,7 +116,7 @@ OpenDims = dict[str, dict[int, tuple[str, int, int]]]
 @one_export_at_a_time()
 def export_module(
     module: nn.Module,
-    example_inputs: Mapping[str, torch.Tensor] | Sequence[torch.Tensor] | torch.Tensor,
+    example_inputs: Any,
     *,
     input_names: Sequence[str] | None = None,
     max_batch: int = 64,
@@ -127,9 +128,11 @@ def export_module(
 
     Args:
         module: on the host, with data.
-        example_inputs: tensors for ``forward``: one, a sequence, or a mapping passed by keyword.
-        input_names: what requests call them; default: the keywords, ``x`` for a single input,
-            else the names of ``forward``'s own parameters.
+        example_inputs: what ``forward`` takes: a tensor, a sequence of arguments, or a mapping of
+            them by keyword. An argument is a tensor, or dicts, lists, tuples, dataclasses and None
+            around tensors; these are called by where they are (``cache.0.key``).
+        input_names: what requests call the arguments; default: the keywords, ``x`` for a single
+            one, else the names of ``forward``'s own parameters.
         max_batch: dimension 0 may be 1 … this, when all inputs share it and the model allows.
         dynamic: the other dimensions that requests choose, with their ranges.
         is_wish: leave out of ``dynamic`` what the model does not allow, with a note.
@@ -140,20 +143,24 @@ def export_module(
         RegistrationRefused: the module cannot be a program; says which part and why.
     """
     _check_kind(module)
-    names, inputs, keywords = named_inputs(module, example_inputs, input_names)
+    example = named_inputs(module, example_inputs, input_names)
+    names, inputs = example.names, example.tensors
     modes = [(child, child.training) for child in module.modules()]
     _set_mode(module)
     try:
-        flat = Flat(module, keywords)
+        flat = Flat(module, example)
         flat.training = False
-        output_names = _output_names(flat, inputs)
+        returns, outputs = _outputs(flat, inputs)
         shapes = [tuple(value.shape) for value in inputs]
         asked = asked_axes(names, shapes, dynamic or {})
         batch, why_fixed = batch_axes(shapes, max_batch, asked)
         reasons: list[str] = []
         for axes in choices(batch, asked, is_wish=is_wish):
             try:
-                program = _export_once(flat, names, inputs, output_names, axes)
+                program = _export_once(flat, example, list(outputs), axes)
+                program.graph = msgspec.structs.replace(
+                    program.graph, takes=example.takes, returns=returns
+                )
                 if verify is not None:
                     verify(program)
                 break
@@ -202,10 +209,10 @@ def _set_mode(module: nn.Module) -> None:
         child.training = False
 
 
-def _output_names(flat: Flat, inputs: list[torch.Tensor]) -> list[str]:
+def _outputs(flat: Flat, inputs: list[torch.Tensor]) -> tuple[Tree, dict[str, torch.Tensor]]:
     with torch.no_grad():
         try:
-            return list(flat.named_outputs([value.clone() for value in inputs]))
+            return nested_outputs(flat.nested([value.clone() for value in inputs]))
         except RegistrationRefused:
             raise
         except Exception as error:
@@ -242,9 +249,8 @@ def _reason(error: BaseException) -> str:
     return ", ".join(said)[:300] or " ".join(lines[1:2])[:300] or lines[0][:200]
 
 
-def _export_once(
-    flat: Flat, names: list[str], inputs: list[torch.Tensor], output_names: list[str], axes: Axes
-) -> Program:
+def _export_once(flat: Flat, example: Example, output_names: list[str], axes: Axes) -> Program:
+    inputs = example.tensors
     arguments = [value.clone() for value in inputs]
     dims = {
         dim.name: torch.export.Dim(dim.name, min=dim.low, max=dim.high) for dim in axes.values()
@@ -269,7 +275,7 @@ def _export_once(
             raise
         except Exception as error:  # torch.export has no base class for "does not export"
             raise NotDynamic(_reason(error)) from error
-    return Encoder(exported, names, output_names, axes).program()
+    return Encoder(exported, example.names, output_names, axes).program()
 
 
 def write_program(path: str | os.PathLike[str], program: Program) -> None:
@@ -298,14 +304,14 @@ def _checked_program(
     many, and an exported graph holds Python state as the constant it was.
     """
     _check_kind(module)
-    _, inputs, keywords = named_inputs(module, example_inputs, input_names)
-    flat = Flat(module, keywords)
+    example = named_inputs(module, example_inputs, input_names)
+    flat = Flat(module, example)
 
     def plain(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return list(flat(*values))
 
     def verify(program: Program) -> None:
-        check_program(program, plain, inputs)
+        check_program(program, plain, example.tensors)
 
     with _served(module), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -340,7 +346,7 @@ def _served(module: nn.Module) -> Iterator[None]:
 @one_export_at_a_time()
 def export_module_to_bundle(
     module: nn.Module,
-    example_inputs: Mapping[str, torch.Tensor] | Sequence[torch.Tensor] | torch.Tensor,
+    example_inputs: Any,
     path: str | os.PathLike[str],
     input_names: Sequence[str] | None = None,
     *,
@@ -399,8 +405,9 @@ def convert_pt2(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> di
     if keywords and positional:
         raise RegistrationRefused(f"{path}", "it mixes positional and keyword inputs")
     module: Any = loaded.module()
-    names, inputs, keywords = named_inputs(module, example, None)
-    dynamic = _taken(Flat(module, keywords), names, inputs, _open_in(loaded, names))
+    named = named_inputs(module, example, None)
+    names = named.names
+    dynamic = _taken(Flat(module, named), names, named.tensors, _open_in(loaded, names))
     return export_module_to_bundle(module, example, out, dynamic=dynamic)
 
 
@@ -443,7 +450,8 @@ def _open_in(loaded: torch.export.ExportedProgram, names: Sequence[str]) -> Open
     """The dimensions that a file was exported with, by the names we give them."""
     kept = set(loaded.graph_signature.user_inputs)
     values = [node.meta["val"] for node in loaded.graph.nodes
-              if node.op == "placeholder" and node.name in kept]  # fmt: skip
+              if node.op == "placeholder" and node.name in kept
+              and node.meta["val"] is not None]  # fmt: skip
     called: dict[Any, str] = {}
     found: OpenDims = {}
     for name, value in zip(names, values, strict=True):

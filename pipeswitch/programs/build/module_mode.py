@@ -21,10 +21,11 @@ from ..bundle import read_safetensors_header, write_safetensors
 from ..executor import ModuleProgram
 from ..groups import needs
 from ..layout import Manifest, ValueSpec
+from ..nesting import Tree
 from ..partition import Layer, Weight, default_plan, place
 from ..spec import WEIGHTS_FILE, BuildSpec
 from ..torch_settings import TorchSettings
-from ..values import dtype_name, flatten_outputs, tensor_bytes
+from ..values import dtype_name, nested_outputs, tensor_bytes
 from ..views import tensor_over
 from .sources import Loaded
 from .verify import compare, load_image
@@ -48,7 +49,7 @@ def build_module(
     module = loaded.module
     tensors, aliases = _tensors(module)
     before = _hash_tensors(tensors)
-    order, outputs = _measure(module, examples)
+    order, returns, outputs = _measure(loaded, examples)
     changed = [name for name, digest in _hash_tensors(tensors).items() if digest != before[name]]
     if changed:
         raise RegistrationRefused(
@@ -82,6 +83,8 @@ def build_module(
             for name, (shape, dtype) in loaded.inputs.items()
         ),
         outputs=outputs,
+        takes=loaded.takes,
+        returns=returns,
         triggers=tuple(triggers[group.first_node] for group in groups),
         layers=layer_specs,
         extra={"aliases": aliases, "needs": needs(triggers, groups)},
@@ -89,7 +92,8 @@ def build_module(
     progress("verify", 0.0)
     sha256 = _verify(manifest, loaded, examples, path)
     progress("pack", 0.0)
-    digest = hashlib.sha256(msgspec.json.encode([manifest.source, manifest.inputs, sha256]))
+    facts = [manifest.source, manifest.inputs, manifest.takes, sha256]
+    digest = hashlib.sha256(msgspec.json.encode(facts))
     return msgspec.structs.replace(manifest, digest=digest.hexdigest(), weights_sha256=sha256)
 
 
@@ -119,27 +123,29 @@ def _hash_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
 
 
 def _measure(
-    module: nn.Module, examples: Sequence[torch.Tensor]
-) -> tuple[list[str], tuple[ValueSpec, ...]]:
-    """Names of submodules in the order they are first entered, and the outputs' signature."""
+    loaded: Loaded, examples: Sequence[torch.Tensor]
+) -> tuple[list[str], Tree, tuple[ValueSpec, ...]]:
+    """Submodules in the order they are first entered; how outputs nest, and their signature."""
     order: dict[str, None] = {}
 
     def hook(name: str) -> Callable[[nn.Module, Any], None]:
         return lambda entered, inputs: order.setdefault(name)
 
     handles = [
-        child.register_forward_pre_hook(hook(name)) for name, child in module.named_modules()
+        child.register_forward_pre_hook(hook(name)) for name, child in loaded.module.named_modules()
     ]
     try:
         with TorchSettings.now().inside(), torch.no_grad():
-            outputs = flatten_outputs(module(*[value.clone() for value in examples]))
+            given = loaded.arguments([value.clone() for value in examples])
+            returns, outputs = nested_outputs(loaded.module(*given))
     finally:
         for handle in handles:
             handle.remove()
-    return list(order), tuple(
+    specs = tuple(
         ValueSpec(name=n, dtype=dtype_name(v.dtype, f"output {n!r}"), shape=tuple(v.shape))
         for n, v in outputs.items()
     )
+    return list(order), returns, specs
 
 
 def _layers(
@@ -223,7 +229,7 @@ def _verify(
 
     def plain(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         with settings.inside():  # each run starts with them, as in a worker
-            return list(flatten_outputs(loaded.module(*inputs)).values())
+            return loaded.outputs(inputs)
 
     difference = compare(manifest, Arriving(), plain, examples)
     if difference:

@@ -2,34 +2,50 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...errors import RegistrationRefused
-from ..values import dtype_name, flatten_outputs
+from ..nesting import Tree, flatten, items_of
+from ..values import dtype_name, flatten_outputs, is_tensor
+
+
+@dataclass(frozen=True)
+class Example:
+    """What a module is run with once: its arguments, and the tensors in them."""
+
+    arguments: dict[str, Any]  # as given: tensors, and what nests around them
+    is_by_name: bool  # they are keywords of ``forward``
+    takes: Tree  # the same under the names that requests use; None where each is a tensor
+    names: list[str]  # of the tensors, in call order
+    tensors: list[torch.Tensor]
 
 
 class Flat(nn.Module):
     """Calls a module with flat tensors and returns flat tensors: what export sees."""
 
-    def __init__(self, module: nn.Module, keywords: Sequence[str] | None) -> None:
+    def __init__(self, module: nn.Module, example: Example) -> None:
         super().__init__()
         self.module = module
-        self._keywords = keywords
+        self._example = example
         self.fixed = _without_cache(module)
 
-    def named_outputs(self, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        if self._keywords is None:
-            return flatten_outputs(self.module(*inputs, **self.fixed))
-        named = dict(zip(self._keywords, inputs, strict=True))
-        return flatten_outputs(self.module(**named, **self.fixed))
+    def nested(self, inputs: Sequence[torch.Tensor]) -> Any:
+        """What the module itself answers."""
+        left = iter(inputs)
+        given = _replaced(self._example.arguments, is_tensor, lambda _: next(left))
+        if self._example.is_by_name:
+            return self.module(**given, **self.fixed)
+        return self.module(*given.values(), **self.fixed)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(self.named_outputs(inputs).values())
+        return tuple(flatten_outputs(self.nested(inputs)).values())
 
 
 def _without_cache(module: nn.Module) -> dict[str, bool]:
@@ -61,38 +77,70 @@ def _parameter_names(module: nn.Module, count: int) -> list[str]:
     return ["x"] if count == 1 else [f"x{index}" for index in range(count)]
 
 
-def _as_tensor(value: Any) -> Any:
-    """A numpy array as the tensor it is; everything else unchanged."""
-    return torch.from_numpy(value.copy()) if type(value).__module__ == "numpy" else value
+def _replaced(value: Any, is_leaf: Callable[[Any], bool], make: Callable[[Any], Any]) -> Any:
+    """A value of the same classes with what ``make`` makes of its leaves, in their order."""
+    if is_leaf(value):
+        return make(value)
+    inner = items_of(value)
+    if inner is None:
+        return value
+    kind, items = inner
+    parts = {key: _replaced(item, is_leaf, make) for key, item in items}
+    if kind != "dict":
+        is_named = hasattr(value, "_fields")
+        return type(value)(*parts.values()) if is_named else type(value)(parts.values())
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        return parts
+    filled = copy.copy(value)
+    for key, item in parts.items():
+        if isinstance(filled, MutableMapping):
+            filled[key] = item
+        else:
+            object.__setattr__(filled, key, item)  # a frozen dataclass too
+    return filled
+
+
+def _is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy"
+
+
+def _as_tensors(value: Any) -> Any:
+    """With a tensor for each numpy array in it."""
+    return _replaced(value, _is_array, lambda array: torch.from_numpy(array.copy()))
 
 
 def named_inputs(
-    module: nn.Module,
-    example_inputs: Mapping[str, torch.Tensor] | Sequence[torch.Tensor] | torch.Tensor,
-    input_names: Sequence[str] | None,
-) -> tuple[list[str], list[torch.Tensor], list[str] | None]:
-    keywords: list[str] | None = None
-    example: Any = _as_tensor(example_inputs)
-    if isinstance(example, torch.Tensor):
-        inputs = [example]
-    elif isinstance(example, Mapping):
-        keywords, inputs = list(example), [_as_tensor(value) for value in example.values()]
-    elif isinstance(example, Sequence) and not isinstance(example, str | bytes):
-        inputs = [_as_tensor(value) for value in example]
+    module: nn.Module, example_inputs: Any, input_names: Sequence[str] | None
+) -> Example:
+    """The arguments that an example stands for, and their tensors' names.
+
+    Raises:
+        RegistrationRefused: it is none: two names are one, or something in it cannot travel.
+    """
+    given = example_inputs
+    is_by_name = isinstance(given, Mapping)
+    if is_tensor(given) or _is_array(given):
+        values = [given]
+    elif is_by_name:
+        values = list(given.values())
+    elif isinstance(given, Sequence) and not isinstance(given, str | bytes):
+        values = list(given)
     else:
         raise RegistrationRefused(
             "example inputs",
-            f"a {type(example).__name__} is neither a tensor, nor a sequence nor a mapping of them",
+            f"a {type(given).__name__} is neither a tensor, nor a sequence nor a mapping of them",
         )
-    names = list(input_names or keywords or _parameter_names(module, len(inputs)))
-    if len(names) != len(inputs):
-        raise RegistrationRefused("inputs", f"{len(names)} names for {len(inputs)} inputs")
-    for name, value in zip(names, inputs, strict=True):
-        if not isinstance(value, torch.Tensor):
-            raise RegistrationRefused(
-                f"input {name!r}",
-                f"it is a {type(value).__name__}; only tensors can travel",
-                hint="wrap the module in one whose forward takes tensors and sets the rest",
-            )
+    roots = list(input_names or (given if is_by_name else _parameter_names(module, len(values))))
+    if len(roots) != len(values) or len(set(roots)) != len(roots):
+        raise RegistrationRefused("inputs", f"names {', '.join(roots)} for {len(values)} of them")
+    values = [_as_tensors(value) for value in values]
+    takes, found = flatten(dict(zip(roots, values, strict=True)), "input", is_tensor)
+    for name, value in found.items():
         dtype_name(value.dtype, f"input {name!r}")
-    return names, inputs, keywords
+    return Example(
+        arguments=dict(zip(given if is_by_name else roots, values, strict=True)),
+        is_by_name=is_by_name,
+        takes=takes if list(found) != roots else None,
+        names=list(found),
+        tensors=list(found.values()),
+    )

@@ -27,12 +27,13 @@ from ..graph import check_no_mutation, check_shapes
 from ..groups import regrouped
 from ..layout import Manifest
 from ..matching import match
+from ..nesting import argument_names
 from ..operators import checked_by
 from ..partition import Weight as GraphWeight
 from ..partition import default_plan, layers_of_graph, place
 from ..spec import BUNDLE_FILE, BuildSpec, load_manifest, save_manifest
 from ..torch_settings import TorchSettings
-from ..values import flatten_outputs, tensor_bytes
+from ..values import tensor_bytes
 from ..views import tensor_over
 from .checking import rehearse_ends, shapes_to_try
 from .dynamic import NotDynamic
@@ -132,7 +133,7 @@ def _build_module(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes
     _check_disk(loaded.module, disk_bytes)
     settings = TorchSettings.now()  # before the module has run: what it sets when it is made
     specs = example_specs(loaded.inputs)
-    examples = acceptable_inputs(specs, {}, lambda inputs: _plain_outputs(loaded.module, inputs))
+    examples = acceptable_inputs(specs, {}, loaded.outputs)
     progress("export", 0.0)
     is_factory = not spec.source.startswith(("torchvision:", "hf:"))
     try:
@@ -177,9 +178,6 @@ def _export(
     path = out_dir / BUNDLE_FILE
     made: list[Manifest] = []
 
-    def plain(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return _plain_outputs(loaded.module, inputs)
-
     def verify(program: Program) -> None:
         write_program(path, program)
         bundle = read_bundle(path)  # what we write, we accept
@@ -190,12 +188,12 @@ def _export(
         )
         assert given is not None
         others = shapes_to_try(program.graph.dims, given, program.suspects)
-        made[:] = [_finish_graph(bundle, spec, path, plain, [given, *others], progress)]
+        made[:] = [_finish_graph(bundle, spec, path, loaded.outputs, [given, *others], progress)]
 
     program = export_module(
         loaded.module,
-        examples,
-        input_names=list(loaded.inputs),
+        loaded.arguments(examples),
+        input_names=argument_names(loaded.takes, loaded.inputs),
         max_batch=spec.max_batch,
         dynamic=loaded.dynamic,
         is_wish=loaded.is_wish,
@@ -203,10 +201,6 @@ def _export(
     )
     [manifest] = made
     return msgspec.structs.replace(manifest, extra={**manifest.extra, "notes": program.notes})
-
-
-def _plain_outputs(module: nn.Module, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return list(flatten_outputs(module(*inputs)).values())
 
 
 def _finish_graph(
@@ -270,6 +264,8 @@ def _graph_manifest(spec: BuildSpec, bundle: Bundle) -> Manifest:
         inputs=graph.inputs,
         outputs=graph.outputs,
         dims=graph.dims,
+        takes=graph.takes,
+        returns=graph.returns,
         layers=specs,
     )
 

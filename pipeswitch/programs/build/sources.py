@@ -6,7 +6,7 @@ import inspect
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -17,7 +17,9 @@ from ...errors import RegistrationRefused
 from ..dims import Dim, typical
 from ..factories import factory
 from ..layout import ITEM_BYTES, ValueSpec
+from ..nesting import Tree, argument_names, arguments
 from ..spec import BuildSpec
+from ..values import flatten_outputs
 from .dynamic import Dynamic, Range
 
 InputShapes = dict[str, tuple[tuple[int, ...], str]]
@@ -60,6 +62,15 @@ class Loaded:
     construct: Callable[[], nn.Module]  # the same structure again, for a worker's meta copy
     dynamic: Dynamic = field(default_factory=dict)  # dimensions that requests choose
     is_wish: bool = False  # they are the source's own idea: what does not work is left out
+    takes: Tree = None  # how the inputs make up the arguments; None: each is one
+
+    def arguments(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        """What the module is called with, of its inputs in order."""
+        return list(arguments(self.takes, dict(zip(self.inputs, inputs, strict=True))).values())
+
+    def outputs(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What the plain module answers, in order."""
+        return list(flatten_outputs(self.module(*self.arguments(inputs))).values())
 
 
 def load_source(spec: BuildSpec) -> Loaded:
@@ -75,7 +86,7 @@ def load_source(spec: BuildSpec) -> Loaded:
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     inputs, dynamic = _checked_inputs(spec.inputs or usual)
-    return Loaded(module, inputs, construct, dynamic, is_wish=not spec.inputs)
+    return Loaded(module, inputs, construct, dynamic, not spec.inputs, spec.takes)
 
 
 def _constructor(spec: BuildSpec) -> tuple[Callable[[], nn.Module], OpenShapes]:
@@ -134,7 +145,7 @@ class _ByPosition(nn.Module):
         self.model = model
         self._names = names
 
-    def forward(self, *inputs: torch.Tensor) -> Mapping[str, Any]:
+    def forward(self, *inputs: Any) -> Mapping[str, Any]:
         keywords: dict[str, Any] = dict(zip(self._names, inputs, strict=True))
         if hasattr(self.model.config, "use_cache"):
             keywords["use_cache"] = False  # a request stands alone; a cache would be an output
@@ -156,7 +167,7 @@ def _transformers(name: str, spec: BuildSpec) -> tuple[Callable[[], nn.Module], 
     bare: Any = transformers.AutoModel  # untyped upstream
     cls = _class(transformers, wished, config) or bare
     inputs = spec.inputs or _usual_inputs(cls, config)
-    names = tuple(inputs)
+    names = tuple(argument_names(spec.takes, inputs))
 
     def construct() -> nn.Module:
         if is_pretrained:

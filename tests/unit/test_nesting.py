@@ -1,0 +1,254 @@
+"""Trees around named tensors: what goes in comes back, and what an enemy made is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeswitch.client.client import _signature
+from pipeswitch.client.connection import Reply
+from pipeswitch.client.tensors import Result, Timing, from_reply, to_frames
+from pipeswitch.errors import InvalidInput, RegistrationRefused, RemoteProtocolError
+from pipeswitch.frontend.admission import Body, check_infer
+from pipeswitch.ipc.messages import ModelName
+from pipeswitch.programs.build.naming import Flat, named_inputs
+from pipeswitch.programs.bundle import Graph, ValueSpec, decode_graph, encode_graph
+from pipeswitch.programs.layout import Manifest
+from pipeswitch.programs.nesting import MAX_DEPTH, MAX_PARTS, check_tree, flatten, unflatten
+from pipeswitch.programs.spec import load_manifest, save_manifest
+from pipeswitch.programs.values import nested_outputs
+from pipeswitch.scheduler.events import Announce
+from pipeswitch.wire.frames import RequestHeader, WireTensor
+
+
+class Leaf:
+    """Stands for a tensor."""
+
+
+def is_leaf(value: Any) -> bool:
+    return isinstance(value, Leaf)
+
+
+keys = st.text("abc", min_size=1, max_size=3) | st.integers(-2, 99)
+values = st.recursive(
+    st.none() | st.builds(Leaf),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(keys, inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+@given(values)
+def test_what_was_flattened_is_whole_again_also_after_a_journey(value: Any) -> None:
+    tree, named = flatten(value, "output", is_leaf)
+    for travelled in (
+        msgspec.json.decode(msgspec.json.encode(tree)),
+        msgspec.msgpack.decode(msgspec.msgpack.encode(tree)),
+    ):
+        check_tree(travelled, "output", named)
+        assert unflatten(travelled, named) == value
+
+
+def test_names_say_where_a_tensor_is() -> None:
+    one = Leaf()
+    assert list(flatten({"cache": [{"key": one}, None, (one,)]}, "output", is_leaf)[1]) == [
+        "cache.0.key",
+        "cache.2.0",
+    ]
+    assert list(flatten((one, {"a": one}), "output", is_leaf)[1]) == ["y0", "y1.a"]
+    assert list(flatten(one, "output", is_leaf)[1]) == ["y"]
+
+
+def deep(levels: int) -> Any:
+    tree: Any = "a"
+    for _ in range(levels):
+        tree = {"list": [tree]}
+    return tree
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"list": ["a", "a"]},
+        {"list": ["a", "b"]},
+        {"list": []},
+        None,
+        7,
+        True,
+        ["a"],
+        {},
+        {"set": ["a"]},
+        {"list": "a"},
+        {"list": ["a"], "tuple": []},
+        {"dict": ["ab"]},
+        {"dict": [["k", "a", None]]},
+        {"dict": [["k", "a"], ["k", None]]},
+        {"dict": [[None, "a"]]},
+        {"dict": [[True, "a"]]},
+        {"dict": [[["k"], "a"]]},
+        {"dict": [["\x1b[2J", "a"]]},
+        {"dict": [["k" * 257, "a"]]},
+        {"dict": [[1 << 63, "a"]]},
+        {"dict": {"k": "a"}},
+        deep(MAX_DEPTH + 1),
+        {"list": ["a", *[None] * MAX_PARTS]},
+    ],
+)
+def test_a_tree_that_is_none_is_refused_wherever_it_comes_from(tree: Any, tmp_path: Path) -> None:
+    with pytest.raises(RegistrationRefused, match="the tree of outputs"):
+        check_tree(tree, "output", ["a"])
+    if tree is None:
+        return  # a signature without a tree
+    graph = {
+        "version": 2, "inputs": [spec("x")], "weights": [], "nodes": [], "results": [0],
+        "outputs": [spec("a")],
+    }  # fmt: skip
+    for place in ("takes", "returns"):
+        with pytest.raises(RegistrationRefused, match="tree"):
+            decode_graph(msgspec.json.encode({**graph, place: tree}).decode())
+    save_manifest(tmp_path, msgspec.structs.replace(MANIFEST, returns=tree))
+    with pytest.raises(RegistrationRefused, match="tree"):
+        load_manifest(tmp_path)
+    with pytest.raises(RegistrationRefused, match="tree"):
+        Body("register", {"takes": tree}).tree("takes", ["x"])
+    wire = WireTensor(name="a", dtype="uint8", shape=(1,), frame=0)
+    reply = Reply(request_id="1", body={"returns": tree}, timing={}, outputs=(wire,), frames=[b"1"])
+    with pytest.raises(RemoteProtocolError, match="nests oddly"):
+        from_reply("m", reply, wants_torch=False)
+
+
+def test_a_tree_of_thousands_of_levels_is_refused_like_any_other() -> None:
+    text = '{"list": [' * 5000 + "]}" * 5000
+    with pytest.raises(RegistrationRefused):
+        decode_graph(encode_graph(GRAPH)[:-1] + f',"returns":{text}}}')
+
+
+def spec(name: str) -> dict[str, Any]:
+    return {"name": name, "dtype": "float32", "shape": [2]}
+
+
+def value(name: str) -> ValueSpec:
+    return ValueSpec(name=name, dtype="float32", shape=(2,))
+
+
+GRAPH = Graph(
+    version=2, inputs=(value("x"),), weights=(), nodes=(), results=(0,), outputs=(value("y"),)
+)
+MANIFEST = Manifest(
+    digest="d", mode="graph", mode_reason="", source="bundle", total_bytes=0, tensors=(),
+    groups=(), inputs=(value("x"), value("state.h"), value("state.c")), outputs=(value("a"),),
+    takes={"dict": [["x", "x"], ["state", {"dict": [["h", "state.h"], ["c", "state.c"]]}]]},
+)  # fmt: skip
+
+
+def test_a_bundle_without_trees_is_as_it_was() -> None:
+    assert "takes" not in encode_graph(GRAPH)
+    assert decode_graph(encode_graph(GRAPH)) == GRAPH
+    arrays = {"y": np.zeros(2)}
+    assert Result("m", "1", arrays, Timing()).value is arrays["y"]
+    assert Result("m", "1", {"a": 1, "b": 2}, Timing()).value == {"a": 1, "b": 2}
+
+
+def admitted(given: Any) -> dict[str, float]:
+    """Each input's first number, as the model would see it."""
+    tensors, frames, _ = to_frames(given)
+    header = RequestHeader(v=1, op="infer", id="1", model="m", inputs=tensors)
+    announced = Announce(model=ModelName("m"), manifest=MANIFEST, priority=0)
+    found = check_infer(header, [len(frame) for frame in frames], announced, 1 << 20)
+    return {one.name: np.frombuffer(frames[one.frame], "float32")[0] for one in found.inputs}
+
+
+X, H, C = (np.full(2, n, "float32") for n in range(3))
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    h: Any
+    c: Any
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"x": X, "state": {"c": C, "h": H}},
+        {"state": State(H, C), "x": X},
+        (X, {"c": C, "h": H}),
+        (X, State(H, C), None),
+        {"x": X, "state.h": H, "state.c": C},
+        [X, H, C],
+    ],
+)
+def test_inputs_reach_the_model_in_its_order_however_they_were_nested(given: Any) -> None:
+    assert admitted(given) == {"x": 0, "state.h": 1, "state.c": 2}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ((X, {"h": H}), "takes 3 inputs"),
+        ((X, {"h": H, "d": C}), 'no input "state.d"; did you mean'),
+        ({"x": X, "state": [H, C]}, 'no input "state.0"'),
+        ((X, {"h": H, "c": C}, X), "takes 3 inputs"),
+        ({"x": X, "state": {"h": H, "c": C}, "state.h": H}, "two are called 'state.h'"),
+    ],
+)
+def test_inputs_that_nest_otherwise_are_refused(given: Any, says: str) -> None:
+    with pytest.raises(InvalidInput, match=says):
+        admitted(given)
+
+
+def test_lists_of_numbers_stay_arrays() -> None:
+    for one, shape in (([[1.0, 2.0]], (1, 2)), ([np.float32(1), np.float32(2)], (2,)), ([], (0,))):
+        assert [t.shape for t in to_frames({"x": one})[0]] == [shape]
+    assert [(t.name, t.shape) for t in to_frames([[1, 2], [3, 4]])[0]] == [("", (2, 2))]
+
+
+def test_declared_inputs_nest_too() -> None:
+    pair = ((2, (1, 512)), "int64")
+    assert _signature({"x": pair}) == (None, {"x": [[2, [1, 512]], "int64"]})
+    takes, flat = _signature({"x": pair, "cache": [{"key": pair}, None]})
+    assert list(flat) == ["x", "cache.0.key"]
+    assert unflatten(takes, dict.fromkeys(flat, 1)) == {"x": 1, "cache": [{"key": 1}, None]}
+    with pytest.raises(InvalidInput, match="shape, dtype"):
+        _signature({"x": {"key": 3}})
+
+
+class Echo(torch.nn.Module):
+    def forward(self, x: torch.Tensor, state: Any) -> Any:
+        return {"seen": (x, type(state).__name__), "state": state}
+
+
+def test_a_module_is_called_with_the_classes_of_its_example() -> None:
+    """Also a numpy array in it is a tensor, and a frozen dataclass itself again."""
+    example = named_inputs(Echo(), (torch.zeros(2), State(np.ones(2), None)), None)
+    assert example.names == ["x", "state.h"]
+    answer = Flat(Echo(), example).nested([torch.ones(2), torch.full((2,), 5.0)])
+    assert answer["seen"][1] == "State"
+    assert answer["state"].h.tolist() == [5, 5]
+    assert answer["state"].c is None
+    tree, named = nested_outputs({"state": answer["state"]})
+    assert unflatten(tree, named) == {"state": {"h": answer["state"].h, "c": None}}
+
+
+@pytest.mark.parametrize(
+    ("example", "names", "says"),
+    [
+        ((torch.zeros(2), {"a.b": torch.zeros(2), "a": {"b": torch.zeros(2)}}), None, "two are"),
+        ((torch.zeros(2), {"n": 3}), None, "only tensors can travel"),
+        ((torch.zeros(2), torch.zeros(2)), ["x", "x"], "names x, x"),
+    ],
+)
+def test_an_example_that_cannot_be_named_is_refused(example: Any, names: Any, says: str) -> None:
+    with pytest.raises(RegistrationRefused, match=says):
+        named_inputs(Echo(), example, names)
