@@ -557,7 +557,7 @@ class Server:
             slot_bytes, step = self._effects.restore_commits(name) or (0, -1)
         except (PipeSwitchError, OSError) as error:
             log.error("job=%s commit on disk is unusable, starting over: %s", name, error)
-        self._scheduler.machine.device.jobs.restore(
+        self._scheduler.machine.jobs.restore(
             name,
             str(entry["entry"]),
             tuple(entry["args"]),  # type: ignore[arg-type]
@@ -569,7 +569,7 @@ class Server:
         )
 
     def _restore_ended(self, name: JobName, record: dict[str, Any]) -> None:
-        jobs = self._scheduler.machine.device.jobs
+        jobs = self._scheduler.machine.jobs
         try:
             jobs.restore_ended(name, record, self._effects.step_on_disk(name))
         except (ValueError, TypeError, KeyError) as error:

@@ -13,6 +13,7 @@ from ..errors import (
 )
 from ..ipc.messages import ModelName
 from .core import Core
+from .device_state import DeviceState
 from .endings import batch_of, quarantined
 from .events import CancelAsked, InferArrived
 from .forecast import hopeless_at_ms, is_hopeless, is_worth_a_probe, too_late, will_be_measured
@@ -52,8 +53,10 @@ class Admission:
             batch=batch_of(manifest, event.inputs),
             size_bytes=manifest.total_bytes,
         )
-        device = self._machine.device.state
-        is_early = self._machine.models[request.model].state.state in MODEL_AWAITED
+        model = self._machine.models[request.model]
+        is_early = model.state.state in MODEL_AWAITED
+        place, request.placed = self._machine.placing.request(model, request)
+        device = place.state
         if not is_early and is_hopeless(device, request):
             request.is_probe = is_worth_a_probe(device, request)
             if not request.is_probe:
@@ -62,8 +65,7 @@ class Admission:
         if not is_early:
             will_be_measured(device, request)
         request.hopeless_at_ms = hopeless_at_ms(device, request)
-        device.requests[request.token] = request
-        (device.early if is_early else device.queue).add(request)
+        device.take(request, is_early=is_early)
         for at_ms in (request.hopeless_at_ms, request.deadline_at_ms):
             if at_ms is not None:
                 core.look_again(at_ms)
@@ -81,7 +83,7 @@ class Admission:
         return replace(event, model=current.name, digest=current.manifest.digest)
 
     def _refusal(self, event: InferArrived) -> PipeSwitchError | None:
-        core, device = self._core, self._machine.device.state
+        core, states = self._core, [device.state for device in self._machine.devices]
         model = self._machine.models.get(event.model)
         if core.is_draining or core.has_left:
             return ServerUnavailable("the server is draining", hint="try again when it is back")
@@ -90,16 +92,17 @@ class Admission:
         if model.state.state is ModelState.QUARANTINED:
             return quarantined(model)
         is_same = model.manifest is not None and model.manifest.digest == event.digest
-        if not is_same or device.tenant_of(model) != event.tenant:
+        if not is_same or core.tenant_of(model) != event.tenant:
             return changed_on_the_way(event.model)
-        waiting = len(device.queue) + len(device.early)
+        waiting = sum(len(state.queue) + len(state.early) for state in states)
         if waiting >= core.settings.max_queue:
             return QueueFull(
                 f"{waiting} requests are waiting, the limit is {core.settings.max_queue}",
                 hint="try again later, or raise [scheduler] max_queue",
                 waiting=waiting,
             )
-        waiting = device.queue.count(event.model) + device.early.count(event.model)
+        name = event.model
+        waiting = sum(state.queue.count(name) + state.early.count(name) for state in states)
         if waiting >= core.settings.max_queue_per_model:
             return QueueFull(
                 f"{waiting} requests for {event.model} are waiting, "
@@ -111,25 +114,48 @@ class Admission:
 
     def cancel(self, event: CancelAsked) -> bool:
         """Take a queued request back; a dispatched one runs to its end (it is nearly there)."""
-        device = self._machine.device.state
-        request = device.queue.get(event.token) or device.early.get(event.token)
-        if request is None:
-            return False
-        device.refuse(request, TaskEvent.CANCEL, Cancelled("cancelled by the caller"))
-        return True
+        for state in (device.state for device in self._machine.devices):
+            request = state.queue.get(event.token) or state.early.get(event.token)
+            if request is not None:
+                state.refuse(request, TaskEvent.CANCEL, Cancelled("cancelled by the caller"))
+                return True
+        return False
 
     def stored(self, model: Model) -> None:
         """Its bytes are in the host store: requests that came before are dispatched in order."""
-        device = self._machine.device.state
-        for request in device.early.of(model.name):
-            device.early.discard(request)
-            device.queue.add(request)
+        for device in self._machine.devices:
+            for request in device.state.early.of(model.name):
+                device.state.early.discard(request)
+                self._place(device.state, request)
 
     def not_stored(self, model: Model, error: PipeSwitchError) -> None:
         """Its bytes cannot be had: requests that came before that read the reason."""
-        device = self._machine.device.state
-        for request in device.early.of(model.name):
-            device.refuse(request, TaskEvent.ERROR, error)
+        for device in self._machine.devices:
+            for request in device.state.early.of(model.name):
+                device.state.refuse(request, TaskEvent.ERROR, error)
+
+    def rehome(self) -> None:
+        """What waits where no memory daemon is goes to where one is.
+
+        Not before the workers there are reaped: one of them may still write a request's outputs.
+        """
+        states = [device.state for device in self._machine.devices]
+        if not any(state.is_daemon_ready for state in states):
+            return
+        for state in states:
+            if not state.is_daemon_ready and not state.has_processes:
+                for request in (*state.queue, *state.early):
+                    state.queue.discard(request)
+                    state.early.discard(request)
+                    self._place(state, request)
+
+    def _place(self, state: DeviceState, request: Request) -> None:
+        """One that waited there already."""
+        model = self._machine.models[request.model]
+        place, request.placed = self._machine.placing.request(model, request)
+        if place.state is not state:
+            del state.requests[request.token]
+        place.state.take(request, is_early=model.state.state in MODEL_AWAITED)
 
 
 def changed_on_the_way(name: ModelName) -> ModelNotFound:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from ..ipc.messages import InferenceDone
-from .core import Core
+from .device_state import DeviceState
 from .records import Activation, Replica, Request
 
 
 def bill(
+    device: DeviceState,
     activation: Activation,
     request: Request,
     replica: Replica,
@@ -32,17 +33,20 @@ def bill(
         "worker": activation.slot,
         "epoch": activation.epoch,
         "version": replica.model.version,
+        **({"device": device.label, "placed": request.placed} if device.label else {}),
         **({"kept_bytes": activation.kept_bytes} if activation.kept_bytes else {}),
     }
 
 
-def trace(core: Core, activation: Activation, request: Request, message: InferenceDone) -> None:
+def trace(
+    device: DeviceState, activation: Activation, request: Request, message: InferenceDone
+) -> None:
     """Its intervals on the timeline."""
     track = f"worker {activation.slot}"
     flow = activation.epoch
     name = f"{request.request_id} {activation.model}"
-    core.span("scheduler", f"queue {name}", request.arrived_at_ms, activation.dispatched_at_ms)
-    core.span(
+    device.span("scheduler", f"queue {name}", request.arrived_at_ms, activation.dispatched_at_ms)
+    device.span(
         "scheduler",
         f"switch {name}",
         activation.dispatched_at_ms,
@@ -51,9 +55,9 @@ def trace(core: Core, activation: Activation, request: Request, message: Inferen
         preempted=activation.preempted,
         resident=activation.was_resident,
     )
-    core.span(
+    device.span(
         track, name, message.turn_at_ms, message.ended_at_ms, flow=flow, stall_ms=message.stall_ms
     )
     pairs = zip(message.group_begins_at_ms, message.group_ends_at_ms, strict=False)
     for index, (begin, end) in enumerate(pairs):
-        core.span(track, f"group {index}", begin, end)
+        device.span(track, f"group {index}", begin, end)

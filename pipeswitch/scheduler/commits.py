@@ -66,6 +66,16 @@ class Commits:
         core.emit(CreateCommits(job=job.name, slot_bytes=state_bytes))
         self._tell_daemon(job)
 
+    def leaves(self, job: Job) -> None:
+        """Another device's daemon copies what it commits from now on."""
+        if job.commit_slot_bytes:
+            self._device.tell_daemon(CloseCommits(job=job.name))
+
+    def enters(self, job: Job) -> None:
+        """It was another device's."""
+        if job.commit_slot_bytes:
+            self._tell_daemon(job)
+
     def _tell_daemon(self, job: Job) -> None:
         self._device.tell_daemon(
             OpenCommits(job=job.name, slot_bytes=job.commit_slot_bytes), commits_of=job.name
@@ -115,7 +125,8 @@ class Commits:
             job.committed_step = max(job.committed_step, message.step)
             job.deaths_without_progress = 0
             core.counts["commits"] += 1
-            core.publish("job.committed", job=job.name, step=message.step, copy_ms=message.copy_ms)
+            copy_ms = message.copy_ms
+            device.publish("job.committed", job=job.name, step=message.step, copy_ms=copy_ms)
         if job.slot is not None and message.epoch == job.epoch:
             self._device.emit(ToWorker(slot=job.slot, message=message, channel="signal"))
 
@@ -146,7 +157,7 @@ class Commits:
             return
         job.is_persisting = False
         if message.error:
-            self._core.publish("job.persist_failed", job=job.name, error=message.error)
+            self._device.publish("job.persist_failed", job=job.name, error=message.error)
             self._not_saved(job, message.error)
         else:
             job.persisted_step = max(job.persisted_step, message.step)
@@ -184,8 +195,8 @@ class Commits:
         """Its area is given back; its file on disk stays."""
         if job.commit_slot_bytes:
             self._store.regions.release(job.commits)
+            self.leaves(job)
             job.commit_slot_bytes = 0
-            self._device.tell_daemon(CloseCommits(job=job.name))
             self._core.emit(DropCommits(job=job.name))
 
     def daemon_died(self) -> None:

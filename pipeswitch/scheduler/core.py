@@ -11,6 +11,7 @@ from ..ipc.messages import Epoch
 from ..planning.profile import UNKNOWN_DEVICE, Identity
 from .events import Answer, Command, Publish, Span, Token
 from .judge import Judge
+from .records import Model
 from .wakeups import Wakeups
 
 
@@ -42,6 +43,7 @@ class SchedulerSettings:
     keep_versions: int = 2  # of a model, the current one among them
     keep_jobs: int = 20  # that are over, with their last state
     keep_jobs_ms: float = 0.0  # 0: for as long as their number allows
+    placement: str = "least-finish"  # which of several devices (policies/placement.py)
     admission: str = "off"  # "deadline": what cannot be answered in time is refused at once
     look_ahead: bool = True  # the link sends the next request's model while the device computes
     prefix_bytes: int = 0  # of the arena, for prefixes of models that had to leave; 0: none
@@ -108,13 +110,13 @@ class Core:
             )
         )
 
+    def tenant_of(self, model: Model) -> str:
+        """Whose workers serve it: where tenants are separate, its owner's."""
+        return model.tenant if self.settings.separates_tenants else ""
+
     @property
     def is_draining(self) -> bool:
         return self.drain_at_ms is not None
-
-    def spend(self, kind: str, ms: float) -> None:
-        """Device time of one kind, which is over: train, infer, or switch (waiting for a model)."""
-        self.counts[f"{kind}_us"] += round(ms * 1000.0)
 
     def look_again(self, at_ms: float) -> None:
         """Ask for a Tick at that instant."""

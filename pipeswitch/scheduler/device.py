@@ -32,7 +32,7 @@ from .endings import Endings
 from .events import DaemonExited, FromDaemon, FromWorker, WorkerExited
 from .fleet import Fleet
 from .health import Health
-from .jobs import Jobs
+from .jobs import Home, Jobs
 from .leases import Leases
 from .plans import Plans
 from .profiling import Profiling
@@ -56,14 +56,17 @@ from .turns import Turns
 class Device:
     """Its state, and its parts; each owns one concern and takes only the others it needs."""
 
-    def __init__(self, core: Core, settings: SchedulerSettings, store: Store) -> None:
+    def __init__(
+        self, core: Core, settings: SchedulerSettings, store: Store, jobs: Jobs, label: str = ""
+    ) -> None:
         self.core = core
-        self.state = state = DeviceState(core, settings)
+        self.state = state = DeviceState(core, settings, len(jobs.homes), label)
         self.arena = Arena(state)
         self.residents = Residents(state, self.arena)
         self.slices = Slices(state, self.arena, self.residents)
         self.commits = Commits(state, self.arena, store)
-        self.jobs = Jobs(state, self.commits)
+        jobs.homes.append(Home(state, self.commits))
+        self.jobs = jobs  # the machine's
         self.leases = Leases(state, self.arena, self.slices, self.commits)
         self.training = Training(state, self.slices, self.jobs, self.leases, self.commits)
         self.turns = Turns(state)
@@ -116,7 +119,9 @@ class Device:
             case CommitStep() as message:
                 self.commits.commit(worker, message)
             case JobReport() as message:
-                self.jobs.report(worker, message)
+                job = self.state.job_of(worker, message.epoch)
+                if job is not None:
+                    self.jobs.report(job, message)
             case JobEnded() as message:
                 self.training.ended(worker, message)
                 self.turns.give()
@@ -168,13 +173,13 @@ class Device:
         self.training.worker_died(worker, event.status)
         self.turns.give()
 
-    def daemon_exited(self, event: DaemonExited) -> bool:
-        """False: it died too often, the server cannot go on."""
+    def daemon_exited(self, event: DaemonExited) -> None:
+        """Its memory is gone, and what lay in it."""
         self.endings.daemon_died()
         self.arena.device_lost()
         self.residents.device_lost()
         self.commits.daemon_died()
-        return self.fleet.daemon_died(event.status)
+        self.fleet.daemon_died(event.status)
 
     # -- after every event --------------------------------------------------------------------
 
@@ -191,12 +196,10 @@ class Device:
         self.dispatch.look_ahead()
         self.profiling.pump()
         self.training.pump()
-        self.jobs.pump()
         self.residents.bring_pinned()
         self.slices.scrub_again()
         self._kill_hung()
         self.fleet.pump()
-        self.health.pump()
 
     def _kill_hung(self) -> None:
         hung = self.turns.hung()
@@ -207,8 +210,8 @@ class Device:
 
     @property
     def is_quiet(self) -> bool:
-        """No request is live, no job on a worker, no commit on its way."""
-        return not self.state.requests and self.jobs.is_quiet and self.commits.is_quiet
+        """No request is live, no commit on its way."""
+        return not self.state.requests and self.commits.is_quiet
 
     # -- invariants ---------------------------------------------------------------------------
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ..errors import PipeSwitchError
 from ..ipc.messages import BindTenant, JobName, Message, ModelName, Slot
+from ..planning.profile import Profile
 from .core import Core, SchedulerSettings
-from .events import Command, KillWorker, SpawnWorker, ToDaemon, Token, ToWorker
+from .events import KillWorker, OfDevice, SpawnWorker, ToDaemon, Token, ToWorker
 from .lines import IsResident
 from .policies import View
 from .predictions import Predictions
@@ -29,24 +32,30 @@ class DeviceState:
 
     core: Core
     settings: SchedulerSettings
+    index: int = 0  # its place among the server's devices
+    label: str = ""  # its name, where there are several
     replicas: dict[ModelName, Replica] = field(default_factory=dict)
     requests: dict[Token, Request] = field(default_factory=dict)  # live ones
     queue: Queue = field(init=False)  # QUEUED
     early: Queue = field(default_factory=Queue)  # QUEUED too: their model is awaited
-    jobs: dict[JobName, Job] = field(default_factory=dict)
+    jobs: dict[JobName, Job] = field(default_factory=dict)  # those that are placed here
     workers: dict[Slot, Worker] = field(default_factory=dict)
     current: Activation | None = None
     upcoming: Activation | None = None
     training: JobName | None = None
     measuring: ModelName | None = None  # its groups are those of the current trial
     ended_trial: EndedTrial | None = None  # for Profiling to take
+    measured: list[tuple[ModelName, Profile]] = field(default_factory=list)  # for the others
     cold_switches: list[ColdSwitch] = field(default_factory=list)  # the same, for Plans
     daemon_generation: int = 0
     daemon_pid: int = 0
     is_daemon_ready: bool = False
+    is_given_up: bool = False  # its daemon died too often
     predictions: Predictions = field(default_factory=Predictions)
     pinned: dict[ModelName, None] = field(default_factory=dict)  # those in that state
     sending: dict[ModelName, None] = field(default_factory=dict)  # to which the daemon may write
+    served: int = 0  # requests answered with outputs
+    spent_us: Counter[str] = field(default_factory=Counter)  # of its time, by kind
 
     def __post_init__(self) -> None:
         self.queue = Queue(self.core.judge)
@@ -58,14 +67,40 @@ class DeviceState:
             worker.state.state in WORKER_SERVES for worker in self.workers.values()
         )
 
+    def may_serve(self, model: Model) -> bool:
+        """Whether its owner allows this device."""
+        return not model.devices or self.settings.device in model.devices
+
     def job_of(self, worker: Worker, epoch: int) -> Job | None:
         """The job a message speaks of; None when it speaks of an older dispatch."""
         job = self.jobs.get(worker.job) if worker.job is not None else None
         return job if job is not None and job.epoch == epoch and job.slot == worker.slot else None
 
-    def emit(self, command: Command) -> None:
-        """To a process of this device; where commands name a device, it is named here."""
-        self.core.emit(command)
+    @property
+    def is_busy(self) -> bool:
+        """A task computes or is dispatched, or a request waits."""
+        return self.current is not None or self.upcoming is not None or bool(self.queue)
+
+    @property
+    def has_processes(self) -> bool:
+        """A worker of it is not reaped yet: it may still write what it could ever write."""
+        return any(worker.is_alive for worker in self.workers.values())
+
+    def emit(self, command: OfDevice) -> None:
+        """To a process of this device, which is named here."""
+        self.core.emit(replace(command, device=self.index) if self.index else command)
+
+    def publish(self, topic: str, /, **body: Any) -> None:
+        """An event on this device; where there are several it is named."""
+        self.core.publish(topic, **(body | {"device": self.label} if self.label else body))
+
+    def span(self, track: str, /, *fields: Any, **args: Any) -> None:
+        """``Core.span`` on a track of this device."""
+        self.core.span(f"{self.label} {track}".lstrip(), *fields, **args)
+
+    def spend(self, kind: str, ms: float) -> None:
+        """Device time of one kind, which is over: train, infer, or switch (waiting for a model)."""
+        self.spent_us[kind] += round(ms * 1000.0)
 
     @property
     def view(self) -> View:
@@ -103,6 +138,11 @@ class DeviceState:
                 self.pinned[replica.name] = None
             self.queue.pins_changed()
 
+    def take(self, request: Request, *, is_early: bool = False) -> None:
+        """It waits here from now on; an early one until its model is in the host store."""
+        self.requests[request.token] = request
+        (self.early if is_early else self.queue).add(request)
+
     def refuse(self, request: Request, event: TaskEvent, error: PipeSwitchError) -> None:
         """A request's bad end: it waits no more and reads why."""
         request.state.apply(event, type(error).__name__)
@@ -125,10 +165,6 @@ class DeviceState:
         worker.preparing = None
         worker.runs_code = worker.tenant = None
         self.emit(SpawnWorker(slot=worker.slot, generation=worker.generation))
-
-    def tenant_of(self, model: Model) -> str:
-        """Whose workers serve it: where tenants are separate, its owner's."""
-        return model.tenant if self.core.settings.separates_tenants else ""
 
     def fits(self, worker: Worker, *, is_code: bool, tenant: str) -> bool:
         """Whether its process may run the operator's code, or else clients' programs (ADR 20), of

@@ -180,7 +180,7 @@ class Dispatch:
     def _pick_worker(self, replica: Replica) -> Worker:
         """A free worker: one that knows the model, then one that is just learning it, then one
         that must; last, one that is busy with another model's program, or is to be replaced."""
-        version, tenant = replica.version, self._device.tenant_of(replica.model)
+        version, tenant = replica.version, self._core.tenant_of(replica.model)
 
         def rank(worker: Worker) -> int:
             is_warm = worker.warm.get(replica.name) == version
@@ -210,7 +210,7 @@ class Dispatch:
         epoch = core.next_epoch()
         device.queue.discard(request)
         request.state.apply(TaskEvent.DISPATCHED, f"worker {worker.slot}")
-        tenant = device.tenant_of(replica.model)
+        tenant = core.tenant_of(replica.model)
         device.claim(worker, is_code=replica.is_code, tenant=tenant)
         worker.state.apply(WorkerEvent.ACTIVATED, f"request {request.request_id}")
         worker.task_epoch = epoch
@@ -259,7 +259,7 @@ class Dispatch:
             core.counts[f"{kind}_dispatches"] += 1
         if is_switch and not activation.is_trial:
             core.counts["switches"] += 1
-            core.publish(
+            device.publish(
                 "switch.started",
                 model=replica.name,
                 request=request.request_id,

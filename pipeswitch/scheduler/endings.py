@@ -42,8 +42,8 @@ class Endings:
         worker.deaths = 0
         worker.warm[replica.name] = replica.version  # it has just run it
         self._ended.append((activation, request, message))
-        core.spend("switch", message.stall_ms)
-        core.spend("infer", message.ended_at_ms - message.turn_at_ms - message.stall_ms)
+        device.spend("switch", message.stall_ms)
+        device.spend("infer", message.ended_at_ms - message.turn_at_ms - message.stall_ms)
         if activation.is_trial:
             request.state.apply(TaskEvent.FINISHED, "measured")
             device.requests.pop(request.token)
@@ -52,6 +52,7 @@ class Endings:
         self._note_switch(activation, request, replica, message)
         replica.use_count += 1
         core.counts["inferences"] += 1
+        device.served += 1
         request.state.apply(TaskEvent.FINISHED, "outputs written")
         device.requests.pop(request.token)
         returns = replica.model.built.returns
@@ -60,7 +61,7 @@ class Endings:
                 token=request.token,
                 body={} if returns is None else {"returns": returns},
                 outputs=message.outputs,
-                timing=bill(activation, request, replica, message, core.now_ms),
+                timing=bill(device, activation, request, replica, message, core.now_ms),
             )
         )
 
@@ -88,7 +89,7 @@ class Endings:
     def trace_ended(self) -> None:
         """The timeline of what was answered: after its answer, which must not wait for it."""
         for activation, request, message in self._ended:
-            trace(self._core, activation, request, message)
+            trace(self._device, activation, request, message)
         self._ended.clear()
 
     def failed(self, worker: Worker, message: InferenceFailed) -> None:
@@ -169,7 +170,7 @@ class Endings:
         self._judge(request, replica, status)
 
     def _judge(self, request: Request, replica: Replica, status: int) -> None:
-        core, device, limit = self._core, self._device, self._core.settings.max_deaths
+        device, limit = self._device, self._core.settings.max_deaths
         if replica.model.deaths >= limit and replica.model.state.allows(ModelEvent.POISONED):
             replica.model.state.apply(
                 ModelEvent.POISONED, f"{replica.model.deaths} workers died in a row"
@@ -177,7 +178,7 @@ class Endings:
             replica.model.reason = (
                 f"{replica.model.deaths} workers died in a row while computing it"
             )
-            core.publish("model.quarantined", model=replica.name, reason=replica.model.reason)
+            device.publish("model.quarantined", model=replica.name, reason=replica.model.reason)
             for other in device.queue.of(replica.name):
                 if other is not request:
                     self._device.refuse(other, TaskEvent.ERROR, quarantined(replica.model))

@@ -5,7 +5,8 @@ watcher only translate bytes and exits into the events below; ``effects.py`` per
 commands. The simulator and the model checker use the same types.
 
 ``Token`` names one accepted client request inside the controller; the frontend makes it and
-owes its client exactly one final answer for it (invariant I1).
+owes its client exactly one final answer for it (invariant I1). ``device`` is the place of a device
+among those of the server: slots and generations are numbered on each.
 """
 
 from __future__ import annotations
@@ -166,6 +167,7 @@ class FromWorker:
     slot: Slot
     generation: int  # of the process in the slot; an older one's messages are dropped
     message: Message
+    device: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,18 +178,21 @@ class WorkerExited:
     generation: int
     status: int
     begun_epoch: int | None = None  # of the last task it began to compute; None: not known
+    device: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class FromDaemon:
     generation: int
     message: Message
+    device: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class DaemonExited:
     generation: int
     status: int
+    device: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +228,7 @@ Event = (
 class ToDaemon:
     message: Message
     commits_of: JobName | None = None  # attach this job's commit memfd
+    device: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +237,7 @@ class ToWorker:
     message: Message
     channel: Literal["task", "signal"] = "task"
     commits_of: JobName | None = None
+    device: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,17 +246,20 @@ class RaiseTurn:
 
     turn: Turn
     slot: Slot
+    device: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpawnDaemon:
     generation: int
+    device: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpawnWorker:
     slot: Slot
     generation: int
+    device: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,6 +269,7 @@ class KillWorker:
     slot: Slot
     generation: int
     reason: str
+    device: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,6 +393,7 @@ class StopTrial:
 
     slot: Slot
     epoch: Epoch
+    device: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -411,3 +423,7 @@ Command = (
     | KillBuild | CreateCommits | DropCommits | RemoveJob | Announce | Retract | Answer | Publish
     | Span | DropPublished | Journal | SweepPrograms | StopTrial | SaveProfile | Warn | Leave
 )  # fmt: skip
+OfDevice = (
+    ToDaemon | ToWorker | RaiseTurn | SpawnDaemon | SpawnWorker | KillWorker | StopTrial
+)  # fmt: skip
+"""Commands that are performed on one device."""

@@ -38,20 +38,19 @@ class Fleet:
         self._device.emit(SpawnDaemon(generation=device.daemon_generation))
 
     def daemon_ready(self, pid: int) -> None:
-        core, device = self._core, self._device
+        device = self._device
         device.is_daemon_ready = True
         device.daemon_pid = pid
-        core.publish("worker.daemon_ready", pid=pid)
+        device.publish("worker.daemon_ready", pid=pid)
 
-    def daemon_died(self, status: int) -> bool:
+    def daemon_died(self, status: int) -> None:
         """Kill every worker: none may outlive the owner of its memory. Then restart in order.
 
         1. workers are killed and reaped (WorkerExited of each);
         2. the daemon is spawned again, with back-off, and takes its memory;
         3. workers are spawned; requests were queued again, jobs resume from their commits.
 
-        Returns:
-            False when it died too often: the server cannot go on.
+        A device whose daemon died too often is given up.
         """
         core, device = self._core, self._device
         device.is_daemon_ready = False
@@ -59,16 +58,16 @@ class Fleet:
         self.is_daemon_alive = False
         self._daemon_deaths += 1
         core.counts["daemon_restarts"] += 1
-        core.publish("worker.daemon_died", status=status)
+        device.publish("worker.daemon_died", status=status)
         for worker in device.workers.values():
             device.kill(worker, "the memory daemon exited", blame=False)
         if self._daemon_deaths > core.settings.max_daemon_restarts:
-            return False
+            device.is_given_up = True
+            return
         delay_ms = 0.0
         if self._daemon_deaths > 1:
             delay_ms = core.settings.restart_backoff_ms * 2 ** (self._daemon_deaths - 2)
         self._daemon_respawn_at_ms = core.now_ms + delay_ms
-        return True
 
     def served_well(self) -> None:
         """A request was answered or a step committed: the daemon's deaths are forgiven."""
@@ -80,7 +79,7 @@ class Fleet:
         """Respawn what is missing and due; let standbys prepare what they do not know yet."""
         core, device = self._core, self._device
         if not self.is_daemon_alive and self._daemon_respawn_at_ms is not None:
-            if any(worker.is_alive for worker in device.workers.values()):
+            if device.has_processes:
                 return
             if core.now_ms >= self._daemon_respawn_at_ms:
                 self._spawn_daemon()
@@ -120,7 +119,7 @@ class Fleet:
         worker.pid = pid
         if worker.state.allows(WorkerEvent.READY):  # else it has a task already (ADR 20)
             worker.state.apply(WorkerEvent.READY, f"pid {pid}")
-        self._core.publish("worker.ready", worker=worker.slot, pid=pid)
+        self._device.publish("worker.ready", worker=worker.slot, pid=pid)
 
     def worker_exited(self, worker: Worker, status: int, *, ended_well: bool) -> None:
         """Reaped. The first death is replaced at once, a row of them with growing delay.
@@ -143,7 +142,7 @@ class Fleet:
         if worker.deaths > core.settings.max_deaths:
             doubling = min(worker.deaths - core.settings.max_deaths - 1, MAX_DOUBLINGS)
             worker.respawn_at_ms += core.settings.restart_backoff_ms * 2**doubling
-        core.publish(
+        self._device.publish(
             "worker.died", worker=worker.slot, status=status, reason=worker.kill_reason or "died"
         )
 
@@ -188,7 +187,7 @@ class Fleet:
             replica = device.replicas[name]
             assert replica.manifest is not None
             worker.preparing = name
-            tenant = device.tenant_of(replica.model)
+            tenant = core.tenant_of(replica.model)
             device.claim(worker, is_code=replica.is_code, tenant=tenant)
             self._device.emit(
                 ToWorker(
@@ -214,10 +213,11 @@ class Fleet:
             replica
             for replica in self._device.replicas.values()
             if replica.model.state.state is ModelState.READY
+            and self._device.may_serve(replica.model)
             and replica.manifest is not None
             and worker.warm.get(replica.name) != replica.version
             and self._device.fits(
-                worker, is_code=replica.is_code, tenant=self._device.tenant_of(replica.model)
+                worker, is_code=replica.is_code, tenant=self._core.tenant_of(replica.model)
             )
             and (replica.name, replica.version) not in worker.unpreparable
         ]
@@ -231,12 +231,11 @@ class Fleet:
 
     def prepared(self, worker: Worker, message: ModelPrepared) -> None:
         """The worker knows one more program, or says why it cannot."""
-        core = self._core
         if worker.preparing == message.model:
             worker.preparing = None
         if message.error:
             worker.unpreparable.add((message.model, (message.digest, message.plan)))
-            core.publish(
+            self._device.publish(
                 "model.prepare_failed", model=message.model, worker=worker.slot, error=message.error
             )
         elif self._is_known(message):

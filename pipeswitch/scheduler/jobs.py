@@ -1,9 +1,9 @@
-"""The book of training jobs: what clients ask of them, what their scripts report, how they end."""
+"""The machine's book of jobs: what clients ask of them, what their scripts report, how they end."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
 
 from ..errors import (
     AlreadyExists,
@@ -15,43 +15,86 @@ from ..errors import (
 )
 from ..ipc.messages import Epoch, JobName, JobReport
 from .commits import Commits
+from .core import Core
 from .device_state import DeviceState
 from .events import JobAsked, Journal, RemoveJob, Token, TrainAsked
-from .records import Job, Worker
+from .records import Job
 from .states import TASK_FINAL, TASK_ON_WORKER, TaskEvent, TaskState
 
 RATE_WEIGHT: Final = 0.2  # of the newest report in a job's steps per second
 
 
-class Jobs:
-    """A job's identity and what it is wanted to do; ``Training`` gives it the device."""
+class Home(NamedTuple):
+    """What the book knows of a device."""
 
-    def __init__(self, device: DeviceState, commits: Commits) -> None:
-        self._core = device.core
-        self._device = device
-        self._commits = commits
+    state: DeviceState
+    commits: Commits
+
+
+class Jobs:
+    """A job's identity and what it is wanted to do; ``Training`` gives it the device.
+
+    Each job is placed on one device, which may be another one whenever it has left the one before:
+    its commits are the machine's.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self.homes: list[Home] = []  # of the machine's devices, in order
+        self.place: Callable[[Job, int | None], int] = lambda job, home: home or 0
         self._after_others: list[TrainAsked] = []  # a job of that name is being written to disk
+
+    def __iter__(self) -> Iterator[Job]:
+        return (job for home in self.homes for job in home.state.jobs.values())
+
+    def get(self, name: JobName) -> Job | None:
+        """The job of that name, wherever it is."""
+        return next((h.state.jobs[name] for h in self.homes if name in h.state.jobs), None)
+
+    def home(self, job: Job) -> Home:
+        """Of a job on the books."""
+        return next(home for home in self.homes if home.state.jobs.get(job.name) is job)
 
     def pump(self) -> None:
         """Accept who waited for another one's end; let go of what is kept no longer."""
         waiting, self._after_others = self._after_others, []
         for event in waiting:
             self.train(event)
-        for job in self._device.jobs.values():
-            self._commits.save_last(job)
-            if job.exporters and not self._commits.is_unsaved(job):
+        for job in self:
+            self.home(job).commits.save_last(job)
+            if job.exporters and not Commits.is_unsaved(job):
                 for token in job.exporters:
                     self._core.answer(token, job=self.row(job))
                 job.exporters.clear()
         self._forget_old()
 
+    def rehome(self) -> None:
+        """A job that waits for its device may wait for another one; what it committed goes with it.
+
+        Not while anything of its last dispatch is under way: a process that is not reaped, a commit
+        that is copied or written. One that does not want a device leaves a lost one only.
+        """
+        for job in list(self) if len(self.homes) > 1 else ():
+            home = self.home(job)
+            is_waiting = job.state.state is TaskState.QUEUED or home.state.is_given_up
+            has_process = any(worker.job == job.name for worker in home.state.workers.values())
+            if not is_waiting or has_process or job.copying_epoch or job.is_persisting:
+                continue
+            target = self.homes[self.place(job, home.state.index)]
+            if target is not home:
+                home.commits.leaves(job)
+                del home.state.jobs[job.name]
+                target.state.jobs[job.name] = job
+                target.commits.enters(job)
+                self._publish(job, "job.placed")
+
     def train(self, event: TrainAsked) -> None:
         """Accept a job; it is answered as soon as it is on the books."""
-        core, device = self._core, self._device
+        core = self._core
         if core.is_draining:
             core.refuse(event.token, ServerUnavailable("the server is draining"))
             return
-        old = device.jobs.get(event.job)
+        old = self.get(event.job)
         if old is not None and old.state.state not in TASK_FINAL:
             error = AlreadyExists(
                 f'a job "{event.job}" is {old.state.state.value}',
@@ -71,19 +114,19 @@ class Jobs:
                                  "args": list(job.args), "priority": job.priority,
                                  "tenant": job.tenant},
                           accepts=(event.token,)))  # fmt: skip
-        core.publish("job.submitted", job=job.name, entry=job.entry)
+        self._publish(job, "job.submitted", entry=job.entry)
         core.answer(event.token, job=self.row(job))
 
     def adopt(
         self, name: JobName, entry: str, args: tuple[str, ...], priority: int, tenant: str
     ) -> Job:
         """Put a job on the books (a new one, or one the journal remembers)."""
-        core, device = self._core, self._device
+        core = self._core
         job = Job(name, entry, args, priority, tenant)
         job.born_epoch = Epoch(core.last_epoch)
         job.place = core.next_epoch()
         job.cycle_left_ms = core.settings.training_cycle_ms
-        device.jobs[name] = job
+        self.homes[self.place(job, None)].state.jobs[name] = job
         return job
 
     def restore(
@@ -93,7 +136,7 @@ class Jobs:
         """A job the journal remembers, with its commit area loaded from disk (0: none)."""
         job = self.adopt(name, entry, args, priority, tenant)
         if slot_bytes:
-            self._commits.restore(job, slot_bytes, step)
+            self.home(job).commits.restore(job, slot_bytes, step)
         if is_paused:
             job.state.apply(TaskEvent.PAUSE, "as before the restart")
 
@@ -117,8 +160,7 @@ class Jobs:
 
     def asked(self, event: JobAsked) -> None:
         """show, pause, resume, cancel, wait, export, rm."""
-        core, device = self._core, self._device
-        job = device.jobs.get(event.job)
+        core, job = self._core, self.get(event.job)
         if job is None:
             core.refuse(
                 event.token, ModelNotFound(f'no job "{event.job}"', hint="pipeswitch jobs ls")
@@ -145,7 +187,7 @@ class Jobs:
         if job.state.allows(TaskEvent.RESUME):
             job.state.apply(TaskEvent.RESUME, "asked by the user")
             self._core.emit(Journal(entry={"kind": "hold-over", "name": job.name}))
-            self._core.publish("job.resumed", job=job.name)
+            self._publish(job, "job.resumed")
         if job.wanted == "pause":
             job.wanted = "run"
         self._core.answer(token, job=self.row(job))
@@ -177,14 +219,15 @@ class Jobs:
 
     def _remove(self, job: Job) -> None:
         """Nothing of a job that is over stays."""
-        self._commits.forget(job)
+        home = self.home(job)
+        home.commits.forget(job)
         self._core.emit(RemoveJob(job=job.name))
-        del self._device.jobs[job.name]
+        del home.state.jobs[job.name]
 
     def _forget_old(self) -> None:
         """As many ended jobs as are kept, the newest; none for longer than they are kept."""
         core, settings = self._core, self._core.settings
-        over = [job for job in self._device.jobs.values() if job.state.state in TASK_FINAL]
+        over = [job for job in self if job.state.state in TASK_FINAL]
         if not over:
             return
         over.sort(key=lambda job: job.ended_at_ms)
@@ -215,6 +258,9 @@ class Jobs:
         else:
             job.wanted = "pause" if action == "pause" else "cancel"  # Training evicts it
 
+    def _publish(self, job: Job, topic: str, /, **body: Any) -> None:
+        self.home(job).state.publish(topic, **(body | {"job": job.name}))
+
     def row(self, job: Job) -> dict[str, Any]:
         """One line of ``jobs``."""
         return {
@@ -240,11 +286,8 @@ class Jobs:
             "log": job.last_log,
         }
 
-    def report(self, worker: Worker, message: JobReport) -> None:
+    def report(self, job: Job, message: JobReport) -> None:
         """What the script says of itself."""
-        job = self._device.job_of(worker, message.epoch)
-        if job is None:
-            return
         values = {str(key): value for key, value in message.values.items()}
         if message.kind == "progress":
             self._progress(job, values)
@@ -252,7 +295,7 @@ class Jobs:
             job.why = f"{values.get('name')} was {values.get('value')} at step {values.get('step')}"
         elif message.kind in ("warning", "commit_failed"):
             job.why = str(values.get("text") or values.get("what", message.kind))
-        self._core.publish(f"job.{message.kind}", **{**values, "job": job.name})
+        self._publish(job, f"job.{message.kind}", **values)
 
     def _progress(self, job: Job, values: dict[str, Any]) -> None:
         """Steps done, and how fast since the last report that was not interrupted."""
@@ -279,7 +322,7 @@ class Jobs:
 
     def _changed(self, job: Job) -> None:
         core = self._core
-        core.publish(f"job.{job.state.state.value}", job=job.name, step=job.step, error=job.error)
+        self._publish(job, f"job.{job.state.state.value}", step=job.step, error=job.error)
         if job.state.state is TaskState.PAUSED:  # also for the next server
             core.emit(Journal(entry={"kind": "hold", "name": job.name, "why": "paused"}))
         for token in job.answer_on_change:
@@ -313,7 +356,7 @@ class Jobs:
 
     def refuse_all(self, error: PipeSwitchError) -> None:
         """The server cannot go on: every client that waits is answered."""
-        for job in self._device.jobs.values():
+        for job in self:
             for token in (*job.waiters, *job.answer_on_change, *job.exporters):
                 self._core.refuse(token, error)
             job.waiters.clear()
@@ -325,7 +368,7 @@ class Jobs:
 
     def drain(self) -> None:
         """Commit and unwind every job, write all to disk; the journal brings them back."""
-        for job in self._device.jobs.values():
+        for job in self:
             job.persist_due_at_ms = self._core.now_ms  # also of one that waits in the queue
             if job.state.state in TASK_ON_WORKER and job.wanted == "run":
                 job.wanted = "drain"  # Training evicts it
@@ -333,7 +376,7 @@ class Jobs:
     @property
     def is_quiet(self) -> bool:
         """No job is on a worker."""
-        return not any(job.state.state in TASK_ON_WORKER for job in self._device.jobs.values())
+        return not any(job.state.state in TASK_ON_WORKER for job in self)
 
 
 def _number(value: Any, default: int) -> int:

@@ -9,7 +9,10 @@ import msgspec
 from ..programs.dims import extent_text
 from ..programs.layout import Manifest, ValueSpec
 from .core import Core
+from .device import Device
+from .device_state import DeviceState
 from .machine import Machine
+from .plans import plan_row
 from .records import Job, Model, Replica, Worker
 from .regions import Owner
 from .states import ModelState, Residency, TaskState, WorkerState
@@ -29,14 +32,9 @@ class Listing:
     """Answers queries from the scheduler's own state, so every listing is consistent."""
 
     def __init__(self, core: Core, machine: Machine, versions: Versions) -> None:
-        device = machine.device
         self._core = core
         self._machine = machine
         self._versions = versions
-        self._device = device.state
-        self._arena = device.arena
-        self._jobs = device.jobs
-        self._plans = device.plans
         self.born_at_ms = 0.0  # the scheduler's start
 
     def models(self, all_versions: bool = False) -> list[dict[str, Any]]:
@@ -46,7 +44,7 @@ class Listing:
 
     def model(self, model: Model) -> dict[str, Any]:
         """One model in full."""
-        replica = self._device.replicas[model.name]
+        replica = self._machine.shown(model)
         manifest = replica.manifest or model.manifest  # in its groups, once it was built
         row: dict[str, Any] = {
             "name": model.base,
@@ -86,12 +84,19 @@ class Listing:
                 "intermediate_bytes": manifest.extra.get("intermediate_bytes", 0),
                 "batch": list(manifest.batch),
             }
-        return row | self._plans.row(replica)
+        if len(self._machine.devices) > 1:
+            row["on"] = [
+                device.state.label
+                for device in self._machine.devices
+                if device.state.replicas[model.name].is_on_device
+            ]
+        return row | plan_row(replica)
 
     def plan(self) -> dict[str, Any]:
-        """What ``pipeswitch plan`` reckons with: each model's profile, and the arena."""
+        """What ``pipeswitch plan`` reckons with: each model's profile, and the (first) arena."""
+        device = self._machine.devices[0]
         return {
-            "arena_bytes": self._arena.leasable_bytes,
+            "arena_bytes": device.arena.leasable_bytes,
             "models": [
                 {
                     "name": replica.name,
@@ -102,33 +107,38 @@ class Listing:
                     if replica.profile is None
                     else msgspec.to_builtins(replica.profile),
                 }
-                for replica in self._device.replicas.values()
+                for replica in device.state.replicas.values()
                 if replica.model.manifest is not None
             ],
         }
 
     def jobs(self) -> list[dict[str, Any]]:
-        return [self._jobs.row(job) for job in self._device.jobs.values()]
+        return [self._machine.jobs.row(job) for job in self._machine.jobs]
 
     def ps(self) -> list[dict[str, Any]]:
         """Models, jobs, workers and the memory daemon, with ``pid``."""
-        device = self._device
-        rows = [self._ps_model(replica) for replica in device.replicas.values()]
-        rows += [self._ps_job(job) for job in device.jobs.values()]
-        rows += [self._ps_worker(worker) for worker in device.workers.values()]
-        rows.append(
-            self._row(
-                "memory-daemon",
-                "daemon",
-                "active" if device.is_daemon_ready else "starting",
-                pid=device.daemon_pid,
-                device=f"{self._arena.leasable_bytes - self._arena.regions.free_bytes}",
+        rows: list[dict[str, Any]] = []
+        for device in self._machine.devices:
+            state, arena = device.state, device.arena
+            rows += [self._ps_model(device, replica) for replica in state.replicas.values()]
+            rows += [self._ps_job(device, job) for job in state.jobs.values()]
+            rows += [self._ps_worker(device, worker) for worker in state.workers.values()]
+            rows.append(
+                self._row(
+                    device,
+                    "memory-daemon",
+                    "daemon",
+                    "active" if state.is_daemon_ready else "starting",
+                    pid=state.daemon_pid,
+                    device=f"{arena.leasable_bytes - arena.regions.free_bytes}",
+                    why="given up: it died too often" if state.is_given_up else "",
+                )
             )
-        )
         return rows
 
     def _row(
         self,
+        on: Device,
         name: str,
         kind: str,
         state: str,
@@ -143,7 +153,7 @@ class Listing:
         owners: tuple[Owner, ...] = (),
         manifest: Manifest | None = None,
     ) -> dict[str, Any]:
-        regions = [region for owner in owners if (region := self._arena.regions.get(owner))]
+        regions = [region for owner in owners if (region := on.arena.regions.get(owner))]
         idle_ms = self._core.now_ms - last_used_at_ms if last_used_at_ms else None
         return {
             "name": name,
@@ -158,36 +168,39 @@ class Listing:
             "pid": pid,
             "regions": [[region.offset_bytes, region.size_bytes] for region in regions],
             "group_bytes": [group.size_bytes for group in manifest.groups] if manifest else [],
+            **({"on": on.state.label} if on.state.label else {}),
         }
 
-    def _ps_model(self, replica: Replica) -> dict[str, Any]:
-        device = self._device
+    def _ps_model(self, on: Device, replica: Replica) -> dict[str, Any]:
+        device = on.state
         slot = next(
             (a.slot for a in (device.current, device.upcoming) if a and a.model == replica.name),
             None,
         )
         stored = self._machine.store.regions.get(replica.owner)
         return self._row(
+            on,
             replica.name,
             "model",
-            self._model_state(replica, slot is not None),
+            self._model_state(device, replica, slot is not None),
             worker=slot,
-            device=f"{self._arena.held_bytes(replica)}",
+            device=f"{on.arena.held_bytes(replica)}",
             host=f"{stored.size_bytes if stored else 0}",
             prio=replica.model.priority,
             last_used_at_ms=replica.last_used_at_ms,
-            why=self._model_why(replica),
+            why=self._model_why(device, replica),
             pid=device.workers[slot].pid if slot is not None else 0,
             owners=(replica.owner, replica.rest),
             manifest=replica.manifest,
         )
 
-    def _model_state(self, replica: Replica, is_active: bool) -> str:
+    @staticmethod
+    def _model_state(device: DeviceState, replica: Replica, is_active: bool) -> str:
         if replica.model.state.state in (ModelState.QUARANTINED, ModelState.FAILED):
             return "failed"
         if replica.model.state.state not in (ModelState.READY, ModelState.LEAVING):
             return str(replica.model.state.state.value)
-        if is_active and self._device.current and self._device.current.model == replica.name:
+        if is_active and device.current and device.current.model == replica.name:
             return "active"
         if replica.is_being_sent:
             return "transmitting"
@@ -195,23 +208,25 @@ class Listing:
             return "resident"
         return "host"
 
-    def _model_why(self, replica: Replica) -> str:
+    @staticmethod
+    def _model_why(device: DeviceState, replica: Replica) -> str:
         if replica.model.reason:
             return replica.model.reason
         if replica.model.state.state is ModelState.LEAVING:
             return "being unregistered"
-        waiting = self._device.queue.count(replica.name) + self._device.early.count(replica.name)
+        waiting = device.queue.count(replica.name) + device.early.count(replica.name)
         if waiting:
             return f"{waiting} waiting"
         if replica.residency.state is Residency.PARTIAL:
             return "its prefix is kept"
         return "pinned" if replica.model.want_pinned else ""
 
-    def _ps_job(self, job: Job) -> dict[str, Any]:
-        worker = self._device.workers.get(job.slot) if job.slot is not None else None
-        region = self._arena.regions.get(job.slice)
+    def _ps_job(self, on: Device, job: Job) -> dict[str, Any]:
+        worker = on.state.workers.get(job.slot) if job.slot is not None else None
+        region = on.arena.regions.get(job.slice)
         words: dict[TaskState, str] = {TaskState.RUNNING: "active", TaskState.STOPPING: "active"}
         return self._row(
+            on,
             job.name,
             "job",
             words.get(job.state.state, job.state.state.value),
@@ -225,13 +240,14 @@ class Listing:
             owners=(job.slice,),
         )
 
-    def _ps_worker(self, worker: Worker) -> dict[str, Any]:
-        device = self._device
+    def _ps_worker(self, on: Device, worker: Worker) -> dict[str, Any]:
+        device = on.state
         task = worker.job or next(
             (a.model for a in (device.current, device.upcoming) if a and a.slot == worker.slot), ""
         )
         why = worker.kill_reason or (f"preparing {worker.preparing}" if worker.preparing else task)
         return self._row(
+            on,
             f"worker-{worker.slot}",
             "worker",
             worker.state.state.value,
@@ -242,14 +258,17 @@ class Listing:
 
     def stats(self) -> dict[str, Any]:
         """Counters and sizes; the frontend adds accepted/ok/error/undeliverable/in_flight."""
-        core, device, arena = self._core, self._device, self._arena
+        core, devices = self._core, self._machine.devices
         store = self._machine.store.regions
         counts = core.counts
+        rows = [self._of_device(device) for device in devices]
         return {
-            "queued": len(device.queue) + len(device.early),
+            "queued": sum(row["queued"] for row in rows),
             "switches": counts["switches"],
             "dispatches": {kind: counts[f"{kind}_dispatches"] for kind in DISPATCH_KINDS},
-            "device_s": self._device_s(),
+            "device_s": {
+                kind: round(sum(row["device_s"][kind] for row in rows), 6) for kind in DEVICE_KINDS
+            },
             "up_s": round((core.now_ms - self.born_at_ms) / 1000.0, 6),
             "preemptions": counts["preemptions"],
             "evictions": counts["evictions"],
@@ -261,32 +280,49 @@ class Listing:
             "worker_restarts": counts["worker_restarts"],
             "daemon_restarts": counts["daemon_restarts"],
             "stale_messages": counts["stale_messages"],
-            "arena_capacity_bytes": arena.leasable_bytes,
-            "arena_free_bytes": arena.regions.free_bytes,
-            "arena_leases": self._leases(),
+            "arena_capacity_bytes": sum(row["arena_capacity_bytes"] for row in rows),
+            "arena_free_bytes": sum(row["arena_free_bytes"] for row in rows),
+            "arena_leases": sum(row["arena_leases"] for row in rows),
             "store_capacity_bytes": store.capacity_bytes,
             "store_free_bytes": store.free_bytes,
             "models": len(self._machine.models),
-            "jobs": len(device.jobs),
-            "workers": len(device.workers),
-            "device": device.settings.device,
+            "jobs": sum(row["jobs"] for row in rows),
+            "workers": sum(row["workers"] for row in rows),
+            "device": ",".join(device.state.settings.device for device in devices),
             "policy": core.judge.name,
             "draining": core.is_draining,
-            "ready": device.is_ready,
+            "ready": any(row["ready"] for row in rows),
+            **({"devices": rows} if len(rows) > 1 else {}),
         }
 
-    def _device_s(self) -> dict[str, float]:
+    def _of_device(self, device: Device) -> dict[str, Any]:
+        """Its part of ``stats``."""
+        state, arena = device.state, device.arena
+        return {
+            "device": state.settings.device,
+            "queued": len(state.queue) + len(state.early),
+            "inferences": state.served,
+            "device_s": self._device_s(state),
+            "arena_capacity_bytes": arena.leasable_bytes,
+            "arena_free_bytes": arena.regions.free_bytes,
+            "arena_leases": self._leases(device),
+            "jobs": len(state.jobs),
+            "workers": len(state.workers),
+            "ready": state.is_ready,
+        }
+
+    def _device_s(self, device: DeviceState) -> dict[str, float]:
         """Seconds of each kind, with what is under way."""
-        core, device = self._core, self._device
-        spent_us = {kind: core.counts[f"{kind}_us"] for kind in DEVICE_KINDS}
+        spent_us = {kind: device.spent_us[kind] for kind in DEVICE_KINDS}
         if device.training is not None:
             began_at_ms = device.jobs[device.training].cycle_began_at_ms
-            spent_us["train"] += round((core.now_ms - began_at_ms) * 1000.0)
+            spent_us["train"] += round((self._core.now_ms - began_at_ms) * 1000.0)
         return {kind: us / 1e6 for kind, us in spent_us.items()}
 
-    def _leases(self) -> int:
+    @staticmethod
+    def _leases(device: Device) -> int:
         """Regions that a process computes in or copies into now: models in use, training slices."""
-        replicas = self._device.replicas.values()
+        replicas = device.state.replicas.values()
         in_use = sum(replica.users > 0 or replica.is_being_sent for replica in replicas)
-        slices = sum(region.owner.kind in ("slice", "scrub") for region in self._arena.regions)
+        slices = sum(region.owner.kind in ("slice", "scrub") for region in device.arena.regions)
         return in_use + slices

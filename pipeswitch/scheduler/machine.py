@@ -1,25 +1,61 @@
-"""What the devices of one machine share: the models that are served, and the host store."""
+"""What the devices of one machine share: models, the host store, the jobs' names; and placement."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..ipc.messages import ModelName
-from .core import Core
+from .core import Core, SchedulerSettings
 from .device import Device
-from .records import Model, Served
+from .jobs import Jobs
+from .placing import Placing
+from .records import Model, Replica, Served
 from .store import Store
 
 
 class Machine:
-    """One host and its devices; today there is one of them."""
+    """One host and its devices. What is the same on all of them lies here."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, devices: Sequence[SchedulerSettings] = ()) -> None:
+        """``devices``: the settings of each; none: one device, as ``core.settings`` say."""
         self.models: dict[ModelName, Model] = {}
         self.served: dict[ModelName, Served] = {}  # by the name that requests use
         self.store = Store(core)
-        self.devices = [Device(core, core.settings, self.store)]
+        self.jobs = Jobs(core)
+        devices = devices or (core.settings,)
+        self.devices = [
+            Device(core, one, self.store, self.jobs, one.device if len(devices) > 1 else "")
+            for one in devices
+        ]
+        self.placing = Placing(self.devices, core.settings.placement)
+        self.jobs.place = self.placing.job
 
-    @property
-    def device(self) -> Device:
-        """Where a model, a request, a job or a process belongs; a second one needs a rule here."""
-        (device,) = self.devices
-        return device
+    def prefetch(self, name: ModelName) -> None:
+        """Requests for it are on their way: it is sent where nothing is disturbed, once."""
+        if not any(name in d.state.replicas and d.state.replicas[name].is_on_device
+                   for d in self.devices):  # fmt: skip
+            for device in self.devices:
+                if device.residents.prefetch(name):
+                    return
+
+    def measuring(self, name: ModelName) -> Device:
+        """Where a model is measured."""
+        model = self.models.get(name)
+        allowed = [d for d in self.devices if model is not None and d.state.may_serve(model)]
+        return next((d for d in allowed if d.state.is_daemon_ready), (allowed or self.devices)[0])
+
+    def share_profiles(self) -> None:
+        """What was measured on a device holds for all of its kind."""
+        for device in self.devices:
+            found, device.state.measured[:] = list(device.state.measured), []
+            for name, profile in found:
+                for other in self.devices:
+                    identity = device.state.settings.identity
+                    is_same = other.state.settings.identity == identity
+                    if other is not device and is_same and name in other.state.replicas:
+                        other.plans.use(other.state.replicas[name], profile)
+
+    def shown(self, model: Model) -> Replica:
+        """Its replica where it is, or is about to be; else that of the first device."""
+        replicas = [device.state.replicas[model.name] for device in self.devices]
+        return next((one for one in replicas if one.is_on_device), replicas[0])

@@ -56,7 +56,7 @@ class Plans:
         replica.plan_why = why
         text = f'model "{replica.name}": {why}; its groups are byte buckets '
         self._core.emit(Warn(text=text + f"(pipeswitch profile {replica.name})"))
-        self._core.publish("model.profile_unusable", model=replica.name, reason=why)
+        self._device.publish("model.profile_unusable", model=replica.name, reason=why)
 
     def use(self, replica: Replica, profile: Profile) -> bool:
         """Plan from it, and let that plan be in force as soon as the model is off the device."""
@@ -105,7 +105,7 @@ class Plans:
                     replica.prefix_groups = prefix
                     replica.plan_source, replica.plan_why, replica.next_plan = source, why, None
                     groups = len(replica.manifest.groups) if replica.manifest else 0
-                    self._core.publish(
+                    self._device.publish(
                         "model.planned", model=replica.name, source=source, groups=groups, why=why
                     )
 
@@ -164,15 +164,16 @@ class Plans:
         self._fall_back(replica, f"its profile is stale: {why}")
         self._warn(replica, f"its profile is stale: {why}")
 
-    def row(self, replica: Replica) -> dict[str, Any]:
-        """What ``show`` says of a model's groups."""
-        profile = replica.profile
-        return {
-            "grouping": replica.plan_source,
-            "grouping_why": replica.plan_why,
-            "plan": list(replica.plan),
-            "prefix_groups": replica.prefix_groups,
-            "profile": "" if profile is None else profile.measured_at,
-            "predicted_ms": {str(batch): ms for batch, ms in replica.predicted_ms.items()},
-            "measured_over_predicted": replica.drift.ratio,
-        }
+
+def plan_row(replica: Replica) -> dict[str, Any]:
+    """What ``show`` says of a model's groups."""
+    profile = replica.profile
+    return {
+        "grouping": replica.plan_source,
+        "grouping_why": replica.plan_why,
+        "plan": list(replica.plan),
+        "prefix_groups": replica.prefix_groups,
+        "profile": "" if profile is None else profile.measured_at,
+        "predicted_ms": {str(batch): ms for batch, ms in replica.predicted_ms.items()},
+        "measured_over_predicted": replica.drift.ratio,
+    }

@@ -162,7 +162,7 @@ class Profiling:
             predict,
         )
         self._session = Session(replica, measurement, tokens)
-        self._core.publish("model.profiling", model=replica.name, batches=list(batches))
+        self._device.publish("model.profiling", model=replica.name, batches=list(batches))
 
     def _advance(self, session: Session) -> None:
         """1. It cannot go on. 2. A run is under way. 3. A copy's times are awaited. 4. The
@@ -259,7 +259,8 @@ class Profiling:
         core.emit(SaveProfile(profile=profile))
         self._end(session)
         self._plans.use(replica, profile)
-        core.publish("model.profiled", model=replica.name, digest=profile.digest)
+        self._device.measured.append((replica.name, profile))
+        self._device.publish("model.profiled", model=replica.name, digest=profile.digest)
         for token in session.tokens:
             core.answer(token, profile=msgspec.to_builtins(profile))
 

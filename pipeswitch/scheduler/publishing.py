@@ -37,6 +37,7 @@ from ..ipc.messages import (
 from ..programs.layout import BUNDLE_FILE
 from ..programs.matching import match
 from .core import Core
+from .device_state import DeviceState
 from .events import DropPublished, PublishAsked, Token, ToWorker
 from .machine import Machine
 from .records import NO_EPOCH, Job, Model, Registration, Worker
@@ -57,6 +58,7 @@ class Publication:
     is_script: bool  # a later commit than its step's does too
     stage: Literal["waits", "copies", "copied", "builds"] = "waits"
     epoch: Epoch = NO_EPOCH  # of the order to copy
+    device: int = 0  # whose daemon copies
     directory: str = ""  # its copy of the commit; none: where the job keeps it
     is_cancelled: bool = False  # it ends when the daemon has left its folder
     version: Model | None = None
@@ -84,9 +86,8 @@ class Publishing:
         else:
             self._accept(event.model, event.job, event.step, event.token)
 
-    def script_asked(self, worker: Worker, message: PublishStep) -> None:
+    def script_asked(self, device: DeviceState, worker: Worker, message: PublishStep) -> None:
         """By a script, about the step it is in; the answer says whether that can be."""
-        device = self._machine.device.state
         job = device.job_of(worker, message.epoch)
         if job is None:
             return
@@ -111,7 +112,7 @@ class Publishing:
     def _check(self, event: PublishAsked) -> None:
         if self._core.is_draining:
             raise ServerUnavailable("the server is draining")
-        job = self._machine.device.state.jobs.get(event.job)
+        job = self._machine.jobs.get(event.job)
         if job is None:
             raise _no_job(event.job)
         self.model_for(event.model, None)
@@ -160,7 +161,6 @@ class Publishing:
                 del self._lines[name]
 
     def _begin(self, one: Publication) -> None:
-        device = self._machine.device.state
         job = self._job_of(one)
         if job is None:
             self._end(one, _no_job(one.job))
@@ -169,8 +169,9 @@ class Publishing:
                 self._end(one, InvalidInput(f'job "{job.name}" ended before step {one.step}'))
         elif not job.commit_slot_bytes:
             one.stage = "copied"
-        elif device.is_daemon_ready:
+        elif (device := self._machine.jobs.home(job).state).is_daemon_ready:
             one.stage, one.epoch = "copies", self._core.next_epoch()
+            one.device = device.index
             one.directory = f"{self._core.settings.published_dir}/{job.name}@{one.epoch}"
             device.tell_daemon(
                 PersistCommit(job=job.name, epoch=one.epoch, directory=one.directory)
@@ -205,9 +206,9 @@ class Publishing:
 
     def _tell_script(self, one: Publication) -> None:
         """It may commit again."""
-        device = self._machine.device.state
         job = self._job_of(one)
         if one.is_script and job is not None and job.slot is not None:
+            device = self._machine.jobs.home(job).state
             copied = PublishCopied(epoch=job.epoch)
             device.emit(ToWorker(slot=job.slot, message=copied, channel="signal"))
 
@@ -267,7 +268,7 @@ class Publishing:
 
     def _job_of(self, one: Publication) -> Job | None:
         """The job it is about; a name that was removed may be another job's by now."""
-        job = self._machine.device.state.jobs.get(one.job)
+        job = self._machine.jobs.get(one.job)
         return job if job is not None and job.born_epoch < one.since else None
 
     def cancel(self, token: Token) -> None:
@@ -280,9 +281,11 @@ class Publishing:
             else:
                 self._end(one, error)
 
-    def daemon_died(self) -> None:
+    def daemon_died(self, device: int) -> None:
         """What it copied is copied anew, elsewhere: the old copy is being removed."""
         for one in [one for line in self._lines.values() for one in line]:
+            if one.stage == "copies" and one.device != device:
+                continue
             if one.is_cancelled:
                 self._end(one, None)
             elif one.stage == "copies":

@@ -56,6 +56,7 @@ class Registration:
     spec_digest: str
     client: str  # builds take turns among clients
     build_epoch: Epoch
+    storing: int | None = None  # the device whose daemon was told to bring its bytes to the store
     takes_over: bool = False  # its name stands for it as soon as it is there
     waiters: list[Token] = field(default_factory=list)
     end_waiters: list[Token] = field(default_factory=list)  # for the end of this version alone
@@ -85,6 +86,7 @@ class Model:
     base: ModelName = NO_NAME  # the name that requests use; none: this one
     version: int = 1
     tenant: str = ""  # who registered it; empty: the server's owner
+    devices: tuple[str, ...] = ()  # that may serve it; none named: all
     chosen_epoch: Epoch = NO_EPOCH  # when its name came to stand for it, the last time
     state: StateMachine[ModelState, ModelEvent] = field(init=False)
     serving: StateMachine[VersionState, VersionEvent] = field(init=False)
@@ -209,6 +211,7 @@ class Request:
     hopeless_at_ms: float | None = None  # from then on no answer can come before its deadline
     is_probe: bool = False  # taken although it seems late: its model is measured again
     trial_batch: int = 0  # a trial, which no client waits for; 0: a client's request
+    placed: str = ""  # why on its device, where there are several
     state: StateMachine[TaskState, TaskEvent] = field(init=False)
     deaths: int = 0  # workers that died while computing it
 
@@ -228,6 +231,7 @@ class Job:
     args: tuple[str, ...]
     priority: int
     tenant: str = ""  # whose it is; empty: the server's owner's
+    devices: tuple[str, ...] = ()  # that may train it; none named: all
     state: StateMachine[TaskState, TaskEvent] = field(init=False)
     born_epoch: Epoch = NO_EPOCH  # epochs up to it speak of an older job of this name
     epoch: Epoch = NO_EPOCH  # of its current dispatch

@@ -163,7 +163,8 @@ class Registry:
         self.registrations[model.name] = registration
         self._waiting_builds.append(registration)
         machine.models[model.name] = model
-        machine.device.state.replicas[model.name] = Replica(model)
+        for device in machine.devices:
+            device.state.replicas[model.name] = Replica(model)
         self._versions.opened(model, event.spec_digest)
         if event.restored is not None:
             self._versions.announce(model)
@@ -252,19 +253,21 @@ class Registry:
             return
         model.manifest = manifest
         model.state.apply(ModelEvent.BUILT, f"digest {manifest.digest[:12]}")
-        device = self._machine.device
-        replica = device.state.replicas[model.name]
+        devices = self._machine.devices
         try:
-            device.arena.check_fits(model)
+            for device in devices:
+                if device.state.may_serve(model):
+                    device.arena.check_fits(model)
             self._machine.store.take(model)
-            if not device.residents.take(replica):
+            if not all(d.residents.take(d.state.replicas[model.name]) for d in devices):
                 raise self._machine.store.full(model)
         except PipeSwitchError as error:
             self._refuse(model, error)
             return
         self._versions.announce(model)
         self._store_again(model)
-        device.plans.found(replica, profiles)
+        for device in devices:
+            device.plans.found(device.state.replicas[model.name], profiles)
 
     def _is_new(self, model: Model) -> bool:
         """A version that has just been made; not one of an earlier server's."""
@@ -280,12 +283,19 @@ class Registry:
         self._refuse(model, same)
 
     def _store_again(self, model: Model) -> None:
-        """(Re)send the load order; there may be no daemon now, or the one that had it died."""
+        """(Re)send the load order, to one daemon: it writes for all. There may be none now, or the
+        one that had it died."""
         assert model.manifest is not None
-        self._machine.device.state.tell_daemon(
+        registration = self.registrations[model.name]
+        ready = (d.state for d in self._machine.devices if d.state.is_daemon_ready)
+        device = next(ready, None)
+        registration.storing = None if device is None else device.index
+        if device is None:
+            return
+        device.tell_daemon(
             StoreModel(
                 model=model.name,
-                epoch=self.registrations[model.name].build_epoch,
+                epoch=registration.build_epoch,
                 directory=self._core.settings.program_dir(model.manifest.digest),
                 store_offset_bytes=model.store_offset_bytes,
                 size_bytes=model.manifest.total_bytes,
@@ -293,9 +303,17 @@ class Registry:
         )
 
     def daemon_ready(self) -> None:
-        """A new one: what was being stored is stored anew."""
+        """A new one: what no daemon stores is stored."""
         for model in self._machine.models.values():
-            if model.state.state is ModelState.STORING:
+            is_storing = model.state.state is ModelState.STORING
+            if is_storing and self.registrations[model.name].storing is None:
+                self._store_again(model)
+
+    def daemon_died(self, device: int) -> None:
+        """What it was storing another one stores anew, or the next."""
+        for model in self._machine.models.values():
+            is_storing = model.state.state is ModelState.STORING
+            if is_storing and self.registrations[model.name].storing == device:
                 self._store_again(model)
 
     def stored(self, message: ModelStored) -> None:
@@ -335,14 +353,14 @@ class Registry:
 
     def _hand_over(self, model: Model, cause: str) -> None:
         """From this version on; what was pinned is pinned again, and what is too old leaves."""
-        residents, replicas = self._machine.device.residents, self._machine.device.state.replicas
         before = self._versions.choose(model, cause)
         if before is not None:
             if before.want_pinned:
                 self._pin(before, is_pinned=False)
                 self._pin(model, is_pinned=True)
-            if replicas[before.name].is_on_device:
-                residents.prefetch(model.name)
+            for device in self._machine.devices:
+                if device.state.replicas[before.name].is_on_device:
+                    device.residents.prefetch(model.name)
         for old in self._versions.outdated(model.base):
             self._leave(old, f"version {model.version} is there")
 
@@ -412,8 +430,8 @@ class Registry:
 
     def _forget(self, model: Model) -> Registration:
         """Its name is free again."""
-        device = self._machine.device
-        device.residents.forget(device.state.replicas[model.name])
+        for device in self._machine.devices:
+            device.residents.forget(device.state.replicas[model.name])
         self._machine.store.forget(model)
         del self._machine.models[model.name]
         registration = self.registrations.pop(model.name)
@@ -422,7 +440,7 @@ class Registry:
         return registration
 
     def _answer_registered(self, model: Model, token: Token) -> None:
-        manifest = self._machine.device.state.replicas[model.name].manifest
+        manifest = self._machine.devices[0].state.replicas[model.name].manifest
         assert manifest is not None
         self._core.answer(
             token,
@@ -513,13 +531,14 @@ class Registry:
         self._core.emit(Retract(model=model.name))
 
     def _finish_unregister(self, model: Model) -> None:
-        core, device = self._core, self._machine.device
-        if not device.residents.is_idle(device.state.replicas[model.name]):
+        core, devices = self._core, self._machine.devices
+        if not all(d.residents.is_idle(d.state.replicas[model.name]) for d in devices):
             return
         del self._leaving[model.name]
         served = self._machine.served[model.base]
         registration = self._forget(model)
-        device.fleet.forget(model.name)
+        for device in devices:
+            device.fleet.forget(model.name)
         core.emit(Journal(entry={"kind": "model-gone", "name": model.name}))
         core.publish("model.unregistered", model=model.name)
         for token in registration.end_waiters:
@@ -540,19 +559,19 @@ class Registry:
             core.edition += 1
             model.deaths, model.reason = 0, ""
         self._pin(model, is_pinned=event.pin)
-        residency = self._machine.device.state.replicas[model.name].residency
+        replica = self._machine.shown(model)
         core.answer(event.token, model=event.model, pinned=event.pin,
-                    state=residency.state.value)  # fmt: skip
+                    state=replica.residency.state.value)  # fmt: skip
 
     def _pin(self, model: Model, *, is_pinned: bool) -> None:
-        device = self._machine.device.state
-        replica = device.replicas[model.name]
         model.want_pinned = is_pinned
-        if is_pinned and replica.residency.state is Residency.RESIDENT:
-            device.move(replica, ResidencyEvent.PIN, "asked by the user")
-            # One that is not on the device is brought when nothing waits (Residents.bring_pinned).
-        elif not is_pinned and replica.residency.state is Residency.PINNED:
-            device.move(replica, ResidencyEvent.UNPIN, "asked by the user")
+        for device in (device.state for device in self._machine.devices):
+            replica = device.replicas[model.name]
+            if is_pinned and replica.residency.state is Residency.RESIDENT:
+                device.move(replica, ResidencyEvent.PIN, "asked by the user")
+                # One that is not there is brought when nothing waits (Residents.bring_pinned).
+            elif not is_pinned and replica.residency.state is Residency.PINNED:
+                device.move(replica, ResidencyEvent.UNPIN, "asked by the user")
         if model.state.state in PRESENT:
             self._remember(model)
 

@@ -91,7 +91,7 @@ class Residents:
                 epoch=replica.residency_epoch,
                 arena_offset_bytes=replica.home_bytes,
                 region_bytes=region_bytes,
-                tenant=device.tenant_of(replica.model),
+                tenant=core.tenant_of(replica.model),
                 groups=tuple(
                     GroupCopy(
                         store_offset_bytes=replica.model.store_offset_bytes + group.offset_bytes,
@@ -163,7 +163,7 @@ class Residents:
     def _evicted(self, replica: Replica, cause: str) -> None:
         kept = replica.residency.state is Residency.PARTIAL
         self._core.counts["evictions"] += 1
-        self._core.publish("switch.evicted", model=replica.name, cause=cause, keeps_prefix=kept)
+        self._device.publish("switch.evicted", model=replica.name, cause=cause, keeps_prefix=kept)
 
     def transmit_ended(self, message: TransmitEnded) -> None:
         """The daemon writes no byte of that epoch any more."""
@@ -179,8 +179,8 @@ class Residents:
         begin = message.started_at_ms
         groups = replica.manifest.groups if replica.manifest is not None else ()
         for index, (group, end) in enumerate(zip(groups, message.group_ends_at_ms, strict=False)):
-            core.span("copy", f"{replica.name} group {index}", begin, end, flow=message.epoch,
-                      bytes=group.size_bytes)  # fmt: skip
+            device.span("copy", f"{replica.name} group {index}", begin, end, flow=message.epoch,
+                        bytes=group.size_bytes)  # fmt: skip
             begin = end
         if message.is_complete:
             self._device.move(replica, ResidencyEvent.ARRIVED, "all groups copied")
@@ -222,29 +222,35 @@ class Residents:
         self._device.move(replica, ResidencyEvent.RELEASED, cause)
         self._arena.release(replica)
 
-    def prefetch(self, name: ModelName) -> None:
-        """Send a model ahead of its request, if that disturbs no request (no answer is owed)."""
+    def prefetch(self, name: ModelName) -> bool:
+        """Send a model ahead of its request, if that disturbs no request (no answer is owed).
+
+        False: not now.
+        """
         core, device = self._core, self._device
         replica = device.replicas.get(name)
         if (
             replica is None
             or replica.model.state.state is not ModelState.READY
             or replica.is_on_device
+            or not device.may_serve(replica.model)
         ):
-            return
+            return False
         if (
             device.queue
             or device.upcoming is not None
             or not device.is_daemon_ready
             or core.is_draining
         ):
-            return
+            return False
         if replica.residency.state is Residency.ABANDONED:
-            return
+            return False
         window = self._arena.find_place(replica, for_request=False)
-        if window is not None and not self._arena.obstacles(window):
-            self.transmit(replica, window, "prefetch hint")
-            replica.is_prefetch = True
+        if window is None or self._arena.obstacles(window):
+            return False
+        self.transmit(replica, window, "prefetch hint")
+        replica.is_prefetch = True
+        return True
 
     def cancel_prefetches(self) -> None:
         """A real request needs the link or the place: hints step back (they were a guess)."""
@@ -266,6 +272,7 @@ class Residents:
         for replica in device.replicas.values():
             if (
                 replica.model.want_pinned
+                and device.may_serve(replica.model)
                 and replica.model.state.state is ModelState.READY
                 and replica.residency.state in (Residency.HOST, Residency.PARTIAL)
             ):

@@ -9,6 +9,7 @@ its workers, requests, jobs and bytes. The parts each own one concern: of the ma
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from os import EX_SOFTWARE
 
@@ -57,6 +58,7 @@ from .events import (
 from .judge import Judge
 from .listing import Listing
 from .machine import Machine
+from .pings import Pings
 from .policies import Policy, make_policy
 from .publishing import Publishing
 from .registry import Registry
@@ -67,18 +69,22 @@ from .wakeups import Wakeups
 class Scheduler:
     """Decides everything; performs nothing."""
 
-    def __init__(self, settings: SchedulerSettings, policy: str | Policy = "priority",
-                 max_wait_ms: float = 2000.0) -> None:  # fmt: skip
+    def __init__(
+        self, settings: SchedulerSettings, policy: str | Policy = "priority",
+        max_wait_ms: float = 2000.0, devices: Sequence[SchedulerSettings] = (),
+    ) -> None:  # fmt: skip
+        """``devices``: the settings of each; none: one, as ``settings`` say."""
         if isinstance(policy, str):
             policy = make_policy(policy, max_wait_ms=max_wait_ms)
         judge = Judge(policy, max_wait_ms)
         judge.when_failed(self._policy_failed)
         self.core = Core(settings, judge)
-        self.machine = Machine(self.core)
+        self.machine = Machine(self.core, devices)
         self.versions = Versions(self.core, self.machine)
         self.admission = Admission(self.core, self.machine, self.versions)
         self.registry = Registry(self.core, self.machine, self.admission, self.versions)
         self.publishing = Publishing(self.core, self.machine, self.registry, self.versions)
+        self.pings = Pings(self.core, self.machine)
         self.listing = Listing(self.core, self.machine, self.versions)
 
     def start(self, now_ms: float) -> list[Command]:
@@ -133,7 +139,12 @@ class Scheduler:
 
     @property
     def is_ready(self) -> bool:
-        """Each daemon owns its memory and a worker of each can take a request."""
+        """Of a device the daemon owns its memory and a worker can take a request."""
+        return any(device.state.is_ready for device in self.machine.devices)
+
+    @property
+    def is_whole(self) -> bool:
+        """All devices are ready."""
         return all(device.state.is_ready for device in self.machine.devices)
 
     def _take_out(self) -> list[Command]:
@@ -143,25 +154,27 @@ class Scheduler:
     # -- events -------------------------------------------------------------------------------
 
     def _take(self, event: Event) -> None:
-        device = self.machine.device
+        machine = self.machine
         match event:
             case InferArrived():
                 self.admission.arrived(event)
             case FromWorker(message=PublishStep() as message):
+                device = machine.devices[event.device]
                 worker = device.speaker(event)
                 if worker is not None:
-                    self.publishing.script_asked(worker, message)
+                    self.publishing.script_asked(device.state, worker, message)
             case FromWorker():
-                device.from_worker(event)
+                machine.devices[event.device].from_worker(event)
             case FromDaemon():
                 self._from_daemon(event)
             case PrefetchHint(model=name):
-                device.residents.prefetch(self.versions.resolve(name))
+                machine.prefetch(self.versions.resolve(name))
             case CancelAsked():
                 if not self.admission.cancel(event):
                     self.registry.cancel(event)
                     self.publishing.cancel(event.token)
-                    device.profiling.cancel(event.token)
+                    for device in machine.devices:
+                        device.profiling.cancel(event.token)
             case RegisterAsked():
                 self.registry.register(event)
             case PublishAsked():
@@ -173,15 +186,16 @@ class Scheduler:
             case PinAsked():
                 self.registry.pin(event)
             case TrainAsked():
-                device.jobs.train(event)
+                machine.jobs.train(event)
             case JobAsked():
-                device.jobs.asked(event)
+                machine.jobs.asked(event)
             case ProfileAsked(model=name):
-                device.profiling.asked(replace(event, model=self.versions.resolve(name)))
+                event = replace(event, model=self.versions.resolve(name))
+                machine.measuring(event.model).profiling.asked(event)
             case Query():
                 self._query(event)
             case PingAsked(token=token):
-                device.health.asked(token)
+                self.pings.asked(token)
             case DrainAsked():
                 self._drain(event)
             case FromBuilder():
@@ -189,14 +203,14 @@ class Scheduler:
             case BuilderExited():
                 self.registry.builder_exited(event)
             case WorkerExited():
-                device.worker_exited(event)
+                machine.devices[event.device].worker_exited(event)
             case DaemonExited():
                 self._daemon_exited(event)
             case Tick():
                 pass
 
     def _from_daemon(self, event: FromDaemon) -> None:
-        device = self.machine.device
+        device = self.machine.devices[event.device]
         if not device.hears(event):
             self.core.counts["stale_messages"] += 1
             return
@@ -214,7 +228,7 @@ class Scheduler:
                 device.from_daemon(message)
                 self.registry.refused(message.epoch, message.reason)
                 self.publishing.refused(message.epoch, message.reason)
-                self.core.publish("worker.daemon_fault", reason=message.reason)
+                device.state.publish("worker.daemon_fault", reason=message.reason)
             case message:
                 device.from_daemon(message)
 
@@ -231,10 +245,13 @@ class Scheduler:
                 self.core.counts["stale_messages"] += 1
 
     def _daemon_exited(self, event: DaemonExited) -> None:
-        device = self.machine.device
-        if device.hears(event):
-            self.publishing.daemon_died()
-        if device.hears(event) and not device.daemon_exited(event):
+        device = self.machine.devices[event.device]
+        if not device.hears(event):
+            return
+        self.publishing.daemon_died(event.device)
+        device.daemon_exited(event)
+        self.registry.daemon_died(event.device)
+        if all(one.state.is_given_up for one in self.machine.devices):
             self._leave("the memory daemon died too often", status=EX_SOFTWARE)
 
     # -- queries ------------------------------------------------------------------------------
@@ -283,8 +300,8 @@ class Scheduler:
             return
         core.drain_at_ms = core.now_ms + event.grace_ms
         core.look_again(core.drain_at_ms)
+        self.machine.jobs.drain()
         for device in self.machine.devices:
-            device.jobs.drain()
             device.profiling.refuse_all(ServerUnavailable("the server is draining"))
         core.publish("worker.draining", grace_ms=event.grace_ms)
 
@@ -293,7 +310,7 @@ class Scheduler:
         if core.drain_at_ms is None or core.has_left:
             return
         is_quiet = all(device.is_quiet for device in self.machine.devices)
-        if is_quiet and self.registry.is_quiet:
+        if is_quiet and self.machine.jobs.is_quiet and self.registry.is_quiet:
             self._leave("drained")
         elif core.now_ms >= core.drain_at_ms:
             self._leave("the grace period is over")
@@ -309,8 +326,8 @@ class Scheduler:
         self.publishing.refuse_all(error)
         for device in self.machine.devices:
             device.profiling.refuse_all(error)
-            device.health.refuse_all(error)
-            device.jobs.refuse_all(error)
+        self.pings.refuse_all(error)
+        self.machine.jobs.refuse_all(error)
         for token in core.drain_tokens:
             core.answer(token, reason=reason)
         core.drain_tokens.clear()
@@ -346,8 +363,13 @@ class Scheduler:
             return
         self.publishing.pump()
         self.registry.pump()
+        self.admission.rehome()
+        self.machine.jobs.rehome()
         for device in self.machine.devices:
             device.pump()
+        self.machine.share_profiles()
+        self.machine.jobs.pump()
+        self.pings.pump()
         self._watch_drain()
 
     # -- invariants ---------------------------------------------------------------------------

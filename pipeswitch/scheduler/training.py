@@ -155,7 +155,9 @@ class Training:
                 commits_of=job.name if job.commit_slot_bytes else None,
             )
         )
-        core.publish("job.dispatched", job=job.name, worker=worker.slot, step=job.committed_step)
+        self._device.publish(
+            "job.dispatched", job=job.name, worker=worker.slot, step=job.committed_step
+        )
 
     def _resume(self, job: Job) -> None:
         core, device = self._core, self._device
@@ -170,7 +172,7 @@ class Training:
                 slot=job.slot, message=GrantTurn(epoch=job.epoch, turn=job.turn), channel="signal"
             )
         )
-        core.publish("job.resumed_in_place", job=job.name, worker=job.slot)
+        device.publish("job.resumed_in_place", job=job.name, worker=job.slot)
 
     def _holds_device(self, job: Job) -> None:
         self._device.training = job.name
@@ -274,14 +276,14 @@ class Training:
             job.suspensions += 1
             job.parked_at_ms = core.now_ms
             core.counts["preemptions"] += 1
-        core.span(
+        self._device.span(
             f"worker {worker.slot}",
             f"stop {job.name} ({message.where})",
             message.asked_at_ms,
             message.parked_at_ms,
             flow=message.next_turn,
         )
-        core.publish(
+        self._device.publish(
             "job.suspended",
             job=job.name,
             where=message.where,
@@ -303,9 +305,9 @@ class Training:
 
     def _account(self, job: Job) -> None:
         core = self._core
-        core.span("scheduler", f"train {job.name}", job.cycle_began_at_ms, core.now_ms)
+        self._device.span("scheduler", f"train {job.name}", job.cycle_began_at_ms, core.now_ms)
         trained_ms = core.now_ms - job.cycle_began_at_ms
-        core.spend("train", trained_ms)
+        self._device.spend("train", trained_ms)
         job.cycle_left_ms -= trained_ms
         if job.lease_bytes:
             job.turn_left_ms -= trained_ms
@@ -325,7 +327,7 @@ class Training:
         self._device.emit(
             ToWorker(slot=job.slot, message=EvictTask(epoch=job.epoch), channel="signal")
         )
-        core.publish("job.evicting", job=name, cause=cause)
+        self._device.publish("job.evicting", job=name, cause=cause)
 
     def ended(self, worker: Worker, message: JobEnded) -> None:
         """The script is over; its process retires and only then its memory is free."""

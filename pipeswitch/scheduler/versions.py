@@ -131,7 +131,7 @@ class Versions:
                 model=model.name,
                 manifest=model.manifest,
                 priority=model.priority,
-                tenant=self._machine.device.state.tenant_of(model),
+                tenant=self._core.tenant_of(model),
                 base=model.base,
                 version=model.version,
                 is_current=self.is_current(model),

@@ -18,12 +18,13 @@ from .programs import Program
 
 @dataclass(kw_only=True)
 class Scene:
-    """What the processes of one server share."""
+    """What the processes of one device share; all but the device is the server's."""
 
     choices: Choices
     costs: Costs
     clock: Clock = field(default_factory=Clock)
-    device: Device = field(default_factory=Device)
+    device: Device = field(default_factory=Device)  # theirs
+    index: int = 0  # of that device
     programs: dict[ModelName, Program] = field(default_factory=dict)
     scripts: dict[JobName, Training] = field(default_factory=dict)
     commits: dict[JobName, SimulatedArea] = field(default_factory=dict)  # memfds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,18 +30,26 @@ from .clients import SimulatedClients
 from .clock import Act, Move
 from .costs import Costs
 from .daemon import SimulatedDaemon, slice_of
-from .device import SimulatedArea, Span, User, require_unused
+from .device import Device, SimulatedArea, Span, User, require_unused
 from .process import Process, Scene
 from .violation import Violation, require
 from .worker import SimulatedWorker
 
+MOST_SLOTS = 64  # of a device
 TOLD = 200  # of what happened last, for a violation's text
 SHOWN = 300  # characters of an event or command
 INFORMING = (ev.Publish, ev.Span, ev.Journal)
 
 
+def key_of(device: int, slot: Slot) -> Slot:
+    """Of a process among the workers of all devices; on the first it is the slot's number."""
+    return Slot(device * MOST_SLOTS + slot)
+
+
 class World:
     """One server's life around a scheduler that has not begun yet.
+
+    ``scene``, ``device`` and ``daemon`` are of the first device; there may be more.
 
     Args:
         is_checked: whether ``Scheduler.check`` is asked after each event; it looks at everything.
@@ -52,10 +61,14 @@ class World:
     ) -> None:  # fmt: skip
         self.scheduler = scheduler
         self.scene = Scene(choices=choices or Faithful(), costs=costs or Costs())
+        others = range(1, len(scheduler.machine.devices))
+        self.scenes = [
+            self.scene, *(replace(self.scene, device=Device(), index=index) for index in others)
+        ]  # fmt: skip
         self.clock, self.device = self.scene.clock, self.scene.device
         self.clients = SimulatedClients(self.scene, self.handle)
-        self.daemon: SimulatedDaemon | None = None
-        self.workers: dict[Slot, SimulatedWorker] = {}
+        self.daemons: dict[int, Any] = {}  # by device: each a SimulatedDaemon
+        self.workers: dict[Slot, SimulatedWorker] = {}  # by ``key_of``
         self.dying: list[SimulatedWorker] = []  # killed; their slots have others
         self.builders: list[SimulatedBuilder] = []
         self.ghosts: list[Process] = []  # reaped, and some of what they said is on its way
@@ -67,6 +80,15 @@ class World:
     @property
     def now_ms(self) -> float:
         return self.clock.now_ms
+
+    @property
+    def daemon(self) -> Any:
+        """Of the first device; None: it is gone."""
+        return self.daemons.get(0)
+
+    @daemon.setter
+    def daemon(self, daemon: Any) -> None:
+        self.daemons[0] = daemon
 
     # -- by the clock --------------------------------------------------------------------------
 
@@ -137,9 +159,11 @@ class World:
             raise
 
     def require_one(self) -> None:
-        """Of the workers at most one uses the device."""
-        computing = [worker.name for worker in self.workers.values() if worker.computes]
-        require(len(computing) <= 1, f"{computing} compute at the same time (I5)")
+        """Of the workers of a device at most one uses it."""
+        computing = [worker for worker in self.workers.values() if worker.computes]
+        devices = {worker.scene.index for worker in computing}
+        names = [worker.name for worker in computing]
+        require(len(computing) <= len(devices), f"{names} compute at the same time (I5)")
 
     def perform(self, commands: list[ev.Command]) -> None:
         """What the controller's edges do."""
@@ -149,32 +173,34 @@ class World:
             self._perform(command)
 
     def _perform(self, command: ev.Command) -> None:
-        device, commits = self.device, self.scene.commits
+        commits = self.scene.commits
         match command:
             case ev.Answer():
                 self.clients.answered(command)
-            case ev.ToDaemon(message=message):
-                self._to_daemon(message)
+            case ev.ToDaemon(message=message, device=index):
+                self._to_daemon(message, self.scenes[index])
             case ev.ToWorker():
                 self._to_worker(command)
-            case ev.RaiseTurn(turn=turn):
-                device.turn = turn
-            case ev.StopTrial(slot=slot, epoch=epoch):
-                device.stop_words[slot] = epoch
-            case ev.SpawnDaemon(generation=generation):
-                require(self.daemon is None, "there are two memory daemons")
-                require(not self.workers, "workers outlive their memory daemon")
-                device.clear()
-                self.daemon = self.new_daemon(generation)
-            case ev.SpawnWorker(slot=slot, generation=generation):
-                require(self.daemon is not None and self.daemon.is_ready, "no daemon yet")
-                before = self.workers.get(slot)
-                self.workers[slot] = self.new_worker(slot, generation)
+            case ev.RaiseTurn(turn=turn, device=index):
+                self.scenes[index].device.turn = turn
+            case ev.StopTrial(slot=slot, epoch=epoch, device=index):
+                self.scenes[index].device.stop_words[slot] = epoch
+            case ev.SpawnDaemon(generation=generation, device=index):
+                require(self.daemons.get(index) is None, "there are two memory daemons")
+                require(not self.workers_of(index), "workers outlive their memory daemon")
+                self.scenes[index].device.clear()
+                self.daemons[index] = self.new_daemon(generation, self.scenes[index])
+            case ev.SpawnWorker(slot=slot, generation=generation, device=index):
+                daemon, key = self.daemons.get(index), key_of(index, slot)
+                require(daemon is not None and daemon.is_ready, "no daemon yet")
+                before = self.workers.get(key)
+                self.workers[key] = self.new_worker(slot, generation, self.scenes[index])
                 if before is not None:
-                    self._replace(before, self.workers[slot])
-            case ev.KillWorker(slot=slot, generation=generation):
-                require(self.workers[slot].generation == generation, "the wrong process is killed")
-                self.workers[slot].kill()
+                    self._replace(before, self.workers[key])
+            case ev.KillWorker(slot=slot, generation=generation, device=index):
+                worker = self.workers[key_of(index, slot)]
+                require(worker.generation == generation, "the wrong process is killed")
+                worker.kill()
             case ev.StartBuild():
                 require(not self.builders, "two builds at once")
                 self.builders.append(
@@ -194,12 +220,16 @@ class World:
             case _:
                 pass
 
-    def new_worker(self, slot: Slot, generation: int) -> SimulatedWorker:
+    def new_worker(self, slot: Slot, generation: int, scene: Scene) -> SimulatedWorker:
         """The process in a slot."""
-        return SimulatedWorker(slot, generation, self.scene, self.from_process, self.reap_worker)
+        return SimulatedWorker(slot, generation, scene, self.from_process, self.reap_worker)
 
-    def new_daemon(self, generation: int) -> SimulatedDaemon:
-        return SimulatedDaemon(generation, self.scene, self.from_daemon, self.reap_daemon)
+    def new_daemon(self, generation: int, scene: Scene) -> SimulatedDaemon:
+        return SimulatedDaemon(generation, scene, self.from_daemon, self.reap_daemon)
+
+    def workers_of(self, index: int) -> list[SimulatedWorker]:
+        """The processes in a device's slots."""
+        return [worker for worker in self.workers.values() if worker.scene.index == index]
 
     def new_area(self) -> SimulatedArea:
         """A job's commit area."""
@@ -210,23 +240,24 @@ class World:
         yield from list(self.workers.values())
         yield from list(self.dying)
         yield from self.ghosts
-        if self.daemon is not None:
-            yield self.daemon
+        yield from [daemon for daemon in self.daemons.values() if daemon is not None]
         yield from self.builders
 
-    def users(self) -> list[User]:
-        """Every range that is read or written now, and by whom."""
-        found = [user for worker in self.workers.values() for user in worker.users()]
-        return found + self.daemon.users() if self.daemon is not None else found
+    def users(self, index: int) -> list[User]:
+        """Every range of a device that is read or written now, and by whom."""
+        found = [user for worker in self.workers_of(index) for user in worker.users()]
+        daemon = self.daemons.get(index)
+        return found + daemon.users() if daemon is not None else found
 
-    def claims(self) -> list[User]:
+    def claims(self, index: int) -> list[User]:
         """Those, and every slice that is still to be copied or zeroed."""
-        return self.users() + (self.daemon.readers() if self.daemon is not None else [])
+        daemon = self.daemons.get(index)
+        return self.users(index) + (daemon.readers() if daemon is not None else [])
 
     # -- the memory daemon ---------------------------------------------------------------------
 
-    def _to_daemon(self, message: Message) -> None:
-        daemon = self.daemon
+    def _to_daemon(self, message: Message, scene: Scene) -> None:
+        daemon = self.daemons.get(scene.index)
         if daemon is None or not daemon.is_ready:
             raise Violation(f"{message} to a daemon not ready")
         match message:
@@ -234,31 +265,37 @@ class World:
                 require(job in self.scene.commits, "opened commits that do not exist")
             case TransmitModel(model=model):
                 words = self.scheduler.core.settings.words
-                self.device.send(message, self.scene.programs[model], words, self.claims())
+                claims = self.claims(scene.index)
+                scene.device.send(message, scene.programs[model], words, claims)
             case CancelTransmit(epoch=epoch):
-                self.device.cancelled |= {epoch}
+                scene.device.cancelled |= {epoch}
             case Scrub():
-                require_unused(slice_of(message), "zeroing a slice", self.users())
+                require_unused(slice_of(message), "zeroing a slice", self.users(scene.index))
             case _:
                 pass
         daemon.hear("control", message)
 
     def from_daemon(self, daemon: SimulatedDaemon, message: Message) -> None:
-        self.handle(ev.FromDaemon(generation=daemon.generation, message=message))
+        index = daemon.scene.index
+        self.handle(ev.FromDaemon(generation=daemon.generation, message=message, device=index))
 
     def reap_daemon(self, daemon: SimulatedDaemon) -> None:
-        self.daemon = None
+        scene = daemon.scene
+        self.daemons[scene.index] = None
         self._reaped(daemon)
-        self.device.dirty = ()  # the next memory is another one
-        for worker in self.workers.values():
+        scene.device.dirty = ()  # the next memory is another one
+        for worker in self.workers_of(scene.index):
             if self.scene.choices.happens("takes_along", worker.name):
                 worker.end(70)
-        self.handle(ev.DaemonExited(generation=daemon.generation, status=daemon.status or 0))
+        self.handle(
+            ev.DaemonExited(generation=daemon.generation, status=daemon.status or 0,
+                            device=scene.index)
+        )  # fmt: skip
 
     # -- workers -------------------------------------------------------------------------------
 
     def _to_worker(self, command: ev.ToWorker) -> None:
-        worker = self.workers.get(command.slot)
+        worker = self.workers.get(key_of(command.device, command.slot))
         if worker is None:
             raise Violation(f"{command} to an empty slot")
         message = command.message
@@ -275,7 +312,8 @@ class World:
             case LeaseGranted(offset_bytes=start, size_bytes=size):
                 lease = Span(start, start + size)
                 if worker.lease != lease:
-                    self.device.claim(lease, f"the slice of {worker.name}", self.claims())
+                    claims = self.claims(command.device)
+                    worker.scene.device.claim(lease, f"the slice of {worker.name}", claims)
                 worker.lease = lease
             case _:
                 pass
@@ -290,20 +328,25 @@ class World:
         self.dying.append(before)
 
     def from_process(self, worker: SimulatedWorker, message: Message) -> None:
-        self.handle(ev.FromWorker(slot=worker.slot, generation=worker.generation, message=message))
+        self.handle(
+            ev.FromWorker(slot=worker.slot, generation=worker.generation, message=message,
+                          device=worker.scene.index)
+        )  # fmt: skip
 
     def reap_worker(self, worker: SimulatedWorker) -> None:
         """It is gone for good, and the scheduler hears of it."""
         if worker in self.dying:
             self.dying.remove(worker)
         else:
-            del self.workers[worker.slot]
+            del self.workers[key_of(worker.scene.index, worker.slot)]
         self._reaped(worker)
-        if worker.lease is not None and self.daemon is not None:
-            self.device.dirty += (worker.lease,)
+        scene = worker.scene
+        if worker.lease is not None and self.daemons.get(scene.index) is not None:
+            scene.device.dirty += (worker.lease,)
         self.handle(
             ev.WorkerExited(slot=worker.slot, generation=worker.generation,
-                            status=worker.status or 0, begun_epoch=worker.begun)
+                            status=worker.status or 0, begun_epoch=worker.begun,
+                            device=scene.index)
         )  # fmt: skip
 
     def _reaped(self, process: Process) -> None:

@@ -61,6 +61,7 @@ from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.timeline import Timeline
 from pipeswitch.simulator.clock import Move
 from pipeswitch.simulator.costs import Training
+from pipeswitch.simulator.process import Scene
 from pipeswitch.simulator.programs import Program
 from pipeswitch.simulator.worker import SimulatedWorker
 from pipeswitch.simulator.world import World
@@ -109,7 +110,7 @@ class Stage(World):
             restart_backoff_ms=100.0, prefix_bytes=4 * MIB,
         )  # fmt: skip
         super().__init__(Scheduler(settings, "priority", 2000.0), is_checked=False)
-        self.state = self.scheduler.machine.device.state
+        self.state = self.scheduler.machine.devices[0].state
         self._rest()
         for model in MODELS:
             manifest = manifest_of(digest=model * 64, total_bytes=3 * MIB)
@@ -119,8 +120,8 @@ class Stage(World):
         for job in JOBS:
             self.scene.scripts[job] = Training(steps=4, slice_bytes=MIB, state_bytes=MIB)
 
-    def new_worker(self, slot: Slot, generation: int) -> Told:
-        worker = Told(slot, generation, self.scene, self.from_process, self.reap_worker)
+    def new_worker(self, slot: Slot, generation: int, scene: Scene) -> Told:
+        worker = Told(slot, generation, scene, self.from_process, self.reap_worker)
         worker.told = []
         return worker
 

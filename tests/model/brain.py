@@ -40,6 +40,7 @@ OF_STATE = (
     "replicas", "requests", "queue", "early", "jobs", "workers", "current", "upcoming",
     "training", "daemon_generation", "daemon_pid", "is_daemon_ready",
     "predictions",  # no decision of the default policy reads them
+    "served", "spent_us",  # are only shown
     "pinned", "sending",  # follow from the replicas
     "cold_switches",  # for profiles, and nothing is measured in this world
 )  # fmt: skip
@@ -96,11 +97,11 @@ class Brain:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         machine = scheduler.machine
-        state = machine.device.state
+        state = machine.devices[0].state
         known = {
             "core": OF_CORE, "state": OF_STATE, "fleet": OF_FLEET, "machine": ("models",),
         }  # fmt: skip
-        parts = {**vars(scheduler), **vars(machine.device), "store": machine.store}
+        parts = {**vars(scheduler), **vars(machine.devices[0]), "store": machine.store}
         self._still = [(part, Still(part, *known.get(name, ()))) for name, part in parts.items()]
         self._models = _Records(MODEL, *machine.models.items())
         self._replicas = _Records(REPLICA, *state.replicas.items())
@@ -115,7 +116,8 @@ class Brain:
         Generations are the caller's to rank: he knows which late messages name them.
         """
         core, machine = self.scheduler.core, self.scheduler.machine
-        device, state, fleet = machine.device, machine.device.state, machine.device.fleet
+        device = machine.devices[0]
+        state, fleet = device.state, device.fleet
         for part, still in self._still:
             still.check(part)
         models, replicas = self._models, self._replicas
@@ -147,7 +149,8 @@ class Brain:
     def thaw(self, frozen: Any, n: Next, last_epoch: int, generations: list[int]) -> None:
         """Set the scheduler to a frozen state. ``generations``: the daemon's, then the slots'."""
         core, machine = self.scheduler.core, self.scheduler.machine
-        device, state, fleet = machine.device, machine.device.state, machine.device.fleet
+        device = machine.devices[0]
+        state, fleet = device.state, device.fleet
         (models, requests, queue, jobs, workers, current, upcoming, state.training,
          state.is_daemon_ready, core.has_left, core.now_ms, due_ms, arena, store,
          fleet.is_daemon_alive, fleet._daemon_deaths,

@@ -210,7 +210,7 @@ def _not_zeroed(self: Slices, job: Any) -> None:
 
 
 def _forgotten(self: Admission, event: Any) -> bool:
-    state = self._machine.device.state
+    state = self._machine.devices[0].state
     request = state.queue.get(event.token)
     if request is not None:
         state.queue.discard(request)

@@ -120,7 +120,7 @@ class Recall:
 
     def _freeze(self) -> Moment:
         assert self._brain is not None
-        core, state = self._scheduler.core, self._scheduler.machine.device.state
+        core, state = self._scheduler.core, self._scheduler.machine.devices[0].state
         frozen: list[Any] = []
 
         def freeze(brain: Brain, e: Any) -> Any:

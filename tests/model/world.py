@@ -21,7 +21,7 @@ from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.simulator import world as simulator
 from pipeswitch.simulator.choices import Chance
-from pipeswitch.simulator.process import Process
+from pipeswitch.simulator.process import Process, Scene
 from pipeswitch.simulator.programs import program_of
 from pipeswitch.simulator.violation import Violation, require
 
@@ -48,7 +48,6 @@ class World(simulator.World):
     """
 
     clients: Clients
-    daemon: Daemon | None
     workers: dict[Slot, Worker]  # type: ignore[assignment]
 
     def __init__(self, scope: Scope) -> None:
@@ -104,13 +103,13 @@ class World(simulator.World):
 
     # -- the world's parts ---------------------------------------------------------------------
 
-    def new_worker(self, slot: Slot, generation: int) -> Worker:
-        worker = Worker(slot, generation, self.scene, self.from_process, self.reap_worker)
+    def new_worker(self, slot: Slot, generation: int, scene: Scene) -> Worker:
+        worker = Worker(slot, generation, scene, self.from_process, self.reap_worker)
         worker.is_coarse = self.scope.is_coarse
         return worker
 
-    def new_daemon(self, generation: int) -> Daemon:
-        return Daemon(self, generation, self.scene, self.from_daemon, self.reap_daemon)
+    def new_daemon(self, generation: int, scene: Scene) -> Daemon:
+        return Daemon(self, generation, scene, self.from_daemon, self.reap_daemon)
 
     def new_area(self) -> Area:
         self.area.thaw(EMPTY, -1)
@@ -170,7 +169,7 @@ class World(simulator.World):
         """The process that was frozen to this."""
         found = self.known_workers.get((kept, slot, generation))
         if found is None:
-            found = self.new_worker(slot, generation)
+            found = self.new_worker(slot, generation, self.scene)
             thaw_worker(marshal.loads(kept[0]), reader(kept[1]), found)
             found.kept = kept
             self.known_workers[kept, slot, generation] = found
@@ -182,7 +181,7 @@ class World(simulator.World):
             return None
         found = self.known_daemons.get(kept)
         if found is None:
-            found = self.new_daemon(1)
+            found = self.new_daemon(1, self.scene)
             thaw_daemon(marshal.loads(kept[0]), reader(kept[1]), found)
             found.kept = kept
             self.known_daemons[kept] = found
@@ -426,10 +425,10 @@ class World(simulator.World):
                 self.clients.check_dispatch(message)
         super()._to_worker(command)
 
-    def _to_daemon(self, message: Message) -> None:
+    def _to_daemon(self, message: Message, scene: Scene) -> None:
         if self.daemon is not None:
             self.own_daemon()
-        super()._to_daemon(message)
+        super()._to_daemon(message, scene)
 
     def _leaves(self, reason: str) -> None:
         """The server stops, and whatever still runs is killed."""
@@ -461,11 +460,11 @@ class World(simulator.World):
         if self.left is not None:
             return
         machine = self.recall.scheduler.machine
-        state = machine.device.state
+        state = machine.devices[0].state
         still_open = sorted(self.clients.open)
         require(not still_open, f"never answered: tokens {still_open} (I1)")
         models = {model.owner for model in state.replicas.values()}
-        owners = {region.owner for region in machine.device.arena.regions} - {WORDS} - models
+        owners = {region.owner for region in machine.devices[0].arena.regions} - {WORDS} - models
         require(not owners, f"at rest {sorted(owners)} hold device memory (I3)")
         kept = {region.owner for region in machine.store.regions} - models
         require(not kept, f"at rest {sorted(kept)} hold the host store (I3)")

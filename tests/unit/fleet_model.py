@@ -29,7 +29,9 @@ from pipeswitch.programs.groups import layer_bytes
 from pipeswitch.programs.layout import Manifest
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
+from pipeswitch.scheduler.device import Device
 from pipeswitch.scheduler.policies import MAKERS
+from pipeswitch.scheduler.policies.placement import PLACEMENTS
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.simulator import world as simulator
 from pipeswitch.simulator.costs import Costs, Link, Training
@@ -111,6 +113,8 @@ class World(simulator.World):
         prefix_mib: int = 0,
         profiled: float = 0.0,
         max_compute_ms: float = 0.0,
+        devices: int = 1,
+        placement: str = "least-finish",
         scheduler: Scheduler | None = None,
     ) -> None:
         self.random = random.Random(seed)
@@ -119,13 +123,14 @@ class World(simulator.World):
             arena_bytes=arena_mib * MIB, store_bytes=256 * MIB, words=64, standby=standby,
             max_queue=16, restart_backoff_ms=100.0, max_daemon_restarts=10**6,
             max_compute_ms=max_compute_ms, prefix_bytes=prefix_mib * MIB,
-            is_sandboxed=seed % 2 == 1,
+            is_sandboxed=seed % 2 == 1, placement=placement,
         )  # fmt: skip
+        each = [replace(settings, device=f"cpu:{index}") for index in range(devices)]
         self.profiled = profiled  # chance that a profile of a built program is on the disk
         self.announced: set[str] = set()
         self.job_names: list[str] = []
         super().__init__(
-            scheduler or Scheduler(settings, policy, 2000.0), choices=self, costs=COSTS
+            scheduler or Scheduler(settings, policy, 2000.0, each), choices=self, costs=COSTS
         )
         self.open, self.counts, self.token = (
             self.clients.open, self.clients.outcomes, self.clients.token,
@@ -162,8 +167,9 @@ class World(simulator.World):
         alive = [worker for worker in self.workers.values() if worker.runs]
         if alive and self.random.random() < self.faults.kill_worker:
             self.random.choice(alive).end(-9)
-        if self.daemon is not None and self.random.random() < self.faults.kill_daemon:
-            self.daemon.end(-9)
+        for daemon in self.daemons.values():
+            if daemon is not None and self.random.random() < self.faults.kill_daemon:
+                daemon.end(-9)
 
     def settle(self, limit: int = 12000) -> None:
         """No more faults: everything must come to its end in bounded steps."""
@@ -181,7 +187,7 @@ class World(simulator.World):
         require(not self.open, f"never answered: {sorted(self.open)} {self.describe()}")
 
     def is_settled(self) -> bool:
-        jobs = self.scheduler.machine.device.state.jobs.values()
+        jobs = list(self.scheduler.machine.jobs)
         return (
             not self.open
             and all(job.state.state.value in FINAL for job in jobs)
@@ -202,7 +208,10 @@ class World(simulator.World):
         require(not self.open, f"never answered: {sorted(self.open)}")
 
     def describe(self) -> str:
-        state = self.scheduler.machine.device.state
+        return "\n".join(map(self._describe, self.scheduler.machine.devices))
+
+    def _describe(self, device: Device) -> str:
+        state, turn = device.state, self.scenes[device.state.index].device.turn
         jobs = [(j.name, j.state.state.value, j.lease_asked_bytes) for j in state.jobs.values()]
         workers = [
             (w.slot, w.state.state.value, w.job, w.may_raise) for w in state.workers.values()
@@ -210,20 +219,22 @@ class World(simulator.World):
         return (
             f"current={state.current} upcoming={state.upcoming} training={state.training} "
             f"queue={[r.model for r in state.queue]} jobs={jobs} workers={workers} "
-            f"arena={list(self.scheduler.machine.device.arena.regions)} turn={self.device.turn}"
+            f"arena={list(device.arena.regions)} turn={turn}"
         )
 
     def check_rest(self) -> None:
         """I3 at rest: the arena holds arrival words and idle models, nothing else."""
-        state = self.scheduler.machine.device.state
-        for region in self.scheduler.machine.device.arena.regions:
-            owner = region.owner
-            is_idle_model = owner.kind in ("model", "rest") and owner.name in state.replicas
-            require(owner.kind == "words" or is_idle_model, f"leaked {region}")
-        for region in self.scheduler.machine.store.regions:
-            require(region.owner.name in state.replicas, f"leaked {region} in the store")
-        require(all(m.users == 0 for m in state.replicas.values()), "a lease at rest")
-        require(state.training is None and state.current is None, "a task at rest")
+        machine = self.scheduler.machine
+        for region in machine.store.regions:
+            require(region.owner.name in machine.models, f"leaked {region} in the store")
+        for device in machine.devices:
+            state = device.state
+            for region in device.arena.regions:
+                owner = region.owner
+                is_idle_model = owner.kind in ("model", "rest") and owner.name in state.replicas
+                require(owner.kind == "words" or is_idle_model, f"leaked {region}")
+            require(all(m.users == 0 for m in state.replicas.values()), "a lease at rest")
+            require(state.training is None and state.current is None, "a task at rest")
 
     # -- clients -------------------------------------------------------------------------------
 
@@ -323,7 +334,7 @@ def live(world: World, steps: int) -> None:
     world.leave()
 
 
-def random_world(seed: int, *, pings: bool = False) -> World:
+def random_world(seed: int, *, pings: bool = False, devices: int = 1) -> World:
     """A world with settings and faults drawn from the seed."""
     rng = random.Random(f"world {seed}")
     others = [name for name in MAKERS if name != "priority"]
@@ -338,5 +349,6 @@ def random_world(seed: int, *, pings: bool = False) -> World:
         seed, policy=policy, faults=faults,
         standby=rng.choice((0, 1, 2, 2)), arena_mib=rng.choice((48, 64, 96)),
         prefix_mib=rng.choice((0, 8, 64)), profiled=rng.choice((0.0, 0.7, 1.0)),
-        max_compute_ms=rng.choice((0.0, 60000.0)),
+        max_compute_ms=rng.choice((0.0, 60000.0)), devices=devices,
+        placement=tuple(PLACEMENTS)[seed % len(PLACEMENTS)],
     )  # fmt: skip

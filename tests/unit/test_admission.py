@@ -113,7 +113,8 @@ def test_what_was_never_measured_is_not_refused() -> None:
 
 def slow_once(server: Server, model: int, took_ms: float) -> None:
     """All that is known of the model is one run in a bad moment."""
-    name, predictions = ModelName(f"m{model}"), server.scheduler.machine.device.state.predictions
+    name = ModelName(f"m{model}")
+    predictions = server.scheduler.machine.devices[0].state.predictions
     predictions.forget(name)
     predictions.computed(name, 1, took_ms, server.now_ms)
 
@@ -136,7 +137,7 @@ def test_one_slow_run_does_not_refuse_for_ever() -> None:
 def test_one_slow_copy_does_not_refuse_for_ever() -> None:
     server = Server(arena_mib=8)  # room for one, the last
     name = ModelName("m0")
-    predictions = server.scheduler.machine.device.state.predictions
+    predictions = server.scheduler.machine.devices[0].state.predictions
     predictions.forget(name)
     predictions.sent(name, 900.0, server.now_ms)
     assert server.error(server.ask(0, deadline_ms=500.0)) is not None
@@ -167,7 +168,7 @@ def test_what_was_measured_often_is_believed_for_longer() -> None:
 
 def test_a_slow_run_among_others_refuses_none() -> None:
     server = Server()
-    predictions = server.scheduler.machine.device.state.predictions
+    predictions = server.scheduler.machine.devices[0].state.predictions
     predictions.computed(ModelName("m0"), 1, 900.0, server.now_ms)
     assert predictions.predict("m0", 1).p95_ms == 900.0
     assert server.error(server.ask(0, deadline_ms=COMPUTE_MS[0])) is None
@@ -177,7 +178,7 @@ def test_a_long_text_says_nothing_of_a_short_one() -> None:
     """Of a model with a dimension beside the batch no computation is known before it ends."""
     server = Server()
     for dims, is_refused in ((("batch",), True), (("batch", "length"), False)):
-        replica = server.scheduler.machine.device.state.replicas[ModelName("m0")]
+        replica = server.scheduler.machine.devices[0].state.replicas[ModelName("m0")]
         assert replica.manifest is not None
         chosen = tuple(Dim(name, 1, 512) for name in dims)
         replica.manifest = msgspec.structs.replace(replica.manifest, dims=chosen)
@@ -202,7 +203,7 @@ def lived(policy: str, arena_mib: int, arrivals: Any, forced: int | None = None)
     for number, (gap_ms, model, deadline_ms, priority) in enumerate(arrivals):
         server.run(server.now_ms + gap_ms)
         settings = server.scheduler.core.settings
-        state = server.scheduler.machine.device.state
+        state = server.scheduler.machine.devices[0].state
         if number == forced:
             state.settings = replace(settings, admission="off")
         tokens.append((server.ask(model, deadline_ms, priority), server.now_ms))

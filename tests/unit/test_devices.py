@@ -20,6 +20,7 @@ from pipeswitch.ipc.messages import (
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import Core, SchedulerSettings
 from pipeswitch.scheduler.device import Device
+from pipeswitch.scheduler.jobs import Jobs
 from pipeswitch.scheduler.judge import Judge
 from pipeswitch.scheduler.policies import make_policy
 from pipeswitch.scheduler.records import Model, Replica, Request
@@ -36,9 +37,11 @@ class Machine:
 
     def __init__(self) -> None:
         self.core = Core(SETTINGS, Judge(make_policy("priority", max_wait_ms=2000.0), 2000.0))
-        store = Store(self.core)
+        store, jobs = Store(self.core), Jobs(self.core)
         smaller = replace(SETTINGS, arena_bytes=32 * MIB)
-        self.devices = [Device(self.core, settings, store) for settings in (SETTINGS, smaller)]
+        self.devices = [
+            Device(self.core, settings, store, jobs) for settings in (SETTINGS, smaller)
+        ]
         self.model = Model("m", priority=1, want_pinned=False, registered_at_ms=0.0)
         self.model.manifest = program_of("d", 8 * MIB).manifest
         store.take(self.model)
@@ -124,7 +127,7 @@ def test_a_daemon_that_dies_takes_its_own_device_alone(machine: Machine) -> None
     first, second = machine.devices
     machine.ask(first, 1)
     machine.ask(second, 2)
-    assert first.daemon_exited(ev.DaemonExited(generation=1, status=-9))
+    first.daemon_exited(ev.DaemonExited(generation=1, status=-9))
     assert first.state.replicas["m"].residency.state is Residency.HOST
     assert second.state.replicas["m"].residency.state is Residency.TRANSMITTING
     assert second.state.current is not None

@@ -45,11 +45,11 @@ class Server:
         self.scheduler.check()
 
     def daemon(self, message: Message) -> None:
-        generation = self.scheduler.machine.device.state.daemon_generation
+        generation = self.scheduler.machine.devices[0].state.daemon_generation
         self.handle(ev.FromDaemon(generation=generation, message=message))
 
     def worker(self, slot: int, message: Message) -> None:
-        generation = self.scheduler.machine.device.state.workers[Slot(slot)].generation
+        generation = self.scheduler.machine.devices[0].state.workers[Slot(slot)].generation
         self.handle(ev.FromWorker(slot=Slot(slot), generation=generation, message=message))
 
     def ping(self, token: int) -> None:
@@ -126,7 +126,7 @@ def test_three_silent_workers_are_not_ready(up: Server) -> None:
 
 
 def test_a_dead_daemon_is_not_ready_at_once_and_nobody_is_asked(up: Server) -> None:
-    generation = up.scheduler.machine.device.state.daemon_generation
+    generation = up.scheduler.machine.devices[0].state.daemon_generation
     up.handle(ev.DaemonExited(generation=generation, status=-9))
     up.ping(1)
     assert (up.body(1)["ready"], up.now_ms) == (False, 0.0)
@@ -135,7 +135,7 @@ def test_a_dead_daemon_is_not_ready_at_once_and_nobody_is_asked(up: Server) -> N
 
 def test_a_daemon_that_dies_while_it_is_asked_is_not_ready_at_once(up: Server) -> None:
     up.ping(1)
-    generation = up.scheduler.machine.device.state.daemon_generation
+    generation = up.scheduler.machine.devices[0].state.daemon_generation
     up.handle(ev.DaemonExited(generation=generation, status=-9))
     assert not up.body(1)["ready"]
 
@@ -146,7 +146,7 @@ def test_a_worker_that_dies_while_it_is_asked_is_not_waited_for(up: Server) -> N
     up.daemon(Pong(epoch=epoch))
     up.worker(0, Pong(epoch=epoch))
     up.worker(1, Pong(epoch=epoch))
-    generation = up.scheduler.machine.device.state.workers[Slot(2)].generation
+    generation = up.scheduler.machine.devices[0].state.workers[Slot(2)].generation
     up.handle(ev.WorkerExited(slot=Slot(2), generation=generation, status=-9))
     assert up.body(1)["ready"]
     assert [row["worker"] for row in up.body(1)["workers"]] == [0, 1]

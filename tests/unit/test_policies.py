@@ -363,7 +363,7 @@ def test_a_window_or_patience_that_cannot_be_used_is_refused_at_the_start(
 
 def test_what_the_scheduler_hears_is_what_a_policy_may_predict_from() -> None:
     world = live(make_policy("fifo", max_wait_ms=2000.0))
-    predict = world.scheduler.machine.device.state.predictions.predict
+    predict = world.scheduler.machine.devices[0].state.predictions.predict
     assert predict("m0", 1) == (2.0, 4.0, 4.0)  # two groups' copies; four layers
 
 

@@ -114,7 +114,7 @@ def test_a_server_leaves_when_the_commit_of_a_waiting_job_is_on_disk() -> None:
                    ("moves", 1), ("tells", 1, "task"), ("daemon_works",), ("moves", 1),
                    ("tells", 1, "task"), ("moves", 1)]:  # fmt: skip
         world.apply(action)
-    assert world.scheduler.machine.device.state.jobs["job"].slot is None
+    assert world.scheduler.machine.devices[0].state.jobs["job"].slot is None
     assert world.area.on_disk == -1
     for action in [
         ("drain",),
@@ -136,7 +136,7 @@ def test_a_job_starts_again_only_when_its_last_commit_is_copied() -> None:
     for action in [("moves", 1), ("tells", 1, "task"), ("moves", 1), ("moves", 1), ("moves", 1)]:
         world.apply(action)
     world.apply(("kill", 1))  # its CommitStep is heard as its last words
-    job = world.scheduler.machine.device.state.jobs["job"]
+    job = world.scheduler.machine.devices[0].state.jobs["job"]
     assert job.slot is None
     orders = [type(order).__name__ for order in world.daemon._lanes["to-host"]]
     assert orders == ["CommitCopy", "Scrub"]
@@ -154,6 +154,6 @@ def test_a_death_is_blamed_on_a_task_only_when_it_had_begun(has_begun: bool, dea
     if has_begun:
         world.apply(("moves", 0))
     world.apply(("kill", 0))
-    state = world.scheduler.machine.device.state
+    state = world.scheduler.machine.devices[0].state
     assert [request.deaths for request in state.requests.values()] == [deaths]
     assert [replica.model.deaths for replica in state.replicas.values()] == [deaths]

@@ -68,3 +68,10 @@ def test_endless_loops_give_the_device_back(fleet_model: ModuleType, seed: int) 
             assert world.to_next_wakeup(), world.describe()
     assert not world.open, world.describe()
     assert world.counts["DeadlineExceeded"] == 2
+
+
+@given(seed=SEEDS)
+def test_any_life_on_two_devices_keeps_the_invariants_and_ends(
+    fleet_model: ModuleType, seed: int
+) -> None:
+    fleet_model.live(fleet_model.random_world(seed, devices=2), 500)

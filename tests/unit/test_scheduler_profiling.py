@@ -31,7 +31,7 @@ class Rig:
         faults = fleet_model.Faults(**fleet_model.QUIET, persist_error=0.0)
         self.world = fleet_model.World(1, faults=faults, **options)
         self.core = self.world.scheduler.core
-        self.state = self.world.scheduler.machine.device.state
+        self.state = self.world.scheduler.machine.devices[0].state
         self.said: list[ev.Command] = []
         perform = self.world.perform
 
@@ -182,7 +182,7 @@ def test_other_groups_wait_until_nobody_reads_the_model(rig: Rig) -> None:
     model = rig.state.replicas["a"]
     rig.world.infer("a")
     rig.until(lambda: model.users)
-    rig.world.scheduler.machine.device.plans._fall_back(model, "test")
+    rig.world.scheduler.machine.devices[0].plans._fall_back(model, "test")
     rig.world.pass_time(0.0)
     assert model.plan == profile.checks[-1].plan
     rig.rest()
@@ -202,11 +202,11 @@ def test_a_pinned_model_is_measured_and_comes_back(rig: Rig) -> None:
 
 def test_a_plan_without_arrival_words_changes_nothing(rig: Rig) -> None:
     rig.register("a")
-    model, arena = rig.state.replicas["a"], rig.world.scheduler.machine.device.arena
+    model, arena = rig.state.replicas["a"], rig.world.scheduler.machine.devices[0].arena
     taken = arena.words.reserve(Owner("words"), arena.words.largest_free_bytes)
     assert taken is not None
     before = (model.first_word, model.manifest)
-    assert not rig.world.scheduler.machine.device.residents.cut_anew(model, tuple(range(4)))
+    assert not rig.world.scheduler.machine.devices[0].residents.cut_anew(model, tuple(range(4)))
     assert (model.first_word, model.manifest) == before
     assert arena.words.get(Owner("model", "a")).size_bytes == 2
     token = rig.world.profile("a")
@@ -235,7 +235,7 @@ def switch_cold(rig: Rig, count: int) -> None:
     model = rig.state.replicas["a"]
     for _ in range(count):
         if model.residency.state is not Residency.HOST:
-            rig.world.scheduler.machine.device.residents.evict(model, "test")
+            rig.world.scheduler.machine.devices[0].residents.evict(model, "test")
         rig.world.infer("a")
         rig.rest()
 
@@ -311,7 +311,7 @@ def test_a_model_that_leaves_keeps_its_prefix_and_only_the_rest_is_sent(
     fleet_model: ModuleType,
 ) -> None:
     rig = with_prefix(fleet_model)
-    model, arena = rig.state.replicas["a"], rig.world.scheduler.machine.device.arena
+    model, arena = rig.state.replicas["a"], rig.world.scheduler.machine.devices[0].arena
     assert model.prefix_groups == 1
     home_bytes = model.home_bytes
     rig.world.infer("b")
@@ -334,7 +334,7 @@ def test_without_a_budget_nothing_is_kept(fleet_model: ModuleType) -> None:
     rig.world.infer("b")
     rig.rest()
     assert model.residency.state is Residency.HOST
-    assert rig.world.scheduler.machine.device.arena.kept_bytes == 0
+    assert rig.world.scheduler.machine.devices[0].arena.kept_bytes == 0
 
 
 def test_a_prefix_goes_when_its_own_place_is_needed(fleet_model: ModuleType) -> None:
@@ -356,7 +356,7 @@ def test_a_model_whose_groups_change_gives_up_its_prefix(fleet_model: ModuleType
     rig.world.infer("b")
     rig.rest()
     model = rig.state.replicas["a"]
-    rig.world.scheduler.machine.device.plans._fall_back(model, "test")
+    rig.world.scheduler.machine.devices[0].plans._fall_back(model, "test")
     rig.world.pass_time(0.0)
     assert model.residency.state is Residency.HOST
     rig.world.infer("a")
@@ -371,7 +371,7 @@ def test_an_unregistered_model_leaves_no_prefix_behind(fleet_model: ModuleType) 
     rig.rest()
     rig.world.handle(ev.UnregisterAsked(token=rig.world.token(), model="a"))
     rig.rest()
-    assert rig.world.scheduler.machine.device.arena.regions.get(Owner("model", "a")) is None
+    assert rig.world.scheduler.machine.devices[0].arena.regions.get(Owner("model", "a")) is None
     rig.world.check_rest()
 
 

@@ -97,7 +97,7 @@ class Rig:
             fleet_model.SchedulerSettings(**values), policy, 2000.0
         )
         self.core = self.scheduler.core
-        self.state = self.scheduler.machine.device.state
+        self.state = self.scheduler.machine.devices[0].state
         self.now_ms = 0.0
         self.last_token = 0
         self.answers: dict[int, ev.Answer] = {}
@@ -210,7 +210,7 @@ class Rig:
     def pool_of(self, name: str) -> str:
         """Whose file of the pool the frontend was told to use for a model's requests."""
         replica = self.state.replicas.get(name)
-        return "" if replica is None else self.state.tenant_of(replica.model)
+        return "" if replica is None else self.core.tenant_of(replica.model)
 
     def arrived(self, name: str, *, is_complete: bool = True) -> None:
         epoch = self.state.replicas[name].residency_epoch
@@ -1007,7 +1007,7 @@ def test_a_commit_area_that_does_not_fit_is_refused_and_leaves_the_books_right(r
 
 def test_asking_for_the_slice_again_gives_the_same_one_or_a_larger_one(rig: Rig) -> None:
     job = rig.start_training()
-    first = rig.scheduler.machine.device.arena.regions.get(Owner("slice", "cifar"))
+    first = rig.scheduler.machine.devices[0].arena.regions.get(Owner("slice", "cifar"))
     rig.lease(job)
     assert first is not None
     assert rig.sent(LeaseGranted)[0].offset_bytes == first.offset_bytes
@@ -1344,7 +1344,7 @@ def test_a_pause_is_on_record_before_it_is_answered_and_holds_in_the_next_server
     assert rig.out.index(hold) < rig.out.index(rig.answers[token])
 
     again = Rig(fleet_model)
-    again.scheduler.machine.device.jobs.restore("cifar", "x.py", (), 2, 0, -1, is_paused=True)
+    again.scheduler.machine.jobs.restore("cifar", "x.py", (), 2, 0, -1, is_paused=True)
     again.tick(1.0)
     assert again.state.jobs["cifar"].state.state is TaskState.PAUSED
     assert not again.sent(RunJob)
@@ -1372,7 +1372,7 @@ def test_a_job_killed_with_the_daemon_has_done_nothing_wrong(rig: Rig) -> None:
     rig.worker_exits(job.slot)
     assert job.deaths_without_progress == 0
     assert job.state.state is TaskState.QUEUED
-    assert not rig.scheduler.machine.device.arena.regions.get(Owner("slice", "cifar"))
+    assert not rig.scheduler.machine.devices[0].arena.regions.get(Owner("slice", "cifar"))
 
 
 def test_a_slice_asked_for_while_the_daemon_is_dead_is_not_granted(rig: Rig) -> None:
@@ -1382,7 +1382,7 @@ def test_a_slice_asked_for_while_the_daemon_is_dead_is_not_granted(rig: Rig) -> 
     assert not rig.sent(LeaseGranted)
     for slot in (0, 1, 2):
         rig.worker_exits(slot)
-    assert len(rig.scheduler.machine.device.arena.regions) == 1  # the arrival words
+    assert len(rig.scheduler.machine.devices[0].arena.regions) == 1  # the arrival words
 
 
 # -- registration --------------------------------------------------------------------------------
@@ -1536,7 +1536,8 @@ def test_a_slice_that_could_not_be_zeroed_is_nobodys_until_it_was(rig: Rig) -> N
     rig.tick(due)
     assert [again.epoch for again in rig.sent(Scrub)] == [scrub.epoch]
     rig.daemon(Scrubbed(epoch=scrub.epoch))
-    assert rig.scheduler.machine.device.arena.regions.get(Owner("scrub", str(scrub.epoch))) is None
+    arena = rig.scheduler.machine.devices[0].arena
+    assert arena.regions.get(Owner("scrub", str(scrub.epoch))) is None
 
 
 def test_a_model_that_was_being_stored_when_the_daemon_died_is_stored_again(rig: Rig) -> None:
@@ -1566,7 +1567,7 @@ def test_unregister_waits_for_its_requests_and_refuses_new_ones(rig: Rig) -> Non
         rig.done()
     assert rig.error(token) is None
     assert all(rig.error(one) is None for one in (first, queued, last))
-    assert len(rig.scheduler.machine.device.arena.regions) == 1
+    assert len(rig.scheduler.machine.devices[0].arena.regions) == 1
     assert rig.scheduler.machine.store.regions.free_bytes == rig.core.settings.store_bytes
 
 
@@ -2095,15 +2096,13 @@ def test_the_next_server_has_the_record_of_an_ended_job(rig: Rig, fleet_model: M
     (entry,) = [c.entry for c in rig.commands(ev.Journal) if c.entry["kind"] == "ended"]
 
     again = Rig(fleet_model)
-    again.scheduler.machine.device.jobs.restore_ended("cifar", entry["record"], 5)
+    again.scheduler.machine.jobs.restore_ended("cifar", entry["record"], 5)
     row = again.answers[again.job_asked("cifar", "show")].body["job"]
     assert (row["state"], row["error"], row["persisted_step"]) == ("failed", job.error, 5)
     assert again.error(again.job_asked("cifar", "export")) is None
     assert not again.sent(RunJob)
     with pytest.raises(ValueError, match="no end"):
-        again.scheduler.machine.device.jobs.restore_ended(
-            "x", {**entry["record"], "state": "running"}, -1
-        )
+        again.scheduler.machine.jobs.restore_ended("x", {**entry["record"], "state": "running"}, -1)
 
 
 # -------------------------------------------------------------------------------------- versions

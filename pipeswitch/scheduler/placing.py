@@ -1,0 +1,93 @@
+"""The machine over its devices: where a request and a job go. It reads, and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .device import Device
+from .device_state import DeviceState
+from .policies import Prediction
+from .policies.placement import PLACEMENTS, Place, best
+from .records import Job, Model, Request
+from .states import TASK_FINAL
+
+
+class Placing:
+    """A request is placed when it comes, a job when it comes and whenever it has left its device.
+
+    A device whose memory daemon is not there takes nothing while another one can.
+    """
+
+    def __init__(self, devices: Sequence[Device], placement: str) -> None:
+        self._devices = devices
+        self._rank = PLACEMENTS[placement]
+
+    def request(self, model: Model, request: Request) -> tuple[Device, str]:
+        """The device, and why: empty where there is but one."""
+        if len(self._devices) == 1:
+            return self._devices[0], ""
+        places = [self._place(device, model, request) for device in self._usable(model.devices)]
+        found = best(places, self._rank)
+        return self._devices[found.device], found.reason
+
+    def job(self, job: Job, home: int | None) -> int:
+        """Where the fewest other jobs are; it stays at ``home`` rather than go to an equal one."""
+
+        def order(state: DeviceState) -> tuple[int, bool, int]:
+            others = [one for one in state.jobs.values()
+                      if one is not job and one.state.state not in TASK_FINAL]  # fmt: skip
+            return len(others), state.index != home, state.index
+
+        return min((one.state for one in self._usable(job.devices)), key=order).index
+
+    def _usable(self, names: tuple[str, ...]) -> list[Device]:
+        allowed = [one for one in self._devices if not names or one.state.settings.device in names]
+        living = [one for one in allowed if not one.state.is_given_up] or allowed
+        return [one for one in living if one.state.is_daemon_ready] or living
+
+    def _place(self, device: Device, model: Model, request: Request) -> Place:
+        state, replica = device.state, device.state.replicas[model.name]
+        tasks = [task for task in (state.current, state.upcoming) if task is not None]
+        switch_ms = 0.0
+        if not replica.is_on_device:
+            switch_ms = self._predict(state, model.name, request.batch).load_ms
+        return Place(
+            device=state.index,
+            is_resident=replica.is_on_device,
+            is_busy=state.is_busy,
+            waiting=len(tasks) + len(state.queue) + len(state.early),
+            queue_ms=self._queue_ms(state),
+            switch_ms=switch_ms,
+            free_bytes=device.arena.regions.largest_free_bytes,
+            size_bytes=request.size_bytes,
+        )
+
+    def _queue_ms(self, state: DeviceState) -> float:
+        """Until what computes and waits there is done."""
+        now_ms, total_ms = state.core.now_ms, 0.0
+        for task in (state.current, state.upcoming):
+            if task is not None and not task.is_trial:
+                compute_ms = self._of_last(state, state.replicas[task.model].model).compute_ms
+                spent_ms = now_ms - task.began_at_ms if task is state.current else 0.0
+                total_ms += max(0.0, compute_ms - spent_ms)
+        for name in state.queue.models():
+            replica = state.replicas[name]
+            one = self._of_last(state, replica.model)
+            total_ms += state.queue.count(name) * one.compute_ms
+            total_ms += 0.0 if replica.is_on_device else one.load_ms
+        return total_ms
+
+    def _of_last(self, state: DeviceState, model: Model) -> Prediction:
+        return self._predict(state, model.name, max(1, model.last_batch))
+
+    def _predict(self, state: DeviceState, name: str, batch: int) -> Prediction:
+        """As measured there, else as on any other device: nothing is fast for being unknown."""
+        own = state.predictions.predict(name, batch)
+        if own.compute_ms and own.load_ms:
+            return own
+        others = [one.state.predictions.predict(name, batch) for one in self._devices]
+        return Prediction(
+            own.load_ms or max(one.load_ms for one in others),
+            own.compute_ms or max(one.compute_ms for one in others),
+            own.p95_ms or max(one.p95_ms for one in others),
+        )

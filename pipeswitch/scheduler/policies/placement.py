@@ -1,0 +1,67 @@
+"""Which of several devices a request goes to. Pure: summaries in, a place out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, Literal, NamedTuple
+
+Reason = Literal["resident", "free", "shortest"]
+
+
+class Place(NamedTuple):
+    """A device as one request sees it; times are predicted, in milliseconds."""
+
+    device: int
+    is_resident: bool  # its model lies there, or is on its way
+    is_busy: bool  # something computes or waits there
+    waiting: int  # requests that are not done
+    queue_ms: float  # until those are done; 0: none, or nothing was measured yet
+    switch_ms: float  # its model's copy; 0: it is there, or nothing was measured yet
+    free_bytes: int
+    size_bytes: int  # of its model
+
+    @property
+    def finish_ms(self) -> float:
+        """When it could compute. What has to be thrown out for it has to come back."""
+        has_room = self.size_bytes <= self.free_bytes
+        return self.queue_ms + self.switch_ms * (1 if has_room else 2)
+
+    @property
+    def reason(self) -> Reason:
+        """What speaks for it."""
+        if self.is_resident:
+            return "resident"
+        return "shortest" if self.is_busy else "free"
+
+
+Rank = Callable[[Place], tuple[float, ...]]
+
+
+def _least_finish(place: Place) -> tuple[float, ...]:
+    """Where it is predicted to compute first. Of equal ones: where its model is, a free one before
+    a busy one; then a free one; then the shortest queue, and the most room."""
+    order = 2 * (not place.is_resident) + place.is_busy
+    return (place.finish_ms, order, place.waiting, -place.free_bytes, place.device)
+
+
+def _spread(place: Place) -> tuple[float, ...]:
+    """As many requests everywhere."""
+    return (place.waiting, not place.is_resident, -place.free_bytes, place.device)
+
+
+def _pack(place: Place) -> tuple[float, ...]:
+    """On as few devices as have room; the others stay idle for training."""
+    has_room = place.is_resident or place.size_bytes <= place.free_bytes
+    return (not place.is_resident, not has_room, place.device)
+
+
+PLACEMENTS: Final[dict[str, Rank]] = {
+    "least-finish": _least_finish,
+    "spread": _spread,
+    "pack": _pack,
+}
+
+
+def best(places: Sequence[Place], rank: Rank) -> Place:
+    """The first by that rank; there is at least one."""
+    return min(places, key=rank)
