@@ -23,7 +23,7 @@ NUMBERS: Final[Mapping[str, str]] = {
     "interference": "latency_ms",
     "request-path": "path_ms",
     "training": "step_ms",
-    "replay": "p99_ms",
+    "replay": "p99_over_ready",
 }
 """What is drawn of each benchmark's trials."""
 OURS: Final = frozenset(
@@ -91,7 +91,8 @@ def _bars(pyplot: Any, series: Series, number: str) -> Any:
     panels = list(axes.flat)
     for panel, (case, arms) in zip(panels, series.items(), strict=False):
         _panel(panel, case, arms)
-        panel.set_xlabel(f"{number.removesuffix('_ms').replace('_', ' ')}, ms: p50, line to p99")
+        unit = ", ms" if number.endswith("_ms") else ""
+        panel.set_xlabel(f"{number.removesuffix('_ms').replace('_', ' ')}{unit}: p50, line to p99")
     for panel in panels[len(series) :]:
         panel.set_axis_off()
     return figure
