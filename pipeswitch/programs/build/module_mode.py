@@ -228,7 +228,8 @@ def _verify(
     settings = TorchSettings.now()
 
     def plain(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        with settings.inside():  # each run starts with them, as in a worker
+        # Each run starts with them, as in a worker; but without gradients, which change kernels.
+        with settings.inside(), torch.no_grad():
             return loaded.outputs(inputs)
 
     difference = compare(manifest, Arriving(), plain, examples)
