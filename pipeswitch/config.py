@@ -354,6 +354,8 @@ class ModelConfig(_Checked):
     priority: str = _setting("normal", "high, normal or low", choices=tuple(PRIORITIES))
     pin: bool = _setting(False, "keep on the device")
     max_batch: int = _setting(0, "largest dynamic batch; 0: 64", low=0)
+    batch: int = _setting(0, "waiting requests are joined up to this batch; 0: never", low=0)
+    batch_delay_ms: float = _setting("0", "for so long one waits for others to join", parse_ms)
 
 
 @dataclass(frozen=True)

@@ -125,8 +125,8 @@ class Worker:
         """``descriptors``: the pool, then the arena's."""
         pool, *arena = descriptors
         self._view = open_view(self._settings, board=self._board, bells=self._bells, arena=arena)
-        hides_replies = self._view.device == "cpu"
-        self._pool = RequestPool(pool, self._settings.pool_bytes, hides_replies=hides_replies)
+        is_hidden = self._view.device == "cpu"
+        self._pool = RequestPool(pool, self._settings.pool_bytes, is_hidden=is_hidden)
         self._view.pin(self._pool.address, self._pool.size_bytes)
         self._programs = Programs(self._view)
 

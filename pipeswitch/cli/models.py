@@ -14,7 +14,15 @@ import click
 from ..errors import InvalidInput, RegistrationRefused
 from ..units import format_bytes, printed
 from . import views
-from .common import connected, json_option, listing, name_argument, print_done, watch_option
+from .common import (
+    connected,
+    json_option,
+    listing,
+    milliseconds,
+    name_argument,
+    print_done,
+    watch_option,
+)
 
 CONVERT: Final = (
     "import sys; from pipeswitch.programs.build.export import convert_pt2; "
@@ -33,12 +41,18 @@ CONVERT: Final = (
 @click.option("--priority", type=click.Choice(["high", "normal", "low"]), default="normal")
 @click.option("--pin", is_flag=True, help="Keep it on the device.")
 @click.option("--max-batch", type=int, default=0, help="Largest dynamic batch.")
+@click.option("--batch", type=click.IntRange(2), metavar="ROWS",
+              help="Up to so many that wait together are computed as one batch.")  # fmt: skip
+@click.option("--batch-delay", default="0", metavar="TIME",
+              help="2ms: with --batch, for so long one waits for others.")  # fmt: skip
 @json_option
 def register(
     name: str,
     source: str,
     from_job: str | None,
     inputs: tuple[str, ...],
+    batch: int | None,
+    batch_delay: str,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -53,6 +67,7 @@ def register(
         _publish(name, from_job, as_json)
         return
     signature = _signature(inputs)
+    options |= {"batch": batch or 0, "batch_delay_ms": milliseconds("--batch-delay", batch_delay)}
     is_shown = not as_json and sys.stderr.isatty()
     with contextlib.ExitStack() as stack:
         report = stack.enter_context(views.progress_bar(is_shown, name))
@@ -64,6 +79,9 @@ def register(
     why = f" ({row['mode_reason']})" if row.get("mode_reason") else ""
     groups = f", {row['groups']} groups" if row.get("groups") else ""
     notes = "".join(f"\n  {note}" for note in row["notes"])
+    batching = row.get("batching")
+    if batching and not batching["is_exact"]:
+        notes += "\n  the last bits of an answer depend on the batch that computes it"
     text = f"registered {name}{size}{groups}, {row.get('mode', 'graph')} mode{why}{notes}"
     print_done(row, text, as_json)
 

@@ -185,6 +185,8 @@ class Client:
         priority: str = "",
         pin: bool = False,
         max_batch: int = 0,
+        batch: int = 0,
+        batch_delay_ms: float = 0.0,
         progress: Progress | None = None,
     ) -> dict[str, Any]:
         """Make a model servable; returns when requests for it are accepted.
@@ -209,6 +211,10 @@ class Client:
             priority: of its requests, unless they say otherwise.
             pin: keep it on the device.
             max_batch: largest dynamic batch; 0: the server's default.
+            batch: requests that wait together are computed as one batch of up to so many rows;
+                0: never. Each sees its own answer alone; ``show`` says whether its last bits
+                depend on the batch (``batching``).
+            batch_delay_ms: for so long a request waits for others though the device is free.
             progress: called as the work proceeds; what it raises ends the wait, not the work.
 
         Raises:
@@ -240,6 +246,8 @@ class Client:
                 "priority": priority,
                 "pin": pin,
                 "max_batch": max_batch,
+                "batch": batch,
+                "batch_delay_ms": batch_delay_ms,
             },
             is_safe=True,  # the same registration again is a no-op
             on_progress=_progress_caller(progress),

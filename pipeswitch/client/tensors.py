@@ -45,6 +45,8 @@ class Timing:
     worker: int = -1
     epoch: int = 0
     version: int = 1  # of the model
+    batch: int = 1  # of the run, all joined requests together; the times are the run's
+    joined: int = 1  # requests that it computed
     extra: Mapping[str, Any] = field(default_factory=dict)  # what a newer server adds
 
     @classmethod

@@ -580,7 +580,9 @@ class Server:
             model.source, model.weights, is_owner=True, allow_code=("*",), uploads_dir=""
         )
         inputs = dict(parse_input(text) for text in model.inputs)
-        spec, digest = permissions.encode_spec(model.name, source, inputs, None, model.max_batch)
+        spec, digest = permissions.encode_spec(
+            model.name, source, inputs, None, model.max_batch, model.batch, model.batch_delay_ms
+        )
         return RegisterAsked(
             token=self._token(),
             model=ModelName(model.name),

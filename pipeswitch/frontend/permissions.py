@@ -156,11 +156,21 @@ def encode_spec(
     inputs: Mapping[str, list[Any]],
     takes: Tree,
     max_batch: int,
+    batch: int,
+    batch_delay_ms: float,
 ) -> tuple[bytes, str]:
     """msgpack of the BuildSpec, and a digest that is equal for an equal request.
 
-    ``max_batch`` 0 means the default.
+    ``max_batch`` 0 means the default, ``batch`` 0 that no requests are joined.
+
+    Raises:
+        InvalidInput: a batch of one, or a delay without a batch.
     """
+    if batch == 1 or (batch_delay_ms and not batch):
+        raise InvalidInput(
+            "a batch joins two requests or more" if batch else "batch_delay without batch",
+            hint="--batch 8 --batch-delay 2ms, or neither",
+        )
     spec = BuildSpec(
         name=name,
         source=checked.source,
@@ -171,6 +181,8 @@ def encode_spec(
         },
         takes=takes,
         max_batch=max_batch or DEFAULT_MAX_BATCH,
+        batch=batch,
+        batch_delay_ms=batch_delay_ms,
         allow_module_mode=checked.is_code,
     )
     packed = msgspec.msgpack.encode(spec)

@@ -36,6 +36,7 @@ from .job_files import PIECES
 
 _logger = logging.getLogger(__name__)
 
+MAX_BATCH_DELAY_MS: Final = 60_000.0
 MAX_DRAIN_MS: Final = 86_400_000.0
 MAX_TRACE_S: Final = 3600.0
 JOB_ACTIONS: Final = ("show", "pause", "resume", "cancel", "wait", "export", "rm")
@@ -108,8 +109,10 @@ class Verbs:
         is_pinned = body.flag("pin")
         if is_pinned:
             standing.require(Role.OPERATE, "to pin a model")
-        max_batch = body.count("max_batch", 0)
-        spec, digest = permissions.encode_spec(name, source, inputs, takes, max_batch)
+        spec, digest = permissions.encode_spec(
+            name, source, inputs, takes, body.count("max_batch", 0), body.count("batch", 0),
+            body.number("batch_delay_ms", 0.0, MAX_BATCH_DELAY_MS),
+        )  # fmt: skip
         body.done()
         return lambda token: RegisterAsked(
             token=token,

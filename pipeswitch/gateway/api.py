@@ -79,6 +79,8 @@ class Registration(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     priority: str = ""
     pin: bool = False
     max_batch: int = 0
+    batch: int = 0
+    batch_delay_ms: float = 0.0
 
 
 Verb = Callable[[Asked], Awaitable[Answer]]
@@ -170,7 +172,9 @@ class Api:
                          BUNDLE: {"type": "string", "format": "binary"}},
                   query={"priority": ("string", "With a bundle: high, normal or low"),
                          "pin": ("boolean", "With a bundle: keep it on the device"),
-                         "max_batch": ("integer", "With a bundle: the largest batch")}),
+                         "max_batch": ("integer", "With a bundle: the largest batch"),
+                         "batch": ("integer", "With a bundle: up to which requests are joined"),
+                         "batch_delay_ms": ("number", "With a bundle: for which one waits")}),
             Route(method="DELETE", path="models/{model}", role=operate,
                   run=self._of_model("unregister", is_safe=False), what="Unregister"),
             Route(method="POST", path="models/{model}/load", role=operate,
@@ -367,6 +371,8 @@ def _of_query(asked: Asked) -> Registration:
         priority=asked.query.get("priority", ""),
         pin=asked.flag("pin"),
         max_batch=int(asked.number("max_batch", 0, MAX_OFFSET)),
+        batch=int(asked.number("batch", 0, MAX_OFFSET)),
+        batch_delay_ms=asked.number("batch_delay_ms", 0, MAX_OFFSET),
     )
 
 

@@ -31,6 +31,7 @@ _COUNTERS: Final[Mapping[str, str]] = {
     "preemptions": "Times that training stepped aside for a request",
     "evictions": "Models that left the device for others",
     "inferences": "Requests that were computed",
+    "runs": "Times that a model computed, for one request or for joined ones",
     "transmissions": "Copies of models to the device",
     "transmitted_bytes": "Bytes of models copied to the device",
     "commits": "States of training jobs that were kept",

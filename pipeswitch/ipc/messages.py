@@ -329,8 +329,19 @@ class SlabTensor(Message, frozen=True):
     size_bytes: int
 
 
+class JoinedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A request that another one takes along (ADR 28). Part of RunInference, no message."""
+
+    request_id: str
+    inputs: tuple[SlabTensor, ...]
+    reply_offset_bytes: int
+    reply_bytes: int
+
+
 class RunInference(Message, frozen=True):
     """controller -> worker: run one request as its groups arrive, when the turn word says so.
+
+    Those of ``joined`` run with it, as one batch in this order; each has its own reply slab.
 
     A *trial* (``trial_batch``) is a run that is measured and has no client: the worker makes
     up its inputs, writes no outputs, and leaves between two groups when the board's stop word
@@ -349,6 +360,7 @@ class RunInference(Message, frozen=True):
     reply_offset_bytes: int
     reply_bytes: int
     plan: tuple[int, ...] = ()  # as PrepareModel's
+    joined: tuple[JoinedRequest, ...] = ()
     trial_batch: int = 0  # 0: a request
     is_code: bool = False  # as PrepareModel's
 
@@ -362,6 +374,7 @@ class InferenceDone(Message, frozen=True):
     first_group_at_ms: float  # first group began to compute
     ended_at_ms: float
     stall_ms: float  # waiting for groups while holding the turn
+    joined_outputs: tuple[tuple[SlabTensor, ...], ...] = ()  # of each joined request
     is_clean: bool = False  # no ``Cleaned`` follows: it holds nothing of the task any more
     group_begins_at_ms: tuple[float, ...] = ()
     group_ends_at_ms: tuple[float, ...] = ()

@@ -93,6 +93,13 @@ def evaluate(extent: Extent, values: Values) -> int:
     return found
 
 
+def names_in(extent: Extent) -> set[str]:
+    """The dimensions that it is computed from."""
+    if isinstance(extent, Expr):
+        return set().union(*map(names_in, extent.args))
+    return {extent} if isinstance(extent, str) else set()
+
+
 def shape_at(shape: Sequence[Extent], values: Values) -> tuple[int, ...]:
     """A shape's numbers.
 

@@ -71,6 +71,15 @@ class ValueSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return ITEM_BYTES[self.dtype] * math.prod(shape_at(self.shape, values))
 
 
+class Batching(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How requests of a program are joined along their batch, which is the first dimension of
+    each input and output (ADR 28)."""
+
+    limit: int  # of the joined batch
+    delay_ms: float  # for which one waits for others though the device could begin it
+    is_exact: bool  # each row comes out of a joined run as it does alone, bit for bit
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A registered program, as all but the executing worker see it."""
 
@@ -89,6 +98,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     triggers: tuple[str, ...] = ()  # module mode: the submodule whose pre-hook opens group i
     layers: tuple[LayerSpec, ...] = ()  # empty: of a build that did not tell them
     weights_sha256: str = ""  # of the packed region image, checked when loaded into the store
+    batching: Batching | None = None  # None: each request runs alone
     extra: dict[str, Any] = {}
 
     @property

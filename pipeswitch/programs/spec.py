@@ -37,6 +37,8 @@ class BuildSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     inputs: dict[str, tuple[tuple[int | tuple[int, int], ...], str]] = {}  # (shape, dtype) by name
     takes: Tree = None  # the arguments by name, of these inputs; None: each is one
     max_batch: int = DEFAULT_MAX_BATCH
+    batch: int = 0  # up to which requests are joined; 0: each runs alone
+    batch_delay_ms: float = 0.0  # for which one waits for others
     allow_module_mode: bool = False
     bucket_bytes: int = 0  # 0: grouping's default
 

@@ -15,7 +15,7 @@ def bill(
     message: InferenceDone,
     now_ms: float,
 ) -> dict[str, object]:
-    """Where the time went; all in milliseconds."""
+    """Where the time went; all in milliseconds. Of a joined run each request is told all of it."""
     copy_ms = 0.0
     if not activation.was_resident:
         ended = replica.transmit_ended_at_ms or message.ended_at_ms
@@ -33,19 +33,24 @@ def bill(
         "worker": activation.slot,
         "epoch": activation.epoch,
         "version": replica.model.version,
+        "batch": activation.batch,
+        "joined": len(activation.tokens),
         **({"device": device.label, "placed": request.placed} if device.label else {}),
         **({"kept_bytes": activation.kept_bytes} if activation.kept_bytes else {}),
     }
 
 
 def trace(
-    device: DeviceState, activation: Activation, request: Request, message: InferenceDone
+    device: DeviceState, activation: Activation, requests: list[Request], message: InferenceDone
 ) -> None:
-    """Its intervals on the timeline."""
+    """Its intervals on the timeline; what is joined waits for itself."""
     track = f"worker {activation.slot}"
     flow = activation.epoch
-    name = f"{request.request_id} {activation.model}"
-    device.span("scheduler", f"queue {name}", request.arrived_at_ms, activation.dispatched_at_ms)
+    for request in requests:
+        name = f"queue {request.request_id} {activation.model}"
+        device.span("scheduler", name, request.arrived_at_ms, activation.dispatched_at_ms)
+    more = f" and {len(activation.joined)} more" if activation.joined else ""
+    name = f"{requests[0].request_id}{more} {activation.model}"
     device.span(
         "scheduler",
         f"switch {name}",

@@ -254,7 +254,7 @@ class Device:
             assert request.state.state is TaskState.QUEUED, request.state.story
         tasks = [a for a in (state.current, state.upcoming) if a is not None]
         assert len({a.slot for a in tasks}) == len(tasks), "two tasks on one worker"
-        dispatched = {a.token for a in tasks}
+        dispatched = {token for a in tasks for token in a.tokens}
         assert set(state.requests) == {r.token for r in waiting} | dispatched, "a request is lost"
         for name in state.early.models():
             model = state.replicas[name].model
@@ -264,5 +264,6 @@ class Device:
             assert worker.is_alive, f"a request waits for dead worker {worker.slot}"
             assert worker.task_epoch == activation.epoch, f"worker {worker.slot} has another task"
         if state.current is not None:
-            assert state.requests[state.current.token].state.state is TaskState.RUNNING
+            for token in state.current.tokens:
+                assert state.requests[token].state.state is TaskState.RUNNING
             assert state.training is None, f"{state.training} computes beside {state.current.model}"

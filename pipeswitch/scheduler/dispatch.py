@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 
 from ..errors import DeadlineExceeded, OutOfDeviceMemory
-from ..ipc.messages import JobName, ModelName, RunInference
+from ..ipc.messages import JobName, JoinedRequest, ModelName, RunInference
 from ..programs.layout import REGION_ALIGN_BYTES, aligned
 from .arena import WHOLE, Arena
+from .batching import batch_for, begins_at_ms
 from .device_state import DeviceState
 from .events import ToWorker
 from .forecast import is_hopeless, too_late
@@ -67,6 +68,7 @@ class Dispatch:
         5. While one waits for memory, the next best is tried if the policy lets it overtake: a
            lower priority never runs in front of a higher one, and no request is overtaken
            for ever. It looks past ``MOST_BLOCKED`` models, not through the whole queue.
+        6. It waits for others to be joined with: meanwhile the next best ones run.
         """
         device = self._device
         if not device.is_daemon_ready:
@@ -116,10 +118,21 @@ class Dispatch:
             if is_hopeless(device, request):
                 device.refuse(request, TaskEvent.EXPIRE, too_late(device, request))
                 return True  # another one is first now
+            if self._is_held(request):
+                continue  # 6.
             if self._dispatch(request):
                 return True
             blocked.append(view)
         return False
+
+    def _is_held(self, request: Request) -> bool:
+        """Whether it waits for others that could be joined with it."""
+        core, device = self._core, self._device
+        replica = device.replicas[request.model]
+        at_ms = begins_at_ms(device, replica, batch_for(device, replica, request))
+        if core.now_ms < at_ms < core.wakeups.next_ms:  # a look that comes before finds it again
+            core.look_again(at_ms)
+        return core.now_ms < at_ms
 
     def keep_order(self) -> None:
         """Rank what has changed, also while nothing can be dispatched."""
@@ -196,20 +209,21 @@ class Dispatch:
         return min((w for w in self._device.workers.values() if w.is_free), key=order)
 
     def activate(self, request: Request, replica: Replica, *, is_sent: bool) -> Activation:
-        """Give the request to a worker.
+        """Give the request to a worker, with those that are joined with it.
 
         ``is_sent``: its model was sent for it just now; sent ahead for it, that is a switch too.
         """
-        core, device, manifest = self._core, self._device, replica.manifest
-        assert manifest is not None
+        core, device, manifest = self._core, self._device, replica.built
+        batch = batch_for(device, replica, request)
         worker = self._pick_worker(replica)
         is_switch = is_sent or (
             replica.ahead_epoch != NO_EPOCH and replica.ahead_epoch == replica.residency_epoch
         )
         replica.ahead_epoch = NO_EPOCH
         epoch = core.next_epoch()
-        device.queue.discard(request)
-        request.state.apply(TaskEvent.DISPATCHED, f"worker {worker.slot}")
+        for one in batch.requests:
+            device.queue.discard(one)
+            one.state.apply(TaskEvent.DISPATCHED, f"worker {worker.slot}")
         tenant = core.tenant_of(replica.model)
         device.claim(worker, is_code=replica.is_code, tenant=tenant)
         worker.state.apply(WorkerEvent.ACTIVATED, f"request {request.request_id}")
@@ -220,6 +234,8 @@ class Dispatch:
             epoch=epoch,
             slot=worker.slot,
             token=request.token,
+            joined=tuple(one.token for one in batch.requests[1:]),
+            batch=batch.size,
             model=replica.name,
             dispatched_at_ms=core.now_ms,
             was_resident=replica.residency.state in (Residency.RESIDENT, Residency.PINNED),
@@ -245,6 +261,7 @@ class Dispatch:
                     reply_offset_bytes=request.reply_offset_bytes,
                     reply_bytes=request.reply_bytes,
                     plan=replica.plan,
+                    joined=tuple(map(_joined, batch.requests[1:])),
                     trial_batch=request.trial_batch,
                     is_code=replica.is_code,
                 ),
@@ -267,3 +284,12 @@ class Dispatch:
                 preempts=activation.preempted,
             )
         return activation
+
+
+def _joined(request: Request) -> JoinedRequest:
+    return JoinedRequest(
+        request_id=request.request_id,
+        inputs=request.inputs,
+        reply_offset_bytes=request.reply_offset_bytes,
+        reply_bytes=request.reply_bytes,
+    )

@@ -13,6 +13,7 @@ from ..errors import (
 from ..ipc.messages import Epoch, InferenceDone, InferenceFailed, SlabTensor
 from ..programs.dims import BATCH
 from ..programs.layout import Manifest
+from .batching import failed
 from .bill import bill, trace
 from .device_state import DeviceState
 from .events import Answer
@@ -28,51 +29,62 @@ class Endings:
         self._core = device.core
         self._device = device
         self._residents = residents
-        self._ended: list[tuple[Activation, Request, InferenceDone]] = []  # not traced yet
+        self._ended: list[tuple[Activation, list[Request], InferenceDone]] = []  # not traced yet
 
     def done(self, worker: Worker, message: InferenceDone) -> None:
         """Outputs lie in the reply slab: answer with the bill."""
         ended = self._end(worker, message.epoch)
         if ended is None:
             return
-        activation, request, replica = ended
+        activation, requests, replica = ended
         core, device = self._core, self._device
+        if len(message.joined_outputs) != len(activation.joined):
+            error = TaskFailed("its worker answered other requests than it was given")
+            self._run_failed(activation, requests, replica, error)
+            device.kill(worker, "it answered other requests than it was given")
+            return
         replica.model.deaths = 0
         replica.longest_ms = max(replica.longest_ms, core.now_ms - activation.began_at_ms)
         worker.deaths = 0
         worker.warm[replica.name] = replica.version  # it has just run it
-        self._ended.append((activation, request, message))
+        self._ended.append((activation, requests, message))
         device.spend("switch", message.stall_ms)
         device.spend("infer", message.ended_at_ms - message.turn_at_ms - message.stall_ms)
         if activation.is_trial:
-            request.state.apply(TaskEvent.FINISHED, "measured")
-            device.requests.pop(request.token)
+            requests[0].state.apply(TaskEvent.FINISHED, "measured")
+            device.requests.pop(activation.token)
             device.ended_trial = EndedTrial(activation, message)
             return
-        self._note_switch(activation, request, replica, message)
-        replica.use_count += 1
-        core.counts["inferences"] += 1
-        device.served += 1
-        request.state.apply(TaskEvent.FINISHED, "outputs written")
-        device.requests.pop(request.token)
+        if activation.joined:
+            replica.model.failed_joins = 0
+        self._note_switch(activation, replica, message)
+        replica.use_count += len(requests)
+        core.counts["inferences"] += len(requests)
+        core.counts["runs"] += 1
+        device.served += len(requests)
         returns = replica.model.built.returns
-        core.emit(
-            Answer(
-                token=request.token,
-                body={} if returns is None else {"returns": returns},
-                outputs=message.outputs,
-                timing=bill(device, activation, request, replica, message, core.now_ms),
+        for request, outputs in zip(
+            requests, (message.outputs, *message.joined_outputs), strict=True
+        ):
+            request.state.apply(TaskEvent.FINISHED, "outputs written")
+            device.requests.pop(request.token)
+            core.emit(
+                Answer(
+                    token=request.token,
+                    body={} if returns is None else {"returns": returns},
+                    outputs=outputs,
+                    timing=bill(device, activation, request, replica, message, core.now_ms),
+                )
             )
-        )
 
     def _note_switch(
-        self, activation: Activation, request: Request, replica: Replica, message: InferenceDone
+        self, activation: Activation, replica: Replica, message: InferenceDone
     ) -> None:
         """Its batch is what a profile should be of; a cold one is compared with its prediction."""
-        replica.model.last_batch = request.batch
+        replica.model.last_batch = activation.batch
         took_ms = message.ended_at_ms - message.turn_at_ms - message.stall_ms
         self._device.predictions.computed(
-            replica.name, request.batch, max(0.0, took_ms), self._core.now_ms
+            replica.name, activation.batch, max(0.0, took_ms), self._core.now_ms
         )
         self._device.queue.changed(replica.name)
         if not activation.was_resident and not replica.kept_bytes:
@@ -88,8 +100,8 @@ class Endings:
 
     def trace_ended(self) -> None:
         """The timeline of what was answered: after its answer, which must not wait for it."""
-        for activation, request, message in self._ended:
-            trace(self._device, activation, request, message)
+        for activation, requests, message in self._ended:
+            trace(self._device, activation, requests, message)
         self._ended.clear()
 
     def failed(self, worker: Worker, message: InferenceFailed) -> None:
@@ -97,14 +109,28 @@ class Endings:
         ended = self._end(worker, message.epoch)
         if ended is None:
             return
-        activation, request, _ = ended
         worker.deaths = 0
         error: PipeSwitchError = from_wire(message.error, message.message, "", message.data)
         if type(error) is PipeSwitchError:
             error = from_wire(TaskFailed.__name__, message.message, "", message.data)
-        self._give_up(activation, request, error)
+        self._run_failed(*ended, error)
 
-    def _end(self, worker: Worker, epoch: Epoch) -> tuple[Activation, Request, Replica] | None:
+    def _run_failed(
+        self, activation: Activation, requests: list[Request], replica: Replica,
+        error: PipeSwitchError,
+    ) -> None:  # fmt: skip
+        """One request reads why; joined ones are run again alone, for it may be another's error."""
+        if not activation.joined:
+            self._give_up(activation, requests[0], error)
+            return
+        failed(self._device, replica, requests)
+        for request in requests:
+            request.state.apply(TaskEvent.SEPARATED, type(error).__name__)
+            self._device.queue.add(request)
+
+    def _end(
+        self, worker: Worker, epoch: Epoch
+    ) -> tuple[Activation, list[Request], Replica] | None:
         """Take the activation of that epoch off the device; None for a late message."""
         device = self._device
         # Its turn was raised by the parked worker, whose own message is still on its way; or it
@@ -124,7 +150,11 @@ class Endings:
         worker.state.apply(WorkerEvent.TASK_ENDED, f"epoch {epoch}")
         replica = device.replicas[activation.model]
         self._residents.unused(replica)
-        return activation, device.requests[activation.token], replica
+        return activation, self._requests(activation), replica
+
+    def _requests(self, activation: Activation) -> list[Request]:
+        """Those that it computes, in the order of their rows."""
+        return [self._device.requests[token] for token in activation.tokens]
 
     def _give_up(
         self, activation: Activation, request: Request, error: PipeSwitchError | None
@@ -143,7 +173,8 @@ class Endings:
         """Its process is reaped: dispatch the request again, or give up on it.
 
         A death counts against request and model only when the task had begun: a worker that
-        waits, or was dead already when the task was sent to it, has run no model code.
+        waits, or was dead already when the task was sent to it, has run no model code. Of joined
+        requests none is blamed: each is run again alone.
         """
         device = self._device
         if device.current is not None and device.current.slot == worker.slot:
@@ -154,22 +185,31 @@ class Endings:
             device.upcoming = None
         else:
             return
-        replica, request = device.replicas[activation.model], device.requests[activation.token]
+        replica, requests = device.replicas[activation.model], self._requests(activation)
+        request = requests[0]
         self._residents.unused(replica)
         is_blamed = had_turn and begun_epoch in (None, activation.epoch)
-        request.deaths += is_blamed
         replica.model.deaths += is_blamed
+        if not activation.joined:
+            request.deaths += is_blamed
+        elif is_blamed:
+            failed(device, replica, requests)
         if activation.is_trial:
             error = _worker_lost(replica, 1, status) if is_blamed else None
             self._give_up(activation, request, error)
         else:
-            request.state.apply(TaskEvent.WORKER_DIED, f"status {status}")
-            device.queue.add(request)
-        if activation.hung_why and not activation.is_trial:  # it is not tried once more
+            self._queue_again(requests, f"status {status}")
+        is_single = not activation.joined and not activation.is_trial
+        if activation.hung_why and is_single:  # it is not tried once more
             self._device.refuse(request, TaskEvent.EXPIRE, _hung(replica, activation))
-        self._judge(request, replica, status)
+        self._judge(requests, replica, status)
 
-    def _judge(self, request: Request, replica: Replica, status: int) -> None:
+    def _queue_again(self, requests: list[Request], cause: str) -> None:
+        for request in requests:
+            request.state.apply(TaskEvent.WORKER_DIED, cause)
+            self._device.queue.add(request)
+
+    def _judge(self, requests: list[Request], replica: Replica, status: int) -> None:
         device, limit = self._device, self._core.settings.max_deaths
         if replica.model.deaths >= limit and replica.model.state.allows(ModelEvent.POISONED):
             replica.model.state.apply(
@@ -179,17 +219,19 @@ class Endings:
                 f"{replica.model.deaths} workers died in a row while computing it"
             )
             device.publish("model.quarantined", model=replica.name, reason=replica.model.reason)
+            own = {request.token for request in requests}
             for other in device.queue.of(replica.name):
-                if other is not request:
+                if other.token not in own:
                     self._device.refuse(other, TaskEvent.ERROR, quarantined(replica.model))
-        if request.token not in device.requests or request.trial_batch:
-            return
-        if (
-            limit <= max(request.deaths, replica.model.deaths)
-            or replica.model.state.state is ModelState.QUARANTINED
-        ):
-            error = _worker_lost(replica, request.deaths, status)
-            self._device.refuse(request, TaskEvent.ERROR, error)
+        for request in requests:
+            if request.token not in device.requests or request.trial_batch:
+                continue
+            if (
+                limit <= max(request.deaths, replica.model.deaths)
+                or replica.model.state.state is ModelState.QUARANTINED
+            ):
+                error = _worker_lost(replica, request.deaths, status)
+                self._device.refuse(request, TaskEvent.ERROR, error)
 
     def daemon_died(self) -> None:
         """Everything in flight goes back to the queue: not the requests' fault."""
@@ -197,12 +239,10 @@ class Endings:
         for activation in (device.current, device.upcoming):
             if activation is None:
                 continue
-            request = device.requests[activation.token]
             if activation.is_trial:
-                self._give_up(activation, request, None)
+                self._give_up(activation, device.requests[activation.token], None)
                 continue
-            request.state.apply(TaskEvent.WORKER_DIED, "memory daemon exited")
-            device.queue.add(request)
+            self._queue_again(self._requests(activation), "memory daemon exited")
         device.current = device.upcoming = None
 
     def refuse_all(self, error: PipeSwitchError) -> None:

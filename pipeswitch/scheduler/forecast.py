@@ -27,8 +27,12 @@ def earliest_end_ms(device: DeviceState, request: Request) -> float:
     own_ms = _compute_ms(device, request.model, request.batch)
     is_waiting = request.token in device.queue
     count, batch = (0, 1) if is_waiting else device.queue.ahead(request)
+    manifest = device.replicas[request.model].manifest
+    if manifest is not None and manifest.batching is not None:
+        # At the best all runs before its own are full.
+        count = (count * batch + request.batch - 1) // manifest.batching.limit
     one_ms = _compute_ms(device, request.model, batch)
-    free_ms = _free_at_ms(device)
+    free_ms = free_at_ms(device)
     ends_ms = free_ms + count * one_ms + own_ms
     if _is_absent(device, request):
         # Groups are computed as they come: the first request ends after the last one came.
@@ -95,14 +99,13 @@ def _is_absent(device: DeviceState, request: Request) -> bool:
     return device.replicas[request.model].residency.state is Residency.HOST
 
 
-def _free_at_ms(device: DeviceState) -> float:
+def free_at_ms(device: DeviceState) -> float:
     """When the dispatched tasks have computed."""
     now_ms = free_ms = device.core.now_ms
     for task in (device.current, device.upcoming):
         if task is not None and not task.is_trial:
             begins_ms = task.began_at_ms if task is device.current else free_ms
-            batch = device.requests[task.token].batch
-            free_ms = max(now_ms, begins_ms + _compute_ms(device, task.model, batch))
+            free_ms = max(now_ms, begins_ms + _compute_ms(device, task.model, task.batch))
     return free_ms
 
 

@@ -105,6 +105,11 @@ class Lines:
         key = self._judge.key(_view(request))
         return bisect.bisect_right(line.by_key, (key, self._last_number)), line.smallest_batch
 
+    def of_line(self, request: Request) -> Iterator[Request]:
+        """All of its line, itself too, by key."""
+        line = self._lines[request.model][request.priority]
+        return (line.entries[number][3] for _, number in line.by_key)
+
     def changed(self, model: ModelName | None) -> None:
         """It came to the device or left it, or computes, or does no more."""
         if model is not None:

@@ -68,6 +68,7 @@ class Listing:
             "outputs": {},
             "dims": {},
             "batch": [1, 1],
+            "batching": None,
         }
         if manifest is not None:
             row |= {
@@ -83,6 +84,7 @@ class Listing:
                 "notes": manifest.extra.get("notes", []),
                 "intermediate_bytes": manifest.extra.get("intermediate_bytes", 0),
                 "batch": list(manifest.batch),
+                "batching": msgspec.to_builtins(manifest.batching),
             }
         if len(self._machine.devices) > 1:
             row["on"] = [
@@ -274,6 +276,7 @@ class Listing:
             "evictions": counts["evictions"],
             "job_evictions": counts["job_evictions"],
             "inferences": counts["inferences"],
+            "runs": counts["runs"],
             "transmissions": counts["transmissions"],
             "transmitted_bytes": counts["transmitted_bytes"],
             "commits": counts["commits"],

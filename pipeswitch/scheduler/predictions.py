@@ -69,6 +69,14 @@ class ByBatch:
         index = bisect.bisect_right(self._batches, batch)
         return self._of[self._batches[index - 1]] if index else None
 
+    def at_most_ms(self, batch: int) -> float:
+        """As that one's, and where it was not measured as many rows more as it has."""
+        index = bisect.bisect_right(self._batches, batch)
+        if not index:
+            return 0.0
+        known = self._batches[index - 1]
+        return self._of[known].p95 * batch / known
+
 
 class Least(NamedTuple):
     """The shortest that was measured, in milliseconds; 0: nothing was yet."""
@@ -114,6 +122,12 @@ class Predictions:
             loads.least if loads is not None else 0.0,
             known.least if known is not None else 0.0,
         )
+
+    def at_most_ms(self, model: str, batch: int) -> float:
+        """What 95 of 100 runs of that batch should not exceed: rows cost no more together than
+        apart. 0: nothing was measured."""
+        known = self._computations.get(model)
+        return known.at_most_ms(batch) if known is not None else 0.0
 
     def is_due(self, model: str, batch: int, *, is_sent: bool, now_ms: float) -> bool:
         """Whether what speaks against a request of that batch is old, and none was taken since that

@@ -96,6 +96,11 @@ class Queue:
         assert self._lines is not None
         return self._lines.ahead(request)
 
+    def of_line(self, request: Request) -> Iterator[Request]:
+        """Those of its model and priority, itself too, as the policy puts them in order."""
+        assert self._lines is not None
+        return self._lines.of_line(request)
+
     def changed(self, model: ModelName) -> None:
         """It came to the device or left it, or its prediction is another one."""
         if model in self._of:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -94,7 +95,8 @@ class Model:
     store_offset_bytes: int = -1
     reason: str = ""  # why it failed or is quarantined
     deaths: int = 0  # workers it killed since its last success
-    last_batch: int = 0  # of the last request; 0: none yet
+    last_batch: int = 0  # of the last run; 0: none yet
+    failed_joins: int = 0  # joined runs in a row that ended badly
 
     def __post_init__(self) -> None:
         self.state = StateMachine(f"model {self.name}", ModelState.BUILDING, MODEL_TRANSITIONS)
@@ -167,10 +169,15 @@ class Replica:
         return Owner("rest", self.name)
 
     @property
-    def is_code(self) -> bool:
-        """The operator's own module, not a graph; it has a manifest."""
+    def built(self) -> Manifest:
+        """In the groups of its plan; it was built."""
         assert self.manifest is not None
-        return self.manifest.mode == "module"
+        return self.manifest
+
+    @property
+    def is_code(self) -> bool:
+        """The operator's own module, not a graph; it was built."""
+        return self.built.mode == "module"
 
     @property
     def version(self) -> Version:
@@ -213,10 +220,16 @@ class Request:
     trial_batch: int = 0  # a trial, which no client waits for; 0: a client's request
     placed: str = ""  # why on its device, where there are several
     state: StateMachine[TaskState, TaskEvent] = field(init=False)
-    deaths: int = 0  # workers that died while computing it
+    deaths: int = 0  # workers that died while computing it alone
+    is_alone: bool = False  # a run that it was joined to failed: it is joined to none any more
 
     def __post_init__(self) -> None:
         self.state = StateMachine(f"request {self.request_id}", TaskState.QUEUED, TASK_TRANSITIONS)
+
+    @property
+    def due_ms(self) -> float:
+        """Its deadline; infinite when it has none."""
+        return math.inf if self.deadline_at_ms is None else self.deadline_at_ms
 
 
 Wanted = Literal["run", "pause", "cancel", "drain"]
@@ -339,6 +352,8 @@ class Activation:
     model: ModelName
     dispatched_at_ms: float
     was_resident: bool
+    joined: tuple[Token, ...] = ()  # further requests that it computes
+    batch: int = 1  # of all of them
     residency_epoch: Epoch = NO_EPOCH  # of the copy it reads
     kept_bytes: int = 0  # of its prefix, which were there before
     is_trial: bool = False
@@ -351,6 +366,11 @@ class Activation:
     @property
     def turn(self) -> Turn:
         return Turn(self.epoch)
+
+    @property
+    def tokens(self) -> tuple[Token, ...]:
+        """Of all requests that it computes, in the order of their rows."""
+        return (self.token, *self.joined)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+import msgspec
+
 from ..errors import (
     AlreadyExists,
     Cancelled,
@@ -452,6 +454,7 @@ class Registry:
             notes=manifest.extra.get("notes", []),
             bytes=manifest.total_bytes,
             groups=len(manifest.groups),
+            batching=msgspec.to_builtins(manifest.batching),
         )
 
     def cancel(self, event: CancelAsked) -> None:
@@ -558,6 +561,8 @@ class Registry:
             model.state.apply(ModelEvent.PARDONED, "asked by the user")
             core.edition += 1
             model.deaths, model.reason = 0, ""
+        if event.pin:
+            model.failed_joins = 0
         self._pin(model, is_pinned=event.pin)
         replica = self._machine.shown(model)
         core.answer(event.token, model=event.model, pinned=event.pin,

@@ -75,6 +75,7 @@ class TaskEvent(enum.Enum):
     FINISHED = "finished"
     ERROR = "error"
     WORKER_DIED = "worker_died"
+    SEPARATED = "separated"
     PAUSE = "pause"
     RESUME = "resume"
     CANCEL = "cancel"
@@ -113,6 +114,8 @@ TASK_TRANSITIONS: Final[Mapping[tuple[TaskState, TaskEvent], TaskState]] = {
     (_S.EVICTING, _E.UNWOUND): _S.QUEUED,  # resumes from its last commit
     (_S.EVICTING, _E.FINISHED): _S.DONE,
     **{(state, _E.WORKER_DIED): _S.QUEUED for state in TaskState if state in TASK_ON_WORKER},
+    (_S.TRANSMITTING, _E.SEPARATED): _S.QUEUED,  # the run that it was joined to failed
+    (_S.RUNNING, _E.SEPARATED): _S.QUEUED,
     **{(state, _E.ERROR): _S.FAILED for state in TaskState if state in TASK_LIVE},
 }
 

@@ -76,6 +76,7 @@ class Trials:
             reply_bytes=0,
             arrived_at_ms=core.now_ms,
             trial_batch=trial.batch,
+            is_alone=True,
         )
         device.requests[request.token] = request
         return self._dispatch.activate(request, replica, is_sent=is_sent)

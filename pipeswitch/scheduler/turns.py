@@ -44,12 +44,13 @@ class Turns:
         core, device = self._core, self._device
         device.current, device.upcoming = activation, None
         activation.began_at_ms = core.now_ms
-        device.requests[activation.token].state.apply(TaskEvent.STARTED, cause)
+        for token in activation.tokens:
+            device.requests[token].state.apply(TaskEvent.STARTED, cause)
 
     def hung(self) -> Activation | None:
         """The task that computes for too long, if there is one; its ``hung_why`` says what is.
 
-        1. It still computes long after its deadline.
+        1. It still computes long after its deadline; joined requests, after the last of theirs.
         2. It has had the turn for ``max_compute_ms`` more than its model's longest run: taken for
            an endless loop, which would hold the device for ever.
         """
@@ -58,10 +59,8 @@ class Turns:
         if activation is None or activation.hung_why:
             return activation
         settings, longest_ms = core.settings, device.replicas[activation.model].longest_ms
-        deadline_at_ms = device.requests[activation.token].deadline_at_ms
-        late_at_ms = endless_at_ms = math.inf
-        if deadline_at_ms is not None:
-            late_at_ms = deadline_at_ms + settings.deadline_grace_ms
+        last_at_ms = max(device.requests[token].due_ms for token in activation.tokens)
+        late_at_ms, endless_at_ms = last_at_ms + settings.deadline_grace_ms, math.inf
         if settings.max_compute_ms:
             endless_at_ms = activation.began_at_ms + longest_ms + settings.max_compute_ms
         at_ms = min(late_at_ms, endless_at_ms)

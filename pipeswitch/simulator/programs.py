@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from ..planning.profile import Found
 from ..programs.groups import cut
-from ..programs.layout import LayerSpec, Manifest, TensorSpec
+from ..programs.layout import Batching, LayerSpec, Manifest, TensorSpec
 
 ALIGNMENT_BYTES = 512
 
@@ -29,7 +29,10 @@ class Program:
         return tuple(batch * sum(self.layer_ms[i:j]) for i, j in zip(begins, ends, strict=True))
 
 
-def manifest_of(digest: str, layer_bytes: Sequence[int], plan: tuple[int, ...]) -> Manifest:
+def manifest_of(
+    digest: str, layer_bytes: Sequence[int], plan: tuple[int, ...],
+    batching: Batching | None = None,
+) -> Manifest:  # fmt: skip
     """Layers of one tensor each; sizes are multiples of ALIGNMENT_BYTES."""
     offsets = [0, *accumulate(layer_bytes)]
     tensors = tuple(
@@ -41,19 +44,19 @@ def manifest_of(digest: str, layer_bytes: Sequence[int], plan: tuple[int, ...]) 
     return Manifest(
         digest=digest, mode="graph", mode_reason="", source="test", total_bytes=offsets[-1],
         tensors=tensors, groups=cut(layers, tensors, offsets[-1], plan), inputs=(), outputs=(),
-        layers=layers,
+        layers=layers, batching=batching,
     )  # fmt: skip
 
 
 def program_of(
     digest: str, total_bytes: int, *, groups: int = 2, layers_per_group: int = 2,
-    layer_ms: float = 0.0, profiles: tuple[Found, ...] = (),
+    layer_ms: float = 0.0, profiles: tuple[Found, ...] = (), batching: Batching | None = None,
 ) -> Program:  # fmt: skip
     """A program of equal groups of equal layers."""
     count = groups * layers_per_group
     size = total_bytes // count // ALIGNMENT_BYTES * ALIGNMENT_BYTES
     plan = tuple(range(0, count, layers_per_group))
-    manifest = manifest_of(digest, (size,) * count, plan)
+    manifest = manifest_of(digest, (size,) * count, plan, batching)
     return Program(
         manifest=manifest, plan=plan, layer_ms=(layer_ms,) * count, profiles=profiles
     )  # fmt: skip

@@ -12,6 +12,7 @@ from ..ipc.messages import (
     GrantTurn,
     InferenceDone,
     InferenceFailed,
+    JoinedRequest,
     LeaseGranted,
     LeaseRefused,
     Message,
@@ -193,7 +194,7 @@ class SimulatedWorker(Process):
 
     def _receives(self, order: RunInference) -> None:
         happens, program = self.scene.choices.happens, self.scene.programs[order.model]
-        costs_ms = program.group_ms(order.plan, max(1, order.trial_batch))
+        costs_ms = program.group_ms(order.plan, max(1 + len(order.joined), order.trial_batch))
         self.inference = SimulatedInference(order, costs_ms, self.scene.clock.now_ms)
         self.inference.hangs = happens("hang", order.model)
         if happens("early_error", order.model):
@@ -240,7 +241,9 @@ class SimulatedWorker(Process):
         computed_ms = sum(task.costs_ms)
         first_ms, last_ms = task.begins_at_ms[0], task.ends_at_ms[-1]
         done = InferenceDone(
-            epoch=order.epoch, outputs=(output_of(order),), turn_at_ms=task.turn_at_ms,
+            epoch=order.epoch, outputs=(output_of(order),),
+            joined_outputs=tuple((output_of(one),) for one in order.joined),
+            turn_at_ms=task.turn_at_ms,
             first_group_at_ms=first_ms, ended_at_ms=last_ms,
             stall_ms=max(0.0, last_ms - task.turn_at_ms - computed_ms), is_clean=is_clean,
             group_begins_at_ms=tuple(task.begins_at_ms), group_ends_at_ms=tuple(task.ends_at_ms),
@@ -259,7 +262,7 @@ class SimulatedWorker(Process):
         self.say("task", message)
 
 
-def output_of(order: RunInference) -> SlabTensor:
+def output_of(order: RunInference | JoinedRequest) -> SlabTensor:
     """Its name says whose it is."""
     return SlabTensor(name=order.request_id, dtype="uint8", shape=(1,),
                       offset_bytes=order.reply_offset_bytes, size_bytes=1)  # fmt: skip

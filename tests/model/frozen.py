@@ -34,7 +34,7 @@ PLAIN = frozenset({
     "int", "float", "str", "bool", "int | None", "float | None", "bool | None", "Slot",
     "Slot | None", "Token",
     "ModelName", "JobName", "JobName | None", "ModelName | None", "Wanted",
-    "tuple[int, ...]", "tuple[str, ...]",
+    "tuple[int, ...]", "tuple[str, ...]", "tuple[Token, ...]",
 })  # fmt: skip
 LISTS = frozenset({"list[Token]", "list[JobName]"})
 EPOCHS = frozenset({"Epoch", "Turn"})

@@ -26,7 +26,7 @@ from pipeswitch.planning.profile import (
     Profile,
 )
 from pipeswitch.programs.groups import layer_bytes
-from pipeswitch.programs.layout import Manifest
+from pipeswitch.programs.layout import Batching, Manifest
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.device import Device
@@ -42,6 +42,10 @@ MIB = 1 << 20
 LAYER_MS = 5.0  # a computed one's; a copied group takes as long as two
 COSTS = Costs(to_device=Link(fixed_ms=10.0))
 PRIORITIES = (0, 1, 1, 2)
+JOINED = {  # m2 is code, m3 runs each request alone
+    "m0": Batching(limit=4, delay_ms=30.0, is_exact=True),
+    "m1": Batching(limit=2, delay_ms=0.0, is_exact=True),
+}
 FINAL = ("done", "failed", "cancelled", "expired")
 
 
@@ -153,6 +157,9 @@ class World(simulator.World):
                     self.announced.add(model)
                 case ev.Retract(model=model):
                     self.announced.discard(model)
+                case ev.Answer(token=token, outputs=outputs) if outputs:
+                    names = [output.name for output in outputs]
+                    require(names == [f"r{token}"], f"r{token} is answered with {names}")
                 case _:
                     pass
 
@@ -241,7 +248,9 @@ class World(simulator.World):
     def register(self, name: str, total_bytes: int, *, pin: bool = False, groups: int = 2) -> int:
         """With luck there is a profile of it on the disk."""
         found: tuple[Found, ...] = ()
-        program = program_of(f"d-{name}", total_bytes, groups=groups, layer_ms=LAYER_MS)
+        program = program_of(
+            f"d-{name}", total_bytes, groups=groups, layer_ms=LAYER_MS, batching=JOINED.get(name)
+        )
         if name.endswith("2"):  # the operator's own code
             needs = {f"layer{index}": 0 for index in range(len(program.manifest.layers))}
             manifest = structs.replace(program.manifest, mode="module", extra={"needs": needs})

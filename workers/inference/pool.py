@@ -1,4 +1,4 @@
-"""The request/reply pool as a worker sees it: tensors over slabs, no copies."""
+"""The request/reply pool as a worker sees it: tensors over slabs, copies of joined ones."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ REPLY_ALIGN_BYTES = 64
 
 
 class RequestPool:
-    """A mapping of the pool memfd; where kernels are kept from it, a hidden one for replies."""
+    """A mapping of the pool memfd; where kernels are kept from it, a hidden one for our copies."""
 
-    def __init__(self, descriptor: int, size_bytes: int, *, hides_replies: bool = False) -> None:
+    def __init__(self, descriptor: int, size_bytes: int, *, is_hidden: bool = False) -> None:
         self._size_bytes = size_bytes
         self._storage = torch.frombuffer(
             mmap.mmap(descriptor, size_bytes), dtype=torch.uint8
         ).untyped_storage()
-        self._replies = self._storage
-        if hides_replies:  # outputs are copied there: no slab is opened and closed for it
+        self._own = self._storage
+        if is_hidden:  # no slab is opened and closed for what this code copies
             address = map_by_chance(descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
-            self._replies = bytes_over((ctypes.c_char * size_bytes).from_address(address))
+            self._own = bytes_over((ctypes.c_char * size_bytes).from_address(address))
 
     @property
     def address(self) -> int:
@@ -42,6 +42,10 @@ class RequestPool:
     def tensor(self, slab: SlabTensor) -> torch.Tensor:
         """A tensor over a request's slab; it stays valid until the reply is sent."""
         return self._view(self._storage, slab)
+
+    def joined(self, slabs: Sequence[SlabTensor]) -> torch.Tensor:
+        """The rows of several requests one after the other, in memory of this process."""
+        return torch.cat([self._view(self._own, slab) for slab in slabs])
 
     def _view(self, storage: torch.UntypedStorage, slab: SlabTensor) -> torch.Tensor:
         dtype_name, shape = slab.dtype, slab.shape
@@ -85,7 +89,7 @@ class RequestPool:
                 offset_bytes=offset_bytes + cursor,
                 size_bytes=size,
             )
-            self._view(self._replies, slab).copy_(output, non_blocking=True)
+            self._view(self._own, slab).copy_(output, non_blocking=True)
             slabs.append(slab)
             cursor += -(-size // REPLY_ALIGN_BYTES) * REPLY_ALIGN_BYTES
         return tuple(slabs)

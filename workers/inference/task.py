@@ -16,6 +16,7 @@ from pipeswitch.ipc.channel import Channel
 from pipeswitch.ipc.messages import (
     InferenceDone,
     InferenceFailed,
+    JoinedRequest,
     ModelName,
     PrepareModel,
     RunInference,
@@ -193,20 +194,20 @@ def infer(
         region_bytes, epoch = manifest.total_bytes, message.residency_epoch
         _lend_inputs(view, message, manifest)
         view.enter(message.arena_offset_bytes, region_bytes, last_word, epoch)
-        inputs = [pool.tensor(slab) for slab in message.inputs]
+        inputs, rows = _inputs(message, pool)
         view.wait_turn(message.epoch)
         turn_at_ms = now_ms()
         reach("worker.infer.turn")
         view.board.write_begun(slot, message.epoch)  # from here on a death may be the model's
         groups = _Groups(view, message, manifest)
-        slabs: tuple[SlabTensor, ...] = ()
+        slabs: list[tuple[SlabTensor, ...]] = [(), *(() for _ in message.joined)]
         with view.computing(bound):
             if message.trial_batch:
                 run_trial(bound, message, programs.made_up, groups, view, slot)
             else:
                 outputs = bound.run(inputs, groups)
                 reach("worker.infer.outputs")
-                slabs = _write(bound, outputs, message, pool)
+                slabs = _write(bound, outputs, message, rows, pool)
             view.quiesce()
         ended_at_ms = now_ms()
         groups.ends_ms.append(ended_at_ms)
@@ -224,7 +225,8 @@ def infer(
     task.send(
         InferenceDone(
             epoch=message.epoch,
-            outputs=slabs,
+            outputs=slabs[0],
+            joined_outputs=tuple(slabs[1:]),
             turn_at_ms=turn_at_ms,
             first_group_at_ms=groups.begins_ms[0] if groups.begins_ms else turn_at_ms,
             ended_at_ms=ended_at_ms,
@@ -241,8 +243,9 @@ def infer(
 
 def _lend_inputs(view: PoolView, message: RunInference, manifest: Manifest) -> None:
     """A graph that writes to its inputs is refused when it is registered; the operator's own
-    module may, and reads its own request's alone. They stay open until the next task."""
-    if message.inputs:  # they lie in one slab
+    module may, and reads its own request's alone. They stay open until the next task. Joined
+    requests are copied, so nothing is opened."""
+    if message.inputs and not message.joined:  # they lie in one slab
         start = min(slab.offset_bytes for slab in message.inputs)
         end = max(slab.offset_bytes + slab.size_bytes for slab in message.inputs)
         view.lend(start, end - start, writable=manifest.mode == "module")
@@ -250,11 +253,37 @@ def _lend_inputs(view: PoolView, message: RunInference, manifest: Manifest) -> N
         view.take_back()
 
 
+def _requests(message: RunInference) -> tuple[RunInference | JoinedRequest, ...]:
+    return (message, *message.joined)
+
+
+def _inputs(message: RunInference, pool: RequestPool) -> tuple[list[torch.Tensor], list[int]]:
+    """What the program gets, and how many rows of it are each request's."""
+    if not message.joined:
+        return [pool.tensor(slab) for slab in message.inputs], []
+    requests = _requests(message)
+    columns = zip(*(request.inputs for request in requests), strict=True)
+    rows = [request.inputs[0].shape[0] for request in requests]
+    return [pool.joined(slabs) for slabs in columns], rows
+
+
 def _write(
-    bound: BoundProgram, outputs: list[torch.Tensor], message: RunInference, pool: RequestPool
-) -> tuple[SlabTensor, ...]:
+    bound: BoundProgram,
+    outputs: list[torch.Tensor],
+    message: RunInference,
+    rows: list[int],
+    pool: RequestPool,
+) -> list[tuple[SlabTensor, ...]]:
+    """Each request's outputs to its own slab; ``split`` raises when there are other rows."""
+    requests = _requests(message)
+    parts = (
+        zip(*(torch.split(value, rows) for value in outputs), strict=True) if rows else [outputs]
+    )
     names = [value.name for value in bound.manifest.outputs]
-    return pool.write(names, outputs, message.reply_offset_bytes, message.reply_bytes)
+    return [
+        pool.write(names, part, request.reply_offset_bytes, request.reply_bytes)
+        for request, part in zip(requests, parts, strict=True)
+    ]
 
 
 def _failure(message: RunInference, error: BaseException) -> InferenceFailed:

@@ -39,6 +39,7 @@ from .checking import rehearse_ends, shapes_to_try
 from .dynamic import NotDynamic
 from .encoder import Program
 from .export import export_module, write_program
+from .joining import with_batching
 from .module_mode import build_module
 from .sources import Loaded, example_specs, load_source
 from .verify import Plain, acceptable_inputs, compare, load_image
@@ -70,6 +71,8 @@ def build(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int = 
             manifest = _build_bundle(spec, out_dir, progress)
         else:
             manifest = _build_module(spec, out_dir, progress, disk_bytes)
+        if spec.batch:
+            manifest = with_batching(manifest, spec, out_dir)
         save_manifest(out_dir, manifest)
         progress("pack", 1.0)
         return manifest

@@ -1,0 +1,130 @@
+"""Whether requests of a program can be joined along their batch, and what their answers become."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+
+from ...errors import RegistrationRefused
+from ..bundle import read_bundle
+from ..dims import BATCH, Values, at_batch, largest, names_in
+from ..executor import GraphProgram
+from ..layout import Batching, Manifest, ValueSpec
+from ..spec import BUNDLE_FILE, BuildSpec
+from ..views import tensor_over
+from .checking import same_bits, workers_default_dtype
+from .verify import Plain, acceptable_inputs, load_image
+
+MOST_COMPARED: Final = 16  # rows of a joined run with the same rows alone
+ROUNDING: Final = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-3,
+    torch.float16: 2e-2,
+    torch.bfloat16: 5e-2,
+}
+"""Of the largest number of an output: what other kernels for another batch may differ by."""
+
+
+def with_batching(manifest: Manifest, spec: BuildSpec, folder: Path) -> Manifest:
+    """The manifest of a program whose requests are joined, up to a batch of ``spec.batch``.
+
+    Rows of a joined run are compared with the rows alone, at the limit and at two requests.
+
+    Raises:
+        RegistrationRefused: its batch is fixed, not the first dimension, or outside of the limit;
+            or what a request is answered depends on those beside it by more than rounding.
+    """
+    _check_signature(manifest, spec.batch)
+    image = load_image(folder / BUNDLE_FILE, manifest)
+    program = GraphProgram(manifest, read_bundle(folder / BUNDLE_FILE).graph, "cpu")
+    bound = program.bind(lambda tensor: tensor_over(image.untyped_storage(), tensor, 0))
+
+    def compute(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        with torch.no_grad(), workers_default_dtype():
+            return [value.clone() for value in bound.run(inputs, lambda index: None)]
+
+    low = manifest.batch[0]
+    limit = spec.batch // low * low
+    inputs = acceptable_inputs(manifest.inputs, at_batch(manifest.dims, limit), compute)
+    found = [_is_exact(manifest, inputs, low, size, compute) for size in {2 * low, limit}]
+    batching = Batching(limit=spec.batch, delay_ms=spec.batch_delay_ms, is_exact=all(found))
+    taken_bytes = manifest.extra.get("intermediate_bytes", 0) + _bytes(
+        manifest.inputs, largest(manifest.dims) | {BATCH: spec.batch}
+    )
+    digest = hashlib.sha256(manifest.digest.encode() + msgspec.json.encode(batching))
+    return msgspec.structs.replace(
+        manifest,
+        batching=batching,
+        digest=digest.hexdigest(),
+        extra={**manifest.extra, "intermediate_bytes": taken_bytes},
+    )
+
+
+def _bytes(inputs: Sequence[ValueSpec], values: Values) -> int:
+    """A worker copies the rows of joined requests to memory of its own."""
+    return sum(value.size_bytes(values) for value in inputs)
+
+
+def _check_signature(manifest: Manifest, limit: int) -> None:
+    low, high = manifest.batch
+    if low == high:
+        notes = "".join(f" ({note})" for note in manifest.extra.get("notes", ()))
+        why = "in module mode shapes are fixed" if manifest.mode == "module" else "it is fixed"
+        raise RegistrationRefused(
+            "batch", f"requests cannot be joined: {why} at {low}{notes}",
+            hint=f"leave --batch out, or give the model a first dimension that requests choose "
+            f"(--max-batch {max(limit, 2)})",
+        )  # fmt: skip
+    if limit > high:
+        raise RegistrationRefused(
+            "batch", f"{limit} is more than the model takes, {low} to {high}",
+            hint=f"--batch {high}, or --max-batch {limit} where its source allows that",
+        )  # fmt: skip
+    if limit < 2 * low:
+        raise RegistrationRefused(
+            "batch", f"no two requests make a batch of {limit}: each brings {low} or more",
+            hint=f"--batch {2 * low}, or leave it out",
+        )  # fmt: skip
+    for kind, values in (("input", manifest.inputs), ("output", manifest.outputs)):
+        for value in values:
+            first, *others = value.shape or (1,)
+            if first != BATCH or any(BATCH in names_in(extent) for extent in others):
+                raise RegistrationRefused(
+                    f"{kind} {value.name!r}",
+                    "requests cannot be joined: the batch is not its first dimension alone",
+                    hint="leave --batch out",
+                )
+
+
+def _is_exact(
+    manifest: Manifest, inputs: Sequence[torch.Tensor], low: int, size: int, compute: Plain
+) -> bool:
+    """Whether rows of a run of ``size`` are those of runs of ``low``, bit for bit."""
+    together = compute([value[:size].contiguous() for value in inputs])
+    is_exact = True
+    step = -(-size // low // MOST_COMPARED) * low
+    for start in range(0, size, step):
+        alone = compute([value[start : start + low].contiguous() for value in inputs])
+        for spec, joined, own in zip(manifest.outputs, together, alone, strict=True):
+            rows = joined[start : start + low]
+            if not same_bits(rows.contiguous(), own.contiguous()):
+                is_exact = False
+                _check_rounding(spec, rows, own)
+    return is_exact
+
+
+def _check_rounding(spec: ValueSpec, rows: torch.Tensor, own: torch.Tensor) -> None:
+    if rows.shape == own.shape and rows.dtype in ROUNDING:
+        most = ROUNDING[rows.dtype] * float(own.nan_to_num().abs().max())
+        if torch.allclose(rows, own, rtol=0.0, atol=most, equal_nan=True):
+            return
+    raise RegistrationRefused(
+        f"output {spec.name!r}",
+        "requests cannot be joined: the answer of one depends on the others of its batch",
+        hint="leave --batch out",
+    )

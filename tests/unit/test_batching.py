@@ -1,0 +1,365 @@
+"""Requests that wait together are computed together, and end each for itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from pipeswitch.errors import Cancelled, DeadlineExceeded, TaskFailed, WorkerLost
+from pipeswitch.ipc.messages import InferenceDone, ModelName, RunInference, SlabTensor
+from pipeswitch.programs.dims import Dim
+from pipeswitch.programs.layout import Batching, ValueSpec
+from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.core import SchedulerSettings
+from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.simulator.programs import program_of
+from pipeswitch.simulator.world import World
+
+MIB = 1 << 20
+LIMIT, DELAY_MS = 4, 5.0
+COMPUTE_MS = 8.0  # of one request; of a batch so many times as much
+IDS = (ValueSpec(name="ids", dtype="int64", shape=("batch", "length")),)
+
+
+class Server(World):
+    """Models on the device: ``joins`` at once, ``waits`` for others, ``other`` never joins."""
+
+    def __init__(self, policy: str = "priority", **settings: Any) -> None:
+        self.answers: dict[ev.Token, tuple[float, ev.Answer]] = {}
+        self.runs: list[tuple[float, RunInference]] = []
+        self.faults: dict[str, list[str]] = {}  # by kind, on the models' next runs
+        self.unjoined: list[str] = []
+        chosen = SchedulerSettings(arena_bytes=64 * MIB, store_bytes=64 * MIB, words=64, **settings)
+        super().__init__(Scheduler(chosen, policy), choices=self)
+        for name, delay_ms in (("joins", 0.0), ("waits", DELAY_MS), ("other", None)):
+            batching = None
+            if delay_ms is not None:
+                batching = Batching(limit=LIMIT, delay_ms=delay_ms, is_exact=True)
+            program = program_of(name, 4 * MIB, layer_ms=COMPUTE_MS / 4, batching=batching)
+            if name == "joins":
+                dims = (Dim("batch", 1, 8), Dim("length", 1, 9))
+                manifest = structs.replace(program.manifest, inputs=IDS, dims=dims)
+                program = replace(program, manifest=manifest)
+            self.clients.register(ModelName(name), program)
+        self.run()
+        for name in ("joins", "waits", "other"):
+            self.ask(name)
+            self.run(self.now_ms + 100.0)
+        self.runs.clear()
+        self.began_ms = self.now_ms
+
+    def happens(self, what: str, name: str) -> bool:
+        if what == "poison" and self.deadly is not None:
+            return any(
+                f"r{self.deadly}" in (run.request_id, *(one.request_id for one in run.joined))
+                for worker in self.workers.values() if worker.computes for run in worker.orders
+            )  # fmt: skip
+        left = self.faults.get(what, [])
+        if name in left:
+            left.remove(name)
+            return True
+        return False
+
+    def perform(self, commands: list[ev.Command]) -> None:
+        super().perform(commands)
+        for command in commands:
+            match command:
+                case ev.Answer(more=False):
+                    self.answers[command.token] = (self.now_ms - self.began_ms, command)
+                case ev.ToWorker(message=RunInference() as message):
+                    self.runs.append((self.now_ms - self.began_ms, message))
+                case ev.Publish(topic="model.not_joined"):
+                    self.unjoined.append(command.body["model"])
+
+    began_ms = 0.0
+    deadly: ev.Token | None = None  # kills each worker that computes it
+
+    def ask(self, name: str, *, rows: int = 1, length: int = 3, **values: Any) -> ev.Token:
+        token = self.clients.token()
+        deadline_ms = values.pop("deadline_ms", None)
+        ids = SlabTensor(name="ids", dtype="int64", shape=(rows, length), offset_bytes=0,
+                         size_bytes=8)  # fmt: skip
+        self.handle(ev.InferArrived(
+            token=token, request_id=f"r{token}", model=ModelName(name), digest=name,
+            deadline_at_ms=None if deadline_ms is None else self.now_ms + deadline_ms,
+            inputs=(ids,), reply_offset_bytes=0, reply_bytes=0, priority=values.pop("priority", 1),
+        ))  # fmt: skip
+        return token
+
+    def ask_behind(self, count: int, name: str = "joins", **values: Any) -> list[ev.Token]:
+        """They wait together: two of another model are dispatched before."""
+        for _ in range(2):
+            self.ask("other", priority=0)
+        tokens = [self.ask(name, **values) for _ in range(count)]
+        self.runs.clear()
+        return tokens
+
+    def joined(self) -> list[list[int]]:
+        """Of each run the tokens of its requests."""
+        return [[int(one.request_id[1:]) for one in (run, *run.joined)] for _, run in self.runs]
+
+    def error(self, token: ev.Token) -> Any:
+        return self.answers[token][1].error
+
+    def end_ms(self, token: ev.Token) -> float:
+        return self.answers[token][0]
+
+
+def test_what_waits_together_is_one_run_up_to_the_limit_and_each_has_its_own_answer() -> None:
+    server = Server()
+    tokens = server.ask_behind(10)
+    server.run(server.now_ms + 1000.0)
+    assert server.joined() == [tokens[:4], tokens[4:8], tokens[8:]]
+    for token in tokens:
+        _, answer = server.answers[token]
+        assert [output.name for output in answer.outputs] == [f"r{token}"]
+    bills = [server.answers[token][1].timing for token in tokens]
+    assert [(b["batch"], b["joined"], b["compute_ms"]) for b in bills if b] == [
+        *[(4, 4, 4 * COMPUTE_MS)] * 8, *[(2, 2, 2 * COMPUTE_MS)] * 2
+    ]  # fmt: skip
+    counts = server.scheduler.core.counts
+    assert (counts["runs"], counts["inferences"]) == (3 + 5, 10 + 5)
+    spent_us = server.scheduler.machine.devices[0].state.spent_us
+    assert spent_us["infer"] == (10 + 5) * COMPUTE_MS * 1000  # the device's time is counted once
+
+
+def test_a_request_alone_has_a_batch_and_is_not_joined() -> None:
+    server = Server()
+    token = server.ask("other")
+    server.run()
+    bill = server.answers[token][1].timing
+    assert bill is not None
+    assert (bill["batch"], bill["joined"]) == (1, 1)
+
+
+def test_other_lengths_are_passed_over_and_a_batch_that_is_too_large_ends_it() -> None:
+    server = Server()
+    server.ask_behind(0)
+    first, long, third = server.ask("joins"), server.ask("joins", length=4), server.ask("joins")
+    large, after = server.ask("joins", rows=3), server.ask("joins")
+    server.run()
+    assert server.joined() == [[first, third], [long], [large, after]]
+    assert [run.joined[-1].inputs[0].shape for _, run in server.runs if run.joined] == [(1, 3)] * 2
+
+
+def test_priorities_are_not_joined() -> None:
+    server = Server()
+    server.ask_behind(0)
+    low, high = server.ask("joins", priority=2), server.ask("joins", priority=0)
+    server.run()
+    assert server.joined() == [[high], [low]]
+
+
+def test_one_waits_for_others_as_long_as_its_owner_allows_and_no_longer() -> None:
+    server = Server()
+    alone = server.ask("waits")
+    server.run(server.now_ms + 1000.0)
+    assert server.end_ms(alone) == DELAY_MS + COMPUTE_MS
+    server.began_ms = server.now_ms
+    first = server.ask("waits")
+    server.run(server.now_ms + 3.0)
+    second = server.ask("waits")
+    server.run(server.now_ms + 1000.0)
+    assert server.end_ms(first) == server.end_ms(second) == DELAY_MS + 2 * COMPUTE_MS
+
+
+def test_a_full_batch_waits_for_nothing_nor_does_one_that_waited_for_the_device() -> None:
+    server = Server()
+    full = [server.ask("waits") for _ in range(LIMIT)]
+    assert server.joined() == [full]
+    server.run()
+    server.began_ms = server.now_ms
+    late = server.ask_behind(1, "waits")
+    server.run()
+    assert server.end_ms(late[0]) == 3 * COMPUTE_MS
+
+
+def test_while_one_waits_for_others_the_device_computes_what_else_there_is() -> None:
+    server = Server()
+    waits = server.ask("waits", priority=0)
+    other = server.ask("other", priority=2)
+    assert server.joined() == [[other]]
+    server.run()
+    assert (server.end_ms(other), server.end_ms(waits)) == (COMPUTE_MS, 2 * COMPUTE_MS)
+
+
+def test_one_waits_no_longer_than_its_deadline_allows() -> None:
+    server = Server()
+    token = server.ask("waits", deadline_ms=COMPUTE_MS + 2.0)
+    server.run()
+    assert server.error(token) is None
+    assert server.end_ms(token) == COMPUTE_MS + 2.0
+
+
+def test_none_is_joined_that_would_make_another_late() -> None:
+    server = Server()
+    server.ask_behind(0)
+    first = server.ask("joins", deadline_ms=4 * COMPUTE_MS)
+    rest = [server.ask("joins") for _ in range(3)]
+    server.run()  # two of "other" are before it, so two of four fit
+    assert server.joined() == [[first, rest[0]], rest[1:]]
+    assert server.end_ms(first) == 4 * COMPUTE_MS
+
+
+@pytest.mark.parametrize("fault", ["infer_error", "early_error"])
+def test_a_request_that_fails_fails_alone(fault: str) -> None:
+    server = Server()
+    tokens = server.ask_behind(3)
+    server.faults[fault] = ["joins", "joins"]  # the joined run, and the first one alone
+    server.run()
+    assert server.joined() == [tokens, *[[token] for token in tokens]]
+    assert isinstance(server.error(tokens[0]), TaskFailed)
+    assert [server.error(token) for token in tokens[1:]] == [None, None]
+
+
+def test_of_joined_requests_whose_worker_died_none_is_blamed_and_each_runs_alone() -> None:
+    server = Server(max_deaths=2)
+    tokens = server.ask_behind(3)
+    server.faults["poison"] = ["joins"]
+    server.run(server.now_ms + 5000.0)
+    assert server.joined() == [tokens, *[[token] for token in tokens]]
+    assert not any(server.error(token) for token in tokens)
+
+
+def test_one_that_kills_its_worker_alone_too_is_given_up_after_the_usual_number_of_deaths() -> None:
+    server = Server()
+    server.deadly, *others = server.ask_behind(3)
+    server.run(server.now_ms + 60000.0)
+    assert isinstance(server.error(server.deadly), WorkerLost)
+    assert not any(server.error(token) for token in others)
+    assert server.joined().count([server.deadly]) == 3
+
+
+def test_a_worker_that_died_before_its_turn_has_separated_none() -> None:
+    server = Server()
+    tokens = server.ask_behind(3)
+    server.run(server.now_ms + COMPUTE_MS)  # the second of "other" computes
+    upcoming = server.scheduler.machine.devices[0].state.upcoming
+    assert upcoming is not None
+    server.workers[upcoming.slot].end(-9)
+    server.run(server.now_ms + 5000.0)
+    assert server.joined() == [tokens, tokens]
+
+
+def test_a_model_whose_joined_runs_keep_failing_is_joined_no_more() -> None:
+    server = Server(max_deaths=2)
+    for _ in range(2):
+        server.faults["infer_error"] = ["joins"]
+        server.ask_behind(2)
+        server.run()
+    assert server.unjoined == ["joins"]
+    tokens = server.ask_behind(2)
+    server.run()
+    assert server.joined() == [[token] for token in tokens]
+    server.handle(ev.PinAsked(token=server.clients.token(), model=ModelName("joins"), pin=True))
+    pardoned = server.ask_behind(2)
+    server.run()
+    assert server.joined() == [pardoned]
+
+
+def test_a_joined_run_that_ends_well_forgets_those_that_did_not() -> None:
+    server = Server(max_deaths=2)
+    for faults in (["joins"], [], ["joins"]):
+        server.faults["infer_error"] = faults
+        server.ask_behind(2)
+        server.run()
+    assert server.unjoined == []
+
+
+def test_one_that_is_taken_back_while_it_waits_is_not_computed_and_one_that_computes_is() -> None:
+    server = Server()
+    first, second, third = server.ask_behind(3)
+    server.handle(ev.CancelAsked(token=second))
+    assert isinstance(server.error(second), Cancelled)
+    server.run(server.now_ms + 2 * COMPUTE_MS)
+    server.handle(ev.CancelAsked(token=third))  # it is nearly there
+    server.run()
+    assert server.joined() == [[first, third]]
+    assert not server.error(first)
+    assert not server.error(third)
+
+
+def test_a_deadline_that_passes_while_it_waits_takes_it_out_of_the_batch() -> None:
+    server = Server()
+    server.ask_behind(0)
+    late, other = server.ask("joins", deadline_ms=1.0), server.ask("joins")
+    server.run()
+    assert isinstance(server.error(late), DeadlineExceeded)
+    assert server.joined() == [[other]]
+
+
+def test_a_joined_run_is_hung_when_the_last_deadline_is_long_past() -> None:
+    server = Server(deadline_grace_ms=100.0, max_compute_ms=0.0)
+    tokens = [*server.ask_behind(1, deadline_ms=500.0), server.ask("joins", deadline_ms=900.0)]
+    server.faults["hang"] = ["joins"]
+    server.run(server.now_ms + 950.0)
+    assert not any(token in server.answers for token in tokens)
+    server.run(server.now_ms + 5000.0)
+    assert all(isinstance(server.error(token), DeadlineExceeded) for token in tokens)
+
+
+def test_an_endless_joined_run_is_killed_and_each_is_tried_alone() -> None:
+    server = Server(max_compute_ms=1000.0)
+    tokens = server.ask_behind(2)
+    server.faults["hang"] = ["joins"]
+    server.run(server.now_ms + 10000.0)
+    assert server.joined() == [tokens, *[[token] for token in tokens]]
+    assert not any(server.error(token) for token in tokens)
+
+
+def test_when_the_memory_daemon_dies_all_of_a_run_are_queued_again() -> None:
+    server = Server()
+    tokens = server.ask_behind(3)
+    server.run(server.now_ms + 2 * COMPUTE_MS)
+    assert server.daemon is not None
+    server.daemon.end(-9)
+    server.run(server.now_ms + 5000.0)
+    assert server.joined() == [tokens, tokens]
+    assert not any(server.error(token) for token in tokens)
+
+
+def test_a_worker_that_answers_other_requests_than_it_was_given_is_killed() -> None:
+    server = Server()
+    tokens = server.ask_behind(2)
+    server.run(server.now_ms + 2 * COMPUTE_MS + 1.0)
+    task = server.scheduler.machine.devices[0].state.current
+    assert task is not None
+    worker = server.workers[task.slot]
+    done = InferenceDone(epoch=task.epoch, outputs=(), turn_at_ms=0.0, first_group_at_ms=0.0,
+                         ended_at_ms=0.0, stall_ms=0.0)  # fmt: skip
+    server.handle(ev.FromWorker(slot=task.slot, generation=worker.generation, message=done))
+    server.run(server.now_ms + 5000.0)
+    assert server.joined() == [tokens, *[[token] for token in tokens]]
+    assert not any(server.error(token) for token in tokens)
+
+
+def test_admission_counts_joined_runs_and_refuses_none_that_can_be_in_time() -> None:
+    """Eight rows before it are two runs, of which each takes as long as one row at the least."""
+    server = Server("fifo", admission="deadline")
+    server.ask_behind(8, "waits")
+    ends_ms = 2 * COMPUTE_MS + 2 * COMPUTE_MS + COMPUTE_MS
+    assert server.ask("waits", deadline_ms=ends_ms) not in server.answers
+    refused = server.ask("waits", deadline_ms=ends_ms - 1.0)
+    assert isinstance(server.error(refused), DeadlineExceeded)
+
+
+def test_a_server_that_drains_waits_for_no_others() -> None:
+    server = Server()
+    token = server.ask("waits")
+    server.handle(ev.DrainAsked(token=None, grace_ms=1000.0))
+    server.run()
+    assert server.end_ms(token) == DELAY_MS + COMPUTE_MS
+    assert server.left == 0
+
+
+def test_requests_keep_their_order_inside_a_run() -> None:
+    server = Server()
+    tokens = server.ask_behind(9)
+    server.run()
+    flat = [token for run in server.joined() for token in run]
+    assert flat == tokens
+    assert all(first < second for first, second in pairwise(flat))
