@@ -125,6 +125,11 @@ class ServerConfig(_Checked):
     pool_bytes: int = _setting(
         "512MiB", "shared memory for waiting requests and replies", parse_size, low=1 << 20
     )
+    shares: bool = _setting(
+        True,
+        "clients on the owner's socket hand over large tensors in shared memory: a quarter "
+        "of pool_bytes each, eight clients at once",
+    )
     max_upload_bytes: int = _setting(
         "32GiB", "largest model file a client may send", parse_size, low=1 << 20
     )

@@ -1,8 +1,8 @@
 """The bare ZeroMQ server that ``bench request-path`` compares with: copy once, answer.
 
-``python -m pipeswitch.benchmarks.bare_server REPLY_BYTES POOL_BYTES`` prints its address. It
-does what any server of this kind cannot avoid: receive, copy the payload into memory shared with
-the process that computes, send a header and a result back.
+``python -m pipeswitch.benchmarks.bare_server REPLY_BYTES POOL_BYTES`` prints its addresses, TCP and
+ipc. It does what any server of this kind cannot avoid: receive, copy the payload into memory shared
+with the process that computes, send a header and a result back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def main() -> None:
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
-    sys.stdout.write(f"tcp://127.0.0.1:{port}\n")
+    local = f"ipc://@pipeswitch-bare-{os.getpid()}"  # abstract: no file to leave behind
+    router.bind(local)
+    sys.stdout.write(f"tcp://127.0.0.1:{port} {local}\n")
     sys.stdout.flush()
     poller = zmq.Poller()
     poller.register(router, zmq.POLLIN)

@@ -38,9 +38,9 @@ def _completing(ctx: click.Context) -> Any:
     from ..client.client import Client
 
     given = ctx.find_root().params
-    keys = {name: given.get(name) for name in ("key", "server_key")}
-    host = given.get("host")
-    return Client(full_address(host) if host else None, timeout_s=0.5, **keys)
+    key, server_key, host = given.get("key"), given.get("server_key"), given.get("host")
+    address = full_address(host) if host else None
+    return Client(address, timeout_s=0.5, key=key, server_key=server_key)
 
 
 def _model_names(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:

@@ -58,8 +58,16 @@ class AsyncClient(_Awaited[Client]):
         timeout_s: float = CONNECT_TIMEOUT_S,
         key: str | os.PathLike[str] | None = None,
         server_key: str | os.PathLike[str] | None = None,
+        shared_memory: bool = True,
     ) -> None:
-        super().__init__(Client(address, timeout_s=timeout_s, key=key, server_key=server_key))
+        client = Client(
+            address,
+            timeout_s=timeout_s,
+            key=key,
+            server_key=server_key,
+            shared_memory=shared_memory,
+        )
+        super().__init__(client)
         self.address = self._awaits.address
 
     async def __aenter__(self) -> AsyncClient:

@@ -60,6 +60,8 @@ class Client:
         timeout_s: how long a server may take to answer the first hello.
         key: this client's ``.key_secret`` file; default: ``PIPESWITCH_KEY``. TCP only.
         server_key: the server's public key, or its file; default: ``PIPESWITCH_SERVER_KEY``.
+        shared_memory: hand tensors of 64 KiB or more to a server of this user's in memory that
+            both map; False: through ZeroMQ, as to any other server.
 
     Every verb raises an error of ``pipeswitch.errors``: ``ServerUnavailable`` when none answers,
     ``PermissionDenied`` when the server does not know the key.
@@ -72,12 +74,13 @@ class Client:
         timeout_s: float = CONNECT_TIMEOUT_S,
         key: str | os.PathLike[str] | None = None,
         server_key: str | os.PathLike[str] | None = None,
+        shared_memory: bool = True,
     ) -> None:
         self.address = full_address(address) if address else default_address(os.environ)
         keys = None
         if not self.address.startswith("ipc://"):  # the owner's listener asks for none
             keys = keys_from(key, server_key, os.environ)
-        self._connection = Connection(self.address, timeout_s, keys)
+        self._connection = Connection(self.address, timeout_s, keys, shared_memory=shared_memory)
 
     def __enter__(self) -> Client:
         return self

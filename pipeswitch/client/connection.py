@@ -1,4 +1,4 @@
-"""One socket, many futures: the SDK's I/O.
+"""One connection, many futures: the SDK's I/O.
 
 Who holds the *role* owns the socket and the table of calls: says hello, sends what waits, matches
 answers to calls by id, and when the connection breaks opens another one and sends again what is
@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -46,28 +46,17 @@ from ..wire.frames import (
     encode_header,
 )
 from ..wire.keys import ClientKeys
-from ..wire.sockets import (
-    DONTWAIT,
-    Caps,
-    connect,
-    is_readable,
-    make_dealer,
-    next_events,
-    send_frames,
-    watch_connections,
-)
+from ..wire.local import local_path
+from .links import AnyLink, LocalLink, ZmqLink
 
 logger = logging.getLogger(__name__)
 
 MAX_TRIES: Final = 3  # of a safe call over broken connections
-MAX_REPLY_BYTES: Final = 1 << 32  # of one frame; the server we chose is trusted more than a client
-ZERO_COPY_BYTES: Final = 64 << 10
 BODY_TENSOR: Final = "body"
 CLOSE_FLUSH_MS: Final = 200
 CLOSE_WAIT_S: Final = 1.0  # for the context: a subscription that a caller still holds keeps it
 MAX_WAIT_S: Final = 2_000_000.0  # a poll counts milliseconds in 31 bits; longer is for ever
 MAX_BROKEN_HANDSHAKES: Final = 3  # in a row with keys: it is not a server that just restarts
-MAX_EVENTS: Final = 16  # of a connection, at one look
 _BROKEN: Final = int(zmq.EVENT_DISCONNECTED)
 _SHAKEN: Final = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _UNKNOWN_KEY: Final = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
@@ -137,20 +126,6 @@ class _Call:
     tries: int = 0
 
 
-@dataclass(kw_only=True, eq=False)
-class _Link:
-    """A socket with its monitor; thrown away whole when the connection breaks."""
-
-    sock: zmq.Socket[bytes]
-    monitor: zmq.Socket[bytes]
-    hello_id: str
-    hello_until_s: float
-    session: str = ""
-    facts: dict[str, Any] = field(default_factory=dict)
-    is_shaken: bool = False  # the peer speaks ZeroMQ and let us in
-    cut_count: int = 0  # handshakes that the peer broke off
-
-
 _ADMIT: Final = "on the server: pipeswitch keys admit NAME KEY"
 _BRING: Final = (
     "key= and server_key=, or PIPESWITCH_KEY and PIPESWITCH_SERVER_KEY; "
@@ -162,7 +137,17 @@ _EXPECT: Final = "on the server: pipeswitch keys server --show"
 class Connection:
     """One client's connection. ``request`` and ``call`` may be called from any thread."""
 
-    def __init__(self, address: str, timeout_s: float, keys: ClientKeys | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        timeout_s: float,
+        keys: ClientKeys | None = None,
+        *,
+        shared_memory: bool = True,
+    ) -> None:
+        """``shared_memory``: an ``ipc://`` server is spoken to by its plain socket."""
+        path = address.removeprefix("ipc://")
+        self._local = local_path(path) if shared_memory and path != address else None
         wait_s = as_wait_s(timeout_s)
         self._timeout_s = MAX_WAIT_S if wait_s is None else wait_s
         self.address = address
@@ -174,7 +159,7 @@ class Connection:
         self._calls: dict[str, _Call] = {}  # by request id, oldest first
         self._prefix = secrets.token_hex(4)
         self._numbers = itertools.count(1)
-        self._link: _Link | None = None
+        self._link: AnyLink | None = None
         self._poller = zmq.Poller()
         self._poller.register(self._wake, zmq.POLLIN)
         self._is_closing = False
@@ -405,7 +390,7 @@ class Connection:
             ready = dict(self._poller.poll(self._poll_ms()))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
-        if link is not None and is_readable(link.sock):
+        if link is not None:
             self._receive(link)
         if self._link is link and link is not None:
             self._watch(link)
@@ -421,15 +406,18 @@ class Connection:
         return max(0, round((self._link.hello_until_s - time.monotonic()) * 1000)) + 1
 
     def _open(self, hello_until_s: float | None = None) -> None:
-        """A new socket and its hello. The time to answer starts now, unless it has before."""
-        sock = make_dealer(self.context, Caps(max_message_bytes=MAX_REPLY_BYTES), self.keys)
-        monitor = watch_connections(sock, _WATCHED)  # before there is anything to miss
+        """A new link and its hello. The time to answer starts now, unless it has before.
+
+        Where no server listens at the plain socket now, libzmq waits for one.
+        """
+        hello: dict[str, Any] = {
+            "hello_id": f"{self._prefix}-hello-{next(self._numbers)}",
+            "hello_until_s": hello_until_s or time.monotonic() + self._timeout_s,
+        }
+        link: AnyLink | None = self._open_local(hello)
         try:
-            connect(sock, self.address)
+            link = link or ZmqLink.open(self.context, self.address, self.keys, _WATCHED, **hello)
         except zmq.ZMQError as error:
-            sock.disable_monitor()
-            monitor.close(0)
-            sock.close(0)
             reason = error.strerror
             self._fail_all(
                 lambda: ServerUnavailable(
@@ -438,28 +426,28 @@ class Connection:
                 )
             )
             return
-        self._link = _Link(
-            sock=sock,
-            monitor=monitor,
-            hello_id=f"{self._prefix}-hello-{next(self._numbers)}",
-            hello_until_s=hello_until_s or time.monotonic() + self._timeout_s,
-        )
-        self._poller.register(sock, zmq.POLLIN)
-        self._poller.register(self._link.monitor, zmq.POLLIN)
-        hello = {"v": VERSION, "op": "hello", "id": self._link.hello_id}
-        self._transmit(self._link, hello, ())
+        self._greet(link)
+
+    def _open_local(self, hello: dict[str, Any]) -> LocalLink | None:
+        if self._local is None:
+            return None
+        try:
+            return LocalLink.open(self._local, **hello)
+        except OSError:
+            return None
+
+    def _greet(self, link: AnyLink) -> None:
+        self._link = link
+        link.attach(self._poller)
+        self._transmit(link, {"v": VERSION, "op": "hello", "id": link.hello_id}, ())
 
     def _shut(self, linger_ms: int = 0) -> None:
         link, self._link = self._link, None
-        if link is None:
-            return
-        self._poller.unregister(link.sock)
-        self._poller.unregister(link.monitor)
-        link.sock.disable_monitor()
-        link.monitor.close(0)
-        link.sock.close(linger_ms)
+        if link is not None:
+            link.detach(self._poller)
+            link.close(linger_ms)
 
-    def _watch(self, link: _Link) -> None:
+    def _watch(self, link: AnyLink) -> None:
         """What became of the connection:
 
         1. the peer let us in;
@@ -468,7 +456,7 @@ class Connection:
         3. it is gone: with a session, or before its hello was answered, a new one is opened.
            One that never came to be is tried again by libzmq itself.
         """
-        for event, _ in next_events(link.monitor, MAX_EVENTS):
+        for event, _ in link.news():
             if event == _SHAKEN:
                 link.is_shaken = True
             elif event == _UNKNOWN_KEY:
@@ -521,7 +509,7 @@ class Connection:
         elif self._link.session:
             self._send(self._link, call)
 
-    def _send(self, link: _Link, call: _Call) -> None:
+    def _send(self, link: AnyLink, call: _Call) -> None:
         call.is_sent = True
         try:
             self._transmit(link, call.header, call.frames)
@@ -530,11 +518,10 @@ class Connection:
             self._fail(call, InvalidInput(f"{op}: what was given cannot be sent: {error}"))
 
     @staticmethod
-    def _transmit(link: _Link, fields: dict[str, Any], frames: Sequence[Any]) -> None:
+    def _transmit(link: AnyLink, fields: dict[str, Any], frames: Sequence[Any]) -> None:
         header = RequestHeader(**fields, session=link.session)
         parts = [MAGIC, encode_header(header), *frames]
-        is_large = any(len(frame) >= ZERO_COPY_BYTES for frame in frames)
-        send_frames(link.sock, parts, copy=not is_large)
+        link.send(parts, header.id, may_share=header.op == "infer")
 
     def _cancel(self, call: _Call) -> None:
         """The caller took it back: tell the server; its answer will find no caller."""
@@ -544,26 +531,39 @@ class Connection:
             header = self._header("cancel", "", {"id": call.header["id"]})
             self._transmit(self._link, header, ())
 
-    def _receive(self, link: _Link) -> None:
-        while self._link is link and is_readable(link.sock):
-            frames = link.sock.recv_multipart(DONTWAIT, copy=False)
-            parts = [frame.buffer for frame in frames]
-            try:
+    def _receive(self, link: AnyLink) -> None:
+        try:
+            for parts in link.messages():
                 header = decode_reply(parts)
-            except RemoteProtocolError as error:
-                self._fail_all(lambda error=error: error)  # type: ignore[misc]
-                self._shut()
-                return
-            if header.id == link.hello_id:
-                self._greeted(link, header)
-            else:
-                self._answered(header, parts[2:])
+                if not header.more:
+                    link.answered(header.id)
+                if header.id == link.hello_id:
+                    self._greeted(link, header)
+                else:
+                    self._answered(header, parts[2:])
+                if self._link is not link:
+                    return
+        except RemoteProtocolError as error:
+            refusal = error
+            self._fail_all(lambda: refusal)
+            self._shut()
+        except EOFError:
+            self._broken()
 
-    def _greeted(self, link: _Link, header: ReplyHeader) -> None:
+    def _greeted(self, link: AnyLink, header: ReplyHeader) -> None:
         if header.error is not None:
             refusal = _error(header)
             self._shut()
             self._fail_all(lambda: refusal)
+            return
+        better = (
+            None
+            if link.is_local
+            else self._open_local({"hello_id": link.hello_id, "hello_until_s": link.hello_until_s})
+        )
+        if better is not None:  # the server came after us
+            self._shut()
+            self._greet(better)
             return
         link.session, link.facts = header.session, header.body
         for call in list(self._calls.values()):

@@ -10,7 +10,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 from ..roles import Standing
 from ..scheduler.events import Token
@@ -75,6 +75,43 @@ class Outgoing:
         self.size_bytes = sum(map(len, self.frames))
 
 
+class Peer(Protocol):
+    """A client's connection that is not libzmq's."""
+
+    @property
+    def wants_turn(self) -> bool:
+        """It would go on without waiting."""
+
+    def transmit(self, outgoing: Outgoing) -> None:
+        """Raises zmq.Again: not all has left; zmq.ZMQError: it is gone."""
+
+    def close(self) -> None: ...
+
+
+class Origin(Protocol):
+    """Where a message came from: one connection, by either socket."""
+
+    @property
+    def listener(self) -> Listener: ...
+    @property
+    def routing_id(self) -> bytes: ...
+    @property
+    def peer(self) -> Peer | None:
+        """None: it is libzmq's."""
+
+    def standing(self) -> Standing:
+        """With a session or without."""
+
+    def user_id(self) -> str:
+        """The key it proved to have; empty where none is asked for."""
+
+    def descriptor(self) -> int:
+        """Of its socket; -1: it is not libzmq's."""
+
+    def send_now(self, frames: list[Any]) -> None:
+        """Now or never: nothing is kept for a peer without a session."""
+
+
 @dataclass(kw_only=True, eq=False)
 class Client:
     """One session on one connection."""
@@ -91,6 +128,7 @@ class Client:
     upload_chunks: int = 0
     counts: Counters = field(default_factory=Counters)  # of this session's requests
     user_id: str = ""  # the key it came in with; empty where no key is asked for
+    peer: Peer | None = None  # its connection at the plain socket; None: libzmq has it
     is_gone: bool = False
 
 
@@ -113,33 +151,36 @@ class ClientTable:
     def all(self) -> list[Client]:
         return list(self._by_session.values())
 
-    def greet(
-        self, listener: Listener, routing_id: bytes, fd: int, user_id: str = ""
-    ) -> tuple[Client, Client | None]:
+    def greet(self, origin: Origin) -> tuple[Client, Client | None]:
         """A new session for this connection, and the one it replaces (the caller drops it)."""
+        listener, routing_id, fd = origin.listener, origin.routing_id, origin.descriptor()
         replaced = self._by_route.get((listener.address, routing_id))
         client = Client(
             listener=listener,
             routing_id=routing_id,
             session=secrets.token_hex(16),
-            standing=listener.standing(user_id),
+            standing=origin.standing(),
             fd=fd,
             inode=connection_inode(fd, listener.local),
-            user_id=user_id,
+            user_id=origin.user_id(),
+            peer=origin.peer,
         )
         self._by_session[client.session] = client
         self._by_fd.setdefault((listener.address, fd), []).append(client)
         self._by_route[listener.address, routing_id] = client
         return client, replaced
 
-    def find(
-        self, listener: Listener, routing_id: bytes, session: str, user_id: str = ""
-    ) -> Client | None:
+    def find(self, origin: Origin, session: str) -> Client | None:
         """The client, only when session, connection and key are the ones last seen together."""
         client = self._by_session.get(session)
-        if client is None or client.routing_id != routing_id or client.listener is not listener:
+        if client is None or client.routing_id != origin.routing_id:
             return None
-        return client if client.user_id == user_id else None
+        is_same = client.listener is origin.listener and client.user_id == origin.user_id()
+        return client if is_same else None
+
+    def at(self, origin: Origin) -> Client | None:
+        """Whose session is on this connection."""
+        return self._by_route.get((origin.listener.address, origin.routing_id))
 
     def remove(self, client: Client) -> None:
         """Forget it; late answers to it are undeliverable from now on."""

@@ -4,7 +4,8 @@ It owns the sockets and runs in the controller's one loop (docs/adr/0009). It de
 about models or devices: a message that is well formed and allowed becomes an event for the
 scheduler, an answer becomes a message. Its parts: ``Intake`` (what comes in), ``RequestPool`` (the
 memory of inputs and replies), ``Requests`` (what is owed), ``ClientTable`` and ``Outbox`` (to whom,
-and on its way). The protocol: docs/protocol.md.
+and on its way), ``LocalDoor`` (clients of this machine that share memory). The protocol:
+docs/protocol.md.
 """
 
 from __future__ import annotations
@@ -54,12 +55,13 @@ from ..wire.frames import VERSION, RequestHeader, decode_request, pack_dict
 from ..wire.sockets import DONTWAIT, is_readable, send_frames
 from . import admission
 from .admission import Body
-from .clients import Client, ClientTable, Outgoing
+from .clients import Client, ClientTable, Origin, Outgoing
 from .connections import hang_up
 from .disk import Disk
-from .intake import Intake, read_subscriptions
+from .intake import Intake, ZmqOrigin, read_subscriptions
 from .job_files import read_piece
 from .listeners import Listener, Listeners, open_listeners
+from .local import POOL_PARTS, LocalDoor, LocalPeer, Shares
 from .outbox import RELEASE_WAIT_MS, Outbox
 from .replies import envelope_id, reply_frames, told, wrong_version
 from .request_pool import RequestPool, Room
@@ -135,6 +137,9 @@ class Frontend:
         self._intake = Intake(config.server, self._clients, now_ms)
         self._outbox = Outbox(max(self._pool.share_bytes, self._max_message_bytes))
         self.requests = Requests(self._pool, now_ms)
+        self._peers: set[LocalPeer] = set()  # connections of the owner's plain socket
+        self._turns: set[LocalPeer] = set()  # of them, those that may have something to read
+        self._selector: selectors.BaseSelector | None = None  # that they are registered with
         self._dropped_count = 0  # clients that did not read
         self._calls: deque[Callable[[], None]] = deque()  # from the copier and the upload writer
         self._ops: dict[str, Callable[[Client, RequestHeader, Sequence[Any]], None]] = {
@@ -147,7 +152,7 @@ class Frontend:
     # ---- life ----------------------------------------------------------------------------------
 
     def open(self) -> Listeners:
-        """Bind both listeners, start the helper threads; the listeners' addresses.
+        """Bind all listeners, start the helper threads; the listeners' addresses.
 
         Raises:
             ConfigError: an address or folder cannot be used.
@@ -157,6 +162,7 @@ class Frontend:
         self._context: zmq.Context[Any] = zmq.Context()
         try:
             self._listeners = open_listeners(self._context, self._config.server)
+            self._door = self._open_door(self._listeners)
         except PipeSwitchError:
             self._context.term()
             os.close(self._wake)
@@ -167,8 +173,18 @@ class Frontend:
         self._copier.start()
         return self._listeners
 
+    def _open_door(self, listeners: Listeners) -> LocalDoor:
+        size_bytes = self._pool.capacity_bytes // POOL_PARTS if self._config.server.shares else 0
+        try:
+            return LocalDoor(listeners.ipc, Shares(size_bytes), self._max_message_bytes)
+        except PipeSwitchError:
+            listeners.close()
+            raise
+
     def watch(self, selector: selectors.BaseSelector) -> None:
         """Register what ends a wait; each key's data is a callable, as the loop expects."""
+        self._selector = selector
+        selector.register(self._door, selectors.EVENT_READ, self._welcome)
         for sock in self._sockets:
             stir = functools.partial(self._stirred.add, sock)
             selector.register(sock, selectors.EVENT_READ, stir)
@@ -176,6 +192,10 @@ class Frontend:
 
     def unwatch(self, selector: selectors.BaseSelector) -> None:
         """Before ``close``."""
+        self._selector = None
+        selector.unregister(self._door)
+        for peer in self._peers:
+            selector.unregister(peer)
         for sock in self._sockets:
             selector.unregister(sock)
         selector.unregister(self._wake)
@@ -185,6 +205,9 @@ class Frontend:
         self._uploads.stop()
         self._copier.stop()  # what they post is sent
         self._finish()
+        for peer in list(self._peers):
+            self._part(peer)
+        self._door.close()
         self._listeners.close()
         self._context.term()
         os.close(self._wake)
@@ -212,7 +235,7 @@ class Frontend:
             self._stirred.update(self._sockets)
         for sock in [sock for sock in self._stirred if not is_readable(sock)]:
             self._stirred.discard(sock)
-        if self._calls or self._stirred:
+        if self._calls or self._stirred or self._turns or self._outbox.wants_turn:
             return 0.0
         return (
             self._intake.connections.wait_s(self._now_ms() / 1000)
@@ -233,6 +256,10 @@ class Frontend:
                     self._hear_message(listener, frames)
             if listener.publisher in self._stirred:
                 read_subscriptions(listener)
+        for peer in list(self._turns):
+            self._hear_peer(peer)
+            if not peer.wants_turn:
+                self._turns.discard(peer)
         if not self._outbox.is_idle:
             for client in self._outbox.sweep(self._now_ms()):
                 self._drop(client, SLOW)
@@ -291,20 +318,27 @@ class Frontend:
     # ---- in ------------------------------------------------------------------------------------
 
     def _hear_message(self, listener: Listener, frames: Sequence[zmq.Frame]) -> None:
-        """One message. Nothing a client sends may raise out of here."""
-        reach("frontend.message")
-        routing_id = bytes(frames[0].buffer)
+        """One message of libzmq's. Nothing a client sends may raise out of here."""
+        origin = ZmqOrigin(listener, frames[0], bytes(frames[0].buffer))
         parts = [frame.buffer for frame in frames[1:]]
-        request_id = ""
-        client: Client | None = None
         try:
             if not self._intake.admits(listener, frames):
                 return
-            if not _ROUTING_ID.fullmatch(routing_id):
-                request_id = envelope_id(parts)
+            if not _ROUTING_ID.fullmatch(origin.routing_id):
                 raise RemoteProtocolError(
                     "a client must not choose its routing id", hint="leave ZMQ_ROUTING_ID unset"
                 )
+        except PipeSwitchError as error:
+            self._refuse(origin, None, envelope_id(parts), error)
+        else:
+            self._hear_parts(origin, parts)
+
+    def _hear_parts(self, origin: Origin, parts: Sequence[Any], *, is_shared: bool = False) -> None:
+        """One message, by whatever socket. ``is_shared``: its sender can still change tensors."""
+        reach("frontend.message")
+        request_id = ""
+        client: Client | None = None
+        try:
             try:
                 header = decode_request(parts)
             except RemoteProtocolError as error:
@@ -312,15 +346,65 @@ class Frontend:
                 raise wrong_version(parts) or error from None
             request_id = header.id
             if header.op == "hello":
-                self._hello(listener, routing_id, frames[0], header)
+                self._hello(origin, header)
             elif header.op == "ping" and not header.body:
-                body = self._about(listener, self._intake.standing(listener, frames[0]))
-                self._send_now(listener, routing_id, reply_frames(header.id, body=body))
+                body = self._about(origin.listener, origin.standing())
+                origin.send_now(reply_frames(header.id, body=body))
             else:
-                client = self._intake.sender(listener, routing_id, frames[0], header.session)
+                client = self._intake.sender(origin, header.session)
+                if is_shared and header.op != "infer":
+                    raise RemoteProtocolError("only an inference's tensors lie in the share")
                 self._dispatch(client, header, parts[2:])
         except PipeSwitchError as error:
-            self._refuse(listener, routing_id, client, request_id, error)
+            self._refuse(origin, client, request_id, error)
+
+    # ---- the owner's plain socket --------------------------------------------------------------
+
+    def _welcome(self) -> None:
+        """Connections that wait at it."""
+        if self._selector is None:
+            return
+        for peer in self._door.accept():
+            self._peers.add(peer)
+            peer.on_change = functools.partial(self._follow, peer)
+            self._selector.register(
+                peer, selectors.EVENT_READ, functools.partial(self._turns.add, peer)
+            )
+
+    def _follow(self, peer: LocalPeer) -> None:
+        """Have the loop woken when it can go on sending, as long as it has to."""
+        if self._selector is None:
+            return
+        key = self._selector.get_key(peer)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.wants_write else 0)
+        if key.events != events:
+            self._selector.modify(peer, events, key.data)
+
+    def _hear_peer(self, peer: LocalPeer) -> None:
+        """What came by one connection; who sends nonsense, or is gone, is forgotten."""
+        cause = ""
+        try:
+            for message in peer.messages():
+                self._hear_parts(peer, message.parts, is_shared=message.is_shared)
+        except EOFError:
+            cause = "disconnected"
+        except RemoteProtocolError as error:
+            self._intake.complain(peer.listener, error)
+            cause = "nonsense"
+        if cause:
+            client = self._clients.at(peer)
+            if client is not None:
+                self._drop(client, cause)
+            self._part(peer)
+
+    def _part(self, peer: LocalPeer) -> None:
+        """Its connection ends."""
+        if peer in self._peers:
+            self._peers.remove(peer)
+            self._turns.discard(peer)
+            if self._selector is not None:
+                self._selector.unregister(peer)
+        peer.close()
 
     def _dispatch(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
         role = VERB_ROLES.get(header.op)
@@ -339,22 +423,17 @@ class Frontend:
             raise
 
     def _refuse(
-        self,
-        listener: Listener,
-        routing_id: bytes,
-        client: Client | None,
-        request_id: str,
-        error: PipeSwitchError,
+        self, origin: Origin, client: Client | None, request_id: str, error: PipeSwitchError
     ) -> None:
         """A typed error when there is an id to answer to; otherwise counted and dropped."""
         if isinstance(error, RemoteProtocolError):
-            self._intake.complain(listener, error)
+            self._intake.complain(origin.listener, error)
         if not request_id:
             return
         if client is not None:
             self._reply(client, request_id, error=error)
         else:
-            self._send_now(listener, routing_id, reply_frames(request_id, error=error))
+            origin.send_now(reply_frames(request_id, error=error))
 
     # ---- verbs ---------------------------------------------------------------------------------
 
@@ -376,13 +455,11 @@ class Frontend:
             **(self.owner_facts if listener.is_owner else {}),
         }
 
-    def _hello(
-        self, listener: Listener, routing_id: bytes, frame: zmq.Frame, header: RequestHeader
-    ) -> None:
-        client, replaced = self._intake.greet(listener, routing_id, frame)
+    def _hello(self, origin: Origin, header: RequestHeader) -> None:
+        client, replaced = self._intake.greet(origin)
         if replaced is not None:
             self._drop(replaced, "said hello again")
-        self._reply(client, header.id, body=self._about(listener, client.standing))
+        self._reply(client, header.id, body=self._about(origin.listener, client.standing))
 
     def _infer(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
         version = 0
@@ -547,6 +624,7 @@ class Frontend:
             "hung_up": dict(connections.hung_up),
             "refused_keys": allowed.refused_count if allowed is not None else 0,
             **self._pool.as_dict(),
+            **self._door.shares.as_dict(),
         }
 
     def _reply(self, client: Client, request_id: str, **fields: Any) -> None:
@@ -555,19 +633,13 @@ class Frontend:
         self._send(client, Outgoing(frames=frames, since_ms=self._now_ms()))
 
     def _send(self, client: Client, outgoing: Outgoing) -> None:
-        self._stirred.add(client.listener.router)
+        if client.peer is None:
+            self._stirred.add(client.listener.router)
         if client.is_gone:
             outgoing.on_lost()
             outgoing.on_released()
         elif not self._outbox.send(client, outgoing, self._now_ms()):
             self._drop(client, SLOW)
-
-    def _send_now(self, listener: Listener, routing_id: bytes, frames: list[bytes]) -> None:
-        """To a peer without a session: now or never, nothing is kept for it."""
-        self._stirred.add(listener.router)
-        with contextlib.suppress(zmq.ZMQError):
-            listener.router.send(routing_id, zmq.SNDMORE | zmq.DONTWAIT)
-            listener.router.send_multipart(frames, zmq.DONTWAIT)
 
     def _drop(self, client: Client, cause: str) -> None:
         """The client is gone, or is to be: its waiting requests are taken back. Idempotent."""
@@ -576,6 +648,8 @@ class Frontend:
         self._clients.remove(client)
         self._outbox.drop(client)
         if cause in (SLOW, REVOKED):
+            if isinstance(client.peer, LocalPeer):
+                self._part(client.peer)
             hang_up(client.fd, client.inode)
             self._dropped_count += cause == SLOW
         _logger.info(

@@ -11,7 +11,8 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 import zmq
 
@@ -19,8 +20,8 @@ from ..config import ServerConfig
 from ..errors import PermissionDenied, RemoteProtocolError
 from ..roles import Standing
 from ..wire.frames import MAX_TENSORS
-from ..wire.sockets import DONTWAIT, is_readable, next_events
-from .clients import Client, ClientTable
+from ..wire.sockets import DONTWAIT, MORE, is_readable, next_events
+from .clients import Client, ClientTable, Origin
 from .connections import Connections
 from .listeners import ACCEPTED, Listener, Listeners
 
@@ -157,35 +158,25 @@ class Intake:
             fd
         )
 
-    def greet(
-        self, listener: Listener, routing_id: bytes, frame: zmq.Frame
-    ) -> tuple[Client, Client | None]:
-        """A new session for this frame's connection, and the one it replaces.
+    def greet(self, origin: Origin) -> tuple[Client, Client | None]:
+        """A new session for a connection, and the one it replaces.
 
         Raises:
             RemoteProtocolError, PermissionDenied: the connection, or its key, is not known.
         """
-        fd = _known_descriptor(frame)
-        client, replaced = self._clients.greet(listener, routing_id, fd, _user_id(listener, frame))
-        if not listener.is_owner:
-            self.connections.greeted(fd)
+        client, replaced = self._clients.greet(origin)
+        if not origin.listener.is_owner:
+            self.connections.greeted(client.fd)
         return client, replaced
 
-    @staticmethod
-    def standing(listener: Listener, frame: zmq.Frame) -> Standing:
-        """Of the peer that sent this message, with a session or without."""
-        return listener.standing(_user_id(listener, frame))
-
-    def sender(
-        self, listener: Listener, routing_id: bytes, frame: zmq.Frame, session: str
-    ) -> Client:
+    def sender(self, origin: Origin, session: str) -> Client:
         """Whose message it is.
 
         Raises:
             RemoteProtocolError: this session did not come by this connection.
             PermissionDenied: its key is not known.
         """
-        client = self._clients.find(listener, routing_id, session, _user_id(listener, frame))
+        client = self._clients.find(origin, session)
         if client is None:
             raise RemoteProtocolError(
                 "this session is not known here: say hello first", reason="unknown_session"
@@ -239,15 +230,38 @@ def _known_descriptor(routing_frame: zmq.Frame) -> int:
     return fd
 
 
-def _user_id(listener: Listener, frame: zmq.Frame) -> str:
-    """The key this message's sender proved to have; empty where none is asked for.
+@dataclass(frozen=True)
+class ZmqOrigin:
+    """A connection of libzmq's, by the first frame of a message that came by it."""
 
-    Raises:
-        PermissionDenied: libzmq does not say: it must not happen, and nothing is served then.
-    """
-    if listener.allowed is None:
-        return ""
-    try:
-        return str(frame.get("User-Id"))
-    except (zmq.ZMQError, KeyError):
-        raise PermissionDenied("this connection has not proved a key") from None
+    listener: Listener
+    frame: zmq.Frame
+    routing_id: bytes
+    peer: None = None
+
+    def standing(self) -> Standing:
+        return self.listener.standing(self.user_id())
+
+    def user_id(self) -> str:
+        """
+        Raises:
+            PermissionDenied: libzmq does not say: it must not happen, and nothing is served then.
+        """
+        if self.listener.allowed is None:
+            return ""
+        try:
+            return str(self.frame.get("User-Id"))
+        except (zmq.ZMQError, KeyError):
+            raise PermissionDenied("this connection has not proved a key") from None
+
+    def descriptor(self) -> int:
+        """
+        Raises:
+            RemoteProtocolError: libzmq does not know it.
+        """
+        return _known_descriptor(self.frame)
+
+    def send_now(self, frames: list[Any]) -> None:
+        with contextlib.suppress(zmq.ZMQError):
+            self.listener.router.send(self.routing_id, MORE | DONTWAIT)
+            self.listener.router.send_multipart(frames, DONTWAIT)

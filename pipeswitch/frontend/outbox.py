@@ -29,6 +29,11 @@ class Outbox:
     def is_idle(self) -> bool:
         return not self._tracked and not self._backlogged
 
+    @property
+    def wants_turn(self) -> bool:
+        """A message would go on without waiting for its socket."""
+        return any(one.peer is not None and one.peer.wants_turn for one in self._backlogged)
+
     def send(self, client: Client, outgoing: Outgoing, now_ms: float) -> bool:
         """Hand a message to libzmq, or keep it. False: over budget or gone, drop the client."""
         client.backlog.append(outgoing)
@@ -62,7 +67,13 @@ class Outbox:
 
     @staticmethod
     def _transmit(client: Client, outgoing: Outgoing) -> zmq.MessageTracker | None:
-        """All frames of a message; only the first part can be refused (libzmq router.cpp)."""
+        """All frames of a message; only the first part can be refused (libzmq router.cpp).
+
+        At the plain socket all of it can: what is refused goes on with the same message.
+        """
+        if client.peer is not None:
+            client.peer.transmit(outgoing)
+            return None
         router = client.listener.router
         router.send(client.routing_id, MORE | DONTWAIT)
         is_tracked = outgoing.is_zero_copy

@@ -23,8 +23,8 @@ from ..errors import QueueFull
 from ..ipc.messages import SlabTensor
 from ..ipc.sparse import give_back, keep_only
 from ..programs.layout import aligned
+from ..wire.slabs import SLAB_ALIGN_BYTES, SlabPool
 from .admission import CheckedInput
-from .slabs import SLAB_ALIGN_BYTES, SlabPool
 
 SHARES: Final = 2  # a client may hold half of the pool: it can fill its half, never all of it
 _RELEASED: Final = -1  # no slab lies there, so releasing it again is a KeyError
@@ -232,6 +232,10 @@ class RequestPool:
     def held_bytes(self, holder: str) -> int:
         """How much of its share a holder has taken."""
         return self._held_bytes.get(holder, 0)
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._slabs.capacity_bytes
 
     def as_dict(self) -> dict[str, int]:
         """As ``stats`` shows it."""

@@ -1,6 +1,7 @@
 """The only module that knows bytes: frames of the client protocol, packets between processes.
 
-Client protocol (docs/protocol.md): ZeroMQ multipart ``[b"PSW1"][msgpack header][tensor]…``.
+Client protocol (docs/protocol.md): ZeroMQ multipart ``[b"PSW1"][msgpack header][tensor]…``; at the
+owner's plain socket the same parts behind a table of their sizes.
 Internal: one ``SOCK_SEQPACKET`` packet per message, msgpack of a tagged struct, descriptors by
 ``SCM_RIGHTS``. Nothing is ever unpickled. Decoders raise RemoteProtocolError and nothing else.
 """
@@ -8,7 +9,8 @@ Internal: one ``SOCK_SEQPACKET`` packet per message, msgpack of a tagged struct,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from struct import Struct
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -20,6 +22,10 @@ MAX_HEADER_BYTES: Final = 1 << 20  # a header is names and shapes; 1 MiB is alre
 MAX_TENSORS: Final = 64
 MAX_DIMS: Final = 8
 MAX_NESTING: Final = 64  # of free-form fields: what was decoded must be encodable and printable
+
+INLINE: Final = (1 << 64) - 1  # a part's place: behind the table, and not in the share
+_STREAM: Final = Struct("<4sIQ")  # magic, how many parts, parts in the share that were taken
+_PART: Final = Struct("<QQ")  # size and place
 
 Op = Literal[
     "hello", "infer", "prefetch", "cancel", "put", "register", "publish", "rollback", "unregister",
@@ -172,3 +178,43 @@ def unpack_dict(data: Any) -> dict[str, Any]:
     value = decode_with(_dict_decoder, data, "mapping")
     assert isinstance(value, dict)
     return value
+
+
+class Table(NamedTuple):
+    """What a message on a stream begins with; its header is the first part."""
+
+    size_bytes: int  # of the table itself
+    taken_count: int  # of the peer's parts in the share, since the beginning
+    parts: Sequence[tuple[int, int]]  # size, and place in the sender's half of the share
+
+
+def pack_table(parts: Sequence[tuple[int, int]], taken_count: int = 0) -> bytes:
+    """Inverse of ``read_table``. A message of no parts asks for a share, or brings it."""
+    return b"".join(
+        [_STREAM.pack(MAGIC, len(parts), taken_count), *[_PART.pack(*part) for part in parts]]
+    )
+
+
+def read_table(data: Any, max_part_bytes: int) -> Table | None:
+    """The table that ``data`` begins with; None: more bytes of it are to come.
+
+    Raises:
+        RemoteProtocolError: it is none, or a part is too large.
+    """
+    if len(data) < _STREAM.size:
+        return None
+    magic, count, taken_count = _STREAM.unpack_from(data)
+    if magic != MAGIC:
+        raise RemoteProtocolError("not a PipeSwitch message: a table begins with its magic")
+    if count > MAX_TENSORS + 1:
+        raise RemoteProtocolError(f"{count} parts are over {MAX_TENSORS + 1}")
+    end = _STREAM.size + count * _PART.size
+    if len(data) < end:
+        return None
+    parts = list(_PART.iter_unpack(data[_STREAM.size : end]))
+    for number, (size, place) in enumerate(parts):
+        if size > (max_part_bytes if number else MAX_HEADER_BYTES):
+            raise RemoteProtocolError(f"a part of {size} bytes is too large")
+        if not number and place != INLINE:
+            raise RemoteProtocolError("a header does not lie in the share: it could change")
+    return Table(end, taken_count, parts)

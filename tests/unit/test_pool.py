@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from pipeswitch.errors import QueueFull
 from pipeswitch.frontend.admission import CheckedInput
 from pipeswitch.frontend.request_pool import RequestPool, Room
-from pipeswitch.frontend.slabs import SLAB_ALIGN_BYTES as PAGE
 from pipeswitch.ipc.board import sealed_memfd
+from pipeswitch.wire.slabs import SLAB_ALIGN_BYTES as PAGE
 
 PAGES: Final = 16
 SHARE_BYTES: Final = PAGES // 2 * PAGE

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.frontend.slabs import SLAB_ALIGN_BYTES, SlabPool
+from pipeswitch.wire.slabs import SLAB_ALIGN_BYTES, SlabPool
 
 PAGE = SLAB_ALIGN_BYTES
 

@@ -1,4 +1,4 @@
-"""Slabs of the request pool (pool.py): pure arithmetic on bytes.
+"""Slabs of the request pool, and of the half of a share that its owner writes: pure arithmetic.
 
 A slab is one aligned range of the pool. Best fit keeps large holes whole; a freed slab is joined
 with its free neighbours at once, so freeing everything leaves one hole. The holes are kept, unlike
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from typing import Final
-
-from ..programs.layout import aligned
 
 SLAB_ALIGN_BYTES: Final = 4096  # a page: a slab can be pinned or unmapped on its own
 
@@ -47,7 +45,7 @@ class SlabPool:
 
     def take(self, size_bytes: int) -> int | None:
         """Offset of a slab of at least ``size_bytes``, or None when no hole is large enough."""
-        size = aligned(max(size_bytes, 1), SLAB_ALIGN_BYTES)
+        size = -(-max(size_bytes, 1) // SLAB_ALIGN_BYTES) * SLAB_ALIGN_BYTES
         index, offset, hole_bytes = -1, 0, 0
         for i, (start, hole) in enumerate(self._holes):
             if hole >= size and (index < 0 or hole < hole_bytes):

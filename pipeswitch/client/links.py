@@ -1,0 +1,254 @@
+"""Ways to a server: libzmq's, and the owner's plain socket with its share (docs/adr/0029).
+
+Both carry the same parts. Owned by who holds the connection's role.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import zmq
+
+from ..wire.frames import INLINE, pack_table
+from ..wire.keys import ClientKeys
+from ..wire.local import SHARED_BYTES, Share, Stream
+from ..wire.sockets import (
+    DONTWAIT,
+    Caps,
+    connect,
+    is_readable,
+    make_dealer,
+    next_events,
+    send_frames,
+    watch_connections,
+)
+
+MAX_REPLY_BYTES: Final = 1 << 32  # of one frame; the server we chose is trusted more than a client
+ZERO_COPY_BYTES: Final = 64 << 10
+MAX_EVENTS: Final = 16  # of a connection, at one look
+BURST_MESSAGES: Final = 16
+
+
+@dataclass(kw_only=True, eq=False)
+class Link:
+    """A connection or the try at one; thrown away whole when it breaks."""
+
+    hello_id: str
+    hello_until_s: float
+    session: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+    is_shaken: bool = False  # the peer speaks ZeroMQ and let us in
+    cut_count: int = 0  # handshakes that the peer broke off
+
+
+@dataclass(kw_only=True, eq=False)
+class ZmqLink(Link):
+    """libzmq connects, and tries again by itself."""
+
+    sock: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    is_local: bool = False
+
+    @staticmethod
+    def open(
+        context: zmq.Context[Any], address: str, keys: ClientKeys | None, events: int, **hello: Any
+    ) -> ZmqLink:
+        """
+        Raises:
+            zmq.ZMQError: it is not an address.
+        """
+        sock = make_dealer(context, Caps(max_message_bytes=MAX_REPLY_BYTES), keys)
+        link = ZmqLink(sock=sock, monitor=watch_connections(sock, events), **hello)
+        try:
+            connect(sock, address)
+        except zmq.ZMQError:
+            link.close(0)
+            raise
+        return link
+
+    def attach(self, poller: zmq.Poller) -> None:
+        poller.register(self.sock, zmq.POLLIN)
+        poller.register(self.monitor, zmq.POLLIN)
+
+    def detach(self, poller: zmq.Poller) -> None:
+        poller.unregister(self.sock)
+        poller.unregister(self.monitor)
+
+    def send(self, parts: Sequence[Any], request_id: str, *, may_share: bool = False) -> None:
+        is_large = any(len(part) >= ZERO_COPY_BYTES for part in parts[2:])
+        send_frames(self.sock, parts, copy=not is_large)
+
+    def messages(self) -> Iterator[Sequence[Any]]:
+        """The parts of what has arrived."""
+        while is_readable(self.sock):
+            frames = self.sock.recv_multipart(DONTWAIT, copy=False)
+            yield [frame.buffer for frame in frames]
+
+    def news(self) -> Iterable[tuple[int, int]]:
+        """What became of the connection, as libzmq's monitor has it."""
+        return next_events(self.monitor, MAX_EVENTS)
+
+    def answered(self, request_id: str) -> None:
+        """Its final reply has come."""
+
+    def close(self, linger_ms: int) -> None:
+        self.sock.disable_monitor()
+        self.monitor.close(0)
+        self.sock.close(linger_ms)
+
+
+@dataclass(kw_only=True, eq=False)
+class LocalLink(Link):
+    """The plain socket. Asks for a share with the first large tensor, which goes without one."""
+
+    stream: Stream
+    is_local: bool = True
+    _poller: zmq.Poller | None = None
+    _is_watched: bool = False  # by the poller, for writing
+    _has_asked: bool = False
+    _places: dict[str, list[int]] = field(default_factory=dict)  # in the share, by request
+    _taken_count: int = 0  # of the server's parts in the share
+
+    @staticmethod
+    def open(path: Path, **hello: Any) -> LocalLink:
+        """
+        Raises:
+            OSError: no server listens there now.
+        """
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.setblocking(False)
+            sock.connect(str(path))
+        except OSError:
+            sock.close()
+            raise
+        stream = Stream(sock, MAX_REPLY_BYTES, takes_descriptors=True)
+        _streams.add(stream)
+        return LocalLink(stream=stream, **hello)
+
+    def attach(self, poller: zmq.Poller) -> None:
+        self._poller = poller
+        poller.register(self.stream.fileno(), zmq.POLLIN)
+
+    def detach(self, poller: zmq.Poller) -> None:
+        poller.unregister(self.stream.fileno())
+        self._poller = None
+
+    def send(self, parts: Sequence[Any], request_id: str, *, may_share: bool = False) -> None:
+        """``may_share``: the server takes its tensors out of the share."""
+        table, inline = [], []
+        for number, part in enumerate(parts[1:]):
+            is_large = may_share and number > 0 and len(part) >= SHARED_BYTES
+            place = self._place(part, request_id) if is_large else INLINE
+            table.append((len(part), place))
+            if place == INLINE:
+                inline.append(part)
+        self.stream.put(pack_table(table, self._taken_count), inline)
+        self._flush()
+
+    def _place(self, part: Any, request_id: str) -> int:
+        """Copy a tensor into the share; INLINE: there is no room, or no share yet."""
+        share = self.stream.share
+        if share is None:
+            if not self._has_asked:
+                self._has_asked = True
+                self.stream.put(pack_table(()))
+            return INLINE
+        place = share.place(len(part))
+        if place != INLINE:
+            _copy(share.own(place, len(part)), part)
+            self._places.setdefault(request_id, []).append(place)
+        return place
+
+    def _flush(self) -> None:
+        """What does not leave now leaves when the socket is writable."""
+        was_sending = self._is_watched
+        try:
+            self.stream.flush()
+        except OSError:
+            return  # it is gone: there is nothing more to read either, which says so
+        if self.stream.is_sending != was_sending and self._poller is not None:
+            events = zmq.POLLIN | (zmq.POLLOUT if self.stream.is_sending else 0)
+            self._poller.register(self.stream.fileno(), events)
+            self._is_watched = self.stream.is_sending
+
+    def messages(self) -> Iterator[Sequence[Any]]:
+        """The parts of what has arrived; tensors of the share are copied out of it.
+
+        Raises:
+            EOFError: the server is gone.
+            RemoteProtocolError: it sent nonsense.
+        """
+        if self.stream.is_sending:
+            self._flush()
+        while True:
+            for message in self.stream.receive(BURST_MESSAGES):
+                for descriptor in message.descriptors:
+                    self._adopt(descriptor)
+                if message.parts:
+                    yield [self._own(part) for part in message.parts]
+            if not self.stream.has_more:
+                return
+
+    def _adopt(self, descriptor: int) -> None:
+        try:
+            if self.stream.share is None:
+                self.stream.share = Share(descriptor, is_servers=False)
+        except (OSError, ValueError):
+            return  # no address is left: tensors go through the socket
+        finally:
+            os.close(descriptor)
+
+    def _own(self, part: Any) -> Any:
+        """A part of the share is the caller's to keep, and the server's to fill again."""
+        if not isinstance(part, memoryview):
+            return part
+        import numpy as np
+
+        kept: Any = np.empty(len(part), dtype=np.uint8)
+        _copy(kept, part)
+        self._taken_count += 1
+        return memoryview(kept)
+
+    def news(self) -> Iterable[tuple[int, int]]:
+        return ()
+
+    def answered(self, request_id: str) -> None:
+        """The server has what it was sent: its room in the share is free."""
+        share = self.stream.share
+        for place in self._places.pop(request_id, ()):
+            assert share is not None
+            share.free(place)
+
+    def close(self, linger_ms: int) -> None:
+        """What the socket does not take at once is lost."""
+        self._flush()
+        self.stream.close()
+
+
+AnyLink = ZmqLink | LocalLink
+
+
+def _copy(target: Any, source: Any) -> None:
+    """numpy lets other threads run meanwhile."""
+    import numpy as np
+
+    np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
+
+
+_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A forked child must not hold its parent's connection open when that dies."""
+    for stream in list(_streams):
+        stream.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,0 +1,288 @@
+"""The owner's plain socket: clients on this machine, without libzmq between (docs/adr/0029).
+
+A peer is what stands for one connection. It hands on the messages that come, as ``Intake`` does
+those of ZeroMQ, and takes ``Outgoing`` ones. What it has of its own is the share: a tensor that
+comes in it is copied once, into its request's slab, since the client can still change it; answers
+are copied to it a piece at a time, so that the loop never stands still for a large one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from struct import Struct
+from typing import Any, Final
+
+import numpy as np
+import zmq
+
+from ..errors import PipeSwitchError, RemoteProtocolError
+from ..ipc.board import sealed_memfd
+from ..roles import Standing
+from ..wire.addresses import is_live
+from ..wire.frames import INLINE, pack_table
+from ..wire.local import SHARED_BYTES, Message, Share, Stream, local_path
+from ..wire.sockets import BACKLOG_CONNECTIONS
+from .clients import Outgoing
+from .listeners import Listener
+
+_logger = logging.getLogger(__name__)
+
+MAX_SHARES: Final = 8  # at once; a client without one sends through the socket
+POOL_PARTS: Final = 4  # a share is a quarter of the pool: in each direction an eighth
+PIECE_BYTES: Final = 1 << 20  # of an answer, copied in one turn of the loop
+BURST_PEERS: Final = 16  # accepted in one turn
+BURST_MESSAGES: Final = 16  # of one peer, before the others and the answers get their turn
+_CREDENTIALS: Final = Struct("3i")  # pid, uid, gid
+
+
+class Shares:
+    """How much memory local clients may have: MAX_SHARES of a fixed size."""
+
+    def __init__(self, size_bytes: int) -> None:
+        """0: none has any."""
+        self._size_bytes = size_bytes
+        self.count = 0
+
+    def take(self) -> int:
+        """A memfd that is the caller's; -1: there is none to be had. ``give_back`` it later."""
+        if not self._size_bytes or self.count >= MAX_SHARES:
+            return -1
+        try:
+            descriptor = sealed_memfd("pipeswitch-share", self._size_bytes)
+        except OSError as error:
+            _logger.warning("share=none cause=%r", error.strerror)
+            return -1
+        self.count += 1
+        return descriptor
+
+    def give_back(self) -> None:
+        self.count -= 1
+
+    def as_dict(self) -> dict[str, int]:
+        """As ``stats`` shows it."""
+        return {"shares": self.count, "share_bytes": self._size_bytes}
+
+
+class LocalPeer:
+    """One connection. ``routing_id`` names it, as libzmq names those of its own."""
+
+    def __init__(
+        self, sock: socket.socket, listener: Listener, number: int, limit: int, shares: Shares
+    ) -> None:
+        self._stream = Stream(sock, limit)
+        self.listener = listener
+        self.routing_id = b"local" + number.to_bytes(8, "little")
+        self._shares = shares
+        self._has_share = self._owes_share = False
+        self._lent: deque[int] = deque()  # places of our parts that the client has not taken yet
+        self._taken_count = 0  # of all that it took
+        self._begun: Outgoing | None = None  # leaves now
+        self._pieces: deque[tuple[memoryview, Any]] = deque()  # of it, to be copied: to and from
+        self.is_closed = False
+        self.on_change: Callable[[], None] = lambda: None  # ``wants_write`` is another
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    @property
+    def wants_turn(self) -> bool:
+        """There is something to do without waiting for the socket."""
+        return not self.is_closed and (self._stream.has_more or bool(self._pieces))
+
+    @property
+    def wants_write(self) -> bool:
+        return self._stream.is_sending
+
+    @property
+    def peer(self) -> LocalPeer:
+        return self
+
+    def standing(self) -> Standing:
+        return self.listener.standing("")
+
+    def user_id(self) -> str:
+        """No key is asked for here."""
+        return ""
+
+    def descriptor(self) -> int:
+        """None that libzmq would name."""
+        return -1
+
+    # ---- in ------------------------------------------------------------------------------------
+
+    def messages(self) -> Iterator[Message]:
+        """Those that have come; a burst at most.
+
+        Raises:
+            EOFError: it is gone.
+            RemoteProtocolError: it sent nonsense.
+        """
+        for message in self._stream.receive(BURST_MESSAGES):
+            self._took(message.taken_count)
+            if message.parts:
+                yield message
+            else:
+                self._owes_share = not self._has_share
+                self._bring_share()
+
+    def _took(self, taken_count: int) -> None:
+        """The client is done with our parts up to this one; they are taken as they were lent."""
+        if not self._taken_count <= taken_count <= self._taken_count + len(self._lent):
+            raise RemoteProtocolError(f"part {taken_count} of the share was not lent")
+        share = self._stream.share
+        while share is not None and self._taken_count < taken_count:
+            share.free(self._lent.popleft())
+            self._taken_count += 1
+
+    def _bring_share(self) -> None:
+        if not self._owes_share or self._stream.is_sending:
+            return
+        self._owes_share = False
+        descriptor = self._shares.take()
+        self._has_share = descriptor >= 0
+        try:
+            if self._has_share:
+                self._stream.share = Share(descriptor, is_servers=True)
+            self._stream.bring(descriptor)
+        except OSError as error:
+            _logger.info("share=lost cause=%r", error.strerror)  # it reads no more, or is gone
+        finally:
+            if self._has_share:
+                os.close(descriptor)
+
+    # ---- out -----------------------------------------------------------------------------------
+
+    def transmit(self, outgoing: Outgoing) -> None:
+        """Send a message, or go on with it.
+
+        Raises:
+            zmq.Again: some of it has not left; call again with the same.
+            zmq.ZMQError: the client is gone.
+        """
+        if self.is_closed:
+            raise zmq.ZMQError(zmq.EHOSTUNREACH)
+        if outgoing is not self._begun:
+            self._begin(outgoing.frames)
+            self._begun = outgoing
+        if not self._copy_piece() or not self._flush():
+            raise zmq.Again
+        self._begun = None
+
+    def send_now(self, frames: Sequence[Any]) -> None:
+        """To a client without a session; nothing is kept for one that does not read."""
+        if not self.is_closed and self._begun is None and not self._stream.is_sending:
+            self._put([(len(part), INLINE) for part in frames[1:]], frames[1:])
+            try:
+                self._flush()
+            except zmq.ZMQError:
+                return
+
+    def _begin(self, frames: Sequence[Any]) -> None:
+        share = self._stream.share
+        table, inline = [], []
+        for number, part in enumerate(frames[1:]):
+            size = len(part)
+            is_large = share is not None and number and size >= SHARED_BYTES
+            place = share.place(size) if share is not None and is_large else INLINE
+            table.append((size, place))
+            if share is None or place == INLINE:
+                inline.append(part)
+                continue
+            self._lent.append(place)
+            source = memoryview(part)
+            self._pieces += [
+                (share.own(place + at, min(PIECE_BYTES, size - at)), source[at : at + PIECE_BYTES])
+                for at in range(0, size, PIECE_BYTES)
+            ]
+        self._put(table, inline)
+
+    def _put(self, table: Sequence[tuple[int, int]], inline: Sequence[Any]) -> None:
+        self._stream.put(pack_table(table), inline)
+
+    def _copy_piece(self) -> bool:
+        """What is in the share must be there before its table leaves; True: it is."""
+        if self._pieces:
+            target, source = self._pieces.popleft()
+            np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
+        return not self._pieces
+
+    def _flush(self) -> bool:
+        was_sending = self._stream.is_sending
+        try:
+            is_flushed = self._stream.flush()
+        except OSError:
+            raise zmq.ZMQError(zmq.EHOSTUNREACH) from None
+        if was_sending and is_flushed:
+            self._bring_share()
+        self.on_change()
+        return is_flushed
+
+    def close(self) -> None:
+        """Idempotent."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._pieces.clear()
+            self._stream.close()
+            if self._has_share:
+                self._shares.give_back()
+
+
+class LocalDoor:
+    """The listening socket beside the owner's ipc one."""
+
+    def __init__(self, listener: Listener, shares: Shares, max_part_bytes: int) -> None:
+        """Bind and listen; a dead server's file is removed.
+
+        Raises:
+            PipeSwitchError: another server listens there, or it cannot be bound.
+        """
+        self.shares = shares
+        self._listener = listener
+        self._max_part_bytes = max_part_bytes
+        self._path = local_path(listener.address.removeprefix("ipc://"))
+        self._count = 0
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            if is_live(self._path):
+                raise PipeSwitchError(f"{self._path} is in use", hint="another server has it")
+            self._path.unlink(missing_ok=True)
+            self._socket.setblocking(False)
+            self._socket.bind(str(self._path))
+            self._socket.listen(BACKLOG_CONNECTIONS)
+        except OSError as error:
+            self._socket.close()
+            raise PipeSwitchError(f"cannot listen on {self._path}: {error.strerror}") from None
+        except PipeSwitchError:
+            self._socket.close()
+            raise
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def accept(self) -> Iterator[LocalPeer]:
+        """Connections that wait. Only this user's: the folder is closed to others, who could have
+        been handed a connection all the same."""
+        for _ in range(BURST_PEERS):
+            try:
+                sock, _ = self._socket.accept()
+            except OSError:  # none, or no descriptor is left: the others wait in the backlog
+                return
+            if not is_ours(sock):
+                sock.close()
+                continue
+            self._count += 1
+            yield LocalPeer(sock, self._listener, self._count, self._max_part_bytes, self.shares)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._path.unlink(missing_ok=True)
+
+
+def is_ours(sock: socket.socket) -> bool:
+    """Whether the process that connected is this user's, or root's."""
+    facts = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(facts)[1] in (os.getuid(), 0)

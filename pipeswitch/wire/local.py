@@ -1,0 +1,248 @@
+"""The owner's plain unix socket, at both ends: whole messages, and memory that both share.
+
+Beside the ZeroMQ socket ``NAME.sock`` lies ``NAME.sock.local`` (docs/adr/0029). It carries the same
+parts, without libzmq's threads; and, since it passes descriptors, a share: a sealed memfd of two
+halves, one that the client writes and one that the server does. A tensor of SHARED_BYTES or more
+goes there when there is room, and through the socket otherwise.
+"""
+
+from __future__ import annotations
+
+import array
+import mmap
+import socket
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import RemoteProtocolError
+from .frames import INLINE, MAGIC, Table, pack_table, read_table
+from .slabs import SlabPool
+
+SHARED_BYTES: Final = 64 << 10  # below, a copy through the socket costs as little
+READ_BYTES: Final = 64 << 10  # at a time, of messages that are not known yet
+LARGE_READ_BYTES: Final = 1 << 20  # at a time, of a large part
+
+
+def local_path(ipc_path: str) -> Path:
+    """The plain socket beside a ZeroMQ one."""
+    return Path(f"{ipc_path}.local")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """One that has come whole."""
+
+    parts: list[Any]  # buffers, as of a ZeroMQ message: magic, header, tensors; none: see Share
+    taken_count: int
+    is_shared: bool  # parts of it lie in the share, where the peer can still change them
+    descriptors: tuple[int, ...] = ()
+
+
+class Share:
+    """Memory of a local client and the server, by one of the two.
+
+    ``place`` and ``free`` are of one's own half; ``find`` is of the other's.
+    """
+
+    def __init__(self, descriptor: int, *, is_servers: bool) -> None:
+        """Map it; the descriptor stays the caller's.
+
+        Raises:
+            OSError, ValueError: it cannot be mapped.
+        """
+        memory = memoryview(mmap.mmap(descriptor, 0))
+        half = len(memory) // 2
+        clients, servers = memory[:half], memory[half : 2 * half]
+        self._own, self._others = (servers, clients) if is_servers else (clients, servers)
+        self._slabs = SlabPool(half)
+
+    def place(self, size_bytes: int) -> int:
+        """Room for a part in the own half; INLINE: there is none."""
+        offset = self._slabs.take(size_bytes)
+        return INLINE if offset is None else offset
+
+    def own(self, place: int, size_bytes: int) -> memoryview:
+        """To be written."""
+        return self._own[place : place + size_bytes]
+
+    def free(self, place: int) -> None:
+        """The peer has taken it. KeyError: it was free."""
+        self._slabs.free(place)
+
+    def find(self, place: int, size_bytes: int) -> memoryview:
+        """A part of the peer's.
+
+        Raises:
+            RemoteProtocolError: it lies outside of the peer's half.
+        """
+        if place + size_bytes > len(self._others):
+            raise RemoteProtocolError(f"{size_bytes} bytes at {place} are not in the share")
+        return self._others[place : place + size_bytes]
+
+
+class Stream:
+    """One end of a connection. Never blocks; one thread's at a time."""
+
+    def __init__(
+        self, sock: socket.socket, max_part_bytes: int, *, takes_descriptors: bool = False
+    ) -> None:
+        """Without ``takes_descriptors`` the kernel closes what the peer sends of them."""
+        sock.setblocking(False)
+        self._socket = sock
+        self._max_part_bytes = max_part_bytes
+        self._takes_descriptors = takes_descriptors
+        self.share: Share | None = None
+        self._buffer = bytearray(READ_BYTES)
+        self._start = self._end = 0  # what of it is not parsed yet
+        self._message: Message | None = None  # whose parts are being read
+        self._unread: deque[memoryview] = deque()  # of them
+        self._descriptors: tuple[int, ...] = ()
+        self._unsent: list[Any] = []
+        self.has_more = False  # a whole message may have come that was not returned yet
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """Idempotent. Parts that were handed out keep the share's mapping."""
+        self._socket.close()
+        self.share = None
+
+    # ---- out -----------------------------------------------------------------------------------
+
+    @property
+    def is_sending(self) -> bool:
+        """Something waits until the socket is writable."""
+        return bool(self._unsent)
+
+    def put(self, table: bytes, inline: Sequence[Any] = ()) -> None:
+        """Add a message to what leaves with ``flush``; its buffers must not change until then."""
+        self._unsent += [table, *(part for part in inline if len(part))]
+
+    def bring(self, descriptor: int) -> None:
+        """Send a share, or that there is none (-1), while nothing else waits. It stays open here.
+
+        Raises:
+            OSError: the peer is gone, or does not read.
+        """
+        packed = array.array("i", [descriptor] if descriptor >= 0 else []).tobytes()
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)] if packed else []
+        self._socket.sendmsg([pack_table(())], rights, socket.MSG_NOSIGNAL)
+
+    def flush(self) -> bool:
+        """Send what there is; False: some of it has to wait until the socket is writable.
+
+        Raises:
+            OSError: the peer is gone.
+        """
+        while self._unsent:
+            try:
+                sent = self._socket.sendmsg(self._unsent, (), socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return False
+            gone = 0
+            while gone < len(self._unsent) and sent >= len(self._unsent[gone]):
+                sent -= len(self._unsent[gone])
+                gone += 1
+            del self._unsent[:gone]
+            if sent:
+                self._unsent[0] = memoryview(self._unsent[0])[sent:]
+        return True
+
+    # ---- in ------------------------------------------------------------------------------------
+
+    def receive(self, at_most: int) -> list[Message]:
+        """Read once, without waiting; whole messages that have come.
+
+        Raises:
+            EOFError: the peer is gone.
+            RemoteProtocolError: it sent what is no message: nothing can be read after that.
+        """
+        messages = self._parse(at_most)
+        if len(messages) < at_most:
+            self._read()
+            messages += self._parse(at_most - len(messages))
+        self.has_more = len(messages) == at_most
+        return messages
+
+    def _read(self) -> None:
+        try:
+            if self._unread:
+                target = self._unread[0]
+                size = self._socket.recv_into(target, min(len(target), LARGE_READ_BYTES))
+                self._unread[0] = target[size:]
+                if not self._unread[0]:
+                    self._unread.popleft()
+            else:
+                size = self._read_some()
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            size = 0
+        if not size:
+            raise EOFError("the peer is gone")
+
+    def _read_some(self) -> int:
+        """Into the buffer, which has room: a table and a header's begin are much smaller."""
+        if self._start:
+            left = self._buffer[self._start : self._end]
+            self._buffer[: len(left)] = left
+            self._start, self._end = 0, len(left)
+        target = memoryview(self._buffer)[self._end :]
+        if not self._takes_descriptors:
+            size = self._socket.recv_into(target)
+        else:
+            size, control, _, _ = self._socket.recvmsg_into(
+                [target], socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC
+            )
+            for level, kind, payload in control:
+                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                    self._descriptors = (*self._descriptors, *array.array("i", payload))
+        self._end += size
+        return size
+
+    def _parse(self, at_most: int) -> list[Message]:
+        messages: list[Message] = []
+        while len(messages) < at_most and not self._unread:
+            if self._message is not None:
+                messages.append(self._message)
+                self._message = None
+                continue
+            with memoryview(self._buffer) as buffer:
+                table = read_table(buffer[self._start : self._end], self._max_part_bytes)
+                if table is None:
+                    break
+                self._start += table.size_bytes
+                self._message = self._begin(table, buffer)
+        return messages
+
+    def _begin(self, table: Table, buffer: memoryview) -> Message:
+        """Its parts, each a buffer of its own, as far as they have come."""
+        parts: list[Any] = [MAGIC] if table.parts else []
+        is_shared = False
+        for size, place in table.parts:
+            if place != INLINE:
+                if self.share is None:
+                    raise RemoteProtocolError("there is no share that a part could lie in")
+                parts.append(self.share.find(place, size))
+                is_shared = True
+                continue
+            here = min(size, self._end - self._start)
+            if here == size:
+                parts.append(bytearray(buffer[self._start : self._start + size]))
+            else:
+                part = bytearray(size)  # of pages that are taken as they are written
+                part[:here] = buffer[self._start : self._start + here]
+                self._unread.append(memoryview(part)[here:])
+                parts.append(part)
+            self._start += here
+        descriptors, self._descriptors = self._descriptors, ()
+        return Message(
+            parts=parts,
+            taken_count=table.taken_count,
+            is_shared=is_shared,
+            descriptors=descriptors,
+        )

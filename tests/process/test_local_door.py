@@ -1,0 +1,353 @@
+"""The owner's plain socket: the same answers, memory that a client's end frees, and hostile peers.
+
+The server is ``frontend_rig``'s: its answers are made in the test's process, its sockets are real.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from frontend_rig import FakeScheduler, assert_balanced, until
+
+import pipeswitch as ps
+from pipeswitch.client.links import LocalLink
+from pipeswitch.frontend.local import MAX_SHARES
+from pipeswitch.wire.frames import INLINE, MAGIC, RequestHeader, encode_header, pack_table
+from pipeswitch.wire.local import Message, Share, Stream, local_path
+
+WIDTH = 1 << 15  # 128 KiB a row: it goes to the share
+HALF = 1 << 20  # of the rig's share
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[FakeScheduler]:
+    made = started(tmp_path)
+    yield made
+    made.close()
+
+
+def started(folder: Path, **config: Any) -> FakeScheduler:
+    made = FakeScheduler(folder, **config)
+    made.announce("double", width=WIDTH)
+    return made
+
+
+def rows(count: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).random((count, WIDTH), dtype=np.float32)
+
+
+def shares(server: FakeScheduler) -> int:
+    return server.tcp._door.shares.count
+
+
+class Raw:
+    """A peer that says what it likes."""
+
+    def __init__(self, server: FakeScheduler) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.connect(str(local_path(server.listeners.ipc.address.removeprefix("ipc://"))))
+        self.stream = Stream(self.sock, 1 << 30, takes_descriptors=True)
+        self.session = ""
+        self.memory = -1
+
+    def send(
+        self, *tensors: Any, places: tuple[int, ...] = (), taken: int = 0, **fields: Any
+    ) -> None:
+        header = encode_header(RequestHeader(v=1, id="1", session=self.session, **fields))
+        table = [(len(header), INLINE)]
+        table += zip(map(len, tensors), places or [INLINE] * len(tensors), strict=True)
+        inline = [t for t, (_, place) in zip(tensors, table[1:], strict=True) if place == INLINE]
+        self.stream.put(pack_table(table, taken), [header, *inline])
+        assert self.stream.flush()
+
+    def hear(self) -> Message:
+        found: list[Message] = []
+        until(lambda: found or found.extend(self.stream.receive(1)) or found)
+        return found[0]
+
+    def greeted(self, *, with_share: bool = True) -> Raw:
+        import msgspec
+
+        self.send(op="hello")
+        self.session = msgspec.msgpack.decode(self.hear().parts[1])["session"]
+        if with_share:
+            self.stream.put(pack_table(()))
+            self.stream.flush()
+            (self.memory,) = self.hear().descriptors
+            self.stream.share = Share(self.memory, is_servers=False)
+        return self
+
+    def infer(self, place: int, size: int = 4 * WIDTH, **fields: Any) -> None:
+        x = {"name": "", "dtype": "float32", "shape": (size // (4 * WIDTH), WIDTH), "frame": 0}
+        inputs: Any = (x,)
+        self.send(bytes(size), places=(place,), op="infer", model="double", inputs=inputs, **fields)
+
+    def close(self) -> None:
+        self.sock.close()
+        if self.memory >= 0:
+            os.close(self.memory)
+
+    @property
+    def is_cut(self) -> bool:
+        try:
+            self.stream.receive(100)
+        except EOFError:
+            return True
+        return False
+
+
+@pytest.fixture
+def peer(server: FakeScheduler) -> Iterator[Raw]:
+    made = Raw(server)
+    yield made
+    made.close()
+
+
+def test_answers_are_the_same_by_every_way_and_the_callers_own(server: FakeScheduler) -> None:
+    address = server.listeners.ipc.address
+    with ps.Client(address) as ours, ps.Client(address, shared_memory=False) as zeromq:
+        kept = []
+        for seed, count in enumerate((1, 8, 3, 1)):  # 8 rows have no room in the share
+            x = rows(count, seed)
+            for client in (ours, zeromq):
+                y = client.infer("double", x)["y"]
+                kept.append((y, 2 * x))
+                assert y.flags.writeable
+        futures = [(ours.submit("double", x), 2 * x) for x in (rows(2, seed) for seed in range(6))]
+        kept += [(future.result()["y"], wanted) for future, wanted in futures]
+        assert all(
+            y.tobytes() == wanted.tobytes() for y, wanted in kept
+        )  # no later one wrote there
+        assert isinstance(ours._connection._link, LocalLink)
+        assert not isinstance(zeromq._connection._link, LocalLink)
+        assert ours.stats()["shares"] == 1
+    until(lambda: not shares(server))
+    assert_balanced(server.tcp)
+
+
+def test_a_small_client_takes_no_share_and_the_last_ones_go_through_the_socket(
+    server: FakeScheduler,
+) -> None:
+    clients = [ps.Client(server.listeners.ipc.address) for _ in range(MAX_SHARES + 1)]
+    for client in clients:
+        client.stats()
+    assert not shares(server)
+    for client in clients:
+        for seed in range(2):
+            assert (client.infer("double", rows(1, seed))["y"] == 2 * rows(1, seed)).all()
+    assert shares(server) == MAX_SHARES
+    for client in clients:
+        client.close()
+    until(lambda: not shares(server))
+
+
+def test_a_server_that_shares_nothing_answers_the_same(tmp_path: Path) -> None:
+    server = started(tmp_path, shares=False)
+    try:
+        with ps.Client(server.listeners.ipc.address) as client:
+            for seed in range(3):
+                assert (client.infer("double", rows(5, seed))["y"] == 2 * rows(5, seed)).all()
+            assert client.stats()["shares"] == 0
+    finally:
+        server.close()
+
+
+HOLDER = """
+import sys, numpy as np, pipeswitch as ps
+client = ps.Client(sys.argv[1])
+x = np.ones((1, {width}), dtype=np.float32)
+client.infer("double", x)
+client.infer("double", x)
+print("asked twice", flush=True)
+input()
+client.infer("double", x)
+"""
+
+
+def test_a_killed_client_frees_its_share_and_its_request(server: FakeScheduler) -> None:
+    command = [sys.executable, "-c", HOLDER.format(width=WIDTH), server.listeners.ipc.address]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "asked twice\n"
+        server.is_holding = True
+        assert child.stdin is not None
+        child.stdin.write("\n")
+        child.stdin.flush()
+        until(lambda: server.held)
+        assert shares(server) == 1
+        os.kill(child.pid, signal.SIGKILL)
+        until(lambda: not shares(server) and not server.tcp._peers and not server.held)
+    assert server.tcp.requests.counts.undeliverable == 1
+    assert_balanced(server.tcp)
+
+
+def test_a_client_goes_on_with_the_next_server(tmp_path: Path) -> None:
+    server = started(tmp_path)
+    with ps.Client(server.listeners.ipc.address) as client:
+        assert (client.infer("double", rows(1))["y"] == 2 * rows(1)).all()
+        for _ in range(2):
+            server.close()
+            server = started(tmp_path)
+            try:
+                for seed in range(3):
+                    assert (client.infer("double", rows(2, seed))["y"] == 2 * rows(2, seed)).all()
+                assert isinstance(client._connection._link, LocalLink)
+                assert shares(server) == 1
+            except BaseException:
+                server.close()
+                raise
+    server.close()
+
+
+def test_a_client_that_is_there_before_its_server_gets_the_plain_socket(tmp_path: Path) -> None:
+    with ps.Client(f"ipc://{tmp_path}/run/t.sock", timeout_s=20) as client:
+        future = client.submit("unknown", rows(1))
+        server = started(tmp_path)
+        try:
+            assert isinstance(future.exception(), ps.ModelNotFound)
+            assert isinstance(client._connection._link, LocalLink)
+        finally:
+            server.close()
+
+
+def test_a_forked_child_does_not_hold_its_parents_connection_open(server: FakeScheduler) -> None:
+    client = ps.Client(server.listeners.ipc.address)
+    client.infer("double", rows(1))
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.read(read, 1)
+        os._exit(0)
+    try:
+        until(lambda: len(server.tcp._peers) == 1)
+        client.close()
+        until(lambda: not server.tcp._peers)
+    finally:
+        os.write(write, b"x")
+        os.waitpid(child, 0)
+        os.close(read)
+        os.close(write)
+
+
+def test_what_a_client_changes_after_it_asked_does_not_count(
+    server: FakeScheduler, peer: Raw
+) -> None:
+    server.is_holding = True
+    peer.greeted()
+    share = peer.stream.share
+    assert share is not None
+    own = share.own(0, 4 * WIDTH)
+    own[:] = np.ones(WIDTH, dtype=np.float32).tobytes()
+    peer.infer(0)
+    until(lambda: server.held)
+    own[:] = bytes(4 * WIDTH)
+    (held,) = server.held
+    server.finish(held)
+    (y,) = peer.hear().parts[2:]
+    assert (np.frombuffer(y, dtype=np.float32) == 2).all()
+
+
+def test_the_share_cannot_shrink_or_grow_under_the_server(peer: Raw) -> None:
+    peer.greeted()
+    for size in (0, HALF, 4 * HALF):
+        with pytest.raises(PermissionError):
+            os.ftruncate(peer.memory, size)
+
+
+def _lie(peer: Raw, what: str) -> None:
+    x = 4 * WIDTH
+    match what:
+        case "garbage":
+            peer.sock.send(b"GET / HTTP/1.1\r\n\r\n")
+        case "another version's table":
+            peer.sock.send(b"PSW9" + bytes(40))
+        case "a place outside":
+            peer.infer(HALF - x + 4096)
+        case "a place beyond all":
+            peer.infer(INLINE - 1)
+        case "a header in the share":
+            peer.sock.send(pack_table([(10, 0)]))
+        case "parts taken that were not lent":
+            peer.send(op="ping", taken=1)
+        case "a part too large":
+            peer.sock.send(pack_table([(10, INLINE), (1 << 40, INLINE)]))
+        case "parts without end":
+            peer.sock.send(b"PSW1" + b"\xff" * 12)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "garbage", "another version's table", "a place outside", "a place beyond all",
+        "a header in the share", "parts taken that were not lent", "a part too large",
+        "parts without end",
+    ],
+)  # fmt: skip
+def test_a_peer_that_lies_is_cut_and_the_others_are_answered(
+    server: FakeScheduler, peer: Raw, what: str
+) -> None:
+    with ps.Client(server.listeners.ipc.address) as other:
+        other.infer("double", rows(1))
+        peer.greeted()
+        assert shares(server) == 2
+        _lie(peer, what)
+        until(lambda: peer.is_cut)
+        assert shares(server) == 1
+        assert (other.infer("double", rows(1))["y"] == 2 * rows(1)).all()
+        assert other.stats()["malformed"] == 1
+    until(lambda: not shares(server))
+    assert_balanced(server.tcp)
+
+
+def test_a_place_without_a_share_cuts_the_peer(server: FakeScheduler, peer: Raw) -> None:
+    peer.greeted(with_share=False)
+    peer.infer(0)
+    until(lambda: peer.is_cut)
+    assert_balanced(server.tcp)
+
+
+def test_only_an_inference_may_name_a_place(server: FakeScheduler, peer: Raw) -> None:
+    peer.greeted()
+    peer.send(bytes(100), places=(0,), op="put", body={"digest": "0" * 64})
+    assert b"only an inference" in bytes(peer.hear().parts[1])
+
+
+def test_descriptors_that_a_peer_sends_are_closed(server: FakeScheduler, peer: Raw) -> None:
+    peer.greeted()
+    before = len(os.listdir("/proc/self/fd"))
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [peer.memory] * 50))]
+    header = encode_header(RequestHeader(v=1, op="ping", id="1"))
+    peer.sock.sendmsg([pack_table([(len(header), INLINE)]) + header], rights)
+    assert peer.hear().parts[0] == MAGIC
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+STRANGER = """
+import os, socket, sys
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+sock = socket.socket(socket.AF_UNIX)
+sock.connect(sys.argv[1])
+print(len(sock.recv(1)))
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+def test_another_user_is_hung_up_though_the_folder_lets_it_in(server: FakeScheduler) -> None:
+    path = local_path(server.listeners.ipc.address.removeprefix("ipc://"))
+    path.chmod(0o777)
+    for folder in list(path.parents)[:-1]:
+        folder.chmod(0o755)
+    command = [sys.executable, "-c", STRANGER, str(path)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "0\n"
+    assert not server.tcp._peers

@@ -1,0 +1,90 @@
+"""The table of a message at the owner's plain socket, and the share: what a peer may say of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeswitch.errors import RemoteProtocolError
+from pipeswitch.ipc.board import sealed_memfd
+from pipeswitch.wire.frames import INLINE, MAX_HEADER_BYTES, MAX_TENSORS, pack_table, read_table
+from pipeswitch.wire.local import Share
+
+MAX_BYTES = 1 << 20
+HALF = 1 << 20
+
+parts = st.lists(
+    st.tuples(st.integers(0, MAX_BYTES), st.integers(0, INLINE)), max_size=MAX_TENSORS
+).map(lambda tensors: [(10, INLINE), *tensors])
+
+
+@pytest.fixture
+def share() -> Iterator[tuple[Share, Share]]:
+    """The client's side and the server's."""
+    descriptor = sealed_memfd("share", 2 * HALF)
+    yield Share(descriptor, is_servers=False), Share(descriptor, is_servers=True)
+    os.close(descriptor)
+
+
+@given(parts, st.integers(0, INLINE), st.binary(max_size=40))
+def test_a_table_is_read_as_it_was_packed_whatever_follows(
+    table: list[tuple[int, int]], taken: int, rest: bytes
+) -> None:
+    data = pack_table(table, taken)
+    found = read_table(data + rest, MAX_BYTES)
+    assert found is not None
+    assert (found.size_bytes, found.taken_count, list(found.parts)) == (len(data), taken, table)
+    assert read_table(data[:-1], MAX_BYTES) is None
+
+
+@given(st.binary(max_size=200))
+def test_a_table_of_any_bytes_is_one_or_is_refused(data: bytes) -> None:
+    for begin in (b"", b"PSW1", b"PSW1\x01\0\0\0"):
+        try:
+            read_table(begin + data, MAX_BYTES)
+        except RemoteProtocolError:
+            continue
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"PSW2" + bytes(12), "magic"),
+        (pack_table([(1, INLINE)] * (MAX_TENSORS + 2)), "parts are over"),
+        (pack_table([(1, INLINE), (MAX_BYTES + 1, INLINE)]), "too large"),
+        (pack_table([(1, INLINE), (MAX_BYTES + 1, 0)]), "too large"),
+        (pack_table([(MAX_HEADER_BYTES + 1, INLINE)]), "too large"),
+        (pack_table([(1, 0)]), "header"),
+    ],
+)
+def test_a_table_that_is_none_is_refused_before_anything_is_allocated(
+    data: bytes, said: str
+) -> None:
+    with pytest.raises(RemoteProtocolError, match=said):
+        read_table(data, MAX_BYTES)
+
+
+def test_what_one_side_writes_in_its_half_the_other_finds(share: tuple[Share, Share]) -> None:
+    for one, other, text in ((*share, b"x" * 5000), (*share[::-1], b"y" * 5000)):
+        place = one.place(5000)
+        one.own(place, 5000)[:] = text
+        assert bytes(other.find(place, 5000)) == text
+
+
+def test_a_part_outside_of_the_peers_half_is_refused(share: tuple[Share, Share]) -> None:
+    for place, size in ((HALF, 1), (HALF - 1, 2), (0, HALF + 1), (INLINE - 1, 5), (1 << 63, 1)):
+        with pytest.raises(RemoteProtocolError, match="not in the share"):
+            share[1].find(place, size)
+    assert len(share[1].find(0, HALF)) == HALF
+
+
+def test_a_full_half_has_no_room_until_a_part_is_taken(share: tuple[Share, Share]) -> None:
+    client, _ = share
+    first = client.place(HALF - 4096)
+    assert client.place(8192) == INLINE
+    client.free(first)
+    assert client.place(HALF) != INLINE
