@@ -28,6 +28,12 @@ def load(order: Order) -> Loaded:
     return load_source(build_spec(order))
 
 
+def network(order: Order) -> nn.Module:
+    """That module, ready to answer with the order's threads."""
+    torch.set_num_threads(order["threads"])
+    return load(order).module.eval()
+
+
 def structure(order: Order) -> nn.Module:
     """The module on meta: no memory is touched and no random number drawn."""
     construct, _ = _constructor(build_spec(order))

@@ -22,6 +22,7 @@ BENCHMARKS: Final = {
     "state": "state",
     "interference": "interference",
     "request-path": "request_path",
+    "gateway": "gateway",
     "training": "training",
     "replay": "replay",
     "decisions": "decisions",

@@ -47,8 +47,8 @@ def bench(
 ) -> None:
     """Measure this machine (none named: all).
 
-    switch, throughput, pipeline, memory, workers, state, interference, request-path, training,
-    decisions, replay
+    switch, throughput, pipeline, memory, workers, state, interference, request-path, gateway,
+    training, decisions, replay
     """
     run = part("pipeswitch.cli.bench", "run")
     chosen = [model for model in models.split(",") if model]

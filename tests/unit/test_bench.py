@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from pipeswitch.benchmarks import child
+from pipeswitch.benchmarks.gateway import infer_message
 from pipeswitch.benchmarks.pipeline import makespan, optimal_makespan, typical
 from pipeswitch.benchmarks.trials import Arm, Run, interleave
 from pipeswitch.cli.bench import run
 from pipeswitch.errors import InvalidInput
+from pipeswitch.gateway.protos import INFERENCE
 from pipeswitch.planning.fit import quantile
 
 FACTS = {"device": "cpu", "torch": "2.15.0", "commit": "0123456789ab"}
@@ -127,3 +130,12 @@ def test_a_benchmarks_child_ends_in_silence_at_ctrl_c(monkeypatch: pytest.Monkey
     with pytest.raises(SystemExit) as caught:
         child.main("ready", "{}")
     assert caught.value.code == 130
+
+
+def test_the_gateways_benchmark_asks_what_protobuf_reads() -> None:
+    x = np.arange(300, dtype=np.float32).reshape(1, 300)
+    found = INFERENCE["ModelInferRequest"].FromString(infer_message("some-model", x))
+    (tensor,) = found.inputs
+    assert (found.model_name, tensor.name, tensor.datatype) == ("some-model", "x", "FP32")
+    assert list(tensor.shape) == [1, 300]
+    assert list(found.raw_input_contents) == [x.tobytes()]
