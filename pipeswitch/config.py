@@ -37,6 +37,7 @@ PRIORITIES: Final[Mapping[str, int]] = {"high": 0, "normal": 1, "low": 2}  # 0 i
 POLICIES: Final = (
     "priority", "fifo", "edf", "sjf", "collate", "alternating", "johnson", "neh", "ga",
 )  # fmt: skip
+PLACEMENTS: Final = ("least-finish", "spread", "pack")
 POLICY_GROUP: Final = "pipeswitch.policies"
 """Entry points of this group are policies too."""
 
@@ -168,11 +169,29 @@ class ServerConfig(_Checked):
     runtime_dir: str = _setting("", "of the owner's ipc socket; empty: $XDG_RUNTIME_DIR/pipeswitch")
 
 
+def _device_names(given: object) -> str:
+    """One or more devices, each once, with commas between them."""
+    names = [part.strip() for part in str(given).split(",")]
+    if names == ["auto"]:
+        return "auto"
+    places = []
+    for name in names:
+        found = re.fullmatch(r"(cpu|cuda)(?::([0-9]{1,3}))?", name)
+        if found is None:
+            alone = ", which goes alone" if name == "auto" else ""
+            raise ValueError(f"{name!r} is none of auto, cpu, cpu:0, cpu:1, cuda:0, …{alone}")
+        places.append(f"{found[1]}:{int(found[2] or 0)}")
+    for name in places:
+        if places.count(name) > 1:
+            raise ValueError(f"{name} is there twice")
+    return ",".join(places if len(places) > 1 else names)
+
+
 @dataclass(frozen=True)
 class DeviceConfig(_Checked):
     """``[device]``: which one, and how much of it."""
 
-    name: str = _setting("auto", "auto, cpu or cuda:0", pattern=r"auto|cpu|cuda(:[0-9]+)?")
+    name: str = _setting("auto", "auto, cpu or cuda:0; several: cpu:0,cpu:1", _device_names)
     arena: Amount = _setting(  # noqa: RUF009 - Amount is frozen, sharing it is safe
         "auto", "device memory to take: auto, 20GiB or a fraction", Amount.parse
     )
@@ -210,6 +229,11 @@ class DeviceConfig(_Checked):
         "cuda.bindings", "cuda: the package with the bindings", pattern=r"[A-Za-z_][A-Za-z0-9_.]*"
     )
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Each device's own."""
+        return tuple(self.name.split(","))
+
 
 @dataclass(frozen=True)
 class HostConfig(_Checked):
@@ -226,8 +250,9 @@ class WorkersConfig(_Checked):
 
     standby: int = _setting(2, "warm workers beside the active one", low=1, high=32)
     threads: int = _setting(
-        0, "compute threads of a worker on the cpu device; 0: cores - 1", low=0, high=4096
-    )
+        0, "compute threads of a worker on a cpu device; 0: cores - 1, shared among the devices",
+        low=0, high=4096,
+    )  # fmt: skip
     build_timeout_ms: float = _setting(
         "10m", "a registration that builds and verifies longer is refused; 0: never", parse_ms
     )
@@ -254,6 +279,11 @@ class SchedulerConfig(_Checked):
     admission: str = _setting(
         "off", "deadline: a request whose deadline cannot be met, by what its model took before, "
         "is refused at once", choices=("off", "deadline"),
+    )  # fmt: skip
+    placement: str = _setting(
+        "least-finish", "which of several devices a request goes to: where it would compute first, "
+        "spread (as many requests everywhere) or pack (on few, the others train)",
+        choices=PLACEMENTS,
     )  # fmt: skip
     look_ahead: bool = _setting(
         True, "send the next request's model while the device computes, where it fits"

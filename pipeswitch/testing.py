@@ -81,6 +81,7 @@ def server(
     state_dir: str | Path | None = None,
     tcp_roles: tuple[str, ...] = ("infer",),
     http: bool = False,
+    devices: tuple[str, ...] = ("cpu",),
     args: tuple[str, ...] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[RunningServer]:
@@ -98,7 +99,8 @@ def server(
         root = Path(state_dir) if state_dir is not None else Path(folder) / "state"
         command = [
             sys.executable, "-P", "-c", "from pipeswitch.cli.main import main; main()", "serve",
-            "--device", "cpu", "--listen", "tcp://127.0.0.1:0", "--arena", arena,
+            *(part for name in devices for part in ("--device", name)),
+            "--listen", "tcp://127.0.0.1:0", "--arena", arena,
             "--host-store", host_store, "--state-dir", str(root),
             "--tcp-roles", ",".join(tcp_roles), *(GATEWAY if http else ("--no-http",)), *args,
         ]  # fmt: skip

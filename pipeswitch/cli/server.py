@@ -32,7 +32,8 @@ EXIT_WAIT_S: Final = 30.0  # from a server's last answer to its end
 
 @click.command()
 @click.option("--config", "path", type=click.Path(), help="pipeswitch.toml of this folder if any.")
-@click.option("--device", help="auto, cpu or cuda:0.")
+@click.option("--device", multiple=True,
+              help="auto, cpu or cuda:0; repeated, several: cpu:0 and cpu:1.")  # fmt: skip
 @click.option("--listen", help="tcp://127.0.0.1:5555")
 @click.option("--name", help="Of the owner's ipc socket (default: the port).")
 @click.option("--arena", help="Device memory: auto, 20GiB or a fraction.")
@@ -81,7 +82,7 @@ def _flag_tree(flags: dict[str, Any]) -> dict[str, Any]:
             "allow_code": list(flags["allow_code"]) or None,
         },
         "device": {
-            "name": flags["device"],
+            "name": ",".join(flags["device"]) or None,
             "arena": flags["arena"],
             "link_gbps": flags["link_gbps"],
         },
@@ -133,7 +134,7 @@ def ps(as_json: bool, watch: bool) -> None:
     """Models, jobs and processes, and what they do now."""
     listing(
         lambda c: c.ps(),
-        lambda rows: views.table(rows, views.PS_COLUMNS, views.PS_TITLES),
+        lambda rows: views.ps_table(rows),
         as_json,
         watch,
     )

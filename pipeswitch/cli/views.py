@@ -121,6 +121,12 @@ def table(
     return view
 
 
+def ps_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """What ``ps`` and ``top`` show; which device, where there are several."""
+    on = ("on",) if any("on" in row for row in rows) else ()
+    return table(rows, (*PS_COLUMNS[:4], *on, *PS_COLUMNS[4:]), PS_TITLES)
+
+
 def cell(column: str, value: Any) -> Text:
     """One value as people read it; what others wrote is shown and not obeyed."""
     value = printed(value)
@@ -184,7 +190,7 @@ def dashboard(about: Mapping[str, Any], rows: Any, stats: Mapping[str, Any]) -> 
     capacity = int(stats.get("arena_capacity_bytes", 0))
     used = capacity - int(stats.get("arena_free_bytes", 0))
     memory = Text(f"arena {_bar(used, capacity)} {format_bytes(used)} of {format_bytes(capacity)}")
-    return Group(head, memory, Text(""), table(rows, PS_COLUMNS, PS_TITLES))
+    return Group(head, memory, Text(""), ps_table(rows))
 
 
 def _bar(used: int, capacity: int, width: int = 30) -> str:

@@ -8,6 +8,7 @@ blocking call: the selector.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import gc
 import importlib.metadata
@@ -21,7 +22,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from ..config import PRIORITIES, Config, ModelConfig
 from ..devices.choosing import (
     ChosenDevice,
     arena_size,
-    choose_device,
+    choose_devices,
     facts_of,
     only_server_on,
     private_size,
@@ -60,13 +61,14 @@ from ..scheduler.scheduler import Scheduler, SchedulerSettings
 from ..scheduler.versions import split_name
 from ..units import PrintableFormatter, format_bytes
 from ..wire.private import check_trusted
+from .device import DeviceEffects, Ground
 from .effects import Effects
 from .folders import Places
 from .gateway import Gateway
 from .journal import FILE_NAME, JournalFile
 from .policies import find_policy
 from .processes import Processes
-from .shared_memory import Memory, Sizes
+from .shared_memory import DeviceShare, Memory, Sizes
 from .tracing import Tracer
 from .watchdog import LoopWatchdog, Notifier
 
@@ -92,7 +94,7 @@ def serve(config: Config, *, announce: Callable[[str], None] | None = None) -> i
             the device does not exist, the machine has no room.
     """
     failpoints.enable(os.environ)
-    device = choose_device(config.device, workers=config.workers.standby + 1)
+    devices = choose_devices(config.device, workers=config.workers.standby + 1)
     places = Places(root=Path(config.server.state_dir))
     if config.profiles_dir:
         check_trusted(Path(config.profiles_dir), "profiles_dir")
@@ -101,11 +103,14 @@ def serve(config: Config, *, announce: Callable[[str], None] | None = None) -> i
     except OSError as error:
         raise ConfigError(f"state directory {places.root}: {error.strerror}") from None
     _raise_open_files_limit()
-    with _locked(places.root), only_server_on(device):
+    with _locked(places.root), contextlib.ExitStack() as held:
+        for device in devices:
+            held.enter_context(only_server_on(device))
         places.sweep()
         _log_to(places.logs / "server.log")
-        log.info("device=%s: %s %s", device.name, device.why, "; ".join(device.ladder.reasons))
-        server = Server(config, device, places, announce or _print_line)
+        for device in devices:
+            log.info("device=%s: %s %s", device.name, device.why, "; ".join(device.ladder.reasons))
+        server = Server(config, devices, places, announce or _print_line)
         try:
             return server.run()
         finally:
@@ -168,8 +173,8 @@ def _open_journal(path: Path) -> JournalFile:
         raise ConfigError(f"journal {path}: {error.strerror}") from None
 
 
-def _sizes(config: Config, device: ChosenDevice) -> Sizes:
-    """Turn ``auto`` and fractions into bytes."""
+def _sizes(config: Config, device: ChosenDevice, device_count: int) -> Sizes:
+    """Turn ``auto`` and fractions into bytes; several devices have as much each as the first."""
     available = available_bytes()
     arena = config.device.arena.resolve(available, available // 10)
     cuda = device.options
@@ -186,7 +191,7 @@ def _sizes(config: Config, device: ChosenDevice) -> Sizes:
         pool_bytes=config.server.pool_bytes & -4096,
         words=WORDS,
         bell_count=config.workers.standby + 2,
-        threads=config.workers.threads or max(1, cores - 1),
+        threads=config.workers.threads or max(1, (cores - 1) // device_count),
         build_threads=config.workers.threads or max(1, cores - 1),
         build_timeout_s=config.workers.build_timeout_ms / 1000.0,
         build_memory_bytes=config.workers.build_memory.resolve(available, available * 3 // 4),
@@ -196,11 +201,11 @@ def _sizes(config: Config, device: ChosenDevice) -> Sizes:
         link_bytes_per_s=config.device.link_gbps * 1e9,
         cuda=cuda,
     )
-    _check_room(sizes, available)
+    _check_room(sizes, available, device_count)
     return sizes
 
 
-def _check_room(sizes: Sizes, available_bytes: int) -> None:
+def _check_room(sizes: Sizes, available_bytes: int, device_count: int) -> None:
     """Before a page is touched: the kernel would end processes, ours or other people's.
 
     Raises:
@@ -208,7 +213,7 @@ def _check_room(sizes: Sizes, available_bytes: int) -> None:
     """
     wanted = {"host store": sizes.store_bytes, "request pool": sizes.pool_bytes}
     if sizes.cuda is None:
-        wanted["arena"] = sizes.arena_bytes
+        wanted["arena" if device_count == 1 else "arenas"] = device_count * sizes.arena_bytes
     if sum(wanted.values()) > available_bytes:
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in wanted.items())
         raise ConfigError(
@@ -262,7 +267,7 @@ def _separates_tenants(config: Config, device: ChosenDevice, *, is_sandboxed: bo
 def _identity(device: ChosenDevice, sizes: Sizes) -> Identity:
     """What profiles measured by this server hold for."""
     return Identity(
-        device=device.name,
+        device=device.opened,
         name=device.title or processor_name(),
         cores=cpu_count(),
         threads=sizes.threads,
@@ -276,10 +281,12 @@ class Server:
     """Everything one running server consists of."""
 
     def __init__(
-        self, config: Config, device: ChosenDevice, places: Places, announce: Callable[[str], None]
-    ) -> None:
+        self, config: Config, devices: Sequence[ChosenDevice], places: Places,
+        announce: Callable[[str], None],
+    ) -> None:  # fmt: skip
         self._config = config
-        self._device = device
+        self._devices = devices
+        device = devices[0]
         self._announce = announce
         self._inbox: deque[Event] = deque()
         self._log_path = places.logs / "server.log"
@@ -293,11 +300,13 @@ class Server:
             end.setblocking(False)
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._drain_wakes)
         policy = find_policy(config.scheduler.policy, max_wait_ms=config.scheduler.max_wait_ms)
-        sizes = _sizes(config, device)
+        sizes = _sizes(config, device, len(devices))
         self._sizes = sizes
         self._memory = Memory(sizes)
+        self._shares = [DeviceShare(sizes) for _ in devices]
         facts = {
             **facts_of(device),
+            "device": ",".join(one.name for one in devices),
             "arena_bytes": sizes.arena_bytes,
             "store_bytes": sizes.store_bytes,
             "standby": config.workers.standby,
@@ -318,51 +327,58 @@ class Server:
         self._gateway = Gateway(
             config.gateway, self._selector, places.root, child_log, config.server.allow_code
         )
-        self._scheduler = Scheduler(
-            SchedulerSettings(
-                device=device.name,
-                arena_bytes=sizes.arena_bytes,
-                store_bytes=sizes.store_bytes,
-                words=sizes.words,
-                standby=config.workers.standby,
-                max_builds=MAX_BUILDS,
-                admission=config.scheduler.admission,
-                look_ahead=config.scheduler.look_ahead,
-                max_queue=config.scheduler.max_queue,
-                max_queue_per_model=config.scheduler.max_queue_per_model,
-                commit_every_ms=config.scheduler.commit_every_ms,
-                persist_every_ms=config.scheduler.persist_every_ms,
-                max_compute_ms=config.scheduler.max_compute_ms,
-                deadline_grace_ms=config.scheduler.deadline_grace_ms,
-                stop_grace_ms=config.scheduler.stop_grace_ms,
-                evict_grace_ms=config.scheduler.evict_grace_ms,
-                restart_backoff_ms=config.workers.restart_backoff_ms,
-                keep_versions=config.jobs.keep_versions,
-                keep_jobs=config.jobs.keep.count,
-                keep_jobs_ms=config.jobs.keep.time_ms,
-                prefix_bytes=config.device.prefix.resolve(sizes.arena_bytes, 0),
-                identity=_identity(device, sizes),
-                unix_offset_ms=time.time() * 1000.0 - _now_ms(),
-                is_sandboxed=sizes.is_sandboxed,
-                separates_tenants=sizes.separates_tenants,
-                models_dir=str(places.models),
-                logs_dir=str(places.logs),
-                commits_dir=str(places.commits),
-                published_dir=str(places.published),
-            ),
-            policy,
-            config.scheduler.max_wait_ms,
-        )
-        self._effects = Effects(
+        settings = SchedulerSettings(
             device=device.name,
+            arena_bytes=sizes.arena_bytes,
+            store_bytes=sizes.store_bytes,
+            words=sizes.words,
+            standby=config.workers.standby,
+            max_builds=MAX_BUILDS,
+            admission=config.scheduler.admission,
+            look_ahead=config.scheduler.look_ahead,
+            placement=config.scheduler.placement,
+            max_queue=config.scheduler.max_queue,
+            max_queue_per_model=config.scheduler.max_queue_per_model,
+            commit_every_ms=config.scheduler.commit_every_ms,
+            persist_every_ms=config.scheduler.persist_every_ms,
+            max_compute_ms=config.scheduler.max_compute_ms,
+            deadline_grace_ms=config.scheduler.deadline_grace_ms,
+            stop_grace_ms=config.scheduler.stop_grace_ms,
+            evict_grace_ms=config.scheduler.evict_grace_ms,
+            restart_backoff_ms=config.workers.restart_backoff_ms,
+            keep_versions=config.jobs.keep_versions,
+            keep_jobs=config.jobs.keep.count,
+            keep_jobs_ms=config.jobs.keep.time_ms,
+            prefix_bytes=config.device.prefix.resolve(sizes.arena_bytes, 0),
+            identity=_identity(device, sizes),
+            unix_offset_ms=time.time() * 1000.0 - _now_ms(),
+            is_sandboxed=sizes.is_sandboxed,
+            separates_tenants=sizes.separates_tenants,
+            models_dir=str(places.models),
+            logs_dir=str(places.logs),
+            commits_dir=str(places.commits),
+            published_dir=str(places.published),
+        )
+        self._scheduler = Scheduler(
+            settings, policy, config.scheduler.max_wait_ms,
+            [dataclasses.replace(settings, device=one.name) for one in devices],
+        )  # fmt: skip
+        ground = Ground(
             sizes=sizes,
             places=places,
             memory=self._memory,
             processes=self._processes,
             frontend=self._frontend,
+            take=self._inbox.append,
+        )
+        self._effects = Effects(
+            ground,
+            [
+                DeviceEffects(ground, share, index, one.opened)
+                for index, (share, one) in enumerate(zip(self._shares, devices, strict=True))
+            ],
             journal=self._journal,
             profiles_dir=Path(config.profiles_dir or SHIPPED_PROFILES),
-            take=self._inbox.append,
         )
         self._tracer = Tracer(self._effects.timeline, self._frontend.answer_soon)
         self._notifier = Notifier(os.environ)
@@ -425,6 +441,8 @@ class Server:
         """Give back what was taken when this was made."""
         self._journal.close()
         self._memory.close()
+        for share in self._shares:
+            share.close()
         self._notifier.close()
         self._wake_read.close()
         self._wake_write.close()
@@ -471,7 +489,7 @@ class Server:
             self._effects.perform(command)
         for command in self._scheduler.settle():
             self._effects.perform(command)
-        if not self._is_announced and self._scheduler.is_ready:
+        if not self._is_announced and self._scheduler.is_whole:
             self._is_announced = True
             gc.collect()
             gc.freeze()  # what is there now stays: no full collection walks it during a request
@@ -480,16 +498,18 @@ class Server:
 
     def _ready_line(self) -> str:
         standby = self._config.workers.standby
-        is_second_best = self._config.device.name == "auto" and self._device.options is None
-        why = f" (not cuda: {self._device.why})" if is_second_best else ""
-        if self._device.options is not None:
-            why = f" ({self._device.why})"
+        device, *others = self._devices
+        is_second_best = self._config.device.name == "auto" and device.options is None
+        why = f" (not cuda: {device.why})" if is_second_best else ""
+        if device.options is not None:
+            why = f" ({device.why})"
+        names, each = ",".join(one.name for one in self._devices), " each" if others else ""
         addresses = [self._listeners.tcp.address, self._listeners.ipc.address]
         return (
             f"pipeswitch is ready: {' '.join([*addresses, *self._gateway.addresses])} "
-            f"device {self._device.name}, arena {format_bytes(self._sizes.arena_bytes)}, "
+            f"device {names}, arena {format_bytes(self._sizes.arena_bytes)}{each}, "
             f"store {format_bytes(self._sizes.store_bytes)}, 1 active + {standby} standby workers"
-            f"{why}"
+            f"{each}{why}"
         )
 
     # -- signals -------------------------------------------------------------------------------

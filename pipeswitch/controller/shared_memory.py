@@ -31,38 +31,23 @@ class Sizes:
     cuda: CudaOptions | None = None  # of a cuda device
 
 
-class Memory:
-    """Descriptors of everything that is shared; the controller keeps them all alive."""
+class DeviceShare:
+    """What the processes of one device share; the controller keeps it alive."""
 
     def __init__(self, sizes: Sizes) -> None:
-        self.store = sealed_memfd("pipeswitch-store", sizes.store_bytes)
-        self.pool = sealed_memfd("pipeswitch-pool", sizes.pool_bytes)
-        self._pools = {"": self.pool}  # by tenant, where they are separate
-        self._arenas: dict[str, tuple[int, int]] = {}  # the same: to write, and to read
-        self._arena_bytes, self._pool_bytes = sizes.arena_bytes, sizes.pool_bytes
         self.board_descriptor = sealed_memfd("pipeswitch-board", 4096)
         self.board = Board(self.board_descriptor)
         self.bells = [new_bell() for _ in range(sizes.bell_count)]
         self.arena: list[int] = []  # of DaemonReady: the daemon's, anew after its death
         self.arena_handle = b""
-        self.commits: dict[JobName, int] = {}
-        self._slot_bytes: dict[JobName, int] = {}  # of each job's commit area
+        self._arenas: dict[str, tuple[int, int]] = {}  # where tenants are separate: write, read
+        self._arena_bytes = sizes.arena_bytes
 
     def take_arena(self, descriptors: list[int], handle: bytes) -> None:
         for old in self.arena:
             os.close(old)
         self.arena = descriptors
         self.arena_handle = handle
-
-    def pool_of(self, tenant: str) -> int:
-        """A tenant's file of the request pool.
-
-        Raises:
-            OSError: this process has no descriptor left.
-        """
-        if tenant not in self._pools:
-            self._pools[tenant] = sealed_memfd("pipeswitch-pool", self._pool_bytes)
-        return self._pools[tenant]
 
     def arena_of(self, tenant: str) -> tuple[int, int]:
         """A tenant's file of the arena: for the memory daemon, and for workers, which cannot map
@@ -87,6 +72,34 @@ class Memory:
                 os.close(descriptor)
         self._arenas.clear()
 
+    def close(self) -> None:
+        self.board.close()
+        self.drop_arenas()
+        for descriptor in (self.board_descriptor, *self.bells, *self.arena):
+            os.close(descriptor)
+
+
+class Memory:
+    """What the whole server shares: a model's bytes lie once, whichever devices use them."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.store = sealed_memfd("pipeswitch-store", sizes.store_bytes)
+        self.pool = sealed_memfd("pipeswitch-pool", sizes.pool_bytes)
+        self._pools = {"": self.pool}  # by tenant, where they are separate
+        self._pool_bytes = sizes.pool_bytes
+        self.commits: dict[JobName, int] = {}
+        self._slot_bytes: dict[JobName, int] = {}  # of each job's commit area
+
+    def pool_of(self, tenant: str) -> int:
+        """A tenant's file of the request pool.
+
+        Raises:
+            OSError: this process has no descriptor left.
+        """
+        if tenant not in self._pools:
+            self._pools[tenant] = sealed_memfd("pipeswitch-pool", self._pool_bytes)
+        return self._pools[tenant]
+
     def create_commits(self, job: JobName, slot_bytes: int) -> None:
         """A fresh commit area; the newest commit of a smaller one it replaces is kept."""
         descriptor = create_area(slot_bytes)
@@ -110,12 +123,7 @@ class Memory:
             os.close(old)
 
     def close(self) -> None:
-        self.board.close()
-        self.drop_arenas()
-        for descriptor in (
-            self.store, *self._pools.values(), self.board_descriptor,
-            *self.bells, *self.arena, *self.commits.values(),
-        ):  # fmt: skip
+        for descriptor in (self.store, *self._pools.values(), *self.commits.values()):
             os.close(descriptor)
 
 

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,7 +43,7 @@ UNIT_BYTES: Final = 2 << 20
 class ChosenDevice:
     """The answer. ``options`` is None on cpu; sizes are then the machine's business."""
 
-    name: str  # cpu or cuda:0, as the user knows it
+    name: str  # cpu, cpu:1 or cuda:0, as the user knows it
     why: str
     free_bytes: int = 0
     total_bytes: int = 0
@@ -51,6 +51,28 @@ class ChosenDevice:
     title: str = ""  # the GPU's own name
     ladder: Ladder = field(default_factory=Ladder)
     options: CudaOptions | None = None
+
+    @property
+    def opened(self) -> str:
+        """What its processes open: of a cpu device each has an arena of its own."""
+        return "cpu" if self.options is None else self.name
+
+
+def choose_devices(config: DeviceConfig, *, workers: int) -> tuple[ChosenDevice, ...]:
+    """Each device that was asked for.
+
+    Raises:
+        ConfigError: as ``choose_device``; or several, and not all of them cpu devices.
+    """
+    chosen = tuple(
+        choose_device(replace(config, name=name), workers=workers) for name in config.names
+    )
+    if len(chosen) > 1 and any(device.options is not None for device in chosen):
+        raise ConfigError(
+            f"--device {' --device '.join(config.names)}: several devices can only be cpu devices",
+            hint="a server for each GPU, with a --state-dir and a --listen of its own",
+        )
+    return chosen
 
 
 def choose_device(config: DeviceConfig, *, workers: int) -> ChosenDevice:
@@ -62,8 +84,8 @@ def choose_device(config: DeviceConfig, *, workers: int) -> ChosenDevice:
     Raises:
         ConfigError: cuda was asked for by name and cannot be had: says why and what to do.
     """
-    if config.name == "cpu":
-        return ChosenDevice("cpu", "asked for")
+    if config.name.startswith("cpu"):
+        return ChosenDevice(config.name, "asked for")
     index = int(config.name.partition(":")[2] or 0) if config.name.startswith("cuda") else 0
     try:
         return _cuda(config, index, workers)

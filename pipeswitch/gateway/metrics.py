@@ -141,7 +141,8 @@ class _Server:
     def __init__(self, *, has_nv_names: bool) -> None:
         self.facts: Mapping[str, Any] | None = None
         self._has_nv_names = has_nv_names
-        self._idle_s = self._up_s = self._busy_s = 0.0  # as of the last look
+        self._idle_s: dict[str, float] = {}  # of each device, and these, as of the last look
+        self._up_s = self._busy_s = 0.0
 
     def collect(self) -> Iterable[Metric]:
         if self.facts is None:
@@ -188,25 +189,42 @@ class _Server:
             yield from self._triton(self.facts["tally"])
 
     def _device_time(self, stats: Mapping[str, Any]) -> Iterable[Metric]:
-        """By kind. What computes is told when it is over, so idle time, the rest, is not let sink:
-        a counter that does has begun anew."""
-        spent_s, up_s = stats["device_s"], stats["up_s"]
+        """By kind, and by device where there are several. What computes is told when it is over, so
+        idle time, the rest, is not let sink: a counter that does has begun anew."""
+        up_s = stats["up_s"]
         if up_s < self._up_s:  # another server
-            self._idle_s = self._up_s = self._busy_s = 0.0
-        busy_s = sum(spent_s.values())
-        self._idle_s = max(self._idle_s, up_s - busy_s)
+            self._idle_s, self._up_s, self._busy_s = {}, 0.0, 0.0
+        busy_s = sum(stats["device_s"].values())
+        several = stats.get("devices", [])
         times = CounterMetricFamily(
             "pipeswitch_device_seconds",
             "Device time: requests compute (infer), a request waits for its model (switch), a job "
             "computes (train), none of it (idle)",
-            labels=["kind"],
+            labels=["kind", "device"] if several else ["kind"],
         )
-        for kind, seconds in {**spent_s, "idle": self._idle_s}.items():
-            times.add_metric([kind], seconds)
+        for row in several or [stats]:
+            name, spent_s = row["device"], row["device_s"]
+            idle_s = max(self._idle_s.get(name, 0.0), up_s - sum(spent_s.values()))
+            self._idle_s[name] = idle_s
+            for kind, seconds in {**spent_s, "idle": idle_s}.items():
+                times.add_metric([kind, name] if several else [kind], seconds)
         yield times
+        if several:
+            served = CounterMetricFamily(
+                "pipeswitch_device_inferences", "Answered with outputs", labels=["device"]
+            )
+            ready = GaugeMetricFamily(
+                "pipeswitch_device_ready", "1 when it would serve a request", labels=["device"]
+            )
+            for row in several:
+                served.add_metric([row["device"]], row["inferences"])
+                ready.add_metric([row["device"]], float(row["ready"]))
+            yield served
+            yield ready
         if self._has_nv_names:
             since_s = max(1e-9, up_s - self._up_s)
-            share = min(1.0, max(0.0, (busy_s - self._busy_s) / since_s))
+            share = (busy_s - self._busy_s) / since_s / (len(several) or 1)
+            share = min(1.0, max(0.0, share))
             used = stats["arena_capacity_bytes"] - stats["arena_free_bytes"]
             for name, text, value in (
                 ("utilization", "Busy since the last look, from 0 to 1", share),

@@ -194,3 +194,33 @@ def test_files_of_models_may_be_named_from_the_servers_folder(tmp_path: Path) ->
     assert first.source == str(Path("a.bundle").absolute())
     assert second.source == "torchvision:resnet18"
     assert second.weights == str(Path("w.safetensors").absolute())
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ("auto", ("auto",)),
+        ("cpu", ("cpu",)),
+        ("cuda:1", ("cuda:1",)),
+        ("cpu:0, cpu:1", ("cpu:0", "cpu:1")),
+        ("cpu,cpu:2", ("cpu:0", "cpu:2")),
+    ],
+)
+def test_several_devices_are_named_with_commas(given: str, names: tuple[str, ...]) -> None:
+    assert parse({"device": {"name": given}}).device.names == names
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ("cpu:x", "'cpu:x' is none of auto, cpu, cpu:0, cpu:1, cuda:0, …"),
+        ("cpu:0,cpu:0", "cpu:0 is there twice"),
+        ("cpu,cpu:0", "cpu:0 is there twice"),
+        ("auto,cpu:0", "'auto' is none of auto, cpu, cpu:0, cpu:1, cuda:0, …, which goes alone"),
+        ("", "'' is none of auto, cpu, cpu:0, cpu:1, cuda:0, …"),
+    ],
+)
+def test_devices_that_cannot_be_are_refused(given: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse({"device": {"name": given}})
+    assert str(refused.value).startswith(f"[device] name: {problem}")

@@ -10,7 +10,13 @@ import pytest
 from pipeswitch.config import Config, DeviceConfig, SecurityConfig
 from pipeswitch.controller.main import _separates_tenants
 from pipeswitch.devices import choosing
-from pipeswitch.devices.choosing import ChosenDevice, choose_device, examine, only_server_on
+from pipeswitch.devices.choosing import (
+    ChosenDevice,
+    choose_device,
+    choose_devices,
+    examine,
+    only_server_on,
+)
 from pipeswitch.errors import ConfigError, PipeSwitchError
 from pipeswitch.ipc.messages import CudaOptions
 
@@ -30,6 +36,20 @@ def test_no_process_is_started_where_there_is_no_driver(monkeypatch: pytest.Monk
     assert (chosen.name, chosen.options) == ("cpu", None)
     assert "no NVIDIA driver" in chosen.why
     assert choose_device(DeviceConfig(name="cpu"), workers=3).why == "asked for"
+
+
+def test_several_devices_are_each_chosen_and_are_all_cpu_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without_driver(monkeypatch)
+    both = choose_devices(DeviceConfig(name="cpu:0,cpu:1"), workers=3)
+    assert [(one.name, one.opened) for one in both] == [("cpu:0", "cpu"), ("cpu:1", "cpu")]
+    mixed = DeviceConfig(name="cpu:0,cuda:0")
+    with pytest.raises(ConfigError, match="no NVIDIA driver"):
+        choose_devices(mixed, workers=3)
+    monkeypatch.setattr(choosing, "_cuda", lambda *_: GPU)
+    with pytest.raises(ConfigError, match="can only be cpu devices"):
+        choose_devices(mixed, workers=3)
 
 
 def test_a_program_that_says_nothing_is_told_with_its_last_words(

@@ -129,10 +129,10 @@ export class Timeline {
     if (this.seen.has(key)) return;
     this.seen.add(key);
     const words = span.name.split(" "), last = words[words.length - 1];
-    if (span.track === "copy") {
+    if (span.track.endsWith("copy")) { // of several devices each has its tracks
       span.model = words[0];
       this.copy.push(span);
-    } else if (span.track === "scheduler") {
+    } else if (span.track.endsWith("scheduler")) {
       if (words[0] === "train") {
         span.job = last;
         this.train.push(span);

@@ -1,0 +1,284 @@
+"""Performs the scheduler's commands about one device: its memory daemon, its workers, its board."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..frontend.frontend import Frontend
+from ..ipc.board import ring
+from ..ipc.messages import (
+    BindTenant,
+    CommitPersisted,
+    DaemonFault,
+    DaemonReady,
+    DaemonSettings,
+    ForgetModel,
+    Message,
+    ModelName,
+    PersistCommit,
+    PrepareModel,
+    RunInference,
+    Slot,
+    TransmitModel,
+    WorkerSettings,
+)
+from ..scheduler.events import (
+    DaemonExited,
+    Event,
+    FromDaemon,
+    FromWorker,
+    KillWorker,
+    OfDevice,
+    RaiseTurn,
+    SpawnDaemon,
+    SpawnWorker,
+    StopTrial,
+    ToDaemon,
+    ToWorker,
+    WorkerExited,
+)
+from .folders import Places
+from .processes import Child, Processes
+from .shared_memory import DeviceShare, Memory, Sizes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ground:
+    """What all devices of the server stand on."""
+
+    sizes: Sizes
+    places: Places
+    memory: Memory
+    processes: Processes
+    frontend: Frontend
+    take: Callable[[Event], None]  # an event, to be handled after the running one
+
+
+class DeviceEffects:
+    """One method per command.
+
+    Args:
+        index: its place among the server's devices.
+        device: what its processes open: ``cpu``, or ``cuda:0``.
+    """
+
+    def __init__(self, ground: Ground, share: DeviceShare, index: int, device: str) -> None:
+        self._ground = ground
+        self._share = share
+        self._index = index
+        self._device = device
+        self._sizes, self._memory = ground.sizes, ground.memory
+        self._processes, self._take = ground.processes, ground.take
+        self._daemon: Child | None = None
+        self._daemon_generation = 0
+        self._daemon_has: set[str] = set()  # tenants' files of the arena
+        self._workers: dict[Slot, tuple[int, Child]] = {}
+        self._bound: dict[tuple[Slot, int], str] = {}  # by slot and generation: whose it is
+        self._handed: dict[Slot, dict[ModelName, str]] = {}  # digests, by the model's name
+        # The files of the program that was handed over last; before that, as many of nothing.
+        self._opened = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(2)]
+
+    def perform(self, command: OfDevice) -> None:
+        match command:
+            case ToWorker():
+                self._to_worker(command)
+            case RaiseTurn(turn=turn, slot=slot):
+                self._share.board.write_turn(turn)
+                ring(self._share.bells[slot])
+            case ToDaemon():
+                self._to_daemon(command)
+            case SpawnWorker(slot=slot, generation=generation):
+                self._spawn_worker(slot, generation)
+            case SpawnDaemon(generation=generation):
+                self._spawn_daemon(generation)
+            case KillWorker(slot=slot, generation=generation, reason=reason):
+                self._kill_worker(slot, generation, reason)
+            case StopTrial(slot=slot, epoch=epoch):
+                self._share.board.write_stop(slot, epoch)
+
+    @property
+    def _suffix(self) -> str:
+        """Of what processes and logs of the devices after the first are called."""
+        return f"-{self._index}" if self._index else ""
+
+    # -- messages ------------------------------------------------------------------------------
+
+    def _to_worker(self, command: ToWorker) -> None:
+        known = self._workers.get(command.slot)
+        if known is None:
+            return
+        descriptors = []
+        if command.commits_of is not None:
+            descriptors.append(self._memory.commits[command.commits_of])
+        files = self._files_for(command.slot, command.message)
+        if isinstance(command.message, BindTenant):
+            self._bound[command.slot, known[0]] = command.message.tenant
+            try:
+                descriptors += self._memory_for(command.message)
+            except OSError as error:  # as where it cannot be forked: it is tried again
+                log.error("worker=%d not bound: %s", command.slot, error)
+                self._processes.kill(known[1])
+                return
+        index = 0 if command.channel == "task" else 1
+        self._processes.send(known[1], index, command.message, [*descriptors, *files])
+
+    def _memory_for(self, message: BindTenant) -> list[int]:
+        """What one tenant's worker maps; training slices where it may run scripts."""
+        pool, arena = self._memory.pool_of(message.tenant), self._share.arena_of(message.tenant)[1]
+        return [pool, arena, *(self._share.arena if message.is_code else ())]
+
+    def _files_for(self, slot: Slot, message: Message) -> list[int]:
+        """A program's files for a worker in the sandbox, which opens none: once for each."""
+        if not self._sizes.is_sandboxed:
+            return []
+        handed = self._handed[slot]
+        match message:
+            case ForgetModel(model=model):
+                handed.pop(model, None)
+            case PrepareModel(is_code=False) | RunInference(is_code=False):
+                if handed.get(message.model) == message.digest:
+                    return []
+                handed[message.model] = message.digest
+                return self._open_program(message.digest)
+            case _:
+                pass
+        return []
+
+    def _open_program(self, digest: str) -> list[int]:
+        """Those of the last one make room for it: a server that is out of descriptors still can."""
+        for descriptor in self._opened:
+            os.close(descriptor)
+        self._opened = self._ground.places.open_program(digest)
+        return self._opened
+
+    def _to_daemon(self, command: ToDaemon) -> None:
+        if self._daemon is None or self._has_no_disk(command.message):
+            return
+        descriptors = []
+        if command.commits_of is not None:
+            descriptors.append(self._memory.commits[command.commits_of])
+        if self._sizes.separates_tenants and isinstance(command.message, TransmitModel):
+            try:
+                descriptors += self._arena_for(command.message.tenant)
+            except OSError as error:  # it is tried again
+                fault = DaemonFault(epoch=command.message.epoch, reason=str(error))
+                self._take(self._from_daemon(self._daemon_generation, fault))
+                return
+        self._processes.send(self._daemon, 0, command.message, descriptors)
+
+    def _arena_for(self, tenant: str) -> list[int]:
+        """The file that the daemon copies this tenant's models into, once for each."""
+        if tenant in self._daemon_has:
+            return []
+        arena, _ = self._share.arena_of(tenant)
+        self._daemon_has.add(tenant)
+        return [arena]
+
+    def _from_daemon(self, generation: int, message: Message) -> FromDaemon:
+        return FromDaemon(generation=generation, message=message, device=self._index)
+
+    def _has_no_disk(self, message: Message) -> bool:
+        """A commit that the disk's budget has no room for: the older one on disk stays."""
+        if not isinstance(message, PersistCommit):
+            return False
+        size_bytes = self._memory.slot_bytes(message.job)
+        refusal = self._ground.frontend.disk.refusal("", size_bytes, f'a commit of "{message.job}"')
+        if refusal is None:
+            return False
+        failed = CommitPersisted(job=message.job, epoch=message.epoch, step=-1, error=str(refusal))
+        self._take(self._from_daemon(self._daemon_generation, failed))
+        return True
+
+    # -- processes -----------------------------------------------------------------------------
+
+    def _spawn_daemon(self, generation: int) -> None:
+        def on_message(message: Message, descriptors: list[int]) -> None:
+            if isinstance(message, DaemonReady):
+                self._share.take_arena(descriptors, message.handle)
+            self._take(self._from_daemon(generation, message))
+
+        def on_exit(status: int) -> None:
+            self._take(DaemonExited(generation=generation, status=status, device=self._index))
+
+        settings = DaemonSettings(
+            device=self._device,
+            arena_bytes=self._sizes.arena_bytes,
+            store_bytes=self._sizes.store_bytes,
+            words=self._sizes.words,
+            link_bytes_per_s=self._sizes.link_bytes_per_s,
+            bell_count=len(self._share.bells),
+            separates_tenants=self._sizes.separates_tenants,
+            cuda=self._sizes.cuda,
+            log_path=str(self._ground.places.logs / f"memory-daemon{self._suffix}.log"),
+        )
+        descriptors = [self._memory.store, *self._share.bells]
+        self._share.drop_arenas()
+        self._daemon_has.clear()
+        self._daemon_generation = generation
+        self._daemon = self._processes.fork(
+            "daemon", "pipeswitch-mem", settings, 1, descriptors, on_message, on_exit
+        )
+
+    def _spawn_worker(self, slot: Slot, generation: int) -> None:
+        def on_message(message: Message, _: list[int]) -> None:
+            self._take(
+                FromWorker(slot=slot, generation=generation, message=message, device=self._index)
+            )
+
+        def on_exit(status: int) -> None:
+            begun = self._share.board.begun(slot)
+            self._ground.frontend.tidy_pool(self._bound.pop((slot, generation), ""))
+            self._take(
+                WorkerExited(
+                    slot=slot,
+                    generation=generation,
+                    status=status,
+                    begun_epoch=begun,
+                    device=self._index,
+                )
+            )
+
+        known = self._workers.get(slot)
+        if known is not None:
+            self._processes.kill(known[1])  # replaced; one that has left is not there any more
+        self._handed[slot] = {}
+        self._share.board.write_begun(slot, 0)
+
+        settings = WorkerSettings(
+            slot=slot,
+            device=self._device,
+            arena_bytes=self._sizes.arena_bytes,
+            words=self._sizes.words,
+            pool_bytes=self._sizes.pool_bytes,
+            threads=self._sizes.threads,
+            bell_count=len(self._share.bells),
+            handle=self._share.arena_handle,
+            is_sandboxed=self._sizes.is_sandboxed,
+            task_memory_bytes=self._sizes.task_memory_bytes,
+            separates_tenants=self._sizes.separates_tenants,
+            cuda=self._sizes.cuda,
+        )
+        descriptors = [self._share.board_descriptor, *self._share.bells]
+        if not self._sizes.separates_tenants:  # else with BindTenant
+            descriptors += [self._memory.pool, *self._share.arena]
+        child = self._processes.fork(
+            "worker",
+            f"pipeswitch-w{slot}{self._suffix}",
+            settings,
+            2,
+            descriptors,
+            on_message,
+            on_exit,
+        )
+        self._workers[slot] = (generation, child)
+
+    def _kill_worker(self, slot: Slot, generation: int, reason: str) -> None:
+        known = self._workers.get(slot)
+        if known is not None and known[0] == generation:
+            log.warning("worker=%d killed: %s", slot, reason)
+            self._processes.kill(known[1])

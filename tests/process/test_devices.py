@@ -1,0 +1,123 @@
+"""Two cpu devices of one server: both serve at once, and a death on one is nothing to the other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from process_tools import (
+    Checked,
+    checked_server,
+    eager,
+    finish,
+    is_bit_equal,
+    kill,
+    mlp,
+    run_plain,
+    until,
+    write_script,
+)
+
+WIDTH = 256
+ENVIRONMENT = {
+    "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "50ms",
+    "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
+}
+TRAIN = """
+    import hashlib, sys
+    import torch
+    from pipeswitch import job
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(), torch.nn.Linear(64, 8))
+    net.to(job.device)
+    optimizer = torch.optim.Adam(net.parameters(), 0.001)
+    data = [torch.full((512, 64), float(i % 7)) for i in range(100)]
+    for epoch in job.epochs(3):
+        for x in job.steps(data, model=net, optimizer=optimizer):
+            net(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    state = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
+    with open(sys.argv[1], "w") as file:
+        file.write(f"{job.step} {hashlib.sha256(state).hexdigest()}")
+"""
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Checked]:
+    with checked_server(
+        devices=("cpu:0", "cpu:1"), arena="32MiB", args=("--standby", "1"), environment=ENVIRONMENT
+    ) as checked:
+        yield checked
+
+
+def pids(checked: Checked, device: str) -> dict[str, int]:
+    """Of a device's processes."""
+    rows = [row for row in checked.client.ps() if row["on"] == device]
+    return {row["name"]: row["pid"] for row in rows if row["kind"] in ("worker", "daemon")}
+
+
+def test_both_serve_to_the_bit_and_a_daemon_that_dies_under_load_costs_no_request(
+    running: Checked,
+) -> None:
+    client, x = running.client, torch.randn(4, WIDTH)
+    modules = {name: mlp(WIDTH, 4, seed) for seed, name in enumerate("ab")}
+    expected = {name: eager(module, x) for name, module in modules.items()}
+    for name, module in modules.items():
+        client.register(name, module, example_inputs=(x,))
+    client.load("a")  # pinned: on each of them
+    until(
+        lambda: all(row["state"] == "resident" for row in client.ps() if row["name"] == "a"),
+        "a is on both devices",
+    )
+    seen: list[str] = []
+    wrong: list[Any] = []
+
+    def ask(name: str) -> None:
+        with running.running.client() as mine:
+            while len(seen) < 200:
+                try:
+                    result = mine.infer(name, x)
+                except Exception as error:
+                    wrong.append(error)
+                    return
+                if not is_bit_equal(result["y"], expected[name]):
+                    wrong.append(name)
+                seen.append(result.timing.extra["device"])
+
+    before = pids(running, "cpu:0")
+    threads = [threading.Thread(target=ask, args=(name,)) for name in "aabb"]
+    for thread in threads:
+        thread.start()
+    until(lambda: {"cpu:0", "cpu:1"} <= set(seen), "both devices answer")
+    dead = pids(running, "cpu:1")
+    kill(dead["memory-daemon"])
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert running.count("daemon_restarts") == 1
+    until(lambda: all(row["ready"] for row in running.stats()["devices"]), "both are ready again")
+    assert pids(running, "cpu:0") == before
+    assert not set(pids(running, "cpu:1").values()) & set(dead.values())
+
+
+def test_a_job_goes_on_where_a_device_is_when_its_own_dies(
+    running: Checked, tmp_path: Path
+) -> None:
+    """Two jobs train at once, each on its device; the end is that of a run without a server."""
+    script = write_script(tmp_path, "train.py", TRAIN)
+    tasks = [
+        running.client.train(script, name=name, args=[str(tmp_path / name)]) for name in ("k", "l")
+    ]
+    until(lambda: all(task.status()["committed_step"] > 0 for task in tasks), "both have committed")
+    on = {row["name"]: row["on"] for row in running.rows("job")}
+    assert sorted(on.values()) == ["cpu:0", "cpu:1"]
+    kill(pids(running, on["l"])["memory-daemon"])
+    assert [finish(task)["step"] for task in tasks] == [300, 300]
+    run_plain(script, str(tmp_path / "plain"))
+    plain = (tmp_path / "plain").read_text()
+    assert [(tmp_path / name).read_text() for name in ("k", "l")] == [plain, plain]

@@ -1,0 +1,185 @@
+"""Where a request goes among several devices, and what speaks for that place."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pipeswitch.config import PLACEMENTS as CONFIGURED
+from pipeswitch.ipc.messages import ModelName
+from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.core import SchedulerSettings
+from pipeswitch.scheduler.policies.placement import PLACEMENTS, Place, best
+from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.simulator.costs import Costs, Link, Training
+from pipeswitch.simulator.programs import program_of
+from pipeswitch.simulator.world import World
+
+MIB = 1 << 20
+IDLE = Place(device=0, is_resident=False, is_busy=False, waiting=0, queue_ms=0.0, switch_ms=10.0,
+             free_bytes=100, size_bytes=10)  # fmt: skip
+
+
+def places(*changes: dict[str, Any]) -> list[Place]:
+    return [IDLE._replace(device=index, **one) for index, one in enumerate(changes)]
+
+
+RESIDENT = {"is_resident": True, "switch_ms": 0.0}
+BUSY = {"is_busy": True, "waiting": 1, "queue_ms": 5.0}
+
+
+def chosen(placement: str, *changes: dict[str, Any]) -> tuple[int, str]:
+    found = best(places(*changes), PLACEMENTS[placement])
+    return found.device, found.reason
+
+
+def test_the_settings_are_the_policies_that_are_there() -> None:
+    assert tuple(PLACEMENTS) == CONFIGURED
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (({}, RESIDENT), (1, "resident")),
+        # A queue of 5 ms is shorter than a copy of 10, one of 15 is not.
+        (({}, {**RESIDENT, **BUSY}), (1, "resident")),
+        (({}, {**RESIDENT, **BUSY, "queue_ms": 15.0}), (0, "free")),
+        # What would have to be thrown out for it has to come back: its copy counts twice.
+        (({"free_bytes": 5}, {**RESIDENT, **BUSY, "queue_ms": 15.0}), (1, "resident")),
+        (({"switch_ms": 7.0}, {"switch_ms": 3.0}), (1, "free")),
+        ((BUSY, {**BUSY, "queue_ms": 4.0}), (1, "shortest")),
+        # Nothing was measured yet: where its model is, then a free one, then the most room.
+        (({"switch_ms": 0.0}, {**RESIDENT, "is_busy": True, "waiting": 3}), (1, "resident")),
+        (({**BUSY, "queue_ms": 0.0, "switch_ms": 0.0}, {"switch_ms": 0.0}), (1, "free")),
+        (({"switch_ms": 0.0}, {"switch_ms": 0.0, "free_bytes": 200}), (1, "free")),
+        (({}, {}), (0, "free")),
+    ],
+)
+def test_least_finish_goes_where_it_would_compute_first(
+    changes: tuple[dict[str, Any], ...], expected: tuple[int, str]
+) -> None:
+    assert chosen("least-finish", *changes) == expected
+
+
+def test_spread_has_as_many_everywhere_and_pack_fills_one_first() -> None:
+    assert chosen("spread", {**RESIDENT, **BUSY}, {}) == (1, "free")
+    assert chosen("spread", {}, RESIDENT) == (1, "resident")
+    assert chosen("pack", BUSY, {}) == (0, "shortest")
+    assert chosen("pack", {"free_bytes": 5}, {}) == (1, "free")
+    assert chosen("pack", {}, {**RESIDENT, **BUSY}) == (1, "resident")
+
+
+class Server:
+    """Two devices, each with a link of 1 MiB/ms; bills by the order of the answers."""
+
+    def __init__(self, **settings: Any) -> None:
+        given = SchedulerSettings(
+            arena_bytes=24 * MIB, store_bytes=256 * MIB, words=64, standby=1, **settings
+        )
+        each = [replace(given, device=f"cpu:{index}") for index in range(2)]
+        self.scheduler = Scheduler(given, devices=each)
+        self.world = World(self.scheduler, costs=Costs(to_device=Link(bytes_per_ms=MIB)))
+        self.bills: list[tuple[str, str]] = []
+        perform = self.world.perform
+
+        def note(commands: list[ev.Command]) -> None:
+            for one in commands:
+                if isinstance(one, ev.Answer) and one.timing:
+                    self.bills.append((one.timing["device"], one.timing["placed"]))
+            perform(commands)
+
+        self.world.perform = note  # type: ignore[method-assign]
+        for name in "abcd":
+            program = program_of(f"d{name}", 8 * MIB, groups=2, layer_ms=2.0)
+            self.world.clients.register(ModelName(name), program)
+        self.world.run()
+
+    def ask(self, names: str) -> None:
+        for name in names:
+            self.world.clients.infer(ModelName(name))
+
+    def placed(self, names: str) -> list[tuple[str, str]]:
+        """What the bills say of these, asked at once."""
+        del self.bills[:]
+        self.ask(names)
+        self.world.run()
+        return sorted(self.bills)
+
+    def kill(self, device: int) -> None:
+        self.world.daemons[device].end(-9)
+
+
+def test_two_models_compute_at_once_and_stay_where_they_are() -> None:
+    server = Server()
+    assert server.placed("ab") == [("cpu:0", "free"), ("cpu:1", "free")]
+    began_ms = server.world.now_ms
+    assert server.placed("ab") == [("cpu:0", "resident"), ("cpu:1", "resident")]
+    both_ms = server.world.now_ms - began_ms
+    server.placed("a")
+    one_ms = server.world.now_ms - began_ms - both_ms
+    assert both_ms == pytest.approx(one_ms, rel=0.2)
+
+
+def test_a_hot_model_comes_to_the_other_device_when_its_queue_is_longer_than_its_copy() -> None:
+    server = Server()
+    server.placed("a")
+    assert {device for device, _ in server.placed("a" * 8)} == {"cpu:0", "cpu:1"}
+
+
+def test_what_waits_where_a_daemon_dies_is_answered_by_the_other_device() -> None:
+    server = Server(restart_backoff_ms=1e6, max_daemon_restarts=0)
+    server.placed("abab")
+    server.ask("abababab")
+    server.kill(1)
+    server.world.run()
+    assert server.world.left is None
+    assert not server.world.clients.open
+    assert server.world.clients.outcomes["ok"] == 4 + 4 + 8
+    assert server.scheduler.machine.devices[1].state.is_given_up
+    assert {device for device, _ in server.placed("abcd")} == {"cpu:0"}
+
+
+def test_the_server_leaves_when_the_last_device_is_given_up() -> None:
+    server = Server(max_daemon_restarts=0)
+    for device in (0, 1):
+        server.kill(device)
+        server.world.run()
+    assert server.world.left == 70
+
+
+def test_jobs_are_spread_and_one_whose_device_is_lost_goes_on_elsewhere() -> None:
+    server = Server(restart_backoff_ms=1e6, max_daemon_restarts=0)
+    training = Training(steps=6, slice_bytes=4 * MIB, state_bytes=MIB, step_ms=100.0)
+    for name in "jk":
+        server.world.clients.train(name, training)  # type: ignore[arg-type]
+    homes = [list(device.state.jobs) for device in server.scheduler.machine.devices]
+    assert homes == [["j"], ["k"]]
+    server.world.run(server.world.now_ms + 250.0)
+    server.kill(1)
+    server.world.run()
+    assert [row["state"] for row in server.scheduler.listing.jobs()] == ["done", "done"]
+
+
+def test_rows_and_events_name_the_device() -> None:
+    server = Server()
+    server.placed("ab")
+    rows = server.scheduler.listing.ps()
+    assert [name for name, _ in itertools.groupby(row["on"] for row in rows)] == ["cpu:0", "cpu:1"]
+    assert [row["on"] for row in server.scheduler.listing.models()] == [
+        ["cpu:0"],
+        ["cpu:1"],
+        [],
+        [],
+    ]
+    stats = server.scheduler.listing.stats()
+    assert [(row["device"], row["inferences"]) for row in stats["devices"]] == [
+        ("cpu:0", 1), ("cpu:1", 1),
+    ]  # fmt: skip
+    told: list[Any] = []
+    server.scheduler.core.out = told
+    server.scheduler.machine.devices[1].state.publish("worker.ready", worker=0)
+    server.scheduler.machine.devices[1].state.span("copy", "a group 0", 1.0, 2.0)
+    assert (told[0].body["device"], told[1].track) == ("cpu:1", "cpu:1 copy")
