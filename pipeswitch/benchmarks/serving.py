@@ -26,20 +26,28 @@ BILL: Final = ("queue_ms", "switch_ms", "copy_ms", "stall_ms", "compute_ms")
 
 @contextlib.contextmanager
 def serving(
-    model: BenchModel, threads: int, seed: int, *, link_gbps: float = 0.0, rooms: int = 1
+    model: BenchModel,
+    threads: int,
+    seed: int,
+    *,
+    link_gbps: float = 0.0,
+    rooms: int = 1,
+    devices: tuple[str, ...] = ("cpu",),
 ) -> Iterator[tuple[RunningServer, Client]]:
     """A server whose arena holds one of two twins of a model, never both (or both: 2 rooms).
 
     The twins differ in their weights only: asking for the one that is not there is always a cold
     switch, of the same size.
     """
-    arena = rooms * model.room_bytes + SLICE_ROOM_BYTES
+    arena = str(rooms * model.room_bytes + SLICE_ROOM_BYTES)
     store = 2 * model.room_bytes + 64 * MIB
     args = ["--threads", str(threads)]
     if link_gbps:
         args += ["--link-gbps", f"{link_gbps:.6f}"]
     with (
-        server(arena=str(arena), host_store=str(store), args=tuple(args)) as running,
+        server(
+            arena=str(arena), host_store=str(store), devices=devices, args=tuple(args)
+        ) as running,
         running.client() as client,
     ):
         for number, name in enumerate(TWINS):

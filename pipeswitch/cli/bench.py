@@ -24,6 +24,7 @@ BENCHMARKS: Final = {
     "request-path": "request_path",
     "gateway": "gateway",
     "training": "training",
+    "devices": "devices",
     "replay": "replay",
     "decisions": "decisions",
 }
