@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import random
+import re
 import select
 import signal
 import subprocess
@@ -376,6 +377,62 @@ def test_evicted_and_crashed_at_random_it_ends_bit_equal(variant: dict[str, Any]
     differ = [step for step in expected.trace if expected.trace[step] != result.trace.get(step)]
     assert not differ
     assert result.final == expected.final
+
+
+def counting_script(poke: Body, *, keeps: bool) -> None:
+    """Carries ``best`` through its epochs and ``total`` through its steps; or keeps them."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    best, total, kept = float("inf"), 0.0, {"best": float("inf"), "total": 0.0}
+    loader = [torch.randn(3, 4) for _ in range(6)]
+    for _ in job.epochs(3):
+        for x in job.steps(loader, model=model, optimizer=optimizer, extra_state=kept):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            number = loss.item()
+            if keeps:
+                kept["total"] += number
+            else:
+                total += number
+            poke()
+        if keeps:
+            kept["best"] = min(kept["best"], kept["total"])
+        else:
+            best = min(best, total)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_plain_variables_that_a_restart_lost_are_named_once(keeps: bool) -> None:
+    host, told = FakeHost(), []
+    for evict_at in (8, 5, 100):  # poked so often in each life; the first leaves in epoch 1
+        gate, count = Gate(lambda *_: None), itertools.count(1)
+        gate.grant(1)
+
+        def poke(gate: Gate = gate, count: Iterator[int] = count, at: int = evict_at) -> None:
+            if next(count) == at:
+                gate.request_evict()
+
+        session = TrainingSession(host, gate, commit_every_ms=0.0)
+        job._install(session)
+        session.begin()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with contextlib.suppress(TaskPreempted):
+                counting_script(poke, keeps=keeps)
+                session.finish()
+        session.close()
+        told.append([str(one.message) for one in caught])
+    assert host.events[-1][0] == "finished"
+    if keeps:
+        assert told == [[], [], []]
+        return
+    assert (told[0], told[2]) == ([], [])
+    [text] = told[1]
+    assert re.search(r"total is 0 again \(was [0-9.]+\), best is inf again \(was [0-9.]+\)", text)
+    assert 'kept = {"total": 0.0, "best": float("inf")}' in text
 
 
 class HookedGate(Gate):

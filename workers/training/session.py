@@ -27,6 +27,7 @@ from pipeswitch.errors import HostStoreFull, InvalidInput, OutOfDeviceMemory
 from pipeswitch.ipc.gate import Gate
 from pipeswitch.job import InexactResumeWarning, as_number, warn_if_not_finite
 
+from .carried import CarriedNames
 from .commits import Committer, Point, state_area_bytes
 from .hooks import Removable, hook_modules, hook_optimizer, use_gate
 from .layout import history_bytes
@@ -131,6 +132,8 @@ class TrainingSession:
         self._timing = CommitTiming(commit_every_ms, host.now_ms)
         self._place = ScriptPlace(host.restore())
         saved = self._place.saved
+        told = saved is not None and saved.values.get("carried", {}) is None
+        self._carried = CarriedNames(told=told)
         self._watch = WriteWatch(*((False, False) if saved is None else saved.values["bodies"]))
         self._objects: TrainedObjects | None = None
         self._layout: TrainingSlice | None = None
@@ -214,6 +217,7 @@ class TrainingSession:
         place = self._place
         saved = place.begin_epochs(count)
         first = 0 if saved is None else saved.position.epoch
+        self._carried.enter("epochs")
         try:
             for epoch in range(first, count):
                 place.begin_epoch(epoch)
@@ -227,6 +231,7 @@ class TrainingSession:
             place.end_epochs()
             if not self._is_unwinding:
                 self._end_phase()
+            self._carried.leave("epochs")
 
     def steps(
         self,
@@ -257,6 +262,7 @@ class TrainingSession:
         if "loader" not in self._warned and self._data.warn_if_inexact():
             self._warned.add("loader")
             self._host.report("warning", what="inexact_resume", step=self.step)
+        self._carried.enter("steps")
         iterator = self._open(start)
         try:
             if iterator is not None:
@@ -267,6 +273,7 @@ class TrainingSession:
                 if not self._is_unwinding:
                     self._end_loop()
                 self._gate.leave()
+            self._carried.leave("steps")
 
     def log(self, values: Mapping[str, Any]) -> None:
         """See ``pipeswitch.job.log``: numbers are read when they are due, or cheap to read."""
@@ -441,6 +448,8 @@ class TrainingSession:
         self._data.restore_generators(saved.data("data"))
         if saved is self._place.saved:
             self._place.saved = None
+            if self._carried.warn_of_lost(saved.values.get("carried") or {}, saved.position.step):
+                self._host.report("warning", what="plain_variables", step=self.step)
             self._capture()
             self._committer.committed = self._point
             self._host.report("resumed", step=self.step, epoch=self._place.position.epoch)
@@ -532,7 +541,11 @@ class TrainingSession:
         self._point = self._committer.capture(
             self._place.position,
             self._data.capture(),
-            {**self._place.entry, "bodies": (self._watch.was_watched, self._watch.writes_unseen)},
+            {
+                **self._place.entry,
+                "bodies": (self._watch.was_watched, self._watch.writes_unseen),
+                "carried": self._carried.values(),
+            },
             self._point,
         )
         self._stepped.clear()
