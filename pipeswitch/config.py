@@ -327,6 +327,16 @@ class JobsConfig(_Checked):
 
 
 @dataclass(frozen=True)
+class LogConfig(_Checked):
+    """``[log]``."""
+
+    max_bytes: int = _setting(
+        "16MiB", "what stays of the server's log, beside two older ones of that size, and of each "
+        "job's", parse_size, low=1 << 18,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class SecurityConfig(_Checked):
     """``[security]``."""
 
@@ -403,6 +413,7 @@ class Config(_Checked):
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     jobs: JobsConfig = field(default_factory=JobsConfig)
+    log: LogConfig = field(default_factory=LogConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     models: tuple[ModelConfig, ...] = ()
@@ -417,6 +428,7 @@ SECTIONS: Final[Mapping[str, type[_Checked]]] = {
     "workers": WorkersConfig,
     "scheduler": SchedulerConfig,
     "jobs": JobsConfig,
+    "log": LogConfig,
     "security": SecurityConfig,
     "gateway": GatewayConfig,
 }

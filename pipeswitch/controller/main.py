@@ -107,7 +107,7 @@ def serve(config: Config, *, announce: Callable[[str], None] | None = None) -> i
         for device in devices:
             held.enter_context(only_server_on(device))
         places.sweep()
-        _log_to(places.logs / "server.log")
+        _log_to(places.logs / "server.log", config.log.max_bytes)
         for device in devices:
             log.info("device=%s: %s %s", device.name, device.why, "; ".join(device.ladder.reasons))
         server = Server(config, devices, places, announce or _print_line)
@@ -148,9 +148,9 @@ def _locked(root: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _log_to(path: Path) -> None:
+def _log_to(path: Path, max_bytes: int) -> None:
     """The server's own log; bounded, traces of errors go here and not to clients."""
-    handler = logging.handlers.RotatingFileHandler(path, maxBytes=16 << 20, backupCount=2)
+    handler = logging.handlers.RotatingFileHandler(path, maxBytes=max_bytes, backupCount=2)
     handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     root = logging.getLogger("pipeswitch")
     root.addHandler(handler)
@@ -356,6 +356,7 @@ class Server:
             separates_tenants=sizes.separates_tenants,
             models_dir=str(places.models),
             logs_dir=str(places.logs),
+            job_log_bytes=config.log.max_bytes,
             commits_dir=str(places.commits),
             published_dir=str(places.published),
         )

@@ -9,9 +9,11 @@ from typing import Any, Final
 from ..commits.files import read_record
 from ..errors import ModelNotFound
 from ..ipc.messages import JobName
+from ..ipc.sparse import kept_from
 
 CHUNK_BYTES: Final = 256 << 10  # small enough to be read between two messages
 TEXTS: Final = {"logs": "log", "history": "history"}
+CUT: Final = "[older lines are gone: [log] max]\n"
 PIECES: Final = (*TEXTS, "state")
 
 
@@ -37,7 +39,11 @@ def read_piece(state: Path, name: JobName, kind: str, offset_bytes: int) -> dict
         with open(path, "rb") as file:
             end_bytes = os.fstat(file.fileno()).st_size
             begin_bytes = min(offset_bytes, end_bytes)
-            file.seek(begin_bytes)
+            kept_bytes = kept_from(file.fileno(), begin_bytes) if kind == "logs" else begin_bytes
+            file.seek(kept_bytes)
+            is_cut = kept_bytes > begin_bytes
+            if is_cut:
+                begin_bytes = kept_bytes + len(file.readline(CHUNK_BYTES))  # the rest of a line
             data = file.read(CHUNK_BYTES)
     except FileNotFoundError:
         raise _nothing(kind, name) from None
@@ -46,7 +52,7 @@ def read_piece(state: Path, name: JobName, kind: str, offset_bytes: int) -> dict
         more["data"] = data
     else:
         size_bytes = whole_characters(data)
-        more["text"] = data[:size_bytes].decode("utf-8", "replace")
+        more["text"] = CUT * is_cut + data[:size_bytes].decode("utf-8", "replace")
     return {"offset_bytes": begin_bytes + size_bytes, "end_bytes": end_bytes, **more}
 
 

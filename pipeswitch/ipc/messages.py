@@ -406,6 +406,7 @@ class RunJob(Message, frozen=True):
     log_path: str
     slot_bytes: int  # of the commit area; 0 when there is no commit yet
     commit_every_ms: float
+    log_bytes: int = 0  # what stays of the log, the newest; 0: all
 
 
 class LeaseRequest(Message, frozen=True):

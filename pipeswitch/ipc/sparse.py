@@ -1,7 +1,7 @@
-"""Files of shared memory that hold little of what they could: one for each tenant (ADR 23).
+"""Files that hold little of what they could: shared memory of tenants (ADR 23), and logs.
 
-All files of a kind have the same size, and one ledger says whose each byte is. A byte's page exists
-in its owner's file alone, so together they hold no more than one file would.
+All tenants' files of a kind have the same size, and one ledger says whose each byte is. A byte's
+page exists in its owner's file alone, so together they hold no more than one file would.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Final
 
 KEEP_SIZE, PUNCH_HOLE = 1, 2  # of fallocate(2)
 BLOCK_BYTES: Final = 512  # of st_blocks, on every file system
+GRAIN_BYTES: Final = 1 << 16  # a multiple of what file systems call a block: no part is zeroed
 PAGE_BYTES: Final = os.sysconf("SC_PAGESIZE")
 
 
@@ -36,6 +37,33 @@ def give_back(descriptor: int, start: int, end: int) -> None:
     if start < end and _libc().fallocate(descriptor, PUNCH_HOLE | KEEP_SIZE, start, end - start):
         number = ctypes.get_errno()
         raise OSError(number, f"fallocate: {os.strerror(number)}")
+
+
+def keep_newest(path: str, size_bytes: int) -> None:
+    """Give the disk what lies before a file's last ``size_bytes``, or a little more.
+
+    Positions in the file stay what they are, for those who write at its end and for those who
+    read on from where they were; what is gone is a hole (``kept_from``).
+
+    Raises:
+        OSError: there is no such file, or its file system has no holes.
+    """
+    facts = os.stat(path)
+    if facts.st_blocks * BLOCK_BYTES <= size_bytes + size_bytes // 4:
+        return
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        give_back(descriptor, 0, (facts.st_size - size_bytes) // GRAIN_BYTES * GRAIN_BYTES)
+    finally:
+        os.close(descriptor)
+
+
+def kept_from(descriptor: int, position: int) -> int:
+    """The first position, this one or later, that is not in a hole."""
+    try:
+        return os.lseek(descriptor, position, os.SEEK_DATA)
+    except OSError:  # it is at the end, or its file system knows none
+        return position
 
 
 def keep_only(descriptor: int, ranges: Iterable[tuple[int, int]], size_bytes: int) -> None:

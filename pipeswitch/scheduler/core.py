@@ -53,6 +53,7 @@ class SchedulerSettings:
     separates_tenants: bool = False  # a process serves the models of one tenant only (ADR 23)
     models_dir: str = "models"  # where programs, jobs' logs and commits lie: named to processes,
     logs_dir: str = "logs"  # opened by them
+    job_log_bytes: int = 0  # what stays of a job's log; 0: all
     commits_dir: str = "commits"
     published_dir: str = "published"
 

@@ -149,6 +149,7 @@ class Training:
                     entry=job.entry,
                     args=job.args,
                     log_path=f"{core.settings.logs_dir}/job-{job.name}.log",
+                    log_bytes=core.settings.job_log_bytes,
                     slot_bytes=job.commit_slot_bytes,
                     commit_every_ms=core.settings.commit_every_ms,
                 ),

@@ -7,8 +7,9 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.frontend.job_files import CHUNK_BYTES, read_piece, whole_characters
+from pipeswitch.frontend.job_files import CHUNK_BYTES, CUT, read_piece, whole_characters
 from pipeswitch.ipc.messages import JobName
+from pipeswitch.ipc.sparse import held_bytes, keep_newest
 
 
 @given(st.text(max_size=30), st.integers(0, 120))
@@ -35,3 +36,28 @@ def test_pieces_join_to_the_whole_log(tmp_path: Path) -> None:
         if offset == piece["end_bytes"]:
             break
     assert read == text
+
+
+def test_of_a_long_log_the_newest_stays_and_who_follows_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    path, kept_bytes, written = tmp_path / "logs" / "job-j.log", 1 << 18, 0
+    with path.open("ab", buffering=0) as log:
+        follows, read = 0, ""
+        for number in range(20_000):
+            line = f"line {number} of a script that says a good deal while it trains\n".encode()
+            written += log.write(line)
+            if number % 500 == 499:
+                keep_newest(str(path), kept_bytes)
+                assert held_bytes(log.fileno()) <= 2 * kept_bytes
+                piece = read_piece(tmp_path, JobName("j"), "logs", follows)
+                follows, read = piece["offset_bytes"], read + piece["text"]
+    assert (follows, CUT in read) == (written, False)  # it was there all the time
+    assert [int(line.split()[1]) for line in read.splitlines()] == list(range(20_000))
+    late = read_piece(tmp_path, JobName("j"), "logs", 0)
+    assert late["text"].startswith(f"{CUT}line ")
+    first = int(late["text"].split("\n")[1].split()[1])
+    rest = read_piece(tmp_path, JobName("j"), "logs", late["offset_bytes"])
+    lines = (late["text"] + rest["text"]).splitlines()[1:]
+    assert [int(line.split()[1]) for line in lines] == list(range(first, 20_000))
+    assert sum(map(len, lines)) >= kept_bytes // 2
+    assert path.stat().st_size == written

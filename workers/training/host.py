@@ -32,6 +32,7 @@ from pipeswitch.ipc.messages import (
     RunJob,
     StepCommitted,
 )
+from pipeswitch.ipc.sparse import keep_newest
 
 MAX_HISTORY_BYTES: Final = 64 << 20  # a line of three numbers takes about 60
 
@@ -194,7 +195,10 @@ class JobHost:
                 self._history_bytes += self._history.write(line)
 
     def flush(self) -> None:
-        """What was remembered is for others to read."""
+        """What was remembered is for others to read; of a long log the newest stays."""
+        if self._message.log_bytes:
+            with contextlib.suppress(OSError):  # where a file has no holes it stays whole
+                keep_newest(self._message.log_path, self._message.log_bytes)
         if self._history is not None:
             with contextlib.suppress(OSError):
                 self._history.flush()
