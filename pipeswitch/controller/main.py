@@ -547,7 +547,7 @@ class Server:
             there = [version for base, version in known if base == name]
             self._scheduler.versions.restore(ModelName(name), *numbers, there)
         for name, entry in self._journal.models.items():
-            self._effects.built_before[entry["spec"]] = entry["digest"]
+            self._effects.builds.built_before[entry["spec"]] = entry["digest"]
             self._inbox.append(
                 RegisterAsked(
                     token=self._token(),
@@ -558,11 +558,13 @@ class Server:
                     is_pinned=entry["pin"],
                     tenant=entry["tenant"],
                     is_known=True,
-                    restored=self._effects.manifest_of(entry["digest"]),
+                    restored=self._effects.builds.manifest_of(entry["digest"]),
                 )
             )
         nothing: frozenset[bytes] = frozenset()  # is registered yet; the journal's models stay
-        self._effects.sweep(SweepPrograms(digests=frozenset(), specs=nothing, gone_specs=nothing))
+        self._effects.builds.sweep(
+            SweepPrograms(digests=frozenset(), specs=nothing, gone_specs=nothing)
+        )
         self._effects.sweep_commits({*self._journal.jobs, *self._journal.ended})
         for name, entry in self._journal.jobs.items():
             self._restore_job(JobName(name), entry)

@@ -1,0 +1,195 @@
+"""Builds: a child for each, what it claims looked at, its program put in its place; the sweep.
+
+Runs in the scheduler's thread. What it learns goes back as an event.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from ..errors import PipeSwitchError, RegistrationRefused, to_wire
+from ..failpoints import reach
+from ..ipc.messages import BuildDone, BuildFailed, BuildSettings, Epoch, Message
+from ..planning import files as profile_files
+from ..programs.build.builder import work_prefix
+from ..programs.layout import Manifest
+from ..programs.spec import files_of, is_checked, kept, load_manifest, needs_more, save_manifest
+from ..scheduler.events import BuilderExited, FromBuilder, StartBuild, SweepPrograms
+from .device import Ground
+from .folders import DIGEST
+from .processes import Child
+
+
+def _copied_bytes(spec: bytes) -> int:
+    """What a build copies before it looks at it; at least one byte."""
+    found = 1
+    for path in files_of(spec):
+        with contextlib.suppress(OSError):  # the builder says it better
+            found += path.stat().st_size
+    return found
+
+
+class Builds:
+    """One builder process a registration, and what it leaves on the disk."""
+
+    def __init__(self, ground: Ground, profile_folders: Sequence[Path]) -> None:
+        self._sizes, self._places, self._processes = ground.sizes, ground.places, ground.processes
+        self._take = ground.take  # an event, to be handled after the running one
+        self._disk, self._remove_files = ground.frontend.disk, ground.frontend.remove_files
+        self._profile_folders = profile_folders
+        self._builders: dict[Epoch, Child] = {}
+        self.built_before: dict[bytes, str] = {}  # spec -> digest, from the journal
+        self._started_at_s = time.time()  # wall clock: file times are
+        self._built_at_s: dict[bytes, float] = {}  # by spec: what was uploaded later is another's
+
+    def start(self, command: StartBuild) -> None:
+        """Fork a builder; a program that the journal knows is on disk already.
+
+        One that other contracts than ours let through is built anew, of the bytes on disk.
+        """
+        spec, digest = command.spec, self.built_before.pop(command.spec, None)
+        if digest is None:
+            self._built_at_s[spec] = time.time()
+        if digest is not None and (self._places.models / digest / "manifest.json").is_file():
+            if self._is_checked(digest):
+                self._built(BuildDone(model=command.model, epoch=command.epoch, digest=digest))
+                # No process, no exit; but the next build waits for it.
+                self._take(BuilderExited(model=command.model, epoch=command.epoch, status=0))
+                return
+            spec = kept(spec, self._places.models / digest)
+        elif refusal := self._disk.refusal(command.tenant, _copied_bytes(spec), "a program"):
+            self._refuse(command, refusal)
+            self._take(BuilderExited(model=command.model, epoch=command.epoch, status=0))
+            return
+
+        done: list[BuildDone] = []
+
+        def on_message(message: Message, _: list[int]) -> None:
+            if isinstance(message, BuildDone):
+                done.append(message)  # what it claims is looked at when it can write no more
+                self._processes.kill(self._builders[command.epoch])
+            else:
+                self._take(FromBuilder(message=message))
+
+        def on_exit(status: int) -> None:
+            self._builders.pop(command.epoch, None)
+            if done:
+                self._publish(command, done[0], spec)
+            for left in self._places.models.glob(work_prefix(command.epoch) + "*"):
+                shutil.rmtree(left, ignore_errors=True)  # it was killed
+            self._take(BuilderExited(model=command.model, epoch=command.epoch, status=status))
+
+        settings = BuildSettings(
+            model=command.model,
+            epoch=command.epoch,
+            spec=spec,
+            directory=str(self._places.models),
+            threads=self._sizes.build_threads,
+            timeout_s=self._sizes.build_timeout_s,
+            memory_bytes=self._sizes.build_memory_bytes,
+            disk_bytes=max(1, self._disk.left_bytes(command.tenant)),
+            task_memory_bytes=self._sizes.task_memory_bytes,
+            is_sandboxed=self._sizes.is_sandboxed,
+        )
+        self._builders[command.epoch] = self._processes.fork(
+            "builder", "pipeswitch-bld", settings, 1, [], on_message, on_exit
+        )
+
+    def kill(self, epoch: Epoch) -> None:
+        """Of a build that is over, nothing happens."""
+        if epoch in self._builders:
+            self._processes.kill(self._builders[epoch])
+
+    def manifest_of(self, digest: str) -> Manifest | None:
+        """Of a program on the disk; None where it cannot be read: its next build says why."""
+        try:
+            return load_manifest(self._places.models / digest)
+        except RegistrationRefused:
+            return None
+
+    def _refuse(self, command: StartBuild, error: PipeSwitchError) -> None:
+        wire = to_wire(error)
+        failed = BuildFailed(
+            model=command.model, epoch=command.epoch, error=wire["type"],
+            message=wire["message"], hint=wire["hint"], data=wire["data"],
+        )  # fmt: skip
+        self._take(FromBuilder(message=failed))
+
+    def _is_checked(self, digest: str) -> bool:
+        manifest = self.manifest_of(digest)
+        return manifest is None or is_checked(manifest)
+
+    def _publish(self, command: StartBuild, message: BuildDone, spec: bytes) -> None:
+        """A builder of a client's program may say anything: it is looked at as a stranger's.
+
+        Its digest names the program among its tenant's alone (``Places.name_for``).
+        """
+        is_a_place = bool(re.fullmatch(DIGEST, message.digest)) and "/" not in message.folder
+        if not is_a_place or not message.folder.startswith(work_prefix(command.epoch)):
+            nonsense = RegistrationRefused("build", "its builder spoke nonsense")
+            self._refuse(command, nonsense)
+            return
+        try:
+            built = load_manifest(self._places.models / message.folder)
+            if built.mode == "module" and not needs_more(spec):
+                raise RegistrationRefused("build", "a module's code, of a source that has none")
+            digest = self._places.name_for(command.tenant, message.digest)
+            message = msgspec.structs.replace(message, digest=digest)
+            if built.digest != digest:
+                built = msgspec.structs.replace(built, digest=digest)
+                save_manifest(self._places.models / message.folder, built)
+            self._places.publish(message.folder, digest)
+        except RegistrationRefused as error:
+            self._refuse(command, error)
+            return
+        except OSError as error:
+            reason = f"{os.strerror(error.errno or 0)}: {self._places.models}"
+            self._refuse(command, RegistrationRefused("build", reason))
+            return
+        over_bytes = -self._disk.left_bytes(command.tenant, message.digest)
+        if over_bytes > 0:  # another one was built meanwhile
+            refusal = self._disk.refusal(command.tenant, over_bytes, "a program")
+            assert refusal is not None
+            self._refuse(command, refusal)
+        else:
+            self._built(message)
+
+    def _built(self, message: BuildDone) -> None:
+        reach("build.done")
+        try:
+            manifest = load_manifest(self._places.models / message.digest)
+        except RegistrationRefused as error:
+            failed = BuildFailed(
+                model=message.model, epoch=message.epoch, error="RegistrationRefused",
+                message=error.message, data=error.data,
+            )  # fmt: skip
+            self._take(FromBuilder(message=failed))
+            return
+        found = tuple(profile_files.find(self._profile_folders, manifest.digest))
+        self._take(FromBuilder(message=message, manifest=manifest, profiles=found))
+
+    def sweep(self, command: SweepPrograms) -> None:
+        """Programs that neither a model nor the journal names, and the gone models' uploads.
+
+        The loop renames, another thread removes: a large file takes its time.
+        """
+        wanted = command.digests | self._disk.digests()
+        garbage = self._places.take_away(wanted)
+        uploads = self._places.uploads
+        still_named = {path for spec in command.specs for path in files_of(spec)}
+        for spec in command.gone_specs:
+            at_s = self._built_at_s.pop(spec, self._started_at_s)
+            for path in files_of(spec):
+                if path.parent == uploads and path not in still_named:
+                    with contextlib.suppress(OSError):
+                        if path.stat().st_mtime <= at_s:
+                            garbage.append(path)
+        self._remove_files(garbage)
