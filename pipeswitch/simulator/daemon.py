@@ -71,6 +71,18 @@ class SimulatedDaemon(Process):
         return [(f"a {type(order).__name__} not done", slice_of(order))
                 for order in orders if isinstance(order, CommitCopy | Scrub)]  # fmt: skip
 
+    @property
+    def stores(self) -> list[Span]:
+        """Every range of the host store that it was told to fill, and has not."""
+        orders = [*self.inbox.get("control", ()), *self._lanes.get("store", ())]
+        return [Span(order.store_offset_bytes, order.store_offset_bytes + order.size_bytes)
+                for order in orders if isinstance(order, StoreModel)]  # fmt: skip
+
+    @property
+    def areas(self) -> set[JobName]:
+        """The jobs whose commit areas it has open."""
+        return set(self._areas)
+
     def steps(self) -> list[Move]:
         costs = self.scene.costs
         if not self.is_ready:

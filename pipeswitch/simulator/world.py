@@ -20,6 +20,7 @@ from ..ipc.messages import (
     RunJob,
     Scrub,
     Slot,
+    StoreModel,
     TransmitModel,
 )
 from ..scheduler import events as ev
@@ -267,6 +268,11 @@ class World:
                 words = self.scheduler.core.settings.words
                 claims = self.claims(scene.index)
                 scene.device.send(message, scene.programs[model], words, claims)
+            case StoreModel(store_offset_bytes=start, size_bytes=size):
+                image = Span(start, start + size)
+                for other in self.daemons.values():
+                    for span in other.stores if other is not None else ():
+                        require(not image.overlaps(span), "two daemons write the host store (I4)")
             case CancelTransmit(epoch=epoch):
                 scene.device.cancelled |= {epoch}
             case Scrub():
@@ -306,6 +312,8 @@ class World:
             require(fits or not is_sandboxed, f"code and programs in {worker.name}")
             worker.runs_code = is_code
         match message:
+            case RunInference():
+                self._require_one_writer(message)
             case RunJob(job=job):
                 names = [w.script.order.job for w in self.workers.values() if w.script is not None]
                 require(job not in names, f"two processes of {job}")
@@ -318,6 +326,14 @@ class World:
             case _:
                 pass
         worker.hear(command.channel, command.message)
+
+    def _require_one_writer(self, order: RunInference) -> None:
+        """A reply is written by one process at a time, whichever devices it was dispatched on."""
+        written = _replies_of(order)
+        for other in (*self.workers.values(), *self.dying):
+            for one in other.orders if other.runs else ():
+                both = written & _replies_of(one)
+                require(not both, f"{other.name} may still write the reply of {sorted(both)} (I4)")
 
     def _replace(self, before: SimulatedWorker, worker: SimulatedWorker) -> None:
         """By a process that may run what the one before may not, or no more."""
@@ -371,6 +387,13 @@ class World:
             ev.BuilderExited(model=builder.order.model, epoch=builder.order.epoch,
                              status=builder.status or 0)
         )  # fmt: skip
+
+
+def _replies_of(order: RunInference) -> set[str]:
+    """The requests whose outputs are written; those of a trial are thrown away."""
+    if order.trial_batch:
+        return set()
+    return {order.request_id, *(one.request_id for one in order.joined)}
 
 
 __all__ = ["World"]

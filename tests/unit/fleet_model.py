@@ -232,6 +232,8 @@ class World(simulator.World):
     def check_rest(self) -> None:
         """I3 at rest: the arena holds arrival words and idle models, nothing else."""
         machine = self.scheduler.machine
+        open_areas = [daemon.areas for daemon in self.daemons.values() if daemon is not None]
+        require(not any(open_areas), f"commit areas of jobs that are over: {open_areas}")
         for region in machine.store.regions:
             require(region.owner.name in machine.models, f"leaked {region} in the store")
         for device in machine.devices:

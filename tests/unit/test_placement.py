@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from pipeswitch.config import PLACEMENTS as CONFIGURED
-from pipeswitch.ipc.messages import ModelName
+from pipeswitch.ipc.messages import JobName, ModelName
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.policies.placement import PLACEMENTS, Place, best
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.states import TaskState
 from pipeswitch.simulator.costs import Costs, Link, Training
 from pipeswitch.simulator.programs import program_of
 from pipeswitch.simulator.world import World
@@ -72,6 +73,9 @@ def test_spread_has_as_many_everywhere_and_pack_fills_one_first() -> None:
     assert chosen("pack", {}, {**RESIDENT, **BUSY}) == (1, "resident")
 
 
+COSTS = Costs(to_device=Link(bytes_per_ms=MIB), reap_ms=5.0)
+
+
 class Server:
     """Two devices, each with a link of 1 MiB/ms; bills by the order of the answers."""
 
@@ -81,7 +85,7 @@ class Server:
         )
         each = [replace(given, device=f"cpu:{index}") for index in range(2)]
         self.scheduler = Scheduler(given, devices=each)
-        self.world = World(self.scheduler, costs=Costs(to_device=Link(bytes_per_ms=MIB)))
+        self.world = World(self.scheduler, costs=COSTS)
         self.bills: list[tuple[str, str]] = []
         perform = self.world.perform
 
@@ -161,6 +165,26 @@ def test_jobs_are_spread_and_one_whose_device_is_lost_goes_on_elsewhere() -> Non
     server.kill(1)
     server.world.run()
     assert [row["state"] for row in server.scheduler.listing.jobs()] == ["done", "done"]
+
+
+def test_a_job_goes_to_a_free_device_when_its_process_is_gone_and_not_before() -> None:
+    """Resumed beside the process that leaves: the world allows no second one of a job."""
+    server = Server()
+    training = Training(steps=6, slice_bytes=4 * MIB, state_bytes=MIB, step_ms=100.0)
+    for name, steps in (("j", 60), ("k", 15), ("l", 60)):
+        server.world.clients.train(name, replace(training, steps=steps))  # type: ignore[arg-type]
+    first, second = (device.state for device in server.scheduler.machine.devices)
+    assert (list(first.jobs), list(second.jobs)) == (["j", "l"], ["k"])
+    server.world.run(server.world.now_ms + 1600.0)  # both have begun, and k is over
+    server.world.clients.ask(JobName("j"), "pause")
+    job = first.jobs[JobName("j")]
+    while job.state.state is not TaskState.PAUSED:
+        server.world.run(server.world.now_ms + 1.0)
+    server.world.clients.ask(JobName("j"), "resume")
+    assert any(worker.job == "j" for worker in first.workers.values())
+    server.world.run()
+    assert list(second.jobs) == ["k", "j"]
+    assert (job.state.state, job.step) == (TaskState.DONE, 60)
 
 
 def test_rows_and_events_name_the_device() -> None:

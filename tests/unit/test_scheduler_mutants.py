@@ -10,15 +10,18 @@ from typing import Any
 import pytest
 
 from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.admission import Admission
 from pipeswitch.scheduler.arena import FREE, WHOLE, Arena
+from pipeswitch.scheduler.commits import Commits
 from pipeswitch.scheduler.device import Device
 from pipeswitch.scheduler.device_state import DeviceState
 from pipeswitch.scheduler.endings import Endings
 from pipeswitch.scheduler.fleet import Fleet
 from pipeswitch.scheduler.records import Replica
 from pipeswitch.scheduler.regions import Cost, Owner
+from pipeswitch.scheduler.registry import Registry
 from pipeswitch.scheduler.slices import Slices
-from pipeswitch.scheduler.states import Residency
+from pipeswitch.scheduler.states import ModelState, Residency
 from pipeswitch.scheduler.training import Training
 from pipeswitch.scheduler.turns import Turns
 
@@ -30,6 +33,8 @@ _original_from_worker = Device.from_worker
 _original_ended = Training.ended
 _original_died = Endings.worker_died
 _original_free = Turns.give
+_original_rehome = Admission.rehome
+_original_store_again = Registry._store_again
 _original_on_device = Replica.is_on_device
 
 
@@ -140,6 +145,62 @@ MUTANTS: list[Callable[[Patch], None]] = [
     stubborn_script_never_killed,
     workers_kept_when_the_daemon_dies,
 ]
+
+
+def request_placed_anew_before_the_reap(patch: Patch) -> None:
+    def rehome(self: Admission) -> None:
+        with patch.context() as while_it_looks:
+            while_it_looks.setattr(DeviceState, "has_processes", False)
+            _original_rehome(self)
+
+    patch.setattr(Admission, "rehome", rehome)
+
+
+def model_stored_by_two_daemons(patch: Patch) -> None:
+    def daemon_ready(self: Registry) -> None:
+        for model in self._machine.models.values():
+            if model.state.state is ModelState.STORING:
+                self._store_again(model)
+
+    def last_ready(self: Registry, model: Any) -> None:
+        devices = self._machine.devices
+        self._machine.devices = devices[::-1]
+        _original_store_again(self, model)
+        self._machine.devices = devices
+
+    patch.setattr(Registry, "daemon_ready", daemon_ready)
+    patch.setattr(Registry, "_store_again", last_ready)
+
+
+def commits_left_open_where_a_job_was(patch: Patch) -> None:
+    patch.setattr(Commits, "leaves", lambda self, job: None)
+
+
+def command_for_another_device(patch: Patch) -> None:
+    patch.setattr(DeviceState, "emit", lambda self, command: self.core.emit(command))
+
+
+OF_TWO_DEVICES: list[Callable[[Patch], None]] = [
+    request_placed_anew_before_the_reap,
+    model_stored_by_two_daemons,
+    commits_left_open_where_a_job_was,
+    command_for_another_device,
+]
+
+
+@pytest.mark.parametrize("mutant", OF_TWO_DEVICES, ids=lambda mutant: mutant.__name__)
+def test_the_model_checker_catches_on_two_devices(
+    mutant: Callable[[Patch], None], fleet_model: ModuleType, monkeypatch: Patch
+) -> None:
+    mutant(monkeypatch)
+    for seed in range(MOST_LIVES):
+        try:
+            fleet_model.live(fleet_model.random_world(seed, devices=2), 400)
+        except (TypeError, NameError):
+            raise  # a mutant that no longer fits the code it replaces is caught for nothing
+        except Exception:
+            return
+    pytest.fail(f"{MOST_LIVES} random lives passed with {mutant.__name__}")
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
