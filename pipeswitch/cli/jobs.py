@@ -129,6 +129,19 @@ _job_verb("cancel", "End a job.")
 _job_verb("wait", "Block until a job is over; fails if the job failed.")
 
 
+@jobs.command("move")
+@job_argument
+@click.option("--to", required=True, metavar="DEVICE", help="cpu:1")
+@json_option
+def jobs_move(name: str, to: str, as_json: bool) -> None:
+    """Train on another device of the server from now on."""
+    with connected() as client:
+        row = client.task(name).move(to)
+    print_done(
+        row, f"job {name} {row['state']} on {row.get('on', to)}, step {row['step']}", as_json
+    )
+
+
 @jobs.command("rm")
 @job_argument
 @json_option

@@ -143,6 +143,7 @@ class AsyncTask(_Awaited[Task]):
 
     status = _awaited(Task.status)
     pause = _awaited(Task.pause)
+    move = _awaited(Task.move)
     resume = _awaited(Task.resume)
     cancel = _awaited(Task.cancel)
     wait = _awaited(Task.wait)

@@ -461,7 +461,8 @@ class Client:
         return rows
 
     def job(self, /, name: str, action: str, **fields: Any) -> dict[str, Any]:
-        """One action on a job: show, pause, resume, cancel, wait, logs, history, export, rm."""
+        """One action on a job: show, pause, resume, cancel, wait, logs, history, export, rm,
+        move (``to`` a device)."""
         is_safe = action in ("show", "wait", "logs", "history", "export", "state")
         return self._ask("job", body={"name": name, "action": action, **fields}, is_safe=is_safe)
 
@@ -587,6 +588,15 @@ class Task:
 
     def cancel(self) -> dict[str, Any]:
         return self._row("cancel")
+
+    def move(self, to: str) -> dict[str, Any]:
+        """Train on that device (``cpu:1``) from now on; it goes on behind its last step.
+
+        Raises:
+            InvalidInput: there is no such device, or the job is over.
+        """
+        row: dict[str, Any] = self._client.job(self.name, "move", to=to)["job"]
+        return row
 
     def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
         """Block until the job is over; its last row.

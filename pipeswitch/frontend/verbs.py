@@ -39,7 +39,7 @@ _logger = logging.getLogger(__name__)
 MAX_BATCH_DELAY_MS: Final = 60_000.0
 MAX_DRAIN_MS: Final = 86_400_000.0
 MAX_TRACE_S: Final = 3600.0
-JOB_ACTIONS: Final = ("show", "pause", "resume", "cancel", "wait", "export", "rm")
+JOB_ACTIONS: Final = ("show", "pause", "resume", "cancel", "wait", "export", "rm", "move")
 
 Asked = Callable[[Token], Event]
 
@@ -181,8 +181,9 @@ def _job(header: RequestHeader, _: Standing) -> Asked | LogPiece:
         raise InvalidInput(
             f"job: action {action[:40]!r} is none of {', '.join((*JOB_ACTIONS, *PIECES))}"
         )
+    to = body.text("to") if action == "move" else ""
     body.done()
-    return lambda token: JobAsked(token=token, job=job, action=action)
+    return lambda token: JobAsked(token=token, job=job, action=action, to=to)
 
 
 def _profile(header: RequestHeader, _: Standing) -> Asked:

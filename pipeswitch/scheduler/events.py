@@ -115,12 +115,14 @@ class TrainAsked:
 
 @dataclass(frozen=True, kw_only=True)
 class JobAsked:
-    """``wait`` is answered when the job is final, ``export`` when its newest commit is on disk;
+    """``wait`` is answered when the job is final, ``export`` when its newest commit is on disk,
+    ``move`` when it is there;
     the others when the table has taken them."""
 
     token: Token
     job: JobName
-    action: Literal["show", "pause", "resume", "cancel", "wait", "export", "rm"]
+    action: Literal["show", "pause", "resume", "cancel", "wait", "export", "rm", "move"]
+    to: str = ""  # of ``move``: a device
 
 
 @dataclass(frozen=True, kw_only=True)

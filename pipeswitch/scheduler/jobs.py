@@ -21,6 +21,7 @@ from .events import JobAsked, Journal, RemoveJob, Token, TrainAsked
 from .records import Job
 from .states import TASK_FINAL, TASK_ON_WORKER, TaskEvent, TaskState
 
+WAITING: Final = (TaskState.QUEUED, TaskState.PAUSED)
 RATE_WEIGHT: Final = 0.2  # of the newest report in a job's steps per second
 
 
@@ -66,17 +67,21 @@ class Jobs:
                 for token in job.exporters:
                     self._core.answer(token, job=self.row(job))
                 job.exporters.clear()
+            if job.movers and self._has_moved(job):
+                for token in job.movers:
+                    self._core.answer(token, job=self.row(job))
+                job.movers.clear()
         self._forget_old()
 
     def rehome(self) -> None:
         """A job that waits for its device may wait for another one; what it committed goes with it.
 
         Not while anything of its last dispatch is under way: a process that is not reaped, a commit
-        that is copied or written. One that does not want a device leaves a lost one only.
+        that is copied or written. One that is over leaves a lost device only.
         """
         for job in list(self) if len(self.homes) > 1 else ():
             home = self.home(job)
-            is_waiting = job.state.state is TaskState.QUEUED or home.state.is_given_up
+            is_waiting = job.state.state in WAITING or home.state.is_given_up
             has_process = any(worker.job == job.name for worker in home.state.workers.values())
             if not is_waiting or has_process or job.copying_epoch or job.is_persisting:
                 continue
@@ -159,7 +164,7 @@ class Jobs:
         job.committed_step = job.persisted_step = persisted_step
 
     def asked(self, event: JobAsked) -> None:
-        """show, pause, resume, cancel, wait, export, rm."""
+        """show, pause, resume, cancel, wait, export, rm, move."""
         core, job = self._core, self.get(event.job)
         if job is None:
             core.refuse(
@@ -175,6 +180,8 @@ class Jobs:
             self._resume_asked(job, event.token)
         elif event.action == "export":
             self._export_asked(job, event.token)
+        elif event.action == "move":
+            self._move_asked(job, event)
         elif event.action == "rm":
             self._remove_asked(job, event.token)
         else:
@@ -204,6 +211,27 @@ class Jobs:
             return
         job.exporters.append(token)
         job.persist_due_at_ms = self._core.now_ms  # answered by ``pump``
+
+    def _move_asked(self, job: Job, event: JobAsked) -> None:
+        """It trains on that device only from now on. One that is on a worker commits its last step
+        and unwinds; the other device restores that."""
+        names = [home.state.settings.device for home in self.homes]
+        if job.state.state in TASK_FINAL:
+            self._core.refuse(event.token, _is_over(job))
+            return
+        if event.to not in names:
+            error = InvalidInput(f'no device "{event.to}" here', hint=f"one of {', '.join(names)}")
+            self._core.refuse(event.token, error)
+            return
+        job.devices = (event.to,)
+        job.movers.append(event.token)
+        if job.wanted == "run" and job.slot is not None and not self._has_moved(job):
+            job.wanted = "move"  # Training evicts it
+
+    def _has_moved(self, job: Job) -> bool:
+        """Whether it is where it was told to go, or never will be."""
+        is_there = self.home(job).state.settings.device in job.devices
+        return is_there or job.state.state in TASK_FINAL
 
     def _remove_asked(self, job: Job, token: Token) -> None:
         if job.state.state not in TASK_FINAL or job.is_persisting:
@@ -284,6 +312,7 @@ class Jobs:
             "why": job.why,
             "tenant": job.tenant,
             "log": job.last_log,
+            **({"on": on} if (on := self.home(job).state.label) else {}),
         }
 
     def report(self, job: Job, message: JobReport) -> None:
@@ -357,11 +386,12 @@ class Jobs:
     def refuse_all(self, error: PipeSwitchError) -> None:
         """The server cannot go on: every client that waits is answered."""
         for job in self:
-            for token in (*job.waiters, *job.answer_on_change, *job.exporters):
+            for token in (*job.waiters, *job.answer_on_change, *job.exporters, *job.movers):
                 self._core.refuse(token, error)
             job.waiters.clear()
             job.answer_on_change.clear()
             job.exporters.clear()
+            job.movers.clear()
         for event in self._after_others:
             self._core.refuse(event.token, error)
         self._after_others.clear()

@@ -232,7 +232,7 @@ class Request:
         return math.inf if self.deadline_at_ms is None else self.deadline_at_ms
 
 
-Wanted = Literal["run", "pause", "cancel", "drain"]
+Wanted = Literal["run", "pause", "cancel", "drain", "move"]
 
 
 @dataclass
@@ -255,6 +255,7 @@ class Job:
     waiters: list[Token] = field(default_factory=list)
     answer_on_change: list[Token] = field(default_factory=list)
     exporters: list[Token] = field(default_factory=list)  # wait for its newest commit on disk
+    movers: list[Token] = field(default_factory=list)  # wait until it is placed where they asked
     commit_slot_bytes: int = 0  # 0: no commit area yet
     committed_step: int = -1
     persisted_step: int = -1

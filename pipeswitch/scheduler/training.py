@@ -31,6 +31,7 @@ WHY_EVICTED: Final = {
     "pause": "pause asked by the user",
     "cancel": "cancel asked by the user",
     "drain": "the server is draining",
+    "move": "it moves to another device",
 }
 
 

@@ -116,6 +116,8 @@ def test_a_job_goes_on_where_a_device_is_when_its_own_dies(
     until(lambda: all(task.status()["committed_step"] > 0 for task in tasks), "both have committed")
     on = {row["name"]: row["on"] for row in running.rows("job")}
     assert sorted(on.values()) == ["cpu:0", "cpu:1"]
+    for device in (on["l"], on["k"]):
+        assert tasks[0].move(device)["on"] == device
     kill(pids(running, on["l"])["memory-daemon"])
     assert [finish(task)["step"] for task in tasks] == [300, 300]
     run_plain(script, str(tmp_path / "plain"))

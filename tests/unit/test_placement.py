@@ -112,6 +112,17 @@ class Server:
         self.world.run()
         return sorted(self.bills)
 
+    def move(self, job: str, to: str) -> str:
+        """How the asker is answered, within 20 ms."""
+        outcomes = self.world.clients.outcomes.copy()
+        asked = ev.JobAsked(
+            token=self.world.clients.token(), job=JobName(job), action="move", to=to
+        )
+        self.world.handle(asked)
+        self.world.run(self.world.now_ms + 20.0)
+        (outcome,) = self.world.clients.outcomes - outcomes
+        return outcome
+
     def kill(self, device: int) -> None:
         self.world.daemons[device].end(-9)
 
@@ -185,6 +196,30 @@ def test_a_job_goes_to_a_free_device_when_its_process_is_gone_and_not_before() -
     server.world.run()
     assert list(second.jobs) == ["k", "j"]
     assert (job.state.state, job.step) == (TaskState.DONE, 60)
+
+
+def test_a_job_moves_where_it_is_told_without_a_step_lost() -> None:
+    server = Server()
+    server.world.clients.train(
+        JobName("j"), Training(steps=60, slice_bytes=4 * MIB, state_bytes=MIB, step_ms=100.0)
+    )
+    first, second = (device.state for device in server.scheduler.machine.devices)
+    server.world.run(server.world.now_ms + 250.0)
+    assert server.move("j", "cpu:0") == "ok"  # it is there
+    began_ms = server.world.now_ms
+    assert server.move("j", "cpu:1") == "ok"
+    assert (list(first.jobs), list(second.jobs)) == ([], ["j"])
+    server.world.clients.ask(JobName("j"), "pause")
+    server.world.run(server.world.now_ms + 20.0)
+    assert server.move("j", "cpu:0") == "ok"  # a paused one too
+    assert list(first.jobs) == ["j"]
+    assert server.move("j", "cpu:7") == "InvalidInput"
+    server.world.clients.ask(JobName("j"), "resume")
+    server.world.run()
+    job = first.jobs[JobName("j")]
+    assert (job.state.state, job.step, job.steps_recomputed) == (TaskState.DONE, 60, 0)
+    assert job.ended_at_ms - began_ms < 60 * 100.0 + 200.0  # a step begun twice for each move
+    assert server.move("j", "cpu:1") == "InvalidInput"  # it is over
 
 
 def test_rows_and_events_name_the_device() -> None:
