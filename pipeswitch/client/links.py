@@ -192,7 +192,10 @@ class LocalLink(Link):
                 for descriptor in message.descriptors:
                     self._adopt(descriptor)
                 if message.parts:
-                    yield [self._own(part) for part in message.parts]
+                    yield [
+                        self._own(part) if number in message.shared else part
+                        for number, part in enumerate(message.parts)
+                    ]
             if not self.stream.has_more:
                 return
 
@@ -207,8 +210,6 @@ class LocalLink(Link):
 
     def _own(self, part: Any) -> Any:
         """A part of the share is the caller's to keep, and the server's to fill again."""
-        if not isinstance(part, memoryview):
-            return part
         import numpy as np
 
         kept: Any = np.empty(len(part), dtype=np.uint8)

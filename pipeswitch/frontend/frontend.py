@@ -385,7 +385,7 @@ class Frontend:
         cause = ""
         try:
             for message in peer.messages():
-                self._hear_parts(peer, message.parts, is_shared=message.is_shared)
+                self._hear_parts(peer, message.parts, is_shared=bool(message.shared))
         except EOFError:
             cause = "disconnected"
         except RemoteProtocolError as error:

@@ -24,6 +24,7 @@ from .slabs import SlabPool
 SHARED_BYTES: Final = 64 << 10  # below, a copy through the socket costs as little
 READ_BYTES: Final = 64 << 10  # at a time, of messages that are not known yet
 LARGE_READ_BYTES: Final = 1 << 20  # at a time, of a large part
+MAX_BUFFERS: Final = 1024  # in one call; the kernel refuses more (UIO_MAXIOV)
 
 
 def local_path(ipc_path: str) -> Path:
@@ -37,7 +38,7 @@ class Message:
 
     parts: list[Any]  # buffers, as of a ZeroMQ message: magic, header, tensors; none: see Share
     taken_count: int
-    is_shared: bool  # parts of it lie in the share, where the peer can still change them
+    shared: frozenset[int]  # which parts lie in the share, where the peer can still change them
     descriptors: tuple[int, ...] = ()
 
 
@@ -140,7 +141,7 @@ class Stream:
         """
         while self._unsent:
             try:
-                sent = self._socket.sendmsg(self._unsent, (), socket.MSG_NOSIGNAL)
+                sent = self._socket.sendmsg(self._unsent[:MAX_BUFFERS], (), socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 return False
             gone = 0
@@ -162,9 +163,9 @@ class Stream:
             RemoteProtocolError: it sent what is no message: nothing can be read after that.
         """
         messages = self._parse(at_most)
-        if len(messages) < at_most:
+        if not messages:  # else the end of the connection would hide them
             self._read()
-            messages += self._parse(at_most - len(messages))
+            messages = self._parse(at_most)
         self.has_more = len(messages) == at_most
         return messages
 
@@ -222,27 +223,39 @@ class Stream:
     def _begin(self, table: Table, buffer: memoryview) -> Message:
         """Its parts, each a buffer of its own, as far as they have come."""
         parts: list[Any] = [MAGIC] if table.parts else []
-        is_shared = False
+        shared = set()
         for size, place in table.parts:
             if place != INLINE:
                 if self.share is None:
                     raise RemoteProtocolError("there is no share that a part could lie in")
+                shared.add(len(parts))
                 parts.append(self.share.find(place, size))
-                is_shared = True
                 continue
             here = min(size, self._end - self._start)
             if here == size:
                 parts.append(bytearray(buffer[self._start : self._start + size]))
             else:
-                part = bytearray(size)  # of pages that are taken as they are written
+                part = _pages(size)
                 part[:here] = buffer[self._start : self._start + here]
-                self._unread.append(memoryview(part)[here:])
+                self._unread.append(part[here:])
                 parts.append(part)
             self._start += here
         descriptors, self._descriptors = self._descriptors, ()
         return Message(
             parts=parts,
             taken_count=table.taken_count,
-            is_shared=is_shared,
+            shared=frozenset(shared),
             descriptors=descriptors,
         )
+
+
+def _pages(size_bytes: int) -> memoryview:
+    """Memory that is taken as it is written: a table alone costs none, and no time to clear it.
+
+    Raises:
+        RemoteProtocolError: there is not that much.
+    """
+    try:
+        return memoryview(mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    except OSError as error:
+        raise RemoteProtocolError(f"no memory for {size_bytes} bytes: {error.strerror}") from None

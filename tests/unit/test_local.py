@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from pipeswitch.errors import RemoteProtocolError
 from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.wire.frames import INLINE, MAX_HEADER_BYTES, MAX_TENSORS, pack_table, read_table
-from pipeswitch.wire.local import Share
+from pipeswitch.wire.local import Share, Stream
 
 MAX_BYTES = 1 << 20
 HALF = 1 << 20
@@ -88,3 +90,58 @@ def test_a_full_half_has_no_room_until_a_part_is_taken(share: tuple[Share, Share
     assert client.place(8192) == INLINE
     client.free(first)
     assert client.place(HALF) != INLINE
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Stream, Stream]]:
+    one, other = socket.socketpair()
+    with one, other:
+        yield Stream(one, 1 << 46), Stream(other, 1 << 46)
+
+
+def put(stream: Stream, *parts: bytes) -> None:
+    stream.put(pack_table([(len(part), INLINE) for part in parts]), parts)
+
+
+def test_more_buffers_wait_than_the_kernel_takes_in_one_call(ends: tuple[Stream, Stream]) -> None:
+    sender, receiver = ends
+    for number in range(2_000):
+        put(sender, number.to_bytes(2, "little"), b"x" * 50)
+    found = []
+    while len(found) < 2_000:
+        sender.flush()
+        found += receiver.receive(16)
+    assert [int.from_bytes(message.parts[1], "little") for message in found] == [*range(2_000)]
+
+
+def test_what_came_before_the_end_is_heard_before_the_end(ends: tuple[Stream, Stream]) -> None:
+    sender, receiver = ends
+    for _ in range(20):
+        put(sender, b"header")
+    assert sender.flush()
+    sender.close()
+    assert [len(receiver.receive(16)) for _ in range(2)] == [16, 4]
+    with pytest.raises(EOFError):
+        receiver.receive(16)
+
+
+def test_a_table_that_promises_much_takes_no_memory(ends: tuple[Stream, Stream]) -> None:
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    sender, receiver = ends
+    sender.put(pack_table([(1, INLINE), *[(64 << 20, INLINE)] * 4]), [b"h", b"begin"])
+    sender.flush()
+    before_bytes = resident_bytes()
+    assert not receiver.receive(1)
+    assert resident_bytes() - before_bytes < 32 << 20
+
+
+def test_a_table_that_promises_more_than_there_is_ends_the_peer(
+    ends: tuple[Stream, Stream],
+) -> None:
+    sender, receiver = ends
+    sender.put(pack_table([(1, INLINE), (1 << 46, INLINE)]), [b"h"])
+    sender.flush()
+    with pytest.raises(RemoteProtocolError, match="memory"):
+        receiver.receive(1)
