@@ -349,7 +349,7 @@ class Frontend:
                 self._hello(origin, header)
             elif header.op == "ping" and not header.body:
                 body = self._about(origin.listener, origin.standing())
-                origin.send_now(reply_frames(header.id, body=body))
+                self._reply_now(origin, header.id, body=body)
             else:
                 client = self._intake.sender(origin, header.session)
                 if is_shared and header.op != "infer":
@@ -433,7 +433,7 @@ class Frontend:
         if client is not None:
             self._reply(client, request_id, error=error)
         else:
-            origin.send_now(reply_frames(request_id, error=error))
+            self._reply_now(origin, request_id, error=error)
 
     # ---- verbs ---------------------------------------------------------------------------------
 
@@ -456,6 +456,9 @@ class Frontend:
         }
 
     def _hello(self, origin: Origin, header: RequestHeader) -> None:
+        if origin.peer is not None and self._clients.at(origin) is not None:
+            # Its answer may have left by half: the rest points at the room that it would give back.
+            raise RemoteProtocolError("this connection has said hello", hint="open another one")
         client, replaced = self._intake.greet(origin)
         if replaced is not None:
             self._drop(replaced, "said hello again")
@@ -631,6 +634,17 @@ class Frontend:
         """A reply that settles nothing; ``fields`` as of ``reply_frames``."""
         frames = reply_frames(request_id, client.session, **fields)
         self._send(client, Outgoing(frames=frames, since_ms=self._now_ms()))
+
+    def _reply_now(self, origin: Origin, request_id: str, **fields: Any) -> None:
+        """To a connection, with a session or without.
+
+        The plain socket takes nothing while an answer is on its way: a session's waits behind it.
+        """
+        client = self._clients.at(origin) if origin.peer is not None else None
+        if client is not None:
+            self._reply(client, request_id, **fields)
+        else:
+            origin.send_now(reply_frames(request_id, **fields))
 
     def _send(self, client: Client, outgoing: Outgoing) -> None:
         if client.peer is None:

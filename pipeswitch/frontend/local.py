@@ -95,7 +95,7 @@ class LocalPeer:
 
     @property
     def wants_write(self) -> bool:
-        return self._stream.is_sending
+        return self._stream.is_sending or self._owes_share
 
     @property
     def peer(self) -> LocalPeer:
@@ -121,7 +121,10 @@ class LocalPeer:
             EOFError: it is gone.
             RemoteProtocolError: it sent nonsense.
         """
+        self._bring_share()
         for message in self._stream.receive(BURST_MESSAGES):
+            if self.is_closed:  # by what an earlier one led to
+                return
             self._took(message.taken_count)
             if message.parts:
                 yield message
@@ -139,20 +142,25 @@ class LocalPeer:
             self._taken_count += 1
 
     def _bring_share(self) -> None:
+        """Or that there is none; later when the socket is full."""
         if not self._owes_share or self._stream.is_sending:
             return
-        self._owes_share = False
         descriptor = self._shares.take()
-        self._has_share = descriptor >= 0
         try:
-            if self._has_share:
-                self._stream.share = Share(descriptor, is_servers=True)
+            share = Share(descriptor, is_servers=True) if descriptor >= 0 else None
             self._stream.bring(descriptor)
         except OSError as error:
-            _logger.info("share=lost cause=%r", error.strerror)  # it reads no more, or is gone
+            self._owes_share = isinstance(error, BlockingIOError)
+            if descriptor >= 0:
+                self._shares.give_back()
+            _logger.debug("share=none cause=%r", error.strerror)
+        else:
+            self._owes_share, self._has_share = False, share is not None
+            self._stream.share = share
         finally:
-            if self._has_share:
+            if descriptor >= 0:
                 os.close(descriptor)
+        self.on_change()
 
     # ---- out -----------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ The server is ``frontend_rig``'s: its answers are made in the test's process, it
 from __future__ import annotations
 
 import array
+import contextlib
 import os
 import signal
 import socket
@@ -21,7 +22,7 @@ from frontend_rig import FakeScheduler, assert_balanced, until
 
 import pipeswitch as ps
 from pipeswitch.client.links import LocalLink
-from pipeswitch.frontend.local import MAX_SHARES
+from pipeswitch.frontend.local import MAX_SHARES, LocalPeer, Shares
 from pipeswitch.wire.frames import INLINE, MAGIC, RequestHeader, encode_header, pack_table
 from pipeswitch.wire.local import Message, Share, Stream, local_path
 
@@ -63,12 +64,15 @@ class Raw:
     def send(
         self, *tensors: Any, places: tuple[int, ...] = (), taken: int = 0, **fields: Any
     ) -> None:
-        header = encode_header(RequestHeader(v=1, id="1", session=self.session, **fields))
+        header = self.header(**fields)
         table = [(len(header), INLINE)]
         table += zip(map(len, tensors), places or [INLINE] * len(tensors), strict=True)
         inline = [t for t, (_, place) in zip(tensors, table[1:], strict=True) if place == INLINE]
         self.stream.put(pack_table(table, taken), [header, *inline])
         assert self.stream.flush()
+
+    def header(self, **fields: Any) -> bytes:
+        return encode_header(RequestHeader(v=1, id="1", session=self.session, **fields))
 
     def hear(self) -> Message:
         found: list[Message] = []
@@ -315,6 +319,64 @@ def test_a_place_without_a_share_cuts_the_peer(server: FakeScheduler, peer: Raw)
     peer.infer(0)
     until(lambda: peer.is_cut)
     assert_balanced(server.tcp)
+
+
+def _with_an_answer_that_waits(server: FakeScheduler, peer: Raw) -> Any:
+    """It is larger than what a socket holds and the peer does not read."""
+    peer.greeted(with_share=False)
+    x = rows(8)
+    inputs: Any = ({"name": "", "dtype": "float32", "shape": x.shape, "frame": 0},)
+    header, data = peer.header(op="infer", model="double", inputs=inputs), x.tobytes()
+    peer.stream.put(pack_table([(len(header), INLINE), (len(data), INLINE)]), [header, data])
+    until(peer.stream.flush)
+    until(lambda: any(one.wants_write for one in list(server.tcp._peers)))
+    return 2 * x
+
+
+def test_a_ping_behind_a_large_answer_is_answered(server: FakeScheduler, peer: Raw) -> None:
+    wanted = _with_an_answer_that_waits(server, peer)
+    peer.send(op="ping")
+    peer.send(op="stats")
+    answers = [peer.hear().parts for _ in range(3)]
+    assert bytes(answers[0][2]) == wanted.tobytes()
+    assert b"protocol" in bytes(answers[1][1])
+    assert b"malformed" in bytes(answers[2][1])
+
+
+def test_a_second_hello_does_not_change_what_is_on_its_way(
+    server: FakeScheduler, peer: Raw
+) -> None:
+    wanted = _with_an_answer_that_waits(server, peer)
+    peer.send(op="hello")
+    with ps.Client(server.listeners.ipc.address) as other:
+        other.infer("double", rows(8, seed=1))  # it would get the room of the answer
+    assert bytes(peer.hear().parts[2]) == wanted.tobytes()
+    assert b"hello" in bytes(peer.hear().parts[1])
+
+
+def test_a_share_is_brought_when_there_is_room_for_it(server: FakeScheduler) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        peer = LocalPeer(ours, server.listeners.ipc, 1, 1 << 20, Shares(2 * HALF))
+        client = Stream(theirs, 1 << 20, takes_descriptors=True)
+        message = pack_table([(1000, INLINE)]) + bytes(1000)
+        sent_count = 0
+        with contextlib.suppress(BlockingIOError):  # answers that it has not read
+            while ours.send(message):
+                sent_count += 1
+        client.put(pack_table(()))
+        assert client.flush()
+        assert not [*peer.messages()]
+        assert peer.wants_write
+        for _ in range(sent_count):
+            client.receive(1)
+        with pytest.raises(BlockingIOError):
+            assert ours.recv(1)
+        assert not [*peer.messages()]
+        (brought,) = client.receive(1)
+        (descriptor,) = brought.descriptors
+        os.close(descriptor)
+        assert not peer.wants_write
 
 
 def test_only_an_inference_may_name_a_place(server: FakeScheduler, peer: Raw) -> None:
