@@ -24,11 +24,12 @@ NUMBERS: Final[Mapping[str, str]] = {
     "request-path": "path_ms",
     "training": "step_ms",
     "replay": "p99_over_ready",
+    "batching": "answers_per_s",
 }
 """What is drawn of each benchmark's trials."""
 OURS: Final = frozenset(
     {"cold", "resident", "both-fit", "ours", "planned", "planned-prefix", "packed", "pipeswitch",
-     "job", "switch"}
+     "job", "switch", "joined"}
 )  # fmt: skip
 OUR_COLOUR, THEIR_COLOUR = "#1f6fb4", "#b0b0b0"
 DECADES_FOR_LOG: Final = 1.3  # a panel whose values span more gets a logarithmic axis

@@ -27,6 +27,7 @@ BENCHMARKS: Final = {
     "devices": "devices",
     "replay": "replay",
     "decisions": "decisions",
+    "batching": "batching",
 }
 """Name on the command line to module of ``pipeswitch.benchmarks``; each has ``run``."""
 

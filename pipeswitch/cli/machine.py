@@ -48,7 +48,7 @@ def bench(
     """Measure this machine (none named: all).
 
     switch, throughput, pipeline, memory, workers, state, interference, request-path, gateway,
-    training, decisions, replay
+    training, decisions, replay, batching
     """
     run = part("pipeswitch.cli.bench", "run")
     chosen = [model for model in models.split(",") if model]
