@@ -42,7 +42,10 @@ _CARRIED: Final = (
     m.StepCommitted, m.JobEnded, m.TransmitModel, m.TransmitEnded, m.Scrubbed, m.DaemonReady,
     m.CommitPersisted,
 )  # fmt: skip
-_NESTED: Final = {"groups": m.GroupCopy, "outputs": m.SlabTensor}
+_NESTED: Final[dict[str, tuple[type, int]]] = {  # of what, and how deep in tuples
+    "groups": (m.GroupCopy, 1), "outputs": (m.SlabTensor, 1), "joined": (m.JoinedRequest, 1),
+    "joined_outputs": (m.SlabTensor, 2),
+}  # fmt: skip
 _OF_COMMITS: Final = (m.CommitStep, m.CommitCopy, m.StepCommitted)  # their epochs are compared
 
 
@@ -66,6 +69,16 @@ class _Kind:
 _KINDS: Final = {kind.__name__: _Kind(kind) for kind in _CARRIED}
 
 
+def _packed(value: Any, depth: int) -> Any:
+    return tuple([_packed(part, depth - 1) for part in value]) if depth else astuple(value)
+
+
+def _unpacked(value: Any, kind: type, depth: int) -> Any:
+    if depth:
+        return tuple([_unpacked(part, kind, depth - 1) for part in value])
+    return kind(**dict(zip(kind.__struct_fields__, value, strict=True)))  # type: ignore[attr-defined]
+
+
 @cache
 def _pack(message: m.Message) -> tuple[Body, tuple[int, ...]]:
     """The message as plain values, and its epochs; those that are ordered are negative."""
@@ -73,7 +86,7 @@ def _pack(message: m.Message) -> tuple[Body, tuple[int, ...]]:
     known = _KINDS[name]
     fields = [getattr(message, field) for field in known.plain]
     for field in known.nested:
-        fields.append(tuple([astuple(part) for part in getattr(message, field)]))
+        fields.append(_packed(getattr(message, field), _NESTED[field][1]))
     epochs = [getattr(message, field) for field in known.epochs]
     signed = [
         -e if is_ordered else e for e, is_ordered in zip(epochs, known.is_ordered, strict=True)
@@ -88,9 +101,7 @@ def _unpack(body: Body, epochs: tuple[int, ...]) -> Any:
     known = _KINDS[name]
     fields = dict(zip((*known.plain, *known.nested), values, strict=True))
     for field in known.nested:
-        kind = _NESTED[field]
-        names = kind.__struct_fields__
-        fields[field] = tuple(kind(**dict(zip(names, part, strict=True))) for part in fields[field])
+        fields[field] = _unpacked(fields[field], *_NESTED[field])
     return known.kind(**fields, **dict(zip(known.epochs, epochs, strict=True)), **known.fixed)
 
 

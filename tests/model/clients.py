@@ -6,7 +6,7 @@ import math
 from typing import Any, Final
 
 from pipeswitch.errors import Cancelled, DeadlineExceeded, PipeSwitchError, ServerUnavailable
-from pipeswitch.ipc.messages import JobName, RunInference
+from pipeswitch.ipc.messages import JobName, ModelName, RunInference
 from pipeswitch.scheduler import events as ev
 from pipeswitch.simulator.clients import Action, SimulatedClients
 from pipeswitch.simulator.costs import Training
@@ -80,7 +80,10 @@ class Clients(SimulatedClients):
 
     def do_ask(self) -> None:
         """The next request."""
-        scope, model = self._world.scope, self._world.model_name(self.asked)
+        scope = self._world.scope
+        model = self._world.model_name(self.asked)
+        if scope.asks:
+            model = ModelName(scope.asks[self.asked])
         has_deadline = self.asked >= scope.requests - scope.deadlines
         self.asked += 1
         self._next_token = self.asked
@@ -123,10 +126,19 @@ class Clients(SimulatedClients):
         require(not self.open, f"left, and never answered: tokens {sorted(self.open)} (I1)")
 
     def check_dispatch(self, order: RunInference) -> None:
-        """A request is sent to a worker: not when its client has given up on it."""
-        token = int(order.request_id.removeprefix("r"))
-        at_ms = dict(self.deadlines).get(token, math.inf)
-        require(self._world.now_ms < at_ms, f"request r{token} is begun after its deadline")
+        """Requests are sent to a worker: not when their clients have given up on them."""
+        for one in (order, *order.joined):
+            token = int(one.request_id.removeprefix("r"))
+            at_ms = dict(self.deadlines).get(token, math.inf)
+            require(self._world.now_ms < at_ms, f"request r{token} is begun after its deadline")
+
+    def waits_for(self, model: ModelName) -> bool:
+        """Whether a request for a model is open."""
+        scope = self._world.scope
+        return any(
+            model == (scope.asks[token - 1] if scope.asks else self._world.model_name(token - 1))
+            for token in self.open if token < TRAIN
+        )  # fmt: skip
 
     def answered(self, answer: ev.Answer) -> None:
         """An answer goes out: the first for its token, and the right one."""

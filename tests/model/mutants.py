@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,7 @@ import msgspec
 from memory_daemon.commits import Commits
 from pipeswitch.commits.area import HEADER_BYTES, CommitArea
 from pipeswitch.ipc.messages import CommitCopy, StepCommitted
+from pipeswitch.scheduler import dispatch
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.admission import Admission
 from pipeswitch.scheduler.arena import FREE, Arena
@@ -38,6 +40,8 @@ from .scope import Scope
 _handle = Scheduler.handle
 _from_worker = Device.from_worker
 _end = Endings._end
+_queue_again = Endings._queue_again
+_find_place = Arena.find_place
 _done = Endings.done
 _request_died = Endings.worker_died
 _give = Turns.give
@@ -58,6 +62,9 @@ LATE = replace(KILLED, late=1)
 DEADLINE = replace(PREEMPTED, requests=2, deadlines=1)
 CANCELLED = replace(PREEMPTED, requests=2, cancels=1)
 DRAINED = replace(PREEMPTED, requests=0, drains=1)
+JOINED = replace(FAULTLESS, steps=0, requests=3, batch=2, is_coarse=True)
+AHEAD = Scope(name="ahead-full", steps=0, requests=4, asks="AABC", models=3, arena_mib=10,
+              is_coarse=True)  # fmt: skip
 HINTED = replace(PREEMPTED, models=2, groups=2, hints=1)
 COMMITTED = replace(FAULTLESS, steps=2, requests=0)
 REPEATED = replace(COMMITTED, repeats=1)
@@ -225,6 +232,29 @@ def _cancelled_at_once(self: Residents) -> None:
     _cancel_prefetches(self)
 
 
+def _exchanged(self: Endings, worker: Any, message: Any) -> None:
+    first, *others = message.outputs, *message.joined_outputs
+    if others:
+        message = msgspec.structs.replace(
+            message, outputs=others[0], joined_outputs=(first, *others[1:])
+        )
+    _done(self, worker, message)
+
+
+def _only_the_first(self: Endings, requests: Any, cause: str) -> None:
+    _queue_again(self, requests[:1], cause)
+    for request in requests[1:]:
+        del self._device.requests[request.token]
+
+
+def _until_it_is_full(device: Any, replica: Any, batch: Any) -> float:
+    return 0.0 if batch.is_full or not replica.is_on_device else math.inf
+
+
+def _place_for_request(self: Arena, replica: Any, *, for_request: bool) -> Any:
+    return _find_place(self, replica, for_request=True)
+
+
 Change = tuple[Any, str, Any]
 
 
@@ -297,6 +327,13 @@ MUTANTS = (
            ((Jobs, "is_quiet", True), (JobCommits, "is_quiet", True))),
     Mutant("the place of a cancelled prefetch is used at once", HINTED,
            ((Residents, "cancel_prefetches", _cancelled_at_once),)),
+    Mutant("joined requests read each other's answers", JOINED, ((Endings, "done", _exchanged),)),
+    Mutant("a joined request is lost with its worker", replace(JOINED, kills=1),
+           ((Endings, "_queue_again", _only_the_first),)),
+    Mutant("a request waits for others without end", replace(JOINED, requests=2),
+           ((dispatch, "begins_at_ms", _until_it_is_full),)),
+    Mutant("a copy ahead takes the place of a model that is waited for", AHEAD,
+           ((Arena, "find_place", _place_for_request),)),
     Mutant("a slice is not zeroed for its next owner", KILLED,
            ((Slices, "release", _not_zeroed),)),
 )  # fmt: skip

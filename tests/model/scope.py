@@ -44,6 +44,8 @@ class Scope:
     hints: int = 0  # that a request for a model will come
     drains: int = 0  # the server is asked to finish what it has accepted and to leave
     models: int = 2
+    asks: str = ""  # the requests' models; empty: in turns
+    batch: int = 0  # up to which requests are joined; one waits for others as long as a deadline
     groups: int = 1
     arena_mib: int = 8  # arrival words take 2, the slice 2, a model 4
     standby: int = 1

@@ -14,7 +14,9 @@ from pipeswitch.ipc.messages import (
     RunInference,
     Scrub,
     Slot,
+    TransmitModel,
 )
+from pipeswitch.programs.layout import Batching
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.arena import WORDS
 from pipeswitch.scheduler.core import SchedulerSettings
@@ -26,7 +28,7 @@ from pipeswitch.simulator.programs import program_of
 from pipeswitch.simulator.violation import Violation, require
 
 from .choices import Action
-from .clients import JOB, Clients
+from .clients import DEADLINE_MS, JOB, Clients
 from .commits import EMPTY, Area
 from .daemon import OUT, TO_HOST, Daemon, freeze_daemon, thaw_daemon
 from .device import freeze_device, thaw_device
@@ -79,10 +81,14 @@ class World(simulator.World):
     def _start(self) -> None:
         """Daemon and workers ready, the models registered: where every exploration begins."""
         self._rest()
+        batching = Batching(limit=self.scope.batch, delay_ms=DEADLINE_MS, is_exact=True)
         for index in range(self.scope.models):
             name = self.model_name(index)
-            size_bytes, groups = self.scope.model_bytes, self.scope.groups
-            self.clients.register(name, program_of(f"d{name}", size_bytes, groups=groups))
+            program = program_of(
+                f"d{name}", self.scope.model_bytes, groups=self.scope.groups,
+                batching=batching if self.scope.batch else None,
+            )  # fmt: skip
+            self.clients.register(name, program)
             self._rest()
 
     def _rest(self) -> None:
@@ -383,6 +389,10 @@ class World(simulator.World):
         self._handle(event)
 
     def perform(self, commands: list[ev.Command]) -> None:
+        self._dispatched = {
+            command.message.model for command in commands
+            if isinstance(command, ev.ToWorker) and isinstance(command.message, RunInference)
+        }  # fmt: skip
         if self.recall.is_live:  # it may be told
             super().perform(commands)
             return
@@ -428,7 +438,12 @@ class World(simulator.World):
     def _to_daemon(self, message: Message, scene: Scene) -> None:
         if self.daemon is not None:
             self.own_daemon()
+        before = self.device.contents
         super()._to_daemon(message, scene)
+        if isinstance(message, TransmitModel) and message.model not in self._dispatched:
+            for name in before.keys() - self.device.contents.keys():
+                is_wanted = self.clients.waits_for(name)
+                require(not is_wanted, f"{name} is waited for, and {message.model} sent ahead")
 
     def _leaves(self, reason: str) -> None:
         """The server stops, and whatever still runs is killed."""
