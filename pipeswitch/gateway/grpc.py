@@ -84,6 +84,9 @@ class Calls:
             "RepositoryIndex": self._index,
             "RepositoryModelLoad": self._load,
             "RepositoryModelUnload": self._unload,
+            "SystemSharedMemoryStatus": self._region_rows,
+            "SystemSharedMemoryRegister": self._register_region,
+            "SystemSharedMemoryUnregister": self._unregister_region,
         }
         inference = {name: self._unary(name, verb) for name, verb in verbs.items()}
         inference["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
@@ -142,6 +145,21 @@ class Calls:
     async def _unload(self, caller: Standing, request: Any) -> Any:
         await self._service.unload(caller, request.model_name)
         return INFERENCE["RepositoryModelUnloadResponse"]()
+
+    async def _region_rows(self, caller: Standing, request: Any) -> Any:
+        rows = self._service.regions.rows(caller, request.name)
+        return INFERENCE["SystemSharedMemoryStatusResponse"](
+            regions={row["name"]: row for row in rows}
+        )
+
+    async def _register_region(self, caller: Standing, request: Any) -> Any:
+        fields = {name: getattr(request, name) for name in ("key", "offset", "byte_size")}
+        self._service.regions.register(caller, request.name, fields)
+        return INFERENCE["SystemSharedMemoryRegisterResponse"]()
+
+    async def _unregister_region(self, caller: Standing, request: Any) -> Any:
+        self._service.regions.unregister(caller, request.name)
+        return INFERENCE["SystemSharedMemoryUnregisterResponse"]()
 
     async def _check(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         if request.service not in ("", SERVICE):
@@ -227,18 +245,24 @@ def decode_request(request: Any) -> InferRequest:
     """
     parameters = _plain(request.parameters)
     oip.check_count(len(request.inputs))
-    raw = request.raw_input_contents
-    if raw and len(raw) != len(request.inputs):
-        raise InvalidInput(f"{len(request.inputs)} inputs, and raw contents for {len(raw)}")
-    tensors, frames = [], []
-    for number, given in enumerate(request.inputs):
+    places = [oip.place_of(one.name, _plain(one.parameters)) for one in request.inputs]
+    raw = list(request.raw_input_contents)
+    if raw and len(raw) != places.count(None):
+        raise InvalidInput(f"{places.count(None)} inputs, and raw contents for {len(raw)}")
+    raws = iter(raw)
+    tensors: list[WireTensor] = []
+    frames: list[Any] = []
+    for number, (given, place) in enumerate(zip(request.inputs, places, strict=True)):
         dtype = oip.dtype_of(given.name, given.datatype)
         shape = tuple(given.shape)
         size = oip.check_shape(given.name, dtype, shape)
-        oip.check_here(given.name, given.parameters)
-        if raw:
-            oip.check_bytes(given.name, dtype, shape, len(raw[number]), size)
-            frames.append(raw[number])
+        if place is not None:
+            oip.check_place(given.name, dtype, shape, place, size)
+            frames.append(place)
+        elif raw:
+            data = next(raws)
+            oip.check_bytes(given.name, dtype, shape, len(data), size)
+            frames.append(data)
         else:
             frames.append(_typed(given.name, dtype, shape, given.contents))
         tensors.append(WireTensor(name=given.name, dtype=dtype, shape=shape, frame=number))
@@ -288,8 +312,20 @@ def encode_answer(
     answer = INFERENCE["ModelInferResponse"](
         model_name=model, model_version=oip.version_of(bill), id=asked.id
     )
-    for name, value in bill.items():
-        parameter = answer.parameters[name]
+    _set(answer.parameters, bill)
+    for output, _ in oip.wanted(asked, outputs):
+        row = answer.outputs.add(
+            name=output.name, datatype=oip.DATATYPE_OF[output.dtype], shape=output.shape
+        )
+        if output.place is not None:
+            _set(row.parameters, output.place.parameters())
+        answer.raw_output_contents.append(bytes(output.data))  # clients count: one for each
+    return answer
+
+
+def _set(parameters: Any, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        parameter = parameters[name]
         match value:
             case bool():
                 parameter.bool_param = value
@@ -299,9 +335,3 @@ def encode_answer(
                 parameter.double_param = value
             case _:
                 parameter.string_param = str(value)
-    for output, _ in oip.wanted(asked, outputs):
-        answer.outputs.add(
-            name=output.name, datatype=oip.DATATYPE_OF[output.dtype], shape=output.shape
-        )
-        answer.raw_output_contents.append(bytes(output.data))
-    return answer

@@ -33,6 +33,7 @@ from .api import Api
 from .callers import Callers
 from .feed import Feed
 from .http import HttpServer, Limits
+from .regions import Regions
 from .rest import Rest
 from .service import Service
 from .ui import Page
@@ -79,7 +80,10 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
 
     loop.add_reader(channel.fileno(), orphaned)  # the controller sends no more: it is gone
     upstream = Upstream(settings.address)
-    service, callers = Service(upstream, has_nv_metrics=settings.nv_metrics), _callers(settings)
+    # Without a token to show, all callers are on this machine.
+    regions = None if settings.needs_token else Regions(settings.max_body_bytes)
+    service = Service(upstream, has_nv_metrics=settings.nv_metrics, regions=regions)
+    callers = _callers(settings)
     limits = Limits(
         body_bytes=settings.max_body_bytes,
         connections=settings.max_connections,
@@ -89,6 +93,8 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
     http = HttpServer(Rest(service, callers, api, Page()), limits)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(upstream.close)
+        if regions is not None:
+            stack.callback(regions.close)
         if settings.tokens:
             stack.callback(loop.create_task(_follow(Path(settings.tokens), callers)).cancel)
         if settings.http:

@@ -46,6 +46,32 @@ class RequestedOutput(msgspec.Struct, kw_only=True):
     name: str
     parameters: dict[str, Any] = {}
 
+    @property
+    def place(self) -> Place | None:
+        """Where it is to be written; None: it comes with the answer.
+
+        Raises:
+            InvalidInput: what is said of that is no place.
+        """
+        return place_of(self.name, self.parameters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A tensor's in a region of shared memory (Triton's ``system_shared_memory``)."""
+
+    region: str
+    offset_bytes: int
+    size_bytes: int
+
+    def parameters(self) -> dict[str, Any]:
+        """As an answer says it."""
+        return {
+            "shared_memory_region": self.region,
+            "shared_memory_offset": self.offset_bytes,
+            "shared_memory_byte_size": self.size_bytes,
+        }
+
 
 class _Input(msgspec.Struct, kw_only=True):
     name: str
@@ -68,7 +94,7 @@ class InferRequest:
 
     id: str
     inputs: tuple[WireTensor, ...]
-    frames: Sequence[Any]
+    frames: Sequence[Any]  # buffers, or the places where they lie
     priority: str = ""
     deadline_ms: float | None = None
     outputs: tuple[RequestedOutput, ...] | None = None  # None: all of them
@@ -83,6 +109,7 @@ class Output:
     dtype: str
     shape: tuple[int, ...]
     data: Any  # its bytes
+    place: Place | None = None  # where they were written instead
 
 
 _decoder = msgspec.json.Decoder(_Body)
@@ -118,13 +145,17 @@ def decode_request(body: Any, json_bytes: int | None) -> InferRequest:
             hint='{"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": […]}]}',
         ) from None
     check_count(len(asked.inputs))
-    tensors, frames = [], []
+    tensors: list[WireTensor] = []
+    frames: list[Any] = []
     for number, given in enumerate(asked.inputs):
         dtype = dtype_of(given.name, given.datatype)
         size = check_shape(given.name, dtype, given.shape)
         binary = given.parameters.get("binary_data_size")
-        check_here(given.name, given.parameters)
-        if binary is None:
+        place = place_of(given.name, given.parameters)
+        if place is not None:
+            check_place(given.name, dtype, given.shape, place, size)
+            frames.append(place)
+        elif binary is None:
             frames.append(_from_json(given.name, dtype, given.shape, given.data))
         else:
             if type(binary) is not int or not 0 <= binary <= len(rest):
@@ -197,7 +228,9 @@ def encode_answer(
             "datatype": DATATYPE_OF[output.dtype],
             "shape": output.shape,
         }
-        if wants_binary:
+        if output.place is not None:
+            row["parameters"] = output.place.parameters()
+        elif wants_binary:
             row["parameters"] = {"binary_data_size": len(output.data)}
             binary.append(output.data)
         else:
@@ -230,7 +263,6 @@ def wanted(asked: InferRequest, outputs: Sequence[Output]) -> list[tuple[Output,
             )
         if one.parameters.get("classification"):
             raise InvalidInput("classification is not served here", hint="take the output as it is")
-        check_here(one.name, one.parameters)
         is_binary = flag("binary_data", one.parameters, default=asked.is_binary)
         chosen.append((by_name[one.name], is_binary))
     return chosen
@@ -310,22 +342,38 @@ def check_shape(name: str, dtype: str, shape: Sequence[int]) -> int:
     return math.prod(shape) * ITEM_BYTES[dtype]
 
 
-def check_here(name: str, parameters: Mapping[str, Any]) -> None:
-    """Raises InvalidInput: a tensor lies in shared memory."""
-    if "shared_memory_region" in parameters:
-        raise InvalidInput(
-            f'"{name}" is in shared memory, which is not served here',
-            hint="send its data: the server's extensions are in its metadata",
-        )
+def place_of(name: str, parameters: Mapping[str, Any]) -> Place | None:
+    """Where a tensor lies in shared memory; None: it does not.
+
+    Raises:
+        InvalidInput: it is no place.
+    """
+    region = parameters.get("shared_memory_region")
+    if region is None:
+        return None
+    if not isinstance(region, str):
+        raise InvalidInput(f'"{name}": shared_memory_region must be a text')
+    return Place(
+        region=region,
+        offset_bytes=_whole("shared_memory_offset", parameters, high=1 << 50),
+        size_bytes=_whole("shared_memory_byte_size", parameters, high=1 << 50),
+    )
 
 
-def check_bytes(name: str, dtype: str, shape: Sequence[int], given: int, size: int) -> None:
+def check_bytes(
+    name: str, dtype: str, shape: Sequence[int], given: int, size: int, where: str = "came"
+) -> None:
     """Raises InvalidInput: the bytes are not those of the shape."""
     if given != size:
         raise InvalidInput(
             f'input "{name}" is {DATATYPE_OF[dtype]}{list(shape)}, which is {size} bytes; '
-            f"{given} came"
+            f"{given} {where}"
         )
+
+
+def check_place(name: str, dtype: str, shape: Sequence[int], place: Place, size: int) -> None:
+    """Raises InvalidInput: it is not as large as the tensor."""
+    check_bytes(name, dtype, shape, place.size_bytes, size, "are in shared memory")
 
 
 def _from_json(name: str, dtype: str, shape: tuple[int, ...], raw: msgspec.Raw) -> memoryview:

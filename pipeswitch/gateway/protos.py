@@ -76,6 +76,16 @@ _INFERENCE: Final = {
     "RepositoryModelUnloadRequest": "repository_name=1:string model_name=2:string "
     "parameters=3:map.ModelRepositoryParameter",
     "RepositoryModelUnloadResponse": "",
+    "SystemSharedMemoryStatusRequest": "name=1:string",
+    "SystemSharedMemoryStatusResponse": "regions=1:map."
+    "SystemSharedMemoryStatusResponse.RegionStatus",
+    "SystemSharedMemoryStatusResponse.RegionStatus": "name=1:string key=2:string offset=3:uint64 "
+    "byte_size=4:uint64",
+    "SystemSharedMemoryRegisterRequest": "name=1:string key=2:string offset=3:uint64 "
+    "byte_size=4:uint64",
+    "SystemSharedMemoryRegisterResponse": "",
+    "SystemSharedMemoryUnregisterRequest": "name=1:string",
+    "SystemSharedMemoryUnregisterResponse": "",
 }
 _DATA_TYPES: Final = {
     "TYPE_INVALID": 0, "TYPE_BOOL": 1, "TYPE_UINT8": 2, "TYPE_INT8": 6, "TYPE_INT16": 7,

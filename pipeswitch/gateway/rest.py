@@ -108,6 +108,10 @@ class Rest:
                 _check_method(head, "POST")
                 verb = self._load if action == "load" else self._unload
                 return lambda head, body: verb(caller, unquote(name), body)
+            case ["", "v2", "systemsharedmemory", action]:
+                return self._of_regions(caller, "", action, head)
+            case ["", "v2", "systemsharedmemory", "region", name, action]:
+                return self._of_regions(caller, unquote(name), action, head)
             case _:
                 raise NotFound(
                     f"no path {head.path[:200]!r}{nearest(path, self._fixed)}", hint=HINT
@@ -121,6 +125,28 @@ class Rest:
         return lambda head, body: verb(caller, name, version, head, body)
 
     # ---- the server ----------------------------------------------------------------------------
+
+    def _of_regions(self, caller: Standing, name: str, action: str, head: Head) -> Task:
+        regions = self._service.regions
+
+        async def status(head: Head, body: Any) -> Answer:
+            return json_answer(regions.rows(caller, name))
+
+        async def register(head: Head, body: Any) -> Answer:
+            regions.register(caller, name, _object(body))
+            return json_answer({})
+
+        async def unregister(head: Head, body: Any) -> Answer:
+            regions.unregister(caller, name)
+            return json_answer({})
+
+        verbs: dict[str, Task] = {"status": status, "unregister": unregister}
+        if name:
+            verbs["register"] = register
+        if action not in verbs:
+            raise NotFound(f"regions have no {action[:80]!r}{nearest(action, verbs)}", hint=HINT)
+        _check_method(head, "GET" if action == "status" else "POST")
+        return verbs[action]
 
     async def _about(self, caller: Standing, head: Head, body: Any) -> Answer:
         return json_answer(self._service.about())

@@ -9,39 +9,60 @@ import asyncio
 import importlib.metadata
 import re
 import time
-from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 from ..errors import Cancelled, InvalidInput, ModelNotFound, PipeSwitchError, ServerUnavailable
 from ..roles import Standing
 from . import oip
 from .callers import require, told
 from .metrics import Metrics
-from .oip import InferRequest, Output
+from .oip import InferRequest, Output, Place
 from .refusals import NotFound
+from .regions import Regions
 from .tally import Tally
 from .upstream import Upstream
 
+R = TypeVar("R")
 READY: Final = "ready"  # a model's state
 EXTENSIONS: Final = (
     oip.BINARY_EXTENSION, "model_configuration", "model_repository", "schedule_policy",
     "statistics",
 )  # fmt: skip
+REGIONS_EXTENSION: Final = "system_shared_memory"
+THREAD_BYTES: Final = 1 << 20  # of shared memory: less is copied on the loop's own thread
 _STATES: Final[Mapping[str, str]] = {READY: "READY", "building": "LOADING", "storing": "LOADING"}
 
 
 class Service:
     """Verbs; no bytes of either protocol."""
 
-    def __init__(self, upstream: Upstream, *, has_nv_metrics: bool = False) -> None:
+    def __init__(
+        self, upstream: Upstream, *, has_nv_metrics: bool = False, regions: Regions | None = None
+    ) -> None:
+        """``regions``: where all callers are on this machine."""
         self._upstream = upstream
+        self._regions = regions
         self._tally = Tally()
         self._metrics = Metrics(has_nv_names=has_nv_metrics)
         self.version = importlib.metadata.version("pipeswitch")  # a file is read for it
 
     def about(self) -> dict[str, Any]:
         """``/v2``: nothing that the server must be asked for."""
-        return {"name": "pipeswitch", "version": self.version, "extensions": [*EXTENSIONS]}
+        shared = () if self._regions is None else (REGIONS_EXTENSION,)
+        return {"name": "pipeswitch", "version": self.version, "extensions": [*EXTENSIONS, *shared]}
+
+    @property
+    def regions(self) -> Regions:
+        """
+        Raises:
+            InvalidInput: this gateway has none.
+        """
+        if self._regions is None:
+            raise InvalidInput(
+                "shared memory is not served here", hint="a gateway on loopback, without a proxy"
+            )
+        return self._regions
 
     async def is_live(self) -> bool:
         """The server answers."""
@@ -117,6 +138,7 @@ class Service:
         require(caller, "infer")
         number = _number(model, version)
         began = time.perf_counter()
+        asked, is_placed = await self._filled(caller, asked)
         try:
             outputs, bill = await self._upstream.infer(model, number, asked)
         except PipeSwitchError as error:
@@ -131,7 +153,17 @@ class Service:
         self._tally.succeeded(model, took_ms, bill)
         bill["gateway_ms"] = max(0.0, took_ms - float(bill.get("total_ms", 0.0)))
         self._metrics.answered(model, bill)
+        if is_placed:
+            outputs = await _copied(outputs, self.regions.placed, caller, asked, outputs)
         return outputs, _rounded(bill)
+
+    async def _filled(self, caller: Standing, asked: InferRequest) -> tuple[InferRequest, bool]:
+        """The request with all its bytes, and whether any tensor has a place."""
+        places = [one for one in asked.frames if isinstance(one, Place)]
+        places += [one.place for one in asked.outputs or () if one.place is not None]
+        if not places:
+            return asked, False
+        return await _copied(places, self.regions.filled, caller, asked), True
 
     async def metrics(self, caller: Standing, accept: str) -> tuple[bytes, str]:
         """What Prometheus reads, and its type: the server's own numbers are for operators."""
@@ -168,6 +200,12 @@ class Service:
     async def _rows(self, caller: Standing) -> list[dict[str, Any]]:
         require(caller, "models")
         return [told(row, caller) for row in (await self._upstream.ask("models"))["models"]]
+
+
+async def _copied(tensors: Sequence[Place | Output], copy: Callable[..., R], *args: Any) -> R:
+    """``copy``, on a thread of its own where it takes long."""
+    total = sum(one.size_bytes if isinstance(one, Place) else len(one.data) for one in tensors)
+    return copy(*args) if total <= THREAD_BYTES else await asyncio.to_thread(copy, *args)
 
 
 def _rounded(bill: Mapping[str, Any]) -> dict[str, Any]:

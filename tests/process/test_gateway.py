@@ -174,6 +174,79 @@ def test_tritons_client_does_every_verb(http: str, net: torch.nn.Module) -> None
     assert row["inference_stats"]["compute_infer"]["ns"] > 0
 
 
+SHARED = """
+    import importlib, json, sys
+    import numpy as np
+    import tritonclient.utils.shared_memory as shm
+    from tritonclient.utils import InferenceServerException
+
+    kind, address, token = sys.argv[1:]
+    triton = importlib.import_module("tritonclient." + kind)
+    client = triton.InferenceServerClient(address)
+    name = "Authorization" if kind == "http" else "authorization"
+    owner = {"headers": {name: "Bearer " + token}}
+    x = np.random.default_rng(0).standard_normal((64, 16), dtype=np.float32)
+    found = {}
+    inputs = shm.create_shared_memory_region("in", "/pipeswitch-in-" + kind, x.nbytes)
+    outputs = shm.create_shared_memory_region("out", "/pipeswitch-out-" + kind, 2 * x.nbytes)
+    try:
+        shm.set_shared_memory_region(inputs, [x])
+        try:
+            client.register_system_shared_memory("in", "/pipeswitch-in-" + kind, x.nbytes)
+        except InferenceServerException as error:
+            found["stranger"] = error.message()
+        client.register_system_shared_memory("in", "/pipeswitch-in-" + kind, x.nbytes, **owner)
+        client.register_system_shared_memory("out", "/pipeswitch-out-" + kind, 2 * x.nbytes,
+                                             **owner)
+        given = triton.InferInput("x", x.shape, "FP32")
+        given.set_shared_memory("in", x.nbytes)
+        wanted = triton.InferRequestedOutput("y")
+        answer = client.infer("mlp", [given], outputs=[wanted], **owner)
+        found["answer"] = answer.as_numpy("y").tolist()
+        columns = len(found["answer"][0])
+        wanted.set_shared_memory("out", x.nbytes, offset=x.nbytes)
+        answer = client.infer("mlp", [given], outputs=[wanted], **owner)
+        y = shm.get_contents_as_numpy(outputs, np.float32, (64, columns), x.nbytes)
+        found["shared"] = y.tolist()
+        if kind == "http":
+            rows = client.get_system_shared_memory_status(**owner)
+        else:
+            rows = client.get_system_shared_memory_status(as_json=True, **owner)["regions"]
+            rows = list(rows.values())
+        found["rows"] = sorted(row["name"] for row in rows)
+        try:
+            client.infer("mlp", [given])
+        except InferenceServerException as error:
+            found["without"] = error.message()
+        client.unregister_system_shared_memory("in", **owner)
+        client.unregister_system_shared_memory(**owner)
+        try:
+            client.infer("mlp", [given], **owner)
+        except InferenceServerException as error:
+            found["after"] = error.message()
+    finally:
+        shm.destroy_shared_memory_region(inputs)
+        shm.destroy_shared_memory_region(outputs)
+    print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("kind", ["http", "grpc"])
+def test_tritons_client_hands_tensors_over_in_shared_memory(
+    checked: Checked, net: torch.nn.Module, kind: str
+) -> None:
+    address = getattr(checked.running, f"{kind}_address")
+    token = (checked.running.state_dir / "owner.token").read_text().strip()
+    found = run(SHARED, kind, address, token)
+    x = np.random.default_rng(0).standard_normal((64, 16), dtype=np.float32)
+    plain = eager(net, torch.from_numpy(x)).numpy()
+    for key in ("answer", "shared"):
+        assert np.array_equal(np.array(found[key], np.float32), plain)
+    assert found["rows"] == ["in", "out"]
+    assert all('"code"' in found[key] for key in ("stranger", "without"))
+    assert 'no region "in"' in found["after"]
+
+
 AIO = """
     import asyncio, json, sys
     import numpy as np
