@@ -21,8 +21,9 @@ def factory(source: str) -> Callable[[], nn.Module]:
         found = getattr(importlib.import_module(module_name), attribute)
     except Exception as error:
         raise RegistrationRefused(
-            f"source {source!r}", f"cannot be imported: {type(error).__name__}: {error}"
-        ) from error
+            f"source {source!r}", f"cannot be imported: {type(error).__name__}: {error}",
+            hint="the server looks in its PYTHONPATH: PYTHONPATH=FOLDER pipeswitch serve",
+        ) from error  # fmt: skip
     if not callable(found):
         raise RegistrationRefused(f"source {source!r}", "it is not callable")
 

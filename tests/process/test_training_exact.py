@@ -433,6 +433,8 @@ def test_plain_variables_that_a_restart_lost_are_named_once(keeps: bool) -> None
     [text] = told[1]
     assert re.search(r"total is 0 again \(was [0-9.]+\), best is inf again \(was [0-9.]+\)", text)
     assert 'kept = {"total": 0.0, "best": float("inf")}' in text
+    [warned] = [values for kind, values in host.events if kind == "warning"]
+    assert warned["text"].startswith("total, best began anew at step ")
 
 
 class HookedGate(Gate):

@@ -65,12 +65,12 @@ class CarriedNames:
             found.update({n: _number(own.get(n, frame.f_globals.get(n))) for n in names})
         return {name: number for name, number in found.items() if number is not None}
 
-    def warn_of_lost(self, saved: dict[str, float], step: int) -> bool:
-        """Whether some differ from those that were committed at ``step``; then it is said."""
+    def warn_of_lost(self, saved: dict[str, float], step: int) -> list[str]:
+        """Which differ from those that were committed at ``step``; it is said, if any do."""
         now = self.values() or {}
         lost = [name for name in saved if name in now and repr(saved[name]) != repr(now[name])]
         if not lost:
-            return False
+            return []
         self._told = True
         frame, _ = next(iter(self._loops.values()))
         said = ", ".join(f"{n} is {now[n]:.6g} again (was {saved[n]:.6g})" for n in lost)
@@ -83,7 +83,7 @@ class CarriedNames:
             frame.f_code.co_filename,
             frame.f_lineno,
         )
-        return True
+        return lost
 
 
 def carried_names(source: str, line: int, loop: str) -> list[str] | None:

@@ -448,8 +448,10 @@ class TrainingSession:
         self._data.restore_generators(saved.data("data"))
         if saved is self._place.saved:
             self._place.saved = None
-            if self._carried.warn_of_lost(saved.values.get("carried") or {}, saved.position.step):
-                self._host.report("warning", what="plain_variables", step=self.step)
+            carried = saved.values.get("carried") or {}
+            if lost := self._carried.warn_of_lost(carried, saved.position.step):
+                text = f"{', '.join(lost)} began anew at step {self.step}: see its log"
+                self._host.report("warning", what="plain_variables", step=self.step, text=text)
             self._capture()
             self._committer.committed = self._point
             self._host.report("resumed", step=self.step, epoch=self._place.position.epoch)
