@@ -320,6 +320,10 @@ class JobsConfig(_Checked):
         "20", "jobs that are over and stay, with their last state and their log: so many, or for "
         "so long (7d)", Keep.parse,
     )  # fmt: skip
+    shared_input_bytes: int = _setting(
+        "256MiB", "host memory for the batches of each group of jobs that share their input",
+        parse_size, low=4 << 20,
+    )  # fmt: skip
     keep_versions: int = _setting(
         2, "versions of a model that stay when a job publishes the next: the current one and those "
         "before it", low=1,

@@ -3,6 +3,7 @@
 PipeSwitchError
 ├── the caller can mend it
 │   ├── InvalidInput           the request does not fit the model's declared signature or a limit
+│   │   └── SharedInputRefused  jobs cannot share this input, or one of them wrote to it
 │   ├── ModelNotFound          no such model or job; names the nearest one
 │   ├── AlreadyExists          the name is taken by something with another digest
 │   ├── RegistrationRefused    a model cannot be accepted; says which part and why
@@ -69,6 +70,11 @@ class PipeSwitchError(Exception):
 
 class InvalidInput(PipeSwitchError):
     """The request does not fit: wrong name, dtype, shape, size or value. Nothing was run."""
+
+
+class SharedInputRefused(InvalidInput):
+    """A training script's input cannot be shared, is another one than the other jobs', or was
+    written in place."""
 
 
 class ModelNotFound(PipeSwitchError):

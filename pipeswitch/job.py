@@ -72,6 +72,7 @@ class Session(Protocol):
         extra_state: Any,
         name: str | None,
     ) -> Iterator[_Batch]: ...
+    def shared(self, loader: Any, name: str, *, seed: int) -> Iterable[Any]: ...
     def log(self, values: Mapping[str, Any]) -> None: ...
     def publish(self, name: str) -> None: ...
 
@@ -112,6 +113,31 @@ def steps(
         extra_state=extra_state,
         name=name,
     )
+
+
+def shared(loader: Any, name: str = "input", *, seed: int = 0) -> Iterable[Any]:
+    """``loader`` for several jobs: what one of them has loaded, the others find in shared memory.
+
+    They share with the jobs of their ``pipeswitch train --share GROUP``. Each job sees the batches
+    that it would see alone, or by hand: what sampler and dataset draw from the global generators
+    is seeded for each batch, by ``seed``, the job's step at which the pass began, and the batch's
+    index; the script's own generators do not move.
+
+    Args:
+        loader: a DataLoader without worker processes, over a map-style dataset.
+        name: of this input within the group, where a script shares several.
+        seed: of what is random in it.
+
+    Returns:
+        What iterates as ``loader``, for ``job.steps`` or a plain loop. Its tensors are read-only:
+        ``x = x.clone()`` before an operation in place. Count with its ``loaded`` and ``found``.
+
+    Raises:
+        SharedInputRefused: it cannot be shared, another job's of that name differs, or (from the
+            loop) the body wrote to a batch.
+        InvalidInput: from the loop: a batch has other than tensors, arrays and plain values in it.
+    """
+    return _session.shared(loader, name, seed=seed)
 
 
 def log(**values: Any) -> None:
@@ -174,6 +200,11 @@ class _PlainSession:
             yield batch
             self.step += 1
             self.step_in_epoch += 1
+
+    def shared(self, loader: Any, name: str, *, seed: int) -> Iterable[Any]:
+        from .inputs.loader import SharedLoader
+
+        return SharedLoader(loader, name, seed=seed, step=lambda: self.step)
 
     def log(self, values: Mapping[str, Any]) -> None:
         numbers = {name: as_number(value) for name, value in values.items()}

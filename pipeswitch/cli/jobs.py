@@ -6,6 +6,7 @@ import contextlib
 import csv
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 import click
@@ -21,20 +22,36 @@ from .common import connected, job_argument, json_option, listing, print_done, w
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.option("--name", default="", help="Of the job (default: the script's).")
 @click.option("--priority", type=click.Choice(["high", "normal", "low"]), default=None)
+@click.option(
+    "--share", metavar="GROUP", default="",
+    help="Jobs of a group load the input of job.shared once; several SCRIPT.py may be named.",
+)  # fmt: skip
 @json_option
 def train(
-    entry: str, args: tuple[str, ...], name: str, priority: str | None, as_json: bool
+    entry: str, args: tuple[str, ...], name: str, priority: str | None, share: str, as_json: bool
 ) -> None:
     """Start a training script as a background job.
 
     ENTRY is SCRIPT.py or package.module:main; what follows -- is the script's own.
     """
+    more = list(takewhile(lambda arg: arg.endswith(".py"), args)) if share else []
+    if more and name:
+        raise InvalidInput(
+            f"--name {name} for {1 + len(more)} jobs", hint="each has its script's name"
+        )
     with connected() as client:
-        task = client.train(entry, name=name, args=args, priority=priority or "")
-        row = task.status() if as_json else {}
-    print_done(
-        row, f"job {task.name} submitted; follow it: pipeswitch jobs logs -f {task.name}", as_json
-    )
+        tasks = [
+            client.train(
+                one, name=name, args=args[len(more) :], priority=priority or "", share=share
+            )
+            for one in (entry, *more)
+        ]
+        for task in tasks:
+            print_done(
+                task.status() if as_json else {},
+                f"job {task.name} submitted; follow it: pipeswitch jobs logs -f {task.name}",
+                as_json,
+            )
 
 
 @click.group(invoke_without_command=True)

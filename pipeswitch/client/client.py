@@ -430,6 +430,7 @@ class Client:
         name: str = "",
         args: Sequence[str] = (),
         priority: str = "",
+        share: str = "",
     ) -> Task:
         """Start a training script as a background job.
 
@@ -439,6 +440,7 @@ class Client:
             name: of the job; default: the script's own, in the allowed letters.
             args: its command line.
             priority: among jobs.
+            share: jobs of one group find each other's ``job.shared`` batches.
         """
         text = os.fspath(entry)
         is_script = text.endswith(".py") or os.sep in text
@@ -447,6 +449,7 @@ class Client:
             "entry": os.path.abspath(text) if is_script else text,
             "args": [str(arg) for arg in args],
             "priority": priority,
+            "share": share,
         }
         self._connection.request("train", body=body).result()
         return Task(self, str(body["name"]))

@@ -19,9 +19,12 @@ import struct
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from ..errors import InvalidInput
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_DEPTH: Final = 64  # a state dict is a few levels deep; a cycle is not a state dict
 MAX_EXACT_INT: Final = 1 << 53  # beyond, JSON readers other than Python's round to a double
@@ -32,6 +35,7 @@ TORCH_DTYPES: Final = frozenset({
     "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool",
     "complex64", "complex128",
 })  # fmt: skip
+_Blobs: TypeAlias = "Sequence[bytes | memoryview | torch.Tensor]"
 
 
 class Attachment:
@@ -63,8 +67,10 @@ def encode(value: Any) -> tuple[Any, list[Attachment]]:
     return _encode(value, "$", 0, attachments), attachments
 
 
-def decode(data: Any, attachments: Sequence[bytes | memoryview]) -> Any:
+def decode(data: Any, attachments: _Blobs) -> Any:
     """Inverse of ``encode``; tensors come back on the cpu, arrays writable, all as copies.
+
+    An attachment that is itself a uint8 tensor is not copied: the tensor lies in it.
 
     Raises:
         InvalidInput: the data is not of this format.
@@ -151,7 +157,7 @@ def _torch_bytes(tensor: Any) -> bytes:
 # ---------------------------------------------------------------------------------- decode
 
 
-def _decode(data: Any, path: str, depth: int, blobs: Sequence[bytes | memoryview]) -> Any:
+def _decode(data: Any, path: str, depth: int, blobs: _Blobs) -> Any:
     if depth > 2 * MAX_DEPTH:
         raise InvalidInput(f"{path[:80]}…: nested too deeply")
     if data is None or type(data) in (bool, str, int, float):
@@ -173,7 +179,6 @@ _MALFORMED: Final = (
     TypeError, ValueError, IndexError, KeyError, OverflowError, MemoryError, struct.error,
     RuntimeError,  # what torch's reshape raises
 )  # fmt: skip
-_Blobs = Sequence["bytes | memoryview"]
 
 
 def _decode_pairs(body: Any, path: str, depth: int, blobs: _Blobs) -> list[tuple[Any, Any]]:
@@ -187,8 +192,9 @@ def _decode_array(body: Any, path: str, depth: int, blobs: _Blobs) -> Any:
     import numpy as np
 
     name, shape, index = body
-    dtype = _numpy_dtype(name)
-    return np.frombuffer(_blob(blobs, index), dtype=dtype).reshape(shape).copy()
+    blob, dtype = _blob(blobs, index), _numpy_dtype(name)
+    raw = blob if isinstance(blob, bytes | memoryview) else blob.numpy()
+    return np.frombuffer(raw, dtype=dtype).reshape(shape).copy()
 
 
 def _decode_scalar(body: Any, path: str, depth: int, blobs: _Blobs) -> Any:
@@ -207,8 +213,10 @@ def _decode_tensor(body: Any, path: str, depth: int, blobs: _Blobs) -> Any:
     name, shape, index = body
     if name not in TORCH_DTYPES:
         raise ValueError(f"unknown dtype {name!r}")
-    raw = bytearray(_blob(blobs, index))
-    dtype = getattr(torch, name)
+    blob, dtype = _blob(blobs, index), getattr(torch, name)
+    if isinstance(blob, torch.Tensor):
+        return blob.view(dtype).reshape(shape)
+    raw = bytearray(blob)
     flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
     return flat.reshape(shape)
 
@@ -222,7 +230,7 @@ def _numpy_dtype(name: Any) -> Any:
     return np.dtype(name)
 
 
-def _blob(blobs: _Blobs, index: Any) -> bytes | memoryview:
+def _blob(blobs: _Blobs, index: Any) -> bytes | memoryview | torch.Tensor:
     if type(index) is not int or not 0 <= index < len(blobs):
         raise ValueError(f"attachment {index!r} is missing")
     return blobs[index]

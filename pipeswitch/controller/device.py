@@ -21,6 +21,7 @@ from ..ipc.messages import (
     PersistCommit,
     PrepareModel,
     RunInference,
+    RunJob,
     Slot,
     TransmitModel,
     WorkerSettings,
@@ -116,14 +117,18 @@ class DeviceEffects:
         if command.commits_of is not None:
             descriptors.append(self._memory.commits[command.commits_of])
         files = self._files_for(command.slot, command.message)
-        if isinstance(command.message, BindTenant):
-            self._bound[command.slot, known[0]] = command.message.tenant
-            try:
-                descriptors += self._memory_for(command.message)
-            except OSError as error:  # as where it cannot be forked: it is tried again
-                log.error("worker=%d not bound: %s", command.slot, error)
-                self._processes.kill(known[1])
-                return
+        try:
+            match command.message:
+                case BindTenant(tenant=tenant):
+                    self._bound[command.slot, known[0]] = tenant
+                    descriptors += self._memory_for(command.message)
+                case RunJob(share=group) if group:
+                    reader = self._index, command.slot, known[0]
+                    descriptors.append(self._memory.ring_of(group, reader))
+        except OSError as error:  # as where it cannot be forked: it is tried again
+            log.error("worker=%d not bound: %s", command.slot, error)
+            self._processes.kill(known[1])
+            return
         index = 0 if command.channel == "task" else 1
         self._processes.send(known[1], index, command.message, [*descriptors, *files])
 
@@ -233,6 +238,7 @@ class DeviceEffects:
         def on_exit(status: int) -> None:
             begun = self._share.board.begun(slot)
             self._ground.frontend.tidy_pool(self._bound.pop((slot, generation), ""))
+            self._memory.leave_ring((self._index, slot, generation))
             self._take(
                 WorkerExited(
                     slot=slot,

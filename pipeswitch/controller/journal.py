@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 Entry = dict[str, Any]
 
 FILE_NAME: Final = "journal.sqlite"
-SCHEMA_VERSION: Final = 5  # in the file's user_version; 0 is a file without tables, 1 had no holds,
-# 2 no tenants, 3 no ended jobs, 4 no versions
+SCHEMA_VERSION: Final = 6  # in the file's user_version; 0 is a file without tables, 1 had no holds,
+# 2 no tenants, 3 no ended jobs, 4 no versions, 5 no shared input
 SLOW_APPEND_MS: Final = 100.0  # the loop stands still so long: worth a line in the log
 CHECKPOINT_PAGES: Final = 64  # of 4 KiB in the write-ahead log, then they go to the main file
 
@@ -43,7 +43,7 @@ FIELDS: Final[Mapping[str, Mapping[str, type]]] = {
         "pin": bool,
         "tenant": str,
     },
-    "job": {"entry": str, "args": list, "priority": int, "tenant": str},
+    "job": {"entry": str, "args": list, "priority": int, "tenant": str, "share": str},
     "hold": {"why": str},  # its name is a job's: paused, and not to go on by itself
     "serving": {"version": int, "last": int, "spec_digest": str},  # its name is a model's
     "ended": {"record": dict},  # its name is a job's: what it was, and how it ended
@@ -205,10 +205,11 @@ def _create(database: sqlite3.Connection) -> None:
             columns = ", ".join(f"{name} {_COLUMNS[type_]}" for name, type_ in fields.items())
             columns = f"name TEXT PRIMARY KEY, {columns}"
             database.execute(f"CREATE TABLE IF NOT EXISTS {kind} ({columns})")
-        for kind in ("model", "job"):
+        # What was there before there were tenants is the owner's.
+        for kind, column in (("model", "tenant"), ("job", "tenant"), ("job", "share")):
             known = {row[1] for row in database.execute(f"PRAGMA table_info({kind})")}
-            if "tenant" not in known:  # what was there before there were tenants is the owner's
-                database.execute(f"ALTER TABLE {kind} ADD COLUMN tenant TEXT DEFAULT ''")
+            if column not in known:
+                database.execute(f"ALTER TABLE {kind} ADD COLUMN {column} TEXT DEFAULT ''")
         database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 

@@ -189,6 +189,7 @@ def _sizes(config: Config, device: ChosenDevice, device_count: int) -> Sizes:
         arena_bytes=max(arena, 4 << 20) & -(2 << 20),
         store_bytes=max(store, 1 << 20) & -4096,
         pool_bytes=config.server.pool_bytes & -4096,
+        input_bytes=config.jobs.shared_input_bytes & -4096,
         words=WORDS,
         bell_count=config.workers.standby + 2,
         threads=config.workers.threads or max(1, (cores - 1) // device_count),
@@ -589,6 +590,7 @@ class Server:
             step,
             is_paused=name in self._journal.holds,
             tenant=str(entry["tenant"]),
+            share=str(entry["share"]),
         )
 
     def _restore_ended(self, name: JobName, record: dict[str, Any]) -> None:

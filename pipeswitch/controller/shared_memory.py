@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from ..commits.area import CommitArea, create_area
@@ -18,6 +19,7 @@ class Sizes:
     arena_bytes: int
     store_bytes: int
     pool_bytes: int
+    input_bytes: int
     words: int
     bell_count: int
     threads: int
@@ -89,6 +91,9 @@ class Memory:
         self._pool_bytes = sizes.pool_bytes
         self.commits: dict[JobName, int] = {}
         self._slot_bytes: dict[JobName, int] = {}  # of each job's commit area
+        self._input_bytes = sizes.input_bytes
+        self._rings: dict[str, int] = {}  # of batches, by the group that shares them
+        self._readers: dict[Hashable, str] = {}  # processes, and the group whose ring they map
 
     def pool_of(self, tenant: str) -> int:
         """A tenant's file of the request pool.
@@ -122,8 +127,27 @@ class Memory:
         if old is not None:
             os.close(old)
 
+    def ring_of(self, group: str, reader: Hashable) -> int:
+        """Where the jobs of a group keep their batches; it lasts as long as one of them runs.
+
+        Raises:
+            OSError: this process has no descriptor left.
+        """
+        if group not in self._rings:
+            self._rings[group] = sealed_memfd("pipeswitch-input", self._input_bytes)
+        self._readers[reader] = group
+        return self._rings[group]
+
+    def leave_ring(self, reader: Hashable) -> None:
+        """That process is gone."""
+        group = self._readers.pop(reader, None)
+        if group is not None and group not in self._readers.values():
+            os.close(self._rings.pop(group))
+
     def close(self) -> None:
-        for descriptor in (self.store, *self._pools.values(), *self.commits.values()):
+        for descriptor in (
+            self.store, *self._pools.values(), *self.commits.values(), *self._rings.values(),
+        ):  # fmt: skip
             os.close(descriptor)
 
 

@@ -132,10 +132,14 @@ class Verbs:
         )
         args = body.texts("args")
         priority = admission.priority_number(body.text("priority", ""), default=2)
+        share = body.text("share", "")
+        if share:
+            admission.check_name(share, "share")
         body.done()
         return lambda token: TrainAsked(
-            token=token, job=job, entry=entry, args=args, priority=priority, tenant=standing.tenant
-        )
+            token=token, job=job, entry=entry, args=args, priority=priority,
+            tenant=standing.tenant, share=share,
+        )  # fmt: skip
 
 
 def _publish(header: RequestHeader, _: Standing) -> Asked:

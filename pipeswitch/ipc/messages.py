@@ -396,7 +396,9 @@ class Cleaned(Message, frozen=True):
 
 
 class RunJob(Message, frozen=True):
-    """controller -> worker: run a training script from the top (a commit memfd may come along)."""
+    """controller -> worker: run a training script from the top.
+
+    Its commit memfd comes along, if it has one; then its group's ring of batches (ADR 32)."""
 
     epoch: Epoch
     turn: Turn  # 0: the device is not yours yet
@@ -407,6 +409,7 @@ class RunJob(Message, frozen=True):
     slot_bytes: int  # of the commit area; 0 when there is no commit yet
     commit_every_ms: float
     log_bytes: int = 0  # what stays of the log, the newest; 0: all
+    share: str = ""  # tenant/group: those whose input it shares; empty: none
 
 
 class LeaseRequest(Message, frozen=True):

@@ -111,6 +111,7 @@ class TrainAsked:
     args: tuple[str, ...]
     priority: int
     tenant: str = ""  # whose job it will be; empty: the server's owner's
+    share: str = ""  # jobs of one group share their input; empty: none
 
 
 @dataclass(frozen=True, kw_only=True)

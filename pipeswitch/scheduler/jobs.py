@@ -114,20 +114,23 @@ class Jobs:
             self._remove(old)
         # The process of an old job of that name may still be leaving: this one waits for it
         # in the queue (see Training).
-        job = self.adopt(event.job, event.entry, event.args, event.priority, event.tenant)
+        job = self.adopt(
+            event.job, event.entry, event.args, event.priority, event.tenant, event.share
+        )
         core.emit(Journal(entry={"kind": "job", "name": job.name, "entry": job.entry,
                                  "args": list(job.args), "priority": job.priority,
-                                 "tenant": job.tenant},
+                                 "tenant": job.tenant, "share": job.share},
                           accepts=(event.token,)))  # fmt: skip
         self._publish(job, "job.submitted", entry=job.entry)
         core.answer(event.token, job=self.row(job))
 
     def adopt(
-        self, name: JobName, entry: str, args: tuple[str, ...], priority: int, tenant: str
-    ) -> Job:
+        self, name: JobName, entry: str, args: tuple[str, ...], priority: int, tenant: str,
+        share: str = "",
+    ) -> Job:  # fmt: skip
         """Put a job on the books (a new one, or one the journal remembers)."""
         core = self._core
-        job = Job(name, entry, args, priority, tenant)
+        job = Job(name, entry, args, priority, tenant, share)
         job.born_epoch = Epoch(core.last_epoch)
         job.place = core.next_epoch()
         job.cycle_left_ms = core.settings.training_cycle_ms
@@ -136,10 +139,10 @@ class Jobs:
 
     def restore(
         self, name: JobName, entry: str, args: tuple[str, ...], priority: int,
-        slot_bytes: int, step: int, *, is_paused: bool = False, tenant: str = "",
+        slot_bytes: int, step: int, *, is_paused: bool = False, tenant: str = "", share: str = "",
     ) -> None:  # fmt: skip
         """A job the journal remembers, with its commit area loaded from disk (0: none)."""
-        job = self.adopt(name, entry, args, priority, tenant)
+        job = self.adopt(name, entry, args, priority, tenant, share)
         if slot_bytes:
             self.home(job).commits.restore(job, slot_bytes, step)
         if is_paused:
@@ -311,6 +314,7 @@ class Jobs:
             "error": job.error,
             "why": job.why,
             "tenant": job.tenant,
+            "share": job.share,
             "log": job.last_log,
             **({"on": on} if (on := self.home(job).state.label) else {}),
         }

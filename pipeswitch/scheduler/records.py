@@ -244,6 +244,7 @@ class Job:
     args: tuple[str, ...]
     priority: int
     tenant: str = ""  # whose it is; empty: the server's owner's
+    share: str = ""  # the group whose input it shares; empty: none
     devices: tuple[str, ...] = ()  # that may train it; none named: all
     state: StateMachine[TaskState, TaskEvent] = field(init=False)
     born_epoch: Epoch = NO_EPOCH  # epochs up to it speak of an older job of this name

@@ -111,7 +111,8 @@ def test_every_error_has_a_status_and_what_may_be_sent_again_says_so() -> None:
     ours = {cls.__name__: cls for cls in PipeSwitchError.__subclasses__()}  # the gateway's too
     statuses = {name: status_of(cls.__new__(cls)) for name, cls in (ERRORS_BY_NAME | ours).items()}
     assert {name: s.http for name, s in statuses.items() if s.http != 500} == {
-        "InvalidInput": 400, "RegistrationRefused": 400, "Unauthenticated": 401,
+        "InvalidInput": 400, "SharedInputRefused": 400, "RegistrationRefused": 400,
+        "Unauthenticated": 401,
         "PermissionDenied": 403, "WrongHost": 403, "ModelNotFound": 404, "NotFound": 404,
         "MethodNotAllowed": 405, "RequestTimeout": 408, "AlreadyExists": 409, "TooLarge": 413,
         "QueueFull": 429, "HeadTooLarge": 431, "Cancelled": 499, "ServerUnavailable": 503,

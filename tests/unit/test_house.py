@@ -27,7 +27,6 @@ MAY_IMPORT: Mapping[str, str] = {
     "failpoints": "",
     "lane": "",
     "sandbox": "",
-    "job": "",
     "roles": "errors",
     "config": "errors roles units",
     "planning": "",
@@ -35,6 +34,8 @@ MAY_IMPORT: Mapping[str, str] = {
     "ipc": "errors failpoints wire",
     "programs": "errors planning units",
     "commits": "errors failpoints ipc machine",
+    "inputs": "commits errors",
+    "job": "inputs",
     "programs/build": "commits errors failpoints ipc programs sandbox units",
     # The decisions.
     "scheduler/policies": "planning",
@@ -44,7 +45,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "devices": "config errors failpoints ipc programs units",
     "memory_daemon/": "commits devices errors failpoints ipc programs units",
     "workers/inference/": "devices errors failpoints ipc programs programs/build",
-    "workers/training/": "commits devices errors failpoints ipc job programs",
+    "workers/training/": "commits devices errors failpoints inputs ipc job programs",
     "workers/": "devices failpoints ipc sandbox units workers/inference/ workers/training/",
     "launch": "failpoints ipc memory_daemon/ programs/build workers/",
     # The server: clients' bytes to events, commands to deeds.

@@ -21,6 +21,7 @@ from pipeswitch.errors import ConfigError
 def job(name: str, **more: Any) -> dict[str, Any]:
     return {
         "kind": "job", "name": name, "entry": "x.py", "args": ["a"], "priority": 1, "tenant": "",
+        "share": "",
         **more,
     }  # fmt: skip
 
@@ -114,6 +115,7 @@ def test_jobs_of_a_release_without_ended_ones_are_the_owners(tmp_path: Path) -> 
         file.append(job("one", tenant="a"))
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database:
         database.execute("ALTER TABLE job DROP COLUMN tenant")
+        database.execute("ALTER TABLE job DROP COLUMN share")
         database.execute("DROP TABLE ended")
         database.execute("PRAGMA user_version = 3")
     with opened(tmp_path) as again:
@@ -306,6 +308,6 @@ def test_a_journal_of_a_later_release_is_left_alone(tmp_path: Path) -> None:
         file.append(job("one"))
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database:
         database.execute(f"PRAGMA user_version = {journal.SCHEMA_VERSION + 1}")
-    with pytest.raises(ConfigError, match="schema 6, this release knows 5"):
+    with pytest.raises(ConfigError, match="schema 7, this release knows 6"):
         JournalFile(tmp_path / FILE_NAME)
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]

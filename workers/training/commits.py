@@ -17,13 +17,14 @@ import torch
 from pipeswitch.commits import tagged
 from pipeswitch.commits.image import HEADER_BYTES, dump_json, pack_header
 from pipeswitch.errors import InvalidInput, OutOfDeviceMemory
+from pipeswitch.inputs.randomness import RandomState
 from pipeswitch.programs.layout import aligned
 
 from .layout import history_bytes, sparse_gradient_bytes
 from .objects import TrainedObjects, load_options, options_of
 from .place import PAST, Position, SavedImage
 from .slice import TrainingSlice
-from .snapshot import Captured, DataState, RandomState, captured
+from .snapshot import Captured, DataState, captured
 from .torch_private import mark_optimizer_called, optimizer_was_called, version
 
 SPARE_STATE_BYTES: Final = 256 << 10  # random generators, the JSON, and space to grow

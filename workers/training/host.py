@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import threading
@@ -17,6 +18,7 @@ from pipeswitch.devices import PoolView
 from pipeswitch.devices.waiting import now_ms
 from pipeswitch.errors import PipeSwitchError, TaskPreempted, from_wire
 from pipeswitch.failpoints import reach
+from pipeswitch.inputs.ring import Ring
 from pipeswitch.ipc.channel import Channel
 from pipeswitch.ipc.messages import (
     ByteRange,
@@ -58,10 +60,20 @@ class JobHost:
         self._history: BinaryIO | None = None
         self._history_bytes = 0
         self._has_leased = False
-        self._commits = descriptors[0] if descriptors else -1  # the job's commit area, to read
+        *areas, last = (-1, *descriptors)
+        self._ring_descriptor = last if message.share else -1
+        # The job's commit area, to read.
+        self._commits = areas[-1] if message.share else last
 
     def now_ms(self) -> float:
         return now_ms()
+
+    @functools.cached_property
+    def ring(self) -> Ring | None:
+        """Where the batches of its group lie, from the first ``job.shared`` on."""
+        if self._ring_descriptor < 0:
+            return None
+        return Ring(self._ring_descriptor, self._message.job)
 
     # -- main thread ---------------------------------------------------------------------------
 

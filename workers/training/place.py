@@ -13,8 +13,9 @@ from typing import Any, Final
 from pipeswitch.commits import tagged
 from pipeswitch.commits.image import compact_image, parse_image
 from pipeswitch.errors import InvalidInput
+from pipeswitch.inputs.randomness import RandomState
 
-from .snapshot import DataState, RandomState
+from .snapshot import DataState
 
 PAST: Final = "past/"
 MAX_PAST_PHASES: Final = 4  # each costs its image once more, in every commit

@@ -24,6 +24,9 @@ from typing import Any, Final, Protocol, TypeVar
 import torch
 
 from pipeswitch.errors import HostStoreFull, InvalidInput, OutOfDeviceMemory
+from pipeswitch.inputs.loader import SharedLoader
+from pipeswitch.inputs.randomness import RandomState
+from pipeswitch.inputs.ring import Ring
 from pipeswitch.ipc.gate import Gate
 from pipeswitch.job import InexactResumeWarning, as_number, warn_if_not_finite
 
@@ -34,7 +37,7 @@ from .layout import history_bytes
 from .objects import TrainedObjects
 from .place import MAX_PAST_PHASES, Position, SavedImage, ScriptPlace
 from .slice import TrainingSlice
-from .snapshot import DataPosition, RandomState, named, named_extras
+from .snapshot import DataPosition, named, named_extras
 from .timing import CommitTiming, WriteWatch
 
 REPORT_EVERY_MS: Final = 100.0  # a fast loop must not flood the controller
@@ -107,6 +110,11 @@ class TrainingHost(Protocol):
 
     def now_ms(self) -> float:
         """Monotonic."""
+        ...
+
+    @property
+    def ring(self) -> Ring | None:
+        """Where the batches of the job's group lie; None: it is in none."""
         ...
 
 
@@ -274,6 +282,11 @@ class TrainingSession:
                     self._end_loop()
                 self._gate.leave()
             self._carried.leave("steps")
+
+    def shared(self, loader: Any, name: str, *, seed: int) -> SharedLoader:
+        """See ``pipeswitch.job.shared``."""
+        ring = self._host.ring
+        return SharedLoader(loader, name, seed=seed, step=lambda: self.step, ring=ring)
 
     def log(self, values: Mapping[str, Any]) -> None:
         """See ``pipeswitch.job.log``: numbers are read when they are due, or cheap to read."""

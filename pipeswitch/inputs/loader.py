@@ -1,0 +1,176 @@
+"""``job.shared``: a DataLoader whose batches are a function of seed, pass and index alone.
+
+So each job can make each batch by itself, at any time, bit for bit as the others would: one that
+was found in the ring, one that was not, and the next one of a job that resumes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from ..errors import SharedInputRefused
+from .randomness import generators_of, own_random, seed_all
+from .ring import Lent, Ring, private
+from .table import Label
+
+
+class SharedLoader:
+    """Iterates as its DataLoader does; ``job.steps`` resumes it at the next batch, exactly.
+
+    Attributes:
+        loaded, found: batches that this process has loaded itself, and that others had.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        name: str,
+        *,
+        seed: int,
+        step: Callable[[], int],
+        ring: Ring | None = None,
+    ) -> None:
+        """``step`` tells the job's; without a ``ring`` each batch is loaded here.
+
+        Raises:
+            SharedInputRefused: batches of this loader depend on what was loaded before.
+        """
+        _refuse(loader, name)
+        self._loader, self._name, self._seed, self._step, self._ring = (
+            loader, name, seed, step, ring
+        )  # fmt: skip
+        self._facts = {
+            "samples": str(len(loader.dataset)),
+            "batch_size": str(loader.batch_size),
+            "drop_last": str(loader.drop_last),
+            "sampler": type(loader.sampler).__name__,
+            "seed": str(seed),
+        }
+        self.loaded = self.found = 0
+        self._newest = (-1, 0)  # of the passes
+        self._outer: Callable[[], _Pass | None] = lambda: None
+        self._resumed: tuple[tuple[int, int], int] | None = None
+        self._lent: Lent | None = None
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._resumed is None:
+            step = self._step()
+            self._newest = (step, self._newest[1] + 1 if self._newest[0] == step else 0)
+            begun = _Pass(self, self._newest)
+        else:
+            (self._newest, skip), self._resumed = self._resumed, None
+            begun = _Pass(self, self._newest, skip)
+        outer = self._outer()
+        if outer is None or outer.is_over:  # else a loop in the body of a ``job.steps``
+            self._outer = weakref.ref(begun)
+        return begun
+
+    def state_dict(self) -> dict[str, Any]:
+        """The newest pass that is not inside another one; of ``job.steps``, at a commit point."""
+        outer = self._outer()
+        begins, batches = ((-1, 0), 0) if outer is None else (outer.begins, outer.batches)
+        return {"begins": list(begins), "batches": batches}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next iterator goes on there."""
+        step, before = state["begins"]
+        self._resumed = (step, before), state["batches"]
+
+    # ------------------------------------------------------------------------- of a pass
+
+    def _begin(self) -> Iterator[Any]:
+        """Lists of samples, in the order of the loader's own sampler."""
+        with own_random():
+            iter(self._loader)  # draws from the loader's generator, as in every pass
+        return iter(self._loader.batch_sampler)
+
+    def _get(self, begins: tuple[int, int], index: int, samples: list[Any]) -> Any:
+        if self._lent is not None and self._lent.is_written:
+            raise SharedInputRefused(
+                f'a batch of the shared input "{self._name}" was written in place before step '
+                f"{self._step()} ended",
+                hint="it is other jobs' too: write to a copy, x = x.clone()",
+            )
+        self._lent = None
+
+        def load() -> Any:
+            self.loaded += 1
+            with own_random():
+                seed_all(self._seed, begins, index, "samples")
+                return self._fetch(samples)
+
+        if self._ring is None:
+            self._lent = private(load())
+        else:
+            order = hashlib.sha256(repr((samples, self._facts)).encode()).hexdigest()[:32]
+            label = Label(self._name, begins, index, order)
+            self._lent = self._ring.get(label, self._facts, load)
+            self.found += self._lent.was_found
+        return self._lent.value
+
+    def _fetch(self, samples: list[Any]) -> Any:
+        """As a DataLoader without worker processes."""
+        dataset = self._loader.dataset
+        many = getattr(dataset, "__getitems__", None)
+        items = many(samples) if many else [dataset[sample] for sample in samples]
+        return self._loader.collate_fn(items)
+
+
+class _Pass:
+    """One iteration; ``begins`` and the index of a batch seed what is random in it."""
+
+    def __init__(self, owner: SharedLoader, begins: tuple[int, int], skip: int = 0) -> None:
+        self._owner, self.begins, self.batches = owner, begins, 0
+        self.is_over = False
+        self._order = owner._begin()
+        with own_random():
+            for _ in range(skip):
+                self._draw()
+
+    def __iter__(self) -> _Pass:
+        return self
+
+    def __next__(self) -> Any:
+        index = self.batches
+        try:
+            with own_random():
+                samples = self._draw()
+        except StopIteration:
+            self.is_over = True
+            raise
+        return self._owner._get(self.begins, index, samples)
+
+    def _draw(self) -> list[Any]:
+        seed_all(self._owner._seed, self.begins, self.batches, "order")
+        samples = list(next(self._order))
+        self.batches += 1
+        return samples
+
+
+def _refuse(loader: Any, name: str) -> None:
+    """SharedInputRefused, with what would do."""
+    why, hint = "", ""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        kind = type(getattr(loader, "dataset", loader)).__name__
+        why = f"a {kind} cannot be asked for any one sample"
+        hint = "give it a torch DataLoader over a dataset with __getitem__ and __len__"
+    elif loader.num_workers:
+        why = f"num_workers={loader.num_workers}"
+        hint = "num_workers=0: the jobs that share it load for each other"
+    elif loader.batch_sampler is None:
+        why, hint = "batch_size=None", "give the DataLoader a batch_size"
+    elif hasattr(loader, "state_dict") or hasattr(loader.dataset, "state_dict"):
+        why, hint = "its loader or dataset keeps a state of its own", "share a stateless one"
+    elif own := [*generators_of(loader.dataset), *generators_of(loader.collate_fn)]:
+        why = f"its dataset draws from a generator of its own ({own[0]})"
+        hint = "draw from torch's, numpy's or random's global one: here each batch seeds them"
+    if why:
+        raise SharedInputRefused(f'job.shared("{name}"): {why}', hint=hint)

@@ -1,0 +1,104 @@
+"""Random generators: the global ones, and those that hang on a loader."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+MAX_LOOKED_AT: Final = 500  # objects, on the way from a loader to the generators behind it
+MAX_DEPTH: Final = 5
+MAX_PARTS: Final = 32  # of a list or dict: longer ones are data
+GENERATORS: Final = (
+    torch.Generator, np.random.Generator, np.random.RandomState, random.Random
+)  # fmt: skip
+
+
+class RandomState:
+    """The global generators of torch, python and numpy (and of the CUDA device, if any)."""
+
+    def __init__(self, device: str) -> None:
+        self._torch = torch.get_rng_state()
+        self._python = random.getstate()
+        self._numpy: Any = np.random.get_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.startswith("cuda") else None
+
+    def restore(self, device: str) -> None:
+        """Put the generators back to where they were."""
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        if self._cuda is not None and device.startswith("cuda"):
+            torch.cuda.set_rng_state(self._cuda, device)
+
+    def values(self) -> tuple[Any, ...]:
+        """For ``tagged``: arrays instead of 625 python integers."""
+        kind, words, gauss = self._python
+        return (self._torch, (kind, np.array(words, np.uint32), gauss), self._numpy, self._cuda)
+
+    @classmethod
+    def from_values(cls, values: tuple[Any, ...]) -> RandomState:
+        """Inverse of ``values``."""
+        state = cls.__new__(cls)
+        state._torch, (kind, words, gauss), state._numpy, state._cuda = values
+        state._python = (kind, tuple(int(word) for word in words), gauss)
+        return state
+
+
+@contextlib.contextmanager
+def own_random() -> Iterator[None]:
+    """What the body draws from the global generators leaves the script's as they were."""
+    kept = RandomState("cpu")
+    try:
+        yield
+    finally:
+        kept.restore("cpu")
+
+
+def seed_all(*parts: object) -> None:
+    """Seed the global generators of torch (of the cpu), python and numpy by these."""
+    seed = int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 1
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFF_FFFF)
+
+
+def generators_of(loader: Any) -> dict[str, Any]:
+    """Random generators that hang on the loader: its own, its sampler's, its dataset's, ….
+
+    Follows attributes (``loader.dataset.transform.rng``) and short lists and dicts.
+
+    Returns:
+        By the path to it, each generator once.
+    """
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    todo: list[tuple[str, Any, int]] = [("loader", loader, 0)]
+    while todo and len(seen) < MAX_LOOKED_AT:
+        path, owner, depth = todo.pop(0)
+        if id(owner) in seen:
+            continue
+        seen.add(id(owner))
+        if isinstance(owner, GENERATORS):
+            found[path] = owner
+        elif depth < MAX_DEPTH:
+            todo += [(f"{path}.{name}", item, depth + 1) for name, item in _parts_of(owner)]
+    return found
+
+
+def _parts_of(owner: Any) -> list[tuple[str, Any]]:
+    """Where a generator may hang on ``owner``, with names that the next start finds too."""
+    if isinstance(owner, (list, tuple)) and len(owner) <= MAX_PARTS:
+        return [(str(index), item) for index, item in enumerate(owner)]
+    if type(owner) is dict and len(owner) <= MAX_PARTS:
+        return [(name, item) for name, item in owner.items() if isinstance(name, str)]
+    if isinstance(owner, (type, ModuleType, torch.Tensor)):
+        return []
+    attributes = getattr(owner, "__dict__", {})
+    return [(name, item) for name, item in attributes.items() if name != "_iterator"]

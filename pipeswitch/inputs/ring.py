@@ -1,0 +1,266 @@
+"""Batches in shared memory: a sealed memfd, a table in its head, locks that die with their owner.
+
+Each subscriber maps a batch for itself and copies on write, so what it writes reaches no other.
+The table lies in one of two halves; a word names the newer one, so a death in mid-write leaves the
+older one as it was.
+
+Locks are the kernel's, of a byte each, of an open file of this process's own: the table's; one for
+each subscriber's life; one for each while it loads, at which the others wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import mmap
+import os
+import struct
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from ..commits import tagged
+from .table import Entry, Found, Label, Load, Table, Wait, differs
+
+PAGE_BYTES: Final = mmap.PAGESIZE
+HALF_BYTES: Final = 256 << 10  # of the table: MAX_ENTRIES of a label with a long name
+HEAD_BYTES: Final = PAGE_BYTES + 2 * HALF_BYTES
+ALIGNED: Final = 64
+MAX_SUBSCRIBERS: Final = 64
+TABLE_LOCK, ALIVE, LOADING = 0, 1, 1 + MAX_SUBSCRIBERS  # bytes that are locked
+_FLOCK: Final = struct.Struct("hhqqi4x")  # struct flock of fcntl(2)
+
+_decoder = msgspec.msgpack.Decoder(Table)
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Lent:
+    """A batch, and what tells that a script has written to its tensors.
+
+    Attributes:
+        value: as the loader gave it.
+        was_found: another job had loaded it.
+    """
+
+    def __init__(self, value: Any, tensors: list[torch.Tensor], *, was_found: bool) -> None:
+        self.value = value
+        self.was_found = was_found
+        self._versions = [(tensor, tensor._version) for tensor in tensors]
+
+    @property
+    def is_written(self) -> bool:
+        """In place, by an operation of torch's."""
+        return any(tensor._version != version for tensor, version in self._versions)
+
+
+def private(value: Any) -> Lent:
+    """A batch of this process alone.
+
+    Raises:
+        InvalidInput: something in it could not be shared; names it.
+    """
+    parts = [part.source for part in tagged.encode(value)[1]]
+    return Lent(value, [p for p in parts if isinstance(p, torch.Tensor)], was_found=False)
+
+
+class Ring:
+    """One subscriber's side.
+
+    Args:
+        descriptor: of the memfd, writable; it is this object's.
+        job: the subscriber's name, for the others' errors.
+    """
+
+    def __init__(self, descriptor: int, job: str) -> None:
+        self._descriptor, self._job = descriptor, job
+        size_bytes = os.fstat(descriptor).st_size
+        self._capacity_bytes = (size_bytes - HEAD_BYTES) // PAGE_BYTES * PAGE_BYTES
+        # Locks belong to an open file: one that no child of the script inherits.
+        self._locks = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        os.register_at_fork(after_in_child=lambda: os.close(self._locks))
+        self._head = mmap.mmap(descriptor, HEAD_BYTES)
+        self._newer = memoryview(self._head)[:8].cast("q")
+        self._held: dict[int, weakref.ref[mmap.mmap]] = {}  # entries by id, in order
+        self._compared: set[str] = set()  # loaders whose batches were found to be the others'
+        self._me = self._join()
+
+    def get(self, label: Label, facts: dict[str, str], load: Callable[[], Any]) -> Lent:
+        """The batch: another job's, or what ``load`` gives, which the others find then.
+
+        Waits while another job loads it.
+
+        Raises:
+            SharedInputRefused: the jobs' loaders differ.
+            InvalidInput: something in the batch cannot be shared; names it.
+        """
+        if self._me is None:
+            return private(load())
+        while True:
+            self._keep_what_is_old()
+            with self._table() as table:
+                self._drop_the_dead(table)
+                answer = table.take(self._me, self._job, label, facts, list(self._held))
+                if isinstance(answer, Load):
+                    self._lock(LOADING + self._me, fcntl.F_WRLCK)
+            match answer:
+                case Found(entry=entry):
+                    return self._found(entry, load)
+                case Load(id=id):
+                    try:
+                        return self._loaded(id, load)
+                    finally:
+                        self._lock(LOADING + self._me, fcntl.F_UNLCK)
+                case Wait(subscriber=other):
+                    self._lock(LOADING + other, fcntl.F_RDLCK)
+                    self._lock(LOADING + other, fcntl.F_UNLCK)
+
+    # -- batches -------------------------------------------------------------------------------
+
+    def _loaded(self, id: int, load: Callable[[], Any]) -> Lent:
+        """Write the batch where others find it, if there is room; and lend it from there."""
+        entry = None
+        try:
+            value = load()
+            data, parts = tagged.encode(value)
+            head, places, size_bytes = _laid_out(data, parts)
+            with self._table() as table:
+                offset = table.place(id, size_bytes)
+            if offset is None or not self._has_memory(offset, size_bytes):
+                return private(value)
+            with (
+                mmap.mmap(self._descriptor, size_bytes, offset=HEAD_BYTES + offset) as target,
+                memoryview(target) as view,
+            ):
+                view[: len(head)] = head
+                for part, (start, size) in zip(parts, places, strict=True):
+                    view[start : start + size] = _bytes_of(part)
+            with self._table() as table:
+                entry = table.done(id)
+                return self._lent(entry, was_found=False)
+        finally:
+            if entry is None:
+                with self._table() as table:
+                    table.abandon(id)
+
+    def _has_memory(self, offset: int, size_bytes: int) -> bool:
+        """The machine has pages for it: else a write would be a SIGBUS."""
+        try:
+            os.posix_fallocate(self._descriptor, HEAD_BYTES + offset, size_bytes)
+        except OSError:
+            return False
+        return True
+
+    def _found(self, entry: Entry, load: Callable[[], Any]) -> Lent:
+        """The first of each loader is compared with what this process would have loaded."""
+        lent = self._lent(entry, was_found=True)
+        loader = entry.label.loader
+        if loader not in self._compared:
+            if not _same(lent.value, load()):
+                what = f"batch {entry.label.index} has other bytes"
+                raise differs(entry.label, "that loaded it", what)
+            self._compared.add(loader)
+        return lent
+
+    def _lent(self, entry: Entry, *, was_found: bool) -> Lent:
+        own = mmap.mmap(
+            self._descriptor, entry.size_bytes, flags=mmap.MAP_PRIVATE,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=HEAD_BYTES + entry.offset_bytes,
+        )  # fmt: skip
+        self._held[entry.id] = weakref.ref(own)
+        everything = torch.frombuffer(own, dtype=torch.uint8)
+        size = int.from_bytes(own[:8], "little")
+        content = json.loads(own[8 : 8 + size])
+        blobs = [everything[start : start + size] for start, size in content["places"]]
+        return Lent(tagged.decode(content["data"], blobs), [everything], was_found=was_found)
+
+    def _keep_what_is_old(self) -> None:
+        """A batch that is gone is held no more. Of those the script keeps, the last is what its
+        loop's variable names; an older one becomes a copy of this process's own."""
+        alive = {id: own for id, ref in self._held.items() if (own := ref()) is not None}
+        for id in list(alive)[:-1]:
+            with memoryview(alive.pop(id)) as view:
+                view[::PAGE_BYTES] = bytes(view[::PAGE_BYTES])  # a write copies the page
+        self._held = {id: weakref.ref(own) for id, own in alive.items()}
+
+    # -- the table -----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _table(self) -> Iterator[Table]:
+        """The table, this process's alone; kept unless the body raises."""
+        self._lock(TABLE_LOCK, fcntl.F_WRLCK)
+        try:
+            newer = self._newer[0]
+            start = PAGE_BYTES + newer % 2 * HALF_BYTES
+            size = int.from_bytes(self._head[start : start + 8], "little")
+            table = Table(self._capacity_bytes)
+            if newer:
+                table = _decoder.decode(self._head[start + 8 : start + 8 + size])
+            yield table
+            data = _encoder.encode(table)
+            assert len(data) + 8 <= HALF_BYTES
+            start = PAGE_BYTES + (newer + 1) % 2 * HALF_BYTES
+            self._head[start : start + 8 + len(data)] = len(data).to_bytes(8, "little") + data
+            self._newer[0] = newer + 1
+        finally:
+            self._lock(TABLE_LOCK, fcntl.F_UNLCK)
+
+    def _join(self) -> int | None:
+        """A number whose former owner, if any, is gone; None: there are too many."""
+        with self._table() as table:
+            for number in range(MAX_SUBSCRIBERS):
+                if self._try(ALIVE + number):
+                    table.drop(number)
+                    return number
+        return None
+
+    def _drop_the_dead(self, table: Table) -> None:
+        for other in table.subscribers() - {self._me}:
+            if self._try(ALIVE + other):
+                table.drop(other)
+                self._lock(ALIVE + other, fcntl.F_UNLCK)
+
+    def _lock(self, byte: int, kind: int) -> None:
+        fcntl.fcntl(self._locks, fcntl.F_OFD_SETLKW, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+
+    def _try(self, byte: int) -> bool:
+        order = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+        try:
+            fcntl.fcntl(self._locks, fcntl.F_OFD_SETLK, order)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def _laid_out(
+    data: Any, parts: list[tagged.Attachment]
+) -> tuple[bytes, list[tuple[int, int]], int]:
+    """The batch's head, where its attachments lie behind it, and the size in whole pages."""
+    head = json.dumps({"data": data, "places": []}).encode()
+    offset = 8 + len(head) + 64 * len(parts)  # two numbers each
+    places = []
+    for part in parts:
+        offset = -(-offset // ALIGNED) * ALIGNED
+        places.append((offset, part.size_bytes))
+        offset += part.size_bytes
+    head = json.dumps({"data": data, "places": places}).encode()
+    return len(head).to_bytes(8, "little") + head, places, -(-offset // PAGE_BYTES) * PAGE_BYTES
+
+
+def _bytes_of(part: tagged.Attachment) -> Any:
+    """Without a copy where the tensor is contiguous and of the cpu."""
+    source = part.source
+    if isinstance(source, torch.Tensor) and source.device.type == "cpu" and source.numel():
+        return source.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return part.read()
+
+
+def _same(found: Any, own: Any) -> bool:
+    """Bit by bit."""
+    (data, parts), (own_data, own_parts) = tagged.encode(found), tagged.encode(own)
+    if data != own_data:
+        return False
+    return all(a.read() == b.read() for a, b in zip(parts, own_parts, strict=True))

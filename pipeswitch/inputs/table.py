@@ -1,0 +1,208 @@
+"""Which batches lie in the ring, and for whom: every decision about shared input (ADR 32).
+
+A batch has a number that grows through a job's life: the job's step at which its pass began, and
+its index in the pass. A subscriber stands at the number it takes now and wants all behind that. So
+the ring keeps what is wanted soonest, and never overwrites what a live subscriber still holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from ..errors import SharedInputRefused
+
+MAX_ENTRIES: Final = 512  # so that a table fits in its half of the header
+READY: Final = -1
+
+
+class Label(msgspec.Struct, frozen=True):
+    """Which batch of which loader."""
+
+    loader: str
+    begins: tuple[int, int]  # the job's step when the pass began; passes over it before, at it
+    index: int  # in the pass
+    order: str  # tells of the samples in it, and of the loader's facts
+
+    @property
+    def number(self) -> int:
+        return self.begins[0] + self.index
+
+    @property
+    def place(self) -> tuple[str, tuple[int, int], int]:
+        return self.loader, self.begins, self.index
+
+
+class Entry(msgspec.Struct):
+    """A batch in the ring, or on its way into it."""
+
+    id: int
+    label: Label
+    loading: int = READY  # the subscriber that loads or writes it
+    offset_bytes: int = 0
+    size_bytes: int = 0  # 0: no place yet
+
+
+class Row(msgspec.Struct):
+    """Where one subscriber stands in one loader."""
+
+    subscriber: int
+    job: str
+    loader: str
+    facts: dict[str, str]
+    number: int
+    held: list[int]  # of entries: it maps them
+
+
+@dataclass(frozen=True)
+class Found:
+    entry: Entry
+
+
+@dataclass(frozen=True)
+class Wait:
+    subscriber: int  # it loads the batch now
+
+
+@dataclass(frozen=True)
+class Load:
+    id: int  # of the entry that the others wait for
+
+
+class Table(msgspec.Struct):
+    """What all subscribers read and write, one at a time; ``capacity_bytes`` is of all batches."""
+
+    capacity_bytes: int
+    last_id: int = 0
+    rows: list[Row] = []
+    entries: list[Entry] = []
+
+    def subscribers(self) -> set[int]:
+        """All that the table speaks of."""
+        loading = {entry.loading for entry in self.entries} - {READY}
+        return loading | {row.subscriber for row in self.rows}
+
+    def drop(self, subscriber: int) -> None:
+        """Its process is gone: it holds, wants and loads nothing. What it loaded stays."""
+        self.rows = [row for row in self.rows if row.subscriber != subscriber]
+        self.entries = [entry for entry in self.entries if entry.loading != subscriber]
+
+    def take(
+        self, subscriber: int, job: str, label: Label, facts: dict[str, str], held: Sequence[int]
+    ) -> Found | Wait | Load:
+        """What the subscriber, which still maps ``held``, shall do to have that batch.
+
+        Raises:
+            SharedInputRefused: its loader is another one than that of a live subscriber.
+        """
+        others = [
+            row for row in self.rows
+            if row.loader == label.loader and row.subscriber != subscriber
+        ]  # fmt: skip
+        same_place = [entry for entry in self.entries if entry.label.place == label.place]
+        entry = next((entry for entry in same_place if entry.label.order == label.order), None)
+        if others:
+            _refuse_others(label, facts, others[0])
+            if same_place and entry is None:
+                raise differs(label, others[0].job, f"the samples of batch {label.index}")
+        self.rows = [
+            row for row in self.rows
+            if (row.subscriber, row.loader) != (subscriber, label.loader)
+        ]  # fmt: skip
+        row = Row(subscriber, job, label.loader, facts, label.number, list(held))
+        self.rows.append(row)
+        if entry is None:
+            self.last_id += 1
+            self.entries.append(Entry(self.last_id, label, loading=subscriber))
+            return Load(self.last_id)
+        if entry.loading != READY:
+            return Wait(entry.loading)
+        row.held.append(entry.id)
+        return Found(entry)
+
+    def place(self, id: int, size_bytes: int) -> int | None:
+        """Where the batch that was loaded goes, with what it overwrites forgotten.
+
+        None: all that lies there is held, or wanted sooner. Then the batch is its loader's alone.
+        """
+        new = self.entry(id)
+        distance = self._distance(new)
+        staying = [entry for entry in self.entries if entry.size_bytes]
+        going = sorted(
+            (entry for entry in staying if self._may_go(entry, distance)),
+            key=lambda entry: (-self._distance(entry), entry.label.number),
+        )
+        while (offset := self._gap(staying, size_bytes)) is None and going:
+            staying.remove(going.pop(0))
+        if offset is None:
+            self.entries.remove(new)
+            return None
+        stays = {entry.id for entry in staying}
+        self.entries = [e for e in self.entries if not e.size_bytes or e.id in stays]
+        new.offset_bytes, new.size_bytes = offset, size_bytes
+        return offset
+
+    def done(self, id: int) -> Entry:
+        """The batch is written, and its loader holds it."""
+        entry = self.entry(id)
+        for row in self.rows:
+            if (row.subscriber, row.loader) == (entry.loading, entry.label.loader):
+                row.held.append(id)
+        entry.loading = READY
+        return entry
+
+    def abandon(self, id: int) -> None:
+        """The batch will not come: who waits for it loads it."""
+        self.entries = [entry for entry in self.entries if entry.id != id]
+
+    def entry(self, id: int) -> Entry:
+        return next(entry for entry in self.entries if entry.id == id)
+
+    def _may_go(self, entry: Entry, distance: float) -> bool:
+        is_held = any(entry.id in row.held for row in self.rows)
+        theirs = self._distance(entry)
+        is_less_wanted = theirs > distance or theirs == math.inf
+        return entry.loading == READY and not is_held and is_less_wanted
+
+    def _distance(self, entry: Entry) -> float:
+        """How many batches later the next subscriber wants it; infinity: none does."""
+        number = entry.label.number
+        return min(
+            (
+                number - row.number for row in self.rows
+                if row.loader == entry.label.loader and row.number <= number
+                and entry.id not in row.held and row.subscriber != entry.loading
+            ),
+            default=math.inf,
+        )  # fmt: skip
+
+    def _gap(self, staying: Sequence[Entry], size_bytes: int) -> int | None:
+        """The first place between those that stay."""
+        offset = 0
+        for entry in sorted(staying, key=lambda entry: entry.offset_bytes):
+            if entry.offset_bytes - offset >= size_bytes:
+                break
+            offset = entry.offset_bytes + entry.size_bytes
+        fits = offset + size_bytes <= self.capacity_bytes and len(staying) < MAX_ENTRIES
+        return offset if fits else None
+
+
+def differs(label: Label, job: str, what: str) -> SharedInputRefused:
+    return SharedInputRefused(
+        f'the shared input "{label.loader}" is another one than in job "{job}": {what}',
+        hint="give both jobs the same data, order and seed; or this input another name: "
+        'job.shared(loader, "other")',
+    )
+
+
+def _refuse_others(label: Label, facts: dict[str, str], other: Row) -> None:
+    unlike = [
+        f"{name} {value} here, {other.facts.get(name)} there"
+        for name, value in facts.items() if other.facts.get(name) != value
+    ]  # fmt: skip
+    if unlike:
+        raise differs(label, other.job, ", ".join(unlike))

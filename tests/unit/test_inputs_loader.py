@@ -1,0 +1,274 @@
+"""A shared loader's batches: those of the job alone, whoever loads them, wherever it resumes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from pipeswitch import job
+from pipeswitch.errors import InvalidInput, SharedInputRefused
+from pipeswitch.inputs.loader import SharedLoader
+from pipeswitch.inputs.ring import HEAD_BYTES, Ring
+from pipeswitch.ipc.board import sealed_memfd
+
+SAMPLES, BATCH = 40, 8
+PASS = SAMPLES // BATCH
+
+
+class Noisy(Dataset[tuple[torch.Tensor, int]]):
+    """Draws from the three global generators; counts what it is asked for."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.calls = 0
+        self.factor = factor
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.calls += 1
+        noise = torch.rand(100) + random.random() + float(np.random.rand())
+        return noise * self.factor, index
+
+
+def noisy(**options: Any) -> DataLoader[Any]:
+    return DataLoader(Noisy(), **{"batch_size": BATCH, "shuffle": True, **options})
+
+
+class Script:
+    """A job's side: its loader, its ring, its step."""
+
+    def __init__(self, descriptor: int, name: str, loader: Any = None, **options: Any) -> None:
+        self.step = 0
+        self.loader = loader or noisy()
+        ring = Ring(os.dup(descriptor), name) if descriptor >= 0 else None
+        options.setdefault("seed", 0)
+        self.shared = SharedLoader(
+            self.loader, "input", step=lambda: self.step, ring=ring, **options
+        )
+
+    def batches(self, count: int) -> Iterator[Any]:
+        """Passes one after the other, one batch at a time."""
+        while True:
+            for batch in self.shared:
+                yield batch
+                self.step += 1
+                if self.step == count:
+                    return
+
+
+def alone(count: int, **options: Any) -> list[Any]:
+    return [[part.clone() for part in batch] for batch in Script(-1, "", **options).batches(count)]
+
+
+def equal(one: Any, other: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    descriptor = sealed_memfd("test", HEAD_BYTES + (1 << 20))
+    yield descriptor
+    os.close(descriptor)
+
+
+def test_two_jobs_see_what_each_sees_alone_and_the_loader_runs_once(memory: int) -> None:
+    a, b = Script(memory, "a"), Script(memory, "b")
+    expected = alone(3 * PASS)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    for want, x, y in zip(expected, a.batches(15), b.batches(15), strict=True):
+        assert equal(x, want)
+        assert equal(y, want)
+    assert torch.equal(torch.get_rng_state(), before)  # the script's are left alone
+    assert (a.shared.loaded, a.shared.found) == (15, 0)
+    assert (b.shared.loaded, b.shared.found) == (1, 15)  # one, to compare
+    assert a.loader.dataset.calls == 3 * SAMPLES
+
+
+def test_a_loader_with_a_generator_of_its_own_gives_the_batches_of_its_plain_loop() -> None:
+    data = TensorDataset(torch.arange(SAMPLES).float())
+    plain, shared = (
+        DataLoader(data, BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
+        for _ in range(2)
+    )
+    script = Script(-1, "", shared)
+    expected = [batch for _ in range(3) for batch in plain]
+    for want, got in zip(expected, script.batches(3 * PASS), strict=True):
+        assert equal(got, want)
+
+
+def test_by_hand_the_batches_are_those_of_the_job() -> None:
+    job._install(None)
+    job._session.step = 0  # type: ignore[misc]
+    module = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    loader = job.shared(noisy())
+    seen = [
+        [part.clone() for part in batch]
+        for _ in job.epochs(2) for batch in job.steps(loader, model=module, optimizer=optimizer)
+    ]  # fmt: skip
+    assert all(map(equal, seen, alone(2 * PASS)))
+
+
+def test_a_job_resumes_at_its_next_batch_in_a_process_that_has_loaded_nothing(memory: int) -> None:
+    expected = alone(2 * PASS)
+    for stop in range(1, 2 * PASS):
+        first = Script(memory, "a")
+        batches = first.batches(2 * PASS)
+        kept = [next(batches) for _ in range(stop)][-1:]
+        state = first.shared.state_dict()
+        second = Script(memory, "a")
+        second.step = stop
+        if stop % PASS:
+            second.shared.load_state_dict(state)
+        assert all(map(equal, second.batches(2 * PASS), expected[stop:]))
+        assert equal(kept[0], expected[stop - 1])
+
+
+def test_a_pass_in_the_body_of_another_is_not_the_one_that_is_resumed() -> None:
+    script = Script(-1, "")
+    for index, _ in enumerate(script.shared):
+        list(script.shared)
+        assert script.shared.state_dict() == {"begins": [0, 0], "batches": index + 1}
+
+
+def test_other_jobs_keep_their_batches_where_one_is_killed_while_it_loads(memory: int) -> None:
+    """A child takes the first batch, begins the second, and dies there."""
+    expected = alone(PASS)
+    reading, writing = os.pipe()
+
+    def die(calls: Callable[[], int]) -> None:
+        if calls() > BATCH:
+            os.write(writing, b".")
+            signal.pause()
+
+    pid = os.fork()
+    if pid == 0:
+        victim = Script(memory, "a", DataLoader(Told(die), BATCH, shuffle=True))
+        list(victim.shared)
+        os._exit(1)
+    os.read(reading, 1)
+    survivor = Script(memory, "b").batches(PASS)
+    got = [next(survivor)]
+    os.kill(pid, signal.SIGKILL)  # without it the next batch would be waited for
+    os.waitpid(pid, 0)
+    assert all(map(equal, [*got, *survivor], expected))
+    os.close(reading)
+    os.close(writing)
+
+
+class Told(Noisy):
+    def __init__(self, tell: Callable[[Callable[[], int]], None]) -> None:
+        super().__init__()
+        self.tell = tell
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        sample = super().__getitem__(index)
+        self.tell(lambda: self.calls)
+        return sample
+
+
+def test_a_write_in_place_is_refused_and_reaches_no_other_job(memory: int) -> None:
+    a, b = Script(memory, "a"), Script(memory, "b")
+    for script in (a, b):
+        batches = script.batches(PASS)
+        x, _ = next(batches)
+        if script is b:
+            assert equal([x], [alone(1)[0][0]])
+        x[0].add_(1)
+        with pytest.raises(SharedInputRefused, match=r"written in place.*x = x.clone\(\)"):
+            next(batches)
+
+
+def test_a_batch_that_the_script_keeps_stays_as_it_was(memory: int) -> None:
+    a, b = Script(memory, "a"), Script(memory, "b")
+    kept = []
+    count = 60 * PASS  # some sixty times the ring
+    for x, _ in zip(a.batches(count), b.batches(count), strict=True):
+        if a.step % 50 == 0:
+            kept.append(x)
+    expected = alone(count)
+    assert all(map(equal, kept, expected[::50]))
+
+
+def test_what_does_not_fit_in_the_ring_is_each_job_s_own() -> None:
+    descriptor = sealed_memfd("test", HEAD_BYTES + 4096)
+    a, b = Script(descriptor, "a"), Script(descriptor, "b", noisy(batch_size=20))
+    assert all(map(equal, a.batches(PASS), alone(PASS)))
+    assert a.shared.found == 0
+    del b
+    os.close(descriptor)
+
+
+def test_jobs_with_another_order_batch_size_seed_or_bytes_are_refused(memory: int) -> None:
+    a = Script(memory, "a")
+    batches = a.batches(PASS)
+    next(batches)
+    for other, options, text in (
+        (noisy(batch_size=4), {}, "batch_size 4 here, 8 there"),
+        (noisy(shuffle=False), {}, "sampler SequentialSampler here"),
+        (noisy(), {"seed": 1}, "seed 1 here, 0 there"),
+        (DataLoader(Noisy(2.0), BATCH, shuffle=True), {}, "batch 0 has other bytes"),
+        (noisy(generator=torch.Generator().manual_seed(1)), {}, "the samples of batch 0"),
+    ):
+        with pytest.raises(SharedInputRefused, match=f'{text}.*job.shared\\(loader, "other"\\)'):
+            next(Script(memory, "b", other, **options).batches(1))
+    assert all(map(equal, batches, alone(PASS)[1:]))
+
+
+class Stateful(Noisy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = np.random.default_rng(0)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(9))
+
+
+@pytest.mark.parametrize(
+    ("loader", "text"),
+    [
+        ([1, 2], "a list cannot be asked.*give it a torch DataLoader"),
+        (DataLoader(Stream()), "a Stream cannot be asked"),
+        (noisy(num_workers=2), "num_workers=2.*num_workers=0"),
+        (noisy(batch_size=None), "batch_size=None"),
+        (DataLoader(Stateful(), BATCH), r"generator of its own \(loader.rng\)"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_at_once(loader: Any, text: str) -> None:
+    with pytest.raises(SharedInputRefused, match=text):
+        SharedLoader(loader, "input", seed=0, step=lambda: 0)
+
+
+def test_a_batch_of_other_things_is_refused_by_its_path() -> None:
+    def paths(samples: list[Any]) -> dict[str, Any]:
+        return {"x": samples, "path": Path("a.png")}
+
+    shared = SharedLoader(noisy(collate_fn=paths), "input", seed=0, step=lambda: 0)
+    with pytest.raises(InvalidInput, match=r"\$\['path'\]: a pathlib.* cannot be stored"):
+        next(iter(shared))
+
+
+def test_the_table_survives_a_death_in_the_middle_of_a_write(memory: int) -> None:
+    a = Script(memory, "a")
+    batches = a.batches(PASS)
+    next(batches)
+    ring = a.shared._ring
+    assert ring is not None
+    newer = ring._newer[0]
+    start = os.sysconf("SC_PAGESIZE") + (newer + 1) % 2 * (256 << 10)
+    ring._head[start : start + 64] = b"\xff" * 64  # the idle half, half written
+    assert Script(memory, "b").shared._ring is not None
+    assert all(map(equal, batches, alone(PASS)[1:]))
