@@ -168,7 +168,7 @@ def test_the_servers_log_holds_no_such_character(tmp_path: Path) -> None:
     root = logging.getLogger("pipeswitch")
     before = list(root.handlers), root.level, root.propagate
     try:
-        _log_to(tmp_path / "server.log")
+        _log_to(tmp_path / "server.log", 1 << 20)
         root.error("%s", "a\x1b[2J\u202eb")
     finally:
         for handler in [h for h in root.handlers if h not in before[0]]:
