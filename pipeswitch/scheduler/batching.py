@@ -56,11 +56,11 @@ def batch_for(device: DeviceState, replica: Replica, head: Request) -> Batch:
 
 def begins_at_ms(device: DeviceState, replica: Replica, batch: Batch) -> float:
     """Until when it waits for others: its oldest request for the delay, and none so long that its
-    deadline could not be met."""
+    deadline could not be met: the first that is measured waits for none."""
     batching = replica.built.batching
-    if batch.is_full or batching is None or not replica.is_on_device:
-        return device.core.now_ms
     compute_ms = _compute_ms(device, replica, batch.size)
+    if batch.is_full or batching is None or not replica.is_on_device or not compute_ms:
+        return device.core.now_ms
     oldest_ms = min(request.arrived_at_ms for request in batch.requests)
     due_ms = min(request.due_ms for request in batch.requests)
     return min(oldest_ms + batching.delay_ms, due_ms - compute_ms)

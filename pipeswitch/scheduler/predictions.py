@@ -70,12 +70,10 @@ class ByBatch:
         return self._of[self._batches[index - 1]] if index else None
 
     def at_most_ms(self, batch: int) -> float:
-        """As that one's, and where it was not measured as many rows more as it has."""
+        """As the nearest smaller one's, as many rows more as it has; else as the nearest larger."""
         index = bisect.bisect_right(self._batches, batch)
-        if not index:
-            return 0.0
-        known = self._batches[index - 1]
-        return self._of[known].p95 * batch / known
+        known = self._batches[max(0, index - 1)]
+        return self._of[known].p95 * max(1.0, batch / known)
 
 
 class Least(NamedTuple):

@@ -15,6 +15,7 @@ from pipeswitch.programs.dims import Dim
 from pipeswitch.programs.layout import Batching, ValueSpec
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
+from pipeswitch.scheduler.predictions import Predictions
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.simulator.programs import program_of
 from pipeswitch.simulator.world import World
@@ -193,6 +194,22 @@ def test_one_waits_no_longer_than_its_deadline_allows() -> None:
     server.run()
     assert server.error(token) is None
     assert server.end_ms(token) == COMPUTE_MS + 2.0
+
+
+def test_before_a_model_is_measured_a_deadline_within_the_delay_is_kept() -> None:
+    server = Server()
+    server.scheduler.machine.devices[0].state.predictions.forget("waits")
+    token = server.ask("waits", deadline_ms=DELAY_MS - 1.0)
+    server.run(server.now_ms + 100.0)
+    assert server.error(token) is None
+    assert [at_ms for at_ms, _ in server.runs] == [0.0]
+
+
+def test_few_rows_are_taken_to_cost_at_most_what_more_did() -> None:
+    predictions = Predictions()
+    predictions.computed("m", 4, 8.0, now_ms=0.0)
+    asked = [predictions.at_most_ms("m", batch) for batch in (1, 4, 6)]
+    assert asked == [8.0, 8.0, 12.0]
 
 
 def test_none_is_joined_that_would_make_another_late() -> None:
