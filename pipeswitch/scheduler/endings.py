@@ -33,16 +33,16 @@ class Endings:
 
     def done(self, worker: Worker, message: InferenceDone) -> None:
         """Outputs lie in the reply slab: answer with the bill."""
+        core, device = self._core, self._device
+        task = self._task(worker, message.epoch)
+        if task is not None and len(message.joined_outputs) != len(task.joined):
+            # Until it is reaped it may write to their slabs: not before are they tried again.
+            device.kill(worker, "it answered other requests than it was given")
+            return
         ended = self._end(worker, message.epoch)
         if ended is None:
             return
         activation, requests, replica = ended
-        core, device = self._core, self._device
-        if len(message.joined_outputs) != len(activation.joined):
-            error = TaskFailed("its worker answered other requests than it was given")
-            self._run_failed(activation, requests, replica, error)
-            device.kill(worker, "it answered other requests than it was given")
-            return
         replica.model.deaths = 0
         replica.longest_ms = max(replica.longest_ms, core.now_ms - activation.began_at_ms)
         worker.deaths = 0
@@ -132,25 +132,24 @@ class Endings:
         self, worker: Worker, epoch: Epoch
     ) -> tuple[Activation, list[Request], Replica] | None:
         """Take the activation of that epoch off the device; None for a late message."""
-        device = self._device
+        device, activation = self._device, self._task(worker, epoch)
+        if activation is None:
+            return None
         # Its turn was raised by the parked worker, whose own message is still on its way; or it
         # failed before it had the turn. Either way it computes no more.
-        if device.current is not None and (device.current.epoch, device.current.slot) == (
-            epoch,
-            worker.slot,
-        ):
-            activation, device.current = device.current, None
-        elif device.upcoming is not None and (device.upcoming.epoch, device.upcoming.slot) == (
-            epoch,
-            worker.slot,
-        ):
-            activation, device.upcoming = device.upcoming, None
+        if activation is device.current:
+            device.current = None
         else:
-            return None
+            device.upcoming = None
         worker.state.apply(WorkerEvent.TASK_ENDED, f"epoch {epoch}")
         replica = device.replicas[activation.model]
         self._residents.unused(replica)
         return activation, self._requests(activation), replica
+
+    def _task(self, worker: Worker, epoch: Epoch) -> Activation | None:
+        """The activation of that epoch, if it is this worker's."""
+        tasks = (self._device.current, self._device.upcoming)
+        return next((a for a in tasks if a and (a.epoch, a.slot) == (epoch, worker.slot)), None)
 
     def _requests(self, activation: Activation) -> list[Request]:
         """Those that it computes, in the order of their rows."""
