@@ -137,7 +137,10 @@ def to_frames(given: Any) -> tuple[tuple[WireTensor, ...], list[Any], bool]:
     Raises:
         InvalidInput: a dtype that does not travel, or too many.
     """
-    named = _named(given)
+    try:
+        named = _named(given)
+    except RecursionError:  # a list that is in itself
+        raise InvalidInput("the inputs nest without end") from None
     if len(named) > MAX_TENSORS:
         raise InvalidInput(f"{len(named)} inputs are more than {MAX_TENSORS}")
     headers, frames, wants_torch = [], [], False

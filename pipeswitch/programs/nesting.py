@@ -21,7 +21,7 @@ Tree = Any
 
 MAX_DEPTH: Final = 16
 MAX_PARTS: Final = 1024  # of one tree, its Nones and empty lists too
-MAX_KEY_CHARS: Final = 256
+MAX_KEY_CHARS: Final = 128  # a tree of the longest is in each answer's header, of at most 1 MiB
 
 
 def items_of(value: Any) -> tuple[str, list[tuple[Any, Any]]] | None:
@@ -122,7 +122,9 @@ def _children(tree: Tree, part: str) -> Sequence[Tree]:
     match tree:
         case {"list": [*items], **more} | {"tuple": [*items], **more} if not more:
             return items
-        case {"dict": [*pairs], **more} if not more and all(map(_is_pair, pairs)):
+        case {"dict": [*pairs], **more} if not more and all(map(_is_pair, pairs[: MAX_PARTS + 1])):
+            if len(pairs) > MAX_PARTS:
+                _refuse(part, f"a dict of more than {MAX_PARTS} parts")
             if len({key for key, _ in pairs}) != len(pairs):
                 _refuse(part, "a dict has a key twice")
             return [item for _, item in pairs]

@@ -18,15 +18,23 @@ from pipeswitch.client.connection import Reply
 from pipeswitch.client.tensors import Result, Timing, from_reply, to_frames
 from pipeswitch.errors import InvalidInput, RegistrationRefused, RemoteProtocolError
 from pipeswitch.frontend.admission import Body, check_infer
+from pipeswitch.frontend.replies import reply_frames
 from pipeswitch.ipc.messages import ModelName
 from pipeswitch.programs.build.naming import Flat, named_inputs
-from pipeswitch.programs.bundle import Graph, ValueSpec, decode_graph, encode_graph
+from pipeswitch.programs.bundle import MAX_NAME_CHARS, Graph, ValueSpec, decode_graph, encode_graph
 from pipeswitch.programs.layout import Manifest
-from pipeswitch.programs.nesting import MAX_DEPTH, MAX_PARTS, check_tree, flatten, unflatten
+from pipeswitch.programs.nesting import (
+    MAX_DEPTH,
+    MAX_KEY_CHARS,
+    MAX_PARTS,
+    check_tree,
+    flatten,
+    unflatten,
+)
 from pipeswitch.programs.spec import load_manifest, save_manifest
 from pipeswitch.programs.values import nested_outputs
 from pipeswitch.scheduler.events import Announce
-from pipeswitch.wire.frames import RequestHeader, WireTensor
+from pipeswitch.wire.frames import MAX_TENSORS, RequestHeader, WireTensor, decode_reply
 
 
 class Leaf:
@@ -103,6 +111,8 @@ def deep(levels: int) -> Any:
         {"dict": {"k": "a"}},
         deep(MAX_DEPTH + 1),
         {"list": ["a", *[None] * MAX_PARTS]},
+        {"dict": [["k", "a"], *[[n, None] for n in range(MAX_PARTS)]]},
+        {"dict": [["k" * (MAX_KEY_CHARS + 1), "a"]]},
     ],
 )
 def test_a_tree_that_is_none_is_refused_wherever_it_comes_from(tree: Any, tmp_path: Path) -> None:
@@ -176,6 +186,42 @@ X, H, C = (np.full(2, n, "float32") for n in range(3))
 class State:
     h: Any
     c: Any
+
+
+def test_an_answer_with_the_largest_tree_is_a_header_that_its_client_reads() -> None:
+    half, first = MAX_KEY_CHARS // 2, 0x1F600
+    keys = [chr(first + n // 64) * half + chr(first + n % 64) * half for n in range(MAX_PARTS - 1)]
+    names = [chr(first + n) * MAX_NAME_CHARS for n in range(MAX_TENSORS)]
+    leaves = [*names, *[None] * (len(keys) - len(names))]
+    tree = {"dict": [[key, leaf] for key, leaf in zip(keys, leaves, strict=True)]}
+    check_tree(tree, "output", names)
+    outputs = tuple(
+        WireTensor(name=name, dtype="float32", shape=(1,), frame=n) for n, name in enumerate(names)
+    )
+    magic, header = reply_frames("1", body={"returns": tree}, outputs=outputs)
+    frames = [magic, header, *[bytes(4)] * len(names)]
+    assert decode_reply(frames).body["returns"] == tree
+
+
+def test_a_list_that_is_in_itself_is_no_input() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    for endless_one in (endless, {"x": endless}, {"x": {"y": endless}, "z": X}):
+        with pytest.raises(InvalidInput):
+            to_frames(endless_one)
+
+
+def test_of_a_dict_of_too_many_few_are_looked_at() -> None:
+    seen = []
+
+    class Key(str):
+        def __len__(self) -> int:
+            seen.append(self)
+            return 1
+
+    with pytest.raises(RegistrationRefused, match="parts"):
+        check_tree({"dict": [[Key(n), None] for n in range(9 * MAX_PARTS)]}, "output", [])
+    assert len(seen) < 2 * MAX_PARTS
 
 
 @pytest.mark.parametrize(
