@@ -82,8 +82,7 @@ class Jobs:
         for job in list(self) if len(self.homes) > 1 else ():
             home = self.home(job)
             is_waiting = job.state.state in WAITING or home.state.is_given_up
-            has_process = any(worker.job == job.name for worker in home.state.workers.values())
-            if not is_waiting or has_process or job.copying_epoch or job.is_persisting:
+            if not is_waiting or self.has_process(job) or job.copying_epoch or job.is_persisting:
                 continue
             target = self.homes[self.place(job, home.state.index)]
             if target is not home:
@@ -92,6 +91,15 @@ class Jobs:
                 target.state.jobs[job.name] = job
                 target.commits.enters(job)
                 self._publish(job, "job.placed")
+
+    def has_process(self, job: Job) -> bool:
+        """Whether a process of this job lives, on any device, be it one that is about to leave.
+
+        A job never has two: the old one's slice is released by name when it is reaped, and it
+        may still hold the job's log and commits.
+        """
+        workers = (worker for home in self.homes for worker in home.state.workers.values())
+        return any(worker.job == job.name for worker in workers)
 
     def train(self, event: TrainAsked) -> None:
         """Accept a job; it is answered as soon as it is on the books."""

@@ -84,15 +84,7 @@ class Training:
         A commit that is still being copied is the one to resume from: a script that began before
         the flip would start from the one before it, and could commit an older step over it.
         """
-        return self._has_process(job) or bool(job.copying_epoch)
-
-    def _has_process(self, job: Job) -> bool:
-        """Whether a process of this job lives, be it one that is about to leave.
-
-        A job never has two: the old one's slice is released by name when it is reaped, and it
-        may still hold the job's log and commits.
-        """
-        return any(worker.job == job.name for worker in self._device.workers.values())
+        return self._jobs.has_process(job) or bool(job.copying_epoch)
 
     def _waiting_behind(self, running: Job) -> bool:
         """Whether another job wants the device, or memory the running one may have."""

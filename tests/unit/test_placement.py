@@ -198,6 +198,27 @@ def test_a_job_goes_to_a_free_device_when_its_process_is_gone_and_not_before() -
     assert (job.state.state, job.step) == (TaskState.DONE, 60)
 
 
+def test_a_job_of_a_name_begins_when_the_process_of_the_one_before_is_gone_from_any_device() -> (
+    None
+):
+    server = Server()
+    training = Training(steps=6, slice_bytes=4 * MIB, state_bytes=MIB, step_ms=100.0)
+    for name, steps in (("j", 60), ("k", 15), ("l", 60)):
+        server.world.clients.train(name, replace(training, steps=steps))  # type: ignore[arg-type]
+    first, second = (device.state for device in server.scheduler.machine.devices)
+    server.world.run(server.world.now_ms + 1600.0)  # both have begun, and k is over
+    server.world.clients.ask(JobName("j"), "cancel")
+    while first.jobs[JobName("j")].state.state is not TaskState.CANCELLED:
+        server.world.run(server.world.now_ms + 1.0)
+    server.world.clients.train(JobName("j"), training)
+    job = second.jobs[JobName("j")]
+    while any(worker.job == "j" for worker in first.workers.values()):
+        assert job.state.state is TaskState.QUEUED
+        server.world.run(server.world.now_ms + 0.1)
+    server.world.run()
+    assert job.state.state is TaskState.DONE
+
+
 def test_a_job_moves_where_it_is_told_without_a_step_lost() -> None:
     server = Server()
     server.world.clients.train(
