@@ -12,6 +12,7 @@ import contextlib
 import os
 import re
 import stat
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -37,7 +38,10 @@ class _Region:
     key: str
     offset_bytes: int
     size_bytes: int
-    descriptor: int  # open for reading
+    descriptor: int  # open for reading, as long as this is used: a thread may be reading still
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, os.close, self.descriptor)
 
     def row(self, name: str) -> dict[str, Any]:
         """As the protocol's status has it."""
@@ -58,8 +62,6 @@ class Regions:
         self._regions: dict[tuple[str, str], _Region] = {}
 
     def close(self) -> None:
-        for region in self._regions.values():
-            os.close(region.descriptor)
         self._regions.clear()
 
     def register(self, caller: Standing, name: str, fields: Mapping[str, Any]) -> None:
@@ -99,7 +101,7 @@ class Regions:
         require_role(caller, Role.CODE, WHAT)
         for tenant, known in list(self._regions):
             if tenant == caller.tenant and name in ("", known):
-                os.close(self._regions.pop((tenant, known)).descriptor)
+                del self._regions[tenant, known]
 
     def rows(self, caller: Standing, name: str = "") -> list[dict[str, Any]]:
         """One, or all of the caller's.

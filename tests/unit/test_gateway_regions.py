@@ -66,6 +66,35 @@ def test_regions_are_listed_and_forgotten_by_name_or_all(regions: Regions) -> No
     assert regions.rows(OWNER) == []
 
 
+def test_a_region_that_is_forgotten_while_it_is_read_is_read_to_its_end(
+    regions: Regions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its descriptor's number would be the next file's."""
+    preadv, begun = os.preadv, []
+
+    def in_pieces(descriptor: int, buffers: Any, offset: int) -> int:
+        if not begun:
+            regions.unregister(OWNER, "part")
+            begun.append((tmp_path / "other").open("wb+"))
+            os.truncate(tmp_path / "other", SIZE)
+        return preadv(descriptor, [buffers[0][:10]], offset)
+
+    monkeypatch.setattr(os, "preadv", in_pieces)
+    (frame,) = regions.filled(OWNER, asked(at(0, 30))).frames
+    begun[0].close()
+    assert bytes(frame) == bytes(range(30))
+
+
+def test_the_files_of_regions_are_closed(regions: Regions) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    regions.register(OWNER, "another", {"key": KEY, "byte_size": 1})
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    regions.unregister(OWNER, "another")
+    assert len(os.listdir("/proc/self/fd")) == before
+    regions.close()
+    assert len(os.listdir("/proc/self/fd")) == before - 2
+
+
 def test_no_caller_sees_anothers_region(regions: Regions) -> None:
     assert regions.rows(OTHER) == []
     for request in (asked(at(0, 1)), asked(output=at(0, 1))):
