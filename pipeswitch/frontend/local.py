@@ -78,6 +78,7 @@ class LocalPeer:
         self.routing_id = b"local" + number.to_bytes(8, "little")
         self._shares = shares
         self._has_share = self._owes_share = False
+        self._is_mapped = False  # the client wrote into the share: it has our half of it too
         self._lent: deque[int] = deque()  # places of our parts that the client has not taken yet
         self._taken_count = 0  # of all that it took
         self._begun: Outgoing | None = None  # leaves now
@@ -126,6 +127,7 @@ class LocalPeer:
             if self.is_closed:  # by what an earlier one led to
                 return
             self._took(message.taken_count)
+            self._is_mapped |= bool(message.shared)
             if message.parts:
                 yield message
             else:
@@ -190,7 +192,7 @@ class LocalPeer:
                 return
 
     def _begin(self, frames: Sequence[Any]) -> None:
-        share = self._stream.share
+        share = self._stream.share if self._is_mapped else None
         table, inline = [], []
         for number, part in enumerate(frames[1:]):
             size = len(part)

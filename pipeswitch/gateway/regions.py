@@ -24,8 +24,9 @@ from .callers import require_role
 from .oip import InferRequest, Output, Place
 from .refusals import NotFound, TooLarge
 
-FOLDER: Final = "/dev/shm"  # nosec B108 - where shm_open(3) keeps its files
-MAX_REGIONS: Final = 256
+# Where shm_open(3) keeps its files.
+FOLDER: Final = "/dev/shm"  # nosec B108
+MAX_REGIONS: Final = 256  # of all callers
 MAX_NAME: Final = 256
 WHAT: Final = "to name shared memory"
 # As shm_open takes it: one slash at most, at the front.

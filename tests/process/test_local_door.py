@@ -395,6 +395,16 @@ def test_descriptors_that_a_peer_sends_are_closed(server: FakeScheduler, peer: R
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_client_that_could_not_map_its_share_is_answered_through_the_socket(
+    server: FakeScheduler, peer: Raw
+) -> None:
+    peer.greeted()
+    peer.stream.share = None
+    x: Any = ({"name": "", "dtype": "float32", "shape": (1, WIDTH), "frame": 0},)
+    peer.send(bytes(4 * WIDTH), op="infer", model="double", inputs=x)
+    assert bytes(peer.hear().parts[2]) == bytes(4 * WIDTH)
+
+
 STRANGER = """
 import os, socket, sys
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
