@@ -402,6 +402,7 @@ class ModelConfig(_Checked):
     inputs: tuple[str, ...] = _setting((), "like x=8x3x224x224:float32")
     priority: str = _setting("normal", "high, normal or low", choices=tuple(PRIORITIES))
     pin: bool = _setting(False, "keep on the device")
+    devices: tuple[str, ...] = _setting((), "of several, those that may serve it; empty: all")
     max_batch: int = _setting(0, "largest dynamic batch; 0: 64", low=0)
     batch: int = _setting(0, "waiting requests are joined up to this batch; 0: never", low=0)
     batch_delay_ms: float = _setting("0", "for so long one waits for others to join", parse_ms)

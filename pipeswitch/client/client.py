@@ -190,6 +190,7 @@ class Client:
         max_batch: int = 0,
         batch: int = 0,
         batch_delay_ms: float = 0.0,
+        devices: Sequence[str] = (),
         progress: Progress | None = None,
     ) -> dict[str, Any]:
         """Make a model servable; returns when requests for it are accepted.
@@ -218,6 +219,7 @@ class Client:
                 0: never. Each sees its own answer alone; ``show`` says whether its last bits
                 depend on the batch (``batching``).
             batch_delay_ms: for so long a request waits for others though the device is free.
+            devices: of several of the server, those that may serve it; none: all.
             progress: called as the work proceeds; what it raises ends the wait, not the work.
 
         Raises:
@@ -251,6 +253,7 @@ class Client:
                 "max_batch": max_batch,
                 "batch": batch,
                 "batch_delay_ms": batch_delay_ms,
+                **({"devices": list(devices)} if devices else {}),
             },
             is_safe=True,  # the same registration again is a no-op
             on_progress=_progress_caller(progress),

@@ -46,6 +46,7 @@ from ..ipc.messages import JobName, ModelName
 from ..machine import available_bytes, cpu_count, processor_name
 from ..planning.profile import Identity
 from ..programs.signature import parse_input
+from ..programs.spec import devices_of
 from ..sandbox.confine import missing
 from ..scheduler.events import (
     DrainAsked,
@@ -558,6 +559,7 @@ class Server:
                     priority=entry["priority"],
                     is_pinned=entry["pin"],
                     tenant=entry["tenant"],
+                    devices=devices_of(entry["spec"]),
                     is_known=True,
                     restored=self._effects.builds.manifest_of(entry["digest"]),
                 )
@@ -606,8 +608,9 @@ class Server:
         )
         inputs = dict(parse_input(text) for text in model.inputs)
         spec, digest = permissions.encode_spec(
-            model.name, source, inputs, None, model.max_batch, model.batch, model.batch_delay_ms
-        )
+            model.name, source, inputs, None, model.max_batch, model.batch, model.batch_delay_ms,
+            model.devices,
+        )  # fmt: skip
         return RegisterAsked(
             token=self._token(),
             model=ModelName(model.name),
@@ -615,6 +618,7 @@ class Server:
             spec_digest=digest,
             priority=PRIORITIES[model.priority],
             is_pinned=model.pin,
+            devices=model.devices,
         )
 
 

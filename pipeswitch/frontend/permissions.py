@@ -158,6 +158,7 @@ def encode_spec(
     max_batch: int,
     batch: int,
     batch_delay_ms: float,
+    devices: tuple[str, ...],
 ) -> tuple[bytes, str]:
     """msgpack of the BuildSpec, and a digest that is equal for an equal request.
 
@@ -184,6 +185,7 @@ def encode_spec(
         batch=batch,
         batch_delay_ms=batch_delay_ms,
         allow_module_mode=checked.is_code,
+        devices=devices,
     )
     packed = msgspec.msgpack.encode(spec)
     digest = hashlib.sha256(packed)

@@ -109,9 +109,10 @@ class Verbs:
         is_pinned = body.flag("pin")
         if is_pinned:
             standing.require(Role.OPERATE, "to pin a model")
+        devices = body.texts("devices")
         spec, digest = permissions.encode_spec(
             name, source, inputs, takes, body.count("max_batch", 0), body.count("batch", 0),
-            body.number("batch_delay_ms", 0.0, MAX_BATCH_DELAY_MS),
+            body.number("batch_delay_ms", 0.0, MAX_BATCH_DELAY_MS), devices,
         )  # fmt: skip
         body.done()
         return lambda token: RegisterAsked(
@@ -122,6 +123,7 @@ class Verbs:
             priority=priority,
             is_pinned=is_pinned,
             tenant=standing.tenant,
+            devices=devices,
         )
 
     def _train(self, header: RequestHeader, standing: Standing) -> Asked:

@@ -41,12 +41,21 @@ class BuildSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     batch_delay_ms: float = 0.0  # for which one waits for others
     allow_module_mode: bool = False
     bucket_bytes: int = 0  # 0: grouping's default
+    devices: tuple[str, ...] = ()  # of the server that may serve it; none named: all
 
 
 def files_of(spec: bytes) -> list[Path]:
     """The files that an encoded spec names; uploads among them."""
     decoded = msgspec.msgpack.decode(spec, type=BuildSpec)
     return [Path(text) for text in (decoded.source, decoded.weights) if os.path.isabs(text)]
+
+
+def devices_of(spec: bytes) -> tuple[str, ...]:
+    """Those that an encoded spec limits its model to; none: it does not, or is no spec."""
+    try:
+        return msgspec.msgpack.decode(spec, type=BuildSpec).devices
+    except msgspec.DecodeError:
+        return ()
 
 
 def needs_more(spec: bytes) -> bool:

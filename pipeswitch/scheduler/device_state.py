@@ -68,7 +68,7 @@ class DeviceState:
         )
 
     def may_serve(self, model: Model) -> bool:
-        """Whether its owner allows this device."""
+        """Whether it was registered for this device."""
         return not model.devices or self.settings.device in model.devices
 
     def job_of(self, worker: Worker, epoch: int) -> Job | None:

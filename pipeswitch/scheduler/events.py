@@ -65,6 +65,7 @@ class RegisterAsked:
     is_pinned: bool
     client: str = ""  # builds take turns among clients; empty: the server's own
     tenant: str = ""  # whose model it will be; empty: the server's owner's
+    devices: tuple[str, ...] = ()  # that may serve it; none named: all
     is_known: bool = False  # of an earlier server, as the journal has it
     restored: Manifest | None = None  # then: requests come, and wait for the build
 

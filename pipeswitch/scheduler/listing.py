@@ -87,6 +87,7 @@ class Listing:
                 "batching": msgspec.to_builtins(manifest.batching),
             }
         if len(self._machine.devices) > 1:
+            row["devices"] = list(model.devices)
             row["on"] = [
                 device.state.label
                 for device in self._machine.devices

@@ -9,6 +9,7 @@ import msgspec
 from ..errors import (
     AlreadyExists,
     Cancelled,
+    InvalidInput,
     ModelNotFound,
     PermissionDenied,
     PipeSwitchError,
@@ -105,6 +106,12 @@ class Registry:
             )
             core.refuse(event.token, error)
             return
+        names = [device.state.settings.device for device in self._machine.devices]
+        unknown = [name for name in event.devices if name not in names]
+        if unknown and not event.is_known:
+            hint = f"one of {', '.join(names)}"
+            core.refuse(event.token, InvalidInput(f'no device "{unknown[0]}" here', hint=hint))
+            return
         limit = core.settings.max_waiting_builds
         waiting = sum(one.client == event.client for one in self._waiting_builds)
         if event.client and waiting >= limit:
@@ -133,6 +140,7 @@ class Registry:
             is_pinned=False,
             client=self.registrations[before.name].client,
             tenant=before.tenant,
+            devices=before.devices,
         )
         self._begin(event, () if token is None else (token,), takes_over=True)
         return self._machine.models[event.model]
@@ -160,6 +168,7 @@ class Registry:
             base=base,
             version=version,
             tenant=event.tenant,
+            devices=event.devices,
             manifest=event.restored,
         )
         self.registrations[model.name] = registration

@@ -45,14 +45,20 @@ class SimulatedClients:
             self.outcomes["ok" if error is None else type(error).__name__] += 1
 
     def register(
-        self, model: ModelName, program: Program, *, priority: int = 1, pin: bool = False
+        self,
+        model: ModelName,
+        program: Program,
+        *,
+        priority: int = 1,
+        pin: bool = False,
+        devices: tuple[str, ...] = (),
     ) -> ev.Token:
         """A model. Known under that name, it is what it was: a name's program never changes."""
         known = self._scene.programs.setdefault(model, program)
         spec, token = known.manifest.digest, self.token()
         self._handle(
             ev.RegisterAsked(token=token, model=model, spec=spec.encode(), spec_digest=spec,
-                             priority=priority, is_pinned=pin)
+                             priority=priority, is_pinned=pin, devices=devices)
         )  # fmt: skip
         return token
 

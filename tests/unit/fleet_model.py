@@ -260,7 +260,10 @@ class World(simulator.World):
         if self.random.random() < self.profiled:
             layer_ms = self.random.choice((1.0, 12.0, 40.0))
             found = (Found("found.json", profile_of(name, program.manifest, layer_ms)),)
-        return self.clients.register(name, replace(program, profiles=found), pin=pin)
+        names = [device.state.settings.device for device in self.scheduler.machine.devices]
+        only = (names[-1],) if len(names) > 1 and name.endswith("3") else ()
+        program = replace(program, profiles=found)
+        return self.clients.register(name, program, pin=pin, devices=only)
 
     def infer(self, name: str, *, priority: int = 1, deadline_ms: float | None = None) -> int:
         return self.clients.infer(name, priority=priority, deadline_ms=deadline_ms)

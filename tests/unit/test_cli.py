@@ -532,3 +532,10 @@ def test_ui_says_what_to_type_to_a_stranger_and_where_there_is_no_page(
     about.pop("http")
     answering(monkeypatch, about=lambda: about)
     assert "serve --http" in run("ui")[2]
+
+
+def test_ps_has_a_column_for_the_device_where_there_are_several() -> None:
+    row = {"name": "m", "kind": "model", "state": "resident", "worker": None}
+    assert "ON" not in [column.header for column in views.ps_table([row]).columns]
+    headers = [column.header for column in views.ps_table([{**row, "on": "cpu:1"}]).columns]
+    assert headers[:6] == ["MODEL/JOB", "KIND", "STATE", "WORKER", "ON", "DEVICE"]

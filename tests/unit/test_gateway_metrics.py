@@ -113,6 +113,27 @@ def test_device_time_is_told_by_kind_and_idle_time_never_sinks() -> None:
     assert found["pipeswitch_job_preempted_seconds_total", "j"] == 1.5
 
 
+def test_several_devices_are_told_apart() -> None:
+    metrics, name = Metrics(has_nv_names=True), "pipeswitch_device_seconds_total"
+    told(metrics, of_two(spent(facts(), 10.0, infer=1.0), 1.0, 0.0))
+    found = told(metrics, of_two(spent(facts(), 20.0, infer=6.0), 2.0, 4.0))
+    assert found[name, "cpu:0", "infer"] == 2.0
+    assert (found[name, "cpu:0", "idle"], found[name, "cpu:1", "idle"]) == (18.0, 16.0)
+    assert found["pipeswitch_device_inferences_total", "cpu:1"] == 7
+    assert found["pipeswitch_device_ready", "cpu:1"] == 0
+    assert found["nv_gpu_utilization", "cpu"] == 0.25  # 5 s of 10 on each of two
+
+
+def of_two(facts: dict[str, Any], *infer_s: float) -> dict[str, Any]:
+    """Facts of a server whose devices have computed requests for so long."""
+    rows = [
+        {"device": f"cpu:{index}", "device_s": {"infer": each_s, "switch": 0.0, "train": 0.0},
+         "inferences": 7, "ready": index == 0}
+        for index, each_s in enumerate(infer_s)
+    ]  # fmt: skip
+    return {**facts, "stats": {**facts["stats"], "devices": rows}}
+
+
 def test_tritons_names_are_told_when_they_are_asked_for() -> None:
     assert not [key for key in told(Metrics(), facts()) if key[0].startswith("nv_")]
     metrics = Metrics(has_nv_names=True)

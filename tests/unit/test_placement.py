@@ -243,6 +243,18 @@ def test_a_job_moves_where_it_is_told_without_a_step_lost() -> None:
     assert server.move("j", "cpu:1") == "InvalidInput"  # it is over
 
 
+def test_a_model_is_served_where_it_was_registered_for_and_nowhere_else() -> None:
+    server = Server()
+    program = program_of("de", 8 * MIB, groups=2, layer_ms=2.0)
+    server.world.clients.register(ModelName("e"), program, pin=True, devices=("cpu:1",))
+    server.world.run()
+    assert server.scheduler.listing.models()[-1]["on"] == ["cpu:1"]  # pinned: where it may be
+    assert {device for device, _ in server.placed("eeeeeeee")} == {"cpu:1"}
+    before = server.world.clients.outcomes["InvalidInput"]
+    server.world.clients.register(ModelName("f"), program, devices=("cpu:0", "cpu:7"))
+    assert server.world.clients.outcomes["InvalidInput"] == before + 1
+
+
 def test_rows_and_events_name_the_device() -> None:
     server = Server()
     server.placed("ab")
