@@ -10,12 +10,13 @@ from ..programs.layout import REGION_ALIGN_BYTES, aligned
 from .arena import WHOLE, Arena
 from .batching import batch_for, begins_at_ms
 from .device_state import DeviceState
+from .endings import quarantined
 from .events import ToWorker
 from .forecast import is_hopeless, too_late
 from .policies import Waiting
 from .records import NO_EPOCH, Activation, Replica, Request, Worker
 from .residency import Residents
-from .states import Residency, TaskEvent, WorkerEvent, WorkerState
+from .states import ModelState, Residency, TaskEvent, WorkerEvent, WorkerState
 from .training import Training
 from .turns import Turns
 
@@ -115,6 +116,10 @@ class Dispatch:
                 core.judge.may_overtake(view, other, now) for other in blocked
             ):
                 return False  # 5.
+            model = device.replicas[request.model].model
+            if model.state.state is ModelState.QUARANTINED:  # for what it did on another device
+                device.refuse(request, TaskEvent.ERROR, quarantined(model))
+                return True
             if is_hopeless(device, request):
                 device.refuse(request, TaskEvent.EXPIRE, too_late(device, request))
                 return True  # another one is first now

@@ -14,7 +14,7 @@ from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.policies.placement import PLACEMENTS, Place, best
 from pipeswitch.scheduler.scheduler import Scheduler
-from pipeswitch.scheduler.states import TaskState
+from pipeswitch.scheduler.states import ModelEvent, TaskState
 from pipeswitch.simulator.costs import Costs, Link, Training
 from pipeswitch.simulator.programs import program_of
 from pipeswitch.simulator.world import World
@@ -253,6 +253,19 @@ def test_a_model_is_served_where_it_was_registered_for_and_nowhere_else() -> Non
     before = server.world.clients.outcomes["InvalidInput"]
     server.world.clients.register(ModelName("f"), program, devices=("cpu:0", "cpu:7"))
     assert server.world.clients.outcomes["InvalidInput"] == before + 1
+
+
+def test_a_model_quarantined_on_one_device_is_refused_where_it_waits_on_another() -> None:
+    server = Server()
+    server.placed("a")
+    server.ask("a" * 8)
+    waiting = [len(device.state.queue) for device in server.scheduler.machine.devices]
+    assert all(waiting)
+    model = server.scheduler.machine.models[ModelName("a")]
+    model.state.apply(ModelEvent.POISONED, "as a worker's death would")
+    server.world.run()
+    assert server.world.clients.outcomes["ModelQuarantined"] == sum(waiting)
+    assert not server.world.clients.open
 
 
 def test_rows_and_events_name_the_device() -> None:
