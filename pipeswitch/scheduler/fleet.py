@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..ipc.messages import ForgetModel, ModelName, ModelPrepared, PrepareModel, Slot
 from .device_state import DeviceState
-from .events import SpawnDaemon, ToWorker
+from .events import SpawnDaemon, ToWorker, Warn
 from .records import NO_TURN, Worker
 from .states import ModelState, WorkerEvent, WorkerState
 
@@ -63,6 +63,9 @@ class Fleet:
             device.kill(worker, "the memory daemon exited", blame=False)
         if self._daemon_deaths > core.settings.max_daemon_restarts:
             device.is_given_up = True
+            if device.label:  # else the server leaves, and says why
+                text = f"device {device.label} is given up: its memory daemon died too often"
+                core.emit(Warn(text=text))
             return
         delay_ms = 0.0
         if self._daemon_deaths > 1:

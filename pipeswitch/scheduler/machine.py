@@ -30,6 +30,11 @@ class Machine:
         self.placing = Placing(self.devices, core.settings.placement)
         self.jobs.place = self.placing.job
 
+    @property
+    def names(self) -> list[str]:
+        """The devices'."""
+        return [device.state.settings.device for device in self.devices]
+
     def prefetch(self, name: ModelName) -> None:
         """Requests for it are on their way: it is sent where nothing is disturbed, once."""
         if not any(name in d.state.replicas and d.state.replicas[name].is_on_device

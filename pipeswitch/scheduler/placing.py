@@ -41,10 +41,8 @@ class Placing:
         return min((one.state for one in self._usable(job.devices)), key=order).index
 
     def _usable(self, names: tuple[str, ...]) -> list[Device]:
-        """Of those that are named, or of all where the server has none of them (any more)."""
-        allowed = [one for one in self._devices if one.state.settings.device in names]
-        living = [one for one in allowed or self._devices if not one.state.is_given_up]
-        living = living or allowed or list(self._devices)
+        allowed = [one for one in self._devices if not names or one.state.settings.device in names]
+        living = [one for one in allowed if not one.state.is_given_up] or allowed
         return [one for one in living if one.state.is_daemon_ready] or living
 
     def _place(self, device: Device, model: Model, request: Request) -> Place:

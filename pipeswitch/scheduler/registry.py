@@ -106,7 +106,7 @@ class Registry:
             )
             core.refuse(event.token, error)
             return
-        names = [device.state.settings.device for device in self._machine.devices]
+        names = self._machine.names
         unknown = [name for name in event.devices if name not in names]
         if unknown and not event.is_known:
             hint = f"one of {', '.join(names)}"
@@ -168,7 +168,7 @@ class Registry:
             base=base,
             version=version,
             tenant=event.tenant,
-            devices=event.devices,
+            devices=tuple(name for name in event.devices if name in machine.names),
             manifest=event.restored,
         )
         self.registrations[model.name] = registration
