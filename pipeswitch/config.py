@@ -38,6 +38,7 @@ POLICIES: Final = (
     "priority", "fifo", "edf", "sjf", "collate", "alternating", "johnson", "neh", "ga",
 )  # fmt: skip
 PLACEMENTS: Final = ("least-finish", "spread", "pack")
+JOB_ORDERS: Final = ("rotate", "fair", "srtf", "pack")
 POLICY_GROUP: Final = "pipeswitch.policies"
 """Entry points of this group are policies too."""
 
@@ -288,6 +289,11 @@ class SchedulerConfig(_Checked):
     look_ahead: bool = _setting(
         True, "send the next request's model while the device computes, where it fits"
     )
+    training: str = _setting(
+        "rotate", "which of several jobs trains next: rotate (in turns), fair (the least of the "
+        "device's time so far), srtf (the one that ends first), pack (the smallest)",
+        choices=JOB_ORDERS,
+    )  # fmt: skip
     max_queue: int = _setting(512, "requests that may wait", low=1)
     max_queue_per_model: int = _setting(
         256, "of them for one model: a flood for one leaves room for the others", low=1

@@ -338,6 +338,7 @@ class Server:
             max_builds=MAX_BUILDS,
             admission=config.scheduler.admission,
             look_ahead=config.scheduler.look_ahead,
+            training=config.scheduler.training,
             placement=config.scheduler.placement,
             max_queue=config.scheduler.max_queue,
             max_queue_per_model=config.scheduler.max_queue_per_model,

@@ -45,6 +45,7 @@ class SchedulerSettings:
     keep_jobs_ms: float = 0.0  # 0: for as long as their number allows
     placement: str = "least-finish"  # which of several devices (policies/placement.py)
     admission: str = "off"  # "deadline": what cannot be answered in time is refused at once
+    training: str = "rotate"  # of job_orders: which job has the device next
     look_ahead: bool = True  # the link sends the next request's model while the device computes
     prefix_bytes: int = 0  # of the arena, for prefixes of models that had to leave; 0: none
     identity: Identity = UNKNOWN_DEVICE  # what profiles are measured on

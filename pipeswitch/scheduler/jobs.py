@@ -312,6 +312,8 @@ class Jobs:
             "committed_step": job.committed_step,
             "persisted_step": job.persisted_step,
             "steps_per_s": round(job.steps_per_s, 3),
+            "steps_left": job.steps_left if job.steps_left >= 0 else None,
+            "trained_s": round(job.trained_ms / 1000.0, 3),
             "suspensions": job.suspensions,
             "preempted_s": round(job.preempted_ms / 1000.0, 3),
             "evictions": job.evictions,
@@ -343,6 +345,7 @@ class Jobs:
         core, before = self._core, job.step
         job.step = _number(values.get("step"), job.step)
         job.epoch_index = _number(values.get("epoch"), job.epoch_index)
+        job.steps_left = _number(values.get("left"), -1)
         elapsed_ms = core.now_ms - job.reported_at_ms
         if job.step > before and job.reported_at_ms and elapsed_ms > 0:
             rate = (job.step - before) * 1000.0 / elapsed_ms

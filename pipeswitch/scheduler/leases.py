@@ -11,6 +11,7 @@ from .arena import Arena
 from .commits import Commits
 from .device_state import DeviceState
 from .events import ToWorker
+from .job_orders import JOB_ORDERS
 from .records import Job, Worker
 from .slices import Slices
 from .states import TaskEvent, TaskState
@@ -54,7 +55,10 @@ class Leases:
         device = self._device
         if device.queue or not device.is_daemon_ready:
             return
-        for job in sorted(device.jobs.values(), key=lambda job: (job.priority, job.place)):
+        order = JOB_ORDERS[device.settings.training]
+        for job in sorted(
+            device.jobs.values(), key=lambda job: (job.priority, *order.rank(job.view(0.0)))
+        ):
             if not job.lease_asked_bytes or job.slot is None:
                 continue
             try:

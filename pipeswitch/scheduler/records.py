@@ -22,6 +22,7 @@ from ..planning.grouping import Plan
 from ..planning.profile import Profile
 from ..programs.layout import Manifest
 from .events import Token
+from .job_orders import JobView
 from .regions import Owner
 from .states import (
     MODEL_TRANSITIONS,
@@ -289,12 +290,24 @@ class Job:
     steps_recomputed: int = 0
     last_log: dict[str, object] = field(default_factory=dict)
     steps_per_s: float = 0.0
+    steps_left: int = -1  # until its script ends, as that said last; -1: not known
+    trained_ms: float = 0.0  # of the device's time
     error: str = ""
     why: str = ""
     ended_at_ms: float = 0.0  # by the calendar, once it is over
 
     def __post_init__(self) -> None:
         self.state = StateMachine(f"job {self.name}", TaskState.QUEUED, TASK_TRANSITIONS)
+
+    def view(self, now_ms: float) -> JobView:
+        """``now_ms``: the end so far of the cycle that it is in; 0: it has not the device."""
+        left_s = self.steps_left / self.steps_per_s if self.steps_per_s else 0.0
+        return JobView(
+            self.place,
+            self.trained_ms + max(0.0, now_ms - self.cycle_began_at_ms if now_ms else 0.0),
+            max(0.0, 1000.0 * left_s),
+            self.commit_slot_bytes,
+        )
 
     @property
     def slice(self) -> Owner:

@@ -19,6 +19,7 @@ from ..ipc.messages import (
 from .commits import Commits
 from .device_state import DeviceState
 from .events import ToWorker
+from .job_orders import JOB_ORDERS
 from .jobs import Jobs
 from .leases import Leases
 from .records import NO_TURN, Job, Worker
@@ -36,7 +37,7 @@ WHY_EVICTED: Final = {
 
 
 class Training:
-    """Which job has the device. Inside a priority the smallest ``Job.place`` goes next."""
+    """Which job has the device. Inside a priority the one that its order puts first goes next."""
 
     def __init__(
         self, device: DeviceState, slices: Slices, jobs: Jobs, leases: Leases, commits: Commits
@@ -47,6 +48,7 @@ class Training:
         self._jobs = jobs
         self._leases = leases
         self._commits = commits
+        self._order = JOB_ORDERS[device.settings.training]
 
     def pump(self) -> None:
         """Give the idle device to the next job, and keep the rules about suspended ones."""
@@ -76,7 +78,11 @@ class Training:
             if (job.state.state is TaskState.SUSPENDED and not job.lease_asked_bytes)
             or (job.state.state is TaskState.QUEUED and not self._is_leaving(job))
         ]
-        return sorted(able, key=lambda job: (job.priority, job.place))
+        return sorted(able, key=self.rank)
+
+    def rank(self, job: Job) -> tuple[float, ...]:
+        """Of one that has not the device; the smallest goes next."""
+        return (job.priority, *self._order.rank(job.view(0.0)))
 
     def _is_leaving(self, job: Job) -> bool:
         """Whether something of its last dispatch is not over yet.
@@ -91,7 +97,15 @@ class Training:
         waiting = self._runnable() + [
             job for job in self._device.jobs.values() if job.lease_asked_bytes
         ]
-        return any(job is not running and job.priority <= running.priority for job in waiting)
+        own = running.view(self._core.now_ms)
+        return any(
+            job is not running
+            and (
+                job.priority < running.priority
+                or (job.priority == running.priority and self._order.yields(own, job.view(0.0)))
+            )
+            for job in waiting
+        )
 
     def _run_next(self) -> None:
         for job in self._runnable():
@@ -213,7 +227,7 @@ class Training:
         is_leaving = any(job.state.state is TaskState.EVICTING for job in in_place)
         if len(in_place) < MAX_IN_PLACE or is_leaving or not waiting:
             return
-        first = min(waiting, key=lambda job: (job.priority, job.place))
+        first = min(waiting, key=self.rank)
         leaves = self._leases.who_leaves_for(first)
         if leaves is not None:
             self.evict(leaves.name, f"job {first.name} is next")
@@ -304,6 +318,7 @@ class Training:
         trained_ms = core.now_ms - job.cycle_began_at_ms
         self._device.spend("train", trained_ms)
         job.cycle_left_ms -= trained_ms
+        job.trained_ms += trained_ms
         if job.lease_bytes:
             job.turn_left_ms -= trained_ms
 

@@ -249,9 +249,8 @@ class SimulatedScript:
         self.gate.in_optimizer_step = False
         self._set(Image(first, after_step(second, step), step + 1))
         self.phase = "fetching"
-        step_ms = self._plan.step_ms
-        values = {"step": step + 1, "steps_per_s": 1e3 / step_ms if step_ms else 1.0}
-        self._say("task", JobReport(epoch=self.order.epoch, kind="step", values=values))
+        values = {"step": step + 1, "left": self._plan.steps - step - 1}
+        self._say("task", JobReport(epoch=self.order.epoch, kind="progress", values=values))
         if self.is_due:
             self._begin_commit()
         self._fetch()

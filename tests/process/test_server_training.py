@@ -159,6 +159,7 @@ def test_training_that_was_suspended_evicted_and_killed_ends_bit_equal(
         deed()
         history.append((deed.__name__, step))
     row = finish(task)
+    assert row["steps_left"] == 0
 
     served, plain = ((tmp_path / n).read_text() for n in ("served", "plain"))
     assert served == plain, f"seed {SEED + accumulate}: {history}"

@@ -150,6 +150,7 @@ class TrainingSession:
         self._hooks: list[Removable] = []
         self._point: Point | None = None
         self._data: DataPosition | None = None
+        self._epochs = 1  # of the loop over them; without one, the data once
         self._stepped: set[str] = set()
         self._optimizer_depth = 0
         self._open_loop: object | None = None
@@ -222,7 +223,7 @@ class TrainingSession:
 
     def epochs(self, count: int) -> Iterator[int]:
         """See ``pipeswitch.job.epochs``."""
-        place = self._place
+        place, self._epochs = self._place, count
         saved = place.begin_epochs(count)
         first = 0 if saved is None else saved.position.epoch
         self._carried.enter("epochs")
@@ -640,6 +641,14 @@ class TrainingSession:
 
     # ------------------------------------------------------------------------- reporting
 
+    def _steps_left(self) -> int:
+        """Until the last of ``epochs`` ends, where the loader has a length; -1: not known."""
+        length = self._data.length if self._data is not None else None
+        if length is None:
+            return -1
+        position = self._place.position
+        return (self._epochs - position.epoch) * length - position.batches
+
     def _report(self, *, final: bool = False) -> None:
         """Progress, at most every ``REPORT_EVERY_MS``; the newest values win."""
         now_ms = self._host.now_ms()
@@ -648,6 +657,7 @@ class TrainingSession:
         self._report_at_ms = now_ms + REPORT_EVERY_MS
         self._host.flush()
         self._host.report(
-            "progress", step=self.step, epoch=self._place.position.epoch, log=dict(self._log)
-        )
+            "progress", step=self.step, epoch=self._place.position.epoch, left=self._steps_left(),
+            log=dict(self._log),
+        )  # fmt: skip
         self._log.clear()

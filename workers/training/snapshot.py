@@ -175,6 +175,14 @@ class DataPosition:
                 self._generators[f"extra_state.{name}"] = item
         self._keeper = _state_keeper(loader)
 
+    @property
+    def length(self) -> int | None:
+        """Batches of one pass; None where the loader does not say."""
+        try:
+            return len(self._loader)
+        except Exception:  # the script's own object
+            return None
+
     def capture(self) -> DataState:
         """Cheap; called at every commit point, with no fetch under way."""
         own = None if self._keeper is None else self._keeper.state_dict()

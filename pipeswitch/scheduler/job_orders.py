@@ -1,0 +1,63 @@
+"""Which training job has the device next, and which has had its turn: Salus' orders. Pure.
+
+Inside a priority; what a job keeps of memory while it waits is ``leases``' business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+
+class JobView(NamedTuple):
+    """A job, as an order sees it."""
+
+    place: int  # behind all that had a whole cycle later
+    trained_ms: float  # of the device's time, all its dispatches together
+    left_ms: float  # of it until its script ends, as it goes now; 0: not known yet
+    state_bytes: int  # of its memory on the device, as it was last; 0: not known yet
+
+
+class JobOrder:
+    """Round robin: each has a cycle, then the next. Derive from it."""
+
+    def rank(self, job: JobView) -> tuple[float, ...]:
+        """The smallest goes next."""
+        return (job.place,)
+
+    def yields(self, running: JobView, waiting: JobView) -> bool:
+        """Whether one that has had a whole cycle stops for another one."""
+        return True
+
+
+class _Ranked(JobOrder):
+    """Goes on as long as none that waits goes before it."""
+
+    def yields(self, running: JobView, waiting: JobView) -> bool:
+        return self.rank(waiting) < self.rank(running)
+
+
+class Fair(_Ranked):
+    """Who has had the least of the device's time goes next."""
+
+    def rank(self, job: JobView) -> tuple[float, ...]:
+        return (job.trained_ms, job.place)
+
+
+class ShortestFirst(_Ranked):
+    """The one that would end first (srtf). One of which that is not known runs until it is."""
+
+    def rank(self, job: JobView) -> tuple[float, ...]:
+        return (job.left_ms, job.place)
+
+
+class Pack(_Ranked):
+    """The smallest first: the most jobs have their memory on the device at the same time."""
+
+    def rank(self, job: JobView) -> tuple[float, ...]:
+        return (job.state_bytes, job.place)
+
+
+JOB_ORDERS: Final[Mapping[str, JobOrder]] = {
+    "rotate": JobOrder(), "fair": Fair(), "srtf": ShortestFirst(), "pack": Pack(),
+}  # fmt: skip

@@ -1,0 +1,109 @@
+"""Which job trains next: closed forms of each order, on the virtual clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeswitch import config
+from pipeswitch.ipc.messages import JobName
+from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.core import SchedulerSettings
+from pipeswitch.scheduler.job_orders import JOB_ORDERS
+from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.simulator.costs import Training
+from pipeswitch.simulator.world import World
+
+MIB = 1 << 20
+STEP_MS = 100.0
+CYCLE_MS = 1000.0
+
+
+class Server(World):
+    """Room for the memory of all jobs."""
+
+    def __init__(self, order: str) -> None:
+        self.ends_ms: dict[str, float] = {}
+        self._names: dict[ev.Token, str] = {}
+        settings = SchedulerSettings(
+            arena_bytes=64 * MIB, store_bytes=64 * MIB, words=64, training=order,
+            training_cycle_ms=CYCLE_MS,
+        )  # fmt: skip
+        super().__init__(Scheduler(settings))
+        self.run()
+        self.began_ms = self.now_ms
+
+    def perform(self, commands: list[ev.Command]) -> None:
+        super().perform(commands)
+        for command in commands:
+            if isinstance(command, ev.Answer) and command.token in self._names:
+                self.ends_ms[self._names[command.token]] = self.now_ms - self.began_ms
+
+    def start(self, name: str, seconds: float, *, mib: int = 2, priority: int = 1) -> None:
+        training = Training(steps=round(seconds * 1000.0 / STEP_MS), step_ms=STEP_MS,
+                            slice_bytes=2 * mib * MIB, state_bytes=mib * MIB)  # fmt: skip
+        self.clients.train(JobName(name), training, priority=priority)
+        self._names[self.clients.ask(JobName(name), "wait")] = name
+
+    def trained_ms(self, name: str) -> float:
+        state = self.scheduler.machine.devices[0].state
+        return state.jobs[JobName(name)].view(self.now_ms * (state.training == name)).trained_ms
+
+
+def test_the_servers_file_names_the_orders_that_there_are() -> None:
+    assert tuple(JOB_ORDERS) == config.JOB_ORDERS
+
+
+@pytest.mark.parametrize(("order", "short_ms"), [("rotate", 4000.0), ("srtf", 3000.0)])
+def test_of_a_long_and_a_short_job_the_short_one_ends_first_and_sooner_by_srtf(
+    order: str, short_ms: float
+) -> None:
+    """4 s and 2 s in cycles of one: long, short, long, short, long, long; or, once it has shown how
+    long it is, short to its end."""
+    server = Server(order)
+    server.start("long", 4.0)
+    server.start("short", 2.0)
+    server.run(server.now_ms + 60000.0)
+    assert server.ends_ms == {"short": pytest.approx(short_ms), "long": pytest.approx(6000.0)}
+
+
+@pytest.mark.parametrize(("order", "share_ms"), [("rotate", 2000.0), ("fair", 3000.0)])
+def test_one_that_comes_late_is_given_what_the_other_has_had_by_fair(
+    order: str, share_ms: float
+) -> None:
+    """The first has trained 3 s when the second comes; 3 s later (a cycle may just have begun)."""
+    server = Server(order)
+    server.start("first", 20.0)
+    server.run(server.now_ms + 2950.0)
+    server.start("second", 20.0)
+    server.run(server.now_ms + 3050.0)
+    assert server.trained_ms("second") == pytest.approx(share_ms, abs=STEP_MS)
+    server.run(server.now_ms + 60000.0)
+    assert server.ends_ms.keys() == {"first", "second"}
+
+
+def test_by_fair_no_two_jobs_are_more_than_two_cycles_apart() -> None:
+    server = Server("fair")
+    names = ("a", "b", "c", "d")
+    for name in names:
+        server.start(name, 30.0)
+    for _ in range(20):
+        server.run(server.now_ms + 1700.0)
+        had = [server.trained_ms(name) for name in names]
+        assert max(had) - min(had) <= 2 * CYCLE_MS
+
+
+def test_by_pack_the_smaller_one_goes_on_to_its_end() -> None:
+    server = Server("pack")
+    server.start("large", 3.0, mib=8)
+    server.start("small", 3.0, mib=1)
+    server.run(server.now_ms + 60000.0)
+    assert server.ends_ms == {"small": pytest.approx(4000.0), "large": pytest.approx(6000.0)}
+
+
+@pytest.mark.parametrize("order", JOB_ORDERS)
+def test_a_priority_goes_before_any_order_and_all_end(order: str) -> None:
+    server = Server(order)
+    server.start("low", 2.0, priority=2)
+    server.start("high", 9.0, mib=8, priority=0)
+    server.run(server.now_ms + 60000.0)
+    assert server.ends_ms["high"] < server.ends_ms["low"] == pytest.approx(11000.0)
