@@ -7,6 +7,8 @@ SECONDS ?= 60
 JOBS   ?= 2
 GPU_PYTHON ?= $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,python3)
 SEED   ?= 1
+POLICY ?= priority
+FAULTS ?= 0
 SOAKS  ?= test_training_kills test_training_exact test_durability test_server_soak test_hostile
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
@@ -51,8 +53,8 @@ lint: $(STAMP)  ## ruff, its formatter, the bans, bandit, mypy.
 bench-quick: $(STAMP)  ## Short runs of all benchmarks, results in out/.
 	$(BIN)/pipeswitch bench --quick --out out
 
-chaos: $(STAMP)  ## Random faults under load: make chaos MINUTES=10 SEED=7; report in out/chaos.json.
-	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED) --out out/chaos.json
+chaos: $(STAMP)  ## Random faults under load: make chaos MINUTES=10 SEED=7 (POLICY=each FAULTS=20: with each policy); report in out/chaos.json.
+	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED) --policy $(POLICY) --faults $(FAULTS) --out out/chaos.json
 
 fuzz: $(STAMP)  ## What outsiders can send: make fuzz SECONDS=3600; report in out/fuzz.json.
 	$(BIN)/python -c 'import atheris' 2>/dev/null || \

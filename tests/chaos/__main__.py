@@ -8,6 +8,9 @@ import sys
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
+
+from pipeswitch.config import POLICIES
 
 from ..process.figures import facts
 from .run import chaos
@@ -18,18 +21,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos")
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--policy", default="priority", help="the server's; each: all in turns")
+    parser.add_argument("--faults", type=int, default=0, help="so many, whatever the time is")
     parser.add_argument("--out", type=Path, default=Path("out/chaos.json"))
     asked = parser.parse_args()
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     about = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "facts": facts()}
     log = asked.out.with_suffix(".log")
-    with tempfile.TemporaryDirectory(prefix="pipeswitch-chaos-") as folder:
-        report = chaos(Path(folder), asked.minutes * 60, asked.seed, _say, log.write_text)
-    asked.out.write_text(json.dumps(about | report, indent=1) + "\n")
-    _say(json.dumps({k: v for k, v in report.items() if k != "recovery"}, indent=1))
-    if is_bad(report):
-        _say(f"what the server said is in {log}")
-    return int(is_bad(report))
+    policies = POLICIES if asked.policy == "each" else (asked.policy,)
+    reports: dict[str, dict[str, Any]] = {}
+    for policy in policies:
+        _say(f"policy {policy}")
+        with tempfile.TemporaryDirectory(prefix="pipeswitch-chaos-") as folder:
+            report = reports[policy] = chaos(
+                Path(folder), asked.minutes * 60, asked.seed, _say, log.write_text,
+                policy=policy, faults=asked.faults,
+            )  # fmt: skip
+        _say(json.dumps({k: v for k, v in report.items() if k != "recovery"}, indent=1))
+        if is_bad(report):
+            _say(f"what the server said is in {log}")
+            break
+    found = reports[policies[0]] if len(policies) == 1 else {"policies": reports}
+    asked.out.write_text(json.dumps(about | found, indent=1) + "\n")
+    return int(any(map(is_bad, reports.values())))
 
 
 def is_bad(report: dict[str, object]) -> bool:

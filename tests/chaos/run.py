@@ -28,12 +28,19 @@ Say = Callable[[str], object]
 
 
 def chaos(
-    folder: Path, seconds: float, seed: int, say: Say, keep_log: Say = lambda _: None
-) -> dict[str, Any]:
-    """Run and judge; the report as the JSON file has it. ``keep_log`` gets the server's log."""
+    folder: Path, seconds: float, seed: int, say: Say, keep_log: Say = lambda _: None,
+    *, policy: str = "priority", faults: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    """Run and judge; the report as the JSON file has it.
+
+    Args:
+        keep_log: gets the server's log.
+        policy: the server's.
+        faults: so many cells of the grid and no more; 0: all of it, and on until the time is up.
+    """
     generator = random.Random(seed)
     history = History()
-    with staged(folder, history) as stage:
+    with staged(folder, history, policy) as stage:
         load = Load(stage, seed)
         load.start()
         _wait_for_answers(stage, history, 0)
@@ -41,7 +48,9 @@ def chaos(
         began_s = time.monotonic()
         todo = grid()
         generator.shuffle(todo)
-        while time.monotonic() < began_s + seconds or todo:
+        ends_s = began_s + (0.0 if faults else seconds)
+        del todo[faults or len(todo) :]
+        while time.monotonic() < ends_s or todo:
             cell = todo.pop() if todo else _draw(generator)
             try:
                 _inject(stage, history, cell, generator, say)

@@ -41,8 +41,8 @@ def free_port() -> int:
 class Stage:
     """Owns the process; ``revive`` starts it again when it has gone."""
 
-    def __init__(self, folder: Path, history: History) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, history: History, policy: str = "priority") -> None:
+        self.folder, self.policy = folder, policy
         self.points = folder / "points"
         self.points.mkdir()
         self.history = history
@@ -58,7 +58,7 @@ class Stage:
             server(
                 arena=ARENA,
                 state_dir=self.folder / "state",
-                args=("--listen", self.address, "--threads", "1"),
+                args=("--listen", self.address, "--threads", "1", "--policy", self.policy),
                 tcp_roles=("infer", "register", "operate"),
                 environment=environment,
             )
@@ -112,8 +112,8 @@ class Stage:
 
 
 @contextlib.contextmanager
-def staged(folder: Path, history: History) -> Iterator[Stage]:
-    stage = Stage(folder, history)
+def staged(folder: Path, history: History, policy: str) -> Iterator[Stage]:
+    stage = Stage(folder, history, policy)
     try:
         yield stage
     finally:
