@@ -159,7 +159,6 @@ def test_what_nests_goes_in_and_comes_back_as_it_was_also_after_evictions() -> N
                 assert is_bit_equal(value["cache"][0]["key"], expected["cache"][0]["key"])
                 assert is_bit_equal(value["state"]["h"], expected["state"].h)
                 assert (value["cache"][1], value["state"]["c"]) == (None, None)
-            assert answer.timing.resident
         assert checked.count("evictions") >= 2
         with pytest.raises(InvalidInput, match="takes 2 inputs"):
             checked.client.infer("nested-a", x=x, state=State(state.h, state.h))
