@@ -66,8 +66,8 @@ class SharedLoader:
             self._newest = (step, self._newest[1] + 1 if self._newest[0] == step else 0)
             begun = _Pass(self, self._newest)
         else:
-            (self._newest, skip), self._resumed = self._resumed, None
-            begun = _Pass(self, self._newest, skip)
+            (begins, skip), self._resumed = self._resumed, None
+            begun = _Pass(self, begins, skip)
         outer = self._outer()
         if outer is None or outer.is_over:  # else a loop in the body of a ``job.steps``
             self._outer = weakref.ref(begun)
@@ -77,12 +77,18 @@ class SharedLoader:
         """The newest pass that is not inside another one; of ``job.steps``, at a commit point."""
         outer = self._outer()
         begins, batches = ((-1, 0), 0) if outer is None else (outer.begins, outer.batches)
-        return {"begins": list(begins), "batches": batches}
+        return {"newest": list(self._newest), "begins": list(begins), "batches": batches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next iterator goes on there."""
+        self.pass_by(state)
         step, before = state["begins"]
         self._resumed = (step, before), state["batches"]
+
+    def pass_by(self, state: dict[str, Any]) -> None:
+        """That pass is over: the next iterator begins the one after it."""
+        step, before = state["newest"]
+        self._newest = step, before
 
     # ------------------------------------------------------------------------- of a pass
 

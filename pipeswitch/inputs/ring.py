@@ -161,7 +161,7 @@ class Ring:
         if loader not in self._compared:
             if not _same(lent.value, load()):
                 what = f"batch {entry.label.index} has other bytes"
-                raise differs(entry.label, "that loaded it", what)
+                raise differs(entry.label, entry.job, what)
             self._compared.add(loader)
         return lent
 

@@ -42,6 +42,7 @@ class Entry(msgspec.Struct):
 
     id: int
     label: Label
+    job: str  # that loads or has loaded it
     loading: int = READY  # the subscriber that loads or writes it
     offset_bytes: int = 0
     size_bytes: int = 0  # 0: no place yet
@@ -117,7 +118,7 @@ class Table(msgspec.Struct):
         self.rows.append(row)
         if entry is None:
             self.last_id += 1
-            self.entries.append(Entry(self.last_id, label, loading=subscriber))
+            self.entries.append(Entry(self.last_id, label, job, loading=subscriber))
             return Load(self.last_id)
         if entry.loading != READY:
             return Wait(entry.loading)

@@ -98,6 +98,7 @@ class FakeHost:
         self.events.append((kind, values))
 
     is_publishing = False
+    ring = None
 
     def await_copy(self) -> None:
         pass
@@ -208,6 +209,7 @@ def script(
     epochs: int = 3,
     stop_early: bool = False,
     shrink: bool = False,
+    shared: bool = False,
     poke: Body = lambda: None,
 ) -> None:
     """An ordinary training script. ``poke`` stands for time passing in the body."""
@@ -216,7 +218,9 @@ def script(
     np.random.seed(0)
     model = Net().to(job.device)
     generator = torch.Generator().manual_seed(7) if own_generator else None
-    loader = DataLoader(Noisy(), batch_size=BATCH, shuffle=True, generator=generator)
+    loader: Any = DataLoader(Noisy(), batch_size=BATCH, shuffle=True, generator=generator)
+    if shared:
+        loader = job.shared(loader)
     make: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         "adam": lambda p: torch.optim.Adam(p, 0.01),
         "adamw": lambda p: torch.optim.AdamW(p, 0.01, amsgrad=True),
@@ -308,6 +312,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "phases": {"phases": True, "epochs": 2},
     "phases, own generator": {"phases": True, "epochs": 2, "own_generator": True},
     "left early": {"stop_early": True},
+    "shared input, left early": {"shared": True, "stop_early": True},
     "parameters written in the body": {"shrink": True},
 }
 

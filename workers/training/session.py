@@ -454,7 +454,9 @@ class TrainingSession:
         for key in ("epoch_random", "loop_random", "loop_data"):
             self._place.entry[key] = saved.values[key]
         iterator = None
-        if not saved.position.finished:
+        if saved.position.finished:
+            self._data.pass_by(saved.data("data"))
+        else:
             saved.random("loop_random").restore(self.device)
             self._data.restore_generators(saved.data("loop_data"))
             iterator = self._data.open_at(saved.position.batches, saved.data("data"))

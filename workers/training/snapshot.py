@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from pipeswitch.commits import tagged
 from pipeswitch.errors import InvalidInput
+from pipeswitch.inputs.loader import SharedLoader
 from pipeswitch.inputs.randomness import GENERATORS, generators_of
 from pipeswitch.job import InexactResumeWarning
 
@@ -202,6 +203,11 @@ class DataPosition:
                     hint="make it before the first job.steps",
                 )
             load_state(self._generators[path], value)
+
+    def pass_by(self, state: DataState) -> None:
+        """The loop is over: nothing of this pass is fetched."""
+        if isinstance(self._loader, SharedLoader):
+            self._loader.pass_by(state.own)
 
     def open_new(self) -> Iterator[Any]:
         """An iterator from the start."""
