@@ -155,7 +155,7 @@ def test_an_address_adds_its_roles_to_those_of_each_key(folder: KeyFolder) -> No
 
 
 def tcp_roles(text: str | None) -> tuple[str, ...]:
-    flags = {param.name: None for param in serve.params} | {"allow_code": ()}
+    flags = {param.name: None for param in serve.params} | {"allow_code": (), "device": ()}
     tree = _flag_tree({**flags, "tcp_roles": text})
     config: Config = load(flags=tree, environ={})
     return config.server.tcp_roles
