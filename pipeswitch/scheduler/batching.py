@@ -7,6 +7,7 @@ line, which have one model, one version and one priority, in the line's order.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -56,13 +57,14 @@ def batch_for(device: DeviceState, replica: Replica, head: Request) -> Batch:
 
 def begins_at_ms(device: DeviceState, replica: Replica, batch: Batch) -> float:
     """Until when it waits for others: its oldest request for the delay, and none so long that its
-    deadline could not be met: the first that is measured waits for none."""
+    deadline could not be met: before it was measured none with a deadline waits."""
     batching = replica.built.batching
     compute_ms = _compute_ms(device, replica, batch.size)
-    if batch.is_full or batching is None or not replica.is_on_device or not compute_ms:
+    due_ms = min(request.due_ms for request in batch.requests)
+    is_unknown = due_ms < math.inf and not compute_ms
+    if batch.is_full or batching is None or not replica.is_on_device or is_unknown:
         return device.core.now_ms
     oldest_ms = min(request.arrived_at_ms for request in batch.requests)
-    due_ms = min(request.due_ms for request in batch.requests)
     return min(oldest_ms + batching.delay_ms, due_ms - compute_ms)
 
 

@@ -205,6 +205,14 @@ def test_before_a_model_is_measured_a_deadline_within_the_delay_is_kept() -> Non
     assert [at_ms for at_ms, _ in server.runs] == [0.0]
 
 
+def test_before_a_model_is_measured_one_without_a_deadline_waits_for_others_all_the_same() -> None:
+    server = Server()
+    server.scheduler.machine.devices[0].state.predictions.forget("waits")
+    tokens = [server.ask("waits") for _ in range(LIMIT)]
+    server.run(server.now_ms + 100.0)
+    assert server.joined() == [tokens]
+
+
 def test_few_rows_are_taken_to_cost_at_most_what_more_did() -> None:
     predictions = Predictions()
     predictions.computed("m", 4, 8.0, now_ms=0.0)
