@@ -48,6 +48,13 @@ OF_STATE = (
 OF_FLEET = ("is_daemon_alive", "_daemon_deaths", "_daemon_respawn_at_ms")
 
 
+class Known(Predictions):
+    """What a run takes is known from the start, and always the same: requests wait for others."""
+
+    def at_most_ms(self, model: str, batch: int) -> float:
+        return 1.0
+
+
 class _Records:
     """One kind of record, with what its unfrozen fields are."""
 
@@ -174,7 +181,7 @@ class Brain:
         core.last_epoch = last_epoch
         core.counts = Counter()
         core.out, state.cold_switches = [], []
-        state.predictions = Predictions()
+        state.predictions = Known()
         _thaw_regions(device.arena.regions, arena, n)
         _thaw_regions(machine.store.regions, store, n)
         state.replicas = {}
@@ -197,4 +204,4 @@ def sight(frozen: Any) -> tuple[float, tuple[float, ...], bool, int]:
     return frozen[10], frozen[11], frozen[6] is not None, promised
 
 
-__all__ = ["Brain", "sight"]
+__all__ = ["Brain", "Known", "sight"]

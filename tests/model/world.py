@@ -27,6 +27,7 @@ from pipeswitch.simulator.process import Process, Scene
 from pipeswitch.simulator.programs import program_of
 from pipeswitch.simulator.violation import Violation, require
 
+from .brain import Known
 from .choices import Action
 from .clients import DEADLINE_MS, JOB, Clients
 from .commits import EMPTY, Area
@@ -70,6 +71,7 @@ class World(simulator.World):
             training_cycle_ms=GRACE_MS, stop_grace_ms=GRACE_MS, evict_grace_ms=GRACE_MS,
         )  # fmt: skip
         scheduler = Scheduler(settings)
+        scheduler.machine.devices[0].state.predictions = Known()
         self.recall = Recall(scheduler)
         super().__init__(scheduler, choices=self)
         self.clients = Clients(self)

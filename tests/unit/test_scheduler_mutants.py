@@ -17,6 +17,7 @@ from pipeswitch.scheduler.device import Device
 from pipeswitch.scheduler.device_state import DeviceState
 from pipeswitch.scheduler.endings import Endings
 from pipeswitch.scheduler.fleet import Fleet
+from pipeswitch.scheduler.jobs import Jobs
 from pipeswitch.scheduler.records import Replica
 from pipeswitch.scheduler.regions import Cost, Owner
 from pipeswitch.scheduler.registry import Registry
@@ -104,7 +105,7 @@ def model_in_use_evicted(patch: Patch) -> None:
 
 
 def job_started_beside_its_old_process(patch: Patch) -> None:
-    patch.setattr(Training, "_has_process", lambda self, job: False)
+    patch.setattr(Jobs, "has_process", lambda self, job: False)
 
 
 def cancelled_copy_used(patch: Patch) -> None:
