@@ -53,8 +53,6 @@ def table(running: Checked) -> Table:
             name, module, example_inputs=example, batch=batch, batch_delay_ms=LONG_MS, pin=True
         )
     wait_until_pinned(running, "table", "eight")
-    for name in ("table", "eight"):  # what was never measured waits for none
-        running.client.infer(name, *example)
     return module
 
 
@@ -109,7 +107,6 @@ def test_a_killed_worker_with_joined_requests_costs_none_of_them_its_answer(
         batch_delay_ms=LONG_MS, pin=True,
     )  # fmt: skip
     wait_until_pinned(running, "slow")
-    running.client.infer("slow", torch.zeros(1, WIDTH))
     inputs = [torch.rand(128, WIDTH) for _ in range(4)]
     futures = [running.client.submit("slow", x) for x in inputs]
     active = until(
