@@ -25,6 +25,7 @@ BENCHMARKS: Final = {
     "gateway": "gateway",
     "training": "training",
     "devices": "devices",
+    "shared-input": "shared_input",
     "replay": "replay",
     "decisions": "decisions",
     "batching": "batching",
