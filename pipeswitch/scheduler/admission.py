@@ -94,6 +94,9 @@ class Admission:
         is_same = model.manifest is not None and model.manifest.digest == event.digest
         if not is_same or core.tenant_of(model) != event.tenant:
             return changed_on_the_way(event.model)
+        lost = self._lost(model)
+        if lost is not None:
+            return lost
         waiting = sum(len(state.queue) + len(state.early) for state in states)
         if waiting >= core.settings.max_queue:
             return QueueFull(
@@ -111,6 +114,16 @@ class Admission:
                 waiting=waiting,
             )
         return None
+
+    def _lost(self, model: Model) -> ServerUnavailable | None:
+        """Why it is served no more: each device that may is given up."""
+        states = [device.state for device in self._machine.devices]
+        if any(state.may_serve(model) and not state.is_given_up for state in states):
+            return None
+        return ServerUnavailable(
+            f'"{model.name}" is limited to {", ".join(model.devices)}, which this server has lost',
+            hint="restart the server, or register the model without devices",
+        )
 
     def cancel(self, event: CancelAsked) -> bool:
         """Take a queued request back; a dispatched one runs to its end (it is nearly there)."""
@@ -145,6 +158,10 @@ class Admission:
         for state in states:
             if not state.is_daemon_ready and not state.has_processes:
                 for request in (*state.queue, *state.early):
+                    lost = self._lost(self._machine.models[request.model])
+                    if lost is not None:
+                        state.refuse(request, TaskEvent.ERROR, lost)
+                        continue
                     state.queue.discard(request)
                     state.early.discard(request)
                     self._place(state, request)

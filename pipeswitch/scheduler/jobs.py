@@ -226,7 +226,8 @@ class Jobs:
     def _move_asked(self, job: Job, event: JobAsked) -> None:
         """It trains on that device only from now on. One that is on a worker commits its last step
         and unwinds; the other device restores that."""
-        names = [home.state.settings.device for home in self.homes]
+        states = [home.state for home in self.homes if not home.state.is_given_up]
+        names = [state.settings.device for state in states]
         if job.state.state in TASK_FINAL:
             self._core.refuse(event.token, _is_over(job))
             return

@@ -38,7 +38,10 @@ class Placing:
                       if one is not job and one.state.state not in TASK_FINAL]  # fmt: skip
             return len(others), state.index != home, state.index
 
-        return min((one.state for one in self._usable(job.devices)), key=order).index
+        places = [one.state for one in self._usable(job.devices)]
+        if all(state.is_given_up for state in places):  # where it was moved to is lost
+            places = [one.state for one in self._usable(())]
+        return min(places, key=order).index
 
     def _usable(self, names: tuple[str, ...]) -> list[Device]:
         allowed = [one for one in self._devices if not names or one.state.settings.device in names]

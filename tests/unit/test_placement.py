@@ -268,6 +268,36 @@ def test_a_model_quarantined_on_one_device_is_refused_where_it_waits_on_another(
     assert not server.world.clients.open
 
 
+def test_a_job_that_was_moved_to_a_device_that_is_lost_goes_on_elsewhere() -> None:
+    server = Server(restart_backoff_ms=1e6, max_daemon_restarts=0)
+    server.world.clients.train(
+        JobName("j"), Training(steps=60, slice_bytes=4 * MIB, state_bytes=MIB, step_ms=100.0)
+    )
+    server.world.run(server.world.now_ms + 250.0)
+    assert server.move("j", "cpu:1") == "ok"
+    server.kill(1)
+    server.world.run(server.world.now_ms + 1000.0)
+    assert server.move("j", "cpu:1") == "InvalidInput"
+    server.world.run()
+    assert [row["state"] for row in server.scheduler.listing.jobs()] == ["done"]
+
+
+def test_requests_of_a_model_whose_only_device_is_lost_are_refused() -> None:
+    server = Server(restart_backoff_ms=1e6, max_daemon_restarts=0)
+    program = program_of("e", 8 * MIB, groups=2, layer_ms=20.0)
+    server.world.clients.register(ModelName("e"), program, devices=("cpu:1",))
+    server.world.run()
+    outcomes = server.world.clients.outcomes.copy()
+    for _ in range(3):
+        server.world.clients.infer(ModelName("e"))
+    server.world.run(server.world.now_ms + 10.0)
+    server.kill(1)
+    server.world.run()
+    server.world.clients.infer(ModelName("e"))
+    server.world.run()
+    assert server.world.clients.outcomes - outcomes == {"ServerUnavailable": 4}
+
+
 def test_rows_and_events_name_the_device() -> None:
     server = Server()
     server.placed("ab")
