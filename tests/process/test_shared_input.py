@@ -127,9 +127,9 @@ def test_a_job_that_is_killed_evicted_and_resumed_leaves_itself_and_the_other_ex
 def test_a_write_in_place_and_another_input_fail_that_job_alone_and_say_what_to_type(
     checked: Checked, tmp_path: Path
 ) -> None:
-    script, passes = write_script(tmp_path, "wrong.py", SCRIPT), 25
+    script = write_script(tmp_path, "wrong.py", SCRIPT)
     good = checked.client.train(
-        script, name="good", args=arguments(tmp_path / "s", 24, passes), share="wrong"
+        script, name="good", args=arguments(tmp_path / "s", 24, 1_000_000), share="wrong"
     )
     until(lambda: good.status()["step"] > 0, "it shares")
     for name, options, text in (
@@ -140,6 +140,6 @@ def test_a_write_in_place_and_another_input_fail_that_job_alone_and_say_what_to_
         task = checked.client.train(script, name=name, args=args, share="wrong")
         with pytest.raises(TaskFailed, match=f"(?s)SharedInputRefused: .*{text}"):
             task.wait(30)
-    finish(good)
-    expected = run_plain(script, *arguments(tmp_path / "alone", 24, passes))
-    assert said(checked, "good") == expected
+    step = good.status()["step"]
+    until(lambda: good.status()["step"] > step, "it goes on")
+    good.cancel()
