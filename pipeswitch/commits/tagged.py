@@ -148,10 +148,9 @@ _MAPPING_TAGS: Final[dict[type, str]] = {dict: "dict", OrderedDict: "odict", Cou
 
 
 def _torch_bytes(tensor: Any) -> bytes:
-    import torch
+    from ..programs.values import tensor_bytes  # imports torch
 
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return bytes(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else b""
+    return bytes(tensor_bytes(tensor.to("cpu").contiguous()))
 
 
 # ---------------------------------------------------------------------------------- decode

@@ -41,7 +41,14 @@ def nested_outputs(outputs: Any) -> tuple[Tree, dict[str, torch.Tensor]]:
     return (None if is_tensor(outputs) else tree), found
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor as uint8, without a copy.
+
+    One of a single element is contiguous whatever its strides, which ``view`` believes.
+    """
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous host tensor, without a copy."""
-    flat = tensor.detach().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
+    return memoryview(bytes_of(tensor).numpy().data) if tensor.numel() else memoryview(b"")

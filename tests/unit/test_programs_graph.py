@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pipeswitch.errors import LocalProtocolError, RegistrationRefused
+from pipeswitch.programs.build.checking import same_bits
 from pipeswitch.programs.bundle import Graph, Node, check_graph
 from pipeswitch.programs.dims import Dim
 from pipeswitch.programs.graph import (
@@ -21,6 +22,7 @@ from pipeswitch.programs.graph import (
 )
 from pipeswitch.programs.layout import TensorSpec, ValueSpec
 from pipeswitch.programs.partition import layers_of_graph
+from pipeswitch.programs.values import tensor_bytes
 from pipeswitch.programs.views import bytes_over, tensor_over
 
 X = {"v": 0}
@@ -260,3 +262,12 @@ def test_what_may_change_is_found_without_a_set_for_each_node() -> None:
     finally:
         tracemalloc.stop()
     assert peak_bytes < 4 << 20
+
+
+def test_one_row_of_a_column_is_dense_whatever_its_stride() -> None:
+    """As a model's answer of one token is: ``x[:, :, 0]`` of one batch and one place."""
+    one = torch.tensor([[1.5, 2.5]])[:, 1]
+    assert (one.shape, one.stride()) == ((1,), (2,))
+    assert bytes(tensor_bytes(one)) == one.numpy().tobytes()
+    assert same_bits(one, torch.tensor([2.5]))
+    assert not same_bits(one, torch.tensor([1.5]))

@@ -42,7 +42,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()
 
 
 scalars = (
@@ -95,6 +95,7 @@ def test_decoding_anything_raises_nothing_but_invalid_input(data: Any) -> None:
         torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t(),
         torch.tensor(3.5),
         torch.empty(0, 4),
+        torch.arange(6.0).reshape(3, 2)[:1, 1],  # dense, and its stride is 2
         torch.tensor([True, False]),
         torch.tensor([1 + 2j]),
         np.arange(6.0).reshape(2, 3).T,

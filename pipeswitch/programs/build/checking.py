@@ -17,6 +17,7 @@ from ...errors import RegistrationRefused
 from ..bundle import Graph
 from ..dims import BATCH, Dim, Shape, Values, corners, shape_at, values_of, values_text
 from ..graph import CompiledGraph, check_on_meta
+from ..values import bytes_of
 from .dynamic import NotDynamic
 
 if TYPE_CHECKING:  # a worker makes inputs up, and needs no exporter
@@ -34,8 +35,7 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Equal in dtype, shape and every bit (so a NaN equals itself, and 0.0 is not -0.0)."""
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
-    flat = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (left, right)]
-    return torch.equal(*flat)
+    return torch.equal(*(bytes_of(tensor.contiguous()) for tensor in (left, right)))
 
 
 @contextlib.contextmanager
