@@ -20,15 +20,17 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from pipeswitch.errors import PipeSwitchError
 from pipeswitch.programs.build.naming import named_inputs
 from pipeswitch.programs.bundle import read_bundle
 from pipeswitch.programs.operators import OVERLOADS
 from pipeswitch.programs.spec import BUNDLE_FILE
+from pipeswitch.programs.values import flatten_outputs
 from pipeswitch.testing import RunningServer, server
 
-from .catalogue import Entry, catalogue
+from .catalogue import OWN_SIDES, Entry, Inputs, catalogue
 
 LENGTHS: Final = (1, 7, 64, 512)
 BATCH: Final = 3  # the second one, where a model takes more than one at a time
@@ -38,31 +40,37 @@ FAST_PATH: Final = "set_fastpath_enabled"
 Dynamic = dict[str, dict[int, tuple[str, int, int]]]
 
 
-def tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [t for item in value for t in tensors(item)] if isinstance(value, list | tuple) else []
+def plainly(module: nn.Module, inputs: Inputs) -> Any:
+    """A decoder without its cache, as the notes of ``show`` say."""
+    with torch.no_grad():
+        if not isinstance(inputs, dict):
+            return module(*inputs)
+        has_cache = getattr(getattr(module, "config", None), "use_cache", False)
+        return module(**inputs, **({"use_cache": False} if has_cache else {}))
 
 
 def equal(answer: Any, wanted: Any) -> bool:
     """Every output, bit by bit: NaN equals itself, zeros have signs."""
-    found, plain = list(answer.outputs.values()), tensors(wanted)
+    found, plain = list(answer.outputs.values()), list(flatten_outputs(wanted).values())
     return len(found) == len(plain) and all(
         a.contiguous().numpy().tobytes() == b.contiguous().numpy().tobytes()
         for a, b in zip(found, plain, strict=True)
     )
 
 
-def open_dims(names: list[str], example: tuple[torch.Tensor, ...]) -> Dynamic:
-    """Lengths of texts and sequences, from 1 to 512; sides and sounds from half of the example."""
+def open_dims(module: nn.Module, example: Inputs, *, has_sides: bool) -> Dynamic:
+    """Lengths of texts and sequences, from 1 to 512; sides and sounds from half of the example.
+    None where arguments nest or come by name."""
     found: Dynamic = {}
-    for name, value in zip(names, example, strict=True):
+    if isinstance(example, dict) or not all(isinstance(value, torch.Tensor) for value in example):
+        return found
+    for name, value in zip(named_inputs(module, example, None).names, example, strict=True):
         extents = value.shape
         if value.dim() in (2, 3) and (value.dtype is torch.int64 or value.dim() == 3):
             found[name] = {1: (f"length_{name}", LENGTHS[0], LENGTHS[-1])}
         elif value.dim() == 2 and extents[1] > LENGTHS[-1]:
             found[name] = {1: ("samples", extents[1] // 2, extents[1])}
-        elif value.dim() == 4:
+        elif value.dim() == 4 and has_sides:
             found[name] = {axis: (f"side{axis}", extents[axis] // 2, extents[axis])
                            for axis in (2, 3)}  # fmt: skip
     return found
@@ -106,11 +114,9 @@ class Sweep:
         torch.backends.mha.set_fastpath_enabled(True)
         return row
 
-    def _register(
-        self, module: nn.Module, example: tuple[torch.Tensor, ...], row: dict[str, Any]
-    ) -> None:
+    def _register(self, module: nn.Module, example: Inputs, row: dict[str, Any]) -> None:
         options: dict[str, Any] = {"example_inputs": example, "max_batch": 4}
-        row["dynamic"] = open_dims(named_inputs(module, example, None).names, example)
+        row["dynamic"] = open_dims(module, example, has_sides=row["name"] not in OWN_SIDES)
         for _ in range(3):
             try:
                 self._client.register("it", module, dynamic=row["dynamic"], **options)
@@ -131,22 +137,18 @@ class Sweep:
         aten = (name.partition("aten.")[2] for name in names if name.startswith("aten."))
         row["operators"] = sorted(aten)
 
-    def _ask(
-        self, module: nn.Module, example: tuple[torch.Tensor, ...], most: int
-    ) -> dict[int, bool]:
+    def _ask(self, module: nn.Module, example: Inputs, most: int) -> dict[int, bool]:
         found = {}
         for batch in (1, BATCH) if most >= BATCH else (1,):
-            inputs = tuple(torch.cat([t] * batch) if t.dim() else t for t in example)
-            answer = self._client.infer("it", list(inputs))
-            with torch.no_grad():
-                found[batch] = equal(answer, module(*inputs))
+            inputs = tree_map_only(torch.Tensor, lambda t: torch.cat([t] * batch), example)  # noqa: B023
+            found[batch] = equal(self._client.infer("it", inputs), plainly(module, inputs))
         return found
 
-    def _ask_sizes(
-        self, module: nn.Module, example: tuple[torch.Tensor, ...], dynamic: Dynamic
-    ) -> dict[str, bool]:
+    def _ask_sizes(self, module: nn.Module, example: Inputs, dynamic: Dynamic) -> dict[str, bool]:
         """Each length; of sides and sounds the smallest, and one in between."""
-        found = {}
+        found: dict[str, bool] = {}
+        if not dynamic:
+            return found
         names = named_inputs(module, example, None).names
         for step in range(len(LENGTHS)):
             inputs, told = list(example), []
@@ -160,8 +162,7 @@ class Sweep:
                     told.append(str(extent))
             if told and "x".join(told) not in found:
                 answer = self._client.infer("it", inputs)
-                with torch.no_grad():
-                    found["x".join(told)] = equal(answer, module(*inputs))
+                found["x".join(told)] = equal(answer, plainly(module, tuple(inputs)))
         return found
 
     def _forget(self) -> None:

@@ -6,13 +6,15 @@ transformers' own; transformers' are small configurations of the real classes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-Made = tuple[nn.Module, tuple[torch.Tensor, ...]]
+Inputs = tuple[Any, ...] | dict[str, Any]  # arguments by place or by name, which may nest
+Made = tuple[nn.Module, Inputs]
 Entry = Callable[[], Made]
 
 PICTURES: Final = {
@@ -28,6 +30,18 @@ FILMS: Final = {"mc3_18": 112, "r2plus1d_18": 112, "r3d_18": 112, "s3d": 224, "m
 DETECTORS: Final = """fasterrcnn_mobilenet_v3_large_320_fpn fcos_resnet50_fpn
     keypointrcnn_resnet50_fpn maskrcnn_resnet50_fpn retinanet_resnet50_fpn
     ssdlite320_mobilenet_v3_large"""
+
+SIZED: Final = frozenset({
+    "alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet",
+    "mobilenet_v2", "resnet18", "squeezenet1_1",
+})  # fmt: skip
+"""Asked at other sides too; of the others an export would take a minute."""
+OWN_SIDES: Final = {
+    f"torchvision {name}"
+    for names in (*PICTURES.values(), DETECTORS)
+    for name in names.split()
+    if name not in SIZED
+}
 
 SMALL: Final[Mapping[str, int]] = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
@@ -135,6 +149,18 @@ class Recurrent(nn.Module):
         return found
 
 
+class Nested(nn.Module):
+    """Takes and gives dicts, lists, tuples and None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, state: dict[str, Any], mask: torch.Tensor | None = None) -> dict[str, Any]:
+        h = self.layer(state["x"]) + state["cache"][0][0]
+        return {"out": h if mask is None else h * mask, "cache": [(h * 2, None)], "mask": mask}
+
+
 class UNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -180,6 +206,17 @@ def _transformer(name: str) -> Made:
     return Answers(cls(cls.config_class(**options)), tuple(examples)), tuple(examples.values())
 
 
+def _as_it_comes(name: str, options: Mapping[str, Any], *kinds: str) -> Made:
+    """By the names of a tokenizer, with all that transformers answers."""
+    import transformers
+
+    cls: Any = getattr(transformers, name)
+    examples = {key: value for kind in kinds for key, value in EXAMPLES[kind]().items()}
+    if "ids" in kinds:
+        examples["attention_mask"] = torch.ones_like(examples["input_ids"])
+    return cls(cls.config_class(**options)), examples
+
+
 def _vision(name: str, *shape: int) -> Made:
     import torchvision
 
@@ -199,6 +236,8 @@ def _small() -> dict[str, Entry]:
         "lstm-bidirectional": lambda: (Recurrent(nn.LSTM, bidirectional=True), (x(1, 9, 16),)),
         "gru": lambda: (Recurrent(nn.GRU), (x(1, 9, 16),)),
         "rnn": lambda: (Recurrent(nn.RNN), (x(1, 9, 16),)),
+        "nested": lambda: (Nested(), ({"x": x(1, 8), "cache": [(x(1, 8), None)]}, x(1, 8))),
+        "none": lambda: (Nested(), ({"x": x(1, 8), "cache": [(x(1, 8), None)]}, None)),
         "unet": lambda: (UNet(), (x(1, 3, 32, 32),)),
         "recommender": lambda: (Recommender(), (torch.tensor([3]), torch.tensor([7]))),
         "tcn": lambda: (nn.Sequential(nn.Conv1d(4, 8, 3, padding=2, dilation=2), nn.ReLU(),
@@ -234,4 +273,15 @@ def catalogue() -> dict[str, Entry]:
         vision(name, 3, 320, 320)
     for name in TRANSFORMERS:
         found[f"transformers {name}"] = lambda name=name: _transformer(name)  # type: ignore[misc]
+    clip = {"text_config": TRANSFORMERS["CLIPTextModel"][0],
+            "vision_config": TRANSFORMERS["CLIPVisionModel"][0]}  # fmt: skip
+    for name, options, *kinds in (
+        ("BertForSequenceClassification", SMALL, "ids"),
+        ("GPT2LMHeadModel", GPT, "ids"),
+        ("T5ForConditionalGeneration", T5, "both"),
+        ("CLIPModel", clip, "ids", "pixels"),
+    ):
+        found[f"transformers {name} as it comes"] = functools.partial(
+            _as_it_comes, name, options, *kinds
+        )
     return found | {f"small {name}": entry for name, entry in _small().items()}
