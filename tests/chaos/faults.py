@@ -84,16 +84,25 @@ def _fork_server(stage: Stage, _: random.Random) -> int | None:
     return None
 
 
+def _gateway(stage: Stage, _: random.Random) -> int | None:
+    return stage.gateway_pid or None
+
+
 def _controller(stage: Stage, _: random.Random) -> int | None:
     return stage.running.pid
 
 
-def _stop_and_go(stage: Stage, generator: random.Random) -> bool:
-    """The controller stands still for a while; no process may take it for dead."""
-    pid = stage.running.pid
-    kill(pid, signal.SIGSTOP)
-    threading.Event().wait(generator.uniform(0.05, STOPPED_FOR_S))
-    return kill(pid, signal.SIGCONT)
+def _stop_and_go(find: Callable[[Stage, random.Random], int | None]) -> Any:
+    """It stands still for a while; no process may take it for dead."""
+
+    def inject(stage: Stage, generator: random.Random) -> bool:
+        pid = find(stage, generator)
+        if pid is None or not kill(pid, signal.SIGSTOP):
+            return False
+        threading.Event().wait(generator.uniform(0.05, STOPPED_FOR_S))
+        return kill(pid, signal.SIGCONT)
+
+    return inject
 
 
 # ---- by failpoint ------------------------------------------------------------------------------
@@ -181,6 +190,32 @@ def _garbage(stage: Stage, generator: random.Random) -> bool:
     return True
 
 
+def _to_the_gateway(stage: Stage, data: bytes, waits_s: float) -> bool:
+    """Bytes, and nothing of the answer is read."""
+    host, _, port = stage.http_address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=5) as plain:
+            plain.sendall(data)
+            threading.Event().wait(waits_s)
+    except OSError:
+        return False
+    return True
+
+
+def _garbage_to_the_gateway(stage: Stage, generator: random.Random) -> bool:
+    lines = [b"POST /v2/models/a/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n"]
+    return _to_the_gateway(stage, b"".join([*lines, generator.randbytes(4096)]), 0.05)
+
+
+def _half_a_request(stage: Stage, _: random.Random) -> bool:
+    return _to_the_gateway(stage, b"POST /v2/models/a/infer HTTP/1.1\r\nHost: loc", 0.1)
+
+
+def _unread_answers(stage: Stage, _: random.Random) -> bool:
+    ask = b"GET /v2/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    return _to_the_gateway(stage, ask * 12, 0.2)
+
+
 def _slow_reader(stage: Stage, _: random.Random) -> bool:
     """A client that asks for much, reads nothing and leaves."""
     with stage.client() as client:
@@ -233,13 +268,18 @@ def grid() -> list[Cell]:
         Cell("client", "garbage in", _garbage),
         Cell("client", "slow peer", _slow_reader),
         Cell("controller", "kill -9", _signals(_controller, signal.SIGKILL), ends_controller=True),
-        Cell("controller", "SIGSTOP", _stop_and_go),
+        Cell("controller", "SIGSTOP", _stop_and_go(_controller)),
         Cell("controller", "exception", _point("frontend.message", "error"), ends_controller=True),
         Cell("controller", "hang", _point("controller.event", "delay 700")),
         Cell("controller", "OOM", _point("frontend.message", "memory"), ends_controller=True),
         Cell("controller", "ENOSPC", _point("journal.write", "disk", _register)),
         Cell("controller", "garbage in", _point("worker.send", "garbage")),
         Cell("controller", "slow peer", _point("worker.send", "delay 700")),
+        Cell("gateway", "kill -9", _signals(_gateway, signal.SIGKILL)),
+        Cell("gateway", "SIGSTOP", _stop_and_go(_gateway)),
+        Cell("gateway", "garbage in", _garbage_to_the_gateway),
+        Cell("gateway", "hang", _half_a_request),
+        Cell("gateway", "slow peer", _unread_answers),
         Cell("fork server", "kill -9", _signals(_fork_server, signal.SIGKILL)),
         Cell("fork server", "SIGSTOP", _signals(_fork_server, signal.SIGSTOP)),
         Cell("daemon", "kill -9", _signals(lambda s, _: _daemon(s), signal.SIGKILL)),

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 LASTING: Final = ("SIGSTOP", "hang", "slow peer")
 LASTS_S: Final = 3.0  # a stopped process is found within two and a half
+LANES: Final = ("probe", "http")
 RECOVERED_WITHIN_S: Final = 60.0  # no answer to anybody for that long: not survived
 
 
@@ -36,6 +37,11 @@ class Fault:
         """Whether its own effect may last into the other's recovery."""
         lasts = self.fault in LASTING or self.component in ("controller", "daemon", "fork server")
         return lasts and 0 < other.at_s - self.at_s < LASTS_S
+
+
+def lane_of(fault: Fault) -> str:
+    """Whose requests show that a fault is over."""
+    return LANES[fault.component == "gateway"]
 
 
 @dataclass
@@ -77,6 +83,9 @@ class History:
                 return False
             case "ServerUnavailable" | "no answer to a raw request":
                 return not self.was_down(outcome.sent_at_s, outcome.ended_at_s)
+            case "hung up":  # to be asked again
+                times = outcome.sent_at_s, outcome.ended_at_s
+                return not (self.was_down(*times) or self._had_no_gateway(*times))
             case "DeadlineExceeded" | "Cancelled" | "CancelledError":
                 return not outcome.may_fail
             case "duplicate":
@@ -84,12 +93,22 @@ class History:
             case _:
                 return True
 
+    def _had_no_gateway(self, from_s: float, to_s: float) -> bool:
+        """Whether it had been killed, and its next life had answered nothing yet."""
+        return any(
+            fault.at_s <= to_s and fault.at_s + (self.recovery_s(fault) or to_s) >= from_s
+            for fault in self.faults
+            if (fault.component, fault.fault) == ("gateway", "kill -9")
+        )
+
     def recovery_s(self, fault: Fault) -> float | None:
-        """From the fault to the first good answer to a request that was sent after it."""
+        """From the fault to the first good answer to a request that was sent after it; of a
+        gateway's, through the gateway."""
+        lane = lane_of(fault)
         times = [
             outcome.ended_at_s - fault.at_s
             for outcome in self.outcomes
-            if outcome.lane == "probe" and outcome.kind == "ok" and outcome.sent_at_s >= fault.at_s
+            if outcome.lane == lane and outcome.kind == "ok" and outcome.sent_at_s >= fault.at_s
         ]
         return min(times, default=None)
 

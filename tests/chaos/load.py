@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
+import json
 import random
 import threading
 import time
@@ -94,6 +96,7 @@ class Load:
             ("infer-1", self._infer),
             ("infer-2", self._infer),
             ("raw", self._raw),
+            ("http", self._http),
             ("control", self._control),
         ]
         self._threads = [
@@ -226,6 +229,34 @@ class Load:
                     self._history.outcomes.append(
                         Outcome("raw", "", sent_at_s, time.monotonic(), kind)
                     )
+
+    def _http(self, generator: random.Random) -> None:
+        """Callers of the gateway, each with a connection of its own."""
+        while not self._stop.wait(generator.uniform(0.0, 0.1)):
+            name = generator.choice(MODELS)
+            x = torch.full((1, WIDTH), generator.random())
+            sent_at_s = time.monotonic()
+            kind = self._ask_gateway(name, x)
+            self._history.outcomes.append(Outcome("http", name, sent_at_s, time.monotonic(), kind))
+
+    def _ask_gateway(self, name: str, x: torch.Tensor) -> str:
+        tensor = {"name": "x", "datatype": "FP32", "shape": [*x.shape], "data": x.tolist()}
+        caller = http.client.HTTPConnection(self._stage.http_address, timeout=ANSWER_TIMEOUT_S)
+        try:
+            caller.request("POST", f"/v2/models/{name}/infer", json.dumps({"inputs": [tensor]}))
+            answer = caller.getresponse()
+            told = json.loads(answer.read())
+        except TimeoutError:
+            return "no answer"
+        except (OSError, http.client.HTTPException):
+            return "hung up"
+        finally:
+            caller.close()
+        if answer.status != 200:
+            return str(told["code"])
+        (output,) = told["outputs"]
+        found = torch.tensor(output["data"]).reshape(output["shape"])
+        return "ok" if is_bit_equal(found, eager(self.modules[name], x)) else "wrong"
 
     def _control(self, generator: random.Random) -> None:
         """Models come and go, jobs are paused and resumed, large payloads pass."""

@@ -13,7 +13,7 @@ from pipeswitch.errors import PipeSwitchError
 
 from ..process.tools import until
 from .faults import Cell, grid
-from .history import Fault, History
+from .history import LANES, Fault, History, lane_of
 from .load import Load
 from .stage import Stage, staged
 
@@ -43,7 +43,8 @@ def chaos(
     with staged(folder, history, policy) as stage:
         load = Load(stage, seed)
         load.start()
-        _wait_for_answers(stage, history, 0)
+        for lane in LANES:
+            _wait_for_answers(history, 0, lane)
         before = _gauges(stage)
         began_s = time.monotonic()
         todo = grid()
@@ -121,7 +122,7 @@ def _inject(stage: Stage, history: History, cell: Cell, generator: random.Random
         say(f"     {cell.component} x {cell.fault}: did not happen ({took_s:.1f} s)")
         return
     history.faults.append(Fault(cell.component, cell.fault, at_s, cell.ends_controller))
-    _wait_for_answers(stage, history, answers)
+    _wait_for_answers(history, answers, lane_of(history.faults[-1]))
     seconds = history.recovery_s(history.faults[-1])
     shown = "not yet" if seconds is None else f"{seconds * 1000:.0f} ms"
     took_s = time.monotonic() - at_s
@@ -129,20 +130,20 @@ def _inject(stage: Stage, history: History, cell: Cell, generator: random.Random
     say(f"{number:4d} {cell.component} x {cell.fault}: answers after {shown} ({took_s:.1f} s)")
 
 
-def _wait_for_answers(stage: Stage, history: History, known: int) -> None:
-    """Until a probe that was sent from now on was answered well."""
+def _wait_for_answers(history: History, known: int, lane: str) -> None:
+    """Until a request of this lane that was sent from now on was answered well."""
     from_s = time.monotonic()
 
     def answered() -> bool:
         return any(
-            o.lane == "probe" and o.kind == "ok" and o.sent_at_s >= from_s
+            o.lane == lane and o.kind == "ok" and o.sent_at_s >= from_s
             for o in history.outcomes[known:]
         )
 
     try:
-        until(answered, "a probe is answered", RECOVERS_WITHIN_S)
+        until(answered, f"a request of {lane} is answered", RECOVERS_WITHIN_S)
     except AssertionError:
-        raise AssertionError(f"no answer for {RECOVERS_WITHIN_S} s") from None
+        raise AssertionError(f"no answer to {lane} for {RECOVERS_WITHIN_S} s") from None
 
 
 def _settle(stage: Stage, history: History) -> None:

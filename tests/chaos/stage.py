@@ -47,23 +47,31 @@ class Stage:
         self.points.mkdir()
         self.history = history
         self.address = f"tcp://127.0.0.1:{free_port()}"
+        self.http_address = f"127.0.0.1:{free_port()}"
         self.mark = uuid.uuid4().hex
         self._stack = contextlib.ExitStack()
         self._lock = threading.RLock()
         self.checked = self._start()
 
     def _start(self) -> Checked:
+        doors = ("--listen", self.address, "--http", self.http_address, "--grpc", "off")
         environment = {**ENVIRONMENT, MARK: self.mark, VARIABLE: str(self.points)}
         running = self._stack.enter_context(
             server(
                 arena=ARENA,
                 state_dir=self.folder / "state",
-                args=("--listen", self.address, "--threads", "1", "--policy", self.policy),
+                http=True,
+                args=("--threads", "1", "--policy", self.policy, *doors),
                 tcp_roles=("infer", "register", "operate"),
                 environment=environment,
             )
         )
         return Checked(running, self.mark)
+
+    @property
+    def gateway_pid(self) -> int:
+        """Of the gateway that lives now, or lived last; 0: it is being written down."""
+        return int((self.folder / "state" / "gateway.lock").read_text() or 0)
 
     @property
     def running(self) -> RunningServer:
@@ -78,10 +86,11 @@ class Stage:
         return Client(self.address, timeout_s=30.0)
 
     def revive(self, down_at_s: float) -> None:
-        """After the controller has gone: no process may be left, then the same state again."""
+        """After the controller has gone: no process may be left but the gateway, which says so
+        until the next server ends it; then the same state again."""
         with self._lock:
             self.running.process.wait(30)
-            gone(self.mark)
+            gone(self.mark, but=frozenset({self.gateway_pid}))
             self.checked.client.close()
             self._stack.close()
             self._stack = contextlib.ExitStack()

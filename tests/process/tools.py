@@ -201,12 +201,12 @@ def check_identity(stats: dict[str, Any]) -> None:
         assert counts["accepted"] == answered + counts["in_flight"], stats
 
 
-def gone(mark: str, deadline_s: float = DEADLINE_S) -> None:
-    """No process of this server is left."""
+def gone(mark: str, deadline_s: float = DEADLINE_S, *, but: frozenset[int] = frozenset()) -> None:
+    """No process of this server is left, but those."""
     try:
-        until(lambda: not marked_pids(mark), "every process left", deadline_s)
+        until(lambda: marked_pids(mark) <= but, "every process left", deadline_s)
     except AssertionError:
-        left = {pid: command_of(pid) for pid in marked_pids(mark)}
+        left = {pid: command_of(pid) for pid in marked_pids(mark) - but}
         for pid in left:
             kill(pid)
         raise AssertionError(f"orphans: {left}") from None
