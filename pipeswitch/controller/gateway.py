@@ -39,9 +39,8 @@ NEEDS: Final = {
     "grpc": ("grpc", "google.protobuf"),
 }  # modules
 BACKLOG: Final = 512
-LIVED_S: Final = 5.0  # one that lived so long is started again at once
-AGAIN_S: Final = 1.0  # the others after this, twice as long each time…
-MAX_AGAIN_S: Final = 60.0  # …up to this
+LIVED_BACKOFFS: Final = 5.0  # one that lived so many pauses is started again at once
+MAX_AGAIN_S: Final = 60.0  # the others after one, twice as long each time, up to this
 FORMER_WAIT_S: Final = 5.0
 STOP_WAIT_S: Final = 3.0
 LOCK_FILE: Final = "gateway.lock"
@@ -62,8 +61,11 @@ class Gateway:
         root: Path,
         log_path: Path,
         allow_code: tuple[str, ...] = (),
+        backoff_s: float = 1.0,
     ) -> None:
+        """``backoff_s``: the pause before one that keeps dying is started again."""
         self._config = config
+        self._backoff_s = backoff_s
         self._allow_code = allow_code
         self._selector = selector
         self._root = root
@@ -76,7 +78,7 @@ class Gateway:
         self._channel: Channel | None = None  # its end of file tells the gateway of our death
         self._started_at_s = 0.0
         self._due_at_s: float | None = None
-        self._again_s = AGAIN_S
+        self._again_s = backoff_s
         self.warnings: list[str] = []
 
     # ---- before anything is started ------------------------------------------------------------
@@ -243,8 +245,8 @@ class Gateway:
         status = self._reap()
         lived_s = time.monotonic() - self._started_at_s
         log.error("gateway=lost status=%d lived_s=%.1f", status, lived_s)
-        if lived_s >= LIVED_S:
-            self._again_s, self._due_at_s = AGAIN_S, time.monotonic()
+        if lived_s >= LIVED_BACKOFFS * self._backoff_s:
+            self._again_s, self._due_at_s = self._backoff_s, time.monotonic()
         else:
             self._try_again()
 

@@ -38,7 +38,8 @@ LOOK_EVERY_S: Final = 0.5  # at all connections: how exact the limits in seconds
 SCRATCH_BYTES: Final = 16 << 10  # received at once, of all but bodies of known length
 JOIN_BYTES: Final = 64 << 10  # an answer up to here leaves in one call
 MAX_HEADERS: Final = 100
-MAX_AHEAD: Final = 64  # requests of one connection, sent before the answers to those ahead of them
+UNREAD_BYTES: Final = 16 << 10  # of answers, before the next one is computed
+MAX_AHEAD: Final = 16  # requests of one connection, sent before the answers to those ahead of them
 CHUNK_OVERHEAD: Final = 8  # bytes around each byte of a body in chunks: chunks of one byte have 5
 AGAIN: Final = "send again in a moment"
 LINGER_S: Final = 2.0  # a refused peer may still send: hung up on at once, it would not read why
@@ -52,13 +53,18 @@ class Limits:
     head_bytes: int = 64 << 10
     head_s: float = 10.0  # from a connection, or a head's first byte, to the head's end
     idle_s: float = 75.0  # between two requests
-    body_bytes: int = 64 << 20  # of one request; and of all that are not whole yet
+    body_bytes: int = 64 << 20  # of one request
     body_bytes_per_s: int = 4 << 10  # slower bodies are cut off…
     body_look_s: float = 10.0  # …after this long
     waiting_bytes: int = 256 << 20  # of whole bodies that wait for their answer
     unread_s: float = 30.0  # an answer of which the peer takes nothing
     connections: int = 1024
     connections_per_address: int = 512
+
+    @property
+    def unfinished_bytes(self) -> int:
+        """Of all requests that are not whole yet; with what lies around them, one's largest."""
+        return self.body_bytes * 7 // 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +130,7 @@ class HttpServer:
         self.admit = admit
         self.limits = limits
         self.connections: set[Connection] = set()
-        self.unfinished_bytes = 0  # of bodies that are not whole yet
+        self.unfinished_bytes = 0  # of heads and bodies that are not whole yet
         self.waiting_bytes = 0  # of whole bodies that have no answer yet
         self._by_peer: Counter[str] = Counter()
 
@@ -177,10 +183,10 @@ class HttpServer:
                 del self._by_peer[connection.peer]
 
     def make_room(self) -> None:
-        """While bodies that are not whole do not fit together, the largest is given up."""
-        while self.unfinished_bytes > self.limits.body_bytes:
-            largest = max(self.connections, key=lambda one: one.received_bytes)
-            if largest.received_bytes == self.unfinished_bytes:
+        """While what is not whole does not fit together, the largest is given up."""
+        while self.unfinished_bytes > self.limits.unfinished_bytes:
+            largest = max(self.connections, key=lambda one: one.held_bytes)
+            if largest.held_bytes == self.unfinished_bytes:
                 return  # alone it may
             largest.refuse(QueueFull("too many bytes of unfinished requests", hint=AGAIN))
 
@@ -230,6 +236,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
+        self._transport.set_write_buffer_limits(high=UNREAD_BYTES)
         address = transport.get_extra_info("peername")
         self.peer = str(address[0]) if isinstance(address, tuple) else ""
         if not self._server.enter(self):
@@ -281,6 +288,7 @@ class Connection(asyncio.BufferedProtocol):
             if not self._head_bytes:
                 self.since_s = time.monotonic()
             self._head_bytes += len(data)
+            self._server.unfinished_bytes += len(data)
         else:
             self._raw_bytes += len(data)
         try:
@@ -355,7 +363,8 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._head = head
         self._body = bytearray() if length is None else _untouched(length)
-        self._marked_bytes = self._raw_bytes = self._head_bytes = 0
+        self._forget_head()
+        self._marked_bytes = self._raw_bytes = 0
         self.since_s = time.monotonic()
         if headers.get("expect", "").lower() == "100-continue" and self._task is None:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -390,11 +399,21 @@ class Connection(asyncio.BufferedProtocol):
     def _stop_reading(self) -> None:
         self._is_ending = True
         self._rest = self._head = None
+        self._forget_head()
         self._forget_body()
 
     def _receive(self, size: int) -> None:
         self.received_bytes += size
         self._server.unfinished_bytes += size
+
+    @property
+    def held_bytes(self) -> int:
+        """Of a request that is not whole yet."""
+        return self._head_bytes + self.received_bytes
+
+    def _forget_head(self) -> None:
+        self._server.unfinished_bytes -= self._head_bytes
+        self._head_bytes = 0
 
     def _forget_body(self) -> None:
         self._server.unfinished_bytes -= self.received_bytes

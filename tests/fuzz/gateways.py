@@ -110,6 +110,8 @@ class Wire(asyncio.Transport):
     def write_eof(self) -> None:
         self.has_ended = True
 
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None: ...
+
     def get_write_buffer_size(self) -> int:
         return self.unread
 

@@ -305,6 +305,16 @@ def test_unfinished_bodies_together_are_bounded_and_the_largest_goes_first(rig: 
     assert answers(small_wire)[0][0] == 200
 
 
+def test_a_head_that_is_not_whole_counts_among_them(rig: Rig) -> None:
+    large, large_wire = rig.connect("10.0.0.1")
+    feed(large, b"GET / HTTP/1.1\r\nA: " + b"x" * 900)
+    assert large_wire.sent == b""  # alone it may
+    small, _ = rig.connect("10.0.0.2")
+    feed(small, post("/s", b"x" * 300)[:-100])
+    assert answers(large_wire)[0][0] == 429
+    assert rig.server.unfinished_bytes == 200
+
+
 def test_whole_bodies_that_wait_are_bounded(rig: Rig) -> None:
     rig.gate = asyncio.Event()
     for number, status in enumerate((None, 429)):
