@@ -143,6 +143,9 @@ class ServerConfig(_Checked):
         "auto", "of that, programs and uploads of one TCP client (a key's name): auto (half), "
         "10GiB or a fraction", Amount.parse,
     )  # fmt: skip
+    max_models_per_client: int = _setting(
+        1000, "models that one TCP client (a key's name) may have registered", low=1
+    )
     allow_code: tuple[str, ...] = _setting(
         (), "module names and script paths TCP clients may name (shell wildcards)"
     )

@@ -327,7 +327,12 @@ class Server:
         child_log = places.logs / "processes.log"
         self._processes = Processes(self._selector, child_log, self._give_up)
         self._gateway = Gateway(
-            config.gateway, self._selector, places.root, child_log, config.server.allow_code
+            config.gateway,
+            self._selector,
+            places.root,
+            child_log,
+            config.server.allow_code,
+            config.workers.restart_backoff_ms / 1000.0,
         )
         settings = SchedulerSettings(
             device=device.name,
@@ -336,6 +341,7 @@ class Server:
             words=sizes.words,
             standby=config.workers.standby,
             max_builds=MAX_BUILDS,
+            max_models_per_client=config.server.max_models_per_client,
             admission=config.scheduler.admission,
             look_ahead=config.scheduler.look_ahead,
             training=config.scheduler.training,

@@ -9,6 +9,7 @@ import msgspec
 from ..errors import (
     AlreadyExists,
     Cancelled,
+    HostStoreFull,
     InvalidInput,
     ModelNotFound,
     PermissionDenied,
@@ -111,6 +112,17 @@ class Registry:
         if unknown and not event.is_known:
             hint = f"one of {', '.join(names)}"
             core.refuse(event.token, InvalidInput(f'no device "{unknown[0]}" here', hint=hint))
+            return
+        limit = core.settings.max_models_per_client
+        models = self._machine.models.values()
+        count = len({model.base for model in models if model.tenant == event.tenant})
+        if event.tenant and count >= limit:
+            error = HostStoreFull(
+                f"this client has {count} models, [server] max_models_per_client is {limit} "
+                "(clients without a key are one)",
+                hint="pipeswitch unregister NAME",
+            )
+            core.refuse(event.token, error)
             return
         limit = core.settings.max_waiting_builds
         waiting = sum(one.client == event.client for one in self._waiting_builds)

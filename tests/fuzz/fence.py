@@ -326,7 +326,7 @@ def of_family(name: str, wish: Wish) -> dict[str, Any]:
             "vec": vector,
             "vec2": T([s[0]], f),
             "tensor": vector,
-            "other": right,
+            "other": vector if name == "vdot" else right,
         }
     if name == "einsum":
         return {"equation": "ij,jk->ik", "tensors": [T([n, c], f), T([c, s[0]], f)], "path": None}

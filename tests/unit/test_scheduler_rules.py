@@ -1465,6 +1465,23 @@ def test_so_many_builds_of_one_client_wait_and_no_more(fleet_model: ModuleType) 
     assert rig.ask_register("friend", client="friend") not in rig.answers
 
 
+def test_a_client_has_so_many_models_and_no_more_and_the_owner_any(
+    fleet_model: ModuleType,
+) -> None:
+    rig = Rig(fleet_model, max_models_per_client=2)
+    for number in range(2):
+        rig.register(f"enemy.{number}")
+    error = rig.error(rig.ask_register("enemy.2", client="enemy"))
+    assert isinstance(error, HostStoreFull)
+    assert "2 models" in error.message
+    assert "unregister" in error.hint
+    for name in ("friend.0", "owners-0", "owners-1", "owners-2"):
+        rig.register(name)
+    assert rig.error(rig.ask_register("enemy.1", client="enemy")) is None  # it has that one
+    rig.handle(ev.UnregisterAsked(token=rig.token(), model="enemy.0", tenant="enemy"))
+    assert rig.ask_register("enemy.2", client="enemy") not in rig.answers
+
+
 def test_so_many_builds_of_all_clients_wait_and_the_owners_are_not_among_them(
     fleet_model: ModuleType,
 ) -> None:
