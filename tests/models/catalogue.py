@@ -221,7 +221,7 @@ def _vision(name: str, *shape: int) -> Made:
     import torchvision
 
     keywords = {"weights": None, "weights_backbone": None}
-    if name not in DETECTORS and "deeplab" not in name and "fcn" not in name and "ras" not in name:
+    if name not in DETECTORS.split() and "deeplab" not in name and "fcn" not in name and "ras" not in name:
         del keywords["weights_backbone"]
     model = torchvision.models.get_model(name, **keywords)
     return Dense(model), (torch.randn(1, *shape),)
