@@ -117,12 +117,12 @@ class Registry:
         models = self._machine.models.values()
         count = len({model.base for model in models if model.tenant == event.tenant})
         if event.tenant and count >= limit:
-            error = HostStoreFull(
+            full = HostStoreFull(
                 f"this client has {count} models, [server] max_models_per_client is {limit} "
                 "(clients without a key are one)",
                 hint="pipeswitch unregister NAME",
             )
-            core.refuse(event.token, error)
+            core.refuse(event.token, full)
             return
         limit = core.settings.max_waiting_builds
         waiting = sum(one.client == event.client for one in self._waiting_builds)

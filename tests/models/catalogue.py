@@ -221,7 +221,8 @@ def _vision(name: str, *shape: int) -> Made:
     import torchvision
 
     keywords = {"weights": None, "weights_backbone": None}
-    if name not in DETECTORS.split() and "deeplab" not in name and "fcn" not in name and "ras" not in name:
+    has_backbone = any(part in name for part in ("deeplab", "fcn", "ras", *DETECTORS.split()))
+    if not has_backbone:
         del keywords["weights_backbone"]
     model = torchvision.models.get_model(name, **keywords)
     return Dense(model), (torch.randn(1, *shape),)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -25,8 +27,9 @@ from process_tools import (
 )
 from safetensors.torch import load_file
 
-from pipeswitch.client.client import Task
-from pipeswitch.errors import InvalidInput, ModelNotFound, RegistrationRefused
+from pipeswitch.client.client import Client, Task
+from pipeswitch.errors import InvalidInput, ModelNotFound, RegistrationRefused, ServerUnavailable
+from tests.chaos.stage import free_port
 
 ENVIRONMENT = {
     "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "50ms",
@@ -225,11 +228,14 @@ PUBLISHES = """
 
 
 class Asker:
-    """Requests one after the other in a thread of its own, and each answer with its version."""
+    """Requests one after the other in a thread of its own, and each answer with its version.
+    A request that finds no server is asked again."""
 
-    def __init__(self, checked: Checked, model: str, x: torch.Tensor) -> None:
-        self._client, self._model, self._x = checked.running.client(), model, x
+    def __init__(self, client: Client, model: str, x: torch.Tensor, pause_s: float = 0.0) -> None:
+        self._client, self._model, self._x = client, model, x
+        self._pause_s = pause_s
         self.answers: dict[int, list[torch.Tensor]] = {}
+        self.without_server: list[tuple[float, float]] = []  # from, to
         self.error: Exception | None = None
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -245,12 +251,20 @@ class Asker:
 
     def _run(self) -> None:
         try:
-            while not self._is_over.is_set():
-                result = self._client.infer(self._model, self._x)
-                (answer,) = result.outputs.values()
-                self.answers.setdefault(result.timing.version, []).append(answer)
+            while not self._is_over.wait(self._pause_s):
+                self._ask()
         except Exception as error:
             self.error = error
+
+    def _ask(self) -> None:
+        began_s = time.monotonic()
+        try:
+            result = self._client.infer(self._model, self._x)
+        except ServerUnavailable:
+            self.without_server.append((began_s, time.monotonic()))
+            return
+        (answer,) = result.outputs.values()
+        self.answers.setdefault(result.timing.version, []).append(answer)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +280,7 @@ def test_each_answer_is_of_one_version_while_a_script_publishes(
         client.register("live", net, example_inputs=(torch.randn(2, 8),))
         script = write_script(tmp_path, "publishes.py", PUBLISHES)
         args = [tmp_path, 40, 150 if not victims else 600]
-        with Asker(checked, "live", x) as asker:
+        with Asker(checked.running.client(), "live", x) as asker:
             task = client.train(script, name="p", args=args)
             for victim in victims:
                 before = len(asker.answers)
@@ -278,6 +292,7 @@ def test_each_answer_is_of_one_version_while_a_script_publishes(
             (row,) = (row for row in client.models() if row["name"] == "live")
             until(lambda: row["version"] in asker.answers or asker.error, "the last version")
         assert asker.error is None
+        assert asker.without_server == []
         sources = {row["version"]: row["source"] for row in client.models(versions=True)}
         assert len(asker.answers) >= 3
         for version, answers in asker.answers.items():
@@ -291,6 +306,99 @@ def test_each_answer_is_of_one_version_while_a_script_publishes(
         log = "".join(task.logs())
         assert log.count("ModelNotFound") == 2, log
         assert task.status()["why"] == "" or victims
+
+
+LIVES_ON = """
+    import os, sys
+    import torch
+    from pipeswitch import job
+
+    folder, every = sys.argv[1], int(sys.argv[2])
+    torch.manual_seed(1)
+    layers = [torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU()]
+    net = torch.nn.Sequential(*layers, torch.nn.Linear(16, 4)).to(job.device)
+    optimizer = torch.optim.SGD(net.parameters(), 0.001)
+    data = [torch.randn(16, 8) for _ in range(every)]
+    for epoch in job.epochs(10**6):
+        for x in job.steps(data, model=net, optimizer=optimizer):
+            (net(x) - torch.sin(torch.tensor(float(epoch)))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if (job.step + 1) % every == 0:
+                path = os.path.join(folder, f"{job.step + 1}.pt")
+                torch.save(net.state_dict(), path + ".tmp")
+                os.replace(path + ".tmp", path)
+                job.publish("live")
+        if os.path.exists(os.path.join(folder, "stop")):
+            break
+"""
+CALLERS, EACH_S = 4, 0.04  # a hundred requests a second
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_publications_under_load_outlive_worker_daemon_and_server(
+    net: torch.nn.Module, tmp_path: Path
+) -> None:
+    """Every 200 steps the next version; each answer is of one of them, whatever is killed."""
+    x, state = torch.randn(5, 8), tmp_path / "state"
+    options: dict[str, Any] = {
+        "environment": {**ENVIRONMENT, "PIPESWITCH_SCHEDULER__PERSIST_EVERY": "500ms"},
+        "state_dir": state,
+        "args": ("--listen", f"tcp://127.0.0.1:{free_port()}"),
+    }
+    with contextlib.ExitStack() as stack:
+        askers: list[Asker] = []
+
+        def next_versions(count: int = 2) -> None:
+            newest = max((v for asker in askers for v in asker.answers), default=0)
+            for asker in askers:
+                until(
+                    lambda: max(asker.answers, default=0) >= newest + count or asker.error,  # noqa: B023
+                    "the next versions",
+                    120.0,
+                )
+                assert asker.error is None
+
+        with checked_server(settles=False, status=-9, **options) as first:
+            address = first.running.tcp_address
+            first.client.register("live", net, example_inputs=(torch.randn(2, 8),))
+            script = write_script(tmp_path, "lives_on.py", LIVES_ON)
+            first.client.train(script, name="p", args=[tmp_path, 200])
+            for _ in range(CALLERS):
+                asker = Asker(Client(address, timeout_s=60.0), "live", x, EACH_S)
+                askers.append(stack.enter_context(asker))
+            next_versions()
+            kill(max(first.worker_pids().values()))
+            next_versions()
+            kill(first.daemon_pid())
+            next_versions()
+            down_s = time.monotonic()
+            kill(first.pid)
+        with checked_server(**options) as second:
+            up_s = time.monotonic()
+            next_versions()
+            kill(max(second.worker_pids().values()))
+            next_versions()
+            (tmp_path / "stop").touch()
+            finish(second.client.task("p"), 120.0)
+            stack.close()
+        wanted = {"before": eager(net, x)}
+        for path in tmp_path.glob("*.pt"):
+            plain = copy.deepcopy(net)
+            plain.load_state_dict(torch.load(path))
+            wanted[path.stem] = eager(plain, x)
+        steps: dict[int, str] = {}
+        for asker in askers:
+            assert asker.error is None
+            assert all(began <= up_s and ended >= down_s for began, ended in asker.without_server)
+            for version, answers in asker.answers.items():
+                (step,) = (
+                    step for step, plain in wanted.items() if is_bit_equal(answers[0], plain)
+                )
+                assert steps.setdefault(version, step) == step
+                assert all(is_bit_equal(answer, answers[0]) for answer in answers)
+        assert len(steps) >= 8
 
 
 def test_a_script_reads_why_it_cannot_publish(

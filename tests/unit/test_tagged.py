@@ -42,7 +42,8 @@ def same(a: Any, b: Any) -> bool:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()
+    dense = tensor.reshape(-1).clone(memory_format=torch.contiguous_format)
+    return dense.view(torch.uint8).numpy().tobytes()
 
 
 scalars = (
