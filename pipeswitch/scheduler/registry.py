@@ -116,7 +116,7 @@ class Registry:
         limit = core.settings.max_models_per_client
         models = self._machine.models.values()
         count = len({model.base for model in models if model.tenant == event.tenant})
-        if event.tenant and count >= limit:
+        if event.tenant and not event.is_known and count >= limit:
             full = HostStoreFull(
                 f"this client has {count} models, [server] max_models_per_client is {limit} "
                 "(clients without a key are one)",
