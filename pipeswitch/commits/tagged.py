@@ -148,9 +148,11 @@ _MAPPING_TAGS: Final[dict[type, str]] = {dict: "dict", OrderedDict: "odict", Cou
 
 
 def _torch_bytes(tensor: Any) -> bytes:
-    from ..programs.values import tensor_bytes  # imports torch
+    import torch
 
-    return bytes(tensor_bytes(tensor.to("cpu").contiguous()))
+    # One of a single element is contiguous whatever its strides, which ``view`` believes.
+    dense = tensor.detach().to("cpu").contiguous().as_strided((tensor.numel(),), (1,))
+    return bytes(dense.view(torch.uint8).numpy().tobytes()) if dense.numel() else b""
 
 
 # ---------------------------------------------------------------------------------- decode
