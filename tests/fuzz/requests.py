@@ -12,13 +12,16 @@ import os
 import queue
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from pipeswitch.config import Config, ServerConfig
 from pipeswitch.errors import ServerUnavailable
 from pipeswitch.frontend.clients import Client
 from pipeswitch.frontend.frontend import Frontend
+from pipeswitch.frontend.intake import ZmqOrigin
 from pipeswitch.frontend.listeners import Listener
+from pipeswitch.frontend.local import Shares
 from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.ipc.messages import ModelName
 from pipeswitch.roles import Role
@@ -99,6 +102,8 @@ class _Gate(Frontend):
             "Listeners", (), {"tcp": self.stranger, "all": (self.stranger, self.owner)}
         )
         self._listeners = listeners
+        door: Any = SimpleNamespace(shares=Shares(0))
+        self._door = door
         for name in ("m", "resnet-50"):
             model = ModelName(name)
             announced = Announce(model=model, manifest=manifest_of(), priority=1)
@@ -124,7 +129,9 @@ class _Gate(Frontend):
         """A client that has said hello, with one request that waits."""
         client = self._known.get(listener)
         if client is None or client.is_gone:
-            client, _ = self._clients.greet(listener, ROUTE, 0x7FFF_FFFF)
+            frame: Any = _Frame(ROUTE)
+            origin = ZmqOrigin(listener=listener, frame=frame, routing_id=ROUTE)
+            client, _ = self._clients.greet(origin)
             self._known[listener] = client
         if WAITING not in client.requests:
             self.requests.accept(client, RequestHeader(v=1, op="infer", id=WAITING, model="m"))
