@@ -312,6 +312,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "phases": {"phases": True, "epochs": 2},
     "phases, own generator": {"phases": True, "epochs": 2, "own_generator": True},
     "left early": {"stop_early": True},
+    "phases, left early": {"phases": True, "stop_early": True},
     "shared input, left early": {"shared": True, "stop_early": True},
     "parameters written in the body": {"shrink": True},
 }

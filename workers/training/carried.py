@@ -9,13 +9,14 @@ is not carried; a loop whose source cannot be had is not looked at.
 from __future__ import annotations
 
 import ast
+import functools
 import linecache
 import math
 import numbers
 import sys
 import warnings
 from collections.abc import Iterable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Final
 
 import torch
@@ -36,7 +37,8 @@ class CarriedNames:
 
     def __init__(self, *, told: bool) -> None:
         self._told = told
-        self._loops: dict[str, tuple[FrameType, list[str]]] = {}
+        # No frame is kept: it may hold the loop's generator, whose end would then come too late.
+        self._loops: dict[str, tuple[CodeType, list[str]]] = {}
 
     def enter(self, loop: str) -> None:
         """Call in the generator ``job.<loop>`` as it begins: a ``for`` of the script runs it."""
@@ -47,22 +49,26 @@ class CarriedNames:
             source = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
             names = carried_names(source, frame.f_lineno, loop)
             if names is not None:
-                self._loops[loop] = frame, names[:MAX_NAMES]
+                self._loops[loop] = frame.f_code, names[:MAX_NAMES]
                 return
             frame = frame.f_back
 
     def leave(self, loop: str) -> None:
-        """The loop is over: its frame, and what hangs on it, may go."""
+        """The loop is over."""
         self._loops.pop(loop, None)
 
     def values(self) -> dict[str, float] | None:
-        """What they are now, by name; None: their loss was told already."""
+        """What they are now, by name; None: their loss was told already. The loops' own frames
+        must be among the callers: one that has returned carries nothing on.
+        """
         if self._told:
             return None
         found = {}
-        for frame, names in self._loops.values():
-            own = frame.f_locals if names else {}
-            found.update({n: _number(own.get(n, frame.f_globals.get(n))) for n in names})
+        for code, names in self._loops.values():
+            frame = _calling(code) if names else None
+            if frame is not None:
+                own = frame.f_locals
+                found.update({n: _number(own.get(n, frame.f_globals.get(n))) for n in names})
         return {name: number for name, number in found.items() if number is not None}
 
     def warn_of_lost(self, saved: dict[str, float], step: int) -> list[str]:
@@ -72,7 +78,8 @@ class CarriedNames:
         if not lost:
             return []
         self._told = True
-        frame, _ = next(iter(self._loops.values()))
+        code, _ = next(iter(self._loops.values()))
+        frame = _calling(code)
         said = ", ".join(f"{n} is {now[n]:.6g} again (was {saved[n]:.6g})" for n in lost)
         keys = ", ".join(f'"{name}": {_typed(now[name])}' for name in lost)
         warnings.warn_explicit(
@@ -80,26 +87,40 @@ class CarriedNames:
             f"them in a dict that job restores: kept = {{{keys}}} before the loops, "
             f'job.steps(…, extra_state=kept), and kept["{lost[0]}"] for {lost[0]}',
             InexactResumeWarning,
-            frame.f_code.co_filename,
-            frame.f_lineno,
+            code.co_filename,
+            code.co_firstlineno if frame is None else frame.f_lineno,
         )
         return lost
 
 
+def _calling(code: CodeType) -> FrameType | None:
+    """The innermost frame that runs this code; None: it has returned."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame
+
+
 def carried_names(source: str, line: int, loop: str) -> list[str] | None:
     """The names that the ``for`` over ``job.<loop>`` at ``line`` carries; None: there is none."""
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError):
-        return None
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.For) or not node.lineno <= line <= (node.iter.end_lineno or 0):
+    for node in _loops_in(source):
+        if not node.lineno <= line <= (node.iter.end_lineno or 0):
             continue
         if any(loop in (getattr(n, "attr", ""), getattr(n, "id", "")) for n in ast.walk(node.iter)):
             uses = _Uses()
             uses.visit_all([node.target, *node.body])
             return [name for name in uses.read_first if name in uses.written - uses.clocks]
     return None
+
+
+@functools.lru_cache(maxsize=MAX_FRAMES)
+def _loops_in(source: str) -> list[ast.For]:
+    """Its ``for`` statements: looked for once, since loops begin again with each epoch."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        return []
+    return [node for node in ast.walk(tree) if isinstance(node, ast.For)]
 
 
 def _number(value: Any) -> float | None:
