@@ -29,7 +29,7 @@ def main() -> None:
     with (
         server(
             arena=str(room_bytes + 4 * MIB), host_store="512MiB",
-            args=("--device", "cuda:0"), environment=rungs(),
+            devices=("cuda:0",), environment=rungs(),
         ) as running,
         running.client() as client,
     ):  # fmt: skip

@@ -66,7 +66,7 @@ def _measure(model: GpuModel, folder: Path) -> None:
         _Baselines(order) as baselines,
         server(
             arena=str(arena), host_store=str(2 * model.room_bytes + 64 * MIB),
-            args=("--device", "cuda:0"), environment=environment,
+            devices=("cuda:0",), environment=environment,
         ) as running,
         running.client() as client,
     ):  # fmt: skip

@@ -29,7 +29,7 @@ def main() -> None:
         tempfile.TemporaryDirectory(prefix="pipeswitch-gpu-") as folder,
         server(
             arena="1GiB" if is_fake() else "4GiB", host_store="1GiB",
-            args=("--device", "cuda:0"), environment=rung_environment(),
+            devices=("cuda:0",), environment=rung_environment(),
         ) as running,
         running.client() as client,
     ):  # fmt: skip

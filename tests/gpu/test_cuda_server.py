@@ -55,7 +55,7 @@ def running(request: pytest.FixtureRequest) -> Iterator[RunningServer]:
     }
     environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     with server(
-        arena="64MiB", host_store="512MiB", args=("--device", "cuda:0"), environment=environment
+        arena="64MiB", host_store="512MiB", devices=("cuda:0",), environment=environment
     ) as found:
         yield found
 

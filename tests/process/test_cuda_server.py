@@ -34,7 +34,7 @@ from pipeswitch.client.client import FINAL_JOB_STATES
 from pipeswitch.errors import InvalidInput, TaskFailed
 
 FAKES = str(Path(__file__).resolve().parents[1] / "fakes")
-ON_CUDA = ("--device", "cuda:0")
+ON_CUDA = ("cuda:0",)
 FAKE_GPU = {
     "PYTHONPATH": FAKES,
     "PIPESWITCH_DEVICE__BINDINGS": "fake_cuda",
@@ -80,7 +80,7 @@ def own_gpu(tmp_path: Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def server(first_gpu: dict[str, str]) -> Iterator[Checked]:
     """One server for the tests that leave it as it was; the self-test chooses all rungs."""
-    with checked_server(args=ON_CUDA, environment=first_gpu) as checked:
+    with checked_server(devices=ON_CUDA, environment=first_gpu) as checked:
         yield checked
 
 
@@ -115,7 +115,7 @@ def test_eager_runs_and_replays_give_the_plain_models_bits(server: Checked) -> N
 def test_models_that_take_turns_on_the_device_do_not_see_each_others_bytes(
     own_gpu: dict[str, str],
 ) -> None:
-    with checked_server(arena="6MiB", args=ON_CUDA, environment=own_gpu) as checked:
+    with checked_server(arena="6MiB", devices=ON_CUDA, environment=own_gpu) as checked:
         models = {name: register(checked, name, seed) for seed, name in enumerate("abc")}
         for round_number in range(5):
             for name, (module, x) in models.items():
@@ -135,7 +135,7 @@ def test_named_rungs_serve_without_a_self_test(
     own_gpu: dict[str, str], rungs: dict[str, str]
 ) -> None:
     named = {f"PIPESWITCH_DEVICE__{key}": value for key, value in rungs.items()}
-    with checked_server(args=ON_CUDA, environment=own_gpu | named) as checked:
+    with checked_server(devices=ON_CUDA, environment=own_gpu | named) as checked:
         line = checked.running.ready_line
         assert f"waits={rungs['WAITS']} words={rungs['WORDS']}" in line
         module, x = register(checked, "model", 2)
@@ -222,7 +222,7 @@ def test_the_real_bindings_say_the_same(tmp_path: Path) -> None:
 
 def test_auto_takes_the_cpu_and_says_why_not_cuda() -> None:
     environment = FAKE_GPU | {"FAKE_CUDA": "no-device"}
-    with checked_server(args=("--device", "auto"), environment=environment) as checked:
+    with checked_server(devices=("auto",), environment=environment) as checked:
         line = checked.running.ready_line
         assert "device cpu," in line
         assert "(not cuda: the NVIDIA driver is loaded, but shows this process no GPU)" in line

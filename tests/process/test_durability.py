@@ -58,7 +58,7 @@ WRITER = """
     while True:
         name = f"j{number}"
         entry = {"kind": "job", "name": name, "entry": "x.py", "args": ["x" * 900], "priority": 1,
-                 "tenant": ""}  # fmt: skip
+                 "tenant": "", "share": ""}  # fmt: skip
         os.write(1, f"{name} asked\\n".encode())
         journal.append(entry)
         os.write(1, f"{name} there\\n".encode())

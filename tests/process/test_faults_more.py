@@ -473,8 +473,8 @@ def test_damage_to_the_state_directory_costs_what_is_damaged_alone(tmp_path: Pat
     ]  # fmt: skip
     with contextlib.closing(sqlite3.connect(state / FILE_NAME)) as database, database:
         database.executemany("INSERT INTO model VALUES (?, ?, ?, ?, ?, ?, ?)", garbage)
-        database.execute("INSERT INTO job VALUES ('j', 3, '[4', 'x', 5)")
-        database.execute("INSERT INTO job VALUES ('deep', 'x.py', ?, 1, NULL)", ["[" * 100_000])
+        database.execute("INSERT INTO job VALUES ('j', 3, '[4', 'x', 5, 6)")
+        database.execute("INSERT INTO job VALUES ('deep', 'x.py', ?, 1, NULL, '')", ["[" * 100_000])
     weights = next((state / "models" / digests["b"]).glob("*.safetensors"), None) or max(
         (state / "models" / digests["b"]).iterdir(), key=lambda path: path.stat().st_size
     )
