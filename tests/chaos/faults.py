@@ -40,6 +40,9 @@ class Cell:
     ends_controller: bool = False
 
 
+Find = Callable[[Stage, random.Random], int | None]
+
+
 # ---- by signal ---------------------------------------------------------------------------------
 
 
@@ -58,12 +61,20 @@ def _daemon(stage: Stage) -> int | None:
     return rows[0] if rows else None
 
 
-def _signals(find: Callable[[Stage, random.Random], int | None], number: int) -> Any:
-    def inject(stage: Stage, generator: random.Random) -> bool:
-        pid = find(stage, generator)
-        return pid is not None and kill(pid, number)
+def _hit(stage: Stage, generator: random.Random, find: Find, number: int) -> int:
+    """Signal the process, or its successor where the last fault took it; its pid, or 0."""
 
-    return inject
+    def sent() -> int:
+        pid = find(stage, generator)
+        return pid if pid is not None and kill(pid, number) else 0
+
+    with contextlib.suppress(AssertionError):
+        return until(sent, "a process to signal", FIRES_WITHIN_S)
+    return 0
+
+
+def _signals(find: Find, number: int) -> Any:
+    return lambda stage, generator: bool(_hit(stage, generator, find, number))
 
 
 ACTIVE: Final = ("active", "suspended", "cleaning")
@@ -92,15 +103,13 @@ def _controller(stage: Stage, _: random.Random) -> int | None:
     return stage.running.pid
 
 
-def _stop_and_go(find: Callable[[Stage, random.Random], int | None]) -> Any:
+def _stop_and_go(find: Find) -> Any:
     """It stands still for a while; no process may take it for dead."""
 
     def inject(stage: Stage, generator: random.Random) -> bool:
-        pid = find(stage, generator)
-        if pid is None or not kill(pid, signal.SIGSTOP):
-            return False
+        pid = _hit(stage, generator, find, signal.SIGSTOP)
         threading.Event().wait(generator.uniform(0.05, STOPPED_FOR_S))
-        return kill(pid, signal.SIGCONT)
+        return pid > 0 and kill(pid, signal.SIGCONT)
 
     return inject
 
