@@ -166,6 +166,21 @@ class Admission:
                     state.early.discard(request)
                     self._place(state, request)
 
+    def relieve(self) -> None:
+        """What came last and waits for a task's end goes to a device that has nothing to do, where
+        it would compute sooner: the others are then less far from their turn."""
+        states = [device.state for device in self._machine.devices]
+        if all(state.is_busy or not state.is_ready for state in states):
+            return
+        for state in states:
+            request = state.last_waiting if state.current is not None else None
+            if request is None:
+                continue
+            model = self._machine.models[request.model]
+            if self._machine.placing.request(model, request)[0].state is not state:
+                state.queue.discard(request)
+                self._place(state, request)
+
     def _place(self, state: DeviceState, request: Request) -> None:
         """One that waited there already."""
         model = self._machine.models[request.model]

@@ -82,6 +82,12 @@ class DeviceState:
         return self.current is not None or self.upcoming is not None or bool(self.queue)
 
     @property
+    def last_waiting(self) -> Request | None:
+        """Of the requests that could be dispatched, the one that came here last."""
+        live = reversed(self.requests.values())
+        return next((request for request in live if request.token in self.queue), None)
+
+    @property
     def has_processes(self) -> bool:
         """A worker of it is not reaped yet: it may still write what it could ever write."""
         return any(worker.is_alive for worker in self.workers.values())

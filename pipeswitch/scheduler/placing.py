@@ -13,7 +13,8 @@ from .states import TASK_FINAL
 
 
 class Placing:
-    """A request is placed when it comes, a job when it comes and whenever it has left its device.
+    """A request is placed when it comes, and anew when it waits while a device has nothing to do; a
+    job when it comes and whenever it has left its device.
 
     A device whose memory daemon is not there takes nothing while another one can.
     """
@@ -23,7 +24,7 @@ class Placing:
         self._rank = PLACEMENTS[placement]
 
     def request(self, model: Model, request: Request) -> tuple[Device, str]:
-        """The device, and why: empty where there is but one."""
+        """The device, and why: empty where there is but one. It does not wait for itself."""
         if len(self._devices) == 1:
             return self._devices[0], ""
         places = [self._place(device, model, request) for device in self._usable(model.devices)]
@@ -51,33 +52,34 @@ class Placing:
     def _place(self, device: Device, model: Model, request: Request) -> Place:
         state, replica = device.state, device.state.replicas[model.name]
         tasks = [task for task in (state.current, state.upcoming) if task is not None]
-        switch_ms = 0.0
+        waiting, switch_ms = len(state.queue) + len(state.early), 0.0
         if not replica.is_on_device:
             switch_ms = self._predict(state, model.name, request.batch).load_ms
         return Place(
             device=state.index,
             is_resident=replica.is_on_device,
             is_busy=state.is_busy,
-            waiting=len(tasks) + len(state.queue) + len(state.early),
-            queue_ms=self._queue_ms(state),
+            waiting=len(tasks) + waiting - (request.token in state.queue),
+            queue_ms=self._queue_ms(state, request),
             switch_ms=switch_ms,
             free_bytes=device.arena.regions.largest_free_bytes,
             size_bytes=request.size_bytes,
         )
 
-    def _queue_ms(self, state: DeviceState) -> float:
-        """Until what computes and waits there is done."""
+    def _queue_ms(self, state: DeviceState, request: Request) -> float:
+        """Until what computes and waits there is done, itself apart."""
         now_ms, total_ms = state.core.now_ms, 0.0
         for task in (state.current, state.upcoming):
             if task is not None and not task.is_trial:
                 compute_ms = self._of_last(state, state.replicas[task.model].model).compute_ms
                 spent_ms = now_ms - task.began_at_ms if task is state.current else 0.0
                 total_ms += max(0.0, compute_ms - spent_ms)
+        own = request.model if request.token in state.queue else None
         for name in state.queue.models():
-            replica = state.replicas[name]
+            replica, count = state.replicas[name], state.queue.count(name) - (name == own)
             one = self._of_last(state, replica.model)
-            total_ms += state.queue.count(name) * one.compute_ms
-            total_ms += 0.0 if replica.is_on_device else one.load_ms
+            total_ms += count * one.compute_ms
+            total_ms += 0.0 if replica.is_on_device or not count else one.load_ms
         return total_ms
 
     def _of_last(self, state: DeviceState, model: Model) -> Prediction:

@@ -364,6 +364,7 @@ class Scheduler:
         self.publishing.pump()
         self.registry.pump()
         self.admission.rehome()
+        self.admission.relieve()
         self.machine.jobs.rehome()
         for device in self.machine.devices:
             device.pump()
@@ -379,6 +380,8 @@ class Scheduler:
         self.machine.store.regions.check()
         for device in self.machine.devices:
             device.check()
+        tokens = [token for device in self.machine.devices for token in device.state.requests]
+        assert len(tokens) == len(set(tokens)), "a request is on two devices"
 
 
 __all__ = ["Scheduler", "SchedulerSettings"]

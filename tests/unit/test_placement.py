@@ -144,6 +144,22 @@ def test_a_hot_model_comes_to_the_other_device_when_its_queue_is_longer_than_its
     assert {device for device, _ in server.placed("a" * 8)} == {"cpu:0", "cpu:1"}
 
 
+def test_what_waits_goes_to_a_device_that_has_nothing_to_do() -> None:
+    """Nothing was known of the model, so all its requests went where its copy was under way."""
+    server = Server()
+    slow = program_of("dslow", 8 * MIB, groups=2, layer_ms=50.0)
+    server.world.clients.register(ModelName("slow"), slow)
+    server.world.run()
+    began_ms = server.world.now_ms
+    for _ in range(6):
+        server.world.clients.infer(ModelName("slow"))
+    counts = [len(device.state.requests) for device in server.scheduler.machine.devices]
+    assert counts == [6, 0]
+    server.world.run(began_ms + 5 * 200.0)  # one after the other they take six times 200 ms
+    assert not server.world.clients.open
+    assert [device for device, _ in server.bills].count("cpu:1") == 2
+
+
 def test_what_waits_where_a_daemon_dies_is_answered_by_the_other_device() -> None:
     server = Server(restart_backoff_ms=1e6, max_daemon_restarts=0)
     server.placed("abab")
