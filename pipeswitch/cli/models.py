@@ -25,8 +25,7 @@ from .common import (
 )
 
 CONVERT: Final = (
-    "import sys; from pipeswitch.programs.build.export import convert_pt2; "
-    "convert_pt2(*sys.argv[1:])"
+    "import sys; from pipeswitch.programs.build.pt2 import convert_pt2; convert_pt2(*sys.argv[1:])"
 )
 
 

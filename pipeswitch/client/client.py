@@ -278,7 +278,7 @@ class Client:
         if text.endswith(".pt2"):
             if not os.path.isfile(text):
                 raise InvalidInput(f"no file {text!r}")
-            from ..programs.build.export import convert_pt2
+            from ..programs.build.pt2 import convert_pt2
 
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeswitch-export-"))
             bundle = Path(folder, "program.bundle")

@@ -13,11 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipeswitch.programs.build.export import (
-    export_module,
-    export_module_to_bundle,
-    one_export_at_a_time,
-)
+from pipeswitch.programs.build.alone import one_export_at_a_time
+from pipeswitch.programs.build.export import export_module, export_module_to_bundle
 from pipeswitch.programs.torch_settings import TorchSettings
 
 X = torch.zeros(2, 4)
@@ -84,7 +81,7 @@ def test_what_an_export_leaves_switched_off_is_put_back_and_said(
     before = TorchSettings.now()
     export_module(During(lambda: torch.backends.mkldnn.set_flags(False)), X)
     assert TorchSettings.now() == before
-    said = [r.message for r in caplog.records if r.name == export_module.__module__]
+    said = [r.message for r in caplog.records if r.name == one_export_at_a_time.__module__]
     assert [" put_back=" in text for text in said] == [True]
 
 

@@ -23,8 +23,9 @@ from torch import nn
 from pipeswitch.errors import LocalProtocolError, RegistrationRefused, TaskPreempted
 from pipeswitch.planning.grouping import Plan
 from pipeswitch.programs.build import program as build_module
-from pipeswitch.programs.build.export import convert_pt2, export_module_to_bundle
+from pipeswitch.programs.build.export import export_module_to_bundle
 from pipeswitch.programs.build.program import build
+from pipeswitch.programs.build.pt2 import convert_pt2
 from pipeswitch.programs.build.sources import Loaded, load_source
 from pipeswitch.programs.build.verify import load_image, same_bits, to_tensors
 from pipeswitch.programs.dims import at_batch

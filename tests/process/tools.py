@@ -359,7 +359,7 @@ def eager(module: Any, *inputs: Any) -> Any:
     """What the plain module answers with one compute thread, and beside no export."""
     import torch
 
-    from pipeswitch.programs.build.export import one_export_at_a_time
+    from pipeswitch.programs.build.alone import one_export_at_a_time
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)

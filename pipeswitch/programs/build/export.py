@@ -1,21 +1,13 @@
-"""An ``nn.Module`` as a program: exported, checked, its weights in order of first use.
-
-``torch.export`` changes its whole process while it traces; ``one_export_at_a_time`` says what is
-kept and what a thread that computes beside it sees (docs/adr/0017).
-"""
+"""An ``nn.Module`` as a program: exported, checked, its weights in order of first use."""
 
 from __future__ import annotations
 
 import contextlib
-import io
-import logging
 import os
 import re
-import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, TextIO
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -23,10 +15,11 @@ from torch import nn
 
 from ...errors import PipeSwitchError, RegistrationRefused
 from ..bundle import write_bundle
-from ..dims import BATCH, MAX_EXTENT, values_of
+from ..dims import BATCH
 from ..nesting import Tree
 from ..values import dtype_name, nested_outputs, tensor_bytes
-from .checking import check_program, resized
+from .alone import one_export_at_a_time, quiet
+from .checking import check_program
 from .dynamic import (
     Axes,
     Dynamic,
@@ -34,83 +27,14 @@ from .dynamic import (
     asked_axes,
     batch_axes,
     choices,
-    names_for,
 )
 from .encoder import ADVICE, Encoder, Program
 from .naming import Example, Flat, named_inputs
 from .recurrent import OneCallEach
 
 SYMBOLIC_SHAPES_LOG: Final = "torch.fx.experimental.symbolic_shapes"
-MAX_REFUSED: Final = 32  # extents at the low end of a file's range that are tried
-ENDLESS: Final = 512  # the largest extent of a dimension whose file gives no upper end
-
-logger = logging.getLogger(__name__)
-
-_alone: Final = threading.RLock()
-
-
-def _backends() -> dict[str, bool]:
-    """The settings of the whole process that ``torch.export`` switches off while it traces."""
-    backends: Any = torch.backends
-    return {
-        "mkldnn": backends.mkldnn.enabled,
-        "nnpack": torch._C._get_nnpack_enabled(),  # torch.backends.nnpack can only set it
-        "cudnn": backends.cudnn.enabled,
-    }
-
-
-@contextlib.contextmanager
-def one_export_at_a_time() -> Iterator[None]:
-    """No other export of this module runs meanwhile, and torch's backends end as they began.
-
-    Two traces at once fail, or leave mkldnn, nnpack and cudnn off in this process for ever. A
-    thread that computes during an export does so without these: more slowly, and other in the last
-    bits. Where that matters, hold this while you compute. A ``torch.export`` that the process calls
-    by itself does not wait for it.
-    """
-    with _alone:
-        before = _backends()
-        try:
-            yield
-        finally:
-            after = _backends()
-            if after != before:
-                logger.warning("export changed_backends=%s put_back=%s", after, before)
-                backends: Any = torch.backends
-                for name, is_enabled in before.items():
-                    getattr(backends, name).set_flags(is_enabled)
-
-
-class _OthersStderr(io.TextIOBase):
-    """``sys.stderr`` for every thread but the one that made it, whose own text goes nowhere."""
-
-    def __init__(self, stderr: TextIO) -> None:
-        self._stderr = stderr
-        self._thread = threading.get_ident()
-
-    def write(self, text: str) -> int:
-        is_ours = threading.get_ident() == self._thread
-        return len(text) if is_ours else self._stderr.write(text)
-
-    def flush(self) -> None:
-        self._stderr.flush()
-
-
-@contextlib.contextmanager
-def _quiet(logger_name: str) -> Iterator[None]:
-    """Pages of graph dumps beside the one error we raise do not help its reader."""
-    noisy = logging.getLogger(logger_name)
-    before = noisy.disabled
-    noisy.disabled = True
-    try:
-        with contextlib.redirect_stderr(_OthersStderr(sys.stderr)):
-            yield
-    finally:
-        noisy.disabled = before
-
 
 Verify = Callable[[Program], None]
-OpenDims = dict[str, dict[int, tuple[str, int, int]]]
 
 
 @one_export_at_a_time()
@@ -217,11 +141,11 @@ def _outputs(flat: Flat, inputs: list[torch.Tensor]) -> tuple[Tree, dict[str, to
             raise
         except Exception as error:
             raise RegistrationRefused(
-                "example inputs", f"the module raised {type(error).__name__}: {_first(error)}"
+                "example inputs", f"the module raised {type(error).__name__}: {first_line(error)}"
             ) from error
 
 
-def _first(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:300]
 
@@ -235,7 +159,7 @@ def _reason(error: BaseException) -> str:
     """What the model allows of its dimensions, of torch's advice; else torch's first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines or not lines[0].startswith("Constraints violated"):
-        return f"torch.export: {_first(error)}"
+        return f"torch.export: {first_line(error)}"
     said = []
     for line in lines:
         if found := _RANGE.fullmatch(line):
@@ -262,7 +186,7 @@ def _export_once(flat: Flat, example: Example, output_names: list[str], axes: Ax
         {axis: dims[dim.name] for (of, axis), dim in axes.items() if of == number}
         for number in range(len(inputs))
     )
-    with torch.no_grad(), OneCallEach(), warnings.catch_warnings(), _quiet(SYMBOLIC_SHAPES_LOG):
+    with torch.no_grad(), OneCallEach(), warnings.catch_warnings(), quiet(SYMBOLIC_SHAPES_LOG):
         warnings.simplefilter("ignore")  # export's own chatter about attributes and pytrees
         try:
             exported = torch.export.export(
@@ -371,7 +295,7 @@ def export_module_to_bundle(
         raise
     except Exception as error:  # torch on a module that was never tried
         raise RegistrationRefused(
-            "export", f"{type(error).__name__}: {_first(error)}; {ADVICE}"
+            "export", f"{type(error).__name__}: {first_line(error)}; {ADVICE}"
         ) from error
     write_program(path, program)
     graph = program.graph
@@ -383,97 +307,3 @@ def export_module_to_bundle(
         "weight_bytes": sum(weight.nbytes for weight in program.weights),
         "notes": program.notes,
     }
-
-
-@one_export_at_a_time()
-def convert_pt2(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> dict[str, Any]:
-    """Convert a ``.pt2`` file to a bundle, on the machine of the one who trusts the file.
-
-    ``torch.export.load`` unpickles: never call this on a file that came from another user.
-
-    Raises:
-        RegistrationRefused: it cannot be loaded, carries no example inputs, or does not export.
-    """
-    try:
-        loaded = torch.export.load(os.fspath(path))
-    except Exception as error:
-        raise RegistrationRefused(f"{path}", f"torch.export.load: {_first(error)}") from error
-    if loaded.example_inputs is None:
-        raise RegistrationRefused(f"{path}", "it was saved without its example inputs")
-    positional, keywords = loaded.example_inputs
-    example: Any = dict(keywords) if keywords and not positional else tuple(positional)
-    if keywords and positional:
-        raise RegistrationRefused(f"{path}", "it mixes positional and keyword inputs")
-    module: Any = loaded.module()
-    named = named_inputs(module, example, None)
-    names = named.names
-    dynamic = _taken(Flat(module, named), names, named.tensors, _open_in(loaded, names))
-    return export_module_to_bundle(module, example, out, dynamic=dynamic)
-
-
-def _taken(
-    flat: Flat, names: Sequence[str], inputs: Sequence[torch.Tensor], dynamic: OpenDims
-) -> OpenDims:
-    """Without the smallest extents that the file's own guards refuse, which its ranges have."""
-    shapes = [tuple(value.shape) for value in inputs]
-    dims = asked_axes(names, shapes, dynamic)
-    specs = [
-        tuple(dims[n, axis].name if (n, axis) in dims else extent for axis, extent in enumerate(s))
-        for n, s in enumerate(shapes)
-    ]
-    given = values_of(specs, shapes) or {}
-    lows = {}
-    for dim in dict.fromkeys(dims.values()):
-        tried = range(dim.low, min(dim.low + MAX_REFUSED, given[dim.name]))
-        lows[dim.name] = next(
-            (n for n in tried if _takes(flat, resized(specs, inputs, {**given, dim.name: n}))),
-            given[dim.name],
-        )
-    return {
-        name: {
-            axis: (called, lows.get(called, low), high) for axis, (called, low, high) in of.items()
-        }
-        for name, of in dynamic.items()
-    }
-
-
-def _takes(flat: Flat, inputs: Sequence[torch.Tensor]) -> bool:
-    try:
-        with torch.no_grad():
-            flat(*inputs)
-    except Exception:  # a guard's AssertionError, or a kernel's own
-        return False
-    return True
-
-
-def _open_in(loaded: torch.export.ExportedProgram, names: Sequence[str]) -> OpenDims:
-    """The dimensions that a file was exported with, by the names we give them."""
-    kept = set(loaded.graph_signature.user_inputs)
-    values = [node.meta["val"] for node in loaded.graph.nodes
-              if node.op == "placeholder" and node.name in kept
-              and node.meta["val"] is not None]  # fmt: skip
-    called: dict[Any, str] = {}
-    found: OpenDims = {}
-    for name, value in zip(names, values, strict=True):
-        for axis, extent in enumerate(value.shape):
-            if isinstance(extent, torch.SymInt):
-                symbol = extent.node.expr
-                if symbol not in called:
-                    free = (
-                        one for one in names_for(value.dim(), axis) if one not in called.values()
-                    )
-                    called[symbol] = next(free)
-                low, high = _ends(loaded, symbol)
-                found.setdefault(name, {})[axis] = (called[symbol], low, high)
-    return found
-
-
-def _ends(loaded: torch.export.ExportedProgram, symbol: Any) -> tuple[int, int]:
-    """A symbol's range in a file; one without an upper end has ``ENDLESS``."""
-    ends: Any = loaded.range_constraints.get(symbol)
-    if ends is None:
-        raise RegistrationRefused(
-            "dynamic_shapes", f"a dimension is {symbol}; only one that stands alone can be served"
-        )
-    high = int(ends.upper) if ends.upper.is_Integer else ENDLESS
-    return max(1, int(ends.lower)), min(high, MAX_EXTENT)
