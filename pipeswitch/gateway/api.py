@@ -202,8 +202,7 @@ class Api:
             if route.method == method:
                 require_role(caller, route.role, f"{method} {PREFIX}/{route.path}")
                 return _task(route, caller, names, _query(head, route))
-        methods = " or ".join(route.method for route, _ in here)
-        raise MethodNotAllowed(f"{head.method} is not for {head.path[:200]}", hint=f"use {methods}")
+        raise MethodNotAllowed(head.method, head.path, ", ".join(route.method for route, _ in here))
 
     # ---- the server ----------------------------------------------------------------------------
 

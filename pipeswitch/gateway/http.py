@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import zlib
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Final, Protocol
@@ -25,9 +27,11 @@ from ..units import format_bytes
 from .refusals import (
     RETRY_AFTER_S,
     HeadTooLarge,
+    MethodNotAllowed,
     RequestTimeout,
     TooLarge,
     Unauthenticated,
+    UnknownCoding,
     body_of,
     status_of,
 )
@@ -41,6 +45,8 @@ MAX_HEADERS: Final = 100
 UNREAD_BYTES: Final = 16 << 10  # of answers, before the next one is computed
 MAX_AHEAD: Final = 16  # requests of one connection, sent before the answers to those ahead of them
 CHUNK_OVERHEAD: Final = 8  # bytes around each byte of a body in chunks: chunks of one byte have 5
+CODINGS: Final = ("gzip", "x-gzip", "deflate")  # of bodies, as Triton's clients send them
+INLINE_BYTES: Final = 2 << 10  # of a compressed body: a thousand times as much at most, 2 ms
 AGAIN: Final = "send again in a moment"
 LINGER_S: Final = 2.0  # a refused peer may still send: hung up on at once, it would not read why
 _scratch = memoryview(bytearray(SCRATCH_BYTES))  # parsed before any other connection's turn
@@ -77,6 +83,11 @@ class Head:
     headers: Mapping[str, str]  # names in lower case; repeated ones joined by a comma
     peer: str
     length: int | None  # of the body; None: in chunks
+
+    @property
+    def coding(self) -> str:
+        """How the body is compressed."""
+        return self.headers.get("content-encoding", "identity").lower()
 
 
 class Stream(Protocol):
@@ -120,6 +131,10 @@ def refusal(error: PipeSwitchError) -> Answer:
         headers.append(("Retry-After", str(RETRY_AFTER_S)))
     if isinstance(error, Unauthenticated):
         headers.append(("WWW-Authenticate", "Bearer"))
+    if isinstance(error, MethodNotAllowed):
+        headers.append(("Allow", error.allow))
+    if isinstance(error, UnknownCoding):
+        headers.append(("Accept-Encoding", ", ".join(CODINGS)))
     return json_answer(body_of(error), status.http, headers)
 
 
@@ -132,6 +147,9 @@ class HttpServer:
         self.connections: set[Connection] = set()
         self.unfinished_bytes = 0  # of heads and bodies that are not whole yet
         self.waiting_bytes = 0  # of whole bodies that have no answer yet
+        # One thread: each body that is inflated may become as large as any, of those that wait
+        # nothing is held but what was sent.
+        self.inflater = ThreadPoolExecutor(1, "pipeswitch-inflater")
         self._by_peer: Counter[str] = Counter()
 
     def __call__(self) -> Connection:
@@ -197,6 +215,7 @@ class _Asked:
 
     work: Work | Answer
     body: Any  # a buffer
+    is_compressed: bool
     is_kept: bool  # the connection, afterwards
     has_body: bool  # its answer
 
@@ -300,7 +319,10 @@ class Connection(asyncio.BufferedProtocol):
                 log.exception("http=%s", self.peer)
                 self._error = PipeSwitchError("the gateway failed to read this request")
         except httptools.HttpParserError as error:
-            self._error = self._error or InvalidInput(f"this is no HTTP request: {error}")
+            self._error = self._error or InvalidInput(
+                f"this is no HTTP request: {error}",
+                hint="HTTP/1.1 is spoken here; gRPC has an address of its own",
+            )
         if self._error is not None:
             return
         head = self._head
@@ -338,6 +360,9 @@ class Connection(asyncio.BufferedProtocol):
             return
         headers = self._headers
         path, _, query = self._url.decode("latin-1").partition("?")
+        if path.startswith(("http://", "https://")):  # as a proxy is asked: its host is what counts
+            site = path.split("/", 3)
+            headers["host"], path = site[2], "/" + "".join(site[3:])
         is_current = self._parser.get_http_version() == "1.1"
         wish = headers.get("connection", "").lower()
         self._is_kept = "close" not in wish if is_current else "keep-alive" in wish
@@ -354,6 +379,8 @@ class Connection(asyncio.BufferedProtocol):
             self._error = InvalidInput("Host is missing")
             return
         self._work = self._server.admit(head)
+        if head.coding not in ("identity", *CODINGS):
+            self._work = refusal(UnknownCoding(head.coding))
         if (length or 0) > self._limits.body_bytes:
             self._work = refusal(_body_too_large(self._limits))
         if isinstance(self._work, Answer) and length != 0:
@@ -431,9 +458,15 @@ class Connection(asyncio.BufferedProtocol):
                 self._task = loop.create_task(self._end_with(refusal(error)))
 
     def _queue_up(self, work: Work | Answer, head: Head, body: Any) -> None:
-        has_body = head.method != "HEAD"
         self._server.waiting_bytes += len(body)
-        self._queue.append(_Asked(work=work, body=body, is_kept=self._is_kept, has_body=has_body))
+        asked = _Asked(
+            work=work,
+            body=body,
+            is_compressed=head.coding != "identity",
+            is_kept=self._is_kept,
+            has_body=head.method != "HEAD",
+        )
+        self._queue.append(asked)
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._answer_all())
         else:
@@ -451,8 +484,7 @@ class Connection(asyncio.BufferedProtocol):
             while self._queue:
                 asked = self._queue.popleft()
                 try:
-                    work = asked.work
-                    answer = work if isinstance(work, Answer) else await work(asked.body)
+                    answer = await self._answer(asked)
                 finally:
                     self._server.waiting_bytes -= len(asked.body)
                 is_kept, has_body = asked.is_kept and not self._is_ending, asked.has_body
@@ -471,6 +503,27 @@ class Connection(asyncio.BufferedProtocol):
             self._task = None
             self._forget_queue()
             self.since_s = time.monotonic()
+
+    async def _answer(self, asked: _Asked) -> Answer:
+        work, server = asked.work, self._server
+        if isinstance(work, Answer):
+            return work
+        if not asked.is_compressed:
+            return await work(asked.body)
+        most = min(self._limits.body_bytes, self._limits.waiting_bytes - server.waiting_bytes)
+        try:
+            if len(asked.body) <= INLINE_BYTES:
+                body = _inflated(asked.body, most)
+            else:
+                loop = asyncio.get_running_loop()
+                body = await loop.run_in_executor(server.inflater, _inflated, asked.body, most)
+        except PipeSwitchError as error:
+            return refusal(error)
+        server.waiting_bytes += len(body)
+        try:
+            return await work(body)
+        finally:
+            server.waiting_bytes -= len(body)
 
     def _forget_queue(self) -> None:
         self._server.waiting_bytes -= sum(len(asked.body) for asked in self._queue)
@@ -557,6 +610,27 @@ def _untouched(size: int) -> memoryview:
     """Memory that costs nothing before bytes come: a length alone is soon said."""
     raw: Any = np.empty(size, np.uint8)
     return memoryview(raw)
+
+
+def _inflated(data: Any, most: int) -> bytes:
+    """
+    Raises:
+        InvalidInput: it is not what its head says.
+        TooLarge: it becomes more than ``most`` bytes.
+    """
+    inflater = zlib.decompressobj(zlib.MAX_WBITS | 32)  # gzip or deflate, by the first bytes
+    try:
+        body = inflater.decompress(data, most + 1)
+    except zlib.error as error:
+        raise InvalidInput(f"the body is not what Content-Encoding says: {error}") from None
+    if len(body) > most:
+        raise TooLarge(
+            f"the body becomes more than {format_bytes(most)}, which is what there is room for",
+            hint="smaller batches, or fewer at once",
+        )
+    if not inflater.eof or inflater.unused_data:
+        raise InvalidInput("the body is not what Content-Encoding says: one whole stream")
+    return body
 
 
 def _head_of(answer: Answer, size: int | None, *, is_kept: bool) -> bytes:

@@ -7,6 +7,8 @@ order (Triton's ``binary_tensor_data``). Inside, a tensor is what travels to the
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +46,7 @@ class RequestedOutput(msgspec.Struct, kw_only=True):
     """One of ``outputs``: which, and how it is to come back."""
 
     name: str
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] | None = None
 
     @property
     def place(self) -> Place | None:
@@ -53,7 +55,7 @@ class RequestedOutput(msgspec.Struct, kw_only=True):
         Raises:
             InvalidInput: what is said of that is no place.
         """
-        return place_of(self.name, self.parameters)
+        return place_of(self.name, self.parameters or {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,14 +79,16 @@ class _Input(msgspec.Struct, kw_only=True):
     name: str
     datatype: str
     shape: tuple[int, ...]
-    parameters: dict[str, Any] = {}
-    data: msgspec.Raw = msgspec.Raw(b"")
+    parameters: dict[str, Any] | None = None
+    data: Any = None
 
 
 class _Body(msgspec.Struct, kw_only=True):
+    """What may be left out may be null too: clients that are made from a schema write it."""
+
     inputs: list[_Input]
-    id: str = ""
-    parameters: dict[str, Any] = {}
+    id: str | None = None
+    parameters: dict[str, Any] | None = None
     outputs: list[RequestedOutput] | None = None
 
 
@@ -138,7 +142,7 @@ def decode_request(body: Any, json_bytes: int | None) -> InferRequest:
             hint=f"send tensors as binary data; /v2 lists the extension: {BINARY_EXTENSION}",
         )
     try:
-        asked = _decoder.decode(head)
+        asked = _parsed(head)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidInput(
             f"the body is no inference request: {error}",
@@ -150,13 +154,20 @@ def decode_request(body: Any, json_bytes: int | None) -> InferRequest:
     for number, given in enumerate(asked.inputs):
         dtype = dtype_of(given.name, given.datatype)
         size = check_shape(given.name, dtype, given.shape)
-        binary = given.parameters.get("binary_data_size")
-        place = place_of(given.name, given.parameters)
+        parameters = given.parameters or {}
+        binary = parameters.get("binary_data_size")
+        place = place_of(given.name, parameters)
         if place is not None:
             check_place(given.name, dtype, given.shape, place, size)
             frames.append(place)
         elif binary is None:
-            frames.append(_from_json(given.name, dtype, given.shape, given.data))
+            if given.data is None:
+                raise InvalidInput(
+                    f'input "{given.name}" has no data',
+                    hint='"data": […], or parameters.binary_data_size and its bytes behind the '
+                    "JSON",
+                )
+            frames.append(from_numbers(given.name, dtype, given.shape, given.data))
         else:
             if type(binary) is not int or not 0 <= binary <= len(rest):
                 raise InvalidInput(
@@ -170,14 +181,25 @@ def decode_request(body: Any, json_bytes: int | None) -> InferRequest:
         tensors.append(WireTensor(name=given.name, dtype=dtype, shape=given.shape, frame=number))
     if len(rest):
         raise InvalidInput(f"{len(rest)} bytes behind the last binary input belong to none")
+    parameters = asked.parameters or {}
     return InferRequest(
-        id=asked.id,
+        id=asked.id or "",
         inputs=tuple(tensors),
         frames=frames,
         outputs=None if asked.outputs is None else tuple(asked.outputs),
-        is_binary=flag("binary_data_output", asked.parameters),
-        **schedule(asked.parameters),
+        is_binary=flag("binary_data_output", parameters),
+        **schedule(parameters),
     )
+
+
+def _parsed(text: memoryview) -> _Body:
+    try:
+        return _decoder.decode(text)
+    except msgspec.DecodeError:
+        # Clients in Python write NaN and Infinity, and others 1e999: Python's parser reads them.
+        with contextlib.suppress(ValueError, msgspec.ValidationError):
+            return msgspec.convert(json.loads(str(text, "utf-8")), _Body)
+        raise
 
 
 def raw_request(body: Any, row: Mapping[str, Any]) -> InferRequest:
@@ -234,7 +256,7 @@ def encode_answer(
             row["parameters"] = {"binary_data_size": len(output.data)}
             binary.append(output.data)
         else:
-            row["data"] = as_numbers(output)
+            row["data"] = _as_json(output)
         rows.append(row)
     answer: dict[str, Any] = {"model_name": model, "model_version": version_of(bill)}
     if asked.id:
@@ -261,9 +283,10 @@ def wanted(asked: InferRequest, outputs: Sequence[Output]) -> list[tuple[Output,
                 f'no output "{one.name}"{nearest(one.name, by_name)}',
                 hint=f"outputs: {', '.join(by_name)}",
             )
-        if one.parameters.get("classification"):
+        parameters = one.parameters or {}
+        if parameters.get("classification"):
             raise InvalidInput("classification is not served here", hint="take the output as it is")
-        is_binary = flag("binary_data", one.parameters, default=asked.is_binary)
+        is_binary = flag("binary_data", parameters, default=asked.is_binary)
         chosen.append((by_name[one.name], is_binary))
     return chosen
 
@@ -376,21 +399,10 @@ def check_place(name: str, dtype: str, shape: Sequence[int], place: Place, size:
     check_bytes(name, dtype, shape, place.size_bytes, size, "are in shared memory")
 
 
-def _from_json(name: str, dtype: str, shape: tuple[int, ...], raw: msgspec.Raw) -> memoryview:
-    if not len(raw):
-        raise InvalidInput(
-            f'input "{name}" has no data',
-            hint='"data": […], or parameters.binary_data_size and its bytes behind the JSON',
-        )
-    try:
-        values = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidInput(f'input "{name}": its data is malformed: {error}') from None
-    return from_numbers(name, dtype, shape, values)
-
-
 def from_numbers(name: str, dtype: str, shape: Sequence[int], values: Any) -> memoryview:
     """The bytes of numbers, flat or nested, in row-major order; too large ones are infinite.
+
+    None is not-a-number, for which JSON has no word.
 
     Raises:
         InvalidInput: they are ragged, of another kind than the dtype, too large for it, or not as
@@ -398,6 +410,8 @@ def from_numbers(name: str, dtype: str, shape: Sequence[int], values: Any) -> me
     """
     try:
         array = np.asarray(values)
+        if array.dtype == object and "float" in dtype and _are_numbers(array):
+            array = array.astype(np.float64)
     except (ValueError, OverflowError):
         raise InvalidInput(f'input "{name}": its data is no regular list of numbers') from None
     if array.size != math.prod(shape):
@@ -424,15 +438,23 @@ def from_numbers(name: str, dtype: str, shape: Sequence[int], values: Any) -> me
         return _dense(array.astype(target))
 
 
-def as_numbers(output: Output) -> list[Any]:
-    """An output's values, flat, in row-major order."""
+def _are_numbers(array: Any) -> bool:
+    return all(one is None or type(one) in (int, float) for one in array.flat)
+
+
+def _as_json(output: Output) -> Any:
+    """An output's values, flat, in row-major order; what is no number is null, and what is infinite
+    a number too large for all: JSON has neither."""
     if output.dtype == "bfloat16":
         bits = np.frombuffer(output.data, np.uint16).astype(np.uint32) << np.uint32(16)
         array: Any = bits.view(np.float32)
     else:
         array = np.frombuffer(output.data, np.dtype(output.dtype))
     values: list[Any] = array.tolist()
-    return values
+    if array.dtype.kind != "f" or np.isfinite(array).all():
+        return values
+    text = json.dumps(values).replace("NaN", "null").replace("Infinity", "1e999")
+    return msgspec.Raw(text.encode())
 
 
 def _to_bfloat16(values: Any) -> Any:

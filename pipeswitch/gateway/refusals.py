@@ -34,7 +34,18 @@ class NotFound(PipeSwitchError):
 
 
 class MethodNotAllowed(PipeSwitchError):
-    """The path is there, for another method."""
+    """The path is there, for other methods: ``allow``, as the header of that name has them."""
+
+    def __init__(self, method: str, path: str, allow: str) -> None:
+        wanted = allow.replace(", ", " or ")
+        super().__init__(f"{method} is not for {path[:200]}", hint=f"use {wanted}", allow=allow)
+
+
+class UnknownCoding(PipeSwitchError):
+    """The body is compressed in a way that is not read here."""
+
+    def __init__(self, coding: str) -> None:
+        super().__init__(f"Content-Encoding {coding[:40]!r} is not read here", hint="gzip, deflate")
 
 
 class RequestTimeout(PipeSwitchError):
@@ -74,6 +85,7 @@ _STATUSES: Final[Mapping[type[PipeSwitchError], Status]] = {
     RequestTimeout: Status(408, "DEADLINE_EXCEEDED"),
     AlreadyExists: Status(409, "ALREADY_EXISTS"),
     TooLarge: Status(413, "RESOURCE_EXHAUSTED"),
+    UnknownCoding: Status(415, "UNIMPLEMENTED"),
     QueueFull: Status(429, "RESOURCE_EXHAUSTED", may_retry=True),
     HeadTooLarge: Status(431, "RESOURCE_EXHAUSTED"),
     Cancelled: Status(499, "CANCELLED"),

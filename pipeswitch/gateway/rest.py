@@ -81,7 +81,9 @@ class Rest:
 
     def _check_site(self, head: Head) -> None:
         """A browser says whose page asks: no other site's may."""
-        host = head.headers.get("host", "")
+        host = head.headers.get("host")
+        if host is None:
+            return  # HTTP/1.0, which no browser speaks
         self._callers.check_host(host)
         origin = head.headers.get("origin")
         if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
@@ -208,8 +210,6 @@ class Rest:
     async def _infer(
         self, caller: Standing, model: str, version: str, head: Head, body: Any
     ) -> Answer:
-        if head.headers.get("content-encoding", "identity") != "identity":
-            raise InvalidInput("compressed bodies are not taken here")
         json_bytes = _json_length(head)
         if json_bytes == 0:
             asked = oip.raw_request(body, await self._service.row(caller, model))
@@ -226,7 +226,8 @@ class Rest:
 
 def _check_method(head: Head, method: str) -> None:
     if head.method != method and (head.method, method) != ("HEAD", "GET"):
-        raise MethodNotAllowed(f"{head.method} is not for {head.path[:200]}", hint=f"use {method}")
+        allow = "GET, HEAD" if method == "GET" else method
+        raise MethodNotAllowed(head.method, head.path, allow)
 
 
 def _state(facts: dict[str, Any], why: str) -> Answer:

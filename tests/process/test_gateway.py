@@ -119,6 +119,10 @@ TRITON = """
             assert answer.get_response()["id"] == "r-1"
             found["answers"].append(answer.as_numpy("y").tolist())
             found["bill"].append(answer.get_response()["parameters"])
+    for coding in ("gzip", "deflate"):
+        answer = client.infer("mlp", [given], request_compression_algorithm=coding,
+                              response_compression_algorithm=coding)
+        found["answers"].append(answer.as_numpy("y").tolist())
     later = client.async_infer("mlp", [given])
     found["answers"].append(later.get_result().as_numpy("y").tolist())
     half = triton.InferInput("x", (2, 4), "FP16").set_data_from_numpy(np.ones((2, 4), np.float16))
@@ -160,7 +164,7 @@ def test_tritons_client_does_every_verb(http: str, net: torch.nn.Module) -> None
     plain = eager(net, torch.from_numpy(x)).numpy()
     for answer in found["answers"]:
         assert np.array_equal(np.array(answer, np.float32), plain)
-    assert len(found["answers"]) == 7
+    assert len(found["answers"]) == 9
     assert all(bill["total_ms"] >= bill["compute_ms"] > 0 for bill in found["bill"])
     assert found["half"] == [[2.0] * 4] * 2
     statuses, words = zip(*found["refused"], strict=True)
@@ -476,7 +480,13 @@ def test_prometheus_own_checker_has_nothing_to_say_of_the_metrics(http: str) -> 
         ("/v2/models/mlp/infer", ("-d", "{"), 400, "no inference request"),
         ("/v2/models/mlp/infer", ("-d", ASK % "1, 2"), 400, "has 2 values"),
         ("/v2/models/mlp/infer", ("-d", ONES.replace('"x"', '"z"')), 400, "its inputs are x"),
-        ("/v2/models/mlp/infer", ("-d", ONES, "-H", "Content-Encoding: gzip"), 400, "compressed"),
+        (
+            "/v2/models/mlp/infer",
+            ("-d", ONES, "-H", "Content-Encoding: gzip"),
+            400,
+            "Encoding says",
+        ),
+        ("/v2/models/mlp/infer", ("-d", ONES, "-H", "Content-Encoding: br"), 415, "deflate"),
         ("/v2/models/..%2F..%2Fetc/infer", ("-d", ONES), 404, "no model"),
         ("/v2", ("-H", "Host: evil.example"), 403, "evil.example"),
         ("/v2", ("-H", "Origin: https://evil.example"), 403, "evil.example"),

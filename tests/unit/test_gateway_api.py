@@ -298,6 +298,22 @@ def test_streams_of_one_address_are_limited(rig: Rig) -> None:
     assert rig.refused("GET", "/api/jobs/j/logs")[0] == 429
 
 
+def test_another_method_is_told_which_there_are(rig: Rig) -> None:
+    for path, allow in (
+        ("/v2/health/live", "GET, HEAD"), ("/v2/models/m/infer", "POST"),
+        ("/api/models/m", "GET, POST, DELETE"),
+    ):  # fmt: skip
+        answer = rig.ask("OPTIONS", path)
+        assert (answer.status, dict(answer.headers)["Allow"]) == (405, allow)
+
+
+def test_a_probe_of_http_1_0_that_names_no_host_is_answered(rig: Rig) -> None:
+    head = Head(method="GET", path="/ui", query="", headers={}, peer="1.2.3.4", length=0)
+    answer = rig.rest(head)
+    assert isinstance(answer, Answer)
+    assert answer.status == 200
+
+
 def test_a_page_of_another_site_may_not_ask(rig: Rig) -> None:
     for path in ("/ui", "/api/ps"):
         assert rig.refused("GET", path, origin="http://evil.example")[0] == 403

@@ -106,6 +106,33 @@ def test_bfloat16_is_rounded_to_the_nearest_even_and_comes_back_as_numbers() -> 
     assert json.loads(text)["outputs"][0]["data"][:3] == [1.0, -2.5, 1.0]
 
 
+@pytest.mark.parametrize("datatype", ["FP16", "BF16", "FP32", "FP64"])
+def test_what_json_has_no_word_for_comes_and_goes(datatype: str) -> None:
+    """As Python's own parser writes it, as others must, and as numbers too large for all."""
+    ask = json.dumps(json.loads(body(datatype=datatype))).encode()
+    for text in (b"[NaN, -Infinity, Infinity, 1]", b"[null, -1e999, 1e999, 1]"):
+        asked = decode_request(ask.replace(b"[1, 2, 3, 4]", text), None)
+        data = bytes(asked.frames[0])
+        output = Output(name="y", dtype=DATATYPES[datatype], shape=(2, 2), data=data)
+        (answer,), _ = encode_answer("m", asked, [output], {})
+        assert b'"data":[null, -1e999, 1e999, 1.0]' in answer
+        assert json.loads(answer)["outputs"][0]["data"] == [None, -math.inf, math.inf, 1.0]
+
+
+def test_what_may_be_left_out_may_be_null() -> None:
+    ask = json.loads(body()) | {"id": None, "parameters": None, "outputs": None}
+    ask["inputs"][0]["parameters"] = None
+    asked = decode_request(json.dumps(ask).encode(), None)
+    assert (asked.id, asked.outputs, bytes(asked.frames[0])) == (
+        "", None, np.array([1, 2, 3, 4], np.float32).tobytes(),
+    )  # fmt: skip
+    ask["outputs"] = [{"name": "y", "parameters": None}]
+    asked = decode_request(json.dumps(ask).encode(), None)
+    output = Output(name="y", dtype="int32", shape=(1,), data=bytes(4))
+    (answer,), _ = encode_answer("m", asked, [output], {})
+    assert json.loads(answer)["outputs"][0]["data"] == [0]
+
+
 def test_each_output_says_for_itself_whether_it_is_binary() -> None:
     ask = json.loads(body()) | {
         "parameters": {"binary_data_output": True},
@@ -142,7 +169,9 @@ def test_priority_and_timeout_become_the_servers() -> None:
         (body(data=[1, 2, 3]), None, "has 3 values, its shape [2, 2] asks for 4"),
         (body(data=[[1, 2], [3]]), None, "no regular list"),
         (body(data=["a"] * 4), None, "no numbers"),
-        (body(data=[None] * 4), None, "no numbers"),
+        (body(data=[None] * 4, datatype="INT8"), None, "no numbers"),
+        (body(data=[None, "1", 2, 3]), None, "no numbers"),
+        (body(data=[None, True, 2, 3]), None, "no numbers"),
         (body(datatype="INT8", data=[1, 2, 3, 400]), None, "from -128 to 127"),
         (body(datatype="INT8", data=[1, 2, 3, 2**70]), None, "no numbers"),
         (body(datatype="UINT8", data=[1, 2, 3, -1]), None, "from 0 to 255"),
