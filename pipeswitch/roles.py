@@ -56,7 +56,18 @@ VERB_ROLES: Final[Mapping[str, Role]] = {
 """Of every verb. Events need ``operate``: they tell what all clients do."""
 
 MODEL_FACTS: Final = frozenset(
-    {"name", "version", "current", "versions", "state", "inputs", "outputs", "batch", "dims"}
+    {
+        "name",
+        "version",
+        "current",
+        "versions",
+        "state",
+        "inputs",
+        "outputs",
+        "batch",
+        "batching",
+        "dims",
+    }
 )
 """What ``infer`` is told of a model."""
 

@@ -1,4 +1,4 @@
-"""``inference.GRPCInferenceService`` and ``grpc.health.v1`` on gRPC's own asyncio server."""
+"""``inference.GRPCInferenceService``, health and reflection on gRPC's own asyncio server."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import Any, Final
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from ..errors import InvalidInput, PipeSwitchError
 from ..ipc.messages import GatewaySettings
@@ -19,7 +21,9 @@ from ..wire.frames import WireTensor
 from . import oip
 from .callers import Callers
 from .oip import InferRequest, Output, RequestedOutput
-from .protos import HEALTH, INFERENCE, STATUSES
+from .protos import HEALTH, INFERENCE, REFLECTION, STATUSES
+from .reflection import NAME as REFLECTION_NAME
+from .reflection import described
 from .refusals import NotFound, TooLarge, as_ours, status_of
 from .service import Service
 
@@ -90,25 +94,31 @@ class Calls:
         }
         inference = {name: self._unary(name, verb) for name, verb in verbs.items()}
         inference["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
-            self._stream, INFERENCE["ModelInferRequest"].FromString, _to_bytes
+            self._stream, response_serializer=_to_bytes
         )
         read = HEALTH["HealthCheckRequest"].FromString
         health = {
             "Check": grpc.unary_unary_rpc_method_handler(self._check, read, _to_bytes),
             "Watch": grpc.unary_stream_rpc_method_handler(self._watch, read, _to_bytes),
         }
-        return (
-            grpc.method_handlers_generic_handler(SERVICE, inference),
-            grpc.method_handlers_generic_handler(HEALTH_SERVICE, health),
-        )
+        services: dict[str, dict[str, grpc.RpcMethodHandler]] = {
+            SERVICE: inference, HEALTH_SERVICE: health,
+        }  # fmt: skip
+        for package, messages in REFLECTION.items():
+            reflect = grpc.stream_stream_rpc_method_handler(
+                self._reflect, messages["ServerReflectionRequest"].FromString, _to_bytes
+            )
+            services[f"{package}.{REFLECTION_NAME}"] = {"ServerReflectionInfo": reflect}
+        return tuple(starmap(grpc.method_handlers_generic_handler, services.items()))
 
     def _unary(self, name: str, verb: Verb) -> grpc.RpcMethodHandler:
         is_probe = name in ("ServerLive", "ServerReady")
+        message = INFERENCE[f"{name}Request"]
 
-        async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        async def call(data: bytes, context: grpc.aio.ServicerContext) -> Any:
             try:
                 caller = Callers.PROBE if is_probe else self._caller(context)
-                return await verb(caller, request)
+                return await verb(caller, _read(message, data))
             except PipeSwitchError as error:
                 failed: PipeSwitchError = error
             except Exception as error:
@@ -116,8 +126,7 @@ class Calls:
                 failed = as_ours(error)
             return await _abort(context, failed)
 
-        read = INFERENCE[f"{name}Request"].FromString
-        return grpc.unary_unary_rpc_method_handler(call, read, _to_bytes)
+        return grpc.unary_unary_rpc_method_handler(call, response_serializer=_to_bytes)
 
     def _caller(self, context: grpc.aio.ServicerContext) -> Standing:
         metadata = dict(context.invocation_metadata() or ())
@@ -179,6 +188,16 @@ class Calls:
                 yield found
             await asyncio.sleep(WATCH_EVERY_S)
 
+    async def _reflect(
+        self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[Any]:
+        try:
+            self._caller(context)
+        except PipeSwitchError as error:
+            await _abort(context, error)
+        async for request in requests:
+            yield described(request)
+
     async def _status(self) -> Any:
         word = "SERVING" if await self._service.is_ready() else "NOT_SERVING"
         return HEALTH["HealthCheckResponse"](status=STATUSES[word])
@@ -208,7 +227,7 @@ class Calls:
         return encode_answer(model, asked, outputs, bill)
 
     async def _stream(
-        self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext
+        self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[Any]:
         """One answer for each request, in order; an error is an answer too, and goes on."""
         response = INFERENCE["ModelStreamInferResponse"]
@@ -217,12 +236,15 @@ class Calls:
         except PipeSwitchError as error:
             await _abort(context, error)
             return
-        async for request in requests:
+        async for data in requests:
+            request = None
             try:
+                request = _read(INFERENCE["ModelInferRequest"], data)
                 answer = response(infer_response=await self._infer(caller, request))
             except PipeSwitchError as error:
                 answer = response(error_message=str(error))
-                answer.infer_response.id = request.id
+                if request is not None:
+                    answer.infer_response.id = request.id
             yield answer
 
 
@@ -230,6 +252,17 @@ async def _abort(context: grpc.aio.ServicerContext, error: PipeSwitchError) -> A
     """Raises what ends the call with the error's code; its name is in the trailing metadata."""
     code = grpc.StatusCode[status_of(error).grpc]
     await context.abort(code, str(error), (("pipeswitch-code", type(error).__name__),))
+
+
+def _read(message: Any, data: bytes) -> Any:
+    """
+    Raises:
+        InvalidInput: the bytes are no such message; gRPC's own reader would say UNKNOWN.
+    """
+    try:
+        return message.FromString(data)
+    except DecodeError:
+        raise InvalidInput(f"these bytes are no {message.DESCRIPTOR.full_name}") from None
 
 
 def _to_bytes(message: Any) -> bytes:

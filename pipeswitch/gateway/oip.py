@@ -524,6 +524,7 @@ def config(row: Mapping[str, Any]) -> dict[str, Any]:
             for name, (shape, dtype) in side.items()
         ]
 
+    batching = row["batching"] if is_batched else None
     return {
         "name": row["name"],
         "platform": "pipeswitch",
@@ -532,5 +533,13 @@ def config(row: Mapping[str, Any]) -> dict[str, Any]:
         "max_batch_size": row["batch"][1] if is_batched else 0,
         "input": tensors(row["inputs"]),
         "output": tensors(row["outputs"]),
+        **({} if batching is None else {"dynamic_batching": _dynamic(batching)}),
         "model_transaction_policy": {"decoupled": False},
+    }
+
+
+def _dynamic(batching: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "preferred_batch_size": [batching["limit"]],
+        "max_queue_delay_microseconds": round(batching["delay_ms"] * 1000),
     }

@@ -1,4 +1,4 @@
-"""Messages of ``inference.GRPCInferenceService`` and ``grpc.health.v1``, in a pool of their own.
+"""Messages of ``inference.GRPCInferenceService``, health and reflection, in a pool of their own.
 
 Two packages that register the protobuf package ``inference`` cannot live in one process. A private
 pool registers nothing: this may be imported beside ``tritonclient.grpc`` or ``kserve``. Fields are
@@ -8,6 +8,7 @@ of KServe's and Triton's protocols. Of Triton's ModelConfig there is what we can
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -46,8 +47,10 @@ _INFERENCE: Final = {
     "ModelConfigRequest": "name=1:string version=2:string",
     "ModelConfigResponse": "config=1:ModelConfig",
     "ModelConfig": "name=1:string platform=2:string version_policy=3:ModelVersionPolicy "
-    "max_batch_size=4:int32 input=5:ModelInput* output=6:ModelOutput* backend=17:string "
+    "max_batch_size=4:int32 input=5:ModelInput* output=6:ModelOutput* "
+    "dynamic_batching=11:ModelDynamicBatching/scheduling_choice backend=17:string "
     "model_transaction_policy=19:ModelTransactionPolicy",
+    "ModelDynamicBatching": "preferred_batch_size=1:int32* max_queue_delay_microseconds=2:uint64",
     "ModelVersionPolicy": "latest=1:ModelVersionPolicy.Latest/policy_choice",
     "ModelVersionPolicy.Latest": "num_versions=1:uint32",
     "ModelInput": "name=1:string data_type=2:DataType dims=4:int64*",
@@ -95,6 +98,21 @@ _DATA_TYPES: Final = {
 _HEALTH: Final = {
     "HealthCheckRequest": "service=1:string",
     "HealthCheckResponse": "status=1:ServingStatus",
+}
+_REFLECTION: Final = {
+    "ExtensionRequest": "containing_type=1:string extension_number=2:int32",
+    "ServerReflectionRequest": "host=1:string file_by_filename=3:string/message_request "
+    "file_containing_symbol=4:string/message_request "
+    "file_containing_extension=5:ExtensionRequest/message_request "
+    "all_extension_numbers_of_type=6:string/message_request list_services=7:string/message_request",
+    "FileDescriptorResponse": "file_descriptor_proto=1:bytes*",
+    "ListServiceResponse": "service=1:ServiceResponse*",
+    "ServiceResponse": "name=1:string",
+    "ErrorResponse": "error_code=1:int32 error_message=2:string",
+    "ServerReflectionResponse": "valid_host=1:string original_request=2:ServerReflectionRequest "
+    "file_descriptor_response=4:FileDescriptorResponse/message_response "
+    "list_services_response=6:ListServiceResponse/message_response "
+    "error_response=7:ErrorResponse/message_response",
 }
 _STATUSES: Final = {"UNKNOWN": 0, "SERVING": 1, "NOT_SERVING": 2, "SERVICE_UNKNOWN": 3}
 
@@ -152,21 +170,60 @@ def _add_field(
         field.type_name = f".{package}.{kind}"
 
 
-def _classes(package: str, file: Any) -> dict[str, Any]:
-    pool = descriptor_pool.DescriptorPool()
-    pool.AddSerializedFile(file.SerializeToString())
+def _serve(file: Any, service: str, methods: Mapping[str, tuple[str, str, str]]) -> Any:
+    """``file`` with a service: by method what it takes, what it gives, and which of the two
+    (``<``, ``>``) stream."""
+    made = file.service.add(name=service)
+    for name, (takes, gives, streams) in methods.items():
+        made.method.add(
+            name=name,
+            input_type=f".{file.package}.{takes}",
+            output_type=f".{file.package}.{gives}",
+            client_streaming="<" in streams,
+            server_streaming=">" in streams,
+        )
+    return file
+
+
+def _classes(file: Any) -> dict[str, Any]:
+    POOL.AddSerializedFile(file.SerializeToString())
     return {
         message.name: message_factory.GetMessageClass(
-            pool.FindMessageTypeByName(f"{package}.{message.name}")
+            POOL.FindMessageTypeByName(f"{file.package}.{message.name}")
         )
         for message in file.message_type
     }
 
 
-INFERENCE: Final = _classes("inference", _file("inference", _INFERENCE, {"DataType": _DATA_TYPES}))
-"""Classes of the messages by name."""
-HEALTH: Final = _classes(
-    "grpc.health.v1", _file("grpc.health.v1", _HEALTH, {"ServingStatus": _STATUSES})
+POOL: Final = descriptor_pool.DescriptorPool()
+_VERBS: Final = {
+    verb: (name, f"{verb}Response", "")
+    for name in _INFERENCE
+    if f"{(verb := name.removesuffix('Request'))}Response" in _INFERENCE
+}
+INFERENCE: Final = _classes(
+    _serve(
+        _file("inference", _INFERENCE, {"DataType": _DATA_TYPES}),
+        "GRPCInferenceService",
+        _VERBS | {"ModelStreamInfer": ("ModelInferRequest", "ModelStreamInferResponse", "<>")},
+    )
 )
+"""Classes of the messages by name."""
+_CHECKED: Final = "HealthCheckRequest", "HealthCheckResponse"
+HEALTH: Final = _classes(
+    _serve(
+        _file("grpc.health.v1", _HEALTH, {"ServingStatus": _STATUSES}),
+        "Health",
+        {"Check": (*_CHECKED, ""), "Watch": (*_CHECKED, ">")},
+    )
+)
+_REFLECTS: Final = {
+    "ServerReflectionInfo": ("ServerReflectionRequest", "ServerReflectionResponse", "<>")
+}
+REFLECTION: Final = {
+    package: _classes(_serve(_file(package, _REFLECTION, {}), "ServerReflection", _REFLECTS))
+    for package in ("grpc.reflection.v1", "grpc.reflection.v1alpha")
+}
+"""By package: clients ask one or the other."""
 STATUSES: Final = _STATUSES
 DATA_TYPES: Final = _DATA_TYPES

@@ -356,6 +356,12 @@ GRPC = """
         )
         request = HEALTH["HealthCheckRequest"](service="inference.GRPCInferenceService")
         found["health"] = [check(request).status, next(watch(request)).status]
+        try:
+            channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")(b"\\xff")
+        except grpc.RpcError as error:
+            found["garbage"] = [error.code().name, error.details()]
+        reflect = channel.stream_stream("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")
+        found["reflected"] = str(next(reflect(iter([b"\\x3a\\x00"]))))  # list_services
     print(json.dumps(found))
 """
 
@@ -384,6 +390,10 @@ def test_tritons_grpc_client_does_every_verb(checked: Checked, net: torch.nn.Mod
         assert part in text
     assert min(found["statistics"]) > 0
     assert found["health"] == [1, 1]
+    assert found["garbage"] == [
+        "INVALID_ARGUMENT", "these bytes are no inference.ModelInferRequest",
+    ]  # fmt: skip
+    assert "inference.GRPCInferenceService" in found["reflected"]
 
 
 GRPC_AIO = """

@@ -10,9 +10,10 @@ import pytest
 pytest.importorskip("grpc", reason="make installs it")
 
 from pipeswitch.errors import ERRORS_BY_NAME, InvalidInput
-from pipeswitch.gateway.grpc import decode_request, encode_answer
-from pipeswitch.gateway.oip import DATATYPES, InferRequest, Output
-from pipeswitch.gateway.protos import DATA_TYPES, INFERENCE
+from pipeswitch.gateway.grpc import Calls, decode_request, encode_answer
+from pipeswitch.gateway.oip import DATATYPES, InferRequest, Output, config
+from pipeswitch.gateway.protos import DATA_TYPES, INFERENCE, POOL, REFLECTION
+from pipeswitch.gateway.reflection import SERVICES, described
 from pipeswitch.gateway.refusals import TooLarge, status_of
 
 
@@ -106,3 +107,53 @@ def test_our_messages_have_the_fields_of_tritons() -> None:
 
     for name, message in INFERENCE.items():
         compare(message.DESCRIPTOR, theirs[name])
+
+
+def test_a_joined_models_configuration_is_a_message_too() -> None:
+    row = {"name": "m", "inputs": {}, "outputs": {"y": [["batch"], "float32"]}, "batch": [1, 64],
+           "batching": {"limit": 8, "delay_ms": 2.0, "is_exact": True}}  # fmt: skip
+    message = INFERENCE["ModelConfig"](**config(row))
+    assert message.WhichOneof("scheduling_choice") == "dynamic_batching"
+    assert message.dynamic_batching.max_queue_delay_microseconds == 2000
+
+
+@pytest.mark.parametrize("package", list(REFLECTION))
+def test_a_client_that_knows_nothing_learns_every_service(package: str) -> None:
+    """As grpcurl does: the names, the files that have them, and from those all that it needs."""
+    from google.protobuf.descriptor_pool import DescriptorPool
+
+    asks = REFLECTION[package]["ServerReflectionRequest"]
+    listed = described(asks(list_services="")).list_services_response.service
+    assert [one.name for one in listed] == list(SERVICES)
+    pool = DescriptorPool()
+    for name in SERVICES:
+        answer = described(asks(file_containing_symbol=name, host="h"))
+        assert answer.valid_host == "h"
+        (file,) = answer.file_descriptor_response.file_descriptor_proto
+        pool.AddSerializedFile(file)
+    infer = pool.FindServiceByName("inference.GRPCInferenceService").methods_by_name
+    assert infer["ModelInfer"].input_type.fields_by_name["raw_input_contents"].number == 7
+    assert (infer["ModelStreamInfer"].server_streaming, infer["ModelInfer"].server_streaming) == (
+        True, False,
+    )  # fmt: skip
+    by_name = described(asks(file_by_filename="pipeswitch/inference.proto"))
+    assert by_name.file_descriptor_response.file_descriptor_proto
+    assert described(asks(file_containing_symbol="no.Such")).error_response.error_code == 5
+    assert described(asks(file_by_filename="no.proto")).error_response.error_code == 5
+    assert described(asks(all_extension_numbers_of_type="x")).error_response.error_code == 12
+
+
+def test_what_is_described_is_what_is_served() -> None:
+    calls: Any = Calls.__new__(Calls)
+    for handler, service in zip(calls.handlers(), SERVICES, strict=True):
+        assert handler.service_name() == service
+        described_ = POOL.FindServiceByName(service).methods_by_name
+        assert set(described_) == {
+            name for name in described_ if handler.service(_Details(f"/{service}/{name}"))
+        }
+        assert not handler.service(_Details(f"/{service}/Nothing"))
+
+
+class _Details:
+    def __init__(self, method: str) -> None:
+        self.method = method

@@ -34,6 +34,7 @@ ROW = {
     "inputs": {"x": [["batch", 4], "float32"]},
     "outputs": {"y": [["batch", 3], "bfloat16"]},
     "batch": [1, 64],
+    "batching": None,
     "versions": [1],
 }
 
@@ -255,6 +256,14 @@ def test_the_batch_dimension_is_implicit_only_where_all_tensors_begin_with_it() 
         other = config(ROW | {"outputs": {"y": [shape, "float32"]}})
         assert other["max_batch_size"] == 0
         assert other["input"][0]["dims"] == [-1, 4]
+
+
+def test_a_model_whose_requests_are_joined_says_so_as_triton_does() -> None:
+    assert "dynamic_batching" not in config(ROW)
+    joined = ROW | {"batching": {"limit": 8, "delay_ms": 2.5, "is_exact": True}}
+    assert config(joined)["dynamic_batching"] == {
+        "preferred_batch_size": [8], "max_queue_delay_microseconds": 2500,
+    }  # fmt: skip
 
 
 def test_every_dtype_of_the_wire_has_a_datatype() -> None:
