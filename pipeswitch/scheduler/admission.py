@@ -13,6 +13,7 @@ from ..errors import (
 )
 from ..ipc.messages import ModelName
 from .core import Core
+from .device import Device
 from .device_state import DeviceState
 from .endings import batch_of, quarantined
 from .events import CancelAsked, InferArrived
@@ -151,8 +152,11 @@ class Admission:
         """What waits where no memory daemon is goes to where one is.
 
         Not before the workers there are reaped: one of them may still write a request's outputs.
+        What has no place any more beside the pinned models goes to where it has one.
         """
         states = [device.state for device in self._machine.devices]
+        for device in self._machine.devices if len(states) > 1 else ():
+            self._avoid_pinned(device)
         if not any(state.is_daemon_ready for state in states):
             return
         for state in states:
@@ -165,6 +169,16 @@ class Admission:
                     state.queue.discard(request)
                     state.early.discard(request)
                     self._place(state, request)
+
+    def _avoid_pinned(self, device: Device) -> None:
+        state = device.state
+        for name in list(state.queue.unchecked) if state.pinned else ():
+            requests = state.queue.of(name)
+            if device.arena.may_take(state.replicas[name], requests[0].size_bytes):
+                continue
+            for request in requests:
+                state.queue.discard(request)
+                self._place(state, request)
 
     def relieve(self) -> None:
         """What came last and waits for a task's end goes to a device that has nothing to do, where

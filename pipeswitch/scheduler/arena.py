@@ -176,6 +176,10 @@ class Arena:
         """Whether it fits once everything that is not pinned has left."""
         return aligned(size_bytes, REGION_ALIGN_BYTES) <= self.largest_for_all_bytes
 
+    def may_take(self, replica: Replica, size_bytes: int) -> bool:
+        """Whether a model of that size is here, or could be beside what is pinned."""
+        return replica.residency.state in WHOLE or self.can_ever_hold(size_bytes)
+
     @property
     def largest_for_all_bytes(self) -> int:
         """The longest range between what never leaves: arrival words and pinned models."""

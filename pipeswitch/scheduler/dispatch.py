@@ -6,8 +6,7 @@ import itertools
 
 from ..errors import DeadlineExceeded, OutOfDeviceMemory
 from ..ipc.messages import JobName, JoinedRequest, ModelName, RunInference
-from ..programs.layout import REGION_ALIGN_BYTES, aligned
-from .arena import WHOLE, Arena
+from .arena import Arena
 from .batching import batch_for, begins_at_ms
 from .device_state import DeviceState
 from .endings import quarantined
@@ -85,14 +84,13 @@ class Dispatch:
         unchecked, device.queue.unchecked = device.queue.unchecked, {}
         if not unchecked or not device.pinned:
             return  # the store took none that is larger than the arena
-        largest = self._arena.largest_for_all_bytes
         for name in unchecked:
             replica = device.replicas[name]
             assert replica.manifest is not None
             size = replica.manifest.total_bytes
-            if replica.residency.state in WHOLE or aligned(size, REGION_ALIGN_BYTES) <= largest:
+            if self._arena.may_take(replica, size):
                 continue
-            pinned = list(device.pinned)
+            pinned, largest = list(device.pinned), self._arena.largest_for_all_bytes
             for request in device.queue.of(name):
                 error = OutOfDeviceMemory(
                     f'"{name}" needs {size} bytes, but pinned models ({", ".join(pinned)}) leave '

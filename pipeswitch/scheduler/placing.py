@@ -16,7 +16,8 @@ class Placing:
     """A request is placed when it comes, and anew when it waits while a device has nothing to do; a
     job when it comes and whenever it has left its device.
 
-    A device whose memory daemon is not there takes nothing while another one can.
+    A device whose memory daemon is not there takes nothing while another one can, and one whose
+    pinned models leave no place neither.
     """
 
     def __init__(self, devices: Sequence[Device], placement: str) -> None:
@@ -27,7 +28,12 @@ class Placing:
         """The device, and why: empty where there is but one. It does not wait for itself."""
         if len(self._devices) == 1:
             return self._devices[0], ""
-        places = [self._place(device, model, request) for device in self._usable(model.devices)]
+        living = self._living(model.devices)
+        able = [
+            device for device in living
+            if device.arena.may_take(device.state.replicas[model.name], request.size_bytes)
+        ]  # fmt: skip
+        places = [self._place(device, model, request) for device in _ready(able or living)]
         found = best(places, self._rank)
         return self._devices[found.device], found.reason
 
@@ -39,15 +45,14 @@ class Placing:
                       if one is not job and one.state.state not in TASK_FINAL]  # fmt: skip
             return len(others), state.index != home, state.index
 
-        places = [one.state for one in self._usable(job.devices)]
+        places = [one.state for one in _ready(self._living(job.devices))]
         if all(state.is_given_up for state in places):  # where it was moved to is lost
-            places = [one.state for one in self._usable(())]
+            places = [one.state for one in _ready(self._living(()))]
         return min(places, key=order).index
 
-    def _usable(self, names: tuple[str, ...]) -> list[Device]:
+    def _living(self, names: tuple[str, ...]) -> list[Device]:
         allowed = [one for one in self._devices if not names or one.state.settings.device in names]
-        living = [one for one in allowed if not one.state.is_given_up] or allowed
-        return [one for one in living if one.state.is_daemon_ready] or living
+        return [one for one in allowed if not one.state.is_given_up] or allowed
 
     def _place(self, device: Device, model: Model, request: Request) -> Place:
         state, replica = device.state, device.state.replicas[model.name]
@@ -96,3 +101,7 @@ class Placing:
             own.compute_ms or max(one.compute_ms for one in others),
             own.p95_ms or max(one.p95_ms for one in others),
         )
+
+
+def _ready(devices: list[Device]) -> list[Device]:
+    return [one for one in devices if one.state.is_daemon_ready] or devices

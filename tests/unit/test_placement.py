@@ -160,6 +160,26 @@ def test_what_waits_goes_to_a_device_that_has_nothing_to_do() -> None:
     assert [device for device, _ in server.bills].count("cpu:1") == 2
 
 
+@pytest.mark.parametrize("is_pinned_first", [True, False])
+def test_a_request_goes_where_pinned_models_leave_it_a_place(is_pinned_first: bool) -> None:
+    """The idle device is full of a pinned model, or will be when its copy has ended."""
+    server = Server()
+    large = program_of("dlarge", 20 * MIB)
+    server.world.clients.register(
+        ModelName("large"), large, pin=is_pinned_first, devices=("cpu:1",)
+    )
+    server.world.run()
+    server.ask("a")
+    if not is_pinned_first:
+        server.world.handle(
+            ev.PinAsked(token=server.world.clients.token(), model=ModelName("large"), pin=True)
+        )
+    server.ask("b")
+    server.world.run()
+    assert "OutOfDeviceMemory" not in server.world.clients.outcomes
+    assert [device for device, _ in server.bills] == ["cpu:0", "cpu:0"]
+
+
 def test_what_waits_where_a_daemon_dies_is_answered_by_the_other_device() -> None:
     server = Server(restart_backoff_ms=1e6, max_daemon_restarts=0)
     server.placed("abab")
