@@ -1,12 +1,17 @@
-"""The real scheduler as a state: frozen to a tuple, thawed in place (see ``frozen``)."""
+"""The real scheduler as a state: frozen to a tuple, thawed in place (see ``frozen``).
+
+What all devices share comes first; then each device.
+"""
 
 # mypy: disable-error-code="no-any-return, attr-defined, arg-type, call-arg"
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+from pipeswitch.scheduler.device import Device
 from pipeswitch.scheduler.predictions import Predictions
 from pipeswitch.scheduler.queue import Queue
 from pipeswitch.scheduler.records import Activation, Job, Model, Replica, Request, Worker
@@ -39,8 +44,8 @@ ACTIVATION = Codec(Activation, drop=SHOWN_OF_TASK)
 OF_CORE = ("has_left", "drain_at_ms", "now_ms", "counts", "last_epoch", "wakeups")
 OF_STATE = (
     "replicas", "requests", "queue", "early", "jobs", "workers", "current", "upcoming",
-    "training", "daemon_generation", "daemon_pid", "is_daemon_ready",
-    "predictions",  # no decision of the default policy reads them
+    "training", "daemon_generation", "daemon_pid", "is_daemon_ready", "is_given_up",
+    "predictions",  # nothing is measured (see ``Known``)
     "served", "spent_us",  # are only shown
     "pinned", "sending",  # follow from the replicas
     "cold_switches",  # for profiles, and nothing is measured in this world
@@ -49,7 +54,16 @@ OF_FLEET = ("is_daemon_alive", "_daemon_deaths", "_daemon_respawn_at_ms")
 
 
 class Known(Predictions):
-    """What a run takes is known from the start, and always the same: requests wait for others."""
+    """What a run takes is known from the start, and always the same: requests wait for others.
+
+    Nothing is measured: where a request is placed follows from what its device is doing.
+    """
+
+    def sent(self, model: str, took_ms: float, now_ms: float) -> None:
+        pass
+
+    def computed(self, model: str, batch: int, took_ms: float, now_ms: float) -> None:
+        pass
 
     def at_most_ms(self, model: str, batch: int) -> float:
         return 1.0
@@ -105,14 +119,14 @@ class Brain:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         machine = scheduler.machine
-        state = machine.devices[0].state
         known = {
             "core": OF_CORE, "state": OF_STATE, "fleet": OF_FLEET, "machine": ("models",),
         }  # fmt: skip
-        parts = {**vars(scheduler), **vars(machine.devices[0]), "store": machine.store}
-        self._still = [(part, Still(part, *known.get(name, ()))) for name, part in parts.items()]
+        parts = [*vars(scheduler).items(), ("store", machine.store)]
+        parts += [part for device in machine.devices for part in vars(device).items()]
+        self._still = [(part, Still(part, *known.get(name, ()))) for name, part in parts]
         self._models = _Records(MODEL, *machine.models.items())
-        self._replicas = _Records(REPLICA, *state.replicas.items())
+        self._replicas = [_Records(REPLICA, *one.state.replicas.items()) for one in machine.devices]
         self._requests = _Records(REQUEST, (None, Request("", "", "", 0, 0.0, (), 0, 0, 0.0)))
         self._jobs = _Records(JOB, (None, Job("", "", (), 1)))
         self._workers = _Records(WORKER, (None, Worker(0)))
@@ -124,15 +138,24 @@ class Brain:
         Generations are the caller's to rank: he knows which late messages name them.
         """
         core, machine = self.scheduler.core, self.scheduler.machine
-        device = machine.devices[0]
-        state, fleet = device.state, device.fleet
         for part, still in self._still:
             still.check(part)
-        models, replicas = self._models, self._replicas
-        requests, jobs = self._requests, self._jobs
+        models = self._models
+        return (
+            core.now_ms,
+            core.wakeups.all_ms,
+            core.has_left,
+            core.drain_at_ms,
+            tuple([models.freeze(model, e, name) for name, model in machine.models.items()]),
+            _freeze_regions(machine.store.regions, e),
+            tuple([self._freeze_device(device, e) for device in machine.devices]),
+        )
+
+    def _freeze_device(self, device: Device, e: Add) -> Any:
+        state, fleet = device.state, device.fleet
+        requests, jobs, replicas = self._requests, self._jobs, self._replicas[state.index]
         workers, tasks = self._workers, self._tasks
         return (
-            tuple([models.freeze(model, e, name) for name, model in machine.models.items()]),
             tuple([requests.freeze(request, e) for request in state.requests.values()]),
             tuple([request.token for request in state.queue]),
             tuple([jobs.freeze(job, e) for job in state.jobs.values()]),
@@ -141,29 +164,38 @@ class Brain:
             None if state.upcoming is None else tasks.freeze(state.upcoming, e),
             state.training,
             state.is_daemon_ready,
-            core.has_left,
-            core.now_ms,
-            core.wakeups.all_ms,
+            state.is_given_up,
             _freeze_regions(device.arena.regions, e),
-            _freeze_regions(machine.store.regions, e),
             fleet.is_daemon_alive,
             fleet._daemon_deaths,
             fleet._daemon_respawn_at_ms,
-            core.drain_at_ms,
             tuple([request.token for request in state.early]),
             tuple([replicas.freeze(one, e, name) for name, one in state.replicas.items()]),
         )
 
-    def thaw(self, frozen: Any, n: Next, last_epoch: int, generations: list[int]) -> None:
-        """Set the scheduler to a frozen state. ``generations``: the daemon's, then the slots'."""
+    def thaw(
+        self, frozen: Any, n: Next, last_epoch: int, generations: Sequence[Sequence[int]]
+    ) -> None:
+        """Set the scheduler to a frozen state. ``generations``: of each device, the daemon's, then
+        the slots'."""
         core, machine = self.scheduler.core, self.scheduler.machine
-        device = machine.devices[0]
-        state, fleet = device.state, device.fleet
-        (models, requests, queue, jobs, workers, current, upcoming, state.training,
-         state.is_daemon_ready, core.has_left, core.now_ms, due_ms, arena, store,
-         fleet.is_daemon_alive, fleet._daemon_deaths,
-         fleet._daemon_respawn_at_ms, core.drain_at_ms, early, replicas) = frozen  # fmt: skip
+        core.now_ms, due_ms, core.has_left, core.drain_at_ms, models, store, devices = frozen
         machine.models = {t[0]: self._models.thaw(t, n, t[0]) for t in models}
+        core.wakeups = Wakeups(due_ms)
+        core.last_epoch = last_epoch
+        core.counts = Counter()
+        core.out = []
+        _thaw_regions(machine.store.regions, store, n)
+        for device, one, numbers in zip(machine.devices, devices, generations, strict=True):
+            self._thaw_device(device, one, n, numbers)
+
+    def _thaw_device(
+        self, device: Device, frozen: Any, n: Next, generations: Sequence[int]
+    ) -> None:
+        core, state, fleet = self.scheduler.core, device.state, device.fleet
+        (requests, queue, jobs, workers, current, upcoming, state.training, state.is_daemon_ready,
+         state.is_given_up, arena, fleet.is_daemon_alive, fleet._daemon_deaths,
+         fleet._daemon_respawn_at_ms, early, replicas) = frozen  # fmt: skip
         state.requests = {t[0]: self._requests.thaw(t, n) for t in requests}
         state.queue, state.early = Queue(core.judge), Queue()
         for token in queue:
@@ -177,16 +209,12 @@ class Brain:
         state.daemon_generation = generations[0]
         state.current = None if current is None else self._tasks.thaw(current, n)
         state.upcoming = None if upcoming is None else self._tasks.thaw(upcoming, n)
-        core.wakeups = Wakeups(due_ms)
-        core.last_epoch = last_epoch
-        core.counts = Counter()
-        core.out, state.cold_switches = [], []
+        state.cold_switches = []
         state.predictions = Known()
         _thaw_regions(device.arena.regions, arena, n)
-        _thaw_regions(machine.store.regions, store, n)
         state.replicas = {}
-        for (name, model), one in zip(machine.models.items(), replicas, strict=True):
-            state.replicas[name] = self._replicas.thaw(one, n, name)
+        for (name, model), one in zip(self.scheduler.machine.models.items(), replicas, strict=True):
+            state.replicas[name] = self._replicas[state.index].thaw(one, n, name)
             state.replicas[name].model = model
         pinned = [n for n, r in state.replicas.items() if r.residency.state is Residency.PINNED]
         state.pinned = dict.fromkeys(pinned)
@@ -196,12 +224,21 @@ class Brain:
 _COMMITTED_STEP = JOB.position("committed_step")
 
 
-def sight(frozen: Any) -> tuple[float, tuple[float, ...], bool, int]:
-    """Of a frozen scheduler: the time, when it wants to look again, whether a task waits for its
-    turn, and the newest step that it takes for committed (-1: none).
-    """
-    promised = max([job[_COMMITTED_STEP] for job in frozen[3]], default=-1)
-    return frozen[10], frozen[11], frozen[6] is not None, promised
+class Sight(NamedTuple):
+    """What the world may see of a frozen scheduler."""
+
+    now_ms: float
+    due_ms: tuple[float, ...]  # when it wants to look again
+    has_upcoming: tuple[bool, ...]  # of each device: a task waits for its turn
+    promised_step: int  # the newest that it takes for committed; -1: none
 
 
-__all__ = ["Brain", "Known", "sight"]
+def sight(frozen: Any) -> Sight:
+    """Of a frozen scheduler."""
+    now_ms, due_ms, *_, devices = frozen
+    jobs = [job for device in devices for job in device[2]]
+    promised = max([job[_COMMITTED_STEP] for job in jobs], default=-1)
+    return Sight(now_ms, due_ms, tuple([device[5] is not None for device in devices]), promised)
+
+
+__all__ = ["Brain", "Known", "Sight", "sight"]

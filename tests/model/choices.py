@@ -23,15 +23,17 @@ def actions(world: Any) -> list[Action]:
         found += _of_worker(world, slot, worker)
     for index, ghost in enumerate(world.ghosts):
         found += [("late", index, channel) for channel in (TASK, SIGNAL) if ghost.out.get(channel)]
-    return found + _of_daemon(world)
+    for index in range(world.scope.devices):
+        found += _of_daemon(world, index)
+    return found
 
 
 def jumps(world: Any) -> list[Action]:
     """Instants at which the scheduler wants to look again."""
-    moment = world.recall.moment
+    seen = world.recall.moment.seen
     if world.left is not None:
         return []
-    return [("clock", due) for due in moment.due_ms if moment.now_ms < due < FAR_MS]
+    return [("clock", due) for due in seen.due_ms if seen.now_ms < due < FAR_MS]
 
 
 def _of_worker(world: Any, slot: int, worker: Worker) -> list[Action]:
@@ -62,25 +64,25 @@ def _deaths(world: Any, slot: int, worker: Worker) -> list[Action]:
     return []
 
 
-def _of_daemon(world: Any) -> list[Action]:
-    daemon, found = world.daemon, []
+def _of_daemon(world: Any, index: int) -> list[Action]:
+    daemon, found = world.daemons[index], []
     if daemon is None:
         return []
     if not daemon.is_ready:
-        found.append(("daemon_ready",))
+        found.append("daemon_ready")
     if daemon.copies:
-        found.append(("daemon_copies",))
+        found.append("daemon_copies")
     if daemon._lanes.get(TO_HOST):
-        found.append(("daemon_works",))
+        found.append("daemon_works")
     if world.repeats and daemon.last_order:
-        found.append(("daemon_hears_again",))
+        found.append("daemon_hears_again")
     if world.daemon_kills:
-        found.append(("kill_daemon",))
+        found.append("kill_daemon")
     if daemon.out.get(OUT):
-        found.append(("daemon_tells",))
+        found.append("daemon_tells")
         if world.repeats:
-            found.append(("daemon_tells_twice",))
-    return found
+            found.append("daemon_tells_twice")
+    return [(what, index) for what in found]
 
 
 __all__ = ["Action", "actions", "jumps"]

@@ -13,7 +13,14 @@ from pipeswitch.simulator.costs import Training
 from pipeswitch.simulator.violation import require
 
 JOB: Final = JobName("job")
-TRAIN, WAIT, PAUSE, RESUME, REGISTER = 101, 102, 103, 104, 200  # tokens; requests have 1, 2, …
+TRAIN, WAIT, PAUSE, RESUME, PIN, REGISTER = (
+    101,
+    102,
+    103,
+    104,
+    105,
+    200,
+)  # tokens; requests have 1, 2, …
 DEADLINE_MS: Final = 1000.0  # shorter than any grace: no worker is suspected when one passes
 
 
@@ -26,10 +33,10 @@ class Clients(SimulatedClients):
         self._world = world
         self._next_token = REGISTER
         self.asked = 0  # requests that were sent
-        self.is_trained = False
+        self.is_trained = not scope.has_job
         self.is_paused = False
         self.pauses, self.cancels = scope.pauses, scope.cancels
-        self.hints, self.drains = scope.hints, scope.drains
+        self.hints, self.drains, self.pins = scope.hints, scope.drains, scope.pins
         self.deadlines: tuple[tuple[int, float], ...] = ()  # token and instant, of open ones
         self.cancelled: tuple[int, ...] = ()  # tokens
         self.drained: tuple[int, float] | None = None  # requests before it, end of the grace
@@ -42,12 +49,13 @@ class Clients(SimulatedClients):
     def freeze(self) -> Any:
         return (
             tuple(sorted(self.open)), self.asked, self.is_trained, self.is_paused, self.pauses,
-            self.cancels, self.hints, self.drains, self.deadlines, self.cancelled, self.drained,
+            self.cancels, self.hints, self.drains, self.pins, self.deadlines, self.cancelled,
+            self.drained,
         )  # fmt: skip
 
     def thaw(self, frozen: Any) -> None:
         (still_open, self.asked, self.is_trained, self.is_paused, self.pauses, self.cancels,
-         self.hints, self.drains, self.deadlines, self.cancelled,
+         self.hints, self.drains, self.pins, self.deadlines, self.cancelled,
          self.drained) = frozen  # fmt: skip
         self.open = set(still_open)
 
@@ -66,6 +74,8 @@ class Clients(SimulatedClients):
             found.append(("drain",))
         if self.hints:
             found += [("hint", index) for index in range(self._world.scope.models)]
+        if self.pins:
+            found.append(("pin",))
         if self.cancels:
             found += [("cancel", token) for token in sorted(self.open) if token < TRAIN]
         now_ms = self._world.now_ms
@@ -113,6 +123,14 @@ class Clients(SimulatedClients):
         """A large request is on its way; perhaps it never comes."""
         self.hints -= 1
         self._world.handle(ev.PrefetchHint(model=self._world.model_name(index)))
+
+    def do_pin(self) -> None:
+        """``pipeswitch load``."""
+        self.pins -= 1
+        self._next_token = PIN
+        self._world.handle(
+            ev.PinAsked(token=self.token(), model=self._world.model_name(0), pin=True)
+        )
 
     def do_drain(self) -> None:
         """SIGTERM."""

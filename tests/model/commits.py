@@ -87,7 +87,7 @@ class Area(SimulatedArea):
             commit = area.newest()
         except RemoteProtocolError as error:
             raise Violation(f"no commit is whole (I2): {error}") from None
-        promised = self._world.recall.moment.promised_step
+        promised = self._world.recall.moment.seen.promised_step
         if commit is None:
             require(promised < 0, f"the commit of step {promised} is lost (I2)")
             return None

@@ -20,10 +20,12 @@ from pipeswitch.scheduler.admission import Admission
 from pipeswitch.scheduler.arena import FREE, Arena
 from pipeswitch.scheduler.commits import Commits as JobCommits
 from pipeswitch.scheduler.device import Device
+from pipeswitch.scheduler.device_state import DeviceState
 from pipeswitch.scheduler.dispatch import Dispatch
 from pipeswitch.scheduler.endings import Endings
 from pipeswitch.scheduler.fleet import Fleet
 from pipeswitch.scheduler.jobs import Jobs
+from pipeswitch.scheduler.placing import Placing
 from pipeswitch.scheduler.regions import Cost, Owner
 from pipeswitch.scheduler.residency import Residents
 from pipeswitch.scheduler.scheduler import Scheduler
@@ -54,6 +56,8 @@ _fetch = SimulatedScript._fetch
 _price = Arena._price
 _cancel_prefetches = Residents.cancel_prefetches
 _work = SimulatedDaemon._work
+_place = Admission._place
+_daemon_exited = Scheduler._daemon_exited
 
 FAULTLESS = Scope(name="faultless", steps=1, requests=1, models=1)
 PREEMPTED = replace(FAULTLESS, steps=2, is_coarse=True)
@@ -66,6 +70,10 @@ JOINED = replace(FAULTLESS, steps=0, requests=3, batch=2, is_coarse=True)
 AHEAD = Scope(name="ahead-full", steps=0, requests=4, asks="AABC", models=3, arena_mib=10,
               is_coarse=True)  # fmt: skip
 HINTED = replace(PREEMPTED, models=2, groups=2, hints=1)
+LOST = Scope(name="device-lost", has_job=False, requests=2, models=2, devices=2, daemon_kills=1,
+             daemon_restarts=0, is_coarse=True)  # fmt: skip
+PLACED = Scope(name="place", has_job=False, requests=2, asks="CB", models=3, limited="A",
+               devices=2, pins=1, is_coarse=True)  # fmt: skip
 COMMITTED = replace(FAULTLESS, steps=2, requests=0)
 REPEATED = replace(COMMITTED, repeats=1)
 
@@ -255,6 +263,15 @@ def _place_for_request(self: Arena, replica: Any, *, for_request: bool) -> Any:
     return _find_place(self, replica, for_request=True)
 
 
+def _on_both(self: Admission, state: DeviceState, request: Any) -> None:
+    _place(self, state, request)
+    state.requests.setdefault(request.token, request)
+
+
+def _death_of_the_first(self: Scheduler, event: Any) -> None:
+    _daemon_exited(self, replace(event, device=0))
+
+
 Change = tuple[Any, str, Any]
 
 
@@ -336,4 +353,22 @@ MUTANTS = (
            ((Arena, "find_place", _place_for_request),)),
     Mutant("a slice is not zeroed for its next owner", KILLED,
            ((Slices, "release", _not_zeroed),)),
+    Mutant("what waits on a lost device stays there", LOST, ((Admission, "rehome", _spare),)),
+    Mutant("a request goes to another device before its worker is reaped", LOST,
+           ((DeviceState, "has_processes", False),)),
+    Mutant("a request that went to another device stays on the first", LOST,
+           ((Admission, "_place", _on_both),)),
+    Mutant("a request that is dispatched goes to an idle device",
+           replace(LOST, placement="spread"),
+           ((DeviceState, "last_waiting",
+             property(lambda self: next(iter(self.requests.values()), None))),)),
+    Mutant("a device's death is taken for another one's", LOST,
+           ((Scheduler, "_daemon_exited", _death_of_the_first),)),
+    Mutant("a model is placed where it may not be served", replace(PLACED, pins=0, asks="AC"),
+           ((Placing, "_living", lambda self, names: list(self._devices)),)),
+    Mutant("a request waits where pinned models leave it no place", PLACED,
+           ((Admission, "_avoid_pinned", _spare),)),
+    Mutant("a job begins on another device beside its old process",
+           replace(LOST, has_job=True, steps=1, requests=0, models=1),
+           ((Jobs, "has_process", lambda self, job: False),)),
 )  # fmt: skip

@@ -23,6 +23,7 @@ PERFORMED: Final = (
     ev.ToWorker, ev.ToDaemon, ev.RaiseTurn, ev.Answer, ev.KillWorker, ev.SpawnWorker,
     ev.SpawnDaemon, ev.CreateCommits, ev.DropCommits, ev.StartBuild, ev.Leave,
 )  # fmt: skip
+Generations = tuple[tuple[int, ...], ...]  # of each device: the daemon's, then the slots'
 # What follows: commands, what ``check`` says to it, and the state after it.
 Consequence = tuple[tuple[ev.Command, ...], AssertionError | None, "Moment"]
 
@@ -30,19 +31,14 @@ Consequence = tuple[tuple[ev.Command, ...], AssertionError | None, "Moment"]
 class Moment:
     """One state of the scheduler, and what the world may see of it."""
 
-    __slots__ = (
-        "due_ms", "generations", "has_upcoming", "home", "kept", "last_epoch", "next", "now_ms",
-        "promised_step",
-    )  # fmt: skip
+    __slots__ = ("generations", "home", "kept", "last_epoch", "next", "seen")
 
-    def __init__(
-        self, kept: Kept, frozen: Any, generations: tuple[int, ...], last_epoch: int
-    ) -> None:
+    def __init__(self, kept: Kept, frozen: Any, generations: Generations, last_epoch: int) -> None:
         self.kept = kept
         self.home = crc32(kept[0])  # by which a process is chosen: it may know what follows
-        self.generations = generations  # the daemon's, then the slots'
+        self.generations = generations
         self.last_epoch = last_epoch
-        self.now_ms, self.due_ms, self.has_upcoming, self.promised_step = sight(frozen)
+        self.seen = sight(frozen)
         self.next: dict[Any, Consequence] = {}
 
 
@@ -82,7 +78,7 @@ class Recall:
         """Be at a moment that was once met."""
         self._at, self.is_live = moment, False
 
-    def moment_of(self, kept: Kept, generations: tuple[int, ...]) -> Moment:
+    def moment_of(self, kept: Kept, generations: Generations) -> Moment:
         """The moment that was frozen to this."""
         return self._moment(kept, None, generations, FIRST_EPOCH)
 
@@ -102,7 +98,7 @@ class Recall:
         known = moment.next.get(asked)
         if known is None:
             self._load()  # anew: what is not frozen must not tell in which order states are met
-            at_ms = moment.now_ms if now_ms is None else now_ms
+            at_ms = moment.seen.now_ms if now_ms is None else now_ms
             commands = self._scheduler.handle(event, at_ms)
             broken = self._checked()
             after = self._freeze() if broken is None else moment  # nothing goes on from there
@@ -120,7 +116,7 @@ class Recall:
 
     def _freeze(self) -> Moment:
         assert self._brain is not None
-        core, state = self._scheduler.core, self._scheduler.machine.devices[0].state
+        core, machine = self._scheduler.core, self._scheduler.machine
         frozen: list[Any] = []
 
         def freeze(brain: Brain, e: Any) -> Any:
@@ -128,12 +124,13 @@ class Recall:
             return frozen[0]
 
         kept = frozen_part(freeze, self._brain)
-        generations = (state.daemon_generation, *[w.generation for w in state.workers.values()])
+        generations = tuple([
+            (state.daemon_generation, *[w.generation for w in state.workers.values()])
+            for state in [device.state for device in machine.devices]
+        ])  # fmt: skip
         return self._moment(kept, frozen[0], generations, core.last_epoch)
 
-    def _moment(
-        self, kept: Kept, frozen: Any, generations: tuple[int, ...], last_epoch: int
-    ) -> Moment:
+    def _moment(self, kept: Kept, frozen: Any, generations: Generations, last_epoch: int) -> Moment:
         key = (*kept, generations, last_epoch)
         found = self._moments.get(key)
         if found is None:
@@ -145,7 +142,7 @@ class Recall:
         moment = self.moment
         assert self._brain is not None
         self._brain.thaw(marshal.loads(moment.kept[0]), reader(moment.kept[1]),
-                         moment.last_epoch, list(moment.generations))  # fmt: skip
+                         moment.last_epoch, moment.generations)  # fmt: skip
 
 
 __all__ = ["Moment", "Recall"]

@@ -13,7 +13,7 @@ GRACE_MS: Final = 30000.0  # one for all: a jump of the clock lets all of them r
 
 @dataclass(frozen=True, kw_only=True)
 class Scope:
-    """One training job, some requests, some faults; every order of everything.
+    """A training job, some requests, some faults; every order of everything.
 
     ``kills``: of workers, each at any step. ``daemon_kills``: of the memory daemon. ``suspicions``:
     the clock jumps to an instant at which the scheduler wants to look again, so that a worker
@@ -32,6 +32,7 @@ class Scope:
 
     name: str
     steps: int = 3
+    has_job: bool = True
     requests: int = 2
     kills: int = 0
     daemon_kills: int = 0
@@ -42,8 +43,13 @@ class Scope:
     deadlines: int = 0  # so many of the last requests carry one; it may pass while all are slow
     cancels: int = 0  # of requests, by their clients
     hints: int = 0  # that a request for a model will come
+    pins: int = 0  # of the first model, by the operator; it stays pinned
     drains: int = 0  # the server is asked to finish what it has accepted and to leave
     models: int = 2
+    devices: int = 1
+    placement: str = "least-finish"
+    limited: str = ""  # models that only the last device may serve
+    daemon_restarts: int = 9  # more than can happen; 0: a device whose daemon dies is given up
     asks: str = ""  # the requests' models; empty: in turns
     batch: int = 0  # up to which requests are joined; one waits for others as long as a deadline
     groups: int = 1
@@ -52,7 +58,7 @@ class Scope:
     commit_steps: tuple[int, ...] = (1, 2, 3, 4)  # at other boundaries nothing is committed
     is_coarse: bool = False
     hears_late: bool = False  # in a coarse scope: signals take their time all the same
-    max_deaths: int = 9  # more than can happen: no request may fail
+    max_deaths: int = 9  # the same of workers: no request may fail
 
     slice_bytes = 2 * MIB
     model_bytes = 4 * MIB
@@ -67,12 +73,14 @@ class Scope:
 
     def describe(self) -> str:
         """The scope in one line."""
+        steps, devices = self.steps * self.has_job, self.devices * (self.devices > 1)
         parts = [
-            f"{self.steps} steps", f"{self.requests} requests", f"{self.kills} kills",
+            f"{steps} steps", f"{self.requests} requests", f"{self.kills} kills",
             f"{self.suspicions} false suspicions", f"{self.daemon_kills} daemon deaths",
             f"{self.late} late messages", f"{self.pauses} pauses",
             f"{self.repeats} repeated messages", f"{self.deadlines} deadlines",
             f"{self.cancels} cancels", f"{self.hints} hints", f"{self.drains} drains",
+            f"{self.pins} pins", f"{devices} devices",
             f"arena {self.arena_mib} MiB",
         ]  # fmt: skip
         return f"{self.name}: " + ", ".join(part for part in parts if not part.startswith("0 "))

@@ -21,7 +21,11 @@ QUICK: Final = (
     Scope(name="prefetch", steps=1, requests=1, models=2, groups=2, hints=1, is_coarse=True),
     Scope(name="join", steps=0, requests=3, models=1, batch=3, is_coarse=True),
     Scope(name="fine", steps=1, requests=1, models=1, groups=2),
-)
+    Scope(name="device-lost", has_job=False, requests=2, models=2, devices=2, daemon_kills=1,
+          daemon_restarts=0, is_coarse=True),
+    Scope(name="place", has_job=False, requests=2, asks="CB", models=3, limited="A", devices=2,
+          pins=1, is_coarse=True),
+)  # fmt: skip
 FULL: Final = (
     Scope(name="join-kill", steps=0, requests=4, models=1, batch=2, kills=1, is_coarse=True),
     Scope(name="ahead-full", steps=0, requests=4, asks="AABC", models=3, arena_mib=10,
@@ -37,6 +41,12 @@ FULL: Final = (
           is_coarse=True),
     Scope(name="drain-kill", steps=2, requests=1, models=1, arena_mib=6, drains=1, kills=1,
           is_coarse=True),
+    Scope(name="device-dies", steps=1, requests=1, models=1, devices=2, daemon_kills=1,
+          is_coarse=True),
+    Scope(name="place-kill", has_job=False, requests=2, models=1, placement="spread", devices=2,
+          kills=1, daemon_kills=1, is_coarse=True),
+    Scope(name="place-pinned", has_job=False, requests=3, asks="CBA", models=3, limited="A",
+          devices=2, pins=1, daemon_kills=1, is_coarse=True),
     Scope(name="large", steps=3, requests=2, models=1, kills=2, suspicions=1, commit_steps=(2,),
           is_coarse=True),
 )  # fmt: skip

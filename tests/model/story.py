@@ -9,7 +9,7 @@ from pipeswitch.scheduler import events as ev
 from pipeswitch.simulator.violation import Violation
 
 from .choices import Action
-from .daemon import OUT, TO_HOST, Daemon
+from .daemon import OUT, TO_HOST
 from .scope import MIB, Scope
 from .worker import SIGNAL
 from .world import World
@@ -28,12 +28,10 @@ _SCRIPTS: Final = {
 _AGAIN: Final = ", and it will be heard again"
 _PLAIN: Final = {
     "train": "A client submits a training job.",
-    "daemon_ready": "The memory daemon has taken its memory.",
-    "daemon_copies": "The memory daemon copies one layer group, then raises its arrival word.",
     "pause": "The user pauses the job.",
     "resume": "The user resumes the job.",
     "drain": "The server is asked to finish what it has accepted, and to leave.",
-    "kill_daemon": "The memory daemon dies.",
+    "pin": "The operator loads the first model.",
 }
 
 
@@ -51,34 +49,46 @@ def describe(world: World, action: Action) -> str:
     if kind in ("clock", "suspect", "passes"):
         why = "nothing else happens" if kind == "clock" else "while all are merely slow"
         return f"The clock goes to {rest[0] / 1000:.0f} s: {why}."
-    if kind.startswith("daemon"):
-        return _of_daemon(world.own_daemon(), kind)
+    if "daemon" in kind:
+        return _of_daemon(world, kind, rest[0])
     if kind == "late":
         ghost, channel = world.ghosts[rest[0]], rest[1]
         return f"Late, {_message(ghost.out[channel][0])} of dead {ghost.name} is heard."
     return _of_worker(world, kind, rest)
 
 
-def _of_daemon(daemon: Daemon, kind: str) -> str:
+def _of_daemon(world: World, kind: str, index: int) -> str:
+    who, daemon = f"The memory daemon{_of(world, index)}", world.own_daemon(index)
     again = _AGAIN if kind == "daemon_tells_twice" else ""
     match kind:
+        case "daemon_ready":
+            return f"{who} has taken its memory."
+        case "daemon_copies":
+            return f"{who} copies one layer group, then raises its arrival word."
+        case "kill_daemon":
+            return f"{who} dies."
         case "daemon_works":
             order = daemon._lanes[TO_HOST][0]
             is_first = isinstance(order, CommitCopy) and not daemon.is_half
             half = " (its first half)" if is_first else ""
-            return f"The memory daemon works on {_message(order)}{half}."
+            return f"{who} works on {_message(order)}{half}."
         case "daemon_hears_again":
-            return f"{_message(daemon.last_order)} reaches the memory daemon again."
+            return f"{who} is reached again by {_message(daemon.last_order)}."
         case _:
-            return f"{_message(daemon.out[OUT][0])} of the memory daemon is heard{again}."
+            return f"{who} is heard{again}: {_message(daemon.out[OUT][0])}."
+
+
+def _of(world: World, index: int) -> str:
+    """Which device, where there are several."""
+    return f" of device {index}" if world.scope.devices > 1 else ""
 
 
 def _of_worker(world: World, kind: str, rest: list[Any]) -> str:
     worker = world.workers[rest[0]]
-    who = f"Worker {rest[0]}"
+    who = f"Worker {worker.slot}{_of(world, worker.scene.index)}"
     if kind in ("tells", "tells_twice"):
         again = _AGAIN if kind == "tells_twice" else ""
-        return f"{_message(worker.out[rest[1]][0])} of {worker.name} is heard{again}."
+        return f"{who} is heard{again}: {_message(worker.out[rest[1]][0])}."
     if kind in ("hears", "hears_twice"):
         again = ", and will hear it again" if kind == "hears_twice" else ""
         return f"{who} hears {_message(worker.inbox[SIGNAL][0])}{again}."
@@ -106,21 +116,22 @@ def _message(message: Any) -> str:
     return f"{type(message).__name__}({', '.join(shown)})"
 
 
-def order_of(command: Any) -> str | None:
+def order_of(world: World, command: Any) -> str | None:
     """A command of the scheduler in words; None for what only informs."""
+    where = _of(world, getattr(command, "device", 0))
     match command:
         case ev.ToDaemon(message=message):
-            return f"to the memory daemon: {_message(message)}{_place(message)}"
+            return f"to the memory daemon{where}: {_message(message)}{_place(message)}"
         case ev.ToWorker(slot=slot, message=message):
-            return f"to worker {slot}: {_message(message)}{_place(message)}"
+            return f"to worker {slot}{where}: {_message(message)}{_place(message)}"
         case ev.RaiseTurn(turn=turn):
-            return f"the board's turn is {turn}"
+            return f"the board{where}: its turn is {turn}"
         case ev.KillWorker(slot=slot, reason=reason):
-            return f"kill worker {slot}: {reason}"
+            return f"kill worker {slot}{where}: {reason}"
         case ev.SpawnWorker(slot=slot):
-            return f"a new process for worker {slot}"
+            return f"a new process for worker {slot}{where}"
         case ev.SpawnDaemon():
-            return "a new memory daemon"
+            return f"a new memory daemon{where}"
         case ev.Answer(token=token, error=error):
             return f"answer token {token}: {'ok' if error is None else error}"
         case ev.CreateCommits():
@@ -154,7 +165,7 @@ def tell(scope: Scope, path: list[Action], violation: str) -> str:
             world.apply(action)
         except Violation as broken:
             found = str(broken)
-        told = [order_of(command) for _, _, command in world.story]
+        told = [order_of(world, command) for _, _, command in world.story]
         lines += [f"       → {text}" for text in told if text]
     if not found:
         try:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipeswitch.ipc.messages import Slot
+from pipeswitch.simulator.world import key_of
+
 from .clients import JOB
 from .frozen import Kept
 from .recall import Moment
@@ -22,33 +25,39 @@ class Thawed:
             parts.append((body, epochs[begin : begin + count]))
             begin += count
         self._moment: Moment = world.recall.moment_of(
-            parts[0], (1, *[current for current, _ in generations])
+            parts[0], tuple([(1, *[current for current, _ in of]) for of in generations])
         )
+        ranked = {
+            key_of(index, Slot(slot)): rank
+            for index, of in enumerate(generations) for slot, rank in enumerate(of)
+        }  # fmt: skip
         self._workers = {
-            slot: world.worker_of(parts[i], slot, generations[slot][0])
-            for i, slot in enumerate(slots, start=1)
+            key: world.worker_of(parts[i], key, ranked[key][0])
+            for i, key in enumerate(slots, start=1)
         }
-        older = {slot: list(names) for slot, (_, names) in enumerate(generations)}
+        older = {key: list(names) for key, (_, names) in ranked.items()}
         self._ghosts = [
-            world.worker_of(parts[i], slot, older[slot].pop(0))
-            for i, slot in enumerate(ghosts, start=1 + len(slots))
+            world.worker_of(parts[i], key, older[key].pop(0))
+            for i, key in enumerate(ghosts, start=1 + len(slots))
         ]
-        self._daemon = world.daemon_of(parts[-2])
-        self._device = world.device_of(parts[-1])
-        self._kept_device = self._device, parts[-1]
+        count = len(generations)
+        daemons, devices = parts[-2 * count : -count], parts[-count:]
+        self._daemons = {i: world.daemon_of(kept, i) for i, kept in enumerate(daemons)}
+        self._kept_devices = [(world.device_of(kept), kept) for kept in devices]
 
     def becomes(self, world: Any) -> None:
         """Set the world to this state."""
         world.recall.go_to(self._moment)
-        world.clock.now_ms, world.left = self._moment.now_ms, self._left
+        world.clock.now_ms, world.left = self._moment.seen.now_ms, self._left
         world.workers, world.ghosts = self._workers.copy(), self._ghosts.copy()
-        world.daemon = self._daemon
-        vars(world.device).update(self._device)
-        world.kept_device = self._kept_device
-        world.scene.commits = {}
+        world.daemons = self._daemons.copy()
+        commits = {} if self._area is None else {JOB: world.area}
         if self._area is not None:
             world.area.thaw(*self._area)
-            world.scene.commits = {JOB: world.area}
+        for scene, (values, _) in zip(world.scenes, self._kept_devices, strict=True):
+            vars(scene.device).update(values)
+            scene.commits = commits
+        world.kept_devices = self._kept_devices.copy()
         world.clients.thaw(self._clients)
         (world.kills, world.daemon_kills, world.suspicions, world.late,
          world.repeats) = self._budgets  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import marshal
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 from pipeswitch.ipc.messages import (
@@ -20,12 +21,15 @@ from pipeswitch.programs.layout import Batching
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.arena import WORDS
 from pipeswitch.scheduler.core import SchedulerSettings
+from pipeswitch.scheduler.device import Device
+from pipeswitch.scheduler.regions import Owner
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.simulator import world as simulator
 from pipeswitch.simulator.choices import Chance
 from pipeswitch.simulator.process import Process, Scene
 from pipeswitch.simulator.programs import program_of
 from pipeswitch.simulator.violation import Violation, require
+from pipeswitch.simulator.world import MOST_SLOTS, key_of
 
 from .brain import Known
 from .choices import Action
@@ -40,13 +44,14 @@ from .thawed import Thawed
 from .worker import SIGNAL, TASK, Worker, freeze_worker, thaw_worker
 
 NO_DAEMON: Final = frozen_part(freeze_daemon, None)
-OF_CLIENTS: Final = frozenset({"train", "ask", "pause", "resume", "cancel", "hint", "drain"})
+OF_CLIENTS: Final = frozenset({"train", "ask", "pause", "resume", "cancel", "hint", "pin", "drain"})
 
 
 class World(simulator.World):
     """All of it in one state. ``freeze`` and ``thaw`` go from state to state.
 
     A process is shared by all states it is in: the one that changes is this state's ``own``.
+    Actions name a worker by ``key_of``, a daemon by its device.
     ``scheduler`` is the object; what it knows in this state, ``recall`` says.
     """
 
@@ -61,23 +66,27 @@ class World(simulator.World):
         self._prepares: list[tuple[Worker, PrepareModel]] = []
         # All that was thawed, by what it was frozen to: states share it.
         self.known_workers: dict[tuple[Kept, Slot, int], Worker] = {}
-        self.known_daemons: dict[Kept, Daemon] = {}
+        self.known_daemons: dict[tuple[Kept, int], Daemon] = {}
         self._known_devices: dict[Kept, dict[str, Any]] = {}
         self._thawed: tuple[Any, Thawed] | None = None
-        self.kept_device: tuple[dict[str, Any], Kept] = {}, (b"", ())  # what it was frozen to
+        # Of each device: what it was frozen to.
+        self.kept_devices: list[tuple[dict[str, Any], Kept]] = [({}, (b"", ()))] * scope.devices
         settings = SchedulerSettings(
             arena_bytes=scope.arena_bytes, store_bytes=scope.store_bytes, words=scope.words,
             standby=scope.standby, max_deaths=scope.max_deaths, persist_every_ms=1e9,
             training_cycle_ms=GRACE_MS, stop_grace_ms=GRACE_MS, evict_grace_ms=GRACE_MS,
+            max_daemon_restarts=scope.daemon_restarts, placement=scope.placement,
         )  # fmt: skip
-        scheduler = Scheduler(settings)
-        scheduler.machine.devices[0].state.predictions = Known()
+        each = [replace(settings, device=f"cpu:{index}") for index in range(scope.devices)]
+        scheduler = Scheduler(settings, devices=each)
+        for device in scheduler.machine.devices:
+            device.state.predictions = Known()
         self.recall = Recall(scheduler)
         super().__init__(scheduler, choices=self)
         self.clients = Clients(self)
         self._start()
         self.recall.learn()
-        if scope.is_coarse:
+        if scope.is_coarse and scope.has_job:
             self.apply(("train",))
 
     def _start(self) -> None:
@@ -90,8 +99,12 @@ class World(simulator.World):
                 f"d{name}", self.scope.model_bytes, groups=self.scope.groups,
                 batching=batching if self.scope.batch else None,
             )  # fmt: skip
-            self.clients.register(name, program)
+            self.clients.register(name, program, devices=self._allowed(name))
             self._rest()
+
+    def _allowed(self, model: str) -> tuple[str, ...]:
+        """The devices that may serve a model; empty: all of them."""
+        return (f"cpu:{self.scope.devices - 1}",) if model in self.scope.limited else ()
 
     def _rest(self) -> None:
         while moves := self.moves():
@@ -130,13 +143,15 @@ class World(simulator.World):
         slots = sorted(self.workers)
         parts = [
             self.recall.moment.kept, *[_kept(self.workers[slot]) for slot in slots],
-            *map(_kept, self.ghosts), _kept_daemon(self.daemon), self._frozen_device,
+            *map(_kept, self.ghosts),
+            *[_kept_daemon(self.daemons[scene.index]) for scene in self.scenes],
+            *[self._frozen_device(scene) for scene in self.scenes],
         ]  # fmt: skip
         epochs: list[int] = []
         for _, its_epochs in parts:
             epochs += its_epochs
         rest = (
-            tuple(slots), tuple([ghost.slot for ghost in self.ghosts]),  # type: ignore[attr-defined]
+            tuple(slots), tuple(map(_key, self.ghosts)),
             self.area.freeze() if JOB in self.scene.commits else None,
             self.clients.freeze(), self.left,
             (self.kills, self.daemon_kills, self.suspicions, self.late, self.repeats),
@@ -148,23 +163,25 @@ class World(simulator.World):
         )  # fmt: skip
         return marshal.dumps(state, 2)
 
-    @property
-    def _frozen_device(self) -> Kept:
+    def _frozen_device(self, scene: Scene) -> Kept:
         """The device's memory is mostly what it was."""
-        before, kept = self.kept_device
-        return kept if vars(self.device) == before else frozen_part(freeze_device, self.device)
+        before, kept = self.kept_devices[scene.index]
+        return kept if vars(scene.device) == before else frozen_part(freeze_device, scene.device)
 
     def _generations(self) -> tuple[Any, ...]:
-        """Generations by slot, ranked among those that anything still names."""
-        generations = self.recall.moment.generations[1:]
-        if not self.ghosts:
-            return tuple([(1, ())] * len(generations))
-        found = []
-        for slot, generation in enumerate(generations):
-            ghosts = [ghost.generation for ghost in self.ghosts if ghost.slot == slot]  # type: ignore[attr-defined]
-            order = {g: i for i, g in enumerate(sorted({generation, *ghosts}), start=1)}
-            found.append((order[generation], tuple([order[g] for g in ghosts])))
-        return tuple(found)
+        """Generations by device and slot, ranked among those that anything still names."""
+        return tuple([
+            tuple([
+                self._ranked(generation, key_of(index, Slot(slot)))
+                for slot, generation in enumerate(generations[1:])
+            ])
+            for index, generations in enumerate(self.recall.moment.generations)
+        ])  # fmt: skip
+
+    def _ranked(self, generation: int, key: Slot) -> tuple[int, tuple[int, ...]]:
+        ghosts = [ghost.generation for ghost in self.ghosts if _key(ghost) == key]
+        order = {g: i for i, g in enumerate(sorted({generation, *ghosts}), start=1)}
+        return order[generation], tuple([order[g] for g in ghosts])
 
     def thaw(self, frozen: Any) -> None:
         """Become the state that ``marshal.loads`` gave; the same one again is cheap."""
@@ -173,30 +190,31 @@ class World(simulator.World):
         self._thawed[1].becomes(self)
         self._prepares = []
 
-    def worker_of(self, kept: Kept, slot: Slot, generation: int) -> Worker:
+    def worker_of(self, kept: Kept, key: Slot, generation: int) -> Worker:
         """The process that was frozen to this."""
-        found = self.known_workers.get((kept, slot, generation))
+        found = self.known_workers.get((kept, key, generation))
         if found is None:
-            found = self.new_worker(slot, generation, self.scene)
+            index, slot = divmod(key, MOST_SLOTS)
+            found = self.new_worker(Slot(slot), generation, self.scenes[index])
             thaw_worker(marshal.loads(kept[0]), reader(kept[1]), found)
             found.kept = kept
-            self.known_workers[kept, slot, generation] = found
+            self.known_workers[kept, key, generation] = found
         return found
 
-    def daemon_of(self, kept: Kept) -> Daemon | None:
-        """The memory daemon that was frozen to this."""
+    def daemon_of(self, kept: Kept, index: int) -> Daemon | None:
+        """A device's memory daemon that was frozen to this."""
         if kept == NO_DAEMON:
             return None
-        found = self.known_daemons.get(kept)
+        found = self.known_daemons.get((kept, index))
         if found is None:
-            found = self.new_daemon(1, self.scene)
+            found = self.new_daemon(1, self.scenes[index])
             thaw_daemon(marshal.loads(kept[0]), reader(kept[1]), found)
             found.kept = kept
-            self.known_daemons[kept] = found
+            self.known_daemons[kept, index] = found
         return found
 
     def device_of(self, kept: Kept) -> dict[str, Any]:
-        """The device's values that were frozen to this."""
+        """A device's values that were frozen to this."""
         found = self._known_devices.get(kept)
         if found is None:
             found = vars(thaw_device(marshal.loads(kept[0]), reader(kept[1])))
@@ -205,19 +223,19 @@ class World(simulator.World):
 
     # -- what can be changed -------------------------------------------------------------------
 
-    def own(self, slot: Slot) -> Worker:
+    def own(self, key: Slot) -> Worker:
         """The process in a slot, to be changed."""
-        worker = self.workers[slot]
+        worker = self.workers[key]
         if worker.kept is not None:
-            worker = self.workers[slot] = worker.own()
+            worker = self.workers[key] = worker.own()
         return worker
 
-    def own_daemon(self) -> Daemon:
-        """The memory daemon, to be changed."""
-        assert self.daemon is not None
-        if self.daemon.kept is not None:
-            self.daemon = self.daemon.own()
-        return self.daemon
+    def own_daemon(self, index: int = 0) -> Daemon:
+        """A device's memory daemon, to be changed."""
+        daemon: Daemon = self.daemons[index]
+        if daemon.kept is not None:
+            daemon = self.daemons[index] = daemon.own()
+        return daemon
 
     # -- moves ---------------------------------------------------------------------------------
 
@@ -239,7 +257,8 @@ class World(simulator.World):
 
     def _check(self) -> None:
         self.require_one()
-        if self.daemon is not None and self.daemon.is_half and JOB in self.scene.commits:
+        halves = [daemon for daemon in self.daemons.values() if daemon and daemon.is_half]
+        if halves and JOB in self.scene.commits:
             self.area.last()
 
     def _hurry(self) -> None:
@@ -251,12 +270,17 @@ class World(simulator.World):
             if not self.scope.hears_late:
                 while self.workers[slot].may_hear:
                     self.do_hears(slot)
-        if self.daemon is not None and not self.daemon.is_ready:
-            self.do_daemon_ready()
-        while self.daemon is not None and (self.daemon.is_half or self._is_scrubbing(self.daemon)):
-            self.do_daemon_works()
-        while self.daemon is not None and self.daemon.out.get(OUT):
-            self.do_daemon_tells()
+        for index in range(self.scope.devices):
+            self._hurry_daemon(index)
+
+    def _hurry_daemon(self, index: int) -> None:
+        daemons = self.daemons
+        if daemons[index] and not daemons[index].is_ready:
+            self.do_daemon_ready(index)
+        while daemons[index] and (daemons[index].is_half or self._is_scrubbing(daemons[index])):
+            self.do_daemon_works(index)
+        while daemons[index] and daemons[index].out.get(OUT):
+            self.do_daemon_tells(index)
             self._hurry()
 
     @staticmethod
@@ -352,34 +376,34 @@ class World(simulator.World):
                 self._hear(worker, channel)
         self.reap_worker(worker)
 
-    def do_daemon_ready(self) -> None:
-        (move,) = self.own_daemon().steps()
+    def do_daemon_ready(self, index: int = 0) -> None:
+        (move,) = self.own_daemon(index).steps()
         move.act()
 
-    def do_daemon_copies(self) -> None:
-        self.own_daemon().work("copy")
+    def do_daemon_copies(self, index: int = 0) -> None:
+        self.own_daemon(index).work("copy")
 
-    def do_daemon_works(self) -> None:
-        self.own_daemon().work(TO_HOST)
+    def do_daemon_works(self, index: int = 0) -> None:
+        self.own_daemon(index).work(TO_HOST)
 
-    def do_daemon_tells(self) -> None:
-        self._hear(self.own_daemon(), OUT)
+    def do_daemon_tells(self, index: int = 0) -> None:
+        self._hear(self.own_daemon(index), OUT)
 
-    def do_daemon_tells_twice(self) -> None:
+    def do_daemon_tells_twice(self, index: int = 0) -> None:
         self.repeats -= 1
-        daemon = self.own_daemon()
+        daemon = self.own_daemon(index)
         daemon.out[OUT].appendleft(daemon.out[OUT][0])
-        self.do_daemon_tells()
+        self.do_daemon_tells(index)
 
-    def do_daemon_hears_again(self) -> None:
+    def do_daemon_hears_again(self, index: int = 0) -> None:
         self.repeats -= 1
-        daemon = self.own_daemon()
+        daemon = self.own_daemon(index)
         assert daemon.last_order is not None
         daemon.hear("control", daemon.last_order)
 
-    def do_kill_daemon(self) -> None:
+    def do_kill_daemon(self, index: int = 0) -> None:
         self.daemon_kills -= 1
-        daemon = self.own_daemon()
+        daemon = self.own_daemon(index)
         daemon.end(-9)
         while daemon.out.get(OUT):
             self._hear(daemon, OUT)
@@ -414,10 +438,11 @@ class World(simulator.World):
         match command:
             case ev.ToWorker() | ev.ToDaemon() | ev.Answer() | ev.RaiseTurn():
                 pass
-            case ev.KillWorker(slot=slot) if slot in self.workers:
-                self.own(slot)
-            case ev.SpawnWorker(slot=slot):
-                require(slot not in self.workers, f"slot {slot} has two processes")
+            case ev.KillWorker(slot=slot, device=index) if key_of(index, slot) in self.workers:
+                self.own(key_of(index, slot))
+            case ev.SpawnWorker(slot=slot, device=index):
+                is_free = key_of(index, slot) not in self.workers
+                require(is_free, f"slot {slot} has two processes")
             case ev.DropCommits():
                 is_last = self.area.step == self.scope.steps
                 require(is_last, "the job is over and its last step is not committed (I2)")
@@ -428,22 +453,27 @@ class World(simulator.World):
         super()._perform(command)
 
     def _to_worker(self, command: ev.ToWorker) -> None:
-        if command.slot in self.workers:
-            worker, message = self.own(command.slot), command.message
+        key = key_of(command.device, command.slot)
+        if key in self.workers:
+            worker, message = self.own(key), command.message
             if isinstance(message, PrepareModel):  # it takes no time
                 self._prepares.append((worker, message))
                 return
             if isinstance(message, RunInference):
                 self.clients.check_dispatch(message)
+                allowed, device = self._allowed(message.model), f"cpu:{command.device}"
+                require(device in (allowed or device), f"{message.model} is not for {device}")
         super()._to_worker(command)
 
     def _to_daemon(self, message: Message, scene: Scene) -> None:
-        if self.daemon is not None:
-            self.own_daemon()
-        before = self.device.contents
+        if self.daemons[scene.index] is not None:
+            self.own_daemon(scene.index)
+        before = scene.device.contents
         super()._to_daemon(message, scene)
-        if isinstance(message, TransmitModel) and message.model not in self._dispatched:
-            for name in before.keys() - self.device.contents.keys():
+        # Where there is another device, that one may be waited for.
+        is_ahead = isinstance(message, TransmitModel) and message.model not in self._dispatched
+        if is_ahead and self.scope.devices == 1:
+            for name in before.keys() - scene.device.contents.keys():
                 is_wanted = self.clients.waits_for(name)
                 require(not is_wanted, f"{name} is waited for, and {message.model} sent ahead")
 
@@ -456,7 +486,8 @@ class World(simulator.World):
         if reason == "drained":
             scripts = [w for w in self.workers.values() if w.script and w.script.phase != "over"]
             require(not scripts, "it left while a job was on a worker")
-            readers = self.daemon.readers() if self.daemon is not None else []
+            readers = [one for daemon in self.daemons.values() if daemon
+                       for one in daemon.readers()]  # fmt: skip
             require(not any("CommitCopy" in who for who, _ in readers),
                     "it left while a commit was copied")  # fmt: skip
             if JOB in self.scene.commits:
@@ -466,7 +497,8 @@ class World(simulator.World):
 
     def _begins_a_step(self, worker: Worker) -> None:
         """Preemption: a job that is not told to stop while a request waits was forgotten."""
-        is_told = bool(worker.inbox.get(SIGNAL)) or not self.recall.moment.has_upcoming
+        has_upcoming = self.recall.moment.seen.has_upcoming[worker.scene.index]
+        is_told = bool(worker.inbox.get(SIGNAL)) or not has_upcoming
         require(
             is_told or worker.is_doomed,
             "training begins a step while a request waits, and was not told to stop",
@@ -477,18 +509,27 @@ class World(simulator.World):
         if self.left is not None:
             return
         machine = self.recall.scheduler.machine
-        state = machine.devices[0].state
         still_open = sorted(self.clients.open)
         require(not still_open, f"never answered: tokens {still_open} (I1)")
-        models = {model.owner for model in state.replicas.values()}
-        owners = {region.owner for region in machine.devices[0].arena.regions} - {WORDS} - models
-        require(not owners, f"at rest {sorted(owners)} hold device memory (I3)")
+        models = {model.owner for model in machine.devices[0].state.replicas.values()}
         kept = {region.owner for region in machine.store.regions} - models
         require(not kept, f"at rest {sorted(kept)} hold the host store (I3)")
-        require(state.training is None and state.current is None, "a task at rest")
         require(JOB not in self.scene.commits, "a commit area is left over (I3)")
+        for device in machine.devices:
+            self._check_rest_of(device, models)
+
+    def _check_rest_of(self, device: Device, models: set[Owner]) -> None:
+        state = device.state
+        owners = {region.owner for region in device.arena.regions} - {WORDS} - models
+        require(not owners, f"at rest {sorted(owners)} hold device memory (I3)")
+        require(state.training is None and state.current is None, "a task at rest")
         alive = [w for w in state.workers.values() if w.is_alive]
-        require(len(alive) > self.scope.standby, "a worker is missing at rest")
+        is_missing = len(alive) <= self.scope.standby and not state.is_given_up
+        require(not is_missing, "a worker is missing at rest")
+
+
+def _key(ghost: Any) -> Slot:
+    return key_of(ghost.scene.index, ghost.slot)
 
 
 def _kept(worker: Any) -> Kept:

@@ -54,12 +54,13 @@ def test_the_model_finds_the_seeded_bug(mutant: Any) -> None:
     assert "played again it did not come" not in story
 
 
-def test_a_thawed_state_goes_on_as_the_one_that_was_frozen() -> None:
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_thawed_state_goes_on_as_the_one_that_was_frozen(devices: int) -> None:
     """Renumbering loses nothing: two worlds, one of them frozen and thawed before each move."""
     actions_of, jumps_of = _part("choices").actions, _part("choices").jumps
     world_of, scope = _part("world").World, _part("scope").Scope(
         name="both", steps=2, requests=2, kills=1, suspicions=1, daemon_kills=1, late=1, repeats=1,
-        deadlines=1, cancels=1, hints=1, drains=1,
+        deadlines=1, cancels=1, hints=1, drains=1, pins=devices - 1, devices=devices,
     )  # fmt: skip
     for seed in range(40):
         chance = random.Random(seed)
