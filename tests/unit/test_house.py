@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterable, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -15,7 +16,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TOPS = ("pipeswitch", "workers", "memory_daemon", "benchmarks")
+CODE = ("pipeswitch", "workers", "memory_daemon")
+TOPS = (*CODE, "benchmarks")
 
 # From the ground up: a room imports only rooms that stand above its own line, of these the ones
 # it names. Folders of pipeswitch/ go without their first part.
@@ -142,6 +144,14 @@ def reachable(modules: Iterable[str]) -> set[str]:
 def test_every_file_lies_in_a_room() -> None:
     assert {module for module in FILES if not room_of(module)} <= {"benchmarks"}
     assert set(MAY_IMPORT) == {room_of(module) for module in FILES} - {""}
+
+
+def test_every_package_is_installed() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = {
+        module_of(path.parent) for top in CODE for path in (ROOT / top).rglob("__init__.py")
+    }
+    assert {*settings["tool"]["setuptools"]["packages"]} == packages
 
 
 def test_no_arrow_of_the_table_runs_up() -> None:
