@@ -15,6 +15,9 @@ STAMP  := $(VENV)/.installed
 CODE   := pipeswitch workers memory_daemon
 LINTED := $(CODE) tests docs benchmarks
 
+# Tests start hundreds of processes of this code: it is compiled once, whatever the image says.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo check unit test test-long lint bench-quick chaos fuzz model models reliability gpu clean
 .DEFAULT_GOAL := help
 
