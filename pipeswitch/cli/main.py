@@ -11,7 +11,7 @@ import click
 
 from ..errors import PipeSwitchError, to_wire
 from ..wire.addresses import full_address
-from . import infer, jobs, machine, models, server, simulate, views
+from . import infer, jobs, machine, models, server, views
 from .common import EXIT_OK
 from .keys import keys
 
@@ -20,6 +20,16 @@ EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
 
 class Cli(click.Group):
     """Every PipeSwitchError becomes ``Error: text`` and a hint, never a traceback."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), "simulate"])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name != "simulate":
+            return super().get_command(ctx, cmd_name)
+        from .simulate import simulate  # the scheduler and its world: more than all the others
+
+        return simulate
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         for stream in (sys.stdout, sys.stderr):
@@ -89,7 +99,6 @@ VERBS = (
     infer.infer,
     jobs.train, jobs.jobs,
     keys,
-    simulate.simulate,
     machine.demo, machine.bench, machine.doctor, machine.config, machine.completion,
 )  # fmt: skip
 for verb in VERBS:

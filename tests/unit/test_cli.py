@@ -133,6 +133,7 @@ def test_the_command_line_never_imports_torch() -> None:
         "import pipeswitch.client.client, pipeswitch.cli.infer, pipeswitch.cli.doctor\n"
         "import pipeswitch.client.aio\n"
         "assert 'torch' not in sys.modules, 'torch was imported'\n"
+        "assert not any(name.startswith('pipeswitch.simulator') for name in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
