@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from .policies import Order, Policy, Resident, View, Waiting, make_policy
 
+NUMBERS = (float, int)
 Failed = Callable[[str, str], None]  # told the policy's name and what happened
 
 
@@ -116,7 +117,7 @@ def _numbers(values: tuple[float, ...]) -> tuple[float, ...]:
     if type(values) is not tuple:
         raise TypeError(f"{values!r} is no tuple")
     for value in values:
-        if not isinstance(value, (float, int)):
+        if not isinstance(value, NUMBERS):
             raise TypeError(f"{value!r} is no number")
         if value != value:
             raise ValueError("a number is nan")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from ..ipc.messages import ModelName
 from .judge import Judge
@@ -16,6 +17,8 @@ MARGIN_MS = 1e-3
 
 Rank = tuple[float, ...]
 Place = tuple[Rank, int, "Line", Waiting]  # of a line among all: its head's rank and number
+Until = tuple[float, int, "Line"]  # when its place must be looked at again
+T = TypeVar("T", Place, Until)
 IsResident = Callable[[ModelName], bool]
 
 
@@ -41,7 +44,7 @@ class Line:
         self.by_key: list[tuple[Rank, int]] = []
         self.by_age: list[tuple[float, int]] = []
         self.place: Place | None = None
-        self.until: tuple[float, int, Line] | None = None  # when that must be looked at again
+        self.until: Until | None = None
 
     def head(self, now_ms: float, patience_ms: float) -> int:
         """The number of the request that goes first."""
@@ -61,7 +64,7 @@ class Lines:
         self._generation = judge.generation
         self._lines: dict[ModelName, dict[int, Line]] = {}
         self._ranked: list[Place] = []
-        self._until: list[tuple[float, int, Line]] = []
+        self._until: list[Until] = []
         self._stale: dict[Line, None] = {}
         self._current: ModelName | None = None
         self._window: list[tuple[Line, int]] = []  # with the last number that belongs to it
@@ -192,24 +195,27 @@ class Lines:
 
     def _rank(self, line: Line, is_resident: bool, view: View) -> None:
         judge, now_ms = self._judge, view.now_ms
-        self._take_out(line)
         number = line.head(now_ms, judge.patience_ms)
-        head = line.entries[number][2]._replace(
-            is_resident=is_resident, is_current=line.model == self._current
-        )
-        line.place = (judge.rank(head, view), number, line, head)
-        bisect.insort(self._ranked, line.place)
+        shown = line.entries[number][2]
+        head = Waiting(*shown[:-2], is_resident=is_resident, is_current=line.model == self._current)
+        place = (judge.rank(head, view), number, line, head)
+        line.place = _moved(self._ranked, line.place, place)
         until_ms = judge.stays_until_ms(head, view)
         overdue_at_ms = line.by_age[0][0] + judge.patience_ms
         if overdue_at_ms > now_ms:
             until_ms = min(until_ms, overdue_at_ms)
-        line.until = (until_ms, number, line)
-        bisect.insort(self._until, line.until)
+        line.until = _moved(self._until, line.until, (until_ms, number, line))
 
     def _take_out(self, line: Line) -> None:
-        if line.place is not None:
-            del self._ranked[bisect.bisect_left(self._ranked, line.place)]
-            line.place = None
-        if line.until is not None:
-            del self._until[bisect.bisect_left(self._until, line.until)]
-            line.until = None
+        line.place = _moved(self._ranked, line.place, None)
+        line.until = _moved(self._until, line.until, None)
+
+
+def _moved(sorted_list: list[T], old: T | None, new: T | None) -> T | None:
+    """``new``, which the list has instead of ``old`` now; most ranks stay as they are."""
+    if old != new:
+        if old is not None:
+            del sorted_list[bisect.bisect_left(sorted_list, old)]
+        if new is not None:
+            bisect.insort(sorted_list, new)
+    return new

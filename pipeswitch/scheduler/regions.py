@@ -7,7 +7,7 @@ regions never overlap (invariant I3).
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from operator import add
@@ -55,6 +55,16 @@ def _plus(one: Cost, other: Cost) -> Cost:
     if len(one) == len(other):
         return tuple(map(add, one, other))
     return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0.0))
+
+
+def _total(costs: Iterable[Cost | None]) -> Cost | None:
+    """Of them together; None: one must stay."""
+    total: Cost = ()
+    for cost in costs:
+        if cost is None:
+            return None
+        total = _plus(total, cost) if total else cost
+    return total
 
 
 class Regions:
@@ -161,55 +171,34 @@ class Regions:
     def cheapest_window(self, size_bytes: int, price: Price) -> Window | None:
         """Where a region fits at the least total cost of evicted owners.
 
-        ``price`` of a region is None when its owner must stay. Candidates start where a hole or a
-        region starts, or end where one ends: an optimal window can always be slid to such a place
-        without touching more owners. Ties go to the lower offset.
+        ``price`` of a region is None when its owner must stay. Candidates start where a region
+        ends: any window can be slid down to such a place and touches no other owner. Ties go to
+        the lower offset.
         """
         size = aligned(size_bytes, self.align_bytes)
-        last_start = self.capacity_bytes - size
-        spans = [(r.offset_bytes, r.end_bytes, price(r)) for r in self._regions]
-        starts = {0, last_start}
-        for begin, end, _ in spans:
-            starts.update((end, begin, begin - size))
+        regions, last_start = self._regions, self.capacity_bytes - size
+        costs, begins = list(map(price, regions)), [region.offset_bytes for region in regions]
         best: tuple[Cost, int, int, int] | None = None  # cost, start, its victims' places
-        first, count = 0, len(spans)  # of those that end behind the start
-        for start in sorted(starts):
-            if start < 0 or start > last_start:
-                continue
-            while first < count and spans[first][1] <= start:
-                first += 1
-            total: Cost = ()
-            behind = first
-            while behind < count and spans[behind][0] < start + size:
-                cost = spans[behind][2]
-                if cost is None:
-                    break
-                total = _plus(total, cost) if total else cost
-                behind += 1
-            else:
-                if best is None or total < best[0]:
-                    best = (total, start, first, behind)
+        for first, start in enumerate((0, *[region.end_bytes for region in regions])):
+            if start > last_start or (best is not None and not best[0]):
+                break
+            behind = bisect.bisect_left(begins, start + size, first)
+            total = _total(costs[first:behind])
+            if total is not None and (best is None or total < best[0]):
+                best = (total, start, first, behind)
         if best is None:
             return None
         total, start, first, behind = best
-        return Window(start, tuple(self._regions[first:behind]), total)
+        return Window(start, tuple(regions[first:behind]), total)
 
     def window_at(self, offset_bytes: int, size_bytes: int, price: Price) -> Window | None:
         """The window at exactly this place; None when an owner there must stay."""
         size = aligned(size_bytes, self.align_bytes)
         if offset_bytes < 0 or offset_bytes + size > self.capacity_bytes:
             return None
-        return self._window_at(offset_bytes, size, price)
-
-    def _window_at(self, start: int, size: int, price: Price) -> Window | None:
-        victims = self.overlapping(start, size)
-        total: Cost = ()
-        for victim in victims:
-            cost = price(victim)
-            if cost is None:
-                return None
-            total = _plus(total, cost) if total else cost
-        return Window(start, tuple(victims), total)
+        victims = self.overlapping(offset_bytes, size)
+        total = _total(map(price, victims))
+        return Window(offset_bytes, tuple(victims), total) if total is not None else None
 
     def check(self) -> None:
         """Assert the accounting identity and that no two regions overlap."""

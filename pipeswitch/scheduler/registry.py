@@ -207,8 +207,9 @@ class Registry:
             core.emit(
                 StartBuild(model=one.model, epoch=one.build_epoch, spec=one.spec, tenant=tenant)
             )
-        waiting = {*(one.client for one in self._waiting_builds), *self._builders.values()}
-        self._last_turns = {c: at for c, at in self._last_turns.items() if c in waiting}
+        if self._last_turns:
+            waiting = {*(one.client for one in self._waiting_builds), *self._builders.values()}
+            self._last_turns = {c: at for c, at in self._last_turns.items() if c in waiting}
 
     def _sweep(self) -> None:
         models = self._machine.models.values()
