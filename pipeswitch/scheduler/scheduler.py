@@ -110,7 +110,7 @@ class Scheduler:
             self._refuse_late(event)
         else:
             self._take(event)
-            if isinstance(event, InferArrived | FromWorker):
+            if isinstance(event, InferArrived | FromWorker | Tick):
                 for device in self.machine.devices:
                     device.advance()
         return self._take_out()

@@ -388,3 +388,11 @@ def test_requests_keep_their_order_inside_a_run() -> None:
     flat = [token for run in server.joined() for token in run]
     assert flat == tokens
     assert all(first < second for first, second in pairwise(flat))
+
+
+def test_what_has_waited_long_enough_begins_in_the_urgent_half_of_the_decision() -> None:
+    server = Server()
+    server.ask("waits")
+    commands = server.scheduler.decide(ev.Tick(), server.now_ms + DELAY_MS)
+    orders = [command.message for command in commands if isinstance(command, ev.ToWorker)]
+    assert [type(order) for order in orders] == [RunInference]
