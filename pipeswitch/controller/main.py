@@ -16,6 +16,7 @@ import logging
 import logging.handlers
 import os
 import resource
+import select
 import selectors
 import signal
 import socket
@@ -78,6 +79,7 @@ log = logging.getLogger(__name__)
 SHIPPED_PROFILES = Path(__file__).parents[2] / "profiles"  # in a checkout; else nothing is there
 WORDS = 16384  # arrival words: 64 KiB of a 2 MiB region
 STOP_TIMEOUT_S = 5.0
+EXACT_BELOW_S = 0.01  # epoll counts whole milliseconds, upwards: too coarse for a batch's delay
 MAX_BUILDS = 2  # of two clients: one that never ends leaves the other its turn
 MAX_OPEN_FILES = 65536  # what the soft limit is raised to
 SWITCH_INTERVAL_S = 0.0005  # the copier and the upload writer must not keep the loop for 5 ms
@@ -435,7 +437,11 @@ class Server:
     def _loop(self, watchdog: LoopWatchdog) -> int:
         """One blocking call: children, clients' events and signals all wake it."""
         while self._effects.left is None:
-            for key, _ in self._selector.select(self._timeout_s()):
+            timeout_s = self._timeout_s()
+            if 0.0 < timeout_s < EXACT_BELOW_S:
+                select.select([self._selector], (), (), timeout_s)
+                timeout_s = 0.0
+            for key, _ in self._selector.select(timeout_s):
                 key.data()
             self._frontend.step()
             self._handle_inbox()
