@@ -13,7 +13,7 @@ class JobView(NamedTuple):
     """A job, as an order sees it."""
 
     place: int  # behind all that had a whole cycle later
-    trained_ms: float  # of the device's time, all its dispatches together
+    share_ms: float  # of the device's time, since a job came to it last
     left_ms: float  # of it until its script ends, as it goes now; 0: not known yet
     state_bytes: int  # of its memory on the device, as it was last; 0: not known yet
 
@@ -38,10 +38,10 @@ class _Ranked(JobOrder):
 
 
 class Fair(_Ranked):
-    """Who has had the least of the device's time goes next."""
+    """Who has had the least of the device's time, since the last of them came, goes next."""
 
     def rank(self, job: JobView) -> tuple[float, ...]:
-        return (job.trained_ms, job.place)
+        return (job.share_ms, job.place)
 
 
 class ShortestFirst(_Ranked):

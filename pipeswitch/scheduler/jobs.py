@@ -88,7 +88,7 @@ class Jobs:
             if target is not home:
                 home.commits.leaves(job)
                 del home.state.jobs[job.name]
-                target.state.jobs[job.name] = job
+                self._enters(job, target)
                 target.commits.enters(job)
                 self._publish(job, "job.placed")
 
@@ -142,8 +142,20 @@ class Jobs:
         job.born_epoch = Epoch(core.last_epoch)
         job.place = core.next_epoch()
         job.cycle_left_ms = core.settings.training_cycle_ms
-        self.homes[self.place(job, None)].state.jobs[name] = job
+        self._enters(job, self.homes[self.place(job, None)])
         return job
+
+    def _enters(self, job: Job, home: Home) -> None:
+        home.state.jobs[job.name] = job
+        self._count_anew(home)
+
+    def _count_anew(self, home: Home) -> None:
+        """A job comes: each one's share of the device's time is counted from now, as in Salus. Else
+        the newcomer would have the device until it has had as much as the oldest."""
+        state = home.state
+        for job in state.jobs.values():
+            now_ms = self._core.now_ms if state.training == job.name else 0.0
+            job.counted_from_ms += job.view(now_ms).share_ms
 
     def restore(
         self, name: JobName, entry: str, args: tuple[str, ...], priority: int,
@@ -204,6 +216,7 @@ class Jobs:
             return
         if job.state.allows(TaskEvent.RESUME):
             job.state.apply(TaskEvent.RESUME, "asked by the user")
+            self._count_anew(self.home(job))
             self._core.emit(Journal(entry={"kind": "hold-over", "name": job.name}))
             self._publish(job, "job.resumed")
         if job.wanted == "pause":

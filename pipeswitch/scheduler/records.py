@@ -292,6 +292,7 @@ class Job:
     steps_per_s: float = 0.0
     steps_left: int = -1  # until its script ends, as that said last; -1: not known
     trained_ms: float = 0.0  # of the device's time
+    counted_from_ms: float = 0.0  # of that, when a job came to its device last
     error: str = ""
     why: str = ""
     ended_at_ms: float = 0.0  # by the calendar, once it is over
@@ -304,7 +305,9 @@ class Job:
         left_s = self.steps_left / self.steps_per_s if self.steps_per_s else 0.0
         return JobView(
             self.place,
-            self.trained_ms + max(0.0, now_ms - self.cycle_began_at_ms if now_ms else 0.0),
+            self.trained_ms
+            - self.counted_from_ms
+            + max(0.0, now_ms - self.cycle_began_at_ms if now_ms else 0.0),
             max(0.0, 1000.0 * left_s),
             self.commit_slot_bytes,
         )

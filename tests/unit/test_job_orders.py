@@ -46,7 +46,9 @@ class Server(World):
 
     def trained_ms(self, name: str) -> float:
         state = self.scheduler.machine.devices[0].state
-        return state.jobs[JobName(name)].view(self.now_ms * (state.training == name)).trained_ms
+        job = state.jobs[JobName(name)]
+        running_ms = self.now_ms - job.cycle_began_at_ms if state.training == name else 0.0
+        return job.trained_ms + running_ms
 
 
 def test_the_servers_file_names_the_orders_that_there_are() -> None:
@@ -66,18 +68,27 @@ def test_of_a_long_and_a_short_job_the_short_one_ends_first_and_sooner_by_srtf(
     assert server.ends_ms == {"short": pytest.approx(short_ms), "long": pytest.approx(6000.0)}
 
 
-@pytest.mark.parametrize(("order", "share_ms"), [("rotate", 2000.0), ("fair", 3000.0)])
-def test_one_that_comes_late_is_given_what_the_other_has_had_by_fair(
-    order: str, share_ms: float
-) -> None:
-    """The first has trained 3 s when the second comes; 3 s later (a cycle may just have begun)."""
-    server = Server(order)
-    server.start("first", 20.0)
-    server.run(server.now_ms + 2950.0)
-    server.start("second", 20.0)
-    server.run(server.now_ms + 3050.0)
-    assert server.trained_ms("second") == pytest.approx(share_ms, abs=STEP_MS)
-    server.run(server.now_ms + 60000.0)
+@pytest.mark.parametrize("comes", ["new", "resumed"])
+def test_by_fair_one_that_comes_late_has_half_from_then_on(comes: str) -> None:
+    """The first has trained 8 s or more when the second comes; 6 s later each has had 3 s more."""
+    server = Server("fair")
+    if comes == "resumed":
+        server.start("second", 20.0)
+        server.run(server.now_ms + 1500.0)
+        server.clients.ask(JobName("second"), "pause")
+    server.start("first", 40.0)
+    server.run(server.now_ms + 8000.0)
+    if comes == "resumed":
+        server.clients.ask(JobName("second"), "resume")
+    else:
+        server.start("second", 20.0)
+    names = ("first", "second")
+    before = [server.trained_ms(name) for name in names]
+    assert before[0] >= 6000.0 + before[1]
+    server.run(server.now_ms + 6000.0)
+    had = [server.trained_ms(name) - ms for name, ms in zip(names, before, strict=True)]
+    assert had == pytest.approx([3000.0, 3000.0], abs=CYCLE_MS)
+    server.run(server.now_ms + 90000.0)
     assert server.ends_ms.keys() == {"first", "second"}
 
 
