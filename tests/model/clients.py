@@ -32,6 +32,10 @@ class Clients(SimulatedClients):
         scope = world.scope
         self._world = world
         self._next_token = REGISTER
+        # Known before it is asked for: a process may thaw a state in which another one has asked.
+        self._script = world.scene.scripts[JOB] = Training(
+            steps=scope.steps, slice_bytes=scope.slice_bytes, state_bytes=scope.state_bytes
+        )
         self.asked = 0  # requests that were sent
         self.is_trained = not scope.has_job
         self.is_paused = False
@@ -82,10 +86,9 @@ class Clients(SimulatedClients):
         return found + [("passes", at_ms) for _, at_ms in self.deadlines if now_ms < at_ms]
 
     def do_train(self) -> None:
-        scope, self.is_trained = self._world.scope, True
+        self.is_trained = True
         self._next_token = TRAIN
-        self.train(JOB, Training(steps=scope.steps, slice_bytes=scope.slice_bytes,
-                                 state_bytes=scope.state_bytes))  # fmt: skip
+        self.train(JOB, self._script)
         self._asks(WAIT, "wait")
 
     def do_ask(self) -> None:
