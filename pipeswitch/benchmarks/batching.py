@@ -1,13 +1,13 @@
 """``bench batching``: 64 requests that wait for one model, joined and each alone; and a single one.
 
-Each model is registered twice, with and without batching, both pinned. A trial sends 64 requests of
+Each model is registered twice, with and without batching, both pinned: the warm-up brings them to
+the device. A trial sends 64 requests of
 one row at once and waits for the last answer; the arms take turns. Under light load one request is
 out at a time, and the arms take turns again: the difference is what waiting for others costs.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,6 @@ DELAY_MS: Final = 2.0
 ROUNDS, QUICK_ROUNDS = 15, 3
 SINGLE_ROUNDS, QUICK_SINGLE_ROUNDS = 200, 20
 ARENA_BYTES: Final = 512 * MIB
-POLL_S: Final = 0.01
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,6 @@ def run(bench: Run, _: Sequence[str] = ()) -> None:
                 inputs = {"x": (case.row.shape, str(case.row.dtype))}
                 row = client.register(name, case.source, weights="random:1", inputs=inputs,
                                       pin=True, **ARMS[arm])  # fmt: skip
-                while client.show(name)["residency"] != "pinned":
-                    time.sleep(POLL_S)
             bench.notes.append(f"{case.name}: bits depend on the batch: "
                                f"{'no' if row['batching']['is_exact'] else 'yes'}")  # fmt: skip
             _measure(bench, case, client, names)
