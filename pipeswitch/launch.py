@@ -14,13 +14,15 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import json
 import os
 import selectors
 import signal
+import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NoReturn
 
 from .failpoints import enable, reach
@@ -55,6 +57,10 @@ IDLE_S: Final = 10.0
 less time than it would have waited for the server."""
 
 
+WAITING: Final = "PIPESWITCH_FORK_SERVER"
+"""In a controller's environment: PID and descriptor of the fork server that a keeper left it."""
+
+
 def set_process_name(name: str) -> None:
     """Name of this process's main thread in ``ps``; 15 characters remain."""
     with contextlib.suppress(OSError, AttributeError):
@@ -64,6 +70,29 @@ def set_process_name(name: str) -> None:
 def command(descriptor: int) -> list[str]:
     """The command line of the fork server; ``-P`` keeps the current folder off its path."""
     return [sys.executable, "-P", "-m", "pipeswitch.launch", str(descriptor)]
+
+
+def without_threads(environment: Mapping[str, str]) -> dict[str, str]:
+    """Of a process that forks: OpenBLAS would start its threads as it is imported."""
+    return {"OPENBLAS_NUM_THREADS": "1", **environment}
+
+
+class Waiting:
+    """The fork server that a keeper (keeper.py) left this controller as its child, used once."""
+
+    def __init__(self, said: str) -> None:
+        self.pid, self._descriptor = map(int, said.split())
+
+    def begin(self, channel: int, log_file: int, environment: Mapping[str, str]) -> None:
+        with socket.socket(fileno=self._descriptor) as door:
+            socket.send_fds(door, [json.dumps(dict(environment)).encode()], [channel, log_file])
+
+    def wait(self) -> int:
+        """Its exit status, once it has ended."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
 
 
 class ForkServer:
@@ -147,7 +176,7 @@ def _child(name: str, settings: Message, descriptors: Sequence[int]) -> NoReturn
     status = 70
     try:
         reach("fork.child")
-        _close_others(descriptors)
+        close_others(descriptors)
         set_process_name(name)
         status = _run(settings, descriptors)
     except BaseException:
@@ -164,7 +193,7 @@ def _leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _close_others(descriptors: Sequence[int]) -> None:
+def close_others(descriptors: Sequence[int]) -> None:
     lowest = KEEP_BELOW
     for kept in sorted(descriptors):
         os.closerange(lowest, kept)

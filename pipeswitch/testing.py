@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from .client.client import Client
+from .keeper import Keeper, Kept
 from .simulator.contract import check_policy
 
 START_TIMEOUT_S = 60.0
@@ -35,7 +36,7 @@ GATEWAY = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0")
 class RunningServer:
     """A server process and how to reach it."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | Kept
     ready_line: str
     tcp_address: str
     ipc_address: str
@@ -104,13 +105,8 @@ def server(
             "--host-store", host_store, "--state-dir", str(root),
             "--tcp-roles", ",".join(tcp_roles), *(GATEWAY if http else ("--no-http",)), *args,
         ]  # fmt: skip
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=folder,
-            env={**os.environ, "XDG_RUNTIME_DIR": folder, **(environment or {})},
+        process = _start(
+            command, folder, {**os.environ, "XDG_RUNTIME_DIR": folder, **(environment or {})}
         )
         running = None
         try:
@@ -126,7 +122,45 @@ def server(
             process.stdout.close()
 
 
-def _wait_until_ready(process: subprocess.Popen[str], root: Path) -> RunningServer:
+@contextlib.contextmanager
+def keep_warm() -> Iterator[None]:
+    """Meanwhile servers are ready in a third of their time: a process (keeper.py) that imported
+    torch once forks for them. For a test session's own conftest.py::
+
+        @pytest.fixture(scope="session", autouse=True)
+        def warm():
+            with pipeswitch.testing.keep_warm():
+                yield
+    """
+    keeper = Keeper()
+    _keepers.append(keeper)
+    try:
+        yield
+    finally:
+        _keepers.remove(keeper)
+        keeper.close()
+
+
+_keepers: list[Keeper] = []
+
+
+def _start(
+    command: list[str], folder: str, environment: Mapping[str, str]
+) -> subprocess.Popen[str] | Kept:
+    for keeper in _keepers:
+        if keeper.serves(environment):
+            return keeper.start(command, folder, environment)
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+        env=environment,
+    )
+
+
+def _wait_until_ready(process: subprocess.Popen[str] | Kept, root: Path) -> RunningServer:
     """Read the server's lines until it says that it is ready."""
     assert process.stdout is not None
     heard = []
@@ -155,4 +189,4 @@ def _after(words: list[str], scheme: str) -> str:
     return found[0] if found else ""
 
 
-__all__ = ["RunningServer", "check_policy", "server"]
+__all__ = ["RunningServer", "check_policy", "keep_warm", "server"]

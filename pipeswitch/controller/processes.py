@@ -22,7 +22,7 @@ from ..errors import RemoteProtocolError
 from ..failpoints import reach
 from ..ipc.channel import Channel, channel_pair, encode_message
 from ..ipc.messages import ChildExited, Exit, Fork, Forked, ForkServerReady, Message
-from ..launch import command
+from ..launch import WAITING, Waiting, command, without_threads
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Processes:
         self._failed_starts = 0
         self._is_stopping = False
         self._log_path = log_path
-        self._server: subprocess.Popen[bytes] | None = None
+        self._server: subprocess.Popen[bytes] | Waiting | None = None
         self._server_channel: Channel | None = None
         self._is_server_ready = False
         self._is_start_due = False
@@ -100,10 +100,14 @@ class Processes:
         self._server_channel = ours
         self._selector.register(ours, selectors.EVENT_READ, self._from_server)
 
-    def _spawn(self, descriptor: int) -> subprocess.Popen[bytes]:
-        environment = dict(os.environ)
-        environment.setdefault("OPENBLAS_NUM_THREADS", "1")  # no threads before a fork
+    def _spawn(self, descriptor: int) -> subprocess.Popen[bytes] | Waiting:
+        waiting = os.environ.pop(WAITING, None)
+        environment = without_threads(os.environ)
         with open_log(self._log_path) as log_file:
+            if waiting is not None:
+                server = Waiting(waiting)
+                server.begin(descriptor, log_file.fileno(), environment)
+                return server
             return subprocess.Popen(
                 command(descriptor),
                 pass_fds=(descriptor,),

@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+
+from pipeswitch.testing import keep_warm
 
 for _name, _file in (("process_tools", "tools.py"), ("frontend_rig", "frontend_rig.py")):
     if _name not in sys.modules:
@@ -18,3 +23,11 @@ for _name, _file in (("process_tools", "tools.py"), ("frontend_rig", "frontend_r
         _module = importlib.util.module_from_spec(_spec)
         sys.modules[_name] = _module
         _spec.loader.exec_module(_module)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm() -> Iterator[None]:
+    """Servers come from one process that imported torch; those with an environment of their own
+    start like anyone's."""
+    with keep_warm():
+        yield

@@ -58,7 +58,8 @@ MAY_IMPORT: Mapping[str, str] = {
     # Its users.
     "client": "commits errors programs programs/build wire",
     "__init__": "client errors job",
-    "testing": "client simulator",
+    "keeper": "launch",
+    "testing": "client keeper simulator",
     "benchmarks": "client devices errors ipc job machine planning programs programs/build "
     "scheduler simulator testing wire",
     "gateway": "client errors frontend ipc programs roles units wire",

@@ -1,0 +1,200 @@
+"""A process that has imported what servers import, so that the next server has it at once.
+
+Most of a server's start is its fork server's ``import torch``. Who starts many servers
+(``pipeswitch.testing.keep_warm``) keeps one such process. For each start it forks twice: a process
+that executes the server's command, a controller like any other, and before that this one's child,
+which waits to become its fork server. A fork server that replaces a dead one imports for itself.
+
+What an import reads (``OMP_NUM_THREADS``, ``PYTHONPATH``, ``HF_HOME``) is the keeper's: a server
+comes from it only if its environment is the keeper's but for names that begin as in ``READ_LATE``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, NoReturn, TextIO
+
+from . import launch
+from .launch import close_others, import_for_children, without_threads
+
+READ_LATE: Final = (
+    "PIPESWITCH_", "XDG_RUNTIME_DIR", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"
+)  # fmt: skip
+
+ROOM: Final = "PIPESWITCH_KEEPER_ROOM"
+ROOM_BYTES: Final = 8192  # in /proc/PID/environ for what a server's environment has more
+MAX_ORDER_BYTES: Final = 1 << 17
+
+CLONE: Final = {"x86_64": 56, "aarch64": 220}  # the system call's number
+CLONE_PARENT: Final = 0x8000
+
+
+class Kept:
+    """A server's process: our child, although the keeper forked it. Like ``subprocess.Popen``."""
+
+    def __init__(self, pid: int, stdout: TextIO) -> None:
+        self.pid = pid
+        self.stdout = stdout
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit status; None while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit status, once it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it runs after so many seconds.
+        """
+        if self.returncode is None:
+            pidfd = os.pidfd_open(self.pid)
+            try:
+                ended, _, _ = select.select([pidfd], [], [], timeout)
+            finally:
+                os.close(pidfd)
+            if not ended:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+        status = self.poll()
+        assert status is not None
+        return status
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Keeper:
+    """Our end of the process, which begins with the first server and ends with this end."""
+
+    def __init__(self) -> None:
+        self._environment = dict(os.environ)
+        self._door, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def serves(self, environment: Mapping[str, str]) -> bool:
+        """Whether a server with this environment may come from here."""
+        names = {name for name, _ in environment.items() ^ self._environment.items()}
+        return os.uname().machine in CLONE and all(name.startswith(READ_LATE) for name in names)
+
+    def start(self, command: Sequence[str], folder: str, environment: Mapping[str, str]) -> Kept:
+        """Run a server's command there; what it prints can be read from ``stdout``."""
+        if self._process is None:
+            self._begin()
+        reads, writes = os.pipe()
+        order = json.dumps([command, folder, dict(environment)])
+        try:
+            socket.send_fds(self._door, [order.encode()], [writes])
+        finally:
+            os.close(writes)
+        said = self._door.recv(MAX_ORDER_BYTES)
+        if not said:
+            os.close(reads)
+            raise RuntimeError("the keeper of warm servers has ended")
+        return Kept(int(said), open(reads))
+
+    def _begin(self) -> None:
+        descriptor = self._theirs.fileno()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "pipeswitch.keeper", str(descriptor)],
+            pass_fds=(descriptor,),
+            env=without_threads({**self._environment, ROOM: "." * ROOM_BYTES}),
+        )
+        self._theirs.close()
+
+    def close(self) -> None:
+        self._theirs.close()
+        self._door.close()
+        if self._process is not None:
+            self._process.wait()
+
+
+def main(descriptor: int) -> None:
+    """Entry of the keeper: import, then fork for each order until the other end is closed."""
+    door = socket.socket(fileno=descriptor)
+    import_for_children((*launch.FIRST, *launch.LATER))
+    while True:
+        order, descriptors, _, _ = socket.recv_fds(door, MAX_ORDER_BYTES, 1)
+        if not order:
+            return
+        pid = _clone_for_the_parent()
+        if pid == 0:
+            _become_a_server(*json.loads(order), *descriptors)
+        os.close(descriptors[0])
+        door.send(str(pid).encode())
+
+
+def _clone_for_the_parent() -> int:
+    """``os.fork``, but the child is our parent's: that may wait for it like for any of its own."""
+    flags = CLONE_PARENT | signal.SIGCHLD
+    pid = ctypes.CDLL(None, use_errno=True).syscall(CLONE[os.uname().machine], flags, 0, 0, 0, 0)
+    if pid < 0:
+        raise OSError(ctypes.get_errno(), "clone")
+    return int(pid)
+
+
+def _become_a_server(
+    command: list[str], folder: str, environment: dict[str, str], stdout: int
+) -> NoReturn:
+    """The forked side: leave a fork server behind as our child, then execute the command."""
+    os.chdir(folder)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        close_others([theirs.fileno()])
+        _wait_to_serve(theirs)
+    os.dup2(stdout, 1)
+    os.dup2(stdout, 2)
+    close_others([ours.fileno()])
+    ours.set_inheritable(True)
+    waiting = {launch.WAITING: f"{pid} {ours.fileno()}"}
+    os.execve(command[0], command, {**environment, **waiting})  # nosec B606
+
+
+def _wait_to_serve(door: socket.socket) -> NoReturn:
+    """Become the fork server of a controller as soon as that asks; it may end before."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    order, descriptors, _, _ = socket.recv_fds(door, MAX_ORDER_BYTES, 2)
+    if not order:
+        os._exit(0)
+    channel, log_file = descriptors
+    os.setsid()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for number, descriptor in enumerate((nothing, log_file, log_file)):
+        os.dup2(descriptor, number)
+    close_others([channel])
+    _take_environment(json.loads(order))
+    launch.main(channel)
+    raise AssertionError("a fork server leaves by itself")
+
+
+def _take_environment(environment: Mapping[str, str]) -> None:
+    """Also where others read it, /proc/PID/environ: it is written over the keeper's own."""
+    os.environ.clear()
+    os.environ.update(environment)
+    stat = Path("/proc/self/stat").read_text()
+    begin, end = map(int, stat.rpartition(")")[2].split()[47:49])
+    text = "".join(f"{name}={value}\0" for name, value in environment.items()).encode()
+    with open("/proc/self/mem", "r+b", buffering=0) as memory:
+        memory.seek(begin)
+        memory.write(text[: end - begin].ljust(end - begin, b"\0"))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
