@@ -44,10 +44,10 @@ def _one_model(bench: Run, model: BenchModel) -> None:
         for arm, devices in DEVICES.items():
             entered = serving(model, 1, bench.seed, rooms=2, devices=devices)
             running, client = stack.enter_context(entered)
-            inputs = _inputs_of(client)
-            arms.append(Arm(arm, partial(_window, running, TWINS, inputs)))
+            inputs = inputs_of(client)
+            arms.append(Arm(arm, partial(window, running, TWINS, inputs)))
             if len(devices) == 1:
-                arms.append(Arm("alone", partial(_window, running, TWINS[:1], inputs)))
+                arms.append(Arm("alone", partial(window, running, TWINS[:1], inputs)))
         bench.say(f"{model.name}: measuring")
         bench.trial_loop(model.name, arms, bench.rounds(10, 3))
     p50 = {
@@ -61,13 +61,15 @@ def _one_model(bench: Run, model: BenchModel) -> None:
     bench.find(f"{model.name}: p99 beside the other device / alone", beside, at_most=MOST_P99)
 
 
-def _inputs_of(client: Client) -> Any:
+def inputs_of(client: Client) -> Any:
     """Zeros of the smallest batch that the twins take."""
     (shape, _), *_ = client.show(TWINS[0])["inputs"].values()
     return np.zeros([size if isinstance(size, int) else 1 for size in shape], np.float32)
 
 
-def _window(running: RunningServer, names: Sequence[str], inputs: Any) -> Numbers:
+def window(
+    running: RunningServer, names: Sequence[str], inputs: Any, seconds: float = WINDOW_S
+) -> Numbers:
     """Each name's client asks until the window is over; the last request is waited for."""
     totals_ms: list[float] = []
     devices: set[str] = set()
@@ -76,7 +78,7 @@ def _window(running: RunningServer, names: Sequence[str], inputs: Any) -> Number
     def ask(name: str) -> None:
         try:
             with running.client() as client:
-                while time.monotonic() - began_s < WINDOW_S:
+                while time.monotonic() - began_s < seconds:
                     asked_s = time.monotonic()
                     timing = client.infer(name, inputs).timing
                     totals_ms.append((time.monotonic() - asked_s) * 1000.0)

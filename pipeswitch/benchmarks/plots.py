@@ -25,11 +25,13 @@ NUMBERS: Final[Mapping[str, str]] = {
     "training": "step_ms",
     "replay": "p99_over_ready",
     "batching": "answers_per_s",
+    "shared-input": "images_per_s",
+    "switchflow": "latency_ms throughput_per_s images_per_s",
 }
-"""What is drawn of each benchmark's trials."""
+"""What is drawn of each benchmark's trials; of several, the first that a trial has."""
 OURS: Final = frozenset(
     {"cold", "resident", "both-fit", "ours", "planned", "planned-prefix", "packed", "pipeswitch",
-     "job", "switch", "joined"}
+     "job", "switch", "joined", "shared"}
 )  # fmt: skip
 OUR_COLOUR, THEIR_COLOUR = "#1f6fb4", "#b0b0b0"
 DECADES_FOR_LOG: Final = 1.3  # a panel whose values span more gets a logarithmic axis
@@ -49,8 +51,8 @@ def draw(document: Mapping[str, Any], path: Path) -> bool:
     Returns:
         False when there is nothing to draw: no trial carries the benchmark's number.
     """
-    number = NUMBERS.get(document["bench"], "total_ms")
-    series = _series(document["trials"], number)
+    numbers = NUMBERS.get(document["bench"], "total_ms").split()
+    series, drawn = _series(document["trials"], numbers)
     if not series:
         return False
     import matplotlib
@@ -61,7 +63,7 @@ def draw(document: Mapping[str, Any], path: Path) -> bool:
     if document["bench"] == "throughput":
         figure = _lines(pyplot, series)
     else:
-        figure = _bars(pyplot, series, number)
+        figure = _bars(pyplot, series, drawn)
     facts = document["facts"]
     figure.suptitle(
         f"{document['bench']} on {facts['device']}: {facts.get('cpu', '')}, "
@@ -73,17 +75,22 @@ def draw(document: Mapping[str, Any], path: Path) -> bool:
     return True
 
 
-def _series(trials: Sequence[Mapping[str, Any]], number: str) -> Series:
+def _series(
+    trials: Sequence[Mapping[str, Any]], numbers: Sequence[str]
+) -> tuple[Series, dict[str, str]]:
+    """Values by case and arm, and which number each case has."""
     found: Series = {}
+    drawn: dict[str, str] = {}
     for trial in trials:
-        if number in trial:
+        for number in [one for one in numbers if one in trial][:1]:
+            drawn[trial["case"]] = number
             arms = found.setdefault(trial["case"], {})
             arms.setdefault(trial["arm"], []).append(float(trial[number]))
     compared = {case: arms for case, arms in found.items() if len(arms) > 1}
-    return compared or found
+    return compared or found, drawn
 
 
-def _bars(pyplot: Any, series: Series, number: str) -> Any:
+def _bars(pyplot: Any, series: Series, drawn: Mapping[str, str]) -> Any:
     columns = min(COLUMNS, len(series))
     rows = math.ceil(len(series) / columns)
     tallest = max(len(arms) for arms in series.values())
@@ -92,6 +99,7 @@ def _bars(pyplot: Any, series: Series, number: str) -> Any:
     panels = list(axes.flat)
     for panel, (case, arms) in zip(panels, series.items(), strict=False):
         _panel(panel, case, arms)
+        number = drawn[case]
         unit = ", ms" if number.endswith("_ms") else ""
         panel.set_xlabel(f"{number.removesuffix('_ms').replace('_', ' ')}{unit}: p50, line to p99")
     for panel in panels[len(series) :]:

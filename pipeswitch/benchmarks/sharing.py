@@ -2,6 +2,7 @@
 
 ``python -m … sharing share ORDER`` reads one segment per line: a mode and the instants at which
 requests are due. It answers with their latencies and the training steps that were made meanwhile.
+``pair`` reads a mode, seconds and how many models compute back to back so long, each in a thread.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from ..planning.fit import quantile
 from . import plain
 from .train_script import network
 from .trials import now_ms
@@ -97,19 +99,55 @@ def segment(
     return {"latencies_ms": latencies_ms, "steps": steps, "seconds": seconds}
 
 
-def main() -> None:
-    """Bound to the order's cores, as many threads as the server's."""
-    order = json.loads(sys.argv[2])
-    os.sched_setaffinity(0, order["cores"])
-    torch.set_num_threads(order["threads"])
+def window(mode: str, seconds: float, infers: Sequence[Callable[[], Any]]) -> dict[str, Any]:
+    """Each computes back to back until the window is over."""
+    turn = Sessions().session if mode == "sessions" else contextlib.nullcontext
+    times_ms: list[float] = []
+    began_s = time.monotonic()
+
+    def ask(infer: Callable[[], Any]) -> None:
+        while time.monotonic() - began_s < seconds:
+            asked_ms = now_ms()
+            with turn():
+                infer()
+            times_ms.append(now_ms() - asked_ms)
+
+    threads = [threading.Thread(target=ask, args=(infer,)) for infer in infers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {
+        "throughput_per_s": len(times_ms) / (time.monotonic() - began_s),
+        "median_ms": quantile(times_ms, 0.5),
+        "p99_ms": quantile(times_ms, 0.99),
+    }
+
+
+def _inference(order: plain.Order) -> Callable[[], Any]:
     module, inputs = plain.load(order).module, plain.inputs_of(order)
-    trainer = Trainer(order["batch"])
-    trainer.step()
 
     def infer() -> None:
         with torch.inference_mode():
             module(*inputs)
 
+    return infer
+
+
+def main() -> None:
+    """Bound to the order's cores, as many threads as the server's."""
+    verb, order = sys.argv[1], json.loads(sys.argv[2])
+    os.sched_setaffinity(0, order["cores"])
+    torch.set_num_threads(order["threads"])
+    if verb == "pair":
+        infers = [_inference(order), _inference(order)]
+        _tell({})
+        for line in sys.stdin:
+            message = json.loads(line)
+            _tell(window(message["mode"], message["seconds"], infers[: message["count"]]))
+        return
+    infer, trainer = _inference(order), Trainer(order["batch"])
+    trainer.step()
     _tell({"request_ms": _fastest_ms(infer), "step_ms": _fastest_ms(trainer.step)})
     for line in sys.stdin:
         message = json.loads(line)

@@ -26,11 +26,13 @@ BENCHMARKS: Final = {
     "training": "training",
     "devices": "devices",
     "shared-input": "shared_input",
+    "switchflow": "switchflow",
     "replay": "replay",
     "decisions": "decisions",
     "batching": "batching",
 }
 """Name on the command line to module of ``pipeswitch.benchmarks``; each has ``run``."""
+OF_OTHERS: Final = ("switchflow",)  # they run others again: only when asked for
 
 
 def run(
@@ -60,7 +62,7 @@ def run(
         raise InvalidInput(f"no model {unknown!r} here", hint=f"one of {', '.join(MODELS)}")
     tell = emit or _write_line
     facts = machine_facts()  # once: afterwards the load is also ours
-    for name in names or BENCHMARKS:
+    for name in names or [name for name in BENCHMARKS if name not in OF_OTHERS]:
         module: Any = importlib.import_module(f"..benchmarks.{BENCHMARKS[name]}", __package__)
         command = _command(name, models, is_quick, trials)
         bench = Run(name, command, is_quick, seed, as_json, tell, facts, trials_asked=trials)

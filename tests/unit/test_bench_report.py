@@ -117,6 +117,20 @@ def test_a_plot_is_drawn_of_every_kind(tmp_path, what):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_plot_of_several_figures_draws_what_each_case_counts():
+    trials = [
+        {"case": "m twice", "arm": "threads", "throughput_per_s": 4.0, "p99_ms": 9.0},
+        {"case": "m", "arm": "threads", "latency_ms": 70.0},
+        {"case": "m", "arm": "threads: training", "steps_per_s": 2.0},
+        {"case": "1 job", "arm": "own", "images_per_s": 900.0},
+    ]
+    series, drawn = plots._series(trials, plots.NUMBERS["switchflow"].split())
+    assert drawn == {
+        "m twice": "throughput_per_s", "m": "latency_ms", "1 job": "images_per_s",
+    }  # fmt: skip
+    assert [next(iter(arms.values())) for arms in series.values()] == [[4.0], [70.0], [900.0]]
+
+
 def test_there_is_no_plot_without_the_benchmarks_number(tmp_path):
     bench = a_run("memory")
     bench.record("m", "ours", 0, {"total_ms": 1.0})
