@@ -28,6 +28,7 @@ from ..scheduler.events import (
     Announce,
     Answer,
     Command,
+    CountSharers,
     CreateCommits,
     DropCommits,
     DropPublished,
@@ -118,6 +119,8 @@ class Effects:
             case DropCommits(job=job):
                 reach("commits.drop")
                 self._memory.drop_commits(job)
+            case CountSharers(group=group, jobs=jobs):
+                self._memory.count_sharers(group, jobs)
             case RemoveJob(job=job):
                 self._remove_job(job)
             case Journal():

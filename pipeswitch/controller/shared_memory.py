@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Hashable
 from dataclasses import dataclass
 
 from ..commits.area import CommitArea, create_area
+from ..inputs.table import SHARERS_BYTE
 from ..ipc.board import Board, new_bell, sealed_memfd
 from ..ipc.messages import CudaOptions, JobName
 from ..ipc.sparse import read_only
@@ -93,6 +95,7 @@ class Memory:
         self._slot_bytes: dict[JobName, int] = {}  # of each job's commit area
         self._input_bytes = sizes.input_bytes
         self._rings: dict[str, int] = {}  # of batches, by the group that shares them
+        self._sharers: dict[str, int] = {}  # jobs of each group
         self._readers: dict[Hashable, str] = {}  # processes, and the group whose ring they map
 
     def pool_of(self, tenant: str) -> int:
@@ -135,8 +138,21 @@ class Memory:
         """
         if group not in self._rings:
             self._rings[group] = sealed_memfd("pipeswitch-input", self._input_bytes)
+            self._write_sharers(group)
         self._readers[reader] = group
         return self._rings[group]
+
+    def count_sharers(self, group: str, jobs: int) -> None:
+        """So many jobs share that ring; none: the group is gone."""
+        self._sharers[group] = jobs
+        if group in self._rings:
+            self._write_sharers(group)
+        if not jobs:
+            del self._sharers[group]
+
+    def _write_sharers(self, group: str) -> None:
+        word = self._sharers.get(group, 0).to_bytes(8, sys.byteorder)
+        os.pwrite(self._rings[group], word, SHARERS_BYTE)
 
     def leave_ring(self, reader: Hashable) -> None:
         """That process is gone."""

@@ -24,7 +24,7 @@ import msgspec
 import torch
 
 from ..commits import tagged
-from .table import Entry, Found, Label, Load, Table, Wait, differs
+from .table import SHARERS_BYTE, Entry, Found, Label, Load, Table, Wait, differs
 
 PAGE_BYTES: Final = mmap.PAGESIZE
 HALF_BYTES: Final = 256 << 10  # of the table: MAX_ENTRIES of a label with a long name
@@ -84,7 +84,9 @@ class Ring:
         os.register_at_fork(after_in_child=lambda: os.close(self._locks))
         self._head = mmap.mmap(descriptor, HEAD_BYTES)
         self._newer = memoryview(self._head)[:8].cast("q")
+        self._sharers = memoryview(self._head)[SHARERS_BYTE:][:8].cast("q")  # 0: not counted
         self._held: dict[int, weakref.ref[mmap.mmap]] = {}  # entries by id, in order
+        self._exhausted: set[str] = set()  # loaders of which nothing is left, while it is alone
         self._compared: set[str] = set()  # loaders whose batches were found to be the others'
         self._me = self._join()
 
@@ -97,7 +99,7 @@ class Ring:
             SharedInputRefused: the jobs' loaders differ.
             InvalidInput: something in the batch cannot be shared; names it.
         """
-        if self._me is None:
+        if self._me is None or self._is_alone(label):
             return private(load())
         while True:
             self._keep_what_is_old()
@@ -117,6 +119,18 @@ class Ring:
                 case Wait(subscriber=other):
                     self._lock(LOADING + other, fcntl.F_RDLCK)
                     self._lock(LOADING + other, fcntl.F_UNLCK)
+
+    def _is_alone(self, label: Label) -> bool:
+        """No other job could find what it loads, and nothing of what others loaded is left."""
+        if self._sharers[0] != 1:
+            self._exhausted.clear()
+            return False
+        if label.loader not in self._exhausted:
+            with self._table() as table:
+                if table.has_from(label):
+                    return False
+            self._exhausted.add(label.loader)
+        return True
 
     # -- batches -------------------------------------------------------------------------------
 

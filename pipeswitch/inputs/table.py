@@ -18,6 +18,7 @@ from ..errors import SharedInputRefused
 
 MAX_ENTRIES: Final = 512  # so that a table fits in its half of the header
 READY: Final = -1
+SHARERS_BYTE: Final = 8  # of the ring's head: the controller writes there how many jobs share it
 
 
 class Label(msgspec.Struct, frozen=True):
@@ -124,6 +125,13 @@ class Table(msgspec.Struct):
             return Wait(entry.loading)
         row.held.append(entry.id)
         return Found(entry)
+
+    def has_from(self, label: Label) -> bool:
+        """Whether a batch is there that a subscriber at that one may want yet."""
+        return any(
+            entry.label.loader == label.loader and entry.label.number >= label.number
+            for entry in self.entries
+        )
 
     def place(self, id: int, size_bytes: int) -> int | None:
         """Where the batch that was loaded goes, with what it overwrites forgotten.

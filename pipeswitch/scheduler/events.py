@@ -322,6 +322,14 @@ class DropCommits:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CountSharers:
+    """So many jobs that share their input are not over: what one loads alone no other one finds."""
+
+    group: str  # as in RunJob
+    jobs: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class RemoveJob:
     """Remove what an ended job left on disk: commits, log, history."""
 
@@ -424,8 +432,9 @@ class Leave:
 
 Command = (
     ToDaemon | ToWorker | RaiseTurn | SpawnDaemon | SpawnWorker | KillWorker | StartBuild
-    | KillBuild | CreateCommits | DropCommits | RemoveJob | Announce | Retract | Answer | Publish
-    | Span | DropPublished | Journal | SweepPrograms | StopTrial | SaveProfile | Warn | Leave
+    | KillBuild | CreateCommits | DropCommits | CountSharers | RemoveJob | Announce | Retract
+    | Answer | Publish | Span | DropPublished | Journal | SweepPrograms | StopTrial | SaveProfile
+    | Warn | Leave
 )  # fmt: skip
 OfDevice = (
     ToDaemon | ToWorker | RaiseTurn | SpawnDaemon | SpawnWorker | KillWorker | StopTrial

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -17,7 +18,7 @@ from ..ipc.messages import Epoch, JobName, JobReport
 from .commits import Commits
 from .core import Core
 from .device_state import DeviceState
-from .events import JobAsked, Journal, RemoveJob, Token, TrainAsked
+from .events import CountSharers, JobAsked, Journal, RemoveJob, Token, TrainAsked
 from .records import Job
 from .states import TASK_FINAL, TASK_ON_WORKER, TaskEvent, TaskState
 
@@ -44,6 +45,7 @@ class Jobs:
         self.homes: list[Home] = []  # of the machine's devices, in order
         self.place: Callable[[Job, int | None], int] = lambda job, home: home or 0
         self._after_others: list[TrainAsked] = []  # a job of that name is being written to disk
+        self._sharers: Counter[str] = Counter()  # jobs that are not over, by group; as was told
 
     def __iter__(self) -> Iterator[Job]:
         return (job for home in self.homes for job in home.state.jobs.values())
@@ -71,7 +73,17 @@ class Jobs:
                 for token in job.movers:
                     self._core.answer(token, job=self.row(job))
                 job.movers.clear()
+        self._count_sharers()
         self._forget_old()
+
+    def _count_sharers(self) -> None:
+        before = self._sharers
+        self._sharers = Counter(
+            job.group for job in self if job.share and job.state.state not in TASK_FINAL
+        )
+        for group in before.keys() | self._sharers.keys():
+            if before[group] != self._sharers[group]:
+                self._core.emit(CountSharers(group=group, jobs=self._sharers[group]))
 
     def rehome(self) -> None:
         """A job that waits for its device may wait for another one; what it committed goes with it.

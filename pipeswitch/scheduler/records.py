@@ -313,6 +313,11 @@ class Job:
         )
 
     @property
+    def group(self) -> str:
+        """Of the jobs that share its input, of one tenant; empty: none."""
+        return f"{self.tenant}/{self.share}" if self.share else ""
+
+    @property
     def slice(self) -> Owner:
         """Of its state's range on the device."""
         return Owner("slice", self.name)

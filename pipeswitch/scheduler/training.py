@@ -159,7 +159,7 @@ class Training:
                     log_bytes=core.settings.job_log_bytes,
                     slot_bytes=job.commit_slot_bytes,
                     commit_every_ms=core.settings.commit_every_ms,
-                    share=f"{job.tenant}/{job.share}" if job.share else "",
+                    share=job.group,
                 ),
                 commits_of=job.name if job.commit_slot_bytes else None,
             )

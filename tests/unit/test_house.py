@@ -53,8 +53,8 @@ MAY_IMPORT: Mapping[str, str] = {
     # The server: clients' bytes to events, commands to deeds.
     "frontend": "commits config errors failpoints ipc lane machine programs roles scheduler units "
     "wire",
-    "controller": "commits config devices errors failpoints frontend ipc lane launch machine "
-    "planning programs programs/build sandbox scheduler scheduler/policies units wire",
+    "controller": "commits config devices errors failpoints frontend inputs ipc lane launch "
+    "machine planning programs programs/build sandbox scheduler scheduler/policies units wire",
     # Its users.
     "client": "commits errors programs programs/build wire",
     "__init__": "client errors job",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from pipeswitch import job
 from pipeswitch.errors import InvalidInput, SharedInputRefused
 from pipeswitch.inputs.loader import SharedLoader
 from pipeswitch.inputs.ring import HEAD_BYTES, Ring
+from pipeswitch.inputs.table import SHARERS_BYTE
 from pipeswitch.ipc.board import sealed_memfd
 
 SAMPLES, BATCH = 40, 8
@@ -68,6 +70,11 @@ class Script:
 
 def alone(count: int, **options: Any) -> list[Any]:
     return [[part.clone() for part in batch] for batch in Script(-1, "", **options).batches(count)]
+
+
+def count(descriptor: int, jobs: int) -> None:
+    """As the controller does."""
+    os.pwrite(descriptor, jobs.to_bytes(8, sys.byteorder), SHARERS_BYTE)
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -283,3 +290,30 @@ def test_a_pass_that_was_left_in_its_first_body_is_not_begun_again() -> None:
     expected = next(iter(first.shared))
     assert equal(next(iter(second.shared)), expected)
     assert not equal(expected, alone(1)[0])
+
+
+def test_a_job_that_is_alone_in_its_group_uses_no_ring_until_another_one_comes(
+    memory: int,
+) -> None:
+    count(memory, 1)
+    first = Script(memory, "one")
+    batches = first.batches(2 * PASS)
+    expected = alone(2 * PASS)
+    got = [[part.clone() for part in next(batches)] for _ in range(PASS)]
+    assert os.fstat(memory).st_blocks * 512 <= HEAD_BYTES  # nothing was written into it
+    count(memory, 2)
+    got += [[part.clone() for part in next(batches)] for _ in range(PASS)]
+    assert all(map(equal, got, expected))
+    second = Script(memory, "two")
+    assert all(map(equal, second.batches(2 * PASS), expected))
+    assert (second.shared.loaded, second.shared.found) == (PASS + 1, PASS)  # one is compared
+
+
+def test_a_job_that_is_left_alone_finds_what_the_others_had_loaded(memory: int) -> None:
+    count(memory, 2)
+    first, second = Script(memory, "one"), Script(memory, "two")
+    for _ in first.batches(PASS):
+        pass
+    count(memory, 1)
+    assert all(map(equal, second.batches(2 * PASS), alone(2 * PASS)))
+    assert (second.shared.loaded, second.shared.found) == (PASS + 1, PASS)  # one is compared

@@ -118,3 +118,22 @@ def test_a_priority_goes_before_any_order_and_all_end(order: str) -> None:
     server.start("high", 9.0, mib=8, priority=0)
     server.run(server.now_ms + 60000.0)
     assert server.ends_ms["high"] < server.ends_ms["low"] == pytest.approx(11000.0)
+
+
+def test_a_group_is_told_how_many_of_its_jobs_are_not_over() -> None:
+    told: list[tuple[str, int]] = []
+
+    class Told(Server):
+        def perform(self, commands: list[ev.Command]) -> None:
+            super().perform(commands)
+            found = [one for one in commands if isinstance(one, ev.CountSharers)]
+            told.extend((one.group, one.jobs) for one in found)
+
+    server = Told("rotate")
+    training = Training(steps=5, step_ms=STEP_MS, slice_bytes=2 * MIB, state_bytes=MIB)
+    for name, share in (("a", "g"), ("b", "g"), ("c", "")):
+        server.scene.scripts[JobName(name)] = training
+        server.handle(ev.TrainAsked(token=server.clients.token(), job=JobName(name), entry="",
+                                    args=(), priority=1, share=share))  # fmt: skip
+    server.run()
+    assert told == [("/g", 1), ("/g", 2), ("/g", 1), ("/g", 0)]
