@@ -24,7 +24,7 @@ from pipeswitch.wire.frames import MAGIC
 from pipeswitch.wire.sockets import Caps, make_dealer
 
 from ..process.tools import kill, until
-from .stage import Stage
+from .stage import DEVICES, Stage
 
 FIRES_WITHIN_S: Final = 30.0
 STOPPED_FOR_S: Final = 0.4  # shorter than what the server calls dead
@@ -46,19 +46,24 @@ Find = Callable[[Stage, random.Random], int | None]
 # ---- by signal ---------------------------------------------------------------------------------
 
 
-def _workers(stage: Stage, *states: str) -> list[int]:
-    rows = stage.checked.rows("worker")
-    return [row["pid"] for row in rows if row["pid"] and (not states or row["state"] in states)]
+def _pids(stage: Stage, kind: str, on: str = "", states: tuple[str, ...] = ()) -> list[int]:
+    rows = [row for row in stage.checked.rows(kind) if row["pid"] and on in ("", row["on"])]
+    return [row["pid"] for row in rows if not states or row["state"] in states]
 
 
 def _pick(stage: Stage, generator: random.Random, *states: str) -> int | None:
-    pids = _workers(stage, *states)
+    pids = _pids(stage, "worker", states=states)
     return generator.choice(pids) if pids else None
 
 
-def _daemon(stage: Stage) -> int | None:
-    rows = [row["pid"] for row in stage.checked.rows("daemon") if row["pid"]]
-    return rows[0] if rows else None
+def _of(kind: str, device: str) -> Find:
+    """A process of that device."""
+
+    def find(stage: Stage, generator: random.Random) -> int | None:
+        pids = _pids(stage, kind, device)
+        return generator.choice(pids) if pids else None
+
+    return find
 
 
 def _hit(stage: Stage, generator: random.Random, find: Find, number: int) -> int:
@@ -275,7 +280,11 @@ def _scribble(path: Path, generator: random.Random) -> None:
 
 
 def grid() -> list[Cell]:
-    """Every cell that is possible; a gap is a fault that its component cannot have."""
+    """Every cell that is possible; a gap is a fault that its component cannot have.
+
+    Failpoints fire on whichever device is there first.
+    """
+    first, second = DEVICES
     cells = [
         Cell("client", "kill -9", _client_with(signal.SIGKILL)),
         Cell("client", "SIGSTOP", _client_with(signal.SIGSTOP)),
@@ -297,14 +306,18 @@ def grid() -> list[Cell]:
         Cell("gateway", "slow peer", _unread_answers),
         Cell("fork server", "kill -9", _signals(_fork_server, signal.SIGKILL)),
         Cell("fork server", "SIGSTOP", _signals(_fork_server, signal.SIGSTOP)),
-        Cell("daemon", "kill -9", _signals(lambda s, _: _daemon(s), signal.SIGKILL)),
-        Cell("daemon", "SIGSTOP", _signals(lambda s, _: _daemon(s), signal.SIGSTOP)),
+        Cell("daemon", "kill -9", _signals(_of("daemon", first), signal.SIGKILL)),
+        Cell("daemon", "SIGSTOP", _signals(_of("daemon", first), signal.SIGSTOP)),
         Cell("daemon", "exception", _point("daemon.transmit.group", "error")),
         Cell("daemon", "hang", _point("daemon.transmit.group", "delay 1500")),
         Cell("daemon", "OOM", _point("daemon.transmit.begin", "memory")),
         Cell("daemon", "ENOSPC", _point("persist.image.write", "disk")),
         Cell("daemon", "garbage in", _point("controller.send.daemon", "garbage")),
         Cell("daemon", "slow peer", _point("daemon.message", "delay 700")),
+        Cell("device 2 daemon", "kill -9", _signals(_of("daemon", second), signal.SIGKILL)),
+        Cell("device 2 daemon", "SIGSTOP", _signals(_of("daemon", second), signal.SIGSTOP)),
+        Cell("device 2 worker", "kill -9", _signals(_of("worker", second), signal.SIGKILL)),
+        Cell("device 2 worker", "SIGSTOP", _signals(_of("worker", second), signal.SIGSTOP)),
         Cell("active worker", "kill -9", _signals(_active, signal.SIGKILL)),
         Cell("active worker", "SIGSTOP", _signals(_active, signal.SIGSTOP)),
         Cell("active worker", "exception", _point("worker.infer.group", "error")),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 LASTING: Final = ("SIGSTOP", "hang", "slow peer")
+LONG: Final = ("controller", "daemon", "device 2 daemon", "fork server")
 LASTS_S: Final = 3.0  # a stopped process is found within two and a half
 LANES: Final = ("probe", "http")
 RECOVERED_WITHIN_S: Final = 60.0  # no answer to anybody for that long: not survived
@@ -35,7 +36,7 @@ class Fault:
 
     def holds_up(self, other: Fault) -> bool:
         """Whether its own effect may last into the other's recovery."""
-        lasts = self.fault in LASTING or self.component in ("controller", "daemon", "fork server")
+        lasts = self.fault in LASTING or self.component in LONG
         return lasts and 0 < other.at_s - self.at_s < LASTS_S
 
 

@@ -15,8 +15,9 @@ from ..process.tools import until
 from .faults import Cell, grid
 from .history import LANES, Fault, History, lane_of
 from .load import Load
-from .stage import Stage, staged
+from .stage import DEVICES, Stage, staged
 
+WORKERS: Final = 3  # of a device
 PAUSE_S: Final = (0.05, 0.6)
 RECOVERS_WITHIN_S: Final = 60.0
 # What gets most of the random draws: the parts that are expected to die.
@@ -148,7 +149,7 @@ def _wait_for_answers(history: History, known: int, lane: str) -> None:
 
 def _settle(stage: Stage, history: History) -> None:
     try:
-        stage.checked.wait_until_whole()
+        stage.checked.wait_until_whole(WORKERS * len(DEVICES))
         stage.checked.settle()
     except AssertionError as error:
         history.violations.append(f"not settled: {error}")

@@ -24,7 +24,8 @@ ENVIRONMENT = {
     "PIPESWITCH_SCHEDULER__PERSIST_EVERY": "1s",
     "PIPESWITCH_WORKERS__RESTART_BACKOFF": "50ms",
 }
-ARENA = "24MiB"  # two of the load's three models, beside small things
+ARENA = "24MiB"  # of a device: two of the load's three models, beside small things
+DEVICES = ("cpu:0", "cpu:1")
 
 
 def free_port() -> int:
@@ -58,6 +59,7 @@ class Stage:
         environment = {**ENVIRONMENT, MARK: self.mark, VARIABLE: str(self.points)}
         running = self._stack.enter_context(
             server(
+                devices=DEVICES,
                 arena=ARENA,
                 state_dir=self.folder / "state",
                 http=True,
