@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipeswitch.errors import RegistrationRefused
 from pipeswitch.programs.build.alone import one_export_at_a_time
 from pipeswitch.programs.build.export import export_module, export_module_to_bundle
 from pipeswitch.programs.torch_settings import TorchSettings
@@ -140,3 +141,78 @@ print({*LATER} <= {*sys.modules})
         tmp_path / "m",
     )
     assert (first, more, later) == ("light", "nothing", "True")
+
+
+class Keeps(nn.Module):
+    """Answers by what an earlier call left in it, in ways that two equal calls do not show."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.first: torch.Tensor | None = None
+        self.by_name: dict[str, torch.Tensor] = {}
+        self.scale = 0.0
+        self.held = [torch.zeros(2, 4)]
+        self.offset = nn.Parameter(torch.zeros(4))
+        self.register_buffer("last", torch.zeros(2, 4))
+        self.last: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept: torch.Tensor | float
+        match self.way:
+            case "a first input":
+                kept = self.first = x.mean() if self.first is None else self.first
+            case "a dict":
+                kept = self.by_name.setdefault("mean", x.mean())
+            case "a number":
+                kept = self.scale = self.scale or float(x.max())
+            case "a tensor in a list":
+                kept = self.held[0].clone()
+                self.held[0].copy_(x)
+            case "a buffer":
+                kept = self.last.clone()
+                self.last.copy_(x)
+            case _:  # the weights are set by the first data
+                if not self.scale:
+                    self.offset.data.copy_(x.mean(0))
+                kept, self.scale = self.offset, 1.0
+        return x + kept
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["a first input", "a dict", "a number", "a tensor in a list", "a buffer", "a first fit"],
+)
+def test_what_a_module_keeps_of_a_call_is_no_constant_of_its_graph(
+    way: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RegistrationRefused, match="keeps state between calls"):
+        export_module_to_bundle(Keeps(way), torch.rand(2, 4), tmp_path / "m.bundle")
+
+
+class Remembers(nn.Module):
+    """Keeps what only shapes decide: a mask, and a table in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", None, persistent=False)
+        self.mask: torch.Tensor | None
+        self.tables: dict[int, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n = x.shape[1]
+        if self.mask is None:
+            self.mask = torch.ones(n, n).tril()
+        return x @ self.mask + self.tables.setdefault(n, torch.arange(float(n)))
+
+
+def test_what_a_module_keeps_and_would_make_again_alike_is_served(tmp_path: Path) -> None:
+    export_module_to_bundle(Remembers(), torch.rand(2, 4), tmp_path / "m.bundle")
+
+
+def test_what_a_module_kept_before_it_is_registered_stays(tmp_path: Path) -> None:
+    module = Keeps("a first input")
+    module(torch.rand(2, 4))
+    kept = module.first
+    export_module_to_bundle(module, torch.rand(2, 4), tmp_path / "m.bundle")
+    assert module.first is kept

@@ -63,8 +63,8 @@ def check_program(program: Program, plain: Compute, inputs: Sequence[torch.Tenso
     """
     graph, weights = program.graph, program.weights
     inputs = [value.clone(memory_format=torch.contiguous_format) for value in inputs]
-    expected, again = _run(plain, inputs), _run(plain, inputs)
-    if not _all_same(expected, again):
+    expected, again = on_clones(plain, inputs), on_clones(plain, inputs)
+    if not all_same(expected, again):
         raise RegistrationRefused(
             "module",
             "two runs on the example inputs differ: it keeps state between calls or draws "
@@ -73,12 +73,12 @@ def check_program(program: Program, plain: Compute, inputs: Sequence[torch.Tenso
         )
     if any(value.device.type != "cpu" for value in (*inputs, *expected)):
         return  # computed elsewhere: other bits are no surprise
-    compute = _program(graph, weights)
-    if not _all_same(expected, _run(compute, inputs)):
+    compute = program_on_cpu(graph, weights)
+    if not all_same(expected, on_clones(compute, inputs)):
         raise RegistrationRefused(
             "verification",
             "the exported graph does not compute the module's own bits",
-            hint=_why(plain, inputs, _run(compute, inputs)),
+            hint=_why(plain, inputs, on_clones(compute, inputs)),
         )
     given = values_of((spec.shape for spec in graph.inputs), (value.shape for value in inputs))
     assert given is not None
@@ -131,21 +131,21 @@ def compare_at(
             is its own answer to a request.
     """
     try:
-        answer = _run(plain, inputs)
+        answer = on_clones(plain, inputs)
     except Exception as error:  # whatever the model's code raises
         if all(values[name] == number for name, number in given.items() if name != BATCH):
             return
         text = f"{type(error).__name__}: {str(error)[:200]}"
         raise NotDynamic(f"at {values_text(values)} the module raised {text}") from None
     try:
-        found = _run(compute, inputs)
+        found = on_clones(compute, inputs)
     except Exception as error:
         raise NotDynamic(f"at {values_text(values)} its graph fails: {str(error)[:200]}") from None
-    if not _all_same(answer, found):
+    if not all_same(answer, found):
         raise NotDynamic(f"at {values_text(values)} it does not compute the same bits")
 
 
-def _program(graph: Graph, weights: Sequence[torch.Tensor]) -> Compute:
+def program_on_cpu(graph: Graph, weights: Sequence[torch.Tensor]) -> Compute:
     compiled = CompiledGraph(graph, [(0, len(graph.nodes))], "cpu")
     arguments = tuple(weights[index] for index in compiled.group_weights[0])
 
@@ -158,12 +158,12 @@ def _program(graph: Graph, weights: Sequence[torch.Tensor]) -> Compute:
     return compute
 
 
-def _run(compute: Compute, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def on_clones(compute: Compute, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     with torch.no_grad():
         return list(compute([value.clone() for value in inputs]))
 
 
-def _all_same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
+def all_same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
     return len(left) == len(right) and all(map(same_bits, left, right))
 
 
@@ -185,7 +185,7 @@ def _why(plain: Compute, inputs: Sequence[torch.Tensor], found: list[torch.Tenso
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        is_fused = before and _all_same(_run(plain, inputs), found)
+        is_fused = before and all_same(on_clones(plain, inputs), found)
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
     if is_fused:

@@ -29,6 +29,7 @@ from .dynamic import (
     choices,
 )
 from .encoder import ADVICE, Encoder, Program
+from .fresh import Fresh, check_keeps_nothing
 from .naming import Example, Flat, named_inputs
 from .recurrent import OneCallEach
 
@@ -74,6 +75,7 @@ def export_module(
     try:
         flat = Flat(module, example)
         flat.training = False
+        fresh = Fresh(flat)
         returns, outputs = _outputs(flat, inputs)
         shapes = [tuple(value.shape) for value in inputs]
         asked = asked_axes(names, shapes, dynamic or {})
@@ -87,6 +89,7 @@ def export_module(
                 )
                 if verify is not None:
                     verify(program)
+                check_keeps_nothing(program, fresh, inputs)
                 break
             except NotDynamic as error:
                 reasons.append(str(error))
