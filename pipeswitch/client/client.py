@@ -152,6 +152,11 @@ class Client:
         named: Mapping[str, Any],
     ) -> dict[str, Any]:
         """What ``Connection.request`` takes for an inference."""
+        if inputs is not None and named:
+            raise InvalidInput(
+                f"inputs are given by place and by name ({', '.join(named)})",
+                hint='all by name, or in one mapping: {"x": x, …}',
+            )
         tensors, frames, wants_torch = to_frames(named if inputs is None else inputs)
         if not isinstance(priority or "", str):
             raise InvalidInput(f"priority must be a text, got {priority!r:.80}")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 import zmq
@@ -89,6 +90,19 @@ def test_inputs_that_do_not_fit_are_refused_with_what_would(
 def test_what_has_no_dtype_is_refused_by_the_sdk(running: Checked) -> None:
     with pytest.raises((InvalidInput, TypeError)):
         running.client.infer("good", "sixteen numbers")
+
+
+def test_what_is_over_the_limit_of_a_message_is_not_sent_and_cuts_no_connection(
+    running: Checked,
+) -> None:
+    huge = np.broadcast_to(np.float32(0), (257, 1 << 18))
+    with pytest.raises(InvalidInput, match=r"257.00 MiB are more .* max_message"):
+        running.client.infer("good", huge)
+
+
+def test_inputs_by_place_and_by_name_are_not_chosen_among(running: Checked) -> None:
+    with pytest.raises(InvalidInput, match=r"by place and by name \(x\)"):
+        running.client.infer("good", X, x=-X)
 
 
 def test_an_unknown_model_is_answered_with_the_nearest_name(running: Checked) -> None:
