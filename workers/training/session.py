@@ -30,6 +30,7 @@ from pipeswitch.inputs.ring import Ring
 from pipeswitch.ipc.gate import Gate
 from pipeswitch.job import InexactResumeWarning, as_number, warn_if_not_finite
 
+from .attributes import Attributes, holders_in, warn_of_lost
 from .carried import CarriedNames
 from .commits import Committer, Point, state_area_bytes
 from .hooks import Removable, hook_modules, hook_optimizer, use_gate
@@ -142,6 +143,8 @@ class TrainingSession:
         saved = self._place.saved
         told = saved is not None and saved.values.get("carried", {}) is None
         self._carried = CarriedNames(told=told)
+        self._attributes = Attributes()
+        self._attributes_told = saved is not None and saved.values.get("attributes", {}) is None
         self._watch = WriteWatch(*((False, False) if saved is None else saved.values["bodies"]))
         self._objects: TrainedObjects | None = None
         self._layout: TrainingSlice | None = None
@@ -267,6 +270,7 @@ class TrainingSession:
             self._place.entry["epoch_random"] = RandomState(self.device).values()
         start = self._place.begin_loop(name)
         self._bind(objects)
+        self._attributes.follow(holders_in(objects.models, objects.optimizers, loader))
         self._data = DataPosition(loader, objects.extras)
         if "loader" not in self._warned and self._data.warn_if_inexact():
             self._warned.add("loader")
@@ -468,10 +472,19 @@ class TrainingSession:
             if lost := self._carried.warn_of_lost(carried, saved.position.step):
                 text = f"{', '.join(lost)} began anew at step {self.step}: see its log"
                 self._host.report("warning", what="plain_variables", step=self.step, text=text)
+            self._warn_of_lost_attributes(saved)
             self._capture()
             self._committer.committed = self._point
             self._host.report("resumed", step=self.step, epoch=self._place.position.epoch)
         return iterator
+
+    def _warn_of_lost_attributes(self, saved: SavedImage) -> None:
+        kept = saved.values.get("attributes") or {}
+        if lost := self._attributes.lost(kept):
+            self._attributes_told = True
+            warn_of_lost(kept, lost, saved.position.step)
+            text = f"{', '.join(lost)} began anew at step {self.step}: see its log"
+            self._host.report("warning", what="attributes", step=self.step, text=text)
 
     # ------------------------------------------------------------------------- the loop
 
@@ -563,6 +576,7 @@ class TrainingSession:
                 **self._place.entry,
                 "bodies": (self._watch.was_watched, self._watch.writes_unseen),
                 "carried": self._carried.values(),
+                "attributes": None if self._attributes_told else self._attributes.changed(),
             },
             self._point,
         )
