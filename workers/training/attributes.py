@@ -70,7 +70,7 @@ def warn_of_lost(saved: Mapping[str, float], lost: Mapping[str, float], step: in
     warnings.warn(
         f"this job was restarted at step {step}, and what lies in no state_dict begins anew: "
         f"{said}. In a model make it a buffer (register_buffer) or return it by get_extra_state(); "
-        "in an optimizer keep it in self.state; of anything else keep it in a dict that is given "
+        "in an optimizer keep it in its param_groups; what else counts, in a dict that is given "
         "as job.steps(…, extra_state=…)",
         InexactResumeWarning,
         stacklevel=6,
