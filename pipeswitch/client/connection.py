@@ -36,7 +36,6 @@ from ..errors import (
     from_wire,
     no_server,
 )
-from ..units import format_bytes
 from ..wire.frames import (
     MAGIC,
     VERSION,
@@ -514,11 +513,8 @@ class Connection:
         """Not a frame that the server cuts the connection at, and with it all that is under way."""
         size_bytes, limit_bytes = sum(map(len, call.frames)), link.facts.get("max_message_bytes")
         if isinstance(limit_bytes, int) and size_bytes > limit_bytes:
-            text = (
-                f"{call.header['op']}: {format_bytes(size_bytes)} are more than the server's limit"
-            )
-            hint = f"{format_bytes(limit_bytes)}; raise its [server] max_message"
-            self._fail(call, InvalidInput(text, hint=hint))
+            text = f"{call.header['op']}: {size_bytes} bytes are over the limit of {limit_bytes}"
+            self._fail(call, InvalidInput(text, hint="raise the server's [server] max_message"))
             return
         call.is_sent = True
         try:
