@@ -66,10 +66,10 @@ def http(checked: Checked) -> str:
     return checked.running.http_address
 
 
-def run(source: str, *args: str) -> Any:
+def run(source: str, *args: str, python: str = sys.executable) -> Any:
     """A client in a process of its own; what it printed as JSON."""
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(source), *args],
+        [python, "-c", textwrap.dedent(source), *args],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -422,6 +422,87 @@ def test_tritons_asyncio_grpc_client_asks_forty_at_once(
     plain = eager(net, torch.ones(3, 16)).numpy()
     assert len(answers) == 40
     assert all(np.array_equal(np.array(answer, np.float32), plain) for answer in answers)
+
+
+KSERVE = """
+    import asyncio, json, sys
+    import grpc, httpx
+    import numpy as np
+    from kserve import InferenceGRPCClient, InferenceRESTClient, InferInput, InferRequest
+    from kserve import RESTConfig
+
+    def request(model, x, datatype="FP32", *, binary):
+        given = InferInput("x", list(x.shape), datatype)
+        given.set_data_from_numpy(x, binary_data=binary)
+        asked = {"priority": 1, "binary_data_output": binary}
+        return InferRequest(model, [given], request_id="r-1", parameters=asked)
+
+    def values(answer):
+        assert answer.id == "r-1"
+        return answer.outputs[0].as_numpy().tolist()
+
+    async def main():
+        x = np.random.default_rng(0).standard_normal((5, 16), dtype=np.float32)
+        half = np.ones((2, 4), np.float16)
+        odd = np.array([[np.nan, 1, 2, 3]] * 2, np.float32)
+        refused = []
+        rest = InferenceRESTClient(RESTConfig(protocol="v2", retries=0))
+        url = "http://" + sys.argv[1]
+        states = [await rest.is_server_live(url), await rest.is_server_ready(url),
+                  await rest.is_model_ready(url, "mlp"), await rest.is_model_ready(url, "mpl")]
+        answers = [values(await rest.infer(url, request("mlp", x, binary=binary), "mlp"))
+                   for binary in (True, False)]
+        halves = [values(await rest.infer(url, request("half", half, "FP16", binary=True), "half"))]
+        odds = [values(await rest.infer(url, request("plain", odd, binary=binary), "plain"))
+                for binary in (True, False)]
+        try:
+            await rest.infer(url, request("mlp", half, "FP16", binary=True), "mlp")
+        except httpx.HTTPStatusError as error:
+            refused.append([error.response.status_code, str(error)])
+        await rest.close()
+        async with InferenceGRPCClient(sys.argv[2], retries=0) as client:
+            states += [await client.is_server_live(), await client.is_server_ready(),
+                       await client.is_model_ready("mlp")]
+            answers += [values(await client.infer(request("mlp", x, binary=binary)))
+                        for binary in (True, False)]
+            halves.append(values(await client.infer(request("half", half, "FP16", binary=True))))
+            for asked in (client.is_model_ready("mpl"),
+                          client.infer(request("mlp", half, "FP16", binary=True)),
+                          client.infer(request("mlp", x, binary=True), timeout=1e-4)):
+                try:
+                    await asked
+                except grpc.RpcError as error:
+                    refused.append([error.code().name, error.details()])
+        print(json.dumps({"states": states, "answers": answers, "halves": halves, "odds": odds,
+                          "refused": refused}))
+
+    asyncio.run(main())
+"""
+
+
+def test_kserves_clients_ask_over_rest_and_grpc(
+    checked: Checked, http: str, net: torch.nn.Module
+) -> None:
+    """In an environment of its own: 450 MB that nothing else here needs."""
+    python = os.environ.get("PIPESWITCH_KSERVE_PYTHON")
+    if not python:
+        pytest.skip("PIPESWITCH_KSERVE_PYTHON names no Python that has kserve")
+    checked.client.register("plain", Doubled(), example_inputs=(torch.zeros(2, 4),))
+    found = run(KSERVE, http, checked.running.grpc_address, python=python)
+    checked.client.unregister("plain")
+    assert found["states"] == [True, True, True, False, True, True, True]
+    x = np.random.default_rng(0).standard_normal((5, 16), dtype=np.float32)
+    plain = eager(net, torch.from_numpy(x)).numpy()
+    assert len(found["answers"]) == 4
+    assert all(np.array_equal(np.array(one, np.float32), plain) for one in found["answers"])
+    assert found["halves"] == [[[2.0] * 4] * 2] * 2
+    assert len(found["odds"]) == 2
+    for odd in found["odds"]:
+        assert np.array_equal(odd, [[np.nan, 2, 4, 6]] * 2, equal_nan=True)
+    codes, words = zip(*found["refused"], strict=True)
+    assert codes == (400, "NOT_FOUND", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED")
+    for part, text in zip(("float16", 'did you mean "mlp"', "float16", ""), words, strict=True):
+        assert part in text
 
 
 def test_curl_asks_in_json_and_reads_the_bill(http: str, net: torch.nn.Module) -> None:
