@@ -289,6 +289,10 @@ class SchedulerConfig(_Checked):
         "spread (as many requests everywhere) or pack (on few, the others train)",
         choices=PLACEMENTS,
     )  # fmt: skip
+    move_after_ms: float = _setting(
+        "0", "a job whose device computes requests for so long moves to one that is idle; 0: it "
+        "waits", parse_ms,
+    )  # fmt: skip
     look_ahead: bool = _setting(
         True, "send the next request's model while the device computes, where it fits"
     )

@@ -20,6 +20,16 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 watch_option = click.option("--watch", is_flag=True, help="Refresh until Ctrl-C.")
 
 
+def _split(_: click.Context, __: click.Parameter, names: str) -> list[str]:
+    return [part.strip() for part in names.split(",") if part.strip()]
+
+
+devices_option = click.option(
+    "--devices", default="", metavar="DEVICE,DEVICE", callback=_split,
+    help="Of several of the server, those that may have it.",
+)  # fmt: skip
+
+
 @contextlib.contextmanager
 def connected() -> Iterator[Any]:
     """A client of the server that was named, or of the default one.

@@ -14,7 +14,15 @@ import click
 from ..errors import InvalidInput
 from ..units import printed
 from . import views
-from .common import connected, job_argument, json_option, listing, print_done, watch_option
+from .common import (
+    connected,
+    devices_option,
+    job_argument,
+    json_option,
+    listing,
+    print_done,
+    watch_option,
+)
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -26,9 +34,16 @@ from .common import connected, job_argument, json_option, listing, print_done, w
     "--share", metavar="GROUP", default="",
     help="Jobs of a group load the input of job.shared once; several SCRIPT.py may be named.",
 )  # fmt: skip
+@devices_option
 @json_option
 def train(
-    entry: str, args: tuple[str, ...], name: str, priority: str | None, share: str, as_json: bool
+    entry: str,
+    args: tuple[str, ...],
+    name: str,
+    priority: str | None,
+    share: str,
+    devices: list[str],
+    as_json: bool,
 ) -> None:
     """Start a training script as a background job.
 
@@ -42,7 +57,12 @@ def train(
     with connected() as client:
         tasks = [
             client.train(
-                one, name=name, args=args[len(more) :], priority=priority or "", share=share
+                one,
+                name=name,
+                args=args[len(more) :],
+                priority=priority or "",
+                share=share,
+                devices=devices,
             )
             for one in (entry, *more)
         ]
@@ -151,7 +171,11 @@ _job_verb("wait", "Block until a job is over; fails if the job failed.")
 @click.option("--to", required=True, metavar="DEVICE", help="cpu:1")
 @json_option
 def jobs_move(name: str, to: str, as_json: bool) -> None:
-    """Train on another device of the server from now on."""
+    """Train on another device of the server from now on.
+
+    Between two cpu devices the job's process goes along, and no step is computed again. Otherwise
+    it commits its last step, and its script starts again over there.
+    """
     with connected() as client:
         row = client.task(name).move(to)
     print_done(

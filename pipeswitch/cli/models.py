@@ -16,6 +16,7 @@ from ..units import format_bytes, printed
 from . import views
 from .common import (
     connected,
+    devices_option,
     json_option,
     listing,
     milliseconds,
@@ -44,8 +45,7 @@ CONVERT: Final = (
               help="Up to so many that wait together are computed as one batch.")  # fmt: skip
 @click.option("--batch-delay", default="0", metavar="TIME",
               help="2ms: with --batch, for so long one waits for others.")  # fmt: skip
-@click.option("--devices", default="", metavar="DEVICE,DEVICE",
-              help="Of several, those that may serve it.")  # fmt: skip
+@devices_option
 @json_option
 def register(
     name: str,
@@ -54,7 +54,6 @@ def register(
     inputs: tuple[str, ...],
     batch: int | None,
     batch_delay: str,
-    devices: str,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -70,7 +69,6 @@ def register(
         return
     signature = _signature(inputs)
     options |= {"batch": batch or 0, "batch_delay_ms": milliseconds("--batch-delay", batch_delay)}
-    options["devices"] = [part.strip() for part in devices.split(",") if part.strip()]
     is_shown = not as_json and sys.stderr.isatty()
     with contextlib.ExitStack() as stack:
         report = stack.enter_context(views.progress_bar(is_shown, name))

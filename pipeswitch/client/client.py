@@ -439,6 +439,7 @@ class Client:
         args: Sequence[str] = (),
         priority: str = "",
         share: str = "",
+        devices: Sequence[str] = (),
     ) -> Task:
         """Start a training script as a background job.
 
@@ -449,6 +450,7 @@ class Client:
             args: its command line.
             priority: among jobs.
             share: jobs of one group find each other's ``job.shared`` batches.
+            devices: of several of the server, those that may train it; none: all.
         """
         text = os.fspath(entry)
         is_script = text.endswith(".py") or os.sep in text
@@ -458,6 +460,7 @@ class Client:
             "args": [str(arg) for arg in args],
             "priority": priority,
             "share": share,
+            **({"devices": list(devices)} if devices else {}),
         }
         self._connection.request("train", body=body).result()
         return Task(self, str(body["name"]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..frontend.frontend import Frontend
@@ -18,6 +18,7 @@ from ..ipc.messages import (
     ForgetModel,
     Message,
     ModelName,
+    MoveTask,
     PersistCommit,
     PrepareModel,
     RunInference,
@@ -55,6 +56,7 @@ class Ground:
     sizes: Sizes
     places: Places
     memory: Memory
+    shares: Sequence[DeviceShare]  # by the device's place
     processes: Processes
     frontend: Frontend
     take: Callable[[Event], None]  # an event, to be handled after the running one
@@ -122,6 +124,9 @@ class DeviceEffects:
                 case BindTenant(tenant=tenant):
                     self._bound[command.slot, known[0]] = tenant
                     descriptors += self._memory_for(command.message)
+                case MoveTask(device=index):
+                    there = self._ground.shares[index]
+                    descriptors += [there.arena[-1], there.board_descriptor, *there.bells]
                 case RunJob(share=group) if group:
                     reader = self._index, command.slot, known[0]
                     descriptors.append(self._memory.ring_of(group, reader))
@@ -229,7 +234,26 @@ class DeviceEffects:
             "daemon", "pipeswitch-mem", settings, 1, descriptors, on_message, on_exit
         )
 
-    def _spawn_worker(self, slot: Slot, generation: int) -> None:
+    def hand_over(self, slot: Slot, other: DeviceEffects, to: tuple[Slot, int]) -> None:
+        """Its process is another device's from now on, in slot and generation ``to``."""
+        generation, child = self._workers.pop(slot)
+        bound = self._bound.pop((slot, generation), "")
+        self._memory.rename_reader((self._index, slot, generation), (other._index, *to))
+        other._take_over(*to, child, bound)
+
+    def _take_over(self, slot: Slot, generation: int, child: Child, bound: str) -> None:
+        self._free(slot)
+        self._bound[slot, generation] = bound
+        child.on_message, child.on_exit = self._hearing(slot, generation)
+        self._workers[slot] = (generation, child)
+        if child.exit_status is not None:  # it was told of in its former slot, which is empty now
+            child.on_exit(child.exit_status)
+
+    def _hearing(
+        self, slot: Slot, generation: int
+    ) -> tuple[Callable[[Message, list[int]], None], Callable[[int], None]]:
+        """What is done with a worker's messages, and with its exit."""
+
         def on_message(message: Message, _: list[int]) -> None:
             self._take(
                 FromWorker(slot=slot, generation=generation, message=message, device=self._index)
@@ -249,12 +273,18 @@ class DeviceEffects:
                 )
             )
 
+        return on_message, on_exit
+
+    def _free(self, slot: Slot) -> None:
+        """For another process."""
         known = self._workers.get(slot)
         if known is not None:
             self._processes.kill(known[1])  # replaced; one that has left is not there any more
         self._handed[slot] = {}
         self._share.board.write_begun(slot, 0)
 
+    def _spawn_worker(self, slot: Slot, generation: int) -> None:
+        self._free(slot)
         settings = WorkerSettings(
             slot=slot,
             device=self._device,
@@ -278,8 +308,7 @@ class DeviceEffects:
             settings,
             2,
             descriptors,
-            on_message,
-            on_exit,
+            *self._hearing(slot, generation),
         )
         self._workers[slot] = (generation, child)
 

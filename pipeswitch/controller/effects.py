@@ -32,6 +32,7 @@ from ..scheduler.events import (
     CreateCommits,
     DropCommits,
     DropPublished,
+    HandOver,
     JobAsked,
     Journal,
     KillBuild,
@@ -100,6 +101,9 @@ class Effects:
                 | KillWorker(device=device)
             ):
                 self._devices[device].perform(command)
+            case HandOver(slot=slot, to_slot=to_slot, to_generation=generation):
+                other = self._devices[command.to_device]
+                self._devices[command.device].hand_over(slot, other, (to_slot, generation))
             case Answer():
                 self._answer(command)
             case Publish() | Announce() | Retract():

@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 Entry = dict[str, Any]
 
 FILE_NAME: Final = "journal.sqlite"
-SCHEMA_VERSION: Final = 6  # in the file's user_version; 0 is a file without tables, 1 had no holds,
-# 2 no tenants, 3 no ended jobs, 4 no versions, 5 no shared input
+SCHEMA_VERSION: Final = 7  # in the file's user_version; 0 is a file without tables, 1 had no holds,
+# 2 no tenants, 3 no ended jobs, 4 no versions, 5 no shared input, 6 no devices of jobs
 SLOW_APPEND_MS: Final = 100.0  # the loop stands still so long: worth a line in the log
 CHECKPOINT_PAGES: Final = 64  # of 4 KiB in the write-ahead log, then they go to the main file
 
@@ -43,8 +43,16 @@ FIELDS: Final[Mapping[str, Mapping[str, type]]] = {
         "pin": bool,
         "tenant": str,
     },
-    "job": {"entry": str, "args": list, "priority": int, "tenant": str, "share": str},
+    "job": {
+        "entry": str,
+        "args": list,
+        "priority": int,
+        "tenant": str,
+        "share": str,
+        "devices": list,
+    },
     "hold": {"why": str},  # its name is a job's: paused, and not to go on by itself
+    "placed": {"device": str, "is_sent": bool},  # its name is a job's: where it went, by its user
     "serving": {"version": int, "last": int, "spec_digest": str},  # its name is a model's
     "ended": {"record": dict},  # its name is a job's: what it was, and how it ended
 }
@@ -52,11 +60,11 @@ FIELDS: Final[Mapping[str, Mapping[str, type]]] = {
 
 ENDS: Final = {
     "model-gone": ("model",), "serving-gone": ("serving",),
-    "job-over": ("job", "hold", "ended"), "hold-over": ("hold",),
+    "job-over": ("job", "hold", "placed", "ended"), "hold-over": ("hold",),
 }  # fmt: skip
 """Entries that end those of other kinds."""
 
-REPLACES: Final = {"job": ("ended",), "ended": ("job", "hold")}
+REPLACES: Final = {"job": ("ended", "placed"), "ended": ("job", "hold", "placed")}
 """Entries that take the place of those of other kinds."""
 
 _NAME: Final = re.compile(NAME_PATTERN.pattern + r"(@[1-9][0-9]{0,8})?")  # a model's with version
@@ -70,8 +78,8 @@ class JournalFile:
     """One writer: the state directory is locked. One thread: the controller's loop.
 
     Attributes:
-        models, serving, jobs, holds, ended: what it held when it was opened, by name, in the
-            order of acceptance.
+        models, serving, jobs, holds, placed, ended: what it held when it was opened, by name, in
+            the order of acceptance.
     """
 
     def __init__(self, path: Path) -> None:
@@ -87,6 +95,7 @@ class JournalFile:
         self.jobs: dict[str, Entry] = {}
         self.serving: dict[str, Entry] = {}
         self.holds: dict[str, Entry] = {}
+        self.placed: dict[str, Entry] = {}
         self.ended: dict[str, Entry] = {}
         try:
             kept: list[Entry] = []
@@ -99,9 +108,9 @@ class JournalFile:
                 self._database = _opened(path)
             try:
                 self._take_over(kept)
-                self.models, self.serving, self.jobs, self.holds, self.ended = (
+                self.models, self.serving, self.jobs, self.holds, self.placed, self.ended = (
                     {entry["name"]: entry for entry in _rows(self._database, kind)}
-                    for kind in ("model", "serving", "job", "hold", "ended")
+                    for kind in ("model", "serving", "job", "hold", "placed", "ended")
                 )
                 sync_directory(path.parent)
             except BaseException:
@@ -206,10 +215,13 @@ def _create(database: sqlite3.Connection) -> None:
             columns = f"name TEXT PRIMARY KEY, {columns}"
             database.execute(f"CREATE TABLE IF NOT EXISTS {kind} ({columns})")
         # What was there before there were tenants is the owner's.
-        for kind, column in (("model", "tenant"), ("job", "tenant"), ("job", "share")):
+        for kind, column, empty in (
+            ("model", "tenant", ""), ("job", "tenant", ""), ("job", "share", ""),
+            ("job", "devices", "[]"),
+        ):  # fmt: skip
             known = {row[1] for row in database.execute(f"PRAGMA table_info({kind})")}
             if column not in known:
-                database.execute(f"ALTER TABLE {kind} ADD COLUMN {column} TEXT DEFAULT ''")
+                database.execute(f"ALTER TABLE {kind} ADD COLUMN {column} TEXT DEFAULT '{empty}'")
         database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
@@ -281,8 +293,8 @@ def _check(entry: Entry) -> None:
     for field, wanted in FIELDS.get(kind, {}).items():
         if not isinstance(entry.get(field), wanted):
             raise ValueError(f"{kind} {name}: {field} is no {wanted.__name__}")
-    if kind == "job" and not all(isinstance(arg, str) for arg in entry["args"]):
-        raise ValueError(f"job {name}: an argument is no text")
+    if kind == "job" and not all(isinstance(one, str) for one in entry["args"] + entry["devices"]):
+        raise ValueError(f"job {name}: an argument or a device is no text")
 
 
 def _set_aside(path: Path, problem: sqlite3.DatabaseError) -> list[Entry]:

@@ -59,6 +59,7 @@ from ..scheduler.events import (
     Tick,
     Token,
 )
+from ..scheduler.fleet import most_workers
 from ..scheduler.scheduler import Scheduler, SchedulerSettings
 from ..scheduler.versions import split_name
 from ..units import PrintableFormatter, format_bytes
@@ -194,7 +195,7 @@ def _sizes(config: Config, device: ChosenDevice, device_count: int) -> Sizes:
         pool_bytes=config.server.pool_bytes & -4096,
         input_bytes=config.jobs.shared_input_bytes & -4096,
         words=WORDS,
-        bell_count=config.workers.standby + 2,
+        bell_count=most_workers(config.workers.standby),
         threads=config.workers.threads or max(1, (cores - 1) // device_count),
         build_threads=config.workers.threads or max(1, cores - 1),
         build_timeout_s=config.workers.build_timeout_ms / 1000.0,
@@ -348,6 +349,7 @@ class Server:
             look_ahead=config.scheduler.look_ahead,
             training=config.scheduler.training,
             placement=config.scheduler.placement,
+            move_after_ms=config.scheduler.move_after_ms,
             max_queue=config.scheduler.max_queue,
             max_queue_per_model=config.scheduler.max_queue_per_model,
             commit_every_ms=config.scheduler.commit_every_ms,
@@ -379,6 +381,7 @@ class Server:
             sizes=sizes,
             places=places,
             memory=self._memory,
+            shares=self._shares,
             processes=self._processes,
             frontend=self._frontend,
             take=self._inbox.append,
@@ -606,6 +609,8 @@ class Server:
             is_paused=name in self._journal.holds,
             tenant=str(entry["tenant"]),
             share=str(entry["share"]),
+            devices=tuple(entry["devices"]),  # type: ignore[arg-type]
+            placed=self._journal.placed.get(name),
         )
 
     def _restore_ended(self, name: JobName, record: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..errors import PipeSwitchError
 from ..ipc.board import Board
-from ..ipc.messages import ByteRange, Epoch, TransmitEnded, TransmitModel
+from ..ipc.messages import ByteRange, Epoch, MoveTask, TransmitEnded, TransmitModel
 
 if TYPE_CHECKING:
     import torch
@@ -102,6 +102,22 @@ class PoolView(Protocol):
 
     def slice_bytes(self, offset_bytes: int, size_bytes: int) -> torch.Tensor:
         """A writable uint8 tensor over a training slice."""
+        ...
+
+    def move(self, order: MoveTask, descriptors: Sequence[int]) -> int:
+        """Copy the last slice to another device; the same addresses lead to it there (ADR 33).
+
+        Turns are passed on over there from now on, and nothing of the old device stays mapped.
+
+        Args:
+            descriptors: as ``MoveTask`` says; this object's from now on.
+
+        Returns:
+            Bytes that were copied.
+
+        Raises:
+            OSError, RemoteProtocolError: it cannot; half of it may be done.
+        """
         ...
 
     def program(self, bound: BoundProgram) -> BoundProgram:

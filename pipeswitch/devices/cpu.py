@@ -12,6 +12,7 @@ thread in this order, and x86 keeps stores in order; the C library fences its st
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
 import os
@@ -27,13 +28,21 @@ import numpy as np
 from ..errors import RemoteProtocolError
 from ..failpoints import reach
 from ..ipc.board import Board, ring, sealed_memfd
-from ..ipc.messages import ByteRange, Epoch, GroupCopy, TransmitEnded, TransmitModel
+from ..ipc.messages import ByteRange, Epoch, GroupCopy, MoveTask, TransmitEnded, TransmitModel
 from ..programs.layout import TensorSpec, aligned
 from .arenas import Bytes, FilePerTenant, Models, OneFile
 from .orders import WORD_BYTES, WORD_MASK, check_range, check_slice_reads
 from .transmissions import OnEnd, Transmission, TransmissionQueue
 from .waiting import Waiter, now_ms
-from .windows import UNIT_BYTES, Guarded, Window, address_of, whole_pages
+from .windows import (
+    UNIT_BYTES,
+    Guarded,
+    Window,
+    address_of,
+    move_pages,
+    replace_by_nothing,
+    whole_pages,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -324,13 +333,21 @@ class CpuPoolView:
         self._is_one_tenants = is_one_tenants
         self._populated: dict[int, tuple[int, int]] = {}  # by region: its epoch, up to where
         self._work_map: mmap.mmap | None = None
+        self._slice = (0, 0)  # the last one: address, and bytes of whole pages
+        self._lent_by: Sequence[int] = ()  # descriptors of the device that it moved to
+        self._has_moved = False  # since the last slice was leased
         if work is not None:
-            self._work_map = mmap.mmap(work, arena_bytes)
-            self._work_windows = Guarded(address_of(self._work_map), arena_bytes)
+            self._map_work(work)
         self._pool_windows: Guarded | None = None
         self._lent: tuple[int, int, bool] | None = None
 
     device: Final = "cpu"
+
+    def _map_work(self, descriptor: int) -> None:
+        size_bytes = os.fstat(descriptor).st_size
+        self._work_map = mmap.mmap(descriptor, size_bytes)
+        self._work_windows = Guarded(address_of(self._work_map), size_bytes)
+        self.__dict__.pop("_work", None)
 
     @property
     def board(self) -> Board:
@@ -420,9 +437,41 @@ class CpuPoolView:
         )  # fmt: skip
         from ..programs.views import tensor_over
 
+        if self._has_moved:  # the former slice is not used any more
+            self._map_work(self._lent_by[0])
+            self._has_moved = False
         tensor = tensor_over(self._work, spec, 0)
         self._work_windows.open(offset_bytes, size_bytes, writable=True)
+        assert self._work_map is not None
+        self._slice = address_of(self._work_map) + offset_bytes, aligned(size_bytes, mmap.PAGESIZE)
         return tensor
+
+    def move(self, order: MoveTask, descriptors: Sequence[int]) -> int:
+        """As ``PoolView``: one copy, then the pages of the copy lie where those of the slice did.
+
+        No tensor is told of it, whether a script, an optimizer or autograd refers to it.
+        """
+        (start, size), (work, board, *bells) = self._slice, descriptors
+        check_range("move", 0, size, order.size_bytes)
+        copy = mmap.mmap(work, size, offset=order.offset_bytes)
+        ctypes.memmove(address_of(copy), start, size)
+        move_pages(address_of(copy), start, size)
+        copy.close()
+        self._forget_device(start, start + size)
+        self._waiter = Waiter(board=board, bell=bells[0], bells=bells)
+        for descriptor in self._lent_by:
+            os.close(descriptor)
+        self._lent_by, self._has_moved = tuple(descriptors), True
+        return size
+
+    def _forget_device(self, start: int, end: int) -> None:
+        """Of its memory nothing stays mapped; addresses around the slice lead nowhere."""
+        assert self._work_map is not None
+        first = address_of(self._work_map)
+        replace_by_nothing(first, start)
+        replace_by_nothing(end, first + len(self._work_map))
+        self._waiter.close()
+        self._unmap_models()
 
     def wait_group(self, word: int, epoch: int) -> float:
         """Block until arrival word ``word`` is exactly ``epoch``; milliseconds blocked."""
@@ -495,14 +544,22 @@ class CpuPoolView:
 
     def close(self) -> None:
         """Unmap; tensors that still live keep their mapping until the last is gone."""
-        self._words.release()
         self._waiter.close()
-        self.__dict__.pop("_models", None)
         self.__dict__.pop("_work", None)
+        self._unmap_models()
+        if self._work_map is not None:
+            _unmap(self._work_map)
+        for descriptor in self._lent_by:
+            os.close(descriptor)
+
+    def _unmap_models(self) -> None:
+        if self._words_map.closed:
+            return
+        self._words.release()
+        self.__dict__.pop("_models", None)
         self._window.unmap()
-        for mapping in (self._words_map, self._window.reserve, self._work_map):
-            if mapping is not None:
-                _unmap(mapping)
+        for mapping in (self._words_map, self._window.reserve):
+            _unmap(mapping)
 
 
 def _unmap(mapping: mmap.mmap) -> None:

@@ -137,10 +137,11 @@ class Verbs:
         share = body.text("share", "")
         if share:
             admission.check_name(share, "share")
+        devices = body.texts("devices")
         body.done()
         return lambda token: TrainAsked(
             token=token, job=job, entry=entry, args=args, priority=priority,
-            tenant=standing.tenant, share=share,
+            tenant=standing.tenant, share=share, devices=devices,
         )  # fmt: skip
 
 

@@ -32,8 +32,11 @@ any      | grant(not larger)          | same     | dropped
 any      | stop(older turn)           | same     | dropped
 the rest | stop(current turn)         | same     | dropped: accepted or acknowledged before
 any      | stop(a turn not yet here)  | same     | kept; accepted as soon as that turn is granted
+any      | move                       | same     | the next check or enter outside the optimizer,
+         |                            |          | which may be waiting, calls it and looks again
 any      | evict                      | same     | sticky: the next check or enter outside the
-         |                            |          | optimizer answers a pending stop, then raises
+         |                            |          | optimizer answers a pending stop, then raises;
+         |                            |          | a move that was not called yet is dropped
 
 A gate starts as STOPPED with turn 0: a script computes only after its first grant.
 """
@@ -90,6 +93,7 @@ class Gate:
         self._accepted: tuple[int, int] | None = None  # (turn, next_turn), unanswered: STOPPING
         self._future: tuple[int, int] | None = None  # a stop for a turn not granted yet
         self._where: Where = "boundary"  # where the main thread last waited or left
+        self._move: Callable[[], None] | None = None
         self._evicting = False
         self._unwinding = False
 
@@ -108,13 +112,20 @@ class Gate:
         """The slow half of ``check``: something is asked, or the device was left."""
         if self.in_optimizer_step:
             return
+        while (move := self._answer(where)) is not None:
+            move()
+        if self._evicting:
+            self._unwind()
+
+    def _answer(self, where: Where) -> Callable[[], None] | None:
+        """What is to be called without the lock before the next look; None: nothing."""
         with self._changed:
             if self._state is GateState.STOPPING:
                 self._acknowledge(where, GateState.PARKED)
             self._take_device(where)
-            if not self._evicting:
-                return
-        self._unwind()
+            move, self._move = self._move, None
+            self._refresh()
+            return move
 
     def enter(self) -> None:
         """Take the device; blocks until a turn is granted. Nothing happens if it is held.
@@ -159,7 +170,15 @@ class Gate:
     def request_evict(self) -> None:
         """Make the main thread unwind at its next check, also when it is parked. Sticky."""
         with self._changed:
-            self._evicting = True
+            self._evicting, self._move = True, None
+            self._refresh()
+            self._changed.notify_all()
+
+    def request_move(self, move: Callable[[], None]) -> None:
+        """Let the main thread call this at its next check, also when it is parked."""
+        with self._changed:
+            if not self._evicting:
+                self._move = move
             self._refresh()
             self._changed.notify_all()
 
@@ -169,6 +188,11 @@ class Gate:
     def is_evicting(self) -> bool:
         """An eviction was asked for; it stays so for the life of the gate."""
         return self._evicting
+
+    @property
+    def has_call(self) -> bool:
+        """An eviction or a move was asked for: the main thread does not wait for a turn first."""
+        return self._evicting or self._move is not None
 
     @property
     def state(self) -> GateState:
@@ -223,9 +247,9 @@ class Gate:
             self._accept_stop(turn, next_turn)
 
     def _take_device(self, where: Where) -> None:
-        """Main thread: block until running, or until an eviction is asked for."""
+        """Main thread: block until running, or until an eviction or a move is asked for."""
         self._take_up_grant()
-        while not self._evicting and self._state in (GateState.STOPPED, GateState.PARKED):
+        while not self.has_call and self._state in (GateState.STOPPED, GateState.PARKED):
             self._state, self._where = GateState.PARKED, where
             self._changed.wait()
             if self._state is GateState.STOPPING:  # asked back before this thread woke up
@@ -233,12 +257,12 @@ class Gate:
                 self._take_up_grant()
         if self._evicting and self._state is GateState.PARKED:
             self._state = GateState.STOPPED  # it unwinds now: no turn may set it running
-        elif not self._evicting and self._state is GateState.AWAY:
+        elif not self.has_call and self._state is GateState.AWAY:
             self._state = GateState.RUNNING
         self._refresh()
 
     def _refresh(self) -> None:
-        self.asked = self._evicting or self._state is not GateState.RUNNING
+        self.asked = self.has_call or self._state is not GateState.RUNNING
 
     # ------------------------------------------------------------------ without the lock
 

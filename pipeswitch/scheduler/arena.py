@@ -60,6 +60,11 @@ class Arena:
             )
 
     @property
+    def coming(self) -> int:
+        """Jobs whose state is being copied here."""
+        return sum(region.owner.kind == "moving" for region in self.regions)
+
+    @property
     def leasable_bytes(self) -> int:
         """The arena without its arrival words: what models and slices can have."""
         words = self.regions.get(WORDS)
@@ -73,7 +78,8 @@ class Arena:
     def prices(self, *, for_request: bool, mover: Replica | None = None) -> Price:
         """What taking a region's place costs; None when its owner must stay.
 
-        1. Arrival words, pinned models, models in use or being copied in: they stay.
+        1. Arrival words, a slice or models being copied in, pinned models and those in use: they
+           stay.
         2. An idle model: what the policy says. One with waiting requests goes for a request
            that ranks before them, never for a guess or a job.
         3. A range being zeroed, an abandoned copy, the slice of a job that leaves: soon free.
@@ -94,7 +100,7 @@ class Arena:
     def _price(self, region: Region, view: View, *, for_request: bool) -> Cost | None:
         device = self._device
         kind, name = region.owner
-        if kind == "words":
+        if kind in ("words", "moving"):
             return None  # 1.
         if kind == "scrub":
             return SOON_FREE  # 3.

@@ -19,7 +19,7 @@ from .arena import Arena
 from .device_state import DeviceState
 from .events import CreateCommits, DropCommits, ToWorker
 from .records import NO_EPOCH, Job, Worker
-from .states import TASK_FINAL
+from .states import TASK_FINAL, MoveState
 from .store import Store
 
 HEADER_BYTES: Final = 4096  # before the two slots of a commit area
@@ -136,6 +136,8 @@ class Commits:
         for job in device.jobs.values():
             if not self.is_unsaved(job) or job.is_persisting or not device.is_daemon_ready:
                 continue
+            if job.move.state is MoveState.COPYING:
+                continue  # another device's daemon will
             if core.now_ms < job.persist_due_at_ms:
                 core.look_again(job.persist_due_at_ms)
                 continue

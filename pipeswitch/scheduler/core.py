@@ -44,6 +44,7 @@ class SchedulerSettings:
     keep_versions: int = 2  # of a model, the current one among them
     keep_jobs: int = 20  # that are over, with their last state
     keep_jobs_ms: float = 0.0  # 0: for as long as their number allows
+    move_after_ms: float = 0.0  # a job whose device requests hold so long goes on; 0: no
     placement: str = "least-finish"  # which of several devices (policies/placement.py)
     admission: str = "off"  # "deadline": what cannot be answered in time is refused at once
     training: str = "rotate"  # of job_orders: which job has the device next

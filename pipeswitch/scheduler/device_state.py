@@ -160,6 +160,12 @@ class DeviceState:
 
     def spawn(self, worker: Worker) -> None:
         """A fresh process for its slot; the one that is there is killed."""
+        self.reset(worker)
+        self.emit(SpawnWorker(slot=worker.slot, generation=worker.generation))
+
+    @staticmethod
+    def reset(worker: Worker) -> None:
+        """Another process comes to its slot."""
         worker.generation += 1
         worker.respawn_at_ms = None
         worker.kill_reason = ""
@@ -170,7 +176,6 @@ class DeviceState:
         worker.complete_at = -1
         worker.preparing = None
         worker.runs_code = worker.tenant = None
-        self.emit(SpawnWorker(slot=worker.slot, generation=worker.generation))
 
     def fits(self, worker: Worker, *, is_code: bool, tenant: str) -> bool:
         """Whether its process may run the operator's code, or else clients' programs (ADR 20), of

@@ -113,6 +113,7 @@ class TrainAsked:
     priority: int
     tenant: str = ""  # whose job it will be; empty: the server's owner's
     share: str = ""  # jobs of one group share their input; empty: none
+    devices: tuple[str, ...] = ()  # that may train it; none named: all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,6 +278,17 @@ class KillWorker:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HandOver:
+    """A slot's process goes to a slot of another device; one that is there is killed."""
+
+    slot: Slot
+    device: int
+    to_device: int
+    to_slot: Slot
+    to_generation: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class StartBuild:
     model: ModelName
     epoch: Epoch
@@ -434,7 +446,7 @@ Command = (
     ToDaemon | ToWorker | RaiseTurn | SpawnDaemon | SpawnWorker | KillWorker | StartBuild
     | KillBuild | CreateCommits | DropCommits | CountSharers | RemoveJob | Announce | Retract
     | Answer | Publish | Span | DropPublished | Journal | SweepPrograms | StopTrial | SaveProfile
-    | Warn | Leave
+    | Warn | Leave | HandOver
 )  # fmt: skip
 OfDevice = (
     ToDaemon | ToWorker | RaiseTurn | SpawnDaemon | SpawnWorker | KillWorker | StopTrial

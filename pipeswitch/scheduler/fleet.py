@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from ..ipc.messages import ForgetModel, ModelName, ModelPrepared, PrepareModel, Slot
+from ..ipc.messages import ForgetModel, JobName, ModelName, ModelPrepared, PrepareModel, Slot
 from .device_state import DeviceState
 from .events import SpawnDaemon, ToWorker, Warn
 from .records import NO_TURN, Worker
 from .states import ModelState, WorkerEvent, WorkerState
+from .training import MAX_IN_PLACE
 
 MIN_TO_KEEP_ONE_UNBOUND = 3  # workers: two tenants in turns then keep theirs
 WORKER_LEAVES = (WorkerState.DEAD, WorkerState.DOOMED, WorkerState.RETIRING)
 MAX_DOUBLINGS = 3  # of the restart delay: 8 s at the default of 1 s
+
+
+def most_workers(standby: int) -> int:
+    """The slots that a device may have: one active, standbys, suspended jobs."""
+    return 1 + max(1, standby) + MAX_IN_PLACE
 
 
 class Fleet:
@@ -99,7 +105,7 @@ class Fleet:
         suspended = sum(
             worker.state.state is WorkerState.SUSPENDED for worker in self._device.workers.values()
         )
-        return 1 + max(1, self._device.settings.standby) + suspended
+        return most_workers(self._device.settings.standby) - MAX_IN_PLACE + suspended
 
     def _spawn_missing(self) -> None:
         core, device = self._core, self._device
@@ -163,6 +169,33 @@ class Fleet:
         idle = [w for w in workers if w.state.state is WorkerState.STANDBY and w.preparing is None]
         if idle:
             device.spawn(min(idle, key=lambda worker: worker.task_epoch))
+
+    # -- processes that go to another device with their job ------------------------------------
+
+    def gave_away(self, worker: Worker, job: JobName) -> None:
+        """Its slot is empty; another process is started in it."""
+        worker.state.apply(WorkerEvent.GAVE_AWAY, f"job {job} moved")
+        worker.pid, worker.job, worker.deaths = 0, None, 0
+        worker.respawn_at_ms = self._core.now_ms
+
+    def place(self) -> Slot | None:
+        """For a process of another device: an empty slot, a new one while it is missing, else that
+        of a process that waits for a task. None: all do something."""
+        workers = self._device.workers
+        slots = [slot for slot, worker in workers.items() if not worker.is_alive]
+        most = min(self._wanted_slots() + 1, most_workers(self._device.settings.standby))
+        if len(workers) < most:
+            slots.append(Slot(len(workers)))
+        slots += [s for s, worker in workers.items() if worker.state.allows(WorkerEvent.TOOK_OVER)]
+        return next(iter(slots), None)
+
+    def took_over(self, slot: Slot, pid: int, job: JobName) -> Worker:
+        """It is there; what was there before is killed."""
+        worker = self._device.workers.setdefault(slot, Worker(slot))
+        self._device.reset(worker)
+        worker.state.apply(WorkerEvent.TOOK_OVER, f"job {job} moved")
+        worker.pid = pid
+        return worker
 
     # -- warm programs ------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from ..errors import (
@@ -22,6 +22,7 @@ from .events import CountSharers, JobAsked, Journal, RemoveJob, Token, TrainAske
 from .records import Job
 from .states import TASK_FINAL, TASK_ON_WORKER, TaskEvent, TaskState
 
+Place = Callable[[Job, int | None, Sequence[int]], int]  # job, its home, jobs on each device
 WAITING: Final = (TaskState.QUEUED, TaskState.PAUSED)
 RATE_WEIGHT: Final = 0.2  # of the newest report in a job's steps per second
 
@@ -43,12 +44,17 @@ class Jobs:
     def __init__(self, core: Core) -> None:
         self._core = core
         self.homes: list[Home] = []  # of the machine's devices, in order
-        self.place: Callable[[Job, int | None], int] = lambda job, home: home or 0
+        self.place: Place = lambda job, home, counts: home or 0
         self._after_others: list[TrainAsked] = []  # a job of that name is being written to disk
         self._sharers: Counter[str] = Counter()  # jobs that are not over, by group; as was told
 
     def __iter__(self) -> Iterator[Job]:
         return (job for home in self.homes for job in home.state.jobs.values())
+
+    @property
+    def names(self) -> list[str]:
+        """The devices'."""
+        return [home.state.settings.device for home in self.homes]
 
     def get(self, name: JobName) -> Job | None:
         """The job of that name, wherever it is."""
@@ -69,10 +75,8 @@ class Jobs:
                 for token in job.exporters:
                     self._core.answer(token, job=self.row(job))
                 job.exporters.clear()
-            if job.movers and self._has_moved(job):
-                for token in job.movers:
-                    self._core.answer(token, job=self.row(job))
-                job.movers.clear()
+            if job.movers:
+                self._answer_movers(job)
         self._count_sharers()
         self._forget_old()
 
@@ -91,33 +95,61 @@ class Jobs:
         Not while anything of its last dispatch is under way: a process that is not reaped, a commit
         that is copied or written. One that is over leaves a lost device only.
         """
-        for job in list(self) if len(self.homes) > 1 else ():
-            home = self.home(job)
-            is_waiting = job.state.state in WAITING or home.state.is_given_up
-            if not is_waiting or self.has_process(job) or job.copying_epoch or job.is_persisting:
-                continue
-            target = self.homes[self.place(job, home.state.index)]
-            if target is not home:
-                home.commits.leaves(job)
-                del home.state.jobs[job.name]
-                self._enters(job, target)
-                target.commits.enters(job)
-                self._publish(job, "job.placed")
+        if len(self.homes) == 1:
+            return
+        counts = self._counts()
+        for home in self.homes:
+            for job in list(home.state.jobs.values()):
+                is_waiting = job.state.state in WAITING or home.state.is_given_up
+                if not is_waiting or job.copying_epoch or job.is_persisting:
+                    continue
+                if self.has_process_of(job.name):
+                    continue
+                target = self.place(job, home.state.index, counts)
+                if target != home.state.index:
+                    self.goes(job, target)
+                    if job.state.state not in TASK_FINAL:
+                        counts[home.state.index] -= 1
+                        counts[target] += 1
 
-    def has_process(self, job: Job) -> bool:
-        """Whether a process of this job lives, on any device, be it one that is about to leave.
+    def _counts(self) -> list[int]:
+        """Of each device, the jobs there that are not over."""
+        return [
+            sum(job.state.state not in TASK_FINAL for job in home.state.jobs.values())
+            for home in self.homes
+        ]
+
+    def goes(self, job: Job, index: int) -> None:
+        """It is another device's from now on, and what it committed; also for the next server."""
+        home, target = self.home(job), self.homes[index]
+        home.commits.leaves(job)
+        del home.state.jobs[job.name]
+        self._enters(job, target)
+        target.commits.enters(job)
+        self._publish(job, "job.placed")
+        is_sent = job.sent_to == target.state.settings.device
+        if job.state.state not in TASK_FINAL:
+            self._core.emit(Journal(entry={"kind": "placed", "name": job.name, "is_sent": is_sent,
+                                           "device": target.state.settings.device}))  # fmt: skip
+
+    def has_process_of(self, name: JobName) -> bool:
+        """Whether a process of a job lives, on any device, be it one that is about to leave.
 
         A job never has two: the old one's slice is released by name when it is reaped, and it
         may still hold the job's log and commits.
         """
         workers = (worker for home in self.homes for worker in home.state.workers.values())
-        return any(worker.job == job.name for worker in workers)
+        return any(worker.job == name for worker in workers)
 
     def train(self, event: TrainAsked) -> None:
         """Accept a job; it is answered as soon as it is on the books."""
         core = self._core
         if core.is_draining:
             core.refuse(event.token, ServerUnavailable("the server is draining"))
+            return
+        if unknown := [name for name in event.devices if name not in self.names]:
+            text = f"no device {', '.join(unknown)} here"
+            core.refuse(event.token, InvalidInput(text, hint=f"one of {', '.join(self.names)}"))
             return
         old = self.get(event.job)
         if old is not None and old.state.state not in TASK_FINAL:
@@ -135,26 +167,29 @@ class Jobs:
         # The process of an old job of that name may still be leaving: this one waits for it
         # in the queue (see Training).
         job = self.adopt(
-            event.job, event.entry, event.args, event.priority, event.tenant, event.share
-        )
+            event.job, event.entry, event.args, event.priority, event.tenant, event.share,
+            event.devices,
+        )  # fmt: skip
         core.emit(Journal(entry={"kind": "job", "name": job.name, "entry": job.entry,
                                  "args": list(job.args), "priority": job.priority,
-                                 "tenant": job.tenant, "share": job.share},
+                                 "tenant": job.tenant, "share": job.share,
+                                 "devices": list(job.devices)},
                           accepts=(event.token,)))  # fmt: skip
         self._publish(job, "job.submitted", entry=job.entry)
         core.answer(event.token, job=self.row(job))
 
     def adopt(
         self, name: JobName, entry: str, args: tuple[str, ...], priority: int, tenant: str,
-        share: str = "",
+        share: str = "", devices: tuple[str, ...] = (), sent_to: str = "", on: str = "",
     ) -> Job:  # fmt: skip
-        """Put a job on the books (a new one, or one the journal remembers)."""
+        """Put a job on the books (a new one, or one the journal remembers, which was ``on``)."""
         core = self._core
-        job = Job(name, entry, args, priority, tenant, share)
+        job = Job(name, entry, args, priority, tenant, share, devices, sent_to)
         job.born_epoch = Epoch(core.last_epoch)
         job.place = core.next_epoch()
         job.cycle_left_ms = core.settings.training_cycle_ms
-        self._enters(job, self.homes[self.place(job, None)])
+        index = self.names.index(on) if on in self.names else self.place(job, None, self._counts())
+        self._enters(job, self.homes[index])
         return job
 
     def _enters(self, job: Job, home: Home) -> None:
@@ -172,9 +207,17 @@ class Jobs:
     def restore(
         self, name: JobName, entry: str, args: tuple[str, ...], priority: int,
         slot_bytes: int, step: int, *, is_paused: bool = False, tenant: str = "", share: str = "",
+        devices: tuple[str, ...] = (), placed: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """A job the journal remembers, with its commit area loaded from disk (0: none)."""
-        job = self.adopt(name, entry, args, priority, tenant, share)
+        """A job the journal remembers, with its commit area loaded from disk (0: none).
+
+        Args:
+            placed: where it was, if it has ever moved. A device that is gone is no limit.
+        """
+        on = placed["device"] if placed is not None and placed["device"] in self.names else ""
+        sent_to = on if placed is not None and placed["is_sent"] else ""
+        devices = tuple(name for name in devices if name in self.names)
+        job = self.adopt(name, entry, args, priority, tenant, share, devices, sent_to, on)
         if slot_bytes:
             self.home(job).commits.restore(job, slot_bytes, step)
         if is_paused:
@@ -249,8 +292,7 @@ class Jobs:
         job.persist_due_at_ms = self._core.now_ms  # answered by ``pump``
 
     def _move_asked(self, job: Job, event: JobAsked) -> None:
-        """It trains on that device only from now on. One that is on a worker commits its last step
-        and unwinds; the other device restores that."""
+        """It trains on that device only from now on (``Moves``, or ``rehome`` if it waits)."""
         states = [home.state for home in self.homes if not home.state.is_given_up]
         names = [state.settings.device for state in states]
         if job.state.state in TASK_FINAL:
@@ -260,15 +302,34 @@ class Jobs:
             error = InvalidInput(f'no device "{event.to}" here', hint=f"one of {', '.join(names)}")
             self._core.refuse(event.token, error)
             return
-        job.devices = (event.to,)
+        if job.devices and event.to not in job.devices:
+            error = InvalidInput(
+                f'job "{job.name}" is limited to {", ".join(job.devices)}',
+                hint="train --devices names those that it may be moved to",
+            )
+            self._core.refuse(event.token, error)
+            return
+        job.sent_to = event.to
         job.movers.append(event.token)
-        if job.wanted == "run" and job.slot is not None and not self._has_moved(job):
-            job.wanted = "move"  # Training evicts it
 
-    def _has_moved(self, job: Job) -> bool:
-        """Whether it is where it was told to go, or never will be."""
-        is_there = self.home(job).state.settings.device in job.devices
-        return is_there or job.state.state in TASK_FINAL
+    def _answer_movers(self, job: Job) -> None:
+        """It is where it was sent, or never will be."""
+        state = self.home(job).state
+        there = next(h.state for h in self.homes if h.state.settings.device == job.sent_to)
+        if there is not state and there.is_given_up and job.state.state not in TASK_FINAL:
+            error = ServerUnavailable(
+                f'device {job.sent_to} is lost: job "{job.name}" stays on {state.settings.device}',
+                hint="its memory daemon died too often; restart the server",
+            )
+            for token in job.movers:
+                self._core.refuse(token, error)
+            job.sent_to = ""
+        elif there is state or job.state.state in TASK_FINAL:
+            for token in job.movers:
+                self._core.answer(token, job=self.row(job))
+        else:
+            return
+        job.movers.clear()
 
     def _remove_asked(self, job: Job, token: Token) -> None:
         if job.state.state not in TASK_FINAL or job.is_persisting:
@@ -343,6 +404,7 @@ class Jobs:
             "suspensions": job.suspensions,
             "preempted_s": round(job.preempted_ms / 1000.0, 3),
             "evictions": job.evictions,
+            "moves": job.moves,
             "restarts": job.restarts,
             "steps_recomputed": job.steps_recomputed,
             "lease_bytes": job.lease_bytes,

@@ -14,7 +14,7 @@ from .events import ToWorker
 from .job_orders import JOB_ORDERS
 from .records import Job, Worker
 from .slices import Slices
-from .states import TaskEvent, TaskState
+from .states import MoveEvent, MoveState, TaskEvent, TaskState
 
 LEAST_STARTS: Final = 10  # so many times as long as it took to start, a job may keep its memory
 
@@ -33,10 +33,12 @@ class Leases:
         job = self._device.job_of(worker, message.epoch)
         if job is None or job.state.state is TaskState.EVICTING:
             return  # EvictTask is on its way to it
+        if job.move.state is MoveState.COPYING:  # it has left its slice: it moves another way
+            job.move.apply(MoveEvent.UNFIT, "it asks for another slice")
         old = self._arena.regions.get(job.slice)
         if old is not None and old.size_bytes < message.slice_bytes:
             # The next phase of the script needs more. It asks only when it has moved out.
-            self._slices.release(job.name)
+            self._slices.release(job.slice)
         try:
             self._commits.open(job, message.state_bytes)
         except PipeSwitchError as error:
@@ -63,7 +65,7 @@ class Leases:
                 continue
             try:
                 held = self._arena.regions.get(job.slice)  # asked again: the same one
-                region = held or self._slices.lease(job.name, job.lease_asked_bytes)
+                region = held or self._slices.lease(job.slice, job.lease_asked_bytes)
             except OutOfDeviceMemory as error:
                 job.lease_asked_bytes = 0
                 self._refuse(job, error)

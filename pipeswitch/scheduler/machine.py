@@ -33,7 +33,7 @@ class Machine:
     @property
     def names(self) -> list[str]:
         """The devices'."""
-        return [device.state.settings.device for device in self.devices]
+        return self.jobs.names
 
     def prefetch(self, name: ModelName) -> None:
         """Requests for it are on their way: it is sent where nothing is disturbed, once."""

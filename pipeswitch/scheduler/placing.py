@@ -37,15 +37,19 @@ class Placing:
         found = best(places, self._rank)
         return self._devices[found.device], found.reason
 
-    def job(self, job: Job, home: int | None) -> int:
-        """Where the fewest other jobs are; it stays at ``home`` rather than go to an equal one."""
+    def job(self, job: Job, home: int | None, counts: Sequence[int]) -> int:
+        """Where the fewest other jobs are; it stays at ``home`` rather than go to an equal one.
+
+        Args:
+            counts: of each device, the jobs there that are not over.
+        """
+        is_counted = home is not None and job.state.state not in TASK_FINAL
 
         def order(state: DeviceState) -> tuple[int, bool, int]:
-            others = [one for one in state.jobs.values()
-                      if one is not job and one.state.state not in TASK_FINAL]  # fmt: skip
-            return len(others), state.index != home, state.index
+            others = counts[state.index] - (is_counted and state.index == home)
+            return others, state.index != home, state.index
 
-        places = [one.state for one in _ready(self._living(job.devices))]
+        places = [one.state for one in _ready(self._living(job.allowed))]
         if all(state.is_given_up for state in places):  # where it was moved to is lost
             places = [one.state for one in _ready(self._living(()))]
         return min(places, key=order).index

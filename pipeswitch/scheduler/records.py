@@ -26,12 +26,15 @@ from .job_orders import JobView
 from .regions import Owner
 from .states import (
     MODEL_TRANSITIONS,
+    MOVE_TRANSITIONS,
     RESIDENCY_TRANSITIONS,
     TASK_TRANSITIONS,
     VERSION_TRANSITIONS,
     WORKER_TRANSITIONS,
     ModelEvent,
     ModelState,
+    MoveEvent,
+    MoveState,
     Residency,
     ResidencyEvent,
     StateMachine,
@@ -233,7 +236,7 @@ class Request:
         return math.inf if self.deadline_at_ms is None else self.deadline_at_ms
 
 
-Wanted = Literal["run", "pause", "cancel", "drain", "move"]
+Wanted = Literal["run", "pause", "cancel", "drain"]
 
 
 @dataclass
@@ -247,7 +250,12 @@ class Job:
     tenant: str = ""  # whose it is; empty: the server's owner's
     share: str = ""  # the group whose input it shares; empty: none
     devices: tuple[str, ...] = ()  # that may train it; none named: all
+    sent_to: str = ""  # the one of them that its user moved it to
     state: StateMachine[TaskState, TaskEvent] = field(init=False)
+    move: StateMachine[MoveState, MoveEvent] = field(init=False)
+    target: int = 0  # of the move under way: the device's place among the server's
+    move_asked_at_ms: float = 0.0
+    moves: int = 0  # with its process
     born_epoch: Epoch = NO_EPOCH  # epochs up to it speak of an older job of this name
     epoch: Epoch = NO_EPOCH  # of its current dispatch
     turn: Turn = NO_TURN
@@ -299,6 +307,12 @@ class Job:
 
     def __post_init__(self) -> None:
         self.state = StateMachine(f"job {self.name}", TaskState.QUEUED, TASK_TRANSITIONS)
+        self.move = StateMachine(f"move of {self.name}", MoveState.STAYS, MOVE_TRANSITIONS)
+
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        """The devices that it may be on now; none named: all."""
+        return (self.sent_to,) if self.sent_to else self.devices
 
     def view(self, now_ms: float) -> JobView:
         """``now_ms``: the end so far of the cycle that it is in; 0: it has not the device."""
@@ -321,6 +335,11 @@ class Job:
     def slice(self) -> Owner:
         """Of its state's range on the device."""
         return Owner("slice", self.name)
+
+    @property
+    def moving(self) -> Owner:
+        """Of the range on another device that its state is copied to."""
+        return Owner("moving", self.name)
 
     @property
     def commits(self) -> Owner:

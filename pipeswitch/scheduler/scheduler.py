@@ -23,6 +23,7 @@ from ..ipc.messages import (
     DaemonReady,
     ModelName,
     ModelStored,
+    Moved,
     PublishStep,
     StoreFailed,
 )
@@ -58,6 +59,7 @@ from .events import (
 from .judge import Judge
 from .listing import Listing
 from .machine import Machine
+from .moves import Moves
 from .pings import Pings
 from .policies import Policy, make_policy
 from .publishing import Publishing
@@ -84,6 +86,7 @@ class Scheduler:
         self.admission = Admission(self.core, self.machine, self.versions)
         self.registry = Registry(self.core, self.machine, self.admission, self.versions)
         self.publishing = Publishing(self.core, self.machine, self.registry, self.versions)
+        self.moves = Moves(self.core, self.machine.devices, self.machine.jobs)
         self.pings = Pings(self.core, self.machine)
         self.listing = Listing(self.core, self.machine, self.versions)
 
@@ -163,6 +166,11 @@ class Scheduler:
                 worker = device.speaker(event)
                 if worker is not None:
                     self.publishing.script_asked(device.state, worker, message)
+            case FromWorker(message=Moved() as moved):
+                device = machine.devices[event.device]
+                worker = device.speaker(event)
+                if worker is not None:
+                    self.moves.moved(device, worker, moved)
             case FromWorker():
                 machine.devices[event.device].from_worker(event)
             case FromDaemon():
@@ -204,6 +212,7 @@ class Scheduler:
                 self.registry.builder_exited(event)
             case WorkerExited():
                 machine.devices[event.device].worker_exited(event)
+                self.moves.reaped()
             case DaemonExited():
                 self._daemon_exited(event)
             case Tick():
@@ -366,6 +375,7 @@ class Scheduler:
         self.admission.rehome()
         self.admission.relieve()
         self.machine.jobs.rehome()
+        self.moves.pump()
         for device in self.machine.devices:
             device.pump()
         self.machine.share_profiles()

@@ -8,6 +8,7 @@ from ..errors import OutOfDeviceMemory
 from ..ipc.messages import Epoch, JobName, Scrub
 from .arena import Arena
 from .device_state import DeviceState
+from .records import Job
 from .regions import Owner, Region
 from .residency import Residents
 from .store import gib
@@ -23,7 +24,7 @@ class Slices:
         self._residents = residents
         self._unscrubbed: dict[Epoch, float] = {}  # of a scrub that failed: when to try again
 
-    def lease(self, job: JobName, size_bytes: int) -> Region | Literal["soon"] | None:
+    def lease(self, owner: Owner, size_bytes: int) -> Region | Literal["soon"] | None:
         """A place for a job's state, throwing out idle models.
 
         Returns:
@@ -35,8 +36,8 @@ class Slices:
         if not self._arena.can_ever_hold(size_bytes):
             largest = self._arena.largest_for_all_bytes
             raise OutOfDeviceMemory(
-                f'job "{job}" needs {gib(size_bytes)} for parameters, gradients and optimizer '
-                f"state, the arena can give {gib(largest)}",
+                f'job "{owner.name}" needs {gib(size_bytes)} for parameters, gradients and '
+                f"optimizer state, the arena can give {gib(largest)}",
                 hint="start with a larger --arena, or unpin a model (pipeswitch unload NAME)",
                 requested_bytes=size_bytes,
                 largest_free_bytes=largest,
@@ -48,18 +49,23 @@ class Slices:
             return None
         if self._arena.obstacles(window):
             return "soon"
-        self._residents.clear(window, f"job {job}")
-        region = self._arena.regions.reserve(
-            Owner("slice", job), size_bytes, at_bytes=window.offset_bytes
-        )
+        self._residents.clear(window, f"job {owner.name}")
+        region = self._arena.regions.reserve(owner, size_bytes, at_bytes=window.offset_bytes)
         assert region is not None
         return region
 
-    def release(self, job: JobName) -> None:
-        """Its worker is reaped: zero the range, then it is free (another tenant may follow)."""
-        if self._arena.regions.get(Owner("slice", job)) is None:
+    def arrived(self, job: Job) -> None:
+        """What was copied to is the job's slice now."""
+        region = self._arena.regions.release(job.moving)
+        taken = self._arena.regions.reserve(job.slice, region.size_bytes, region.offset_bytes)
+        assert taken is not None
+
+    def release(self, owner: Owner) -> None:
+        """No process writes there any more: zero the range, then it is free (another tenant may
+        follow)."""
+        if self._arena.regions.get(owner) is None:
             return
-        region = self._arena.regions.release(Owner("slice", job))
+        region = self._arena.regions.release(owner)
         if not self._device.is_daemon_ready:
             return  # the memory went with its owner
         epoch = self._core.next_epoch()

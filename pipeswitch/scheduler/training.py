@@ -23,8 +23,9 @@ from .job_orders import JOB_ORDERS
 from .jobs import Jobs
 from .leases import Leases
 from .records import NO_TURN, Job, Worker
+from .regions import Owner
 from .slices import Slices
-from .states import TASK_ON_WORKER, TaskEvent, TaskState, WorkerEvent, WorkerState
+from .states import TASK_ON_WORKER, MoveState, TaskEvent, TaskState, WorkerEvent, WorkerState
 
 JOBS_TENANT: Final = ""  # who may run code has the operator's power: jobs are the owner's
 MAX_IN_PLACE: Final = 4  # jobs that have a process each, and their slice if it fits
@@ -32,7 +33,6 @@ WHY_EVICTED: Final = {
     "pause": "pause asked by the user",
     "cancel": "cancel asked by the user",
     "drain": "the server is draining",
-    "move": "it moves to another device",
 }
 
 
@@ -75,7 +75,11 @@ class Training:
         able = [
             job
             for job in self._device.jobs.values()
-            if (job.state.state is TaskState.SUSPENDED and not job.lease_asked_bytes)
+            if (
+                job.state.state is TaskState.SUSPENDED
+                and not job.lease_asked_bytes
+                and job.move.state is not MoveState.COPYING
+            )
             or (job.state.state is TaskState.QUEUED and not self._is_leaving(job))
         ]
         return sorted(able, key=self.rank)
@@ -90,7 +94,7 @@ class Training:
         A commit that is still being copied is the one to resume from: a script that began before
         the flip would start from the one before it, and could commit an older step over it.
         """
-        return self._jobs.has_process(job) or bool(job.copying_epoch)
+        return self._jobs.has_process_of(job.name) or bool(job.copying_epoch)
 
     def _waiting_behind(self, running: Job) -> bool:
         """Whether another job wants the device, or memory the running one may have."""
@@ -323,9 +327,12 @@ class Training:
             job.turn_left_ms -= trained_ms
 
     def evict(self, name: JobName, cause: str) -> None:
-        """Ask a job on a worker to commit its last step and unwind."""
+        """Ask a job on a worker to commit its last step and unwind; not while its process copies
+        its state to another device, which it then does there if it is still wanted."""
         core, job = self._core, self._device.jobs[name]
         if not job.state.allows(TaskEvent.EVICT_REQUESTED) or job.slot is None:
+            return
+        if job.move.state is MoveState.COPYING:
             return
         job.state.apply(TaskEvent.EVICT_REQUESTED, cause)
         job.evictions += 1
@@ -387,4 +394,4 @@ class Training:
                 job.error += f"times without a commit in between (last status {status})"
                 job.state.apply(TaskEvent.ERROR, "no progress")
             self._jobs.unwound(job)
-        self._slices.release(name)
+        self._slices.release(Owner("slice", name))

@@ -92,10 +92,12 @@ class Device:
     def __init__(self) -> None:
         self.turn = 0
         self.stop_words: dict[int, int] = {}  # of trials, by slot
+        self.memories = 0  # that it has had so far
         self.clear()
 
     def clear(self) -> None:
         """The memory is gone with the daemon that owned it."""
+        self.memories += 1
         self.words: dict[int, Epoch] = {}
         self.contents: dict[ModelName, Held] = {}  # what lies there, or is on its way
         self.slices: dict[int, Image] = {}  # those that were written, by offset

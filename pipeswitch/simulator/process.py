@@ -28,6 +28,7 @@ class Scene:
     programs: dict[ModelName, Program] = field(default_factory=dict)
     scripts: dict[JobName, Training] = field(default_factory=dict)
     commits: dict[JobName, SimulatedArea] = field(default_factory=dict)  # memfds
+    devices: list[Device] = field(default_factory=list)  # all of the server's
 
 
 class Process:

@@ -17,6 +17,7 @@ from ..ipc.messages import (
     LeaseRefused,
     Message,
     ModelPrepared,
+    MoveTask,
     Ping,
     Pong,
     PrepareModel,
@@ -34,7 +35,7 @@ from .script import SimulatedScript
 from .violation import Violation, require
 
 NO_EPOCH = Epoch(0)
-OF_A_JOB = StopTask | GrantTurn | EvictTask | LeaseGranted | LeaseRefused
+OF_A_JOB = StopTask | GrantTurn | EvictTask | MoveTask | LeaseGranted | LeaseRefused
 
 
 class SimulatedInference:
@@ -75,6 +76,7 @@ class SimulatedWorker(Process):
         self.script: SimulatedScript | None = None
         self.begun: Epoch | None = NO_EPOCH  # its word on the board; None: not known
         self.lease: Span | None = None  # promised or its own, until it is reaped
+        self.target: tuple[int, Span] | None = None  # device, and where it may copy that to
         self._preparing: PrepareModel | None = None
         self._cleaning = NO_EPOCH
         self._job_epoch = NO_EPOCH  # of the RunJob on its way to it or in it

@@ -14,6 +14,7 @@ from ..ipc.messages import (
     CancelTransmit,
     LeaseGranted,
     Message,
+    MoveTask,
     OpenCommits,
     PrepareModel,
     RunInference,
@@ -66,6 +67,7 @@ class World:
         self.scenes = [
             self.scene, *(replace(self.scene, device=Device(), index=index) for index in others)
         ]  # fmt: skip
+        self.scene.devices += [scene.device for scene in self.scenes]
         self.clock, self.device = self.scene.clock, self.scene.device
         self.clients = SimulatedClients(self.scene, self.handle)
         self.daemons: dict[int, Any] = {}  # by device: each a SimulatedDaemon
@@ -198,6 +200,8 @@ class World:
                 self.workers[key] = self.new_worker(slot, generation, self.scenes[index])
                 if before is not None:
                     self._replace(before, self.workers[key])
+            case ev.HandOver():
+                self._hand_over(command)
             case ev.KillWorker(slot=slot, generation=generation, device=index):
                 worker = self.workers[key_of(index, slot)]
                 require(worker.generation == generation, "the wrong process is killed")
@@ -247,6 +251,11 @@ class World:
     def users(self, index: int) -> list[User]:
         """Every range of a device that is read or written now, and by whom."""
         found = [user for worker in self.workers_of(index) for user in worker.users()]
+        found += [
+            (f"what {worker.name} copies", worker.target[1])
+            for worker in self.workers.values()
+            if worker.target is not None and worker.target[0] == index
+        ]
         daemon = self.daemons.get(index)
         return found + daemon.users() if daemon is not None else found
 
@@ -290,6 +299,9 @@ class World:
         self.daemons[scene.index] = None
         self._reaped(daemon)
         scene.device.dirty = ()  # the next memory is another one
+        for worker in self.workers.values():
+            if worker.target is not None and worker.target[0] == scene.index:
+                worker.target = None
         for worker in self.workers_of(scene.index):
             if self.scene.choices.happens("takes_along", worker.name):
                 worker.end(70)
@@ -323,6 +335,11 @@ class World:
                     claims = self.claims(command.device)
                     worker.scene.device.claim(lease, f"the slice of {worker.name}", claims)
                 worker.lease = lease
+            case MoveTask(device=index, offset_bytes=start, size_bytes=size):
+                place = Span(start, start + size)
+                claims = self.claims(index)
+                self.scenes[index].device.claim(place, f"the slice of {worker.name}", claims)
+                worker.target = index, place
             case _:
                 pass
         worker.hear(command.channel, command.message)
@@ -343,6 +360,23 @@ class World:
         before.end(-9)
         self.dying.append(before)
 
+    def _hand_over(self, command: ev.HandOver) -> None:
+        """The old device's range of it has no owner now, and is not zeroed."""
+        worker = self.workers.pop(key_of(command.device, command.slot))
+        assert worker.lease is not None
+        assert worker.target is not None
+        worker.scene.device.dirty += (worker.lease,)
+        index, worker.lease = worker.target
+        require(index == command.to_device, "it was told to go to another device")
+        worker.target, worker.scene = None, self.scenes[index]
+        worker.slot, worker.generation = command.to_slot, command.to_generation
+        worker.name = f"worker {worker.slot}"
+        key = key_of(index, worker.slot)
+        before = self.workers.get(key)
+        self.workers[key] = worker
+        if before is not None:
+            self._replace(before, worker)
+
     def from_process(self, worker: SimulatedWorker, message: Message) -> None:
         self.handle(
             ev.FromWorker(slot=worker.slot, generation=worker.generation, message=message,
@@ -359,6 +393,8 @@ class World:
         scene = worker.scene
         if worker.lease is not None and self.daemons.get(scene.index) is not None:
             scene.device.dirty += (worker.lease,)
+        if worker.target is not None and self.daemons.get(worker.target[0]) is not None:
+            self.scenes[worker.target[0]].device.dirty += (worker.target[1],)
         self.handle(
             ev.WorkerExited(slot=worker.slot, generation=worker.generation,
                             status=worker.status or 0, begun_epoch=worker.begun,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from process_tools import (
     until,
     write_script,
 )
+
+from pipeswitch.client.client import Task
 
 WIDTH = 256
 ENVIRONMENT = {
@@ -105,6 +108,69 @@ def test_both_serve_to_the_bit_and_a_daemon_that_dies_under_load_costs_no_reques
     assert not set(pids(running, "cpu:1").values()) & set(dead.values())
 
 
+COUNTED = TRAIN.replace("import hashlib, sys", "import hashlib, sys, time").replace(
+    "job.epochs(3)", "job.epochs(int(sys.argv[2]))"
+).replace("    torch.manual_seed(0)", """
+    told = open(sys.argv[1] + ".told", "a", buffering=1)
+    told.write("begun\\n")
+    torch.manual_seed(0)""").replace("            net(x)", """
+            told.write(f"{job.step}\\n")
+            time.sleep(float(sys.argv[3]))
+            net(x)""")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("moves", "others", "epochs"), [(4, 6, 6), pytest.param(50, 100, 100, marks=pytest.mark.slow)]
+)
+def test_a_job_moves_with_its_process_and_repeats_no_step_unless_that_dies(
+    running: Checked, tmp_path: Path, moves: int, others: int, epochs: int
+) -> None:
+    """Then moves, evictions and kills at random; the end is that of a run without a server."""
+    script = write_script(tmp_path, "train.py", COUNTED)
+    task = running.client.train(script, args=[str(tmp_path / "m"), str(epochs), "0.005"])
+    until(lambda: task.status()["committed_step"] > 0, "it has committed")
+    before = task.status()
+    for index in range(moves):
+        assert task.move(f"cpu:{index % 2}")["on"] == f"cpu:{index % 2}"
+    row = task.status()
+    assert (row["evictions"], row["restarts"]) == (before["evictions"], before["restarts"])
+    assert row["moves"] - before["moves"] >= moves - 1
+    begun, *steps = (tmp_path / "m.told").read_text().split()
+    assert [begun, *steps] == ["begun", *map(str, range(len(steps)))]  # none lost, none twice
+    assert disturb(running, task, random.Random(7), others) == others, "it ended too soon"
+    assert finish(task)["step"] == 100 * epochs
+    run_plain(script, str(tmp_path / "plain"), str(epochs), "0")
+    assert (tmp_path / "m").read_text() == (tmp_path / "plain").read_text()
+
+
+def disturb(running: Checked, task: Task, chance: random.Random, count: int) -> int:
+    """Moves it, pauses it, kills its process; in the middle of a move too.
+
+    Returns:
+        How often it could, before the job ended.
+    """
+    for index in range(count):
+        if task.status()["state"] in ("done", "failed"):
+            return index
+        what = chance.choice(["move", "move", "move", "pause", "kill", "kill in a move"])
+        to = f"cpu:{chance.randrange(2)}"
+        if what == "pause":
+            task.pause()
+            task.resume()
+        elif what == "move":
+            task.move(to)
+        else:
+            row = running.row(task.name)
+            moving = threading.Thread(target=task.move, args=(to,))
+            if what == "kill in a move":
+                moving.start()
+            if row["pid"]:
+                kill(row["pid"])
+            if what == "kill in a move":
+                moving.join()
+    return count
+
+
 def test_a_job_goes_on_where_a_device_is_when_its_own_dies(
     running: Checked, tmp_path: Path
 ) -> None:
@@ -115,7 +181,7 @@ def test_a_job_goes_on_where_a_device_is_when_its_own_dies(
     ]
     until(lambda: all(task.status()["committed_step"] > 0 for task in tasks), "both have committed")
     on = {row["name"]: row["on"] for row in running.rows("job")}
-    assert sorted(on.values()) == ["cpu:0", "cpu:1"]
+    assert {on["k"], on["l"]} == {"cpu:0", "cpu:1"}
     for device in (on["l"], on["k"]):
         assert tasks[0].move(device)["on"] == device
     kill(pids(running, on["l"])["memory-daemon"])

@@ -22,6 +22,7 @@ def job(name: str, **more: Any) -> dict[str, Any]:
     return {
         "kind": "job", "name": name, "entry": "x.py", "args": ["a"], "priority": 1, "tenant": "",
         "share": "",
+        "devices": [],
         **more,
     }  # fmt: skip
 
@@ -95,6 +96,19 @@ def test_a_journal_of_a_release_without_holds_keeps_what_it_has(tmp_path: Path) 
         assert set(last.holds) == {"one"}
 
 
+def test_where_a_job_went_is_known_until_it_ends_or_runs_again(tmp_path: Path) -> None:
+    with opened(tmp_path) as file:
+        for name in ("kept", "over", "again"):
+            file.append(job(name, devices=["cpu:0", "cpu:1"]))
+            for device in ("cpu:0", "cpu:1"):
+                file.append({"kind": "placed", "name": name, "device": device, "is_sent": True})
+        file.append({"kind": "ended", "name": "over", "record": {}})
+        file.append(job("again"))
+    with opened(tmp_path) as again:
+        assert again.jobs["kept"]["devices"] == ["cpu:0", "cpu:1"]
+        assert {name: entry["device"] for name, entry in again.placed.items()} == {"kept": "cpu:1"}
+
+
 def test_an_ended_job_is_there_until_it_is_removed_or_runs_again(tmp_path: Path) -> None:
     record = {"state": "done", "step": 7}
     with opened(tmp_path) as file:
@@ -115,7 +129,8 @@ def test_jobs_of_a_release_without_ended_ones_are_the_owners(tmp_path: Path) -> 
         file.append(job("one", tenant="a"))
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database:
         database.execute("ALTER TABLE job DROP COLUMN tenant")
-        database.execute("ALTER TABLE job DROP COLUMN share")
+        for column in ("share", "devices"):
+            database.execute(f"ALTER TABLE job DROP COLUMN {column}")
         database.execute("DROP TABLE ended")
         database.execute("PRAGMA user_version = 3")
     with opened(tmp_path) as again:
@@ -308,6 +323,6 @@ def test_a_journal_of_a_later_release_is_left_alone(tmp_path: Path) -> None:
         file.append(job("one"))
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database:
         database.execute(f"PRAGMA user_version = {journal.SCHEMA_VERSION + 1}")
-    with pytest.raises(ConfigError, match="schema 7, this release knows 6"):
+    with pytest.raises(ConfigError, match="schema 8, this release knows 7"):
         JournalFile(tmp_path / FILE_NAME)
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]

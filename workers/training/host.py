@@ -142,6 +142,11 @@ class JobHost:
         reach("job.committed")
         return answer.copy_ms
 
+    def await_copied(self) -> None:
+        """Until no commit is being copied from the slice."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._commit_number or self._committed is not None)
+
     @property
     def is_publishing(self) -> bool:
         """A commit is about to be copied: the next one would come into its place."""

@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, Literal
 
-from ...errors import RemoteProtocolError, TaskFailed
+from ...errors import LocalProtocolError, RemoteProtocolError, TaskFailed
 from ...ipc.board import Board
+from ...ipc.messages import MoveTask
 from ...programs.layout import TensorSpec
 from ..orders import WORD_BYTES, WORD_MASK
 from ..waiting import Waiter
@@ -127,6 +128,10 @@ class CudaPoolView:
             size_bytes=size_bytes, file_offset_bytes=0,
         )  # fmt: skip
         return self._side.tensor(self._arena, spec, 0)
+
+    def move(self, order: MoveTask, descriptors: Sequence[int]) -> int:
+        """Never asked for: here a job moves with its last commit."""
+        raise LocalProtocolError(f"a slice on {self.device} cannot move to device {order.device}")
 
     def take_slice(self, size_bytes: int) -> None:
         """From now on programs allocate behind the arena; call once, before any other thread."""

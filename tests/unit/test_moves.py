@@ -1,0 +1,273 @@
+"""Jobs that go to another device with their process: what is lost when something dies meanwhile."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pipeswitch.config import Config
+from pipeswitch.controller.main import _sizes
+from pipeswitch.devices.choosing import ChosenDevice
+from pipeswitch.ipc.messages import JobName, LeaseRequest, ModelName
+from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.core import SchedulerSettings
+from pipeswitch.scheduler.records import Job
+from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.states import MoveState, TaskState
+from pipeswitch.simulator.costs import Costs, Link, Training
+from pipeswitch.simulator.programs import program_of
+from pipeswitch.simulator.world import World
+
+MIB = 1 << 20
+J = JobName("j")
+TRAINING = Training(steps=60, slice_bytes=4 * MIB, state_bytes=MIB, step_ms=100.0)
+
+
+class Server:
+    """Two devices, and a job that has begun on the first."""
+
+    def __init__(self, **settings: float) -> None:
+        self.settings = SchedulerSettings(
+            arena_bytes=24 * MIB, store_bytes=256 * MIB, words=64, standby=1,
+            commit_every_ms=300.0, **settings,  # type: ignore[arg-type]
+        )  # fmt: skip
+        each = [replace(self.settings, device=f"cpu:{index}") for index in range(2)]
+        self.scheduler = Scheduler(self.settings, devices=each)
+        costs = Costs(to_device=Link(bytes_per_ms=MIB / 4), reap_ms=5.0)
+        self.world = World(self.scheduler, costs=costs)
+        self.clients = self.world.clients
+        self.clients.train(J, TRAINING)
+        self.run(250.0)
+
+    @property
+    def job(self) -> Job:
+        job = self.scheduler.machine.jobs.get(J)
+        assert job is not None
+        return job
+
+    @property
+    def on(self) -> int:
+        return self.scheduler.machine.jobs.home(self.job).state.index
+
+    def run(self, ms: float) -> None:
+        self.world.run(self.world.now_ms + ms)
+
+    def move(self, to: int) -> None:
+        token = self.clients.token()
+        self.world.handle(ev.JobAsked(token=token, job=J, action="move", to=f"cpu:{to}"))
+
+    def run_until_it_copies(self) -> None:
+        while self.job.move.state is not MoveState.COPYING:
+            assert self.on == 0, "it has arrived already"
+            self.run(0.01)
+
+    def finish(self) -> Job:
+        """No process, lease or client is left behind."""
+        self.world.run()
+        regions = [one for d in self.scheduler.machine.devices for one in d.arena.regions]
+        assert {region.owner.kind for region in regions} <= {"words", "model"}
+        assert not self.clients.open
+        assert (self.job.state.state, self.job.step) == (TaskState.DONE, TRAINING.steps)
+        return self.job
+
+
+def test_a_job_takes_its_process_along_and_computes_no_step_again() -> None:
+    server = Server()
+    worker = next(one for one in server.world.workers.values() if one.script is not None)
+    began_ms = server.world.now_ms
+    for to in (1, 0, 1):
+        server.move(to)
+        server.run(350.0)
+        assert (server.on, worker.scene.index) == (to, to)
+    job = server.finish()
+    assert (job.moves, job.evictions, job.restarts, job.steps_recomputed) == (3, 0, 0, 0)
+    took_ms = job.ended_at_ms - began_ms
+    assert took_ms < TRAINING.steps * TRAINING.step_ms
+    slots = [len(device.state.workers) for device in server.scheduler.machine.devices]
+    assert max(slots) <= 3  # active, standby, suspended
+
+
+def test_what_an_idle_job_leaves_behind_is_zeroed_before_a_model_comes_there() -> None:
+    server = Server()
+    server.clients.register(ModelName("m"), program_of("dm", 20 * MIB, groups=2, layer_ms=2.0),
+                            devices=("cpu:0",))  # fmt: skip
+    server.run(50.0)
+    server.move(1)
+    server.clients.infer(ModelName("m"))  # the world refuses what overlaps a slice's bytes
+    server.finish()
+    assert server.clients.outcomes["ok"] == 4
+
+
+@pytest.mark.parametrize("victim", ["process", "old daemon", "new daemon"])
+def test_whatever_dies_while_it_copies_the_last_commit_counts(victim: str) -> None:
+    server = Server()
+    server.run(400.0)  # it has committed
+    server.move(1)
+    server.run_until_it_copies()
+    if victim == "process":
+        next(one for one in server.world.workers.values() if one.script is not None).end(-9)
+    else:
+        server.world.daemons[int(victim == "new daemon")].end(-9)
+    server.run(100.0)
+    assert server.job.restarts == 1
+    server.finish()
+    assert server.on == 1
+
+
+def test_where_there_is_no_room_for_it_a_job_leaves_its_process_behind() -> None:
+    server = Server()
+    server.clients.train(JobName("k"), replace(TRAINING, slice_bytes=20 * MIB))
+    server.run(250.0)
+    server.move(1)
+    server.run(200.0)
+    assert (server.on, server.job.moves, server.job.evictions) == (1, 0, 1)
+    server.finish()
+
+
+def test_a_job_that_asks_for_another_slice_meanwhile_leaves_its_process_behind() -> None:
+    server = Server()
+    server.move(1)
+    server.run_until_it_copies()
+    state = server.scheduler.machine.devices[0].state
+    assert server.job.slot is not None
+    asked = LeaseRequest(epoch=server.job.epoch, slice_bytes=4 * MIB, state_bytes=MIB)
+    generation = state.workers[server.job.slot].generation
+    server.world.handle(
+        ev.FromWorker(slot=server.job.slot, generation=generation, message=asked, device=0)
+    )
+    assert server.job.move.state is MoveState.LEAVING
+    server.finish()
+    assert (server.on, server.job.moves, server.job.evictions) == (1, 0, 1)
+
+
+def test_a_user_who_asks_for_a_device_that_is_lost_meanwhile_is_told_at_once() -> None:
+    server = Server(restart_backoff_ms=1e6, max_daemon_restarts=0)
+    server.move(1)
+    server.run_until_it_copies()
+    server.world.daemons[1].end(-9)
+    server.run(20.0)
+    assert server.clients.outcomes["ServerUnavailable"] == 1
+    assert server.on == 0
+    server.finish()
+
+
+def test_what_was_asked_of_it_while_it_copies_is_done_when_it_is_there() -> None:
+    server = Server()
+    server.move(1)
+    server.run_until_it_copies()
+    server.clients.ask(J, "pause")
+    server.run(50.0)
+    assert (server.on, server.job.state.state, server.job.moves) == (1, TaskState.PAUSED, 1)
+    server.clients.ask(J, "resume")
+    server.finish()
+
+
+def test_a_job_is_limited_to_devices_and_is_where_it_was_after_a_restart() -> None:
+    server = Server()
+    entries: list[dict[str, Any]] = []
+    perform = server.world.perform
+
+    def note(commands: list[ev.Command]) -> None:
+        entries.extend(one.entry for one in commands if isinstance(one, ev.Journal))
+        perform(commands)
+
+    server.world.perform = note  # type: ignore[method-assign]
+    for devices in (("cpu:7",), ("cpu:1",)):
+        asked = ev.TrainAsked(token=server.clients.token(), job=JobName("k"), entry="x.py", args=(),
+                              priority=1, devices=devices)  # fmt: skip
+        server.world.scene.scripts[JobName("k")] = TRAINING
+        server.world.handle(asked)
+    assert server.clients.outcomes == {"InvalidInput": 1, "ok": 2}
+    server.world.handle(ev.JobAsked(
+        token=server.clients.token(), job=JobName("k"), action="move", to="cpu:0"))  # fmt: skip
+    assert server.clients.outcomes["InvalidInput"] == 2
+    server.move(1)
+    server.run(50.0)
+    (job,) = (one for one in entries if one["kind"] == "job")
+    (placed,) = (one for one in entries if one["kind"] == "placed")
+    assert (job["devices"], placed["name"], placed["device"]) == (["cpu:1"], "j", "cpu:1")
+    jobs = Server().scheduler.machine.jobs
+    jobs.restore(JobName("n"), "x.py", (), 1, 0, -1, placed=placed)
+    jobs.restore(JobName("o"), "x.py", (), 1, 0, -1, devices=("cpu:7", "cpu:0"))
+    found = [jobs.get(JobName(name)) for name in "no"]
+    assert [one.allowed for one in found if one is not None] == [("cpu:1",), ("cpu:0",)]
+    assert [jobs.home(one).state.index for one in found if one is not None] == [1, 0]
+
+
+def hold(server: Server, ms: float) -> None:
+    """Requests that only the first device may serve keep it computing."""
+    program = program_of("dm", MIB, groups=2, layer_ms=50.0)
+    server.clients.register(ModelName("m"), program, devices=("cpu:0",))
+    server.run(50.0)
+    for _ in range(int(ms / 100.0)):
+        server.clients.infer(ModelName("m"))
+    server.run(ms)
+
+
+@pytest.mark.parametrize(("after_ms", "is_idle", "expected"), [
+    (300.0, True, (1, 1)), (0.0, True, (0, 0)), (300.0, False, (0, 0)), (3e6, True, (0, 0)),
+])  # fmt: skip
+def test_a_job_whose_device_requests_hold_goes_to_an_idle_one_after_a_while(
+    after_ms: float, is_idle: bool, expected: tuple[int, int]
+) -> None:
+    server = Server(move_after_ms=after_ms)
+    if not is_idle:
+        server.clients.train(JobName("k"), TRAINING)
+    hold(server, 1000.0)
+    assert (server.on, server.job.moves) == expected
+    server.finish()
+
+
+def test_a_job_that_its_user_sent_somewhere_stays_there() -> None:
+    server = Server(move_after_ms=300.0)
+    server.move(0)
+    hold(server, 1000.0)
+    assert (server.on, server.job.moves) == (0, 0)
+    server.finish()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_hundred_moves_evictions_and_kills_lose_and_repeat_no_committed_step(seed: int) -> None:
+    """The world compares each image with the one of an undisturbed run (I2), and each use of a
+    range with those of others (I4)."""
+    chance = random.Random(seed)
+    server = Server(max_job_deaths=1000, max_daemon_restarts=1000, restart_backoff_ms=10.0)
+    for _ in range(100):
+        if server.job.state.state is TaskState.DONE:
+            break
+        what = chance.choice(["move", "move", "move", "hold", "process", "daemon"])
+        if what == "move":
+            server.move(chance.randrange(2))
+        elif what == "hold":
+            server.clients.ask(J, "pause")
+            server.clients.ask(J, "resume")
+        elif what == "process":
+            workers = list(server.world.workers.values())
+            chance.choice(workers).end(-9) if workers else None
+        else:
+            daemon = server.world.daemons.get(chance.randrange(2))
+            if daemon is not None:
+                daemon.end(-9)
+        server.run(chance.choice([0.01, 0.1, 1.0, 10.0, 100.0, 400.0]))
+    server.finish()
+
+
+def test_each_slot_that_jobs_in_place_and_standbys_take_has_a_bell() -> None:
+    """A worker in a slot without one could not start."""
+    config = Config()
+    bells = _sizes(config, ChosenDevice("cpu", "asked for"), 1).bell_count
+    settings = SchedulerSettings(
+        arena_bytes=64 * MIB, store_bytes=256 * MIB, words=64, training_cycle_ms=50.0,
+        standby=config.workers.standby,
+    )  # fmt: skip
+    scheduler = Scheduler(settings)
+    world = World(scheduler)
+    for name in "jklmn":
+        world.clients.train(JobName(name), TRAINING)
+    world.run(1000.0)
+    slots = scheduler.machine.devices[0].state.workers
+    assert len(slots) > 1 + config.workers.standby + 1  # several are suspended
+    assert max(slots) < bells
