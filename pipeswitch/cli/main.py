@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import sys
 from typing import Any, NoReturn
 
@@ -32,6 +33,7 @@ class Cli(click.Group):
         return simulate
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
+        _open_standard_streams()
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")  # a locale without ✔, a name without a letter
@@ -50,6 +52,16 @@ class Cli(click.Group):
         except (KeyboardInterrupt, click.Abort):
             sys.exit(EXIT_INTERRUPTED)
         sys.exit(status if isinstance(status, int) else EXIT_OK)
+
+
+def _open_standard_streams() -> None:
+    """A closed one (``>&-``) is /dev/null: else the next file that opens would get its text."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdin = sys.stdin or os.fdopen(0)
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
 
 
 def _die(error: PipeSwitchError, *, as_json: bool) -> NoReturn:

@@ -540,3 +540,21 @@ def test_ps_has_a_column_for_the_device_where_there_are_several() -> None:
     assert "ON" not in [column.header for column in views.ps_table([row]).columns]
     headers = [column.header for column in views.ps_table([{**row, "on": "cpu:1"}]).columns]
     assert headers[:6] == ["MODEL/JOB", "KIND", "STATE", "WORKER", "ON", "DEVICE"]
+
+
+def test_streams_that_the_caller_closed_are_no_place_for_the_next_file(tmp_path: Path) -> None:
+    """Else a server's journal or socket is what libraries print to; and tables cannot be shown."""
+    code = (
+        "import os, sys\n"
+        "from pipeswitch.cli.main import Cli\n"
+        "from pipeswitch.cli.views import console\n"
+        "try: Cli().main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "console().print('a table'); print('said', file=sys.stderr)\n"
+        "found = [os.readlink(f'/proc/self/fd/{n}') for n in range(3)]\n"
+        "open(sys.argv[1], 'w').write(' '.join(found))"
+    )
+    found = tmp_path / "found"
+    script = 'exec "$0" -P -c "$1" "$2" <&- >&- 2>&-'
+    subprocess.run(["sh", "-c", script, sys.executable, code, found], check=True)
+    assert found.read_text() == "/dev/null /dev/null /dev/null"
