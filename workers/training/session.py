@@ -339,7 +339,8 @@ class TrainingSession:
             if not self._objects.is_same(objects):
                 raise InvalidInput(
                     "the loops inside one job.epochs train different objects",
-                    hint="pass all models, optimizers and schedulers to each of them",
+                    hint="pass all models, optimizers and schedulers to each of them, and make new "
+                    "ones between two job.epochs",
                 )
             return
         self._release()
