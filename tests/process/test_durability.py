@@ -51,14 +51,14 @@ ENVIRONMENT = {
 WRITER = """
     import os, sys
     from pathlib import Path
-    from pipeswitch.controller.journal import JournalFile
+    from pipeswitch.controller.journal import FIELDS, JournalFile
 
     journal = JournalFile(Path(sys.argv[1]))
     number = int(sys.argv[2])
+    empty = {field: kind() for field, kind in FIELDS["job"].items()}
     while True:
         name = f"j{number}"
-        entry = {"kind": "job", "name": name, "entry": "x.py", "args": ["x" * 900], "priority": 1,
-                 "tenant": "", "share": ""}  # fmt: skip
+        entry = {**empty, "kind": "job", "name": name, "args": ["x" * 900]}
         os.write(1, f"{name} asked\\n".encode())
         journal.append(entry)
         os.write(1, f"{name} there\\n".encode())

@@ -40,7 +40,7 @@ from process_tools import (
     write_script,
 )
 
-from pipeswitch.controller.journal import FILE_NAME
+from pipeswitch.controller.journal import FIELDS, FILE_NAME
 from pipeswitch.controller.processes import Child, Processes
 from pipeswitch.errors import (
     AlreadyExists,
@@ -459,6 +459,10 @@ def test_a_start_on_a_read_only_disk_is_one_line(small_disk: Path) -> None:
     assert "Traceback" not in str(refused.value)
 
 
+SOUND = {bytes: b"spec", str: "s", int: 1, bool: 0, list: "[]"}
+"""What each kind of column of the journal may hold."""
+
+
 def test_damage_to_the_state_directory_costs_what_is_damaged_alone(tmp_path: Path) -> None:
     state = tmp_path / "state"
     modules = {name: mlp(64, 2, seed) for seed, name in enumerate(("a", "b", "c"), 1)}
@@ -467,14 +471,21 @@ def test_damage_to_the_state_directory_costs_what_is_damaged_alone(tmp_path: Pat
         for name, module in modules.items():
             checked.client.register(name, module, example_inputs=(SMALL,))
             digests[name] = checked.client.show(name)["digest"]
+    deep = "[" * 100_000
     garbage = [
-        ("half", None, None, None, None, None, None), ("bytes", "text", 1, 2, "high", "x", 3),
-        ("../../etc", b"", "s", "d", 1, 0, ""), (b"\xff\xfe\x00", b"spec", "s", "d", 1, 0, ""),
+        ("model", "half", dict.fromkeys(FIELDS["model"])),
+        ("model", "bytes", {"spec": "text", "digest": 2, "priority": "high", "tenant": 3}),
+        ("model", "../../etc", {}), ("model", b"\xff\xfe\x00", {}),
+        ("job", "j", {"entry": 3, "args": "[4", "priority": "x", "tenant": 5, "share": 6}),
+        ("job", "deep", {"args": deep, "tenant": None}),
     ]  # fmt: skip
     with contextlib.closing(sqlite3.connect(state / FILE_NAME)) as database, database:
-        database.executemany("INSERT INTO model VALUES (?, ?, ?, ?, ?, ?, ?)", garbage)
-        database.execute("INSERT INTO job VALUES ('j', 3, '[4', 'x', 5, 6)")
-        database.execute("INSERT INTO job VALUES ('deep', 'x.py', ?, 1, NULL, '')", ["[" * 100_000])
+        for kind, name, wrong in garbage:
+            row = {"name": name, **{f: SOUND[type_] for f, type_ in FIELDS[kind].items()}, **wrong}
+            marks = ", ".join("?" * len(row))
+            database.execute(
+                f"INSERT INTO {kind} ({', '.join(row)}) VALUES ({marks})", [*row.values()]
+            )
     weights = next((state / "models" / digests["b"]).glob("*.safetensors"), None) or max(
         (state / "models" / digests["b"]).iterdir(), key=lambda path: path.stat().st_size
     )
