@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from process_tools import (
+    DIGESTED,
     Checked,
     checked_server,
     eager,
@@ -30,24 +31,6 @@ ENVIRONMENT = {
     "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "50ms",
     "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
 }
-TRAIN = """
-    import hashlib, sys
-    import torch
-    from pipeswitch import job
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(), torch.nn.Linear(64, 8))
-    net.to(job.device)
-    optimizer = torch.optim.Adam(net.parameters(), 0.001)
-    data = [torch.full((512, 64), float(i % 7)) for i in range(100)]
-    for epoch in job.epochs(3):
-        for x in job.steps(data, model=net, optimizer=optimizer):
-            net(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    state = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
-    with open(sys.argv[1], "w") as file:
-        file.write(f"{job.step} {hashlib.sha256(state).hexdigest()}")
-"""
 
 
 @pytest.fixture(scope="module")
@@ -108,14 +91,12 @@ def test_both_serve_to_the_bit_and_a_daemon_that_dies_under_load_costs_no_reques
     assert not set(pids(running, "cpu:1").values()) & set(dead.values())
 
 
-COUNTED = TRAIN.replace("import hashlib, sys", "import hashlib, sys, time").replace(
-    "job.epochs(3)", "job.epochs(int(sys.argv[2]))"
-).replace("    torch.manual_seed(0)", """
+COUNTED = DIGESTED.replace("hashlib,", "hashlib, time,").replace("    torch.manual_seed(0)", """
     told = open(sys.argv[1] + ".told", "a", buffering=1)
     told.write("begun\\n")
     torch.manual_seed(0)""").replace("            net(x)", """
             told.write(f"{job.step}\\n")
-            time.sleep(float(sys.argv[3]))
+            time.sleep(float(sys.argv[4]))
             net(x)""")  # fmt: skip
 
 
@@ -127,7 +108,7 @@ def test_a_job_moves_with_its_process_and_repeats_no_step_unless_that_dies(
 ) -> None:
     """Then moves, evictions and kills at random; the end is that of a run without a server."""
     script = write_script(tmp_path, "train.py", COUNTED)
-    task = running.client.train(script, args=[str(tmp_path / "m"), str(epochs), "0.005"])
+    task = running.client.train(script, args=[str(tmp_path / "m"), str(epochs), "512", "0.005"])
     until(lambda: task.status()["committed_step"] > 0, "it has committed")
     before = task.status()
     for index in range(moves):
@@ -139,7 +120,7 @@ def test_a_job_moves_with_its_process_and_repeats_no_step_unless_that_dies(
     assert [begun, *steps] == ["begun", *map(str, range(len(steps)))]  # none lost, none twice
     assert disturb(running, task, random.Random(7), others) == others, "it ended too soon"
     assert finish(task)["step"] == 100 * epochs
-    run_plain(script, str(tmp_path / "plain"), str(epochs), "0")
+    run_plain(script, str(tmp_path / "plain"), str(epochs), "512", "0")
     assert (tmp_path / "m").read_text() == (tmp_path / "plain").read_text()
 
 
@@ -175,9 +156,10 @@ def test_a_job_goes_on_where_a_device_is_when_its_own_dies(
     running: Checked, tmp_path: Path
 ) -> None:
     """Two jobs train at once, each on its device; the end is that of a run without a server."""
-    script = write_script(tmp_path, "train.py", TRAIN)
+    script = write_script(tmp_path, "train.py", DIGESTED)
     tasks = [
-        running.client.train(script, name=name, args=[str(tmp_path / name)]) for name in ("k", "l")
+        running.client.train(script, name=name, args=[str(tmp_path / name), "3", "512"])
+        for name in ("k", "l")
     ]
     until(lambda: all(task.status()["committed_step"] > 0 for task in tasks), "both have committed")
     on = {row["name"]: row["on"] for row in running.rows("job")}
@@ -186,6 +168,6 @@ def test_a_job_goes_on_where_a_device_is_when_its_own_dies(
         assert tasks[0].move(device)["on"] == device
     kill(pids(running, on["l"])["memory-daemon"])
     assert [finish(task)["step"] for task in tasks] == [300, 300]
-    run_plain(script, str(tmp_path / "plain"))
+    run_plain(script, str(tmp_path / "plain"), "3", "512")
     plain = (tmp_path / "plain").read_text()
     assert [(tmp_path / name).read_text() for name in ("k", "l")] == [plain, plain]

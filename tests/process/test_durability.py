@@ -23,6 +23,7 @@ from pipeswitch.errors import PipeSwitchError
 from pipeswitch.failpoints import POINTS, VARIABLE
 from tests.process.figures import publishing, say
 from tests.process.tools import (
+    DIGESTED,
     Checked,
     checked_server,
     finish,
@@ -138,27 +139,6 @@ def test_three_hundred_killed_writers_lose_nothing(tmp_path: Path) -> None:
 SHORT = """
     from pipeswitch import job
     print("ran")
-"""
-TRAINS = """
-    import os, sys
-    import torch
-    from pipeswitch import job
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(), torch.nn.Linear(64, 8))
-    net.to(job.device)
-    optimizer = torch.optim.Adam(net.parameters(), 0.001)
-    data = [torch.full((64, 64), float(i % 7)) for i in range(100)]
-    for epoch in job.epochs(int(sys.argv[2])):
-        if os.path.exists(f"{sys.argv[1]}.enough-{epoch}"):
-            break
-        for x in job.steps(data, model=net, optimizer=optimizer):
-            net(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    import hashlib
-    state = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
-    with open(sys.argv[1], "w") as file:
-        file.write(f"{job.step} {hashlib.sha256(state).hexdigest()}")
 """
 
 
@@ -279,7 +259,7 @@ def kill_servers(folder: Path, kills: int, seed: int) -> dict[str, int]:
     Every ``LIVES_OF_A_JOB`` lives the job that trains comes to its end, is judged against its
     plain run, and another one begins.
     """
-    script, ledger = write_script(folder, "trains.py", TRAINS), Ledger(folder)
+    script, ledger = write_script(folder, "trains.py", DIGESTED), Ledger(folder)
     generator = random.Random(seed)
     (folder / "points").mkdir()
     options: dict[str, Any] = {
@@ -290,7 +270,7 @@ def kill_servers(folder: Path, kills: int, seed: int) -> dict[str, int]:
         name = f"trains-{found['jobs']}"
         served, plain = folder / f"{name}.served", folder / f"{name}.plain"
         with checked_server(settles=False, **options) as first:
-            first.client.train(script, name=name, args=[str(served), "1000000"])
+            first.client.train(script, name=name, args=[str(served), "1000000", "64"])
         ledger.persisted_step = -1
         for _ in range(min(LIVES_OF_A_JOB, kills - found["kills"])):
             live_and_die(ledger, folder, name, generator)
@@ -303,7 +283,7 @@ def kill_servers(folder: Path, kills: int, seed: int) -> dict[str, int]:
             epoch = task.status()["step"] // EPOCH_STEPS + 5  # no step of it is made yet
             Path(f"{served}.enough-{epoch}").touch()
             found["steps"] += finish(task)["step"]
-        run_plain(script, str(plain), str(epoch))
+        run_plain(script, str(plain), str(epoch), "64")
         assert served.read_text() == plain.read_text()
         found["jobs"] += 1
         say(f"{folder.name}: {found['kills']} of {kills} servers killed: {json.dumps(found)}")

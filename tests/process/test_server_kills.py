@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from process_tools import (
+    DIGESTED,
     Checked,
     check_identity,
     checked_server,
@@ -412,31 +413,10 @@ def test_children_of_a_killed_controller_leave_within_two_seconds(tmp_path: Path
             assert future.done()
 
 
-RESUMES = """
-    import sys
-    import torch
-    from pipeswitch import job
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(), torch.nn.Linear(64, 8))
-    net.to(job.device)
-    optimizer = torch.optim.Adam(net.parameters(), 0.001)
-    data = [torch.full((512, 64), float(i % 7)) for i in range(100)]
-    for epoch in job.epochs(12):
-        for x in job.steps(data, model=net, optimizer=optimizer):
-            net(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    import hashlib
-    state = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
-    with open(sys.argv[1], "w") as file:
-        file.write(f"{job.step} {hashlib.sha256(state).hexdigest()}")
-"""
-
-
 @pytest.mark.parametrize("end", [pytest.param("SIGTERM", marks=pytest.mark.soak), "SIGKILL"])
 def test_a_restarted_server_has_its_models_and_resumes_its_jobs(end: str, tmp_path: Path) -> None:
-    script = write_script(tmp_path, "resumes.py", RESUMES)
-    run_plain(script, str(tmp_path / "plain"))
+    script = write_script(tmp_path, "resumes.py", DIGESTED)
+    run_plain(script, str(tmp_path / "plain"), "12", "512")
     state = tmp_path / "state"
     module = mlp(64, 2, 7)
     x = torch.ones(1, 64)
@@ -448,7 +428,8 @@ def test_a_restarted_server_has_its_models_and_resumes_its_jobs(end: str, tmp_pa
         first.client.register("kept", module, example_inputs=(x,))
         first.client.register("dropped", mlp(16, 1, 8), example_inputs=(torch.ones(1, 16),))
         first.client.unregister("dropped")
-        task = first.client.train(script, name="resumes", args=[str(tmp_path / "served")])
+        args = [str(tmp_path / "served"), "12", "512"]
+        task = first.client.train(script, name="resumes", args=args)
         until(lambda: task.status()["step"] > 20, "it trains")
         paused = task.pause()  # what is put aside is written to disk at once
         persisted = paused["committed_step"]

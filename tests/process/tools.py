@@ -276,6 +276,30 @@ LOOP = """
 """A job that trains until it is cancelled."""
 
 
+DIGESTED = """
+    import hashlib, os, sys
+    import torch
+    from pipeswitch import job
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(), torch.nn.Linear(64, 8))
+    net.to(job.device)
+    optimizer = torch.optim.Adam(net.parameters(), 0.001)
+    data = [torch.full((int(sys.argv[3]), 64), float(i % 7)) for i in range(100)]
+    for epoch in job.epochs(int(sys.argv[2])):
+        if os.path.exists(f"{sys.argv[1]}.enough-{epoch}"):
+            break
+        for x in job.steps(data, model=net, optimizer=optimizer):
+            net(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    state = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
+    with open(sys.argv[1], "w") as file:
+        file.write(f"{job.step} {hashlib.sha256(state).hexdigest()}")
+"""
+"""OUT EPOCHS ROWS: epochs of 100 steps, each of so many rows; it ends before epoch N if
+``OUT.enough-N`` is there. Then step and digest of the parameters are in OUT."""
+
+
 _numbers = itertools.count()
 
 
