@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 SERVICE: Final = "inference.GRPCInferenceService"
 HEALTH_SERVICE: Final = "grpc.health.v1.Health"
 SPARE_BYTES: Final = 1 << 20  # of a message, beside its tensors
+CONNECTIONS_SHARE: Final = 8  # one for so many of HTTP: one that resets calls costs up to 0.6 MiB
 WATCH_EVERY_S: Final = 1.0  # how soon a watcher of the health learns of a change
 OPTIONS: Final = (
     ("grpc.max_send_message_length", -1),
@@ -56,8 +57,11 @@ async def open_server(
     service: Service, callers: Callers, settings: GatewaySettings
 ) -> grpc.aio.Server:
     """A server that listens."""
-    size = ("grpc.max_receive_message_length", settings.max_body_bytes + SPARE_BYTES)
-    server = grpc.aio.server(options=[*OPTIONS, size], maximum_concurrent_rpcs=1024)
+    bounds = (
+        ("grpc.max_receive_message_length", settings.max_body_bytes + SPARE_BYTES),
+        ("grpc.max_allowed_incoming_connections", settings.max_connections // CONNECTIONS_SHARE),
+    )
+    server = grpc.aio.server(options=[*OPTIONS, *bounds], maximum_concurrent_rpcs=1024)
     server.add_generic_rpc_handlers(Calls(service, callers).handlers())
     if settings.tls_cert:
         pair = Path(settings.tls_key).read_bytes(), Path(settings.tls_cert).read_bytes()

@@ -44,10 +44,13 @@ JOIN_BYTES: Final = 64 << 10  # an answer up to here leaves in one call
 MAX_HEADERS: Final = 100
 UNREAD_BYTES: Final = 16 << 10  # of answers, before the next one is computed
 MAX_AHEAD: Final = 16  # requests of one connection, sent before the answers to those ahead of them
+GROWTH: Final = 2  # of a body in chunks: bytes held while it grows, at most, for each that came
 CHUNK_OVERHEAD: Final = 8  # bytes around each byte of a body in chunks: chunks of one byte have 5
 CODINGS: Final = ("gzip", "x-gzip", "deflate")  # of bodies, as Triton's clients send them
 INLINE_BYTES: Final = 2 << 10  # of a compressed body: a thousand times as much at most, 2 ms
 AGAIN: Final = "send again in a moment"
+GRACE_S: Final = 1.0  # no crowd takes the place of who moved so lately: good requests come at once
+ANSWERED_GRACE_S: Final = 10.0  # the same, of who has asked before
 LINGER_S: Final = 2.0  # a refused peer may still send: hung up on at once, it would not read why
 _scratch = memoryview(bytearray(SCRATCH_BYTES))  # parsed before any other connection's turn
 
@@ -175,20 +178,22 @@ class HttpServer:
             connection.abort()
 
     def enter(self, connection: Connection) -> bool:
-        """Whether there is room for one more; the longest idle one makes some if need be."""
+        """Whether there is room for one more; the least of the others makes some if need be."""
         peer = connection.peer
         is_crowded = self._by_peer[peer] >= self.limits.connections_per_address
         if is_crowded or len(self.connections) >= self.limits.connections:
-            idle = [
-                other
+            now_s = time.monotonic()
+            claims = [
+                (claim, other)
                 for other in self.connections
-                if other.is_idle and (not is_crowded or other.peer == peer)
+                if (not is_crowded or other.peer == peer)
+                and (claim := other.claim(now_s)) is not None
             ]
-            if not idle:
+            if not claims:
                 return False
-            longest = min(idle, key=lambda other: other.since_s)
-            self.leave(longest)  # now: several may come before asyncio tells of its end
-            longest.abort()
+            _, least = min(claims, key=lambda one: one[0])
+            self.leave(least)  # now: several may come before asyncio tells of its end
+            least.abort()
         self.connections.add(connection)
         self._by_peer[peer] += 1
         return True
@@ -228,7 +233,7 @@ class Connection(asyncio.BufferedProtocol):
         self._limits = server.limits
         self.peer = ""
         self.since_s = time.monotonic()  # of what it does now: idle, a head, a body, its end
-        self.received_bytes = 0  # of a body that is not whole yet
+        self.received_bytes = 0  # of a body that is not whole yet; in chunks, what it holds
         self._marked_bytes = 0  # of it, when since_s was set
         self._transport: Any = None
         self._parser: Any = httptools.HttpRequestParser(self)
@@ -246,6 +251,7 @@ class Connection(asyncio.BufferedProtocol):
         self._queue: deque[_Asked] = deque()
         self._task: asyncio.Task[None] | None = None
         self._is_streaming = False
+        self._has_answered = False  # a whole request
         self._can_write = asyncio.Event()
         self._can_write.set()
         self._unread_bytes = 0  # of answers, at the last look
@@ -401,12 +407,13 @@ class Connection(asyncio.BufferedProtocol):
             return
         if self._head.length is not None:
             self._body[self.received_bytes : self.received_bytes + len(data)] = data
+            self._receive(len(data))
         elif len(self._body) + len(data) > self._limits.body_bytes:
             self._error = _body_too_large(self._limits)
             return
         else:
             self._body += data
-        self._receive(len(data))
+            self._receive(GROWTH * len(data))
 
     def on_message_complete(self) -> None:
         head, self._head = self._head, None
@@ -493,6 +500,7 @@ class Connection(asyncio.BufferedProtocol):
                     await self._write_stream(answer, answer.stream, has_body=has_body)
                     return
                 await self._write(answer, is_kept=is_kept, has_body=has_body)
+                self._has_answered = True
                 if not is_kept:
                     return
                 if self._queue:
@@ -557,17 +565,27 @@ class Connection(asyncio.BufferedProtocol):
         self._stop_reading()
         self.since_s = time.monotonic()
         self._transport.resume_reading()
-        if self._transport.can_write_eof():
-            self._transport.write_eof()
-        else:
+        if not self._transport.can_write_eof():
             self._transport.close()
+            return
+        try:
+            self._transport.write_eof()
+        except OSError:  # the peer has reset the connection, which asyncio has not seen yet
+            self.abort()
 
     # ---- what takes too long -------------------------------------------------------------------
 
-    @property
-    def is_idle(self) -> bool:
-        """It waits for a request of which nothing has come."""
-        return self._task is None and self._head is None and not self._head_bytes
+    def claim(self, now_s: float) -> tuple[bool, float] | None:
+        """What speaks for keeping it when there are too many: that it has asked and read before,
+        then that its last move is not long ago. None: it may stay, it is at work or was just now.
+        """
+        if self._task is not None and not self._unread_bytes:
+            return None
+        is_known = self._has_answered and not self._unread_bytes
+        since_s = self._unread_since_s if self._unread_bytes else self.since_s
+        if now_s - since_s < (ANSWERED_GRACE_S if is_known else GRACE_S):
+            return None
+        return is_known, since_s
 
     def look(self, now_s: float) -> None:
         """Cut off what has had its time. An answer's time is the server's business, until the peer

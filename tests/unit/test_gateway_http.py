@@ -294,6 +294,20 @@ def test_an_old_client_keeps_its_connection_if_it_says_so(rig: Rig) -> None:
     assert wire.has_ended
 
 
+def test_a_peer_that_resets_while_it_is_refused_leaves_nothing_behind(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reset() -> None:
+        raise OSError(107, "Transport endpoint is not connected")
+
+    connection, wire = rig.connect()
+    monkeypatch.setattr(wire, "write_eof", reset)
+    feed(connection, b"nonsense\r\n\r\n")
+    assert answers(wire)[0][0] == 400
+    assert wire.is_closed
+    assert not asyncio.all_tasks(asyncio.get_event_loop())
+
+
 def test_head_gets_the_head_alone(rig: Rig) -> None:
     connection, wire = rig.connect()
     feed(connection, b"HEAD /a HTTP/1.1\r\n" + HOST + b"\r\n")
@@ -351,6 +365,31 @@ def test_an_answer_that_is_not_taken_ends_the_connection_and_a_slow_server_does_
     assert not wire.is_closed
     look(connection, 1060)
     assert wire.is_closed
+
+
+def test_a_crowd_of_late_requests_makes_room_and_the_good_caller_stays(rig: Rig) -> None:
+    good, good_wire = rig.connect("10.0.0.1")
+    feed(good, post("/good", b""))
+    good.since_s -= 60
+    for sent in (b"", b"GET / HTTP/1.1\r\nA: ", post("/a", b"x" * 9)[:-1]):
+        late, late_wire = rig.connect("10.0.0.1")
+        feed(late, sent)
+        late.since_s -= 2
+        newer, newer_wire = rig.connect("10.0.0.1")
+        assert (late_wire.is_closed, newer_wire.is_closed, good_wire.is_closed) == (
+            True, False, False,
+        )  # fmt: skip
+        newer.connection_lost(None)
+    unread, unread_wire = rig.connect("10.0.0.1")
+    feed(unread, post("/u", b""))
+    unread_wire.unread = 100
+    look(unread, 0)
+    look(unread, 2)
+    unread._unread_since_s -= 5
+    rig.connect("10.0.0.1")
+    assert (unread_wire.is_closed, good_wire.is_closed) == (True, False)
+    feed(good, post("/good", b""))
+    assert len(answers(good_wire)) == 2
 
 
 def test_a_crowded_server_gives_up_the_longest_idle_connection_and_no_busy_one(rig: Rig) -> None:
