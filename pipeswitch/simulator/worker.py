@@ -76,7 +76,8 @@ class SimulatedWorker(Process):
         self.script: SimulatedScript | None = None
         self.begun: Epoch | None = NO_EPOCH  # its word on the board; None: not known
         self.lease: Span | None = None  # promised or its own, until it is reaped
-        self.target: tuple[int, Span] | None = None  # device, and where it may copy that to
+        # Where it may copy that to: device, place, the memory that it speaks of.
+        self.target: tuple[int, Span, int] | None = None
         self._preparing: PrepareModel | None = None
         self._cleaning = NO_EPOCH
         self._job_epoch = NO_EPOCH  # of the RunJob on its way to it or in it

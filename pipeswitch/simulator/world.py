@@ -252,9 +252,9 @@ class World:
         """Every range of a device that is read or written now, and by whom."""
         found = [user for worker in self.workers_of(index) for user in worker.users()]
         found += [
-            (f"what {worker.name} copies", worker.target[1])
+            (f"what {worker.name} copies", place)
             for worker in self.workers.values()
-            if worker.target is not None and worker.target[0] == index
+            if (place := self._target(worker, index)) is not None
         ]
         daemon = self.daemons.get(index)
         return found + daemon.users() if daemon is not None else found
@@ -299,9 +299,6 @@ class World:
         self.daemons[scene.index] = None
         self._reaped(daemon)
         scene.device.dirty = ()  # the next memory is another one
-        for worker in self.workers.values():
-            if worker.target is not None and worker.target[0] == scene.index:
-                worker.target = None
         for worker in self.workers_of(scene.index):
             if self.scene.choices.happens("takes_along", worker.name):
                 worker.end(70)
@@ -339,7 +336,7 @@ class World:
                 place = Span(start, start + size)
                 claims = self.claims(index)
                 self.scenes[index].device.claim(place, f"the slice of {worker.name}", claims)
-                worker.target = index, place
+                worker.target = index, place, self.scenes[index].device.memories
             case _:
                 pass
         worker.hear(command.channel, command.message)
@@ -360,13 +357,21 @@ class World:
         before.end(-9)
         self.dying.append(before)
 
+    def _target(self, worker: SimulatedWorker, index: int) -> Span | None:
+        """Where on that device it may copy its slice to, in memory that is still there."""
+        if worker.target is None or self.daemons.get(index) is None:
+            return None
+        device, place, memories = worker.target
+        is_there = (device, memories) == (index, self.scenes[index].device.memories)
+        return place if is_there else None
+
     def _hand_over(self, command: ev.HandOver) -> None:
         """The old device's range of it has no owner now, and is not zeroed."""
         worker = self.workers.pop(key_of(command.device, command.slot))
         assert worker.lease is not None
         assert worker.target is not None
         worker.scene.device.dirty += (worker.lease,)
-        index, worker.lease = worker.target
+        index, worker.lease, _ = worker.target
         require(index == command.to_device, "it was told to go to another device")
         worker.target, worker.scene = None, self.scenes[index]
         worker.slot, worker.generation = command.to_slot, command.to_generation
@@ -393,8 +398,9 @@ class World:
         scene = worker.scene
         if worker.lease is not None and self.daemons.get(scene.index) is not None:
             scene.device.dirty += (worker.lease,)
-        if worker.target is not None and self.daemons.get(worker.target[0]) is not None:
-            self.scenes[worker.target[0]].device.dirty += (worker.target[1],)
+        for other in self.scenes:
+            if (place := self._target(worker, other.index)) is not None:
+                other.device.dirty += (place,)
         self.handle(
             ev.WorkerExited(slot=worker.slot, generation=worker.generation,
                             status=worker.status or 0, begun_epoch=worker.begun,

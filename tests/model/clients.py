@@ -13,12 +13,13 @@ from pipeswitch.simulator.costs import Training
 from pipeswitch.simulator.violation import require
 
 JOB: Final = JobName("job")
-TRAIN, WAIT, PAUSE, RESUME, PIN, REGISTER = (
+TRAIN, WAIT, PAUSE, RESUME, PIN, MOVE, REGISTER = (
     101,
     102,
     103,
     104,
     105,
+    106,
     200,
 )  # tokens; requests have 1, 2, …
 DEADLINE_MS: Final = 1000.0  # shorter than any grace: no worker is suspected when one passes
@@ -41,6 +42,7 @@ class Clients(SimulatedClients):
         self.is_paused = False
         self.pauses, self.cancels = scope.pauses, scope.cancels
         self.hints, self.drains, self.pins = scope.hints, scope.drains, scope.pins
+        self.moves = scope.moves
         self.deadlines: tuple[tuple[int, float], ...] = ()  # token and instant, of open ones
         self.cancelled: tuple[int, ...] = ()  # tokens
         self.drained: tuple[int, float] | None = None  # requests before it, end of the grace
@@ -53,13 +55,13 @@ class Clients(SimulatedClients):
     def freeze(self) -> Any:
         return (
             tuple(sorted(self.open)), self.asked, self.is_trained, self.is_paused, self.pauses,
-            self.cancels, self.hints, self.drains, self.pins, self.deadlines, self.cancelled,
-            self.drained,
+            self.cancels, self.hints, self.drains, self.pins, self.moves, self.deadlines,
+            self.cancelled, self.drained,
         )  # fmt: skip
 
     def thaw(self, frozen: Any) -> None:
         (still_open, self.asked, self.is_trained, self.is_paused, self.pauses, self.cancels,
-         self.hints, self.drains, self.pins, self.deadlines, self.cancelled,
+         self.hints, self.drains, self.pins, self.moves, self.deadlines, self.cancelled,
          self.drained) = frozen  # fmt: skip
         self.open = set(still_open)
 
@@ -74,6 +76,8 @@ class Clients(SimulatedClients):
             found.append(("resume",))
         elif self.pauses and WAIT in self.open:
             found.append(("pause",))
+        if self.moves and WAIT in self.open and MOVE not in self.open:
+            found.append(("move",))
         if self.drains:
             found.append(("drain",))
         if self.hints:
@@ -107,6 +111,13 @@ class Clients(SimulatedClients):
     def do_pause(self) -> None:
         self.pauses, self.is_paused = self.pauses - 1, True
         self._asks(PAUSE, "pause")
+
+    def do_move(self) -> None:
+        """``pipeswitch jobs move``: the last time to the second device."""
+        to = f"cpu:{self.moves % 2}"
+        self.moves -= 1
+        self._next_token = MOVE
+        self._world.handle(ev.JobAsked(token=self.token(), job=JOB, action="move", to=to))
 
     def do_resume(self) -> None:
         self.is_paused = False

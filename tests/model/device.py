@@ -21,13 +21,14 @@ def freeze_device(device: Device, e: Add) -> Any:
         tuple([(one.done, one.order.model in device.intact, one.order.epoch in device.cancelled)
                for one in held]),
         tuple([(at, tuple(image)) for at, image in sorted(device.slices.items())]),
-        tuple([tuple(span) for span in sorted(device.dirty)]),
+        tuple([tuple(span) for span in sorted(device.dirty)]), device.memories,
     )  # fmt: skip
 
 
 def thaw_device(frozen: Any, n: Next) -> Device:
-    words, orders, details, slices, dirty = frozen
+    words, orders, details, slices, dirty, memories = frozen
     device = Device()
+    device.memories = memories
     device.turn = n()
     device.words = {word: n() for word in words}  # type: ignore[misc]
     for order, (done, is_intact, is_cancelled) in zip(thaw_items(orders, n), details, strict=True):

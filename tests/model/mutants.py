@@ -25,12 +25,13 @@ from pipeswitch.scheduler.dispatch import Dispatch
 from pipeswitch.scheduler.endings import Endings
 from pipeswitch.scheduler.fleet import Fleet
 from pipeswitch.scheduler.jobs import Jobs
+from pipeswitch.scheduler.moves import Moves
 from pipeswitch.scheduler.placing import Placing
 from pipeswitch.scheduler.regions import Cost, Owner
 from pipeswitch.scheduler.residency import Residents
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.slices import Slices
-from pipeswitch.scheduler.states import Residency
+from pipeswitch.scheduler.states import MoveState, Residency, TaskState
 from pipeswitch.scheduler.training import Training
 from pipeswitch.scheduler.turns import Turns
 from pipeswitch.simulator.daemon import SimulatedDaemon
@@ -48,6 +49,7 @@ _done = Endings.done
 _request_died = Endings.worker_died
 _give = Turns.give
 _ended = Training.ended
+_evict = Training.evict
 _job_died = Training.worker_died
 _commit = JobCommits.commit
 _committed = JobCommits.committed
@@ -72,6 +74,8 @@ AHEAD = Scope(name="ahead-full", steps=0, requests=4, asks="AABC", models=3, are
 HINTED = replace(PREEMPTED, models=2, groups=2, hints=1)
 LOST = Scope(name="device-lost", has_job=False, requests=2, models=2, devices=2, daemon_kills=1,
              daemon_restarts=0, is_coarse=True)  # fmt: skip
+MOVED = Scope(name="move", steps=2, requests=0, models=1, devices=2, moves=1, kills=1,
+              is_coarse=True)  # fmt: skip
 PLACED = Scope(name="place", has_job=False, requests=2, asks="CB", models=3, limited="A",
                devices=2, pins=1, is_coarse=True)  # fmt: skip
 COMMITTED = replace(FAULTLESS, steps=2, requests=0)
@@ -80,6 +84,22 @@ REPEATED = replace(COMMITTED, repeats=1)
 
 def _spare(self: Any, *_: Any) -> None:
     return None
+
+
+def _all_suspended(self: Training) -> list[Any]:
+    return [
+        job
+        for job in self._device.jobs.values()
+        if job.state.state is TaskState.SUSPENDED
+        or (job.state.state is TaskState.QUEUED and not self._is_leaving(job))
+    ]
+
+
+def _evict_whatever(self: Training, name: Any, cause: str) -> None:
+    move, job = MoveState.STAYS, self._device.jobs[name]
+    move, job.move.state = job.move.state, move
+    _evict(self, name, cause)
+    job.move.state = move
 
 
 def _from_any(self: Device, event: Any) -> None:
@@ -106,7 +126,7 @@ def _handle_suspects(self: Scheduler, event: Any, now_ms: float) -> Any:
 def _ended_and_released(self: Training, worker: Any, message: Any) -> None:
     _ended(self, worker, message)
     if worker.job is not None:
-        self._slices.release(worker.job)
+        self._slices.release(Owner("slice", worker.job))
 
 
 def _one_slot(self: CommitArea, sequence: int) -> memoryview:
@@ -219,9 +239,9 @@ def _any_acknowledgement(self: SimulatedScript, message: Any) -> None:
     _hears(self, message)
 
 
-def _not_zeroed(self: Slices, job: Any) -> None:
-    if self._arena.regions.get(Owner("slice", job)) is not None:
-        self._arena.regions.release(Owner("slice", job))
+def _not_zeroed(self: Slices, owner: Any) -> None:
+    if self._arena.regions.get(owner) is not None:
+        self._arena.regions.release(owner)
 
 
 def _forgotten(self: Admission, event: Any) -> bool:
@@ -322,9 +342,9 @@ MUTANTS = (
            replace(PREEMPTED, steps=1, requests=2, hears_late=True),
            ((Turns, "give", _turn_over_old_one),)),
     Mutant("a job starts beside its old process", replace(FAULTLESS, requests=0, pauses=1),
-           ((Jobs, "has_process", lambda self, job: False),)),
+           ((Jobs, "has_process_of", lambda self, name: False),)),
     Mutant("a job starts before its last commit is copied", KILLED,
-           ((Training, "_is_leaving", lambda self, job: self._jobs.has_process(job)),)),
+           ((Training, "_is_leaving", lambda self, job: self._jobs.has_process_of(job.name)),)),
     Mutant("a commit is acknowledged before it is flipped", COMMITTED,
            ((SimulatedDaemon, "_work", _said_too_early),)),
     Mutant("the optimizer does not wait for the commit", COMMITTED,
@@ -368,7 +388,16 @@ MUTANTS = (
            ((Placing, "_living", lambda self, names: list(self._devices)),)),
     Mutant("a request waits where pinned models leave it no place", PLACED,
            ((Admission, "_avoid_pinned", _spare),)),
+    Mutant("a job that copies its slice is given a turn", MOVED,
+           ((Training, "_runnable", _all_suspended),)),
+    Mutant("a job that copies its slice is evicted", replace(MOVED, pauses=1),
+           ((Training, "evict", _evict_whatever),)),
+    Mutant("a job's slice stays behind unzeroed when it has moved", MOVED,
+           ((Slices, "release", _not_zeroed),)),
+    Mutant("a job moves without its commits", MOVED, ((JobCommits, "enters", _spare),)),
+    Mutant("what a dead process was copying to is not given back", MOVED,
+           ((Moves, "reaped", _spare),)),
     Mutant("a job begins on another device beside its old process",
            replace(LOST, has_job=True, steps=1, requests=0, models=1),
-           ((Jobs, "has_process", lambda self, job: False),)),
+           ((Jobs, "has_process_of", lambda self, name: False),)),
 )  # fmt: skip

@@ -43,6 +43,7 @@ class Scope:
     deadlines: int = 0  # so many of the last requests carry one; it may pass while all are slow
     cancels: int = 0  # of requests, by their clients
     hints: int = 0  # that a request for a model will come
+    moves: int = 0  # of the job, to the other device
     pins: int = 0  # of the first model, by the operator; it stays pinned
     drains: int = 0  # the server is asked to finish what it has accepted and to leave
     models: int = 2
@@ -80,7 +81,7 @@ class Scope:
             f"{self.late} late messages", f"{self.pauses} pauses",
             f"{self.repeats} repeated messages", f"{self.deadlines} deadlines",
             f"{self.cancels} cancels", f"{self.hints} hints", f"{self.drains} drains",
-            f"{self.pins} pins", f"{devices} devices",
+            f"{self.moves} moves", f"{self.pins} pins", f"{devices} devices",
             f"arena {self.arena_mib} MiB",
         ]  # fmt: skip
         return f"{self.name}: " + ", ".join(part for part in parts if not part.startswith("0 "))

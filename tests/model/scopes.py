@@ -25,6 +25,7 @@ QUICK: Final = (
           daemon_restarts=0, is_coarse=True),
     Scope(name="place", has_job=False, requests=2, asks="CB", models=3, limited="A", devices=2,
           pins=1, is_coarse=True),
+    Scope(name="move", steps=2, requests=0, models=1, devices=2, moves=1, kills=1, is_coarse=True),
 )  # fmt: skip
 FULL: Final = (
     Scope(name="join-kill", steps=0, requests=4, models=1, batch=2, kills=1, is_coarse=True),
@@ -47,6 +48,10 @@ FULL: Final = (
           kills=1, daemon_kills=1, is_coarse=True),
     Scope(name="place-pinned", has_job=False, requests=3, asks="CBA", models=3, limited="A",
           devices=2, pins=1, daemon_kills=1, is_coarse=True),
+    Scope(name="move-daemon", steps=2, requests=1, models=1, devices=2, moves=1, daemon_kills=1,
+          is_coarse=True),
+    Scope(name="move-pause", steps=2, requests=0, models=1, devices=2, moves=2, kills=1, pauses=1,
+          is_coarse=True),
     Scope(name="large", steps=3, requests=2, models=1, kills=2, suspicions=1, commit_steps=(2,),
           is_coarse=True),
 )  # fmt: skip

@@ -15,6 +15,7 @@ from .worker import SIGNAL
 from .world import World
 
 _SCRIPTS: Final = {
+    "moves": "copies its slice to the other device",
     "begins": "has its slice, loads what was committed, and asks for a batch",
     "takes": "takes the device and begins a step",
     "trains": "has done forward and backward, and lets the optimizer write",
@@ -32,6 +33,7 @@ _PLAIN: Final = {
     "resume": "The user resumes the job.",
     "drain": "The server is asked to finish what it has accepted, and to leave.",
     "pin": "The operator loads the first model.",
+    "move": "The user moves the job.",
 }
 
 

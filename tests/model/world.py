@@ -44,7 +44,8 @@ from .thawed import Thawed
 from .worker import SIGNAL, TASK, Worker, freeze_worker, thaw_worker
 
 NO_DAEMON: Final = frozen_part(freeze_daemon, None)
-OF_CLIENTS: Final = frozenset({"train", "ask", "pause", "resume", "cancel", "hint", "pin", "drain"})
+OF_CLIENTS: Final = frozenset({"train", "ask", "pause", "resume", "cancel", "hint", "pin", "drain",
+                                "move"})  # fmt: skip
 
 
 class World(simulator.World):
@@ -268,7 +269,7 @@ class World(simulator.World):
                 self.do_ready(slot)
                 self.do_tells(slot, TASK)
             if not self.scope.hears_late:
-                while self.workers[slot].may_hear:
+                while slot in self.workers and self.workers[slot].may_hear:
                     self.do_hears(slot)
         for index in range(self.scope.devices):
             self._hurry_daemon(index)
@@ -451,6 +452,10 @@ class World(simulator.World):
             case _:
                 pass
         super()._perform(command)
+
+    def _hand_over(self, command: ev.HandOver) -> None:
+        self.own(key_of(command.device, command.slot))
+        super()._hand_over(command)
 
     def _to_worker(self, command: ev.ToWorker) -> None:
         key = key_of(command.device, command.slot)

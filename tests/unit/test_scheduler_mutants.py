@@ -52,15 +52,15 @@ def slice_released_before_the_reap(patch: Patch) -> None:
     def ended(self: Training, worker: Any, message: Any) -> None:
         _original_ended(self, worker, message)
         if worker.job is not None:
-            self._slices.release(worker.job)
+            self._slices.release(Owner("slice", worker.job))
 
     patch.setattr(Training, "ended", ended)
 
 
 def slice_not_zeroed(patch: Patch) -> None:
-    def release(self: Slices, job: Any) -> None:
-        if self._arena.regions.get(Owner("slice", job)) is not None:
-            self._arena.regions.release(Owner("slice", job))
+    def release(self: Slices, owner: Any) -> None:
+        if self._arena.regions.get(owner) is not None:
+            self._arena.regions.release(owner)
 
     patch.setattr(Slices, "release", release)
 
@@ -105,7 +105,7 @@ def model_in_use_evicted(patch: Patch) -> None:
 
 
 def job_started_beside_its_old_process(patch: Patch) -> None:
-    patch.setattr(Jobs, "has_process", lambda self, job: False)
+    patch.setattr(Jobs, "has_process_of", lambda self, name: False)
 
 
 def cancelled_copy_used(patch: Patch) -> None:
