@@ -24,7 +24,11 @@ from .messages import (
 )
 
 MAX_DESCRIPTORS: Final = 64
-
+# Numbers once: to put flags of an enumeration together costs more than to decode a message.
+_CONTROL_BYTES: Final = socket.CMSG_SPACE(4 * MAX_DESCRIPTORS)
+_CLOSE_ON_EXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
+_CUT: Final = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
+_NO_SIGNAL: Final = int(socket.MSG_NOSIGNAL)
 
 _message_decoder = msgspec.msgpack.Decoder(AnyMessage)
 
@@ -81,7 +85,7 @@ class Channel:
             packed = array.array("i", descriptors).tobytes()
             control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)]
         try:
-            self._socket.sendmsg([data], control, socket.MSG_NOSIGNAL)
+            self._socket.sendmsg([data], control, _NO_SIGNAL)
         except ConnectionError as error:
             raise BrokenPipeError(error.errno, "peer is gone") from None
         except OSError as error:
@@ -101,7 +105,7 @@ class Channel:
         try:
             # Into one buffer: a fresh one of this size costs 13 us of page faults each time.
             size, control, flags, _ = self._socket.recvmsg_into(
-                [self._packet], socket.CMSG_SPACE(4 * MAX_DESCRIPTORS), socket.MSG_CMSG_CLOEXEC
+                [self._packet], _CONTROL_BYTES, _CLOSE_ON_EXEC
             )
         except ConnectionError:
             return None
@@ -112,7 +116,7 @@ class Channel:
         if not size:
             return None
         try:
-            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            if flags & _CUT:
                 raise RemoteProtocolError("a packet was truncated")
             return decode_message(memoryview(self._packet)[:size]), list(descriptors)
         except RemoteProtocolError:

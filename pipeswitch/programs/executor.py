@@ -83,10 +83,8 @@ class GraphProgram:
         """Whether every call is known to keep its contract at these shapes of the inputs."""
         return self._is_whole or _key(self._values(shapes)) in self._tried
 
-    def calls_for(self, inputs: Sequence[torch.Tensor]) -> Sequence[GroupCall]:
-        """The groups; for shapes that were not tried, each call asks its contract first."""
-        if self.is_tried(_shapes(inputs)):
-            return self.compiled.calls
+    def asking(self) -> Sequence[GroupCall]:
+        """The groups for shapes that were not tried: each call asks its contract first."""
         if self._asking is None:
             self._asking = CompiledGraph(self.graph, self._spans, self._device, behind_contract)
         return self._asking.calls
@@ -97,10 +95,7 @@ class GraphProgram:
         Raises:
             InvalidInput: the outputs are not what the signature says.
         """
-        shapes = _shapes(inputs)
-        if self.is_tried(shapes):
-            return
-        values = self._values(shapes)
+        values = self._values(_shapes(inputs))
         for spec, output in zip(self.manifest.outputs, outputs, strict=True):
             try:
                 declared = list(shape_at(spec.shape, values))
@@ -173,14 +168,17 @@ class BoundGraph:
         """As ``BoundProgram.run``."""
         with torch.inference_mode():
             environment = self.start(inputs)
+            is_tried = self._program.is_tried(_shapes(inputs))
             try:
-                for index, call in enumerate(self._program.calls_for(inputs)):
+                calls = self._compiled.calls if is_tried else self._program.asking()
+                for index, call in enumerate(calls):
                     before_group(index)
                     call(environment, self._arguments[index])
             except BrokenContract as error:
                 raise InvalidInput(f"not at shapes {list(_shapes(inputs))}: {error}") from None
             outputs = self.finish(environment)
-            self._program.returned(inputs, outputs)
+            if not is_tried:
+                self._program.returned(inputs, outputs)
             return outputs
 
 

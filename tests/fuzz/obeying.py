@@ -106,7 +106,7 @@ def _request(order: RunInference) -> None:
     pool = _pool()
     for slab in order.inputs:
         try:
-            tensor = pool.tensor(slab)
+            tensor = pool.tensor(slab, is_code=order.is_code)
         except REFUSED:
             continue
         start = tensor.data_ptr() - pool.address

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 
@@ -15,6 +17,7 @@ from pipeswitch.programs.layout import ITEM_BYTES
 from pipeswitch.programs.views import bytes_over
 
 REPLY_ALIGN_BYTES = 64
+KEPT_VIEWS: Final = 64  # of slabs: the next request often lies where one did
 
 
 class RequestPool:
@@ -29,6 +32,9 @@ class RequestPool:
         if is_hidden:  # no slab is opened and closed for what this code copies
             address = map_by_chance(descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
             self._own = bytes_over((ctypes.c_char * size_bytes).from_address(address))
+        # To make a tensor is two of torch's operations, of the five of a small request.
+        self._kept = functools.lru_cache(KEPT_VIEWS)(functools.partial(self._view, self._storage))
+        self._reply = functools.lru_cache(KEPT_VIEWS)(functools.partial(self._view, self._own))
 
     @property
     def address(self) -> int:
@@ -39,9 +45,12 @@ class RequestPool:
     def size_bytes(self) -> int:
         return self._size_bytes
 
-    def tensor(self, slab: SlabTensor) -> torch.Tensor:
-        """A tensor over a request's slab; it stays valid until the reply is sent."""
-        return self._view(self._storage, slab)
+    def tensor(self, slab: SlabTensor, *, is_code: bool) -> torch.Tensor:
+        """A tensor over a request's slab; it stays valid until the reply is sent.
+
+        ``is_code``: the operator's own module may change the tensor itself, so it is a new one.
+        """
+        return self._view(self._storage, slab) if is_code else self._kept(slab)
 
     def joined(self, slabs: Sequence[SlabTensor]) -> torch.Tensor:
         """The rows of several requests one after the other, in memory of this process."""
@@ -89,7 +98,7 @@ class RequestPool:
                 offset_bytes=offset_bytes + cursor,
                 size_bytes=size,
             )
-            self._view(self._own, slab).copy_(output, non_blocking=True)
+            self._reply(slab).copy_(output, non_blocking=True)
             slabs.append(slab)
             cursor += -(-size // REPLY_ALIGN_BYTES) * REPLY_ALIGN_BYTES
         return tuple(slabs)

@@ -245,9 +245,9 @@ def _lend_inputs(view: PoolView, message: RunInference, manifest: Manifest) -> N
     """A graph that writes to its inputs is refused when it is registered; the operator's own
     module may, and reads its own request's alone. They stay open until the next task. Joined
     requests are copied, so nothing is opened."""
-    if message.inputs and not message.joined:  # they lie in one slab
-        start = min(slab.offset_bytes for slab in message.inputs)
-        end = max(slab.offset_bytes + slab.size_bytes for slab in message.inputs)
+    if message.inputs and not message.joined:  # they lie in one slab, in this order
+        start, last = message.inputs[0].offset_bytes, message.inputs[-1]
+        end = last.offset_bytes + last.size_bytes
         view.lend(start, end - start, writable=manifest.mode == "module")
     else:
         view.take_back()
@@ -260,7 +260,7 @@ def _requests(message: RunInference) -> tuple[RunInference | JoinedRequest, ...]
 def _inputs(message: RunInference, pool: RequestPool) -> tuple[list[torch.Tensor], list[int]]:
     """What the program gets, and how many rows of it are each request's."""
     if not message.joined:
-        return [pool.tensor(slab) for slab in message.inputs], []
+        return [pool.tensor(slab, is_code=message.is_code) for slab in message.inputs], []
     requests = _requests(message)
     columns = zip(*(request.inputs for request in requests), strict=True)
     rows = [request.inputs[0].shape[0] for request in requests]
