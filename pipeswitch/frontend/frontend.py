@@ -19,7 +19,7 @@ import re
 import selectors
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -54,7 +54,7 @@ from ..scheduler.events import (
 from ..wire.frames import VERSION, RequestHeader, decode_request, pack_dict
 from ..wire.sockets import DONTWAIT, is_readable, send_frames
 from . import admission
-from .admission import Body
+from .admission import Admitted, Body
 from .clients import Client, ClientTable, Origin, Outgoing
 from .connections import hang_up
 from .disk import Disk
@@ -73,6 +73,7 @@ _logger = logging.getLogger(__name__)
 
 INLINE_COPY_BYTES: Final = 1 << 20  # about 0.1 ms: what a hop to another thread and back costs
 MAX_CLIENT_REQUESTS: Final = 4096  # unanswered ones of one client
+MAX_FITTING: Final = 256  # shapes of all models that are not checked again
 BUSY_POLL_MS: Final = 2.0  # while a socket is full or libzmq still reads from the pool
 STOP_FLUSH_MS: Final = 1000
 SLOW: Final = "slow or gone"  # why a client is dropped that the monitor has not reported
@@ -133,6 +134,7 @@ class Frontend:
         )
         self._models: dict[str, Announce] = {}  # the current versions
         self._versions: dict[tuple[str, int], Announce] = {}  # all of them
+        self._fitting: dict[Hashable, Admitted] = {}  # shapes that were checked, by model and sizes
         self._clients = ClientTable()
         self._intake = Intake(config.server, self._clients, now_ms)
         self._outbox = Outbox(max(self._pool.share_bytes, self._max_message_bytes))
@@ -246,7 +248,7 @@ class Frontend:
     def step(self) -> None:
         """One turn. Who left is learnt before anything is sent or received."""
         if self._stirred or self._clients.has_suspects:
-            for client in self._intake.gone(self._listeners):
+            for client in self._intake.gone(self._listeners, self._stirred):
                 self._drop(client, "disconnected")
         while self._calls:
             self._calls.popleft()()
@@ -280,6 +282,7 @@ class Frontend:
                     with contextlib.suppress(zmq.Again):
                         send_frames(listener.publisher, frames, DONTWAIT)
             case Announce():
+                self._fitting.clear()
                 base = posted.base or posted.model
                 self._versions[base, posted.version] = posted
                 if posted.is_current:
@@ -473,9 +476,7 @@ class Frontend:
         announced = admission.find_model(header.model, self._models)
         if version:
             announced = admission.find_version(header.model, version, self._versions)
-        admitted = admission.check_infer(
-            header, [len(tensor) for tensor in tensors], announced, self._max_message_bytes
-        )
+        admitted = self._admit(header, [len(tensor) for tensor in tensors], announced)
         priority = admission.priority_number(header.priority, announced.priority)
         deadline_at_ms = admission.deadline_at_ms(header.deadline_ms, self._now_ms())
         room = self._reserve(client, admitted, announced.tenant)
@@ -503,7 +504,18 @@ class Frontend:
             self._take(PrefetchHint(model=event.model))  # its transfer need not wait for the copy
             self._copier.put(functools.partial(self._copy, payload, pending, event))
 
-    def _reserve(self, client: Client, admitted: admission.Admitted, tenant: str) -> Room:
+    def _admit(self, header: RequestHeader, sizes: Sequence[int], announced: Announce) -> Admitted:
+        """As ``check_infer``, which answers the same to the same."""
+        key = (announced.model, header.inputs, *sizes)
+        admitted = self._fitting.get(key)
+        if admitted is None:
+            admitted = admission.check_infer(header, sizes, announced, self._max_message_bytes)
+            if len(self._fitting) >= MAX_FITTING:
+                self._fitting.clear()
+            self._fitting[key] = admitted
+        return admitted
+
+    def _reserve(self, client: Client, admitted: Admitted, tenant: str) -> Room:
         """Room for a request and its reply, or QueueFull with the numbers."""
         wanted = (client.session, admitted.input_bytes, admitted.reply_bytes, tenant)
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -56,11 +56,13 @@ class Intake:
 
     # ---- connections ---------------------------------------------------------------------------
 
-    def gone(self, listeners: Listeners) -> list[Client]:
-        """Read the news of connections; clients whose own has ended."""
+    def gone(self, listeners: Listeners, stirred: Container[zmq.Socket[bytes]]) -> list[Client]:
+        """Read the news of connections, where there may be any; clients whose own has ended."""
         now_ms = self._now_ms()
         gone = self._clients.settle_suspects(now_ms) if self._clients.has_suspects else []
         for listener in listeners.all:
+            if listener.monitor not in stirred and listener.readers not in stirred:
+                continue
             for event, fd in next_events(listener.monitor, BURST_EVENTS):
                 if event != ACCEPTED:
                     gone += self._clients.disconnected(listener, fd, now_ms)
@@ -230,7 +232,7 @@ def _known_descriptor(routing_frame: zmq.Frame) -> int:
     return fd
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class ZmqOrigin:
     """A connection of libzmq's, by the first frame of a message that came by it."""
 

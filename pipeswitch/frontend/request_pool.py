@@ -27,6 +27,7 @@ from ..wire.slabs import SLAB_ALIGN_BYTES, SlabPool
 from .admission import CheckedInput
 
 SHARES: Final = 2  # a client may hold half of the pool: it can fill its half, never all of it
+NUMPY_BYTES: Final = 64 << 10  # from there on to let other threads run is worth numpy's calls
 _RELEASED: Final = -1  # no slab lies there, so releasing it again is a KeyError
 
 
@@ -216,16 +217,19 @@ class RequestPool:
         A worker's kernels reach whole pages: all that they hold is this request's, then. Any
         thread may, and numpy releases the interpreter lock meanwhile.
         """
-        pool = self._files[tenant].bytes
+        file = self._files[tenant]
         pieces = sorted(zip(tensors, payload, strict=True), key=lambda piece: piece[0].offset_bytes)
         filled_end = pieces[0][0].offset_bytes if pieces else 0
         for tensor, data in pieces:
-            source = np.frombuffer(data, dtype=np.uint8)
             at = tensor.offset_bytes
-            pool[filled_end:at] = 0
-            filled_end = at + len(source)
-            np.copyto(pool[at:filled_end], source)
-        pool[filled_end : aligned(filled_end, SLAB_ALIGN_BYTES)] = 0
+            file.memory[filled_end:at] = bytes(at - filled_end)
+            filled_end = at + len(data)
+            if len(data) < NUMPY_BYTES:
+                file.memory[at:filled_end] = data
+            else:
+                np.copyto(file.bytes[at:filled_end], np.frombuffer(data, dtype=np.uint8))
+        end = aligned(filled_end, SLAB_ALIGN_BYTES)
+        file.memory[filled_end:end] = bytes(end - filled_end)
 
     # ---- shown ---------------------------------------------------------------------------------
 

@@ -13,9 +13,10 @@ import mmap
 import socket
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from ..errors import RemoteProtocolError
 from .frames import INLINE, MAGIC, Table, pack_table, read_table
@@ -24,6 +25,9 @@ from .slabs import SlabPool
 SHARED_BYTES: Final = 64 << 10  # below, a copy through the socket costs as little
 READ_BYTES: Final = 64 << 10  # at a time, of messages that are not known yet
 LARGE_READ_BYTES: Final = 1 << 20  # at a time, of a large part
+_CONTROL_BYTES: Final = socket.CMSG_SPACE(4)
+_CLOSE_ON_EXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
+_NO_SIGNAL: Final = int(socket.MSG_NOSIGNAL)
 MAX_BUFFERS: Final = 1024  # in one call; the kernel refuses more (UIO_MAXIOV)
 
 
@@ -32,8 +36,7 @@ def local_path(ipc_path: str) -> Path:
     return Path(f"{ipc_path}.local")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Message:
+class Message(msgspec.Struct, frozen=True, kw_only=True):
     """One that has come whole."""
 
     parts: list[Any]  # buffers, as of a ZeroMQ message: magic, header, tensors; none: see Share
@@ -141,7 +144,7 @@ class Stream:
         """
         while self._unsent:
             try:
-                sent = self._socket.sendmsg(self._unsent[:MAX_BUFFERS], (), socket.MSG_NOSIGNAL)
+                sent = self._socket.sendmsg(self._unsent[:MAX_BUFFERS], (), _NO_SIGNAL)
             except BlockingIOError:
                 return False
             gone = 0
@@ -197,7 +200,7 @@ class Stream:
             size = self._socket.recv_into(target)
         else:
             size, control, _, _ = self._socket.recvmsg_into(
-                [target], socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC
+                [target], _CONTROL_BYTES, _CLOSE_ON_EXEC
             )
             for level, kind, payload in control:
                 if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
