@@ -11,7 +11,6 @@ docs/protocol.md.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import os
@@ -23,6 +22,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import zmq
 
 from ..config import Config
@@ -594,7 +594,7 @@ class Frontend:
         else:
             event = asked(self.requests.accept(client, header).token)
             if isinstance(event, RegisterAsked):
-                event = dataclasses.replace(event, client=client.user_id or client.session)
+                event = msgspec.structs.replace(event, client=client.user_id or client.session)
             self._take(event)
 
     # ---- out -----------------------------------------------------------------------------------
@@ -608,7 +608,7 @@ class Frontend:
         if pending.op in LISTINGS and not client.is_gone:
             body = self._completed(answer.body) if pending.op == "stats" else answer.body
             body = told(pending.op, body, client.standing, client.counts.as_dict())
-            answer = dataclasses.replace(answer, body=body)
+            answer = msgspec.structs.replace(answer, body=body)
         if pending.op in OWNERS_VERBS and isinstance(answer.error, PermissionDenied):
             what = f'{pending.op} of "{pending.model}", which is another client\'s,'
             refusal = client.standing.refusal(Role.OPERATE, what)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from ..errors import (
     Cancelled,
@@ -98,7 +98,8 @@ class Admission:
         lost = self._lost(model)
         if lost is not None:
             return lost
-        waiting = sum(len(state.queue) + len(state.early) for state in states)
+        queues = [queue for state in states for queue in (state.queue, state.early)]
+        waiting = sum(map(len, queues))
         if waiting >= core.settings.max_queue:
             return QueueFull(
                 f"{waiting} requests are waiting, the limit is {core.settings.max_queue}",
@@ -106,7 +107,7 @@ class Admission:
                 waiting=waiting,
             )
         name = event.model
-        waiting = sum(state.queue.count(name) + state.early.count(name) for state in states)
+        waiting = sum([queue.count(name) for queue in queues])
         if waiting >= core.settings.max_queue_per_model:
             return QueueFull(
                 f"{waiting} requests for {event.model} are waiting, "
@@ -157,7 +158,8 @@ class Admission:
         states = [device.state for device in self._machine.devices]
         for device in self._machine.devices if len(states) > 1 else ():
             self._avoid_pinned(device)
-        if not any(state.is_daemon_ready for state in states):
+        ready = [state.is_daemon_ready for state in states]
+        if all(ready) or not any(ready):
             return
         for state in states:
             if not state.is_daemon_ready and not state.has_processes:
@@ -184,7 +186,7 @@ class Admission:
         """What came last and waits for a task's end goes to a device that has nothing to do, where
         it would compute sooner: the others are then less far from their turn."""
         states = [device.state for device in self._machine.devices]
-        if all(state.is_busy or not state.is_ready for state in states):
+        if len(states) == 1 or all(state.is_busy or not state.is_ready for state in states):
             return
         for state in states:
             request = state.last_waiting if state.current is not None else None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec.structs import replace
 
 from ..errors import PipeSwitchError
 from ..ipc.messages import BindTenant, JobName, Message, ModelName, Slot

@@ -132,6 +132,8 @@ class Dispatch:
         """Whether it waits for others that could be joined with it."""
         core, device = self._core, self._device
         replica = device.replicas[request.model]
+        if replica.built.batching is None:
+            return False
         at_ms = begins_at_ms(device, replica, batch_for(device, replica, request))
         if core.now_ms < at_ms < core.wakeups.next_ms:  # a look that comes before finds it again
             core.look_again(at_ms)
@@ -196,20 +198,20 @@ class Dispatch:
     def _pick_worker(self, replica: Replica) -> Worker:
         """A free worker: one that knows the model, then one that is just learning it, then one
         that must; last, one that is busy with another model's program, or is to be replaced."""
-        version, tenant = replica.version, self._core.tenant_of(replica.model)
-
-        def rank(worker: Worker) -> int:
-            is_warm = worker.warm.get(replica.name) == version
-            if not self._device.fits(worker, is_code=replica.is_code, tenant=tenant):
-                return 3
-            if worker.preparing is None:
-                return 0 if is_warm else 2
-            return 1 if worker.preparing == replica.name and not is_warm else 3
+        name, version, is_code = replica.name, replica.version, replica.is_code
+        tenant = self._core.tenant_of(replica.model)
 
         def order(worker: Worker) -> tuple[int, bool, int]:
-            return rank(worker), worker.state.state is WorkerState.CLEANING, worker.slot
+            is_warm = worker.warm.get(name) == version
+            rank = 3
+            if self._device.fits(worker, is_code=is_code, tenant=tenant):
+                if worker.preparing is None:
+                    rank = 0 if is_warm else 2
+                elif worker.preparing == name and not is_warm:
+                    rank = 1
+            return rank, worker.state.state is WorkerState.CLEANING, worker.slot
 
-        return min((w for w in self._device.workers.values() if w.is_free), key=order)
+        return min([w for w in self._device.workers.values() if w.is_free], key=order)
 
     def activate(self, request: Request, replica: Replica, *, is_sent: bool) -> Activation:
         """Give the request to a worker, with those that are joined with it.

@@ -126,6 +126,8 @@ class Queue:
     def expired(self, now_ms: float) -> list[Request]:
         """Those whose deadline has passed, or can no longer be met, in order; each is told of once
         for each ``add``."""
+        if not self._deadlines:
+            return []
         due = []
         while self._deadlines and self._deadlines[0][0] <= now_ms:
             entry = heapq.heappop(self._deadlines)

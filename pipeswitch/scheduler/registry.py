@@ -199,6 +199,8 @@ class Registry:
             self._finish_unregister(model)
         if self._gone_specs and not self._builders:  # one may have found its program there already
             self._sweep()
+        if not self._waiting_builds and not self._last_turns:
+            return
         while len(self._builders) < core.settings.max_builds and (one := self._next_build()):
             self._waiting_builds.remove(one)
             self._builders[one.build_epoch] = one.client

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from os import EX_SOFTWARE
+
+from msgspec.structs import replace
 
 from ..errors import InvalidInput, ModelNotFound, ServerUnavailable
 from ..ipc.messages import (

@@ -53,6 +53,8 @@ class Training:
     def pump(self) -> None:
         """Give the idle device to the next job, and keep the rules about suspended ones."""
         core, device = self._core, self._device
+        if not device.jobs:
+            return
         for job in device.jobs.values():
             if job.wanted != "run":
                 self.evict(job.name, WHY_EVICTED[job.wanted])

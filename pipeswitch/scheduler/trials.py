@@ -98,10 +98,11 @@ class Trials:
         """A request waits: the running trial leaves between two groups; one that does not is
         killed, since a model's code may do anything. So leaves one that is not ``wanted``."""
         core, device = self._core, self._device
-        is_awaited = bool(device.queue) or any(a and not a.is_trial for a in self._tasks)
-        trial = next((a for a in self._tasks if a is not None and a.is_trial), None)
-        if trial is None:
+        tasks = [task for task in self._tasks if task is not None]
+        trials = [task for task in tasks if task.is_trial]
+        if not trials:
             return
+        trial, is_awaited = trials[0], bool(device.queue) or len(tasks) > len(trials)
         if trial.trial_stop_at_ms is None:
             if (
                 is_awaited

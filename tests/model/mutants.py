@@ -104,7 +104,7 @@ def _evict_whatever(self: Training, name: Any, cause: str) -> None:
 
 def _from_any(self: Device, event: Any) -> None:
     worker = self.state.workers[event.slot]
-    _from_worker(self, replace(event, generation=worker.generation))
+    _from_worker(self, msgspec.structs.replace(event, generation=worker.generation))
 
 
 def _end_whatever(self: Endings, worker: Any, epoch: Any) -> Any:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.admission import Admission
