@@ -65,8 +65,7 @@ _HANDSHAKE_CUT: Final = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 _WATCHED: Final = _BROKEN | _SHAKEN | _UNKNOWN_KEY | _OTHER_MECHANISM | _HANDSHAKE_CUT
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reply:
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """A final answer."""
 
     request_id: str
@@ -99,9 +98,16 @@ class _Answer(Future[Any]):
     Callbacks of futures run in the thread that reads the answers, as in any executor.
     """
 
-    def __init__(self, check_thread: Callable[[], None]) -> None:
+    def __init__(self, check_thread: Callable[[], None], taken_back: Callable[[], None]) -> None:
         super().__init__()
         self._check_thread = check_thread
+        self._taken_back = taken_back
+
+    def cancel(self) -> bool:
+        is_cancelled = super().cancel()
+        if is_cancelled:
+            self._taken_back()
+        return is_cancelled
 
     def result(self, timeout: float | None = None) -> Any:
         if not self.done():
@@ -243,18 +249,14 @@ class Connection:
         self._check_process()
         header = self._header(op, model, body)
         header |= {"inputs": inputs, "deadline_ms": deadline_ms, "priority": priority}
-        call = _Call(
+        return _Call(
             header=header,
             frames=frames,
             is_safe=is_safe,
-            future=_Answer(self._check_thread),
+            future=_Answer(self._check_thread, lambda: self._taken_back(header["id"])),
             convert=convert,
             on_progress=on_progress,
         )
-        call.future.add_done_callback(
-            lambda done: self._taken_back(call) if done.cancelled() else None
-        )
-        return call
 
     def _check_process(self) -> None:
         """Threads do not survive a fork: none would ever read the answer."""
@@ -324,9 +326,9 @@ class Connection:
             os.eventfd_write(self._wake, 1)
         self._needed.set()
 
-    def _taken_back(self, call: _Call) -> None:
+    def _taken_back(self, request_id: str) -> None:
         with contextlib.suppress(Cancelled):
-            self._post(lambda: self._cancel(call))
+            self._post(lambda: self._cancel(request_id))
 
     # ---- who holds the role --------------------------------------------------------------------
 
@@ -386,13 +388,12 @@ class Connection:
         anything is sent: a call must not go out on a connection that is known to be dead.
         """
         link = self._link
-        if not self._posts:
-            ready = dict(self._poller.poll(self._poll_ms()))
-            if self._wake in ready:
-                os.eventfd_read(self._wake)
-        if link is not None:
+        ready = dict(self._poller.poll(0 if self._posts else self._poll_ms()))
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
+        if link is not None and link.has_arrived(ready):
             self._receive(link)
-        if self._link is link and link is not None:
+        if self._link is link and link is not None and link.has_news(ready):
             self._watch(link)
         link = self._link
         if link is not None and not link.session and time.monotonic() > link.hello_until_s:
@@ -529,12 +530,13 @@ class Connection:
         parts = [MAGIC, encode_header(header), *frames]
         link.send(parts, header.id, may_share=header.op == "infer")
 
-    def _cancel(self, call: _Call) -> None:
+    def _cancel(self, request_id: str) -> None:
         """The caller took it back: tell the server; its answer will find no caller."""
-        if self._calls.pop(call.header["id"], None) is None or not call.is_sent:
+        call = self._calls.pop(request_id, None)
+        if call is None or not call.is_sent:
             return
         if self._link is not None and self._link.session:
-            header = self._header("cancel", "", {"id": call.header["id"]})
+            header = self._header("cancel", "", {"id": request_id})
             self._transmit(self._link, header, ())
 
     def _receive(self, link: AnyLink) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -83,6 +83,14 @@ class ZmqLink(Link):
     def send(self, parts: Sequence[Any], request_id: str, *, may_share: bool = False) -> None:
         is_large = any(len(part) >= ZERO_COPY_BYTES for part in parts[2:])
         send_frames(self.sock, parts, copy=not is_large)
+
+    def has_arrived(self, ready: Container[Any]) -> bool:
+        """Whether ``messages`` has any, by what the poller says."""
+        return self.sock in ready
+
+    def has_news(self, ready: Container[Any]) -> bool:
+        """Whether ``news`` has any."""
+        return self.monitor in ready
 
     def messages(self) -> Iterator[Sequence[Any]]:
         """The parts of what has arrived."""
@@ -177,6 +185,12 @@ class LocalLink(Link):
             events = zmq.POLLIN | (zmq.POLLOUT if self.stream.is_sending else 0)
             self._poller.register(self.stream.fileno(), events)
             self._is_watched = self.stream.is_sending
+
+    def has_arrived(self, ready: Container[Any]) -> bool:
+        return self.stream.fileno() in ready
+
+    def has_news(self, ready: Container[Any]) -> bool:
+        return False
 
     def messages(self) -> Iterator[Sequence[Any]]:
         """The parts of what has arrived; tensors of the share are copied out of it.

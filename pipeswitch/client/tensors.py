@@ -6,6 +6,7 @@ torch.bfloat16 when torch tensors came in.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -207,8 +208,9 @@ def _as_bytes(name: str, value: Any) -> tuple[str, tuple[int, ...], memoryview]:
             raise InvalidInput(f"{part} is no array: {error}") from error
         if not plain.dtype.isnative:
             plain = plain.astype(plain.dtype.newbyteorder("="))
-        # ascontiguousarray makes a scalar an array of one: its shape is asked before.
-        array, dtype = np.ascontiguousarray(plain).reshape(plain.shape), plain.dtype.name
+        if not plain.flags.c_contiguous:
+            plain = np.ascontiguousarray(plain)
+        array, dtype = plain, _dtype_name(plain.dtype)
     if dtype not in ITEM_BYTES:
         raise InvalidInput(
             f"{part} has dtype {dtype}, which does not travel",
@@ -216,6 +218,12 @@ def _as_bytes(name: str, value: Any) -> tuple[str, tuple[int, ...], memoryview]:
         )
     raw: Any = array.reshape(-1).view(np.uint8)
     return dtype, tuple(array.shape), memoryview(raw)
+
+
+@functools.lru_cache(64)
+def _dtype_name(dtype: Any) -> str:
+    """numpy puts it together anew each time."""
+    return str(dtype.name)
 
 
 def _torch_as_numpy(tensor: Any) -> Any:
