@@ -69,6 +69,8 @@ class Jobs:
         waiting, self._after_others = self._after_others, []
         for event in waiting:
             self.train(event)
+        if next(iter(self), None) is None:
+            return
         for job in self:
             self.home(job).commits.save_last(job)
             if job.exporters and not Commits.is_unsaved(job):
