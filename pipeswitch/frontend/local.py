@@ -236,9 +236,9 @@ class LocalPeer:
         if not self.is_closed:
             self.is_closed = True
             self._pieces.clear()
-            self._stream.close()
-            if self._has_share:
+            if self._has_share:  # before the client can see that it is cut
                 self._shares.give_back()
+            self._stream.close()
 
 
 class LocalDoor:
