@@ -64,6 +64,7 @@ fuzz: $(STAMP)  ## What outsiders can send: make fuzz SECONDS=3600; report in ou
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[fuzz]'
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) --out out/fuzz.json
 	$(BIN)/python -m tests.fuzz.fence --seconds $(SECONDS) --out out/fence.json
+	$(BIN)/python -m tests.fuzz.fence --inner --seconds $(SECONDS) --out out/inner.json
 
 model: $(STAMP)  ## Every state of the protocol model's scopes, and the seeded bugs; minutes.
 	$(BIN)/python -m tests.model --all --processes 2 --out out/model.json

@@ -6,6 +6,9 @@ C compiler is there, torch's own allocations do too and begin as a pattern (fenc
 made twice, over two patterns. A finding is a fault or another crash (a child's, whose last call is
 in shared memory), an answer that differs with the pattern (memory that was not written), an input
 that changed, or other extents than were promised without data. An exception is none.
+
+``--inner`` calls what contracts accept and torch refuses without data instead: between the ends of
+a program's ranges the first run of a shape asks contracts alone (docs/adr/0024).
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from typing import Any, Final
 
 import torch
 
-from pipeswitch.programs.contracts import guarded
+from pipeswitch.programs.contracts import contracted, guarded
 from pipeswitch.programs.graph import resolve
 from pipeswitch.programs.operators import BY_CONTRACT, OVERLOADS
 
@@ -534,17 +537,32 @@ def share(target: str) -> int:
 # ---- one child --------------------------------------------------------------------------------
 
 
+class _Asked:
+    """A call that computes nothing: of it a contract alone is asked."""
+
+    def __init__(self, schema: Any) -> None:
+        self._schema = schema
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
 class Child:
     """Calls operators until the time is over; tells its last call through a file it maps."""
 
-    def __init__(self, last_call: Path, seed: int, only: str = "") -> None:
+    def __init__(
+        self, last_call: Path, seed: int, only: str = "", *, is_inner: bool = False
+    ) -> None:
         self._seed = seed
+        self._is_inner = is_inner
         with last_call.open("r+b") as file:
             self._last = mmap.mmap(file.fileno(), LAST_CALL_BYTES)
         self._fence, self._values = Fence(), Values(seed)
         wanted = [target for target in TARGETS if target.startswith(f"aten.{only}")]
         self._calls = [(target, resolve(target)) for target in wanted]
         self._behind = {target: guarded(call) for target, call in self._calls}
+        self._asked = {target: contracted(_Asked(call._schema)) for target, call in self._calls
+                       if not target.startswith("aten.sym_")}  # fmt: skip
         perturb = ctypes.CDLL(None)
         self._pattern = getattr(perturb, "fence_pattern", lambda byte: perturb.mallopt(-6, byte))
         self._regions = ctypes.c_uint64()
@@ -580,7 +598,7 @@ class Child:
         try:
             if not tensors_of(list(on_meta.values())):
                 on_meta["device"] = torch.device("meta")
-            promised = self._behind[target](**on_meta)
+            promised = self._promised(target, on_meta)
         except Exception:  # not accepted: such a call never reaches a kernel
             return False
         if sum(t.numel() for t in tensors_of(promised)) > 1 << 16:
@@ -592,6 +610,17 @@ class Child:
             for _ in range(PLACES):
                 self._call(target, call, given, tensors_of(promised), rng)
         return self.done[target] > before
+
+    def _promised(self, target: str, on_meta: dict[str, Any]) -> Any:
+        """What such a call gives; nothing where torch refuses it, which ``is_inner`` is about."""
+        if not self._is_inner:
+            return self._behind[target](**on_meta)
+        self._asked[target](**on_meta)
+        try:
+            self._behind[target](**on_meta)
+        except Exception:
+            return []
+        raise ValueError("torch accepts it")
 
     def _call(
         self, target: str, call: Any, given: Any, promised: list[torch.Tensor], rng: random.Random
@@ -621,10 +650,10 @@ class Child:
                     break
                 finally:
                     self._pattern(-1)
-                found = tensors_of(result)[: len(promised)]
+                found = tensors_of(result)[: None if self._is_inner else len(promised)]
                 self.done[target] += 1
                 answers.append([raw(tensor) for tensor in found])
-                if [(t.shape, t.dtype) for t in found] != extents:
+                if not self._is_inner and [(t.shape, t.dtype) for t in found] != extents:
                     self._found("other extents than promised")
                 if not all(place.is_unchanged for place in inputs):
                     self._found("an input changed")
@@ -641,11 +670,13 @@ def walk_all(given: dict[str, Any], change: Callable[[T], Any]) -> dict[str, Any
     return {name: walk(value, change) for name, value in given.items()}
 
 
-def child(last_call: Path, report: Path, seed: int, seconds: float, only: str) -> None:
+def child(
+    last_call: Path, report: Path, seed: int, seconds: float, only: str, *, is_inner: bool
+) -> None:
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     warnings.simplefilter("ignore")
-    one = Child(last_call, seed, only)
+    one = Child(last_call, seed, only, is_inner=is_inner)
 
     def tell() -> None:  # now and then: what is counted must survive a crash
         report.write_text(json.dumps({"done": one.done, "findings": one.findings}))
@@ -667,7 +698,7 @@ def library(folder: Path) -> str:
     return str(made)
 
 
-def fuzz(seconds: float, seed: int, only: str = "") -> dict[str, Any]:
+def fuzz(seconds: float, seed: int, only: str = "", *, is_inner: bool = False) -> dict[str, Any]:
     """Run children one after the other until the time is over; one that dies is a finding."""
     done = dict.fromkeys(TARGETS, 0)
     findings: list[str] = []
@@ -681,7 +712,7 @@ def fuzz(seconds: float, seed: int, only: str = "") -> dict[str, Any]:
             report.unlink(missing_ok=True)
             command = [sys.executable, "-m", "tests.fuzz.fence", "--child", str(last), str(report)]
             command += ["--seed", str(seed), "--seconds", str(left_s)]
-            command += ["--only", only]
+            command += ["--only", only, *(["--inner"] if is_inner else [])]
             environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
             environment |= {"LD_PRELOAD": preloaded} if preloaded else {}
             ended = subprocess.run(command, env=environment, cwd=HERE.parents[1], check=False)
@@ -696,6 +727,7 @@ def fuzz(seconds: float, seed: int, only: str = "") -> dict[str, Any]:
     return {
         "torch": torch.__version__,
         "seconds": round(seconds),
+        "inner": is_inner,
         "own_allocations_fenced": bool(preloaded),
         "operators": len(OVERLOADS),
         "executions": sum(done.values()),
@@ -710,13 +742,15 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="operators whose name begins so")
+    parser.add_argument("--inner", action="store_true", help="what contracts alone let through")
     parser.add_argument("--out", type=Path, help="write the figures there, as JSON")
     parser.add_argument("--child", nargs=2, type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        child(*options.child, options.seed, options.seconds, options.only)
+        child(*options.child, options.seed, options.seconds, options.only,
+              is_inner=options.inner)  # fmt: skip
         return 0
-    report = fuzz(options.seconds, options.seed, options.only)
+    report = fuzz(options.seconds, options.seed, options.only, is_inner=options.inner)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(report, indent=1) + "\n")
