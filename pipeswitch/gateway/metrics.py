@@ -14,6 +14,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
+from ..config import NAME_PATTERN
+
 SECONDS: Final = (
     0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0,
 )  # fmt: skip
@@ -64,6 +66,9 @@ _JOB_COUNTERS: Final[Mapping[str, str]] = {
 }
 
 
+MAX_COUNTED: Final = 1 << 14  # models and outcomes; an operator's look forgets what is gone
+
+
 class Metrics:
     """What was counted since the gateway began, and how it is told."""
 
@@ -101,9 +106,15 @@ class Metrics:
         for key, part in self._parts[model]:
             part.observe(bill.get(key, 0.0) / 1000.0)
 
-    def failed(self, model: str, outcome: str) -> None:
-        """``outcome``: the error's name."""
-        self._count(model, outcome)
+    def failed(self, model: str, outcome: str) -> bool:
+        """``outcome``: the error's name. False: it is not counted: not every failure tells that
+        there is such a model, and a stranger can ask for one name after the other."""
+        is_counted = (model, outcome) in self._seen or (
+            len(self._seen) < MAX_COUNTED and NAME_PATTERN.fullmatch(model) is not None
+        )
+        if is_counted:
+            self._count(model, outcome)
+        return is_counted
 
     def _count(self, model: str, outcome: str) -> None:
         self._seen.add((model, outcome))

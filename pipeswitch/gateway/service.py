@@ -145,8 +145,8 @@ class Service:
             if "version" in error.data:
                 raise NotFound(error.message, hint=error.hint) from None
             if not isinstance(error, ModelNotFound):  # no name of a stranger's is kept
-                self._metrics.failed(model, type(error).__name__)
-                if not isinstance(error, ServerUnavailable | Cancelled):
+                is_counted = self._metrics.failed(model, type(error).__name__)
+                if is_counted and not isinstance(error, ServerUnavailable | Cancelled):
                     self._tally.failed(model, _since_ms(began))
             raise
         took_ms = _since_ms(began)

@@ -15,6 +15,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_plain
 
 from pipeswitch.frontend.clients import Counters
+from pipeswitch.gateway import metrics as metrics_module
 from pipeswitch.gateway.metrics import Metrics
 from pipeswitch.gateway.tally import Tally
 from pipeswitch.scheduler.scheduler import Scheduler, SchedulerSettings
@@ -49,6 +50,21 @@ def test_requests_are_counted_and_their_bills_are_histograms_in_seconds() -> Non
     metrics.forget_others({"n"})
     assert not [key for key in told(metrics) if "m" in key]
     assert told(metrics)["pipeswitch_gateway_requests_total", "TaskFailed", "n"] == 1
+
+
+def test_a_strangers_names_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the server is away no answer tells which models there are."""
+    monkeypatch.setattr(metrics_module, "MAX_COUNTED", 3)
+    metrics = Metrics()
+    metrics.answered("m", BILL)
+    assert not metrics.failed("x" * 10_000, "ServerUnavailable")
+    counted = [metrics.failed(f"m{number}", "ServerUnavailable") for number in range(5)]
+    assert counted == [True, True, False, False, False]
+    assert metrics.failed("m1", "ServerUnavailable")
+    metrics.answered("n", BILL)  # what answers is there
+    assert told(metrics)["pipeswitch_gateway_requests_total", "n", "ok"] == 1
+    metrics.forget_others({"m", "n"})
+    assert metrics.failed("m", "QueueFull")
 
 
 def facts() -> dict[str, Any]:
