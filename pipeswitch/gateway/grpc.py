@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from ..errors import InvalidInput, PipeSwitchError
+from ..errors import InvalidInput, PipeSwitchError, QueueFull
 from ..ipc.messages import GatewaySettings
 from ..roles import Standing
 from ..wire.frames import WireTensor
@@ -34,6 +34,8 @@ HEALTH_SERVICE: Final = "grpc.health.v1.Health"
 SPARE_BYTES: Final = 1 << 20  # of a message, beside its tensors
 CONNECTIONS_SHARE: Final = 8  # one for so many of HTTP: one that resets calls costs up to 0.6 MiB
 WATCH_EVERY_S: Final = 1.0  # how soon a watcher of the health learns of a change
+MAX_CALLS: Final = 1024  # of all callers, at once
+MAX_WATCHERS: Final = 64  # of the health: it is told without a token, and each is a call for good
 OPTIONS: Final = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_concurrent_streams", 256),  # of one connection
@@ -61,7 +63,7 @@ async def open_server(
         ("grpc.max_receive_message_length", settings.max_body_bytes + SPARE_BYTES),
         ("grpc.max_allowed_incoming_connections", settings.max_connections // CONNECTIONS_SHARE),
     )
-    server = grpc.aio.server(options=[*OPTIONS, *bounds], maximum_concurrent_rpcs=1024)
+    server = grpc.aio.server(options=[*OPTIONS, *bounds], maximum_concurrent_rpcs=MAX_CALLS)
     server.add_generic_rpc_handlers(Calls(service, callers).handlers())
     if settings.tls_cert:
         pair = Path(settings.tls_key).read_bytes(), Path(settings.tls_cert).read_bytes()
@@ -78,6 +80,7 @@ class Calls:
     def __init__(self, service: Service, callers: Callers) -> None:
         self._service = service
         self._callers = callers
+        self._watchers = 0
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
         verbs: dict[str, Verb] = {
@@ -184,13 +187,20 @@ class Calls:
         if request.service not in ("", SERVICE):
             yield HEALTH["HealthCheckResponse"](status=STATUSES["SERVICE_UNKNOWN"])
             return
-        told = None
-        while True:
-            found = await self._status()
-            if found != told:
-                told = found
-                yield found
-            await asyncio.sleep(WATCH_EVERY_S)
+        if self._watchers >= MAX_WATCHERS:
+            await _abort(context, QueueFull("too many watch the health", hint="ask Check"))
+            return
+        self._watchers += 1
+        try:
+            told = None
+            while True:
+                found = await self._status()
+                if found != told:
+                    told = found
+                    yield found
+                await asyncio.sleep(WATCH_EVERY_S)
+        finally:
+            self._watchers -= 1
 
     async def _reflect(
         self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext

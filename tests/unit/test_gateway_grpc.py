@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -10,9 +11,15 @@ import pytest
 pytest.importorskip("grpc", reason="make installs it")
 
 from pipeswitch.errors import ERRORS_BY_NAME, InvalidInput
-from pipeswitch.gateway.grpc import Calls, decode_request, encode_answer
+from pipeswitch.gateway.grpc import (
+    MAX_CALLS,
+    MAX_WATCHERS,
+    Calls,
+    decode_request,
+    encode_answer,
+)
 from pipeswitch.gateway.oip import DATATYPES, InferRequest, Output, config
-from pipeswitch.gateway.protos import DATA_TYPES, INFERENCE, POOL, REFLECTION
+from pipeswitch.gateway.protos import DATA_TYPES, HEALTH, INFERENCE, POOL, REFLECTION, STATUSES
 from pipeswitch.gateway.reflection import SERVICES, described
 from pipeswitch.gateway.refusals import TooLarge, status_of
 
@@ -157,3 +164,34 @@ def test_what_is_described_is_what_is_served() -> None:
 class _Details:
     def __init__(self, method: str) -> None:
         self.method = method
+
+
+def test_who_watches_the_health_without_a_token_takes_no_more_than_a_share_of_the_calls() -> None:
+    class Context:
+        aborted: list[str]
+
+        async def abort(self, code: Any, text: str, trailing: Any) -> None:
+            self.aborted.append(code.name)
+
+    class Service:
+        async def is_ready(self) -> bool:
+            return True
+
+    async def watch_all() -> None:
+        calls, context = Calls(cast(Any, Service()), cast(Any, None)), cast(Any, Context())
+        context.aborted = []
+        request = HEALTH["HealthCheckRequest"]()
+
+        def watch() -> Any:
+            return calls._watch(request, context)
+
+        readers = [watch() for _ in range(MAX_WATCHERS)]
+        for reader in readers:
+            assert (await anext(reader)).status == STATUSES["SERVING"]
+        assert [found async for found in watch()] == []
+        assert context.aborted == ["RESOURCE_EXHAUSTED"]
+        await readers[0].aclose()
+        assert (await anext(watch())).status == STATUSES["SERVING"]
+
+    assert MAX_WATCHERS < MAX_CALLS / 2
+    asyncio.run(watch_all())
