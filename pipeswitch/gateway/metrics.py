@@ -14,8 +14,6 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
-from ..config import NAME_PATTERN
-
 SECONDS: Final = (
     0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0,
 )  # fmt: skip
@@ -66,6 +64,7 @@ _JOB_COUNTERS: Final[Mapping[str, str]] = {
 }
 
 
+MAX_NAME_CHARS: Final = 64  # a longer one is no model's
 MAX_COUNTED: Final = 1 << 14  # models and outcomes; an operator's look forgets what is gone
 
 
@@ -110,7 +109,7 @@ class Metrics:
         """``outcome``: the error's name. False: it is not counted: not every failure tells that
         there is such a model, and a stranger can ask for one name after the other."""
         is_counted = (model, outcome) in self._seen or (
-            len(self._seen) < MAX_COUNTED and NAME_PATTERN.fullmatch(model) is not None
+            len(self._seen) < MAX_COUNTED and len(model) <= MAX_NAME_CHARS
         )
         if is_counted:
             self._count(model, outcome)
