@@ -161,10 +161,13 @@ def _named(given: Any) -> list[tuple[str, Any]]:
     arguments = dict(enumerate(given)) if is_nested else given
     if not isinstance(arguments, Mapping):
         return [("", given)]
-    if all(hasattr(v, "dtype") for v in arguments.values()):
-        return [(str(name), value) for name, value in arguments.items()]
+    by_name = {str(name): value for name, value in arguments.items()}
+    if len(by_name) != len(arguments):  # 1 and "1"
+        raise InvalidInput("two inputs have one name: a name is a text, or a place")
+    if all(hasattr(v, "dtype") for v in by_name.values()):
+        return list(by_name.items())
     try:
-        _, named = flatten({str(k): v for k, v in arguments.items()}, "input", _is_leaf)
+        _, named = flatten(by_name, "input", _is_leaf)
     except RegistrationRefused as error:
         raise InvalidInput(f"{error.part}: {error.reason}") from None
     return list(named.items())

@@ -229,7 +229,9 @@ class Endings:
                 limit <= max(request.deaths, replica.model.deaths)
                 or replica.model.state.state is ModelState.QUARANTINED
             ):
-                error = _worker_lost(replica, request.deaths, status)
+                # Of joined requests none is blamed: then the deaths are the model's.
+                deaths = max(request.deaths, replica.model.deaths)
+                error = _worker_lost(replica, deaths, status)
                 self._device.refuse(request, TaskEvent.ERROR, error)
 
     def daemon_died(self) -> None:

@@ -259,6 +259,17 @@ def test_one_that_kills_its_worker_alone_too_is_given_up_after_the_usual_number_
     assert server.joined().count([server.deadly]) == 3
 
 
+def test_a_joined_run_whose_death_is_one_too_many_says_how_many_there_were() -> None:
+    server = Server(max_deaths=1)
+    tokens = server.ask_behind(2)
+    server.faults["poison"] = ["joins"]
+    server.run(server.now_ms + 5000.0)
+    for token in tokens:
+        assert isinstance(server.error(token), WorkerLost)
+        assert "died 1 times" in str(server.error(token))
+        assert server.error(token).data["deaths"] == 1
+
+
 def test_a_worker_that_died_before_its_turn_has_separated_none() -> None:
     server = Server()
     tokens = server.ask_behind(3)

@@ -298,3 +298,9 @@ def test_a_module_is_called_with_the_classes_of_its_example() -> None:
 def test_an_example_that_cannot_be_named_is_refused(example: Any, names: Any, says: str) -> None:
     with pytest.raises(RegistrationRefused, match=says):
         named_inputs(Echo(), example, names)
+
+
+@pytest.mark.parametrize("other", [np.zeros(2), [np.zeros(2), np.zeros(3)]])
+def test_a_name_and_a_place_that_are_one_lose_no_argument(other: Any) -> None:
+    with pytest.raises(InvalidInput, match="two inputs have one name"):
+        to_frames({1: np.zeros(2), "1": other})
