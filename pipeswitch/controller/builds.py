@@ -6,6 +6,7 @@ Runs in the scheduler's thread. What it learns goes back as an event.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import shutil
@@ -17,15 +18,33 @@ import msgspec
 
 from ..errors import PipeSwitchError, RegistrationRefused, to_wire
 from ..failpoints import reach
-from ..ipc.messages import BuildDone, BuildFailed, BuildSettings, Epoch, Message
+from ..ipc.messages import (
+    BuildDone,
+    BuildFailed,
+    BuildProgress,
+    BuildSettings,
+    Epoch,
+    Message,
+)
 from ..planning import files as profile_files
 from ..programs.build.builder import work_prefix
+from ..programs.claims import check_claims
 from ..programs.layout import Manifest
-from ..programs.spec import files_of, is_checked, kept, load_manifest, needs_more, save_manifest
+from ..programs.spec import (
+    files_of,
+    is_checked,
+    is_joined_as_asked,
+    kept,
+    load_manifest,
+    needs_more,
+    save_manifest,
+)
 from ..scheduler.events import BuilderExited, FromBuilder, StartBuild, SweepPrograms
 from .device import Ground
 from .folders import DIGEST
 from .processes import Child
+
+log = logging.getLogger(__name__)
 
 
 def _copied_bytes(spec: bytes) -> int:
@@ -73,11 +92,16 @@ class Builds:
         done: list[BuildDone] = []
 
         def on_message(message: Message, _: list[int]) -> None:
+            # It may have been taken over by what it builds: it speaks of its own build, no other.
             if isinstance(message, BuildDone):
                 done.append(message)  # what it claims is looked at when it can write no more
                 self._processes.kill(self._builders[command.epoch])
+            elif isinstance(message, BuildProgress | BuildFailed):
+                own = {"model": command.model, "epoch": command.epoch}
+                self._take(FromBuilder(message=msgspec.structs.replace(message, **own)))
             else:
-                self._take(FromBuilder(message=message))
+                log.error("builder of %s sent a %s", command.model, type(message).__name__)
+                self._processes.kill(self._builders[command.epoch])
 
         def on_exit(status: int) -> None:
             self._builders.pop(command.epoch, None)
@@ -141,6 +165,10 @@ class Builds:
             built = load_manifest(self._places.models / message.folder)
             if built.mode == "module" and not needs_more(spec):
                 raise RegistrationRefused("build", "a module's code, of a source that has none")
+            if built.mode == "graph":
+                check_claims(built)
+            if not is_joined_as_asked(built, spec):
+                raise RegistrationRefused("build", "requests are joined as its owner asked")
             digest = self._places.name_for(command.tenant, message.digest)
             message = msgspec.structs.replace(message, digest=digest)
             if built.digest != digest:

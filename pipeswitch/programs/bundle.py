@@ -232,7 +232,7 @@ def _check_value(part: str, spec: ValueSpec, dims: Sequence[Dim]) -> int:
 
     Between the ends of the ranges an output may have no size still: the request says so.
     """
-    if not _is_name(spec.name):
+    if not is_name(spec.name):
         _refuse(part, "its name is empty, too long or has control characters")
     named, parts = f"{part} {spec.name!r}", 0
     for extent in spec.shape:
@@ -397,14 +397,14 @@ def _json_object(text: bytes) -> dict[str, Any]:
     return header
 
 
-def _is_name(name: str) -> bool:
+def is_name(name: str) -> bool:
     """It can be shown: it is in listings, errors and logs."""
     return 0 < len(name) <= MAX_NAME_CHARS and printable(name, keep="") == name
 
 
 def _file_tensor(name: str, entry: Any, data_start: int) -> FileTensor:
     part = f"weight {name[:80]!r}"
-    if not _is_name(name):
+    if not is_name(name):
         _refuse(part, "its name is empty, too long or has control characters")
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         _refuse(part, "an entry has exactly dtype, shape and data_offsets")

@@ -66,6 +66,14 @@ def needs_more(spec: bytes) -> bool:
     return not is_data and (not is_named or decoded.weights == "pretrained")
 
 
+def is_joined_as_asked(manifest: Manifest, spec: bytes) -> bool:
+    """Whether its requests are joined as an encoded spec says, or not at all where it does not."""
+    decoded = msgspec.msgpack.decode(spec, type=BuildSpec)
+    asked = (decoded.batch, decoded.batch_delay_ms) if decoded.batch else None
+    found = manifest.batching
+    return asked == (found and (found.limit, found.delay_ms))
+
+
 def weights_file(manifest: Manifest) -> str:
     """The name, inside the program's folder, of the file that holds its tensors."""
     return BUNDLE_FILE if manifest.mode == "graph" else WEIGHTS_FILE

@@ -12,7 +12,8 @@ import torch
 
 from ...errors import RegistrationRefused
 from ..bundle import read_bundle
-from ..dims import BATCH, Values, at_batch, largest, names_in
+from ..claims import check_joinable
+from ..dims import BATCH, Values, at_batch, largest
 from ..executor import GraphProgram
 from ..layout import Batching, Manifest, ValueSpec
 from ..spec import BUNDLE_FILE, BuildSpec
@@ -39,7 +40,7 @@ def with_batching(manifest: Manifest, spec: BuildSpec, folder: Path) -> Manifest
         RegistrationRefused: its batch is fixed, not the first dimension, or outside of the limit;
             or what a request is answered depends on those beside it by more than rounding.
     """
-    _check_signature(manifest, spec.batch)
+    check_joinable(manifest, spec.batch)
     image = load_image(folder / BUNDLE_FILE, manifest)
     program = GraphProgram(manifest, read_bundle(folder / BUNDLE_FILE).graph, "cpu")
     bound = program.bind(lambda tensor: tensor_over(image.untyped_storage(), tensor, 0))
@@ -68,37 +69,6 @@ def with_batching(manifest: Manifest, spec: BuildSpec, folder: Path) -> Manifest
 def _bytes(inputs: Sequence[ValueSpec], values: Values) -> int:
     """A worker copies the rows of joined requests to memory of its own."""
     return sum(value.size_bytes(values) for value in inputs)
-
-
-def _check_signature(manifest: Manifest, limit: int) -> None:
-    low, high = manifest.batch
-    if low == high:
-        notes = "".join(f" ({note})" for note in manifest.extra.get("notes", ()))
-        why = "in module mode shapes are fixed" if manifest.mode == "module" else "it is fixed"
-        raise RegistrationRefused(
-            "batch", f"requests cannot be joined: {why} at {low}{notes}",
-            hint=f"leave --batch out, or give the model a first dimension that requests choose "
-            f"(--max-batch {max(limit, 2)})",
-        )  # fmt: skip
-    if limit > high:
-        raise RegistrationRefused(
-            "batch", f"{limit} is more than the model takes, {low} to {high}",
-            hint=f"--batch {high}, or --max-batch {limit} where its source allows that",
-        )  # fmt: skip
-    if limit < 2 * low:
-        raise RegistrationRefused(
-            "batch", f"no two requests make a batch of {limit}: each brings {low} or more",
-            hint=f"--batch {2 * low}, or leave it out",
-        )  # fmt: skip
-    for kind, values in (("input", manifest.inputs), ("output", manifest.outputs)):
-        for value in values:
-            first, *others = value.shape or (1,)
-            if first != BATCH or any(BATCH in names_in(extent) for extent in others):
-                raise RegistrationRefused(
-                    f"{kind} {value.name!r}",
-                    "requests cannot be joined: the batch is not its first dimension alone",
-                    hint="leave --batch out",
-                )
 
 
 def _is_exact(
