@@ -122,6 +122,7 @@ class Builds:
             disk_bytes=max(1, self._disk.left_bytes(command.tenant)),
             task_memory_bytes=self._sizes.task_memory_bytes,
             is_sandboxed=self._sizes.is_sandboxed,
+            is_owners=not command.tenant,
         )
         self._builders[command.epoch] = self._processes.fork(
             "builder", "pipeswitch-bld", settings, 1, [], on_message, on_exit

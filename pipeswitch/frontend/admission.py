@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ..config import NAME_PATTERN, PRIORITIES
-from ..errors import InvalidInput, ModelNotFound
+from ..errors import InvalidInput, ModelNotFound, PermissionDenied
 from ..programs.dims import NoExtent, Values, match, values_text
 from ..programs.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, Manifest, ValueSpec, aligned
 from ..programs.nesting import Tree, argument_names, check_takes
 from ..programs.signature import signature_text
+from ..roles import ANYONE
 from ..scheduler.events import Announce
 from ..units import nearest, printable
 from ..wire.frames import MAX_DIMS, RequestHeader, WireTensor
@@ -322,3 +323,16 @@ class Body:
         if self._left:
             keys = ", ".join(sorted(str(key)[:40] for key in self._left)[:8])
             raise InvalidInput(f"{self._op}: unknown fields {keys}")
+
+
+def tenant_of(body: Body, own: str) -> str:
+    """Whose it will be: the client's own, or of the tenant that the owner names. The gateway, which
+    has the owner's socket, names its callers.
+
+    Raises:
+        PermissionDenied, InvalidInput.
+    """
+    named = body.text("tenant", "")
+    if named and own:
+        raise PermissionDenied("only the server's owner may ask for another client")
+    return (named if named == ANYONE else check_name(named, "tenant")) if named else own

@@ -594,7 +594,9 @@ class Frontend:
         else:
             event = asked(self.requests.accept(client, header).token)
             if isinstance(event, RegisterAsked):
-                event = msgspec.structs.replace(event, client=client.user_id or client.session)
+                named = event.tenant if client.standing.is_owner else ""  # the gateway's caller
+                turns = client.user_id or named or client.session
+                event = msgspec.structs.replace(event, client=turns)
             self._take(event)
 
     # ---- out -----------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from ..failpoints import reach
 from ..lane import Lane
 from ..machine import sync_directory
 from ..wire.frames import RequestHeader
-from .admission import Body
+from .admission import Body, tenant_of
 from .disk import PARTIAL, Disk
 from .permissions import DIGEST
 
@@ -115,11 +115,13 @@ class Uploads:
 
         Raises:
             InvalidInput: a field is wrong.
+            PermissionDenied: it is for another client, and ``tenant`` is not the owner.
             QueueFull: too many chunks wait for the disk; safe to send again.
         """
         body = Body("put", header.body)
         digest, kind = body.text("digest"), body.text("kind", "bundle")
         size, offset = body.count("size_bytes"), body.count("offset_bytes", 0)
+        tenant = tenant_of(body, tenant)
         body.done()
         if not DIGEST.fullmatch(digest):
             raise InvalidInput("put: digest must be a sha256 in hexadecimal")

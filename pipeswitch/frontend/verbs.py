@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ..errors import InvalidInput
@@ -94,6 +94,7 @@ class Verbs:
     def _register(self, header: RequestHeader, standing: Standing) -> Asked:
         name = admission.check_name(header.model, "model")
         body = Body("register", header.body)
+        standing = replace(standing, tenant=admission.tenant_of(body, standing.tenant))
         source = permissions.check_source(
             body.text("source"),
             body.text("weights", ""),

@@ -275,7 +275,7 @@ class Api:
         if given.pin:
             require_role(asked.caller, Role.OPERATE, "to pin a model")
         if is_bundle:
-            source = await self._upstream.upload(asked.body, "bundle")
+            source = await self._upstream.upload(asked.body, "bundle", asked.caller.tenant)
         else:
             source = given.source
             checked = check_source(
@@ -283,7 +283,8 @@ class Api:
             )
             if checked.is_code:
                 require_role(asked.caller, Role.CODE, "a factory")
-        body = {**msgspec.to_builtins(given), "source": source}
+        tenant = asked.caller.tenant  # it counts as that client's, not as the owner's
+        body = {**msgspec.to_builtins(given), "source": source, "tenant": tenant}
         return _json(await self._upstream.ask("register", asked.names["model"], body=body))
 
 

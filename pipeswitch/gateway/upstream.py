@@ -76,10 +76,10 @@ class Upstream:
         body = {"name": name, "action": action, **fields}
         return await self.ask("job", body=body, is_safe=action in ("show", "logs"))
 
-    async def upload(self, data: memoryview, kind: str) -> str:
-        """Hand a file on, chunk after chunk; what ``register`` calls it."""
+    async def upload(self, data: memoryview, kind: str, tenant: str) -> str:
+        """Hand a file of that tenant's on, chunk after chunk; what ``register`` calls it."""
         digest = (await asyncio.to_thread(hashlib.sha256, data)).hexdigest()
-        body = {"digest": digest, "size_bytes": len(data), "kind": kind}
+        body = {"digest": digest, "size_bytes": len(data), "kind": kind, "tenant": tenant}
         found = await self.ask("put", body={**body, "offset_bytes": 0}, is_safe=False)
         for offset in range(0, 0 if found["complete"] else len(data), CHUNK_BYTES):
             chunk = data[offset : offset + CHUNK_BYTES]

@@ -594,6 +594,7 @@ class BuildSettings(Message, frozen=True):
     disk_bytes: int = 0  # what may be written; 0: no limit
     task_memory_bytes: int = 0  # what a run may take for its intermediate values; 0: no limit
     is_sandboxed: bool = False  # where the program is a client's
+    is_owners: bool = False  # what it fetches from a hub lands in the owner's caches
 
 
 class BuildProgress(Message, frozen=True):

@@ -70,7 +70,7 @@ class Upstream:
         job = {"name": name, "state": "done"}
         return {"job": job, "text": "", "end_bytes": 0, "offset_bytes": 0}
 
-    async def upload(self, data: memoryview, kind: str) -> str:
+    async def upload(self, data: memoryview, kind: str, tenant: str) -> str:
         return f"put:{kind}"
 
     async def follow(self, take: Any) -> None: ...

@@ -54,8 +54,8 @@ class Upstream:
         return {"text": self.log[offset_bytes:][:5], "end_bytes": end,
                 "offset_bytes": min(offset_bytes + 5, end)}  # fmt: skip
 
-    async def upload(self, data: Any, kind: str) -> str:
-        self.asked.append(("put", kind, bytes(data)))
+    async def upload(self, data: Any, kind: str, tenant: str) -> str:
+        self.asked.append(("put", kind, bytes(data), tenant))
         return "put:digest"
 
     async def follow(self, take: Any) -> None:
@@ -237,11 +237,22 @@ def test_a_bundle_is_the_body_and_its_options_are_the_query(rig: Rig) -> None:
         )
     )
     put, (op, model, body) = rig.upstream.asked
-    assert put == ("put", "bundle", b"bytes")
+    assert put == ("put", "bundle", b"bytes", "")
     assert (op, model) == ("register", "m")
     assert body == {"source": "put:digest", "weights": "", "inputs": {}, "priority": "high",
-                    "pin": False, "max_batch": 8, "batch": 4, "batch_delay_ms": 0}  # fmt: skip
+                    "pin": False, "max_batch": 8, "batch": 4, "batch_delay_ms": 0,
+                    "tenant": ""}  # fmt: skip
     assert "empty" in rig.refused("POST", "/api/models/m", content_type=BUNDLE)[1]
+
+
+def test_what_a_caller_registers_is_its_own_and_not_the_owners(rig: Rig) -> None:
+    """As the owner's its bundle would share a process with his models where tenants share none,
+    and its uploads and programs be bounded by no share of the disk."""
+    token = "token-of-register".ljust(16, "-")
+    told(rig.ask("POST", "/api/models/m", b"bytes", token=token, content_type=BUNDLE))
+    told(rig.ask("POST", "/api/models/n", b'{"source": "torchvision:resnet18"}', token=token))
+    put, first, second = rig.upstream.asked
+    assert put[3] == first[2]["tenant"] == second[2]["tenant"] == "t"
 
 
 def test_infer_is_told_of_models_what_it_may_know(rig: Rig) -> None:

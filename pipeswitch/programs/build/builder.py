@@ -5,18 +5,19 @@ A bad model can take this process down and nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import resource
 import shutil
 import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
 
 import msgspec
 
-from ...errors import PipeSwitchError, RegistrationRefused, to_wire
+from ...errors import HostStoreFull, PipeSwitchError, RegistrationRefused, to_wire
 from ...failpoints import are_enabled, reach
 from ...ipc.channel import Channel
 from ...ipc.messages import BuildDone, BuildFailed, BuildProgress, BuildSettings
@@ -25,8 +26,7 @@ from ...units import format_bytes
 from ..dims import largest, values_text
 from ..layout import Manifest
 from ..spec import BuildSpec, files_of, needs_more
-
-HUB_CACHE: Final = os.environ.get("HF_HOME", "~/.cache/huggingface")  # what all may have
+from . import hub
 
 
 def exports(settings: BuildSettings) -> bool:
@@ -68,8 +68,9 @@ def run(settings: BuildSettings, channel: Channel) -> int:
         spec = msgspec.msgpack.decode(settings.spec, type=BuildSpec)
         reach("build.begin")
         if settings.is_sandboxed and not needs_more(settings.spec) and not are_enabled():
-            _confine(settings.spec, work)
-        manifest = build(spec, work, progress, settings.disk_bytes)
+            _confine(settings.spec, spec.source, work)
+        with _metered(settings, spec, work, channel):
+            manifest = build(spec, work, progress, settings.disk_bytes)
         _check_memory(manifest, settings.task_memory_bytes)
         reach("build.write")
     except (Exception, SystemExit) as error:  # a model's own code may raise anything
@@ -87,10 +88,37 @@ def run(settings: BuildSettings, channel: Channel) -> int:
     return 0
 
 
-def _confine(spec: bytes, work: Path) -> None:
+def _confine(packed: bytes, source: str, work: Path) -> None:
     """What a client sent is built in a sandbox, with one folder to write."""
     tempfile.tempdir = str(work)
-    confine_builder([*files_of(spec), Path(HUB_CACHE).expanduser()], work)
+    hub.without_token(work)
+    confine_builder([*files_of(packed), *hub.readable(source)], work)
+
+
+@contextlib.contextmanager
+def _metered(
+    settings: BuildSettings, spec: BuildSpec, work: Path, channel: Channel
+) -> Iterator[None]:
+    """What a client has fetched from a hub fits its share of the disk, and goes with the build."""
+    if settings.is_owners or spec.weights != "pretrained":
+        yield
+        return
+    folder = hub.of_its_own(work)
+    limit_bytes = settings.disk_bytes
+
+    def over(held_bytes: int) -> None:
+        what = f"what {spec.source} fetches does not fit: {format_bytes(held_bytes)} so far"
+        text = f"{what}, {format_bytes(limit_bytes)} are left for this client on the server's disk"
+        hint = "upload the weights alone: --weights FILE.safetensors"
+        _fail(channel, settings, HostStoreFull(text, hint=hint, largest_free_bytes=limit_bytes))
+        os._exit(0)  # in the middle of a download; the controller removes the folder
+
+    meter = hub.Meter(folder, limit_bytes, over)
+    try:
+        yield
+    finally:
+        meter.close()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _limit(settings: BuildSettings) -> None:

@@ -1,0 +1,91 @@
+"""Model hubs' caches, and whose they are.
+
+What the owner fetches by ``pretrained`` stays in the caches of the server's user. A client pays for
+its own: it is fetched without the owner's token into the folder of its build, counted while it
+comes, and gone with it. Otherwise a client could fill the owner's disk by naming one repository
+after the other, and ask models that only the owner may have.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+FOLDER: Final = "hub"  # in a build's
+LOOK_EVERY_S: Final = 0.1
+_TOKENS: Final = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+_CACHES: Final = (
+    "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_XET_CACHE", "HF_ASSETS_CACHE",
+    "TRANSFORMERS_CACHE", "PYTORCH_TRANSFORMERS_CACHE",
+)  # fmt: skip
+
+
+def readable(source: str) -> list[Path]:
+    """What a confined build of this source may read of the machine's: the cache without the token
+    that lies beside it, or the folder that the owner named."""
+    scheme, _, name = source.partition(":")
+    if scheme != "hf":
+        return []
+    if os.path.isabs(name):
+        return [Path(name.partition("#")[0])]
+    environ = os.environ
+    home = environ.get("HF_HOME") or f"{environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    cache = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
+    return [Path(cache).expanduser()]
+
+
+def without_token(work: Path) -> None:
+    """The hub's library finds no token, instead of one that it may not read. Call it before that
+    is imported."""
+    for name in _TOKENS:
+        os.environ.pop(name, None)
+    os.environ["HF_TOKEN_PATH"] = str(work / "no-token")
+
+
+def of_its_own(work: Path) -> Path:
+    """From here on this process looks and fetches into a folder of its own alone."""
+    without_token(work)
+    for name in _CACHES:
+        os.environ.pop(name, None)
+    folder = work / FOLDER
+    os.environ["HF_HOME"] = os.environ["TORCH_HOME"] = str(folder)
+    return folder
+
+
+class Meter:
+    """Looks how much a folder holds, in a thread of its own, until it is closed."""
+
+    def __init__(self, folder: Path, limit_bytes: int, on_over: Callable[[int], None]) -> None:
+        """``on_over`` is called once, with the bytes, when there are more than the limit."""
+        self._folder = folder
+        self._limit_bytes = limit_bytes
+        self._on_over = on_over
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hub meter", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._is_closed.wait(LOOK_EVERY_S):
+            held_bytes = held(self._folder)
+            if held_bytes > self._limit_bytes:
+                self._on_over(held_bytes)
+                return
+
+    def close(self) -> None:
+        self._is_closed.set()
+        self._thread.join()
+
+
+def held(folder: Path) -> int:
+    """Bytes of the files in it; a link, which a hub's cache is full of, is none."""
+    total_bytes = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total_bytes += os.lstat(os.path.join(path, name)).st_size
+            except FileNotFoundError:  # it was renamed meanwhile
+                continue
+    return total_bytes

@@ -1,0 +1,202 @@
+"""What a build fetches from a hub: whose caches, whose token, and how much of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipeswitch.ipc.messages import BuildDone, BuildFailed, BuildSettings, Epoch, Message, ModelName
+from pipeswitch.programs.build import builder, hub
+from pipeswitch.programs.build import program as build_module
+from pipeswitch.programs.layout import Manifest
+from pipeswitch.programs.spec import BuildSpec
+from pipeswitch.sandbox.confine import missing
+
+KIB = 1 << 10
+TOKEN, OWNERS = "hf_secret", "what the owner fetched"
+MANIFEST = Manifest(
+    digest="a" * 64, mode="graph", mode_reason="", source="hf:a/b", total_bytes=0, tensors=(),
+    groups=(), inputs=(), outputs=(),
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An owner's caches, with a token; what a build sets is taken back."""
+    home = tmp_path / "home"
+    (home / "hub").mkdir(parents=True)
+    (home / "token").write_text(TOKEN)
+    (home / "hub" / "config.json").write_text(OWNERS)
+    before = dict(os.environ)
+    for name in [name for name in os.environ if name.startswith("HF_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HOME", str(home))
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    yield home
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def reads_when_confined(spec: BuildSpec, work: Path, *paths: Path) -> list[str]:
+    """Of a child that is confined for this build, what it could read of each, and its tokens."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        builder._confine(msgspec.msgpack.encode(spec), spec.source, work)
+        found = [os.environ.get("HF_TOKEN", "")]
+        for path in (*paths, Path(os.environ["HF_TOKEN_PATH"])):
+            try:
+                found.append(path.read_text())
+            except OSError as error:
+                found.append(type(error).__name__)
+        os.write(writing, "\n".join(found).encode())
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    with open(reading) as file:
+        return file.read().split("\n")
+
+
+@pytest.mark.skipif(bool(missing()), reason="this kernel has no sandbox")
+@pytest.mark.parametrize(
+    ("source", "cached"), [("hf:org/model", OWNERS), ("torchvision:resnet18", "PermissionError")]
+)
+def test_a_confined_build_reads_no_token_and_the_hubs_cache_when_it_is_of_one(
+    source: str, cached: str, home: Path, tmp_path: Path
+) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    spec = BuildSpec(name="m", source=source, weights="random:0")
+    found = reads_when_confined(spec, work, home / "token", home / "hub" / "config.json")
+    assert found == ["", "PermissionError", cached, "FileNotFoundError"]
+
+
+@pytest.mark.skipif(bool(missing()), reason="this kernel has no sandbox")
+def test_a_folder_that_the_owner_names_is_read_wherever_it_is(tmp_path: Path) -> None:
+    folder, work = tmp_path / "mine", tmp_path / "work"
+    folder.mkdir()
+    work.mkdir()
+    (folder / "config.json").write_text("{}")
+    spec = BuildSpec(name="m", source=f"hf:{folder}#BertModel", weights="random:0")
+    assert reads_when_confined(spec, work, folder / "config.json")[1] == "{}"
+
+
+class Sent:
+    """A channel without a reader."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        self.messages.append(message)
+
+
+class Ended(BaseException):
+    """The process would be gone."""
+
+
+def build_that(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, pieces: int, *, is_owners: bool
+) -> tuple[Message, dict[str, str | None]]:
+    """Run a build of pretrained weights that fetches so many KiB; its last word, and where it
+    would have looked."""
+    seen: dict[str, str | None] = {}
+
+    def build(spec: BuildSpec, work: Path, progress: Any, disk_bytes: int) -> Manifest:
+        names = ("HF_HOME", "HF_HUB_CACHE", "TORCH_HOME", "HF_TOKEN")
+        seen.update({name: os.environ.get(name) for name in names})
+        cache = Path(os.environ["HF_HOME"]) / "hub"
+        cache.mkdir(parents=True, exist_ok=True)
+        for piece in range(pieces):
+            (cache / f"part-{piece}").write_bytes(bytes(KIB))
+        is_over = pieces * KIB > disk_bytes and not is_owners
+        for meter in meters:  # it looks when it likes: at the latest when it is asked
+            meter.close()
+            if is_over:
+                meter._on_over(hub.held(cache))
+        return MANIFEST
+
+    meters: list[hub.Meter] = []
+
+    class Noted(hub.Meter):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            meters.append(self)
+
+    def leave(status: int) -> None:
+        raise Ended
+
+    monkeypatch.setattr(hub, "Meter", Noted)
+    monkeypatch.setattr(build_module, "build", build)
+    monkeypatch.setattr(os, "_exit", leave)
+    sent = Sent()
+    import torch
+
+    spec = BuildSpec(name="m", source="hf:a/b", weights="pretrained")
+    settings = BuildSettings(
+        model=ModelName("m"), epoch=Epoch(1), spec=msgspec.msgpack.encode(spec),
+        directory=str(folder), disk_bytes=8 * KIB, is_sandboxed=True, is_owners=is_owners,
+        threads=torch.get_num_threads(),  # it sets them for good: here they stay what they are
+    )  # fmt: skip
+    try:
+        builder.run(settings, sent)  # type: ignore[arg-type]
+    except Ended:
+        assert isinstance(sent.messages[-1], BuildFailed)
+    return sent.messages[-1], seen
+
+
+def test_what_a_client_fetches_is_its_builds_own_and_is_gone_with_it(
+    monkeypatch: pytest.MonkeyPatch, home: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(home / "hub"))
+    models = tmp_path / "models"
+    models.mkdir()
+    last, seen = build_that(monkeypatch, models, 8, is_owners=False)
+    assert isinstance(last, BuildDone)
+    [work] = models.iterdir()
+    assert list(work.iterdir()) == []
+    own = str(work / "hub")
+    assert seen == {"HF_HOME": own, "HF_HUB_CACHE": None, "TORCH_HOME": own, "HF_TOKEN": None}
+    assert [path.name for path in (home / "hub").iterdir()] == ["config.json"]
+
+
+def test_a_client_fetches_no_more_than_its_share_of_the_disk(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    last, _ = build_that(monkeypatch, tmp_path, 9, is_owners=False)
+    assert isinstance(last, BuildFailed)
+    assert last.error == "HostStoreFull"
+    assert "hf:a/b fetches does not fit: 9.00 KiB so far, 8.00 KiB are left" in last.message
+
+
+def test_the_owner_fetches_into_his_own_caches_with_his_token(
+    monkeypatch: pytest.MonkeyPatch, home: Path, tmp_path: Path
+) -> None:
+    last, seen = build_that(monkeypatch, tmp_path, 9, is_owners=True)
+    assert isinstance(last, BuildDone)
+    assert (seen["HF_HOME"], seen["HF_TOKEN"]) == (str(home), TOKEN)
+    assert len(list((home / "hub").iterdir())) == 10
+
+
+def test_the_meter_looks_by_itself_and_once(tmp_path: Path) -> None:
+    import threading
+
+    over = threading.Event()
+    found: list[int] = []
+    (tmp_path / "shard").write_bytes(bytes(3 * KIB))
+    (tmp_path / "link").symlink_to("shard")
+
+    def on_over(held_bytes: int) -> None:
+        found.append(held_bytes)
+        over.set()
+
+    meter = hub.Meter(tmp_path, 2 * KIB, on_over)
+    assert over.wait(20)
+    meter.close()
+    assert found == [hub.held(tmp_path)]
+    assert found[0] < 4 * KIB
