@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import logging.handlers
 import os
 import signal
 import sys
@@ -43,7 +44,7 @@ def run(
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     Path("/proc/self/comm").write_text(PROCESS_NAME)
     if settings.log_path:
-        log_to(settings.log_path)
+        log_to(settings.log_path, settings.log_bytes)
     threading.excepthook = _leave
     device = open_memory(settings, descriptors)
     daemon = Daemon(device, control, words=settings.words, device_name=settings.device)
@@ -52,12 +53,12 @@ def run(
         os._exit(1)
 
 
-def log_to(path: str) -> None:
+def log_to(path: str, max_bytes: int) -> None:
     """A log is no reason to stop: where it cannot be written, what is said goes to the parent's."""
     handler: logging.Handler = logging.StreamHandler()
     refusal = ""
     try:
-        handler = logging.FileHandler(path)
+        handler = logging.handlers.RotatingFileHandler(path, maxBytes=max_bytes, backupCount=2)
     except OSError as error:
         refusal = error.strerror or ""
     handler.setFormatter(PrintableFormatter(logging.BASIC_FORMAT))

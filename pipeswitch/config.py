@@ -348,8 +348,8 @@ class LogConfig(_Checked):
     """``[log]``."""
 
     max_bytes: int = _setting(
-        "16MiB", "what stays of the server's log, beside two older ones of that size, and of each "
-        "job's", parse_size, low=1 << 18,
+        "16MiB", "what stays of each log of the server and its processes, beside two older ones of "
+        "that size, and of each job's", parse_size, low=1 << 18,
     )  # fmt: skip
 
 

@@ -225,6 +225,7 @@ class DeviceEffects:
             separates_tenants=self._sizes.separates_tenants,
             cuda=self._sizes.cuda,
             log_path=str(self._ground.places.logs / f"memory-daemon{self._suffix}.log"),
+            log_bytes=self._sizes.log_bytes,
         )
         descriptors = [self._memory.store, *self._share.bells]
         self._share.drop_arenas()

@@ -204,6 +204,7 @@ def _sizes(config: Config, device: ChosenDevice, device_count: int) -> Sizes:
         is_sandboxed=is_sandboxed,
         separates_tenants=_separates_tenants(config, device, is_sandboxed=is_sandboxed),
         link_bytes_per_s=config.device.link_gbps * 1e9,
+        log_bytes=config.log.max_bytes,
         cuda=cuda,
     )
     _check_room(sizes, available, device_count)
@@ -328,7 +329,9 @@ class Server:
         )
         self._journal = _open_journal(places.root / FILE_NAME)
         child_log = places.logs / "processes.log"
-        self._processes = Processes(self._selector, child_log, self._give_up)
+        self._processes = Processes(
+            self._selector, child_log, self._give_up, log_bytes=sizes.log_bytes
+        )
         self._gateway = Gateway(
             config.gateway,
             self._selector,

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import time
@@ -59,12 +60,14 @@ class Processes:
         selector: selectors.BaseSelector,
         log_path: Path,
         on_hopeless: Callable[[str], None],
+        log_bytes: int = 0,
     ) -> None:
+        """``log_bytes``: what stays of the log, beside two older ones; 0: all."""
         self._selector = selector
         self._on_hopeless = on_hopeless
         self._failed_starts = 0
         self._is_stopping = False
-        self._log_path = log_path
+        self._log_path, self._log_bytes = log_path, log_bytes
         self._server: subprocess.Popen[bytes] | Waiting | None = None
         self._server_channel: Channel | None = None
         self._is_server_ready = False
@@ -362,6 +365,8 @@ class Processes:
         if self._is_start_due:
             self.start_server()
         self._kill_stopped(now_s)
+        if self._log_bytes:
+            rotate(self._log_path, self._log_bytes)
 
     def _kill_stopped(self, now_s: float) -> None:
         """Kill whom a SIGSTOP has held for ``STOPPED_LOOKS``: no pidfd tells of it, and it may
@@ -440,6 +445,28 @@ def open_log(path: Path) -> IO[bytes]:
     except OSError as error:
         log.warning("%s cannot be written: %s", path, error.strerror)
         return open(os.devnull, "ab")
+
+
+def rotate(path: Path, max_bytes: int) -> None:
+    """Start a log anew that is larger, with its newest bytes and the last older one beside it.
+
+    Other processes have it open: it is copied and emptied, and they go on at its new end. What is
+    written in between is lost. A hole would not do: a confined worker's limit is a position.
+    """
+    try:
+        if path.stat().st_size <= max_bytes:
+            return
+        with open(path, "r+b") as file:
+            with contextlib.suppress(OSError):  # a full disk: what was said is lost
+                last, older = (path.with_name(f"{path.name}.{n}") for n in (1, 2))
+                if last.exists():
+                    os.replace(last, older)
+                file.seek(-max_bytes, os.SEEK_END)
+                with open(last, "wb") as copy:
+                    shutil.copyfileobj(file, copy, 1 << 20)
+            file.truncate(0)
+    except OSError:  # it is not there, or cannot be written: ``open_log`` has said so
+        return
 
 
 def _is_stopped(pid: int) -> bool:

@@ -32,6 +32,7 @@ class Sizes:
     is_sandboxed: bool
     separates_tenants: bool
     link_bytes_per_s: float
+    log_bytes: int
     cuda: CudaOptions | None = None  # of a cuda device
 
 

@@ -87,6 +87,7 @@ class DaemonSettings(Message, frozen=True):
     link_bytes_per_s: float  # 0: as fast as it goes
     bell_count: int
     log_path: str = ""
+    log_bytes: int = 0  # what stays of the log, beside two older ones; 0: all
     separates_tenants: bool = False  # each tenant's models lie in a file of their own (ADR 23)
     cuda: CudaOptions | None = None  # of a cuda device
 

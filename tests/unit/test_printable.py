@@ -24,7 +24,7 @@ from pipeswitch.controller.main import _log_to
 from pipeswitch.errors import to_wire
 from pipeswitch.frontend.admission import Body
 from pipeswitch.frontend.replies import reply_frames
-from pipeswitch.programs.bundle import _is_name
+from pipeswitch.programs.bundle import is_name
 from pipeswitch.units import printable
 from workers.main import _log_to_stderr as log_worker_to
 
@@ -49,7 +49,7 @@ def test_what_a_terminal_shows_stays(text: str) -> None:
 @pytest.mark.parametrize("text", [*OBEYED, "\n", "\t", ""])
 def test_such_a_name_is_refused(text: str) -> None:
     name = f"x{text}" if text else text
-    assert not _is_name(name)
+    assert not is_name(name)
     if text:
         with pytest.raises(ps.InvalidInput, match="control characters") as caught:
             Body("register", {"inputs": {name: [[1], "float32"]}}).signature("inputs")
@@ -58,7 +58,7 @@ def test_such_a_name_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("text", SHOWN)
 def test_such_a_name_is_accepted(text: str) -> None:
-    assert _is_name(text)
+    assert is_name(text)
     assert text in Body("register", {"inputs": {text: [[1], "float32"]}}).signature("inputs")
 
 
@@ -144,7 +144,9 @@ def test_a_bar_of_progress_obeys_no_stage(text: str, monkeypatch: pytest.MonkeyP
     assert f"{printable(text)}[link=http://x]" in out.getvalue()
 
 
-@pytest.mark.parametrize("log_to", [log_daemon_to, lambda path: log_worker_to(0)])
+@pytest.mark.parametrize(
+    "log_to", [lambda path: log_daemon_to(path, 0), lambda path: log_worker_to(0)]
+)
 def test_no_log_of_a_process_holds_such_a_character(
     log_to: Callable[[str], None], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

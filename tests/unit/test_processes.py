@@ -16,6 +16,8 @@ from pipeswitch.controller.processes import (
     Child,
     Processes,
     StoppedLooks,
+    open_log,
+    rotate,
 )
 from pipeswitch.ipc.channel import channel_pair
 from pipeswitch.ipc.messages import ChildExited, Epoch, Forked, Message, Pong
@@ -40,6 +42,42 @@ def test_descriptors_that_a_worker_sends_unasked_are_closed(tmp_path: Path) -> N
     for channel in (ours, theirs):
         channel.close()
     os.close(sent)
+
+
+def test_a_log_that_others_write_to_is_started_anew_and_they_go_on_at_its_end(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "processes.log"
+    with open_log(path) as writer:
+        for line in (b"first\n", b"second\n", b"third\n", b"fourth\n"):
+            writer.write(line)
+            writer.flush()
+            rotate(path, 6)
+    last, older = tmp_path / "processes.log.1", tmp_path / "processes.log.2"
+    assert path.read_bytes() == b""
+    assert (older.read_bytes(), last.read_bytes()) == (b"econd\n", b"ourth\n")
+    with open_log(path) as writer:
+        writer.write(b"small\n")
+    rotate(path, 6)
+    assert path.read_bytes() == b"small\n"
+
+
+def test_a_log_is_emptied_though_its_disk_takes_no_copy(tmp_path: Path) -> None:
+    path = tmp_path / "processes.log"
+    path.write_bytes(bytes(100))
+    (tmp_path / "processes.log.1").mkdir()
+    (tmp_path / "processes.log.2").touch()  # a folder takes no file's place
+    rotate(path, 6)
+    assert path.stat().st_size == 0
+    rotate(tmp_path / "there-is-none", 6)
+
+
+def test_the_log_is_looked_at_with_the_processes(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(bytes(100))
+    with selectors.DefaultSelector() as selector:
+        Processes(selector, path, lambda reason: None, log_bytes=10).look(None)
+    assert path.stat().st_size == 0
 
 
 def test_a_stop_also_ends_who_is_just_being_forked(tmp_path: Path) -> None:
