@@ -29,6 +29,8 @@ MANIFEST = Manifest(
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An owner's caches, with a token; what a build sets is taken back."""
     home = tmp_path / "home"
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)  # where the server runs
     (home / "hub").mkdir(parents=True)
     (home / "token").write_text(TOKEN)
     (home / "hub" / "config.json").write_text(OWNERS)
@@ -110,6 +112,7 @@ def build_that(
     def build(spec: BuildSpec, work: Path, progress: Any, disk_bytes: int) -> Manifest:
         names = ("HF_HOME", "HF_HUB_CACHE", "TORCH_HOME", "HF_TOKEN")
         seen.update({name: os.environ.get(name) for name in names})
+        seen["folder"] = str(Path("org/model").resolve()) if Path("org/model").exists() else None
         cache = Path(os.environ["HF_HOME"]) / "hub"
         cache.mkdir(parents=True, exist_ok=True)
         for piece in range(pieces):
@@ -161,7 +164,8 @@ def test_what_a_client_fetches_is_its_builds_own_and_is_gone_with_it(
     [work] = models.iterdir()
     assert list(work.iterdir()) == []
     own = str(work / "hub")
-    assert seen == {"HF_HOME": own, "HF_HUB_CACHE": None, "TORCH_HOME": own, "HF_TOKEN": None}
+    assert seen == {"HF_HOME": own, "HF_HUB_CACHE": None, "TORCH_HOME": own, "HF_TOKEN": None,
+                    "folder": None}  # fmt: skip
     assert [path.name for path in (home / "hub").iterdir()] == ["config.json"]
 
 
@@ -180,6 +184,7 @@ def test_the_owner_fetches_into_his_own_caches_with_his_token(
     last, seen = build_that(monkeypatch, tmp_path, 9, is_owners=True)
     assert isinstance(last, BuildDone)
     assert (seen["HF_HOME"], seen["HF_TOKEN"]) == (str(home), TOKEN)
+    assert seen["folder"] is not None
     assert len(list((home / "hub").iterdir())) == 10
 
 
