@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import mmap
 import os
@@ -171,6 +172,20 @@ def test_torch_pretrained_weights_are_never_unpickled(
     with pytest.raises(ps.RegistrationRefused, match=reason):
         load_source(BuildSpec(name="n", source=source.format(folder), weights="pretrained"))
     assert not target.exists()
+
+
+@pytest.mark.parametrize("weights", ["pretrained", "random:0"])
+def test_torch_a_hubs_configuration_names_no_compiled_attention(
+    weights: str, tmp_path: Path
+) -> None:
+    """transformers fetches it from a repository and loads it, where ``kernels`` is installed."""
+    from pipeswitch.programs.build.sources import load_source
+
+    config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 12}
+    named = {"attn_implementation": "enemy/kernel"}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **named}))
+    with pytest.raises(ps.RegistrationRefused, match="names code of a hub: 'enemy/kernel'"):
+        load_source(BuildSpec(name="n", source=f"hf:{tmp_path}", weights=weights))
 
 
 @pytest.mark.parametrize("key", ["if", "x=1, y", "__import__('os')", "a.b", "é", "", "None"])

@@ -164,6 +164,7 @@ def _transformers(name: str, spec: BuildSpec) -> tuple[Callable[[], nn.Module], 
     name, _, wished = name.partition("#")
     is_pretrained = spec.weights == "pretrained"
     config = _config(transformers, name, is_pretrained)
+    _refuse_kernels(name, config)
     bare: Any = transformers.AutoModel  # untyped upstream
     cls = _class(transformers, wished, config) or bare
     inputs = spec.inputs or _usual_inputs(cls, config)
@@ -179,6 +180,18 @@ def _transformers(name: str, spec: BuildSpec) -> tuple[Callable[[], nn.Module], 
         return _ByPosition(model, names)
 
     return construct, inputs
+
+
+def _refuse_kernels(name: str, config: Any) -> None:
+    """A configuration is data, but it may name a repository whose compiled attention transformers
+    would load (``org/kernel``)."""
+    parts = [config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", ()))]
+    named = [str(getattr(part, "_attn_implementation", None) or "") for part in parts]
+    for kernel in named:
+        if "/" in kernel:
+            raise RegistrationRefused(
+                f"source hf:{name}", f"its configuration names code of a hub: {kernel[:80]!r}"
+            )
 
 
 def _class(transformers: Any, wished: str, config: Any) -> Any:
