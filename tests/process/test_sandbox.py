@@ -102,8 +102,8 @@ settings = BuildSettings(model="m", epoch=7, spec=msgspec.msgpack.encode(spec), 
                          directory={models!r}, is_sandboxed=True)
 builder.run(settings, channel)
 """
-# What a hostile builder may do beside a worker: own descriptors, its own memory as a file, its own
-# folder, where it runs; and ask whether a file is there and its size, which Landlock shows.
+# What a hostile builder may do beside a worker: own descriptors, its own memory as a file, and
+# ask whether a file is there and how large it is, which Landlock does not hide.
 HARMLESS_IN_A_BUILDER = {
     "statx", "newfstatat", "faccessat", "readlinkat", "getdents64", "ftruncate", "fallocate",
     "sendfile", "copy_file_range", "pwrite64", "Python opens /proc/self/mem",

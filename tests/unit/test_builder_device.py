@@ -29,7 +29,6 @@ def settings_of(spec: bytes, folder: Path) -> BuildSettings:
 
     return BuildSettings(
         model=ModelName("m"), epoch=Epoch(1), directory=str(folder), spec=spec,
-        is_owners=True,
         threads=torch.get_num_threads(),  # it sets them for good: here they stay what they are
     )  # fmt: skip
 

@@ -67,8 +67,8 @@ def run(settings: BuildSettings, channel: Channel) -> int:
     try:
         spec = msgspec.msgpack.decode(settings.spec, type=BuildSpec)
         reach("build.begin")
-        if not settings.is_owners:
-            os.chdir(work)  # a client's ``hf:a/b`` would be the folder a/b of where the server runs
+        if spec.source.startswith("hf:") and not settings.is_owners:
+            os.chdir(work)  # ``hf:a/b`` would be the folder a/b of where the server runs
         if settings.is_sandboxed and not needs_more(settings.spec) and not are_enabled():
             _confine(settings.spec, spec.source, work)
         with _metered(settings, spec, work, channel):
