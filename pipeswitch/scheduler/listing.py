@@ -55,7 +55,9 @@ class Listing:
             "residency": replica.residency.state.value,
             "priority": PRIORITY_NAMES.get(model.priority, str(model.priority)),
             "pinned": model.want_pinned,
-            "requests": replica.use_count,
+            "requests": sum(
+                device.state.replicas[model.name].use_count for device in self._machine.devices
+            ),
             "reason": model.reason,
             "tenant": model.tenant,
             "digest": "",

@@ -131,11 +131,11 @@ def driver() -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def serving(state: Path, port: int) -> Iterator[Checked]:
+def serving(state: Path, port: int, devices: tuple[str, ...] = ("cpu",)) -> Iterator[Checked]:
     """One life of a server; its next one has the same address and state."""
     args = ("--http", f"127.0.0.1:{port}", "--grpc", "off")
     with checked_server(
-        http=True, args=args, arena="64MiB", state_dir=state, settles=False
+        http=True, devices=devices, args=args, arena="64MiB", state_dir=state, settles=False
     ) as checked:
         yield checked
 
@@ -221,12 +221,16 @@ def test_the_page_shows_a_switch_and_a_preemption_and_outlives_the_server(
         assert tab.complaints() == []
 
     until(lambda: tab.state == "away", "it says that the server is gone")
-    with serving(state, port) as checked:
+    with serving(state, port, ("cpu:0", "cpu:1")) as checked:
         until(lambda: tab.state == "live", "it is back by itself")
         tab.shows("#jobs", "digits")
         checked.client.infer("left", x)
         tab.shows("#bills", "left")
         tab.shows("#events", "switch.started")
+        tab.shows("#owners", "on cpu:")
+        until(lambda: len(driver.find_elements("css selector", ".arena")) == 2, "two arenas")
+        lanes = "return document.querySelector('#lanes').style.getPropertyValue('--devices')"
+        until(lambda: driver.execute_script(lanes) == "2", "the lanes of both")
         checked.client.task("digits").cancel()
         tab.shows("#jobs", "cancelled")
         missed = [line for line in tab.complaints() if "Failed to load resource" not in line]

@@ -1,9 +1,10 @@
-// Two drawings on canvases: the device's lanes moving by, and one request in its milliseconds.
+// Two drawings on canvases: the devices' lanes moving by, and one request in its milliseconds.
 
 const LAG_MS = 1300; // the right edge: by then what is to be drawn has been told
 const LANES = ["train", "switch", "infer"];
 const LEFT = 58; // of the lanes: their names
 const AXIS = 20; // below them
+const NAME = 18; // above a device's lanes, where there are several
 
 // The page's colours, as the canvas wants them.
 export class Palette {
@@ -65,26 +66,37 @@ export class Lanes {
     const { pen, width, height } = stage;
     const to = this.frozenAt ?? line.now - LAG_MS, from = to - this.seconds * 1000;
     const scale = (width - LEFT) / (to - from), x = (ms) => LEFT + (ms - from) * scale;
-    const lane = (height - AXIS) / 3, top = (index) => index * lane + 3, deep = lane - 8;
+    const block = (height - AXIS) / line.devices.length, head = line.devices[0] ? NAME : 0;
+    const lane = (block - head) / 3, deep = lane - 8;
+    const tops = line.devices.map((_, number) => (index) => number * block + head + index * lane + 3);
     pen.font = `600 12px ${colours.font}`;
     pen.textBaseline = "middle";
-    LANES.forEach((name, index) => {
-      pen.fillStyle = colours.sunken;
-      bar(pen, LEFT, top(index), width - LEFT, deep, 6);
-      pen.fillStyle = colours[name];
-      pen.fillText(name[0].toUpperCase() + name.slice(1), 0, top(index) + deep / 2);
+    tops.forEach((top, number) => {
+      pen.fillStyle = colours.quiet;
+      pen.fillText(line.devices[number], 0, top(0) - head / 2);
+      LANES.forEach((name, index) => {
+        pen.fillStyle = colours.sunken;
+        bar(pen, LEFT, top(index), width - LEFT, deep, 6);
+        pen.fillStyle = colours[name];
+        pen.fillText(name[0].toUpperCase() + name.slice(1), 0, top(index) + deep / 2);
+      });
     });
     this.axis(pen, from, to, x, height, width);
     pen.save();
     pen.beginPath();
     pen.rect(LEFT, 0, width - LEFT, height - AXIS);
     pen.clip();
-    this.aside(pen, x, from, to, top, deep);
-    for (const span of line.trained()) this.box(pen, span, x, top(0), deep, colours.train, span.job);
-    this.copies(pen, x, from, to, top(1), deep);
-    for (const span of line.infer) this.box(pen, span, x, top(2), deep, colours.infer, span.model);
-    this.beside(pen, line.infer, x, top(2) + deep / 2 + 1);
+    tops.forEach((top, number) => this.device(pen, line.devices[number], x, from, to, top, deep));
     pen.restore();
+  }
+
+  device(pen, on, x, from, to, top, deep) {
+    const colours = this.palette, infer = this.timeline.infer.filter((span) => span.on === on);
+    this.aside(pen, on, x, from, to, top, deep);
+    for (const span of this.timeline.trained(on)) this.box(pen, span, x, top(0), deep, colours.train, span.job);
+    this.copies(pen, on, x, from, to, top(1), deep);
+    for (const span of infer) this.box(pen, span, x, top(2), deep, colours.infer, span.model);
+    this.beside(pen, infer, x, top(2) + deep / 2 + 1);
   }
 
   // Names of boxes that are too narrow for them, where nothing follows too soon.
@@ -109,10 +121,10 @@ export class Lanes {
   }
 
   // Each layer group as it was copied: a model that streams in. What was there already has none.
-  copies(pen, x, from, to, y, deep) {
+  copies(pen, on, x, from, to, y, deep) {
     const models = new Map();
     for (const span of this.timeline.copy) {
-      if (span.end < from || span.begin > to) continue;
+      if (span.on !== on || span.end < from || span.begin > to) continue;
       pen.fillStyle = this.palette.switch;
       const left = x(span.begin), wide = x(span.end) - left;
       bar(pen, left, y, Math.max(1.2, wide - (wide > 3 ? 1 : 0)), deep, 3);
@@ -123,11 +135,11 @@ export class Lanes {
   }
 
   // From the lane of training to that of inference: this is when it stepped aside.
-  aside(pen, x, from, to, top, deep) {
+  aside(pen, on, x, from, to, top, deep) {
     pen.fillStyle = this.palette.idle;
     pen.globalAlpha = 0.35;
     for (const one of this.timeline.requests.values()) {
-      if (!one.preempted || one.end === undefined || one.end < from || one.dispatched > to) continue;
+      if (one.on !== on || !one.preempted || one.end === undefined || one.end < from || one.dispatched > to) continue;
       const left = x(one.dispatched);
       pen.fillRect(left, top(0), Math.max(2, x(one.end) - left), top(2) + deep - top(0));
     }

@@ -10,6 +10,7 @@ const SEAM_MS = 2; // between two spans that are one
 const MAX_REQUESTS = 60;
 const MAX_EVENTS = 300;
 const MAX_LOSSES = 240;
+const ON_DEVICE = /^(\w+:\d+) (.*)$/; // a track's name where there are several devices
 const SILENT_MS = 40000; // the server gives a sign of life each 15 s
 
 export class Refused extends Error {
@@ -90,6 +91,7 @@ function madeUp(dtype, count) {
 export class Timeline {
   constructor() {
     this.offset = null; // of the server's clock to ours
+    this.devices = [""]; // their names; one alone has none in what is told
     this.clear();
   }
 
@@ -97,7 +99,7 @@ export class Timeline {
     this.train = []; this.copy = []; this.infer = []; this.switch = [];
     this.requests = new Map(); // by flow, the number of a dispatch
     this.seen = new Set();
-    this.training = null; // {job, begin}: has the device now
+    this.training = new Map(); // by device, {job, begin}: has it now
     this.until = null; // how far it was read
   }
 
@@ -129,17 +131,19 @@ export class Timeline {
     if (this.seen.has(key)) return;
     this.seen.add(key);
     const words = span.name.split(" "), last = words[words.length - 1];
-    if (span.track.endsWith("copy")) { // of several devices each has its tracks
+    const [, on, track] = ON_DEVICE.exec(span.track) ?? ["", "", span.track];
+    span.on = on;
+    if (track === "copy") {
       span.model = words[0];
       this.copy.push(span);
-    } else if (span.track.endsWith("scheduler")) {
+    } else if (track === "scheduler") {
       if (words[0] === "train") {
         span.job = last;
         this.train.push(span);
       }
       else if (words[0] === "switch") {
         const request = this.request(span.flow);
-        Object.assign(request, { model: last, dispatched: span.begin, first: span.end,
+        Object.assign(request, { on, model: last, dispatched: span.begin, first: span.end,
           preempted: span.args.preempted, resident: span.args.resident });
         span.model = last;
         this.switch.push(span);
@@ -192,7 +196,7 @@ export class Timeline {
     const done = [...this.requests.values()].filter((one) => one.end !== undefined && one.dispatched !== undefined);
     return done.sort((a, b) => b.end - a.end).slice(0, MAX_REQUESTS).map((one) => {
       const arrived = one.arrived ?? one.dispatched;
-      const copies = one.resident ? [] : this.copy.filter((span) => span.model === one.model && span.end > arrived && span.begin < one.end);
+      const copies = one.resident ? [] : this.copy.filter((span) => span.on === one.on && span.model === one.model && span.end > arrived && span.begin < one.end);
       const copied = copies.length ? Math.max(...copies.map((c) => c.end)) - Math.min(...copies.map((c) => c.begin)) : 0;
       return { ...one, arrived, copies, bill: {
         queue: one.dispatched - arrived, switch: Math.max(0, one.first - one.dispatched), copy: copied, stall: one.stall,
@@ -200,10 +204,10 @@ export class Timeline {
     });
   }
 
-  // When a job had the device, without seams; the last span may be under way.
-  trained() {
-    const open = this.training ? [{ ...this.training, end: this.now }] : [], whole = [];
-    for (const span of [...this.train, ...open].sort((a, b) => a.begin - b.begin)) {
+  // When a job had a device, without seams; the last span may be under way.
+  trained(on) {
+    const open = this.training.get(on), whole = [], closed = this.train.filter((span) => span.on === on);
+    for (const span of [...closed, ...(open ? [{ ...open, end: this.now }] : [])].sort((a, b) => a.begin - b.begin)) {
       const last = whole[whole.length - 1];
       if (last && last.job === span.job && span.begin <= last.end + SEAM_MS) last.end = Math.max(last.end, span.end);
       else whole.push({ job: span.job, begin: span.begin, end: span.end });
@@ -211,12 +215,18 @@ export class Timeline {
     return whole;
   }
 
-  // Milliseconds of each kind between two instants: what the device did.
+  // Shares of each kind between two instants: what the devices did.
   shares(from, to) {
+    const each = this.devices.map((on) => this.sharesOf(on, from, to));
+    return Object.fromEntries(Object.keys(each[0]).map((kind) =>
+      [kind, each.reduce((all, one) => all + one[kind], 0) / each.length]));
+  }
+
+  sharesOf(on, from, to) {
     const sum = (spans) => spans.reduce((all, span) => all + Math.max(0, Math.min(span.end, to) - Math.max(span.begin, from)), 0);
-    const all = Math.max(1, to - from), infer = sum(this.infer);
-    const train = Math.min(all - infer, sum(this.trained()));
-    const stall = this.answered().filter((one) => one.end > from && one.end <= to).reduce((ms, one) => ms + one.stall, 0);
+    const all = Math.max(1, to - from), infer = sum(this.infer.filter((span) => span.on === on));
+    const train = Math.min(all - infer, sum(this.trained(on)));
+    const stall = this.answered().filter((one) => one.on === on && one.end > from && one.end <= to).reduce((ms, one) => ms + one.stall, 0);
     const handed = Math.min(stall, infer);
     return { train: train / all, switch: handed / all, infer: (infer - handed) / all, idle: Math.max(0, all - infer - train) / all };
   }
@@ -234,6 +244,7 @@ export class Model {
     this.losses = new Map(); // by job
     this.state = "starting"; // live, away, login
     this.lastId = "";
+    this.heardStop = new Set(); // devices whose training was heard to stop
     this.generation = 0; // of the loops: a new token ends the old ones
   }
 
@@ -273,10 +284,14 @@ export class Model {
     if (this.about && about.pid !== this.about.pid) { this.timeline.clear(); this.losses.clear(); this.note({ topic: "page.server", pid: about.pid }); }
     Object.assign(this, { about, ps: ps.rows, jobs: jobs.jobs, models: models.models, stats });
     for (const job of this.jobs) this.keepLoss(job.name, job.step, job.log);
-    const running = this.jobs.find((job) => job.state === "running");
-    if (!running) this.timeline.training = null;
-    else if (!this.timeline.training && this.timeline.offset !== null && !this.heardStop) {
-      this.timeline.training = { job: running.name, begin: this.timeline.now };
+    const line = this.timeline, several = about.device.split(",");
+    line.devices = several.length > 1 ? several : [""];
+    for (const on of line.devices) {
+      const running = this.jobs.find((job) => job.state === "running" && (job.on ?? "") === on);
+      if (!running) line.training.delete(on);
+      else if (!line.training.has(on) && line.offset !== null && !this.heardStop.has(on)) {
+        line.training.set(on, { job: running.name, begin: line.now });
+      }
     }
     this.set("live");
     this.changed("rows");
@@ -331,15 +346,15 @@ export class Model {
   }
 
   happened(event) {
-    const line = this.timeline;
+    const line = this.timeline, on = event.device ?? "";
     if (event.topic === "job.progress") this.keepLoss(event.job, event.step, event.log);
     if (event.topic === "job.dispatched" || event.topic === "job.resumed_in_place") {
-      line.training = { job: event.job, begin: event.at_ms };
-      this.heardStop = false;
-    } else if (/^job\.(suspended|paused|done|failed|cancelled|queued|expired)$/.test(event.topic) && line.training?.job === event.job) {
-      line.train.push({ begin: line.training.begin, end: event.at_ms, job: event.job });
-      line.training = null;
-      this.heardStop = true; // the listings may be older than this
+      line.training.set(on, { job: event.job, begin: event.at_ms });
+      this.heardStop.delete(on);
+    } else if (/^job\.(suspended|paused|done|failed|cancelled|queued|expired)$/.test(event.topic) && line.training.get(on)?.job === event.job) {
+      line.train.push({ on, begin: line.training.get(on).begin, end: event.at_ms, job: event.job });
+      line.training.delete(on);
+      this.heardStop.add(on); // the listings may be older than this
     }
     const job = this.jobs.find((one) => one.name === event.job);
     if (job && event.topic === "job.progress") job.step = event.step;

@@ -69,10 +69,11 @@ function showState() {
 
 function showFacts() {
   if (!model.about || !model.stats) return;
-  const told = [`${model.about.device} device`, `${size(model.stats.arena_capacity_bytes)} arena`,
+  const told = [`${model.about.device.replaceAll(",", ", ")} ${model.stats.devices ? "devices" : "device"}`, `${size(model.stats.arena_capacity_bytes)} arena`,
     `${count(model.stats.inference.ok)} requests answered`, `${count(model.stats.switches)} switches`,
     `${count(model.stats.preemptions)} preemptions`];
   $("facts").textContent = told.join("  ·  ");
+  $("lanes").style.setProperty("--devices", model.timeline.devices.length);
 }
 
 function showShares() {
@@ -85,23 +86,36 @@ function showShares() {
   const text = `Last 10 s: ${words.join(", ")}`;
   $("share-text").textContent = text;
   $("share").setAttribute("aria-label", text);
-  const job = model.jobs.find((one) => ["running", "suspended", "stopping"].includes(one.state));
+  const jobs = model.jobs.filter((one) => ["running", "suspended", "stopping"].includes(one.state));
   const since = model.timeline.now - 60000;
   const times = model.timeline.answered().filter((one) => one.preempted && one.end > since).length;
   const line = [];
-  if (job) {
-    line.push("Training ", make("b", "", job.name));
+  if (jobs.length) {
+    const again = jobs.reduce((all, one) => all + one.steps_recomputed, 0);
+    line.push("Training ", make("b", "", jobs.map((one) => one.name).join(", ")));
     if (times) line.push(`, which stepped aside ${times} ${times === 1 ? "time" : "times"} in the last minute`);
-    line.push(job.steps_recomputed ? `; ${job.steps_recomputed} steps had to be done again` : "; no step was lost");
+    line.push(again ? `; ${again} steps had to be done again` : "; no step was lost");
   } else line.push(model.jobs.length ? "No job trains now" : "No training job: the device is for requests alone");
   fill($("headline"), line);
 }
 
 function showMemory() {
   if (!model.stats) return;
-  const held = model.ps.filter((row) => row.regions?.length);
-  const begin = model.about.arena_bytes - model.stats.arena_capacity_bytes; // arrival words
-  const whole = Math.max(1, model.stats.arena_capacity_bytes), pieces = [], owners = [];
+  const devices = model.stats.devices ?? [model.stats], owners = [];
+  fill($("arenas"), devices.map((device) => arena(device, devices.length > 1 ? device.device : "", owners)));
+  owners.push(make("li", "", `free ${size(model.stats.arena_free_bytes)}`));
+  fill($("owners"), owners);
+  const used = model.stats.arena_capacity_bytes - model.stats.arena_free_bytes;
+  $("memory-line").textContent = `${size(used)} of ${size(model.stats.arena_capacity_bytes)} on the ` +
+    `${devices.length > 1 ? "devices" : "device"}, ` +
+    `${size(model.stats.store_capacity_bytes - model.stats.store_free_bytes)} in the host store`;
+}
+
+// What lies where on a device; ``owners`` gets its lines of the list below.
+function arena(device, on, owners) {
+  const held = model.ps.filter((row) => row.regions?.length && (row.on ?? "") === on);
+  const begin = Math.max(0, model.about.arena_bytes - device.arena_capacity_bytes); // arrival words
+  const whole = Math.max(1, device.arena_capacity_bytes), drawn = make("div", "arena");
   const percent = (bytes) => `${(100 * bytes) / whole}%`;
   for (const row of held) {
     const bytes = row.regions.reduce((all, region) => all + region[1], 0);
@@ -119,18 +133,15 @@ function showMemory() {
         at += group;
         piece.append(mark);
       }
-      pieces.push(piece);
+      drawn.append(piece);
     });
     const groups = row.group_bytes?.length ? `, ${row.group_bytes.length} groups` : "";
-    owners.push(make("li", "", "", make("b", "", row.name), ` ${size(bytes)}${groups}, ${row.state}`));
+    owners.push(make("li", "", "", make("b", "", row.name), ` ${size(bytes)}${groups}, ${row.state}${on && ` on ${on}`}`));
   }
-  owners.push(make("li", "", `free ${size(model.stats.arena_free_bytes)}`));
-  fill($("arena"), pieces);
-  fill($("owners"), owners);
-  $("arena").setAttribute("aria-label", held.map((row) => `${row.name} ${row.state}`).join(", ") || "empty");
-  const used = model.stats.arena_capacity_bytes - model.stats.arena_free_bytes;
-  $("memory-line").textContent = `${size(used)} of ${size(model.stats.arena_capacity_bytes)} on the device, ` +
-    `${size(model.stats.store_capacity_bytes - model.stats.store_free_bytes)} in the host store`;
+  drawn.setAttribute("role", "img");
+  const words = held.map((row) => `${row.name} ${row.state}`).join(", ") || "empty";
+  drawn.setAttribute("aria-label", `${on || "arena"}: ${words}`);
+  return drawn;
 }
 
 const STATE_COLOURS = { active: "infer", resident: "infer", transmitting: "switch", running: "train", suspended: "train", stopping: "train", failed: "bad", quarantined: "bad" };
@@ -162,7 +173,8 @@ function button(text, title, run) {
 }
 
 function showModels() {
-  const ps = new Map(model.ps.filter((row) => row.kind === "model").map((row) => [row.name, row]));
+  const rows = model.ps.filter((row) => row.kind === "model"), where = (row) => Boolean(row.regions.length);
+  const ps = new Map(rows.sort((a, b) => where(a) - where(b)).map((row) => [row.name, row])); // one that is on a device
   const path = (name, verb) => `/api/models/${encodeURIComponent(name)}/${verb}`;
   keyed($("models"), model.models, (row) => {
     const acts = make("div", "acts", "",
