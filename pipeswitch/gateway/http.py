@@ -73,7 +73,7 @@ class Limits:
     @property
     def unfinished_bytes(self) -> int:
         """Of all requests that are not whole yet; with what lies around them, one's largest."""
-        return self.body_bytes * 7 // 8
+        return self.body_bytes * 3 // 4
 
 
 @dataclass(frozen=True, kw_only=True)

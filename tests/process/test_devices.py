@@ -141,6 +141,9 @@ def disturb(running: Checked, task: Task, chance: random.Random, count: int) -> 
         elif what == "move":
             task.move(to)
         else:
+            # A job whose process dies again and again without a commit in between fails by right.
+            since = task.status()["committed_step"]
+            until(lambda since=since: goes_on(task, since), "it commits")  # type: ignore[misc]
             row = running.row(task.name)
             moving = threading.Thread(target=task.move, args=(to,))
             if what == "kill in a move":
@@ -150,6 +153,11 @@ def disturb(running: Checked, task: Task, chance: random.Random, count: int) -> 
             if what == "kill in a move":
                 moving.join()
     return count
+
+
+def goes_on(task: Task, since: int) -> bool:
+    row = task.status()
+    return bool(row["state"] in ("done", "failed") or row["committed_step"] > since)
 
 
 def test_a_job_goes_on_where_a_device_is_when_its_own_dies(
