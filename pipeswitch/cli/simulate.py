@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -16,9 +17,11 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
+from ..config import JOB_ORDERS
 from ..errors import InvalidInput
 from ..planning import profile as profiles
 from ..planning.fit import MIB
+from ..programs.layout import Batching
 from ..scheduler.policies import make_policy
 from ..scheduler.timeline import Timeline
 from ..simulator import arrivals, thesis
@@ -33,6 +36,7 @@ from ..simulator.replay import (
     replay,
     serial,
 )
+from ..simulator.training import PaperJob
 from ..units import format_bytes, nearest, parse_ms, parse_size
 from . import views
 from .common import connected, json_option
@@ -46,11 +50,13 @@ RANDOM_MS: Final = 14.0  # it computes so long on a device of factor 1
 SPREAD: Final = 0.5  # sigma of both logarithms
 SERIAL: Final = "serial"  # no policy of the server: the reference without any overlap
 LAYERS: Final = 8  # of a model of which no more is known: as many groups
-COLUMNS: Final = ("memory", "policy", "in_slo", "p50_ms", "p99_ms", "refused", "switches", "copied",
-                  "idle")  # fmt: skip
+OF_REQUESTS: Final = ("policy", "in_slo", "p50_ms", "p99_ms", "refused", "switches", "copied")
+OF_JOBS: Final = ("training", "job", "at_ms", "jct_ms", "share", "trained_s", "preempted_s",
+                  "evictions")  # fmt: skip
+JOB: Final = "NAME:STEPS:STEP:MEMORY[@AT]"
 
 
-Run = tuple[str, str, Outcome]  # memory as it was written, policy
+Run = tuple[str, Setting, Outcome]  # memory as it was written
 
 
 class _Row(msgspec.Struct, forbid_unknown_fields=True):
@@ -81,8 +87,18 @@ class Hardware:
               help="Compared with each other; serial: neither overlap nor look-ahead.")  # fmt: skip
 @click.option("--device", default="v100-pcie3", show_default=True,
               help="a100-pcie4, h100-pcie5, or a profile (pipeswitch profile --json).")  # fmt: skip
-@click.option("--memory", default="6%,25%", show_default=True,
-              help="For models: sizes, or parts of all models' bytes.")  # fmt: skip
+@click.option("--memory", help="For models and jobs: sizes, or parts of all their bytes (6%,25%; "
+              "with jobs 100%).")  # fmt: skip
+@click.option("--job", "jobs", metavar=JOB, multiple=True,
+              help="A training job: a:400:10ms:1GiB, b:50:5ms:1GiB@2s; repeatable.")  # fmt: skip
+@click.option("--training", default="rotate", show_default=True,
+              help=f"Which job is next, compared: {', '.join(JOB_ORDERS)}.")  # fmt: skip
+@click.option("--batch", type=click.IntRange(min=1),
+              help="As the server's: so many requests of a model are joined at most.")  # fmt: skip
+@click.option("--batch-delay", default="0", show_default=True, help="One waits so long for others.")
+@click.option("--batch-row", metavar="SHARE",
+              help="Of a request's computing, what each further joined one adds (as measured, "
+                   "else 100%).")  # fmt: skip
 @click.option("--slo", default="100ms", show_default=True, help="Beyond a request's computing.")
 @click.option("--max-wait", default="2s", show_default=True, help="As the server's max_wait.")
 @click.option("--admission/--no-admission", default=False,
@@ -100,11 +116,12 @@ class Hardware:
               help="Of the runs' last switches, as `pipeswitch trace` writes it.")  # fmt: skip
 @json_option
 def simulate(trace: str, as_json: bool, **options: Any) -> None:
-    """What a policy, a device or more memory would do to a trace's requests.
+    """What a policy, a device or more memory would do to a trace's requests, and to jobs.
 
-    TRACE is azure (49,317 requests of 100 functions), azure-llm, poisson:RATE (a second), or a
-    file with the lines at_ms,model. The scheduler is the server's, the device is computed. Two
-    more need no device: thesis (its worked example), windows (its orders against the best one).
+    TRACE is azure (49,317 requests of 100 functions), azure-llm, poisson:RATE (a second), a file
+    with the lines at_ms,model, or none (for jobs alone). The scheduler is the server's, the device
+    is computed. Two more need no device: thesis (its worked example), windows (its orders against
+    the best one).
     """
     if trace == "thesis":
         _print_example(as_json)
@@ -116,9 +133,10 @@ def simulate(trace: str, as_json: bool, **options: Any) -> None:
 
 def _compare(
     name: str, as_json: bool, *, models: str, from_server: bool, policies: str, device: str,
-    memory: str, slo: str, max_wait: str, deadlines: bool, speed_up: float | None,
+    memory: str | None, slo: str, max_wait: str, deadlines: bool, speed_up: float | None,
     admission: bool, look_ahead: bool, requests: int | None, seed: int, plot: str | None,
-    timeline: str | None,
+    timeline: str | None, jobs: Sequence[str], training: str, batch: int | None, batch_delay: str,
+    batch_row: str | None,
 ) -> None:  # fmt: skip
     chosen = _words(policies)
     for policy in chosen:
@@ -127,33 +145,47 @@ def _compare(
                 make_policy(policy, max_wait_ms=0.0)
         except KeyError as error:
             raise InvalidInput(f"{error.args[0]}, {SERIAL}") from None
-    slo_ms = _read("--slo", slo, parse_ms)
+    slo_ms, trains = _read("--slo", slo, parse_ms), _jobs(jobs)
+    orders = _orders(training)[: None if trains else 1]
+    if trains and SERIAL in chosen:
+        raise InvalidInput(f"{SERIAL} trains no jobs", hint="--policy without it")
     speed_up = speed_up or SPEED_UPS.get(name, 1.0)
     trace, names = _trace(name, speed_up, seed, requests)
     hardware, asked = _hardware(device), trace.arrivals[:requests]
-    known = (
-        _served() if from_server
-        else _models(models, trace.model_count, hardware.compute_factor, seed)
-    )  # fmt: skip
-    used = _assigned(known, names, trace.model_count)
+    if not asked and not trains:
+        raise InvalidInput("there is nothing to simulate", hint=f"--job {JOB}")
+    used = []
+    if asked:
+        known = (
+            _served() if from_server
+            else _models(models, trace.model_count, hardware.compute_factor, seed)
+        )  # fmt: skip
+        used = _assigned(known, names, trace.model_count)
+    used = _joined(used, batch, batch_delay, batch_row)
+    sizes = {model.name: model.size_bytes for model in used}
+    costs = Costs(to_device=hardware.link, to_host=hardware.link)
+    needed = {**sizes, **{f"job {job.name}": job.memory_bytes for job in trains}}
     settings = [
-        (label, Setting(memory_bytes=size_bytes, costs=Costs(to_device=hardware.link),
+        (label, Setting(memory_bytes=size_bytes, costs=costs, training=order,
                         policy=policy, slo_ms=slo_ms, look_ahead=look_ahead,
                         has_deadlines=deadlines or admission,
                         admission="deadline" if admission else "off",
                         max_wait_ms=_read("--max-wait", max_wait, parse_ms)))
-        for label, size_bytes in (_memory(text, used) for text in _words(memory))
-        for policy in chosen
+        for label, size_bytes in (
+            _memory(text, needed) for text in _words(memory or ("100%" if trains else "6%,25%"))
+        )
+        for policy in (chosen if asked else chosen[:1])
+        for order in orders
     ]  # fmt: skip
     drawn = Timeline() if timeline else None
-    runs = _replayed(settings, used, asked, drawn, is_watched=not as_json)
+    runs = _replayed(settings, used, asked, trains, drawn, is_watched=not as_json)
     if drawn is not None and timeline is not None:
         Path(timeline).write_text(json.dumps(drawn.chrome_trace(0.0)), "utf-8")
-    sizes = {model.name: model.size_bytes for model in used}
     facts = {
         "trace": trace.name, "speed_up": speed_up, "requests": len(asked), "models": len(sizes),
         "models_bytes": sum(sizes.values()), "slo_ms": slo_ms, "device": hardware.name,
         "is_estimate": hardware.is_estimate, "seed": seed, "compute_load": _load(used, asked),
+        "jobs": len(trains),
     }  # fmt: skip
     if plot is not None:
         _draw(Path(plot), runs, facts)
@@ -162,14 +194,18 @@ def _compare(
         views.print_json({**facts, "runs": rows})
         return
     views.console().print(_headline(facts))
-    views.console().print(_table(rows))
+    views.console().print(_table(rows, has_requests=bool(asked), has_jobs=bool(trains)))
+    if trains:
+        views.console().print()
+        views.console().print(_jobs_table(rows, has_requests=bool(asked)))
     for path in filter(None, (plot, timeline)):
         views.echo(f"wrote {path}")
 
 
 def _replayed(
     settings: Sequence[tuple[str, Setting]], models: Sequence[PaperModel],
-    asked: Sequence[arrivals.Arrival], drawn: Timeline | None, *, is_watched: bool,
+    asked: Sequence[arrivals.Arrival], trains: Sequence[PaperJob], drawn: Timeline | None, *,
+    is_watched: bool,
 ) -> list[Run]:  # fmt: skip
     """The same arrivals on each server; the label of its memory goes along."""
     runs: list[Run] = []
@@ -184,8 +220,8 @@ def _replayed(
             if setting.policy == SERIAL:
                 outcome = serial(setting, models, asked)
             else:
-                outcome = replay(setting, models, asked, watch=watch, take_span=take_span)
-            runs.append((label, setting.policy, outcome))
+                outcome = replay(setting, models, asked, trains, watch=watch, take_span=take_span)
+            runs.append((label, setting, outcome))
     return runs
 
 
@@ -220,6 +256,8 @@ def _trace(
 ) -> tuple[arrivals.Trace, list[str]]:
     """The trace, and its models' names where it has any."""
     kind, _, rate = name.partition(":")
+    if name == "none":
+        return arrivals.Trace(name, (), 0), []
     if name == "azure":
         return arrivals.of_functions(_data(FUNCTIONS), speed_up=speed_up, seed=seed), []
     if name == "azure-llm":
@@ -231,7 +269,7 @@ def _trace(
     if not Path(name).is_file():
         raise InvalidInput(
             f"no trace {name!r}: neither a file nor a name",
-            hint="azure, azure-llm, poisson:RATE, thesis, windows, or a file of at_ms,model",
+            hint="azure, azure-llm, poisson:RATE, none, thesis, windows, or a file of at_ms,model",
         )
     try:
         return arrivals.of_rows(_file(name), name=Path(name).name, speed_up=speed_up)
@@ -326,9 +364,65 @@ def _assigned(known: Sequence[PaperModel], names: Sequence[str], count: int) -> 
     return [known[i % len(known)] for i in range(count)]
 
 
-def _memory(text: str, models: Sequence[PaperModel]) -> tuple[str, int]:
+def _jobs(texts: Sequence[str]) -> list[PaperJob]:
+    found: dict[str, PaperJob] = {}
+    for text in texts:
+        what, _, at = text.partition("@")
+        try:
+            name, steps, step, memory = what.split(":")
+            size_bytes = parse_size(memory)
+            if not name or name in found:
+                raise ValueError("a name of its own is expected")
+            if not steps.isdecimal() or not int(steps) or not size_bytes:
+                raise ValueError("a number of steps and some memory are expected")
+            found[name] = PaperJob(name=name, steps=int(steps), step_ms=parse_ms(step),
+                                   memory_bytes=size_bytes, at_ms=parse_ms(at or 0))  # fmt: skip
+        except ValueError as error:
+            raise InvalidInput(
+                f"--job {text}: {error}", hint=f"{JOB}, as in long:400:10ms:1GiB@2s"
+            ) from None
+    return list(found.values())
+
+
+def _orders(text: str) -> list[str]:
+    words = _words(text)
+    for word in words:
+        if word not in JOB_ORDERS:
+            raise InvalidInput(
+                f"--training {word}{nearest(word, JOB_ORDERS)}", hint=", ".join(JOB_ORDERS)
+            )
+    return words
+
+
+def _joined(
+    models: Sequence[PaperModel], batch: int | None, delay: str, row: str | None
+) -> list[PaperModel]:
+    """With requests that are joined, where that was asked for."""
+    delay_ms = _read("--batch-delay", delay, parse_ms)
+    if batch is None:
+        if delay_ms or row is not None:
+            raise InvalidInput("no requests are joined", hint="--batch 8 beside it")
+        return list(models)
+    batching = Batching(limit=batch, delay_ms=delay_ms, is_exact=True)
+    share = None if row is None else _read("--batch-row", row, _share)
+    return [
+        dataclasses.replace(
+            model, batching=batching, row_share=model.row_share if share is None else share
+        )
+        for model in models
+    ]
+
+
+def _share(text: object) -> float:
+    number = str(text)
+    share = float(number[:-1]) / 100.0 if number.endswith("%") else math.nan
+    if not 0.0 <= share <= 1.0:
+        raise ValueError("from 0% to 100% is expected")
+    return share
+
+
+def _memory(text: str, sizes: Mapping[str, int]) -> tuple[str, int]:
     """What a user wrote, and bytes."""
-    sizes = {model.name: model.size_bytes for model in models}
     if text.endswith("%"):
         share = _read("--memory", text[:-1], _positive) / 100.0
         size_bytes, label = int(share * sum(sizes.values())), text
@@ -348,37 +442,58 @@ def _memory(text: str, models: Sequence[PaperModel]) -> tuple[str, int]:
 
 def _load(models: Sequence[PaperModel], asked: Sequence[arrivals.Arrival]) -> float:
     """Computing time of all requests over the trace's length."""
-    length_ms = asked[-1].at_ms - asked[0].at_ms
+    length_ms = asked[-1].at_ms - asked[0].at_ms if asked else 0.0
     return sum(models[a.model].compute_ms for a in asked) / length_ms if length_ms else math.inf
 
 
-def _row(memory: str, policy: str, outcome: Outcome) -> dict[str, Any]:
+def _row(memory: str, setting: Setting, outcome: Outcome) -> dict[str, Any]:
+    jobs = [
+        {"job": job.name, "at_ms": job.at_ms, "jct_ms": job.jct_ms, "share": job.share,
+         "trained_s": job.trained_ms / 1000.0, "preempted_s": job.preempted_ms / 1000.0,
+         "evictions": job.evictions}
+        for job in outcome.jobs
+    ]  # fmt: skip
+    of_jobs = {"training": setting.training, "jct_ms": outcome.jct_ms, "jobs": jobs}
     return {
-        "memory": memory, "policy": policy, "in_slo": outcome.share_in_slo,
+        "memory": memory, "policy": setting.policy, "in_slo": outcome.share_in_slo,
         "p50_ms": quantile_ms(outcome, 0.5), "p99_ms": quantile_ms(outcome, 0.99),
         "refused": sum(outcome.refused.values()), "switches": outcome.switches,
         "copied_bytes": outcome.copied_bytes, "idle": outcome.idle_share,
-        "makespan_ms": outcome.makespan_ms,
+        "makespan_ms": outcome.makespan_ms, **(of_jobs if jobs else {}),
     }  # fmt: skip
 
 
 def _headline(facts: dict[str, Any]) -> Text:
     estimate = " (an estimate)" if facts["is_estimate"] else ""
+    where = f"on {facts['device']}{estimate}"
+    jobs = f"; jobs: {facts['jobs']}" if facts["jobs"] else ""
+    if not facts["requests"]:
+        return Text(f"no requests{jobs}; {where}\n")
     return Text(
         f"{facts['trace']} x {facts['speed_up']:g}: {facts['requests']} requests of "
-        f"{facts['models']} models, {format_bytes(facts['models_bytes'])}; on {facts['device']}"
-        f"{estimate}; computing takes {facts['compute_load']:.0%} of the time; in time: "
+        f"{facts['models']} models, {format_bytes(facts['models_bytes'])}{jobs}; {where}; "
+        f"computing takes {facts['compute_load']:.0%} of the time; in time: "
         f"within {facts['slo_ms']:g} ms beyond a request's own computing\n"
     )
 
 
-def _table(rows: Sequence[dict[str, Any]]) -> Table:
+def _table(rows: Sequence[dict[str, Any]], *, has_requests: bool, has_jobs: bool) -> Table:
     shown = [
         {**row, "in_slo": f"{row['in_slo']:.1%}", "idle": f"{row['idle']:.1%}",
          "copied": format_bytes(row["copied_bytes"])}
         for row in rows
     ]  # fmt: skip
-    return views.table(shown, COLUMNS, {"in_slo": "IN TIME"})
+    of_jobs = ("training", "jct_ms") if has_jobs else ()
+    of_requests = OF_REQUESTS if has_requests else ()
+    columns = ("memory", *of_requests, *of_jobs, "idle")
+    return views.table(shown, columns, {"in_slo": "IN TIME", "jct_ms": "MEAN JCT MS"})
+
+
+def _jobs_table(rows: Sequence[dict[str, Any]], *, has_requests: bool) -> Table:
+    shown = [
+        {**row, **job, "share": f"{job['share']:.1%}"} for row in rows for job in row["jobs"]
+    ]  # fmt: skip
+    return views.table(shown, ("memory", *(("policy",) if has_requests else ()), *OF_JOBS))
 
 
 def _draw(path: Path, runs: Sequence[Run], facts: dict[str, Any]) -> None:
@@ -397,11 +512,12 @@ def _draw(path: Path, runs: Sequence[Run], facts: dict[str, Any]) -> None:
         1, len(labels), figsize=(5.2 * len(labels), 3.8), squeeze=False, sharey=True
     )
     for axis, label in zip(axes[0], labels, strict=True):
-        for where, policy, outcome in runs:
-            if where == label:
+        for where, setting, outcome in runs:
+            if where == label and outcome.latency_ms:
                 ordered = sorted(outcome.latency_ms)
                 shares = [(i + 1) / outcome.requests for i in range(len(ordered))]
-                axis.plot(ordered, shares, label=policy)
+                order = f", {setting.training}" if outcome.jobs else ""
+                axis.plot(ordered, shares, label=setting.policy + order)
         axis.axvline(facts["slo_ms"], color="grey", linewidth=0.8, linestyle=":")
         axis.set(title=f"memory {label}", xlabel="latency, ms", xscale="log")
         axis.grid(alpha=0.3)

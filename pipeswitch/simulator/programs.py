@@ -20,13 +20,15 @@ class Program:
     manifest: Manifest
     plan: tuple[int, ...]  # layers that open a group, as it was built
     layer_ms: tuple[float, ...]
+    row_share: float = 1.0  # of those, what each further row of a batch adds
     profiles: tuple[Found, ...] = ()  # measured by an earlier server, found when it is built
 
     def group_ms(self, plan: Sequence[int], batch: int) -> tuple[float, ...]:
         """Computing time of each group. ``plan``: RunInference's, empty: as it was built."""
         begins = list(plan) or self.plan
         ends = (*begins[1:], len(self.layer_ms))
-        return tuple(batch * sum(self.layer_ms[i:j]) for i, j in zip(begins, ends, strict=True))
+        rows = 1.0 + (batch - 1) * self.row_share
+        return tuple(rows * sum(self.layer_ms[i:j]) for i, j in zip(begins, ends, strict=True))
 
 
 def manifest_of(

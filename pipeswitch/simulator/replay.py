@@ -7,20 +7,23 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
 from typing import Final
 
-from ..ipc.messages import ModelName
+from ..ipc.messages import JobName, ModelName
 from ..planning.fit import MIB
 from ..planning.planned import costs_of, plan_of
 from ..planning.profile import Profile
 from ..planning.windows import Job, Memory, run
-from ..programs.layout import REGION_ALIGN_BYTES, aligned
+from ..programs.layout import REGION_ALIGN_BYTES, Batching, aligned
 from ..scheduler import events as ev
+from ..scheduler.commits import HEADER_BYTES
 from ..scheduler.core import SchedulerSettings
 from ..scheduler.scheduler import Scheduler
 from .arrivals import Arrival
 from .costs import Costs, Link
 from .programs import ALIGNMENT_BYTES, Program, manifest_of
+from .training import PaperJob, Trained, trained
 from .world import World
 
 WORDS_BYTES: Final = REGION_ALIGN_BYTES  # of the arena, for the arrival words
@@ -33,13 +36,18 @@ ENDLESS: Final = 1 << 30  # a limit of the queue that no trace reaches
 class PaperModel:
     """A model as layers: bytes, and computing time in milliseconds at batch 1.
 
-    ``plan``: the layers that open a group.
+    Attributes:
+        plan: the layers that open a group.
+        batching: how its requests are joined; None: they are not.
+        row_share: of a joined request's computing time, what each further one adds.
     """
 
     name: str
     layer_bytes: tuple[int, ...]
     layer_ms: tuple[float, ...]
     plan: tuple[int, ...]
+    batching: Batching | None = None
+    row_share: float = 1.0
 
     @property
     def size_bytes(self) -> int:
@@ -53,8 +61,8 @@ class PaperModel:
         """As the simulated world takes it; sizes go up to whole tensors."""
         sizes = tuple(aligned(size, ALIGNMENT_BYTES) for size in self.layer_bytes)
         return Program(
-            manifest=manifest_of(f"d-{self.name}", sizes, self.plan), plan=self.plan,
-            layer_ms=self.layer_ms,
+            manifest=manifest_of(f"d-{self.name}", sizes, self.plan, self.batching),
+            plan=self.plan, layer_ms=self.layer_ms, row_share=self.row_share,
         )  # fmt: skip
 
 
@@ -62,7 +70,16 @@ def paper_model(name: str, profile: Profile) -> PaperModel:
     """As it was measured, in the groups that are planned from that."""
     costs, (plan, _) = costs_of(profile), plan_of(profile)
     return PaperModel(name=name, layer_bytes=costs.layer_bytes, layer_ms=costs.compute_ms,
-                      plan=plan)  # fmt: skip
+                      plan=plan, row_share=_row_share(profile))  # fmt: skip
+
+
+def _row_share(profile: Profile) -> float:
+    """From batch 1 and the largest that was measured; 1 where there are not both."""
+    most = max(times.batch for times in profile.batches)
+    if most == 1 or profile.batch(1) is None:
+        return 1.0
+    alone_ms, joined_ms = (sum(costs_of(profile, batch).compute_ms) for batch in (1, most))
+    return min(1.0, max(0.0, joined_ms / alone_ms - 1.0) / (most - 1)) if alone_ms else 1.0
 
 
 def link_of(profile: Profile) -> Link:
@@ -76,7 +93,7 @@ class Setting:
     """One server to replay on.
 
     Attributes:
-        memory_bytes: of the device, for models.
+        memory_bytes: of the device, for models and jobs.
         slo_ms: how long a request may take beyond its own computing.
         has_deadlines: whether requests carry that as their deadline; without, a late one is
             computed all the same.
@@ -90,6 +107,7 @@ class Setting:
     has_deadlines: bool = False
     admission: str = "off"
     look_ahead: bool = True
+    training: str = "rotate"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +118,9 @@ class Outcome:
         latency_ms: of each request that was computed, in order of arrival.
         in_slo: how many of all ended in time.
         refused: how many of all were not computed, by the error's name.
-        busy_ms: the device computed this long.
+        busy_ms: the device computed this long, or trained.
         order: the requests by their number in the trace, as they were computed.
+        jobs: in the order in which they were named.
     """
 
     requests: int
@@ -113,6 +132,12 @@ class Outcome:
     busy_ms: float
     makespan_ms: float
     order: tuple[int, ...]
+    jobs: tuple[Trained, ...] = ()
+
+    @property
+    def jct_ms(self) -> float:
+        """Mean of the jobs' completion times; NaN for none."""
+        return fmean(job.jct_ms for job in self.jobs) if self.jobs else math.nan
 
     @property
     def share_in_slo(self) -> float:
@@ -120,32 +145,32 @@ class Outcome:
 
     @property
     def idle_share(self) -> float:
-        return 1.0 - self.busy_ms / self.makespan_ms if self.makespan_ms else 1.0
+        return max(0.0, 1.0 - self.busy_ms / self.makespan_ms) if self.makespan_ms else 1.0
 
 
 def replay(
     setting: Setting,
     models: Sequence[PaperModel],
     arrivals: Sequence[Arrival],
+    jobs: Sequence[PaperJob] = (),
     *,
     watch: Callable[[int], None] | None = None,
     take_span: Callable[[ev.Span], None] | None = None,
 ) -> Outcome:
-    """All requests of a trace, on one server that has registered the models.
+    """All requests of a trace and all jobs, on one server that has registered the models.
 
     Args:
         watch: is told how many have been answered.
         take_span: takes each interval of the timeline.
 
     Raises:
-        ValueError: a model is larger than the memory.
+        ValueError: a model or a job is larger than the memory.
     """
-    largest = max(models, key=lambda model: model.size_bytes)
-    if largest.size_bytes > setting.memory_bytes:
-        raise ValueError(
-            f'"{largest.name}" has {largest.size_bytes} bytes, the device {setting.memory_bytes}'
-        )
-    world = _Replay(setting, models, watch, take_span)
+    sizes = [(model.size_bytes, model.name) for model in models]
+    size_bytes, largest = max([*sizes, *((job.memory_bytes, job.name) for job in jobs)])
+    if size_bytes > setting.memory_bytes:
+        raise ValueError(f'"{largest}" has {size_bytes} bytes, the device {setting.memory_bytes}')
+    world = _Replay(setting, models, jobs, watch, take_span)
     return world.replay(arrivals)
 
 
@@ -179,25 +204,29 @@ def serial(setting: Setting, models: Sequence[PaperModel], arrivals: Sequence[Ar
 
 class _Replay(World):
     def __init__(
-        self, setting: Setting, models: Sequence[PaperModel],
+        self, setting: Setting, models: Sequence[PaperModel], jobs: Sequence[PaperJob],
         watch: Callable[[int], None] | None, take_span: Callable[[ev.Span], None] | None,
     ) -> None:  # fmt: skip
-        self._setting, self._models = setting, models
+        self._setting, self._models, self._jobs = setting, models, jobs
         self._watch, self._take_span = watch, take_span
         self._asked: dict[ev.Token, tuple[int, Arrival, float]] = {}  # number, arrival, when
         self._latency_ms: dict[int, float] = {}
         self._order: list[tuple[float, int]] = []
         self._refused: Counter[str] = Counter()
+        self._training: dict[ev.Token, PaperJob] = {}  # by who waits for its end
+        self._trained: dict[str, Trained] = {}
         self._in_slo = 0
-        self._busy_ms = self._last_ms = 0.0
+        self._begin_ms = self._busy_ms = self._last_ms = 0.0
         models = list({model.name: model for model in models}.values())
-        words = sum(len(model.plan) for model in models) + len(models)
+        words = 1 + sum(len(model.plan) for model in models) + len(models)
+        commits = [aligned(HEADER_BYTES + 2 * job.memory_bytes, REGION_ALIGN_BYTES) for job in jobs]
         settings = SchedulerSettings(
             arena_bytes=aligned(setting.memory_bytes, REGION_ALIGN_BYTES) + WORDS_BYTES,
-            store_bytes=sum(aligned(m.size_bytes, REGION_ALIGN_BYTES) for m in models) * 2,
+            store_bytes=sum(aligned(m.size_bytes, REGION_ALIGN_BYTES) for m in models) * 2
+            + sum(commits),
             words=words, max_queue=ENDLESS, max_queue_per_model=ENDLESS,
             max_waiting_builds=len(models), max_waiting_builds_in_all=len(models),
-            admission=setting.admission, look_ahead=setting.look_ahead,
+            admission=setting.admission, look_ahead=setting.look_ahead, training=setting.training,
         )  # fmt: skip
         super().__init__(
             Scheduler(settings, setting.policy, setting.max_wait_ms),
@@ -209,18 +238,23 @@ class _Replay(World):
         self.run()
 
     def replay(self, arrivals: Sequence[Arrival]) -> Outcome:
-        begin_ms, count = self.now_ms, self.scheduler.core.counts
+        begin_ms = self._begin_ms = self.now_ms
+        count = self.scheduler.core.counts
         before = (count["switches"], count["transmitted_bytes"])
         for number, arrival in enumerate(arrivals):
             self.clock.at(begin_ms + arrival.at_ms, partial(self._ask, number, arrival))
+        for job in self._jobs:
+            self.clock.at(begin_ms + job.at_ms, partial(self._train, job))
         self.run()
+        jobs = tuple(self._trained[job.name] for job in self._jobs)
         return Outcome(
             requests=len(arrivals),
             latency_ms=tuple(self._latency_ms[n] for n in sorted(self._latency_ms)),
             in_slo=self._in_slo, refused=dict(self._refused),
             switches=count["switches"] - before[0],
             copied_bytes=count["transmitted_bytes"] - before[1],
-            busy_ms=self._busy_ms, makespan_ms=max(0.0, self._last_ms - begin_ms),
+            busy_ms=self._busy_ms + sum(job.trained_ms for job in jobs), jobs=jobs,
+            makespan_ms=max(0.0, self._last_ms - begin_ms),
             order=tuple(number for _, number in sorted(self._order)),
         )  # fmt: skip
 
@@ -233,6 +267,10 @@ class _Replay(World):
         self._asked[ev.Token(self.clients.last_token + 1)] = (number, arrival, self.now_ms)
         self.clients.infer(ModelName(model.name), deadline_ms=deadline_ms)
 
+    def _train(self, job: PaperJob) -> None:
+        self.clients.train(JobName(job.name), job.script())
+        self._training[self.clients.ask(JobName(job.name), "wait")] = job
+
     def _perform(self, command: ev.Command) -> None:
         if isinstance(command, ev.Span):
             if self._take_span is not None:
@@ -243,9 +281,16 @@ class _Replay(World):
         super()._perform(command)
 
     def _answered(self, answer: ev.Answer) -> None:
+        job = self._training.pop(answer.token, None)
+        if job is not None:
+            if answer.error is not None:
+                raise answer.error
+            self._last_ms = self.now_ms
+            jct_ms = self.now_ms - self._begin_ms - job.at_ms
+            self._trained[job.name] = trained(job, jct_ms, answer.body["job"])
         asked = self._asked.pop(answer.token, None)
         if asked is None:
-            return  # a registration
+            return  # no request
         number, arrival, at_ms = asked
         self._last_ms = self.now_ms
         if answer.error is not None:
@@ -255,7 +300,8 @@ class _Replay(World):
             model, took_ms = self._models[arrival.model], self.now_ms - at_ms
             self._latency_ms[number] = took_ms
             self._in_slo += took_ms <= self._setting.slo_ms + model.compute_ms + NEAR_MS
-            self._busy_ms += model.compute_ms
+            joined = int(answer.timing["joined"])
+            self._busy_ms += model.compute_ms * (1.0 + (joined - 1) * model.row_share) / joined
             self._order.append((answer.timing["epoch"], number))
         done = len(self._latency_ms) + self._refused.total()
         if self._watch is not None and done % REPORT_EVERY == 0:

@@ -29,6 +29,7 @@ from pipeswitch.planning.profile import (
     decode,
     encode,
 )
+from pipeswitch.simulator.replay import paper_model
 
 DIGEST = "ab" * 32
 HERE = Identity(device="cpu", name="a processor", cores=4, threads=3, link_bytes_per_s=0.0,
@@ -59,6 +60,20 @@ def profile(**changes: Any) -> Profile:
         **changes,
     }  # fmt: skip
     return Profile(**values)
+
+
+def test_what_a_further_row_adds_follows_from_the_batches_that_were_measured() -> None:
+    """13.5 ms alone; eight in as much and seven times 2.7 ms."""
+    one, eight = (
+        BatchProfile(batch=rows, switch_ms=times, switch_spread_ms=(0.0,) * 4, resident_ms=times,
+                     resident_spread_ms=(0.0,) * 4, trials=5)
+        for rows, times in ((1, (1.0, 0.5, 4.0, 8.0)), (8, (2.4, 1.2, 9.6, 19.2)))
+    )  # fmt: skip
+    overheads = Overheads(sigma_ms=0.01, launch_ms=0.0, wake_ms=0.3)
+    both = profile(batches=(one, eight), overheads=overheads)
+    assert paper_model("net", both).row_share == pytest.approx(0.2)
+    assert paper_model("net", profile(batches=(one,))).row_share == 1.0
+    assert paper_model("net", profile(batches=(eight,))).row_share == 1.0
 
 
 # ---- the link ----------------------------------------------------------------------------------

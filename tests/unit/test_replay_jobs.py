@@ -1,0 +1,172 @@
+"""Jobs, and requests that are joined, in the simulator: closed forms of what the scheduler does."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from pipeswitch.cli.main import main
+from pipeswitch.programs.layout import Batching
+from pipeswitch.simulator.arrivals import Arrival
+from pipeswitch.simulator.costs import Costs, Link
+from pipeswitch.simulator.replay import Outcome, PaperModel, Setting, replay
+from pipeswitch.simulator.training import PaperJob
+
+MIB = 1 << 20
+STEP_MS = 100.0
+CYCLE_MS = 1000.0
+LINK = Costs(to_device=Link(bytes_per_ms=float(MIB)))
+
+
+def job(name: str, seconds: float, mib: int = 2, at_ms: float = 0.0) -> PaperJob:
+    return PaperJob(name=name, steps=round(1000.0 * seconds / STEP_MS), step_ms=STEP_MS,
+                    memory_bytes=mib * MIB, at_ms=at_ms)  # fmt: skip
+
+
+def trained(order: str, *jobs: PaperJob, mib: int = 64) -> Outcome:
+    return replay(Setting(memory_bytes=mib * MIB, costs=LINK, training=order), [], [], jobs)
+
+
+def ends_ms(outcome: Outcome) -> dict[str, float]:
+    return {one.name: one.at_ms + one.jct_ms for one in outcome.jobs}
+
+
+@pytest.mark.parametrize(
+    ("order", "ends"), [("rotate", (6000.0, 5000.0, 3000.0)), ("srtf", (6000.0, 4000.0, 3000.0))]
+)
+def test_srtf_ends_three_jobs_sooner_on_average_than_turns(
+    order: str, ends: tuple[float, ...]
+) -> None:
+    """3, 2 and 1 s in cycles of one: l m s l m l; or, each having shown its length, l m s m l l."""
+    outcome = trained(order, job("long", 3.0), job("middle", 2.0), job("short", 1.0))
+    assert tuple(one.jct_ms for one in outcome.jobs) == pytest.approx(ends)
+    assert outcome.jct_ms == pytest.approx(sum(ends) / 3)
+    assert outcome.makespan_ms == pytest.approx(6000.0)
+    assert outcome.idle_share == pytest.approx(0.0)
+    assert [one.trained_ms for one in outcome.jobs] == pytest.approx([3000.0, 2000.0, 1000.0])
+
+
+def test_by_fair_a_job_that_comes_late_has_half_of_the_device() -> None:
+    first, late = trained("fair", job("first", 9.0), job("late", 3.0, at_ms=3000.0)).jobs
+    assert late.share == pytest.approx(0.5, abs=CYCLE_MS / late.jct_ms)
+    assert first.jct_ms == pytest.approx(12_000.0)
+    assert first.share == pytest.approx(9 / 12)
+
+
+def test_by_pack_small_jobs_end_beside_each_other_and_the_large_one_leaves_once() -> None:
+    """Room for the large one alone, or for both small ones."""
+    jobs = job("large", 3.0, 8), job("small", 3.0, 4), job("little", 3.0, 4)
+    packed, turns = (trained(order, *jobs, mib=9) for order in ("pack", "rotate"))
+    large, small, little = packed.jobs
+    assert (large.evictions, small.evictions, little.evictions) == (1, 0, 0)
+    assert max(small.jct_ms, little.jct_ms) == pytest.approx(7000.0)
+    assert large.jct_ms == pytest.approx(9000.0)
+    assert sum(one.evictions for one in turns.jobs) > 1
+
+
+def test_a_job_waits_in_place_for_just_what_requests_take() -> None:
+    """Five requests: the model's copy once, and five times its computing."""
+    model = PaperModel(name="A", layer_bytes=(10 * MIB,), layer_ms=(20.0,), plan=(0,))
+    asked = [Arrival(150.0 + 100.0 * i, 0) for i in range(5)]
+    outcome = replay(Setting(memory_bytes=64 * MIB, costs=LINK), [model], asked, [job("j", 1.0)])
+    assert outcome.latency_ms == pytest.approx((30.0, 20.0, 20.0, 20.0, 20.0), abs=0.01)
+    (one,) = outcome.jobs
+    assert (one.jct_ms, one.trained_ms, one.preempted_ms) == pytest.approx((1110.0, 1000.0, 110.0))
+    assert outcome.makespan_ms == pytest.approx(1110.0)
+    assert outcome.idle_share == pytest.approx(10 / 1110, abs=1e-4)
+
+
+def test_a_job_larger_than_the_memory_is_an_error() -> None:
+    with pytest.raises(ValueError, match='"large" has 8388608 bytes'):
+        trained("rotate", job("large", 1.0, 8), mib=4)
+
+
+# -- requests that are joined ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked_at_ms", "took_ms", "busy_ms"),
+    [
+        ((0.0,), (12.0,), 10.0),  # it waits out the delay
+        ((0.0, 1.0), (17.0, 16.0), 15.0),  # the delay is the oldest one's
+        ((0.0, 0.0, 0.0, 0.0), (25.0,) * 4, 25.0),  # full: at once
+        ((0.0,) * 5, (25.0,) * 4 + (35.0,), 35.0),
+        ((0.0, 3.0), (12.0, 19.0), 20.0),  # old enough when the first has ended
+    ],
+)
+def test_joined_requests_take_what_their_rows_do(
+    asked_at_ms: tuple[float, ...], took_ms: tuple[float, ...], busy_ms: float
+) -> None:
+    """10 ms alone, 5 for each further row, four at most, which wait 2 ms for each other."""
+    model = PaperModel(name="A", layer_bytes=(MIB,), layer_ms=(10.0,), plan=(0,), row_share=0.5,
+                       batching=Batching(limit=4, delay_ms=2.0, is_exact=True))  # fmt: skip
+    warm_ms = 100.0
+    asked = [Arrival(0.0, 0), *(Arrival(warm_ms + at_ms, 0) for at_ms in asked_at_ms)]
+    outcome = replay(Setting(memory_bytes=8 * MIB, costs=LINK), [model], asked)
+    assert outcome.latency_ms[1:] == pytest.approx(took_ms, abs=0.01)
+    assert outcome.busy_ms == pytest.approx(10.0 + busy_ms)
+
+
+# -- the command -------------------------------------------------------------------------------
+
+
+def simulate(*args: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(main, ["simulate", *args])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_the_command_compares_orders_of_jobs() -> None:
+    args = ("none", "--job", "long:30:100ms:8MiB", "--job", "short:10:100ms:8MiB@500ms",
+            "--training", "rotate,srtf", "--memory", "32MiB")  # fmt: skip
+    status, text, _ = simulate(*args, "--json")
+    assert status == 0
+    turns, shortest = json.loads(text)["runs"]
+    assert (turns["training"], shortest["training"]) == ("rotate", "srtf")
+    assert [one["job"] for one in turns["jobs"]] == ["long", "short"]
+    assert shortest["jobs"][1]["at_ms"] == 500.0
+    assert turns["jct_ms"] == pytest.approx(sum(one["jct_ms"] for one in turns["jobs"]) / 2)
+    status, text, _ = simulate(*args)
+    assert status == 0
+    assert "IN TIME" not in text
+    assert text.split().count("srtf") == 3
+
+
+def test_the_command_joins_requests() -> None:
+    args = (
+        "poisson:100",
+        "--requests",
+        "200",
+        "--models",
+        "random:1",
+        "--memory",
+        "100%",
+        "--json",
+    )
+    alone, joined = (
+        json.loads(simulate(*args, *more)[1])["runs"][0]
+        for more in ((), ("--batch", "8", "--batch-delay", "2ms", "--batch-row", "10%"))
+    )
+    assert joined["p99_ms"] < alone["p99_ms"]
+    assert joined["makespan_ms"] < alone["makespan_ms"]
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [(["none"], "nothing to simulate"), (["none", "--job", "a:1:1ms"], "NAME:STEPS:STEP:MEMORY"),
+     (["none", "--job", "a:0:1ms:1MiB"], "number of steps"),
+     (["none", "--job", "a:1:1:1MiB"], "'1'"),
+     (["none", "--job", "a:1:1ms:0"], "some memory"),
+     (["none", "--job", "a:1:1ms:1GiB", "--job", "a:1:1ms:1GiB"], "a name of its own"),
+     (["none", "--job", "a:1:1ms:1GiB", "--memory", "1%"], "job a"),
+     (["none", "--job", "a:1:1ms:1GiB", "--training", "strf"], 'did you mean "srtf"'),
+     (["poisson:5", "--job", "a:1:1ms:1GiB", "--policy", "serial"], "trains no jobs"),
+     (["poisson:5", "--batch-delay", "2ms"], "--batch 8"),
+     (["poisson:5", "--batch", "2", "--batch-row", "2"], "from 0% to 100%")],
+)  # fmt: skip
+def test_bad_input_is_one_sentence(args: list[str], told: str) -> None:
+    status, _, error = simulate(*args)
+    assert status != 0
+    assert told in error
+    assert "Traceback" not in error
