@@ -8,7 +8,7 @@ from ..programs.layout import REGION_ALIGN_BYTES, aligned
 from .device_state import WORD_BYTES, DeviceState
 from .policies import Resident, View
 from .records import Model, Replica
-from .regions import Cost, Owner, Price, Region, Regions, Window
+from .regions import Cost, Costs, Owner, Region, Regions, Window
 from .states import Residency, TaskState
 from .store import gib, stored_bytes
 
@@ -75,8 +75,8 @@ class Arena:
             return None
         return self._device.replicas.get(ModelName(region.owner.name))
 
-    def prices(self, *, for_request: bool, mover: Replica | None = None) -> Price:
-        """What taking a region's place costs; None when its owner must stay.
+    def costs(self, *, for_request: bool, mover: Replica | None = None) -> Costs:
+        """What taking each region's place costs; None when its owner must stay.
 
         1. Arrival words, a slice or models being copied in, pinned models and those in use: they
            stay.
@@ -86,16 +86,13 @@ class Arena:
         4. A job's slice: only for a request, and only when nothing else will do.
         5. The prefix of the model a place is sought for: it would come along for nothing.
         """
-        view = self._device.view
-        known: dict[Owner, Cost | None] = {} if mover is None else {mover.owner: FREE}  # 5.
-
-        def price(region: Region) -> Cost | None:
-            owner = region.owner
-            if owner not in known:
-                known[owner] = self._price(region, view, for_request=for_request)
-            return known[owner]
-
-        return price
+        view, own = self._device.view, mover.owner if mover is not None else None
+        return [
+            FREE
+            if region.owner == own
+            else self._price(region, view, for_request=for_request)  # 5.
+            for region in self.regions
+        ]
 
     def _price(self, region: Region, view: View, *, for_request: bool) -> Cost | None:
         device = self._device
@@ -137,16 +134,16 @@ class Arena:
         """
         assert replica.manifest is not None
         size = max(replica.manifest.total_bytes, 1)
-        price = self.prices(for_request=for_request, mover=replica)
-        best = self.regions.cheapest_window(size, price)
+        costs = self.costs(for_request=for_request, mover=replica)
+        best = self.regions.cheapest_window(size, costs)
         if replica.residency.state is Residency.PARTIAL:
             head = self.regions.get(replica.owner)
             assert head is not None
-            rest = self.regions.window_at(head.end_bytes, size - head.size_bytes, price)
+            rest = self.regions.window_at(head.end_bytes, size - head.size_bytes, costs)
             if rest is not None and (best is None or rest.cost <= best.cost):
                 return Rest(rest.offset_bytes, rest.victims, rest.cost)
         if best is not None and replica.home_bytes >= 0:
-            home = self.regions.window_at(replica.home_bytes, size, price)
+            home = self.regions.window_at(replica.home_bytes, size, costs)
             if home is not None and home.cost <= best.cost:
                 return home
         return best

@@ -117,7 +117,7 @@ def _numbers(values: tuple[float, ...]) -> tuple[float, ...]:
     if type(values) is not tuple:
         raise TypeError(f"{values!r} is no tuple")
     for value in values:
-        if not isinstance(value, NUMBERS):
+        if type(value) is not float and not isinstance(value, NUMBERS):
             raise TypeError(f"{value!r} is no number")
         if value != value:
             raise ValueError("a number is nan")

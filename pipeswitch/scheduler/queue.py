@@ -117,7 +117,7 @@ class Queue:
         return list(self._of)
 
     def count(self, model: ModelName) -> int:
-        return len(self._of.get(model, ()))
+        return len(self._of[model]) if model in self._of else 0
 
     def of(self, model: ModelName) -> list[Request]:
         """The requests for one model, in order."""

@@ -7,10 +7,10 @@ regions never overlap (invariant I3).
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, zip_longest
-from operator import add
+from itertools import zip_longest
+from operator import add, attrgetter
 from typing import Literal, NamedTuple
 
 from ..programs.layout import aligned
@@ -25,8 +25,7 @@ class Owner(NamedTuple):
     name: str = ""
 
 
-@dataclass(frozen=True, order=True)
-class Region:
+class Region(NamedTuple):
     """A reserved range, in bytes from the start."""
 
     offset_bytes: int
@@ -39,7 +38,7 @@ class Region:
 
 
 Cost = tuple[float, ...]  # the first place where two differ decides; empty: nothing is evicted
-Price = Callable[[Region], Cost | None]
+Costs = Sequence[Cost | None]  # of all regions, in order; None: its owner must stay
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,9 @@ class Window:
     offset_bytes: int
     victims: tuple[Region, ...]
     cost: Cost
+
+
+BEGIN = attrgetter("offset_bytes")
 
 
 def _plus(one: Cost, other: Cost) -> Cost:
@@ -113,15 +115,16 @@ class Regions:
 
     def overlapping(self, offset_bytes: int, size_bytes: int) -> list[Region]:
         """Regions that share a byte with the range, in order."""
-        end = offset_bytes + size_bytes
-        first = bisect.bisect_left(self._regions, offset_bytes, key=lambda r: r.end_bytes)
-        found = []
-        for region in islice(self._regions, first, None):
-            if region.offset_bytes >= end:
-                break
-            if region.end_bytes > offset_bytes:
-                found.append(region)
-        return found
+        first, behind = self._places(offset_bytes, size_bytes)
+        return self._regions[first:behind]
+
+    def _places(self, offset_bytes: int, size_bytes: int) -> tuple[int, int]:
+        """Of the first region that shares a byte with the range, and behind the last."""
+        regions, end = self._regions, offset_bytes + size_bytes
+        first = bisect.bisect_left(regions, offset_bytes, key=BEGIN)
+        if first and regions[first - 1].end_bytes > offset_bytes:
+            first -= 1
+        return first, bisect.bisect_left(regions, end, first, key=BEGIN)
 
     def reserve(self, owner: Owner, size_bytes: int, at_bytes: int | None = None) -> Region | None:
         """Take a range for ``owner``: at ``at_bytes``, else in the smallest hole that fits.
@@ -159,7 +162,7 @@ class Regions:
             KeyError: it holds none.
         """
         region = self._by_owner.pop(owner)
-        self._regions.remove(region)
+        del self._regions[bisect.bisect_left(self._regions, region)]
         self._reserved_bytes -= region.size_bytes
         return region
 
@@ -169,22 +172,26 @@ class Regions:
         self._by_owner.clear()
         self._reserved_bytes = 0
 
-    def cheapest_window(self, size_bytes: int, price: Price) -> Window | None:
+    def cheapest_window(self, size_bytes: int, costs: Costs) -> Window | None:
         """Where a region fits at the least total cost of evicted owners.
 
-        ``price`` of a region is None when its owner must stay. Candidates start where a region
-        ends: any window can be slid down to such a place and touches no other owner. Ties go to
-        the lower offset.
+        Candidates start where a region ends: any window can be slid down to such a place and
+        touches no other owner. Ties go to the lower offset.
         """
         size = aligned(size_bytes, self.align_bytes)
         regions, last_start = self._regions, self.capacity_bytes - size
-        costs, begins = list(map(price, regions)), [region.offset_bytes for region in regions]
+        begins = [*map(BEGIN, regions), self.capacity_bytes]
         best: tuple[Cost, int, int, int] | None = None  # cost, start, its victims' places
-        for first, start in enumerate((0, *[region.end_bytes for region in regions])):
+        start = behind = 0
+        for first in range(len(begins)):
+            if first:
+                start, length, _ = regions[first - 1]
+                start += length
             if start > last_start or (best is not None and not best[0]):
                 break
-            behind = bisect.bisect_left(begins, start + size, first)
-            total = _total(costs[first:behind])
+            while begins[behind] < start + size:
+                behind += 1
+            total = costs[first] if behind == first + 1 else _total(costs[first:behind])
             if total is not None and (best is None or total < best[0]):
                 best = (total, start, first, behind)
         if best is None:
@@ -192,14 +199,16 @@ class Regions:
         total, start, first, behind = best
         return Window(start, tuple(regions[first:behind]), total)
 
-    def window_at(self, offset_bytes: int, size_bytes: int, price: Price) -> Window | None:
+    def window_at(self, offset_bytes: int, size_bytes: int, costs: Costs) -> Window | None:
         """The window at exactly this place; None when an owner there must stay."""
         size = aligned(size_bytes, self.align_bytes)
         if offset_bytes < 0 or offset_bytes + size > self.capacity_bytes:
             return None
-        victims = self.overlapping(offset_bytes, size)
-        total = _total(map(price, victims))
-        return Window(offset_bytes, tuple(victims), total) if total is not None else None
+        first, behind = self._places(offset_bytes, size)
+        total = _total(costs[first:behind])
+        if total is None:
+            return None
+        return Window(offset_bytes, tuple(self._regions[first:behind]), total)
 
     def check(self) -> None:
         """Assert the accounting identity and that no two regions overlap."""

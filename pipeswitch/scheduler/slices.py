@@ -43,7 +43,7 @@ class Slices:
                 largest_free_bytes=largest,
             )
         window = self._arena.regions.cheapest_window(
-            size_bytes, self._arena.prices(for_request=False)
+            size_bytes, self._arena.costs(for_request=False)
         )
         if window is None:
             return None

@@ -59,13 +59,16 @@ def test_the_cheapest_window_is_the_cheapest_of_all_places(
 ) -> None:
     regions = filled(steps)
 
-    def price(region: Region) -> Cost | None:
-        cost = prices.get(region.owner)
-        return None if cost is None else (float(cost // 5), float(cost % 5))  # None: it must stay
+    def cost(region: Region) -> Cost | None:
+        price = prices.get(region.owner)
+        return (
+            None if price is None else (float(price // 5), float(price % 5))
+        )  # None: it must stay
 
-    places = [regions.window_at(start, size, price) for start in range(0, 96, 8)]
+    costs = [cost(region) for region in regions]
+    places = [regions.window_at(start, size, costs) for start in range(0, 96, 8)]
     possible = [place.cost for place in places if place is not None]
-    best = regions.cheapest_window(size, price)
+    best = regions.cheapest_window(size, costs)
     if best is None:
         assert not possible
         return
