@@ -34,7 +34,8 @@ from ..wire.addresses import as_seen_from, default_address, full_address
 from ..wire.frames import unpack_dict
 from ..wire.keys import keys_from
 from ..wire.sockets import connect, make_subscriber
-from .connection import Connection, Reply, as_wait_s
+from .calls import Reply, as_wait_s
+from .connection import Connection
 from .tensors import Result, Signature, from_reply, to_frames
 
 CONNECT_TIMEOUT_S: Final = 2.5

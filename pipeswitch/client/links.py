@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import zmq
 
@@ -33,6 +33,14 @@ MAX_REPLY_BYTES: Final = 1 << 32  # of one frame; the server we chose is trusted
 ZERO_COPY_BYTES: Final = 64 << 10
 MAX_EVENTS: Final = 16  # of a connection, at one look
 BURST_MESSAGES: Final = 16
+
+
+class Watcher(Protocol):
+    """``zmq.Poller``, or an event loop in its place."""
+
+    def register(self, socket: Any, flags: int = ...) -> None: ...
+
+    def unregister(self, socket: Any) -> None: ...
 
 
 @dataclass(kw_only=True, eq=False)
@@ -72,11 +80,11 @@ class ZmqLink(Link):
             raise
         return link
 
-    def attach(self, poller: zmq.Poller) -> None:
+    def attach(self, poller: Watcher) -> None:
         poller.register(self.sock, zmq.POLLIN)
         poller.register(self.monitor, zmq.POLLIN)
 
-    def detach(self, poller: zmq.Poller) -> None:
+    def detach(self, poller: Watcher) -> None:
         poller.unregister(self.sock)
         poller.unregister(self.monitor)
 
@@ -117,7 +125,7 @@ class LocalLink(Link):
 
     stream: Stream
     is_local: bool = True
-    _poller: zmq.Poller | None = None
+    _poller: Watcher | None = None
     _is_watched: bool = False  # by the poller, for writing
     _has_asked: bool = False
     _places: dict[str, list[int]] = field(default_factory=dict)  # in the share, by request
@@ -140,11 +148,11 @@ class LocalLink(Link):
         _streams.add(stream)
         return LocalLink(stream=stream, **hello)
 
-    def attach(self, poller: zmq.Poller) -> None:
+    def attach(self, poller: Watcher) -> None:
         self._poller = poller
         poller.register(self.stream.fileno(), zmq.POLLIN)
 
-    def detach(self, poller: zmq.Poller) -> None:
+    def detach(self, poller: Watcher) -> None:
         poller.unregister(self.stream.fileno())
         self._poller = None
 

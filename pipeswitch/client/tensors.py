@@ -20,7 +20,7 @@ from ..programs.nesting import Tree, check_tree, flatten, unflatten
 from ..wire.frames import MAX_DIMS, MAX_TENSORS, WireTensor
 
 if TYPE_CHECKING:
-    from .connection import Reply
+    from .calls import Reply
 
 
 @dataclass(frozen=True)

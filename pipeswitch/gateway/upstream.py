@@ -10,8 +10,9 @@ from typing import Any, Final
 
 import zmq
 
+from ..client.calls import Reply
 from ..client.client import CHUNK_BYTES
-from ..client.connection import Connection, Reply
+from ..client.connection import Connection
 from ..errors import ServerUnavailable
 from ..wire.addresses import is_refused
 from ..wire.frames import unpack_dict

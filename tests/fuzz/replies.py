@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from pipeswitch.client.connection import _error, _reply
+from pipeswitch.client.calls import _error, _reply
 from pipeswitch.client.tensors import from_reply
 from pipeswitch.errors import PipeSwitchError, RemoteProtocolError
 from pipeswitch.wire.frames import (
