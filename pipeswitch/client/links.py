@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import weakref
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -128,7 +128,9 @@ class LocalLink(Link):
     _poller: Watcher | None = None
     _is_watched: bool = False  # by the poller, for writing
     _has_asked: bool = False
-    _places: dict[str, list[int]] = field(default_factory=dict)  # in the share, by request
+    _places: dict[str, dict[int, int]] = field(
+        default_factory=dict
+    )  # in the share: by request, part
     _taken_count: int = 0  # of the server's parts in the share
 
     @staticmethod
@@ -159,28 +161,43 @@ class LocalLink(Link):
     def send(self, parts: Sequence[Any], request_id: str, *, may_share: bool = False) -> None:
         """``may_share``: the server takes its tensors out of the share."""
         table, inline = [], []
+        places = self._places.get(request_id, {})  # staged
+        if may_share and not places:
+            self.stage(parts[2:], request_id)()
+            places = self._places.get(request_id, {})
         for number, part in enumerate(parts[1:]):
-            is_large = may_share and number > 0 and len(part) >= SHARED_BYTES
-            place = self._place(part, request_id) if is_large else INLINE
+            place = places.get(number, INLINE)
             table.append((len(part), place))
             if place == INLINE:
                 inline.append(part)
         self.stream.put(pack_table(table, self._taken_count), inline)
         self._flush()
 
-    def _place(self, part: Any, request_id: str) -> int:
-        """Copy a tensor into the share; INLINE: there is no room, or no share yet."""
-        share = self.stream.share
-        if share is None:
-            if not self._has_asked:
-                self._has_asked = True
-                self.stream.put(pack_table(()))
-            return INLINE
-        place = share.place(len(part))
-        if place != INLINE:
-            _copy(share.own(place, len(part)), part)
-            self._places.setdefault(request_id, []).append(place)
-        return place
+    def stage(self, tensors: Sequence[Any], request_id: str) -> Callable[[], None]:
+        """Take room in the share for large tensors of a request that is to be sent.
+
+        Returns:
+            What copies them there, on any thread; the request is sent after that.
+        """
+        share, copies = self.stream.share, []
+        for number, part in enumerate(tensors, 1):
+            if len(part) < SHARED_BYTES:
+                continue
+            if share is None:
+                if not self._has_asked:
+                    self._has_asked = True
+                    self.stream.put(pack_table(()))
+                break
+            place = share.place(len(part))
+            if place != INLINE:
+                self._places.setdefault(request_id, {})[number] = place
+                copies.append((share.own(place, len(part)), part))
+
+        def copy() -> None:
+            for target, source in copies:
+                _copy(target, source)
+
+        return copy
 
     def _flush(self) -> None:
         """What does not leave now leaves when the socket is writable."""
@@ -245,9 +262,9 @@ class LocalLink(Link):
     def answered(self, request_id: str) -> None:
         """The server has what it was sent: its room in the share is free."""
         share = self.stream.share
-        for place in self._places.pop(request_id, ()):
-            assert share is not None
-            share.free(place)
+        for place in self._places.pop(request_id, {}).values():
+            if share is not None:  # else it went with the connection
+                share.free(place)
 
     def close(self, linger_ms: int) -> None:
         """What the socket does not take at once is lost."""

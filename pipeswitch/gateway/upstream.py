@@ -12,9 +12,8 @@ import zmq
 
 from ..client.calls import Reply
 from ..client.client import CHUNK_BYTES
-from ..client.connection import Connection
+from ..client.looped import LoopConnection
 from ..errors import ServerUnavailable
-from ..wire.addresses import is_refused
 from ..wire.frames import unpack_dict
 from ..wire.sockets import connect, make_subscriber
 from .oip import InferRequest, Output
@@ -30,13 +29,13 @@ class Upstream:
     """What callers ask the server through; it outlives servers."""
 
     def __init__(self, address: str) -> None:
-        self._address = address
-        self._connection = Connection(address, HELLO_S)
-        self._was_away = False  # when it was last asked
+        self._connection = LoopConnection(address, HELLO_S)
+        self._context: zmq.Context[Any] = zmq.Context()  # of the events
         self._is_followed = False
 
     def close(self) -> None:
         self._connection.close()
+        self._context.term()
 
     async def infer(
         self, model: str, version: int, asked: InferRequest
@@ -102,7 +101,7 @@ class Upstream:
         except BaseException:
             self._is_followed = False
             raise
-        subscriber = make_subscriber(self._connection.context, None)
+        subscriber = make_subscriber(self._context, None)
         subscriber.subscribe("")
         connect(subscriber, address)
         loop = asyncio.get_running_loop()
@@ -116,15 +115,10 @@ class Upstream:
             ServerUnavailable: there is no server, or it leaves.
             PipeSwitchError: what it says.
         """
-        if self._was_away and await asyncio.to_thread(is_refused, self._address):
-            raise ServerUnavailable("the server is not there", hint=AGAIN)
-        future = self._connection.request(op, **{"is_safe": True, **fields})
         try:
-            reply: Reply = await asyncio.wrap_future(future)
+            reply: Reply = await self._connection.ask(op, **{"is_safe": True, **fields})
         except ServerUnavailable as error:
-            self._was_away = True
             raise ServerUnavailable("the server does not answer", hint=AGAIN) from error
-        self._was_away = False
         return reply
 
 

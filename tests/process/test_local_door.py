@@ -6,6 +6,7 @@ The server is ``frontend_rig``'s: its answers are made in the test's process, it
 from __future__ import annotations
 
 import array
+import asyncio
 import contextlib
 import os
 import signal
@@ -21,7 +22,9 @@ import pytest
 from frontend_rig import FakeScheduler, assert_balanced, until
 
 import pipeswitch as ps
+from pipeswitch.client import looped
 from pipeswitch.client.links import LocalLink
+from pipeswitch.client.tensors import from_reply, to_frames
 from pipeswitch.frontend.local import MAX_SHARES, LocalPeer, Shares
 from pipeswitch.wire.frames import INLINE, MAGIC, RequestHeader, encode_header, pack_table
 from pipeswitch.wire.local import Message, Share, Stream, local_path
@@ -212,6 +215,56 @@ def test_a_client_goes_on_with_the_next_server(tmp_path: Path) -> None:
                 server.close()
                 raise
     server.close()
+
+
+def test_an_event_loop_asks_by_itself_takes_back_and_goes_on_with_the_next_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(looped, "INLINE_BYTES", 8 * WIDTH)  # more than two rows: by a thread
+
+    async def scenario(server: FakeScheduler) -> FakeScheduler:
+        connection = looped.LoopConnection(server.listeners.ipc.address, 20.0)
+
+        async def is_doubled(count: int) -> bool:
+            tensors, frames, _ = to_frames(rows(count))
+            result = await connection.ask(
+                "infer", model="double", inputs=tensors, frames=frames, is_safe=True,
+                convert=lambda reply: from_reply("double", reply, wants_torch=False),
+            )  # fmt: skip
+            return bool((result["y"] == 2 * rows(count)).all())
+
+        for _ in range(2):
+            assert all(await asyncio.gather(*map(is_doubled, (1, 3, 8, 2, 1))))
+        server.is_holding = True
+        asked = [asyncio.create_task(is_doubled(count)) for count in (1, 3)]
+        await asyncio.to_thread(until, lambda: len(server.held) == 2)
+        for task in asked:
+            task.cancel()
+        late = asyncio.create_task(is_doubled(4))
+        await asyncio.sleep(0)  # it copies
+        late.cancel()
+        await asyncio.to_thread(until, lambda: not server.held)
+        server.is_holding = False
+        assert await is_doubled(8)
+        link = connection._link
+        assert isinstance(link, LocalLink)
+        assert not link._places
+        server.close()
+        assert_balanced(server.tcp)
+        with pytest.raises(ps.ServerUnavailable):
+            await is_doubled(1)
+        with pytest.raises(ps.ServerUnavailable):
+            await connection.ask("ping")
+        server = started(tmp_path)
+        assert all(await asyncio.gather(*map(is_doubled, (1, 3))))
+        waiting = asyncio.ensure_future(connection.ask("infer", model="double"))
+        await asyncio.sleep(0)
+        connection.close()
+        with pytest.raises(ps.Cancelled):
+            await waiting
+        return server
+
+    asyncio.run(scenario(started(tmp_path))).close()
 
 
 def test_a_client_that_is_there_before_its_server_gets_the_plain_socket(tmp_path: Path) -> None:
