@@ -39,6 +39,7 @@ from .refusals import (
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S: Final = 0.5  # at all connections: how exact the limits in seconds are
+LOOKS: Final = 64  # in one turn of the loop
 SCRATCH_BYTES: Final = 16 << 10  # received at once, of all but bodies of known length
 JOIN_BYTES: Final = 64 << 10  # an answer up to here leaves in one call
 MAX_HEADERS: Final = 100
@@ -51,6 +52,7 @@ INLINE_BYTES: Final = 2 << 10  # of a compressed body: a thousand times as much 
 AGAIN: Final = "send again in a moment"
 GRACE_S: Final = 1.0  # no crowd takes the place of who moved so lately: good requests come at once
 ANSWERED_GRACE_S: Final = 10.0  # the same, of who has asked before
+CLAIMS_S: Final = 0.05  # between two looks at who makes room: one takes a millisecond
 LINGER_S: Final = 2.0  # a refused peer may still send: hung up on at once, it would not read why
 _scratch = memoryview(bytearray(SCRATCH_BYTES))  # parsed before any other connection's turn
 
@@ -91,6 +93,10 @@ class Head:
     def coding(self) -> str:
         """How the body is compressed."""
         return self.headers.get("content-encoding", "identity").lower()
+
+
+Claim = tuple[bool, float]
+"""What speaks for keeping a connection; see ``Connection.claim``."""
 
 
 class Stream(Protocol):
@@ -154,6 +160,8 @@ class HttpServer:
         # nothing is held but what was sent.
         self.inflater = ThreadPoolExecutor(1, "pipeswitch-inflater")
         self._by_peer: Counter[str] = Counter()
+        # Of an address or of all (None): when looked at, and who of them goes first, last.
+        self._claims: dict[str | None, tuple[float, list[tuple[Claim, Connection]]]] = {}
 
     def __call__(self) -> Connection:
         """The protocol of one more connection, for ``loop.create_server``."""
@@ -164,8 +172,11 @@ class HttpServer:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             now = time.monotonic()
-            for connection in list(self.connections):
-                connection.look(now)
+            for number, connection in enumerate(list(self.connections), 1):
+                if connection in self.connections:
+                    connection.look(now)
+                if not number % LOOKS:
+                    await asyncio.sleep(0)  # between them, those that ask are served
 
     async def drain(self, timeout_s: float) -> None:
         """Close what is idle, and the others when they have their answers or it is late."""
@@ -182,21 +193,38 @@ class HttpServer:
         peer = connection.peer
         is_crowded = self._by_peer[peer] >= self.limits.connections_per_address
         if is_crowded or len(self.connections) >= self.limits.connections:
-            now_s = time.monotonic()
-            claims = [
-                (claim, other)
-                for other in self.connections
-                if (not is_crowded or other.peer == peer)
-                and (claim := other.claim(now_s)) is not None
-            ]
-            if not claims:
+            least = self._least(peer if is_crowded else None)
+            if least is None:
                 return False
-            _, least = min(claims, key=lambda one: one[0])
             self.leave(least)  # now: several may come before asyncio tells of its end
             least.abort()
         self.connections.add(connection)
         self._by_peer[peer] += 1
         return True
+
+    def _least(self, peer: str | None) -> Connection | None:
+        """Whose claim is the least, of that address or of all; None: no one has to go.
+
+        A crowd comes faster than all can be looked at, so one look serves for a while: it tells of
+        those that never asked, who go first.
+        """
+        now_s = time.monotonic()
+        looked_at_s, strangers = self._claims.get(peer, (-CLAIMS_S, []))
+        while strangers:
+            claim, other = strangers.pop()
+            if other in self.connections and other.claim(now_s) == claim:  # it has not moved since
+                return other
+        if now_s - looked_at_s < CLAIMS_S:
+            return None
+        found = [
+            (now, other)
+            for other in self.connections
+            if peer in (None, other.peer) and (now := other.claim(now_s)) is not None
+        ]
+        found.sort(key=lambda one: one[0], reverse=True)
+        least = found.pop()[1] if found else None
+        self._claims = {peer: (now_s, [one for one in found if not one[0][0]])}
+        return least
 
     def leave(self, connection: Connection) -> None:
         if connection in self.connections:
@@ -575,7 +603,7 @@ class Connection(asyncio.BufferedProtocol):
 
     # ---- what takes too long -------------------------------------------------------------------
 
-    def claim(self, now_s: float) -> tuple[bool, float] | None:
+    def claim(self, now_s: float) -> Claim | None:
         """What speaks for keeping it when there are too many: that it has asked and read before,
         then that its last move is not long ago. None: it may stay, it is at work or was just now.
         """

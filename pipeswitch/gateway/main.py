@@ -43,6 +43,7 @@ TOKENS_EVERY_S: Final = 1.0
 ORPHAN_S: Final = 60.0  # how long a gateway waits for the next server
 DRAIN_S: Final = 1.0  # for answers that are due when it is told to leave
 BACKLOG: Final = 512
+ACCEPTS: Final = 16  # connections in one turn of the loop, then those that have asked are served
 SPARE_FILES: Final = 256  # beside one for each connection
 PR_SET_THP_DISABLE: Final = 41
 
@@ -100,8 +101,9 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
         if settings.http:
             listening = socket.socket(fileno=descriptors[1])
             server = await loop.create_server(
-                http, sock=listening, ssl=_tls(settings), backlog=BACKLOG
+                http, sock=listening, ssl=_tls(settings), backlog=ACCEPTS
             )
+            listening.listen(BACKLOG)
             watch = loop.create_task(http.watch())
             stack.callback(watch.cancel)
             stack.push_async_callback(http.drain, DRAIN_S)

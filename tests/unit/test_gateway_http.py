@@ -367,7 +367,10 @@ def test_an_answer_that_is_not_taken_ends_the_connection_and_a_slow_server_does_
     assert wire.is_closed
 
 
-def test_a_crowd_of_late_requests_makes_room_and_the_good_caller_stays(rig: Rig) -> None:
+def test_a_crowd_of_late_requests_makes_room_and_the_good_caller_stays(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "CLAIMS_S", 0.0)
     good, good_wire = rig.connect("10.0.0.1")
     feed(good, post("/good", b""))
     good.since_s -= 60
@@ -390,6 +393,30 @@ def test_a_crowd_of_late_requests_makes_room_and_the_good_caller_stays(rig: Rig)
     assert (unread_wire.is_closed, good_wire.is_closed) == (True, False)
     feed(good, post("/good", b""))
     assert len(answers(good_wire)) == 2
+
+
+def test_a_crowd_that_comes_fast_is_looked_at_once_for_many_and_the_oldest_go_first(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.server = HttpServer(rig.admit, Limits(connections_per_address=100))
+    monkeypatch.setattr(http, "CLAIMS_S", 1000.0)
+    good, good_wire = rig.connect("10.0.0.1")
+    feed(good, post("/good", b""))
+    good.since_s -= 1000
+    crowd = [rig.connect("10.0.0.1") for _ in range(99)]
+    for number, (one, _) in enumerate(crowd):
+        one.since_s -= 100 - number
+    looks = []
+    claim = Connection.claim
+    monkeypatch.setattr(Connection, "claim", lambda one, now: looks.append(one) or claim(one, now))
+    for number in range(40):
+        assert not rig.connect("10.0.0.1")[1].is_closed
+        if not number:
+            crowd[3][0].since_s += 50  # it moves
+    assert len(looks) <= 100 + 40
+    gone = [number for number, (_, wire) in enumerate(crowd) if wire.is_closed]
+    assert gone == [number for number in range(41) if number != 3]
+    assert not good_wire.is_closed
 
 
 def test_a_crowded_server_gives_up_the_longest_idle_connection_and_no_busy_one(rig: Rig) -> None:

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.client.client import _signature
 from pipeswitch.client.calls import Reply
+from pipeswitch.client.client import _signature
 from pipeswitch.client.tensors import Result, Timing, from_reply, to_frames
 from pipeswitch.errors import InvalidInput, RegistrationRefused, RemoteProtocolError
 from pipeswitch.frontend.admission import Body, check_infer
