@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import gc
 import logging
+import os
 import resource
 import signal
 import socket
@@ -109,6 +110,8 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
             stack.push_async_callback(http.drain, DRAIN_S)
             stack.callback(server.close)
         if settings.grpc:
+            # Its event engine takes ten switches of threads for a call, the poller before it six.
+            os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
             from .grpc import open_server  # its library is an extra
 
             grpc = await open_server(service, callers, settings)
