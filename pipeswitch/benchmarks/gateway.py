@@ -79,7 +79,7 @@ def _latencies(bench: Run, name: str, size: int, running: RunningServer, client:
     client.register(model, SOURCE, weights="random:0", inputs={"x": ((1, size // 4), "float32")})
     asks: dict[str, Ask] = {"own": lambda: client.infer(model, x)}
     with contextlib.ExitStack() as stack:
-        http = stack.enter_context(_Http(running.http_address))
+        http = stack.enter_context(Http(running.http_address))
         asks["http"] = functools.partial(http.ask, _binary_request(model, x))
         try:
             asks["grpc"] = stack.enter_context(_grpc(running.grpc_address, model, x))
@@ -115,12 +115,19 @@ def _binary_request(model: str, x: Any) -> bytes:
     return _post(f"/v2/models/{model}/infer", head + x.tobytes(), lines)
 
 
+def json_request(x: Any, path: str = f"/v2/models/{SMALL.name}/infer") -> bytes:
+    """``x`` to the small model, or to what a server has at ``path``."""
+    tensor = {"name": "input", "datatype": "FP32", "shape": x.shape, "data": x.flatten().tolist()}
+    body = json.dumps({"inputs": [tensor]}).encode()
+    return _post(path, body, "Content-Type: application/json\r\n")
+
+
 def _post(path: str, body: bytes, lines: str = "") -> bytes:
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n{lines}\r\n"
     return head.encode() + body
 
 
-class _Http:
+class Http:
     """A connection that is kept; one request at a time."""
 
     def __init__(self, address: str) -> None:
@@ -129,7 +136,7 @@ class _Http:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._answer = self._socket.makefile("rb")
 
-    def __enter__(self) -> _Http:
+    def __enter__(self) -> Http:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -201,10 +208,7 @@ class _Rival:
 
 def _loads(bench: Run, running: RunningServer, setting: Setting) -> None:
     x = np.random.default_rng(bench.seed).random((1, 64), dtype=np.float32)
-    tensor = {"name": "input", "datatype": "FP32", "shape": [1, 64], "data": x[0].tolist()}
-    body = json.dumps({"inputs": [tensor]}).encode()
-    v2 = _post(f"/v2/models/{SMALL.name}/infer", body, "Content-Type: application/json\r\n")
-    lit = _post("/predict", body, "Content-Type: application/json\r\n")
+    v2, lit = json_request(x), json_request(x, "/predict")
     with contextlib.ExitStack() as stack:
         servers = [_Rival("pipeswitch", running.http_address, v2)]
         for name in _usable(bench):
@@ -279,7 +283,7 @@ def _started(name: str, order: dict[str, Any], request: bytes) -> Iterator[_Riva
 
 
 def _outputs(one: _Rival) -> Any:
-    with _Http(one.address) as http:
+    with Http(one.address) as http:
         return np.array(json.loads(http.ask(one.request))["outputs"][0]["data"], np.float32)
 
 

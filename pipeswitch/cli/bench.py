@@ -23,6 +23,7 @@ BENCHMARKS: Final = {
     "interference": "interference",
     "request-path": "request_path",
     "gateway": "gateway",
+    "crowd": "crowd",
     "training": "training",
     "devices": "devices",
     "shared-input": "shared_input",
