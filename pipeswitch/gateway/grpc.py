@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from itertools import starmap
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +26,7 @@ from .oip import InferRequest, Output, RequestedOutput
 from .protos import HEALTH, INFERENCE, REFLECTION, STATUSES
 from .reflection import NAME as REFLECTION_NAME
 from .reflection import described
-from .refusals import NotFound, TooLarge, as_ours, status_of
+from .refusals import NotFound, RequestTimeout, TooLarge, as_ours, status_of
 from .service import Service
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,8 @@ SPARE_BYTES: Final = 1 << 20  # of a message, beside its tensors
 CONNECTIONS_SHARE: Final = 8  # one for so many of HTTP: one that resets calls costs up to 0.6 MiB
 WATCH_EVERY_S: Final = 1.0  # how soon a watcher of the health learns of a change
 MAX_CALLS: Final = 1024  # of all callers, at once
+CALLS_PER_ADDRESS: Final = MAX_CALLS // 2
+MESSAGE_S: Final = 60.0  # for a call's only message to come; meanwhile it is one of those
 MAX_WATCHERS: Final = 64  # of the health: it is told without a token, and each is a call for good
 OPTIONS: Final = (
     ("grpc.max_send_message_length", -1),
@@ -75,12 +79,17 @@ async def open_server(
 
 
 class Calls:
-    """Calls to verbs."""
+    """Calls to verbs.
+
+    All are served as streams of messages, though most have one: gRPC's library would read that
+    before it asks here who calls.
+    """
 
     def __init__(self, service: Service, callers: Callers) -> None:
         self._service = service
         self._callers = callers
         self._watchers = 0
+        self._by_address: Counter[str] = Counter()
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
         verbs: dict[str, Verb] = {
@@ -99,14 +108,18 @@ class Calls:
             "SystemSharedMemoryRegister": self._register_region,
             "SystemSharedMemoryUnregister": self._unregister_region,
         }
-        inference = {name: self._unary(name, verb) for name, verb in verbs.items()}
+        inference = {
+            name: self._unary(name, INFERENCE[f"{name}Request"], verb)
+            for name, verb in verbs.items()
+        }
         inference["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
             self._stream, response_serializer=_to_bytes
         )
-        read = HEALTH["HealthCheckRequest"].FromString
         health = {
-            "Check": grpc.unary_unary_rpc_method_handler(self._check, read, _to_bytes),
-            "Watch": grpc.unary_stream_rpc_method_handler(self._watch, read, _to_bytes),
+            "Check": self._unary("Check", HEALTH["HealthCheckRequest"], self._check),
+            "Watch": grpc.stream_stream_rpc_method_handler(
+                self._watch, response_serializer=_to_bytes
+            ),
         }
         services: dict[str, dict[str, grpc.RpcMethodHandler]] = {
             SERVICE: inference, HEALTH_SERVICE: health,
@@ -118,14 +131,14 @@ class Calls:
             services[f"{package}.{REFLECTION_NAME}"] = {"ServerReflectionInfo": reflect}
         return tuple(starmap(grpc.method_handlers_generic_handler, services.items()))
 
-    def _unary(self, name: str, verb: Verb) -> grpc.RpcMethodHandler:
-        is_probe = name in ("ServerLive", "ServerReady")
-        message = INFERENCE[f"{name}Request"]
+    def _unary(self, name: str, message: Any, verb: Verb) -> grpc.RpcMethodHandler:
+        is_probe = name in ("ServerLive", "ServerReady", "Check")
 
-        async def call(data: bytes, context: grpc.aio.ServicerContext) -> Any:
+        async def call(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> Any:
             try:
-                caller = Callers.PROBE if is_probe else self._caller(context)
-                return await verb(caller, _read(message, data))
+                with self._place(context):
+                    caller = Callers.PROBE if is_probe else self._caller(context)
+                    return await verb(caller, await _only(message, requests))
             except PipeSwitchError as error:
                 failed: PipeSwitchError = error
             except Exception as error:
@@ -133,7 +146,27 @@ class Calls:
                 failed = as_ours(error)
             return await _abort(context, failed)
 
-        return grpc.unary_unary_rpc_method_handler(call, response_serializer=_to_bytes)
+        return grpc.stream_unary_rpc_method_handler(call, response_serializer=_to_bytes)
+
+    @contextlib.contextmanager
+    def _place(self, context: grpc.aio.ServicerContext) -> Iterator[None]:
+        """Of a call, among those under way.
+
+        Raises:
+            QueueFull: its address has half of them.
+        """
+        address = str(context.peer()).rpartition(":")[0]
+        if self._by_address[address] >= CALLS_PER_ADDRESS:
+            raise QueueFull(
+                f"more than {CALLS_PER_ADDRESS} calls of this address", hint="send again"
+            )
+        self._by_address[address] += 1
+        try:
+            yield
+        finally:
+            self._by_address[address] -= 1
+            if not self._by_address[address]:
+                del self._by_address[address]
 
     def _caller(self, context: grpc.aio.ServicerContext) -> Standing:
         metadata = dict(context.invocation_metadata() or ())
@@ -177,21 +210,23 @@ class Calls:
         self._service.regions.unregister(caller, request.name)
         return INFERENCE["SystemSharedMemoryUnregisterResponse"]()
 
-    async def _check(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+    async def _check(self, caller: Standing, request: Any) -> Any:
         if request.service not in ("", SERVICE):
-            error = NotFound(f"no service {request.service[:80]!r}", hint=SERVICE)
-            return await _abort(context, error)
+            raise NotFound(f"no service {request.service[:80]!r}", hint=SERVICE)
         return await self._status()
 
-    async def _watch(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        if request.service not in ("", SERVICE):
-            yield HEALTH["HealthCheckResponse"](status=STATUSES["SERVICE_UNKNOWN"])
-            return
+    async def _watch(
+        self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[Any]:
         if self._watchers >= MAX_WATCHERS:
             await _abort(context, QueueFull("too many watch the health", hint="ask Check"))
             return
         self._watchers += 1
         try:
+            request = await _only(HEALTH["HealthCheckRequest"], requests)
+            if request.service not in ("", SERVICE):
+                yield HEALTH["HealthCheckResponse"](status=STATUSES["SERVICE_UNKNOWN"])
+                return
             told = None
             while True:
                 found = await self._status()
@@ -199,6 +234,8 @@ class Calls:
                     told = found
                     yield found
                 await asyncio.sleep(WATCH_EVERY_S)
+        except PipeSwitchError as error:
+            await _abort(context, error)
         finally:
             self._watchers -= 1
 
@@ -206,11 +243,12 @@ class Calls:
         self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[Any]:
         try:
-            self._caller(context)
+            with self._place(context):
+                self._caller(context)
+                async for request in requests:
+                    yield described(request)
         except PipeSwitchError as error:
             await _abort(context, error)
-        async for request in requests:
-            yield described(request)
 
     async def _status(self) -> Any:
         word = "SERVING" if await self._service.is_ready() else "NOT_SERVING"
@@ -246,26 +284,42 @@ class Calls:
         """One answer for each request, in order; an error is an answer too, and goes on."""
         response = INFERENCE["ModelStreamInferResponse"]
         try:
-            caller = self._caller(context)
+            with self._place(context):
+                caller = self._caller(context)
+                async for data in requests:
+                    request = None
+                    try:
+                        request = _read(INFERENCE["ModelInferRequest"], data)
+                        answer = response(infer_response=await self._infer(caller, request))
+                    except PipeSwitchError as error:
+                        answer = response(error_message=str(error))
+                        if request is not None:
+                            answer.infer_response.id = request.id
+                    yield answer
         except PipeSwitchError as error:
             await _abort(context, error)
-            return
-        async for data in requests:
-            request = None
-            try:
-                request = _read(INFERENCE["ModelInferRequest"], data)
-                answer = response(infer_response=await self._infer(caller, request))
-            except PipeSwitchError as error:
-                answer = response(error_message=str(error))
-                if request is not None:
-                    answer.infer_response.id = request.id
-            yield answer
 
 
 async def _abort(context: grpc.aio.ServicerContext, error: PipeSwitchError) -> Any:
     """Raises what ends the call with the error's code; its name is in the trailing metadata."""
     code = grpc.StatusCode[status_of(error).grpc]
     await context.abort(code, str(error), (("pipeswitch-code", type(error).__name__),))
+
+
+async def _only(message: Any, requests: AsyncIterator[bytes]) -> Any:
+    """The message of a call that has one.
+
+    Raises:
+        InvalidInput: it is no such message, or there is none.
+        RequestTimeout: it does not come.
+    """
+    try:
+        async with asyncio.timeout(MESSAGE_S):
+            return _read(message, await anext(requests))
+    except StopAsyncIteration:
+        raise InvalidInput("the call has no message") from None
+    except TimeoutError:
+        raise RequestTimeout("the message came too slowly") from None
 
 
 def _read(message: Any, data: bytes) -> Any:

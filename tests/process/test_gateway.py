@@ -424,6 +424,51 @@ def test_tritons_asyncio_grpc_client_asks_forty_at_once(
     assert all(np.array_equal(np.array(answer, np.float32), plain) for answer in answers)
 
 
+HALF_OPEN = """
+    import asyncio, contextlib, json, sys
+    import grpc, grpc.aio
+    from pipeswitch.gateway.grpc import CALLS_PER_ADDRESS
+
+    LIVE = "/inference.GRPCInferenceService/ServerLive"
+    INFER = "/inference.GRPCInferenceService/ModelInfer"
+
+    async def refused(call):
+        try:
+            await call
+        except grpc.RpcError as error:
+            return [error.code().name, error.details()]
+
+    async def main():
+        async with contextlib.AsyncExitStack() as stack:
+            channels = [
+                await stack.enter_async_context(grpc.aio.insecure_channel(
+                    sys.argv[1], options=[("grpc.use_local_subchannel_pool", 1)]))
+                for _ in range(3)
+            ]
+            live = channels[0].unary_unary(LIVE)
+            wrong = (("authorization", "Bearer wrong"),)
+            found = [await refused(channels[0].stream_unary(INFER)(metadata=wrong))]
+            half = [channels[n % 3].stream_unary(INFER)() for n in range(CALLS_PER_ADDRESS)]
+            while not (full := await refused(live(b""))):
+                await asyncio.sleep(0.01)
+            found.append(full)
+            for call in half:
+                call.cancel()
+            while await refused(live(b"")):
+                await asyncio.sleep(0.01)
+            print(json.dumps(found))
+
+    asyncio.run(main())
+"""
+
+
+def test_calls_whose_message_does_not_come_leave_room_for_other_addresses(checked: Checked) -> None:
+    stranger, full = run(HALF_OPEN, checked.running.grpc_address)
+    assert stranger[0] == "UNAUTHENTICATED"  # before it had sent its message
+    assert full[0] == "RESOURCE_EXHAUSTED"
+    assert "calls of this address" in full[1]
+
+
 KSERVE = """
     import asyncio, json, sys
     import grpc, httpx

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any, cast
 
 import numpy as np
@@ -180,10 +181,12 @@ def test_who_watches_the_health_without_a_token_takes_no_more_than_a_share_of_th
     async def watch_all() -> None:
         calls, context = Calls(cast(Any, Service()), cast(Any, None)), cast(Any, Context())
         context.aborted = []
-        request = HEALTH["HealthCheckRequest"]()
+
+        async def requests() -> AsyncIterator[bytes]:
+            yield HEALTH["HealthCheckRequest"]().SerializeToString()
 
         def watch() -> Any:
-            return calls._watch(request, context)
+            return calls._watch(requests(), context)
 
         readers = [watch() for _ in range(MAX_WATCHERS)]
         for reader in readers:
