@@ -1,53 +1,100 @@
-"""``bench devices``: independent models on two cpu devices against one.
+"""``bench devices``: independent models on several cpu devices against one.
 
-Two clients ask back to back, each for its own model, for a while; each device computes with one
-thread. Arms, in turns: *two devices* (a model on each), *one device* (both share it, both fit),
-*alone* (one client, which has the one device to itself).
+Clients ask back to back, each for its own model, for a while; each device computes with one thread.
+Arms, in turns: *one device* (two models share it, both fit), *alone* (one client, which has that
+device to itself), *two devices*, *four devices* (as many models, of equal size), and two devices
+under the other placements (``spread``, ``pack``; not with ``--quick``). Case *… a death*: a model
+on each of two devices; in the arm *a death* the second one's memory daemon is killed meanwhile, and
+what is told is of the first one's requests. Jobs that go from device to device: ``moving.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
+import os
+import shutil
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
-
-import numpy as np
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
 
 from ..client.client import Client
+from ..machine import cpu_count
 from ..planning.fit import quantile
 from ..testing import RunningServer
+from . import moving
 from .models import MODELS, BenchModel
-from .serving import TWINS, serving
-from .trials import Arm, Numbers, Run
+from .serving import POLL_S, TWINS, WAIT_S, inputs_of, serving, window
+from .trials import Arm, Numbers, Run, nothing
 
 WINDOW_S: Final = 3.0
-LEAST_GAIN: Final = 1.8  # in throughput, of two devices over one
+QUICK_WINDOW_S: Final = 1.5
+KILL_AFTER_S: Final = 0.3
+LEAST_GAIN: Final = 1.8  # in throughput, of several devices over one
 MOST_P99: Final = 1.1  # of a request's time beside another device's, over that alone
+MOST_MORE_MS: Final = 20.0  # for the worst request of a device beside another one's death
 DEFAULT_MODELS: Final = ("resnet18", "resnet50")
 QUICK_MODELS: Final = ("mobilenet_v2",)
-DEVICES: Final = {"one device": ("cpu",), "two devices": ("cpu:0", "cpu:1")}
+QUADRUPLETS: Final = (*TWINS, "twin-c", "twin-d")
+TWO, FOUR = ("cpu:0", "cpu:1"), ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server's devices, its models and how their requests are placed."""
+
+    devices: tuple[str, ...]
+    names: tuple[str, ...] = TWINS
+    placement: str = "least-finish"
+
+
+SERVERS: Final = {
+    "one device": Served(("cpu",)),
+    "two devices": Served(TWO),
+    "four devices": Served(FOUR, QUADRUPLETS),
+    "two devices, spread": Served(TWO, placement="spread"),
+    "two devices, pack": Served(TWO, placement="pack"),
+}
+JUDGED: Final = ("two devices", "four devices")  # the others are told only
+QUICK: Final = ("one device", *JUDGED)
 
 
 def run(bench: Run, models: Sequence[str]) -> None:
-    """Each model as a pair of twins."""
+    """Each model with as many equal ones; then a death, and jobs that move."""
+    seconds = QUICK_WINDOW_S if bench.is_quick else WINDOW_S
     for name in bench.usable(models or (QUICK_MODELS if bench.is_quick else DEFAULT_MODELS)):
-        _one_model(bench, MODELS[name])
-    bench.notes.append(f"devices: {WINDOW_S:g} s a trial, one compute thread for each device")
+        _one_model(bench, MODELS[name], seconds)
+    with moving.served(bench) as (running, client):
+        _a_death(bench, running, client, seconds)
+        moving.measure(bench, running, client)
+    bench.notes.append(f"devices: {seconds:g} s a trial, one compute thread for each device")
+    bench.notes.append("p99_ms: of a trial, of the device where it is worst; no target for more "
+                       "devices than cores")  # fmt: skip
 
 
-def _one_model(bench: Run, model: BenchModel) -> None:
+def _one_model(bench: Run, model: BenchModel, seconds: float) -> None:
     arms = []
     with contextlib.ExitStack() as stack:
-        for arm, devices in DEVICES.items():
-            entered = serving(model, 1, bench.seed, rooms=2, devices=devices)
-            running, client = stack.enter_context(entered)
-            inputs = inputs_of(client)
-            arms.append(Arm(arm, partial(window, running, TWINS, inputs)))
-            if len(devices) == 1:
-                arms.append(Arm("alone", partial(window, running, TWINS[:1], inputs)))
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="pipeswitch-bench-")))
+        serve = partial(serving, model, 1, bench.seed, rooms=2, names=QUADRUPLETS)
+        bench.say(f"{model.name}: registering")
+        with serve(state_dir=folder / "prepared"):
+            pass
+        served_by = {name: SERVERS[name] for name in (QUICK if bench.is_quick else SERVERS)}
+        for arm, served in served_by.items():
+            bench.say(f"{model.name}: {arm}")
+            shutil.copytree(folder / "prepared", folder / arm)
+            running, client = stack.enter_context(
+                serve(state_dir=folder / arm, devices=served.devices, placement=served.placement)
+            )
+            ask = partial(window, running, inputs=inputs_of(client), seconds=seconds)
+            arms.append(Arm(arm, partial(ask, served.names)))
+            if len(served.devices) == 1:
+                arms.append(Arm("alone", partial(ask, served.names[:1])))
         bench.say(f"{model.name}: measuring")
         bench.trial_loop(model.name, arms, bench.rounds(10, 3))
     p50 = {
@@ -55,48 +102,44 @@ def _one_model(bench: Run, model: BenchModel) -> None:
         for arm in arms
         for key in ("throughput_per_s", "p99_ms")
     }
-    gain = p50["two devices", "throughput_per_s"] / p50["one device", "throughput_per_s"]
-    bench.find(f"{model.name}: requests a second, two devices / one", gain, at_least=LEAST_GAIN)
-    beside = p50["two devices", "p99_ms"] / p50["alone", "p99_ms"]
-    bench.find(f"{model.name}: p99 beside the other device / alone", beside, at_most=MOST_P99)
+    for arm in list(served_by)[1:]:
+        gain = p50[arm, "throughput_per_s"] / p50["one device", "throughput_per_s"]
+        beside = p50[arm, "p99_ms"] / p50["alone", "p99_ms"]
+        least = LEAST_GAIN if arm in JUDGED else None
+        most = MOST_P99 if least and len(SERVERS[arm].devices) <= cpu_count() else None
+        bench.find(f"{model.name}: requests a second, {arm} / one device", gain, at_least=least)
+        bench.find(f"{model.name}: p99, {arm} / alone", beside, at_most=most)
 
 
-def inputs_of(client: Client) -> Any:
-    """Zeros of the smallest batch that the twins take."""
-    (shape, _), *_ = client.show(TWINS[0])["inputs"].values()
-    return np.zeros([size if isinstance(size, int) else 1 for size in shape], np.float32)
+def _a_death(bench: Run, running: RunningServer, client: Client, seconds: float) -> None:
+    """Of a device that computes; the other one's requests are told."""
+    case, inputs = f"{moving.MODEL}: a death", inputs_of(client)
 
+    def prepare() -> None:
+        until_s = time.monotonic() + WAIT_S
+        while not all(row["ready"] for row in client.stats()["devices"]):
+            if time.monotonic() > until_s:
+                raise RuntimeError(f"a device does not come back: {client.stats()['devices']}")
+            time.sleep(POLL_S)
+        for name in TWINS:
+            client.infer(name, inputs)
 
-def window(
-    running: RunningServer, names: Sequence[str], inputs: Any, seconds: float = WINDOW_S
-) -> Numbers:
-    """Each name's client asks until the window is over; the last request is waited for."""
-    totals_ms: list[float] = []
-    devices: set[str] = set()
-    failures: list[Exception] = []
+    def kill() -> None:
+        time.sleep(KILL_AFTER_S)
+        rows = [row for row in client.ps() if (row["kind"], row["on"]) == ("daemon", TWO[1])]
+        os.kill(rows[0]["pid"], signal.SIGKILL)
 
-    def ask(name: str) -> None:
-        try:
-            with running.client() as client:
-                while time.monotonic() - began_s < seconds:
-                    asked_s = time.monotonic()
-                    timing = client.infer(name, inputs).timing
-                    totals_ms.append((time.monotonic() - asked_s) * 1000.0)
-                    devices.add(timing.extra.get("device", "cpu"))
-        except Exception as error:
-            failures.append(error)
+    def beside(meanwhile: Callable[[], None]) -> Numbers:
+        found = window(running, TWINS, inputs, seconds, meanwhile)
+        return {key: found[f"first_{key}"] for key in ("p50_ms", "worst_ms")}
 
-    began_s = time.monotonic()
-    threads = [threading.Thread(target=ask, args=(name,)) for name in names]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-    return {
-        "throughput_per_s": len(totals_ms) / (time.monotonic() - began_s),
-        "median_ms": quantile(totals_ms, 0.5),
-        "p99_ms": quantile(totals_ms, 0.99),
-        "devices": len(devices),
-    }
+    arms = [
+        Arm("none", partial(beside, nothing), prepare),
+        Arm("a death", partial(beside, kill), prepare),
+    ]
+    bench.say(f"{case}: measuring")
+    bench.trial_loop(case, arms, bench.rounds(10, 3))
+    for key, most in (("p50_ms", None), ("worst_ms", MOST_MORE_MS)):
+        none, death = (quantile(bench.values(case, arm.name, key), 0.5) for arm in arms)
+        what = f"{case}, {key.removesuffix('_ms')} of the other device's requests: more"
+        bench.find(what, death - none, "ms", at_most=most)

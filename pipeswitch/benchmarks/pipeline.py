@@ -80,7 +80,7 @@ class PlainCopy:
     """A copy of as many bytes between two mappings like the store's and the arena's."""
 
     def __init__(self, size_bytes: int) -> None:
-        self._source, self._target = _mapping(size_bytes), _mapping(size_bytes)
+        self._source, self._target = mapping(size_bytes), mapping(size_bytes)
         self._source[:] = 1
         self._target[:] = 0
 
@@ -95,12 +95,13 @@ class PlainCopy:
         return {"transfer_ms": sum(pieces), "typical_transfer_ms": typical(pieces)}
 
 
-def _mapping(size_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+def mapping(size_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """Zeros in a memfd; it has no page before the first write."""
     descriptor = os.memfd_create("bench", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, size_bytes)
-    mapping = mmap.mmap(descriptor, size_bytes)
+    mapped = mmap.mmap(descriptor, size_bytes)
     os.close(descriptor)
-    return np.frombuffer(mapping, dtype=np.uint8)
+    return np.frombuffer(mapped, dtype=np.uint8)
 
 
 class _Twins:

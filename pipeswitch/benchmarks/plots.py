@@ -26,12 +26,14 @@ NUMBERS: Final[Mapping[str, str]] = {
     "replay": "p99_over_ready",
     "batching": "answers_per_s",
     "shared-input": "images_per_s",
-    "switchflow": "latency_ms throughput_per_s images_per_s",
+    "devices": "trained_per_s throughput_per_s worst_ms total_ms transfer_ms",
+    "switchflow": "latency_ms trained_per_s throughput_per_s images_per_s total_ms transfer_ms",
 }
 """What is drawn of each benchmark's trials; of several, the first that a trial has."""
 OURS: Final = frozenset(
     {"cold", "resident", "both-fit", "ours", "planned", "planned-prefix", "packed", "pipeswitch",
-     "job", "switch", "joined", "shared"}
+     "job", "switch", "joined", "shared", "two devices", "four devices", "moving", "moves",
+     "few tensors", "many tensors"}
 )  # fmt: skip
 OUR_COLOUR, THEIR_COLOUR = "#1f6fb4", "#b0b0b0"
 DECADES_FOR_LOG: Final = 1.3  # a panel whose values span more gets a logarithmic axis

@@ -1,10 +1,11 @@
-"""``bench switchflow``: SwitchFlow's figures 2, 6 and 8 to 10, one after the other.
+"""``bench switchflow``: SwitchFlow's figures 2 and 6 to 10 and table 1, one after the other.
 
 Figure 2, case *… twice*: two clients, each with a model of its own, ask back to back. Arms, in
 turns: *pipeswitch* (one model computes at a time), *threads* (both in one process, neither excludes
 the other: multi-stream), *session-slicing* (a lock that a request holds), *alone* (one client).
-Figure 6 is ``bench interference``: requests beside a training job. Figures 8 to 10 are
-``bench shared-input``: jobs on the same data.
+Figure 6 is ``bench interference``: requests beside a training job. Figure 7 and table 1 are
+``moving.py``, of ``bench devices``: preempted jobs that go to another device; table 1 of models is
+``bench state``. Figures 8 to 10 are ``bench shared-input``: jobs on the same data.
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ from pathlib import Path
 from typing import Final
 
 from ..planning.fit import quantile
-from . import interference, shared_input
-from .devices import inputs_of, window
+from . import interference, moving, shared_input, state
 from .models import MODELS, BenchModel
-from .serving import TWINS, serving
+from .serving import TWINS, inputs_of, serving, window
 from .setting import Setting, end, read_line, spawn, tell
 from .trials import Arm, Numbers, Run
 
@@ -38,9 +38,12 @@ def run(bench: Run, models: Sequence[str] = ()) -> None:
         with tempfile.TemporaryDirectory(prefix="pipeswitch-bench-") as folder:
             _figure_2(bench, MODELS[name], Path(folder))
     interference.run(bench, models)
+    moving.run(bench)
     shared_input.run(bench)
+    state.run(bench)
     bench.notes.append(
-        "… twice: figure 2; one model and a training job: figure 6; jobs: figures 8 to 10"
+        "… twice: figure 2; one model and a training job: figure 6; … moves, requests stay: "
+        "figure 7; jobs: figures 8 to 10; … of a job, and models alone: table 1"
     )
 
 

@@ -27,7 +27,7 @@ def now_ms() -> float:
     return time.monotonic() * 1000
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """An arm that needs no preparation."""
 
 
@@ -40,7 +40,7 @@ class Arm:
 
     name: str
     measure: Callable[[], Numbers]
-    prepare: Callable[[], None] = _nothing
+    prepare: Callable[[], None] = nothing
     every: int = 1
     warms_up: bool = True
 

@@ -11,6 +11,7 @@ from pipeswitch.benchmarks import child
 from pipeswitch.benchmarks.gateway import infer_message
 from pipeswitch.benchmarks.pipeline import makespan, optimal_makespan, typical
 from pipeswitch.benchmarks.replay import MODELS, RECORDED_LOAD, recorded, same_ranks
+from pipeswitch.benchmarks.serving import summed
 from pipeswitch.benchmarks.trials import Arm, Run, interleave
 from pipeswitch.cli.bench import run
 from pipeswitch.errors import InvalidInput
@@ -161,3 +162,11 @@ def test_policies_that_are_as_good_have_no_order() -> None:
     assert same_ranks(paper, {"a": 0.8, "b": 0.7, "c": 0.6}) == 1.0
     assert same_ranks(paper, {"a": 0.8, "b": 0.5, "c": 0.6}) == 0.5
     assert same_ranks({"a": 0.9, "b": 0.9}, {"a": 0.1, "b": 0.9}) == 1.0
+
+
+def test_a_windows_p99_is_that_of_the_device_where_it_is_worst() -> None:
+    found = summed(
+        [*[("a", "cpu:0", 10.0)] * 198, ("a", "cpu:0", 12.0), ("b", "cpu:1", 40.0)], "a", 2.0
+    )
+    assert (found["throughput_per_s"], found["p99_ms"], found["devices"]) == (100.0, 40.0, 2)
+    assert (found["first_p50_ms"], found["first_worst_ms"]) == (10.0, 12.0)

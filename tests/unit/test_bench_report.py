@@ -123,12 +123,17 @@ def test_a_plot_of_several_figures_draws_what_each_case_counts():
         {"case": "m", "arm": "threads", "latency_ms": 70.0},
         {"case": "m", "arm": "threads: training", "steps_per_s": 2.0},
         {"case": "1 job", "arm": "own", "images_per_s": 900.0},
+        {"case": "stay", "arm": "moves", "throughput_per_s": 9.0, "trained_per_s": 5.0},
+        {"case": "moves", "arm": "moving", "total_ms": 30.0, "compute_ms": 20.0},
+        {"case": "64 MiB", "arm": "plain-copy", "transfer_ms": 11.0},
     ]
     series, drawn = plots._series(trials, plots.NUMBERS["switchflow"].split())
     assert drawn == {
         "m twice": "throughput_per_s", "m": "latency_ms", "1 job": "images_per_s",
+        "stay": "trained_per_s", "moves": "total_ms", "64 MiB": "transfer_ms",
     }  # fmt: skip
-    assert [next(iter(arms.values())) for arms in series.values()] == [[4.0], [70.0], [900.0]]
+    found = [next(iter(arms.values())) for arms in series.values()]
+    assert found == [[4.0], [70.0], [900.0], [5.0], [30.0], [11.0]]
 
 
 def test_there_is_no_plot_without_the_benchmarks_number(tmp_path):
