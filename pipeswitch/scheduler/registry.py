@@ -14,7 +14,6 @@ from ..errors import (
     ModelNotFound,
     PermissionDenied,
     PipeSwitchError,
-    QueueFull,
     RegistrationRefused,
     ServerUnavailable,
     from_wire,
@@ -34,18 +33,17 @@ from ..planning.profile import Found
 from ..programs.layout import Manifest
 from ..programs.signature import is_same_signature
 from .admission import Admission, changed_on_the_way
+from .build_queue import BuildQueue
 from .core import Core
 from .events import (
     Answer,
     BuilderExited,
     CancelAsked,
     Journal,
-    KillBuild,
     PinAsked,
     RegisterAsked,
     Retract,
     RollbackAsked,
-    StartBuild,
     SweepPrograms,
     Token,
     UnregisterAsked,
@@ -59,14 +57,15 @@ OUT_OF_TIME: Final = (-14, -24)  # SIGALRM and SIGXCPU
 
 
 class Registry:
-    """All registered models. Builds of one client run one after the other: each uses every core.
-
-    Clients take turns: one that has had none for longest is next, so that one client's endless
-    builds keep another client waiting for one of them at most.
-    """
+    """All registered models."""
 
     def __init__(
-        self, core: Core, machine: Machine, admission: Admission, versions: Versions
+        self,
+        core: Core,
+        machine: Machine,
+        admission: Admission,
+        versions: Versions,
+        builds: BuildQueue,
     ) -> None:
         self._core = core
         self._versions = versions
@@ -74,9 +73,7 @@ class Registry:
         self._admission = admission
         self.registrations: dict[ModelName, Registration] = {}
         self._leaving: dict[ModelName, Model] = {}
-        self._waiting_builds: list[Registration] = []  # in order of arrival
-        self._builders: dict[Epoch, str] = {}  # from StartBuild until the process is gone
-        self._last_turns: dict[str, Epoch] = {}  # of clients that wait for another one
+        self._builds = builds
         self._gone_specs: set[bytes] = set()  # of models whose files are to be given back
 
     # -- register -----------------------------------------------------------------------------
@@ -124,14 +121,9 @@ class Registry:
             )
             core.refuse(event.token, full)
             return
-        limit = core.settings.max_waiting_builds
-        waiting = sum(one.client == event.client for one in self._waiting_builds)
-        if event.client and waiting >= limit:
-            core.refuse(event.token, QueueFull(f"{limit} registrations of this client wait"))
-            return
-        limit = core.settings.max_waiting_builds_in_all
-        if event.client and len(self._waiting_builds) >= limit:
-            core.refuse(event.token, QueueFull(f"{limit} registrations wait"))
+        refusal = self._builds.refusal(event.client)
+        if refusal is not None:
+            core.refuse(event.token, refusal)
             return
         self._begin(event, (event.token,))
 
@@ -184,7 +176,7 @@ class Registry:
             manifest=event.restored,
         )
         self.registrations[model.name] = registration
-        self._waiting_builds.append(registration)
+        self._builds.put(registration)
         machine.models[model.name] = model
         for device in machine.devices:
             device.state.replicas[model.name] = Replica(model)
@@ -194,24 +186,11 @@ class Registry:
 
     def pump(self) -> None:
         """Finish unregistrations whose model is idle now; start the next builds."""
-        core = self._core
         for model in list(self._leaving.values()):
             self._finish_unregister(model)
-        if self._gone_specs and not self._builders:  # one may have found its program there already
+        if self._gone_specs and self._builds.is_idle:  # a build may have found its program there
             self._sweep()
-        if not self._waiting_builds and not self._last_turns:
-            return
-        while len(self._builders) < core.settings.max_builds and (one := self._next_build()):
-            self._waiting_builds.remove(one)
-            self._builders[one.build_epoch] = one.client
-            self._last_turns[one.client] = one.build_epoch
-            tenant = self._machine.models[one.model].tenant
-            core.emit(
-                StartBuild(model=one.model, epoch=one.build_epoch, spec=one.spec, tenant=tenant)
-            )
-        if self._last_turns:
-            waiting = {*(one.client for one in self._waiting_builds), *self._builders.values()}
-            self._last_turns = {c: at for c, at in self._last_turns.items() if c in waiting}
+        self._builds.pump()
 
     def _sweep(self) -> None:
         models = self._machine.models.values()
@@ -223,12 +202,6 @@ class Registry:
             )
         )
         self._gone_specs.clear()
-
-    def _next_build(self) -> Registration | None:
-        """The first of the client whose last turn is longest ago, and that builds nothing now."""
-        busy = set(self._builders.values())
-        free = [one for one in self._waiting_builds if one.client not in busy]
-        return min(free, key=lambda one: self._last_turns.get(one.client, -1), default=None)
 
     @property
     def is_quiet(self) -> bool:
@@ -432,7 +405,7 @@ class Registry:
     def builder_exited(self, event: BuilderExited) -> None:
         """A builder that died without a word: its model's code brought it down."""
         model = self._of(event.model, event.epoch)
-        self._builders.pop(event.epoch, None)
+        self._builds.exited(event.epoch)
         if model is not None and model.state.state is ModelState.BUILDING:
             self._refuse(model, RegistrationRefused("build", _why_it_ended(event.status)))
 
@@ -499,12 +472,7 @@ class Registry:
                 self.give_up(model, error)
 
     def give_up(self, model: Model, error: PipeSwitchError) -> None:
-        """End its build, or take it from those that wait."""
-        registration = self.registrations[model.name]
-        if registration.build_epoch in self._builders:
-            self._core.emit(KillBuild(model=model.name, epoch=registration.build_epoch))
-        else:
-            self._waiting_builds.remove(registration)
+        self._builds.give_up(self.registrations[model.name])
         self._refuse(model, error)
 
     # -- unregister, load, unload -------------------------------------------------------------

@@ -29,6 +29,7 @@ from ..ipc.messages import (
     StoreFailed,
 )
 from .admission import Admission
+from .build_queue import BuildQueue
 from .core import Core, SchedulerSettings
 from .events import (
     BuilderExited,
@@ -85,7 +86,10 @@ class Scheduler:
         self.machine = Machine(self.core, devices)
         self.versions = Versions(self.core, self.machine)
         self.admission = Admission(self.core, self.machine, self.versions)
-        self.registry = Registry(self.core, self.machine, self.admission, self.versions)
+        self.builds = BuildQueue(self.core, self.machine)
+        self.registry = Registry(
+            self.core, self.machine, self.admission, self.versions, self.builds
+        )
         self.publishing = Publishing(self.core, self.machine, self.registry, self.versions)
         self.moves = Moves(self.core, self.machine.devices, self.machine.jobs)
         self.pings = Pings(self.core, self.machine)
