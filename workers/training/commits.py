@@ -8,9 +8,9 @@ So a point can still be committed in the middle of the next forward or backward,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
@@ -23,20 +23,13 @@ from pipeswitch.programs.layout import aligned
 from .layout import history_bytes, sparse_gradient_bytes
 from .objects import TrainedObjects, load_options, options_of
 from .place import PAST, Position, SavedImage
+from .protocols import CommitHost
 from .slice import TrainingSlice
 from .snapshot import Captured, DataState, captured
 from .torch_private import mark_optimizer_called, optimizer_was_called, version
 
 SPARE_STATE_BYTES: Final = 256 << 10  # random generators, the JSON, and space to grow
 JSON_NAMES: Final = 16  # how often the JSON names each parameter: its tensors, and their owners
-
-
-class CommitHost(Protocol):
-    """The part of ``TrainingHost`` that commits."""
-
-    def begin_commit(self, step: int, ranges: Sequence[tuple[int, int]]) -> None: ...
-    def wait_commit(self) -> float: ...
-    def now_ms(self) -> float: ...
 
 
 @dataclass

@@ -17,18 +17,17 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from pipeswitch.errors import HostStoreFull, InvalidInput, OutOfDeviceMemory
 from pipeswitch.inputs.loader import SharedLoader
 from pipeswitch.inputs.randomness import RandomState
-from pipeswitch.inputs.ring import Ring
 from pipeswitch.ipc.gate import Gate
-from pipeswitch.job import InexactResumeWarning, as_number, warn_if_not_finite
+from pipeswitch.job import InexactResumeWarning, warn_if_not_finite
 
 from .attributes import Attributes, holders_in, warn_of_lost
 from .carried import CarriedNames
@@ -37,86 +36,13 @@ from .hooks import Removable, hook_modules, hook_optimizer, use_gate
 from .layout import history_bytes
 from .objects import TrainedObjects
 from .place import MAX_PAST_PHASES, Position, SavedImage, ScriptPlace
+from .protocols import TrainingHost
+from .reports import Reports
 from .slice import TrainingSlice
 from .snapshot import DataPosition, named, named_extras
 from .timing import CommitTiming, WriteWatch
 
-REPORT_EVERY_MS: Final = 100.0  # a fast loop must not flood the controller
-
 _Batch = TypeVar("_Batch")
-
-
-class TrainingHost(Protocol):
-    """What a training session needs of the worker process."""
-
-    device: str
-
-    def lease(self, slice_bytes: int, state_bytes: int) -> torch.Tensor:
-        """A zeroed, writable uint8 tensor over the slice; blocks until granted.
-
-        A second call (the next phase) gives the first slice back: nothing refers to it any more.
-        The last commit stays what it was until the next one.
-
-        Args:
-            slice_bytes: of parameters, buffers, gradients, optimizer state and the state area.
-            state_bytes: of the largest commit image.
-
-        Raises:
-            OutOfDeviceMemory: it can never fit.
-        """
-        ...
-
-    def begin_commit(self, step: int, ranges: Sequence[tuple[int, int]]) -> None:
-        """Start to copy these (offset, size) of the slice, in order, as the next commit."""
-        ...
-
-    def wait_commit(self) -> float:
-        """Block until the last ``begin_commit`` was acknowledged; its duration in ms."""
-        ...
-
-    def restore(self) -> memoryview | None:
-        """The last commit, read-only; valid until the next ``begin_commit``."""
-        ...
-
-    def report(self, kind: str, /, **values: Any) -> None:
-        """Tell the controller: progress, log, warnings, events. Does not block."""
-        ...
-
-    @property
-    def is_publishing(self) -> bool:
-        """What was published is not copied yet: no commit may take its place."""
-        ...
-
-    def await_copy(self) -> None:
-        """Until nothing is publishing."""
-        ...
-
-    def publish(
-        self, model: str, step: int, tensors: Sequence[tuple[str, str, tuple[int, ...]]]
-    ) -> None:
-        """Ask that the commit of ``step``, or the first after it, be a model's next version.
-
-        Raises:
-            PipeSwitchError: why that cannot be.
-        """
-        ...
-
-    def remember(self, step: int, values: Mapping[str, float]) -> None:
-        """Add what the script logged to the job's history. Does not block."""
-        ...
-
-    def flush(self) -> None:
-        """What was remembered is for others to read."""
-        ...
-
-    def now_ms(self) -> float:
-        """Monotonic."""
-        ...
-
-    @property
-    def ring(self) -> Ring | None:
-        """Where the batches of the job's group lie; None: it is in none."""
-        ...
 
 
 class TrainingSession:
@@ -137,6 +63,7 @@ class TrainingSession:
         overlap_commits: bool = True,
     ) -> None:
         self._host, self._gate = host, gate
+        self._reports = Reports(host)
         self._overlap = overlap_commits
         self._timing = CommitTiming(commit_every_ms, host.now_ms)
         self._place = ScriptPlace(host.restore())
@@ -160,8 +87,6 @@ class TrainingSession:
         self._in_body = False
         self._publish_due = False  # a commit is wanted at the next boundary
         self._warned: set[str] = set()
-        self._log: dict[str, float] = {}
-        self._report_at_ms = 0.0
         self._over = False
         gate.before_unwind = self._commit_before_unwinding
 
@@ -294,17 +219,10 @@ class TrainingSession:
         return SharedLoader(loader, name, seed=seed, step=lambda: self.step, ring=ring)
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """See ``pipeswitch.job.log``: numbers are read when they are due, or cheap to read."""
-        due = self._host.now_ms() >= self._report_at_ms
-        known: dict[str, float] = {}
-        for name, value in values.items():
-            if due or not (isinstance(value, torch.Tensor) and value.device.type != "cpu"):
-                number = as_number(value)
-                self._log[name] = known[name] = number
-                if warn_if_not_finite(name, number, self.step):
-                    self._host.report("nan_loss", step=self.step, name=name, value=str(number))
-        if known:
-            self._host.remember(self.step, known)
+        """See ``pipeswitch.job.log``."""
+        for name, number in self._reports.log(values, self.step).items():
+            if warn_if_not_finite(name, number, self.step):
+                self._host.report("nan_loss", step=self.step, name=name, value=str(number))
 
     def publish(self, name: str) -> None:
         """See ``pipeswitch.job.publish``."""
@@ -667,14 +585,5 @@ class TrainingSession:
         return (self._epochs - position.epoch) * length - position.batches
 
     def _report(self, *, final: bool = False) -> None:
-        """Progress, at most every ``REPORT_EVERY_MS``; the newest values win."""
-        now_ms = self._host.now_ms()
-        if now_ms < self._report_at_ms and not final:
-            return
-        self._report_at_ms = now_ms + REPORT_EVERY_MS
-        self._host.flush()
-        self._host.report(
-            "progress", step=self.step, epoch=self._place.position.epoch, left=self._steps_left(),
-            log=dict(self._log),
-        )  # fmt: skip
-        self._log.clear()
+        if self._reports.are_due or final:
+            self._reports.progress(self.step, self._place.position.epoch, self._steps_left())

@@ -1,0 +1,45 @@
+"""What a session tells of its progress, and what the script logs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from pipeswitch.job import as_number
+
+from .protocols import TrainingHost
+
+REPORT_EVERY_MS: Final = 100.0  # a fast loop must not flood the controller
+
+
+class Reports:
+    """To the controller at most every ``REPORT_EVERY_MS``; the newest values win."""
+
+    def __init__(self, host: TrainingHost) -> None:
+        self._host = host
+        self._log: dict[str, float] = {}
+        self._at_ms = 0.0
+
+    @property
+    def are_due(self) -> bool:
+        return self._host.now_ms() >= self._at_ms
+
+    def log(self, values: Mapping[str, Any], step: int) -> dict[str, float]:
+        """Those of the numbers that are read now: when reports are due, or cheap to read."""
+        due = self.are_due
+        known: dict[str, float] = {}
+        for name, value in values.items():
+            if due or not (isinstance(value, torch.Tensor) and value.device.type != "cpu"):
+                self._log[name] = known[name] = as_number(value)
+        if known:
+            self._host.remember(step, known)
+        return known
+
+    def progress(self, step: int, epoch: int, left: int) -> None:
+        """``left``: steps until the job ends; -1: not known."""
+        self._at_ms = self._host.now_ms() + REPORT_EVERY_MS
+        self._host.flush()
+        self._host.report("progress", step=step, epoch=epoch, left=left, log=dict(self._log))
+        self._log.clear()
