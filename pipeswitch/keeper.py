@@ -5,8 +5,9 @@ Most of a server's start is its fork server's ``import torch``. Who starts many 
 that executes the server's command, a controller like any other, and before that this one's child,
 which waits to become its fork server. A fork server that replaces a dead one imports for itself.
 
-What an import reads (``OMP_NUM_THREADS``, ``PYTHONPATH``, ``HF_HOME``) is the keeper's: a server
-comes from it only if its environment is the keeper's but for names that begin as in ``READ_LATE``.
+What an import reads (``OMP_NUM_THREADS``) is the keeper's: a server comes from it only if its
+environment is the keeper's but for names that begin as in ``READ_LATE``. The folders of its
+``PYTHONPATH`` are its own, unless they bring what the keeper would have imported.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NoReturn, TextIO
@@ -27,8 +29,10 @@ from . import launch
 from .launch import close_others, import_for_children, without_threads
 
 READ_LATE: Final = (
-    "PIPESWITCH_", "XDG_RUNTIME_DIR", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"
+    "PIPESWITCH_", "XDG_RUNTIME_DIR", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TMPDIR",
+    "HF_HOME",  # not even with ``launch.LATER`` is a hub's package imported
 )  # fmt: skip
+IMPORTED: Final = frozenset({"sitecustomize", "usercustomize", "torch", "torchvision"})
 
 ROOM: Final = "PIPESWITCH_KEEPER_ROOM"
 ROOM_BYTES: Final = 8192  # in /proc/PID/environ for what a server's environment has more
@@ -91,6 +95,10 @@ class Keeper:
     def serves(self, environment: Mapping[str, str]) -> bool:
         """Whether a server with this environment may come from here."""
         names = {name for name, _ in environment.items() ^ self._environment.items()}
+        if "PYTHONPATH" in names:
+            names.remove("PYTHONPATH")
+            for folder in _folders(environment):
+                names |= IMPORTED & {path.stem for path in Path(folder).glob("*")}
         return os.uname().machine in CLONE and all(name.startswith(READ_LATE) for name in names)
 
     def start(self, command: Sequence[str], folder: str, environment: Mapping[str, str]) -> Kept:
@@ -186,6 +194,9 @@ def _wait_to_serve(door: socket.socket) -> NoReturn:
 
 def _take_environment(environment: Mapping[str, str]) -> None:
     """Also where others read it, /proc/PID/environ: it is written over the keeper's own."""
+    keepers = _folders(os.environ)
+    sys.path[:] = [*_folders(environment), *(path for path in sys.path if path not in keepers)]
+    tempfile.tempdir = None  # it is looked up again
     os.environ.clear()
     os.environ.update(environment)
     stat = Path("/proc/self/stat").read_text()
@@ -194,6 +205,11 @@ def _take_environment(environment: Mapping[str, str]) -> None:
     with open("/proc/self/mem", "r+b", buffering=0) as memory:
         memory.seek(begin)
         memory.write(text[: end - begin].ljust(end - begin, b"\0"))
+
+
+def _folders(environment: Mapping[str, str]) -> list[str]:
+    """Where its Python looks for modules first."""
+    return [folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]
 
 
 if __name__ == "__main__":

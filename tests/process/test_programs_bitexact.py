@@ -71,19 +71,32 @@ class Arena:
         os.close(self._fd)
 
 
-@pytest.fixture
-def programs(tmp_path: Path) -> Iterator[Callable[..., tuple[Manifest, BoundProgram, Arena]]]:
-    arenas: list[Arena] = []
+class Programs:
+    """Programs over arenas of their own. One spec is built once: to build takes seconds, and what
+    lies in the folder is read only."""
 
-    def make(spec: BuildSpec, plan: Plan = ()) -> tuple[Manifest, BoundProgram, Arena]:
-        folder = tmp_path / f"program-{len(arenas)}"
-        stages: list[str] = []
-        manifest = build(spec, folder, lambda stage, done: stages.append(stage))
-        assert list(dict.fromkeys(stages))[-2:] == ["verify", "pack"]
-        assert load_manifest(folder) == manifest
-        manifest = regrouped(manifest, plan)
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._folders: dict[bytes, Path] = {}
+        self._arenas: list[Arena] = []
+
+    def folder(self, spec: BuildSpec) -> Path:
+        """Where it is built."""
+        key = msgspec.json.encode(spec)
+        if key not in self._folders:
+            folder = self._root / str(len(self._folders))
+            stages: list[str] = []
+            manifest = build(spec, folder, lambda stage, done: stages.append(stage))
+            assert list(dict.fromkeys(stages))[-2:] == ["verify", "pack"]
+            assert load_manifest(folder) == manifest
+            self._folders[key] = folder
+        return self._folders[key]
+
+    def __call__(self, spec: BuildSpec, plan: Plan = ()) -> tuple[Manifest, BoundProgram, Arena]:
+        folder = self.folder(spec)
+        manifest = regrouped(load_manifest(folder), plan)
         arena = Arena(folder, manifest)
-        arenas.append(arena)
+        self._arenas.append(arena)
         loaded = load_program(folder, manifest)
         return (
             manifest,
@@ -91,9 +104,21 @@ def programs(tmp_path: Path) -> Iterator[Callable[..., tuple[Manifest, BoundProg
             arena,
         )
 
-    yield make
-    for arena in arenas:
-        arena.close()
+    def close(self) -> None:
+        for arena in self._arenas:
+            arena.close()
+        self._arenas.clear()
+
+
+@pytest.fixture(scope="module")
+def _all_programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
+    return Programs(tmp_path_factory.mktemp("programs"))
+
+
+@pytest.fixture
+def programs(_all_programs: Programs) -> Iterator[Programs]:
+    yield _all_programs
+    _all_programs.close()
 
 
 def check_layout(manifest: Manifest) -> None:
@@ -136,7 +161,7 @@ FAMILIES = [
 
 @pytest.mark.parametrize(("name", "side"), FAMILIES, ids=[name for name, _ in FAMILIES])
 def test_a_torchvision_family_computes_the_plain_models_bits(
-    name: str, side: int, programs: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, side: int, programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Loaded] = []  # initialising a large model twice would be half of the test's time
 
@@ -192,7 +217,7 @@ def test_a_transformer_is_what_its_configuration_names_and_answers_with_all_of_i
     chosen: str,
     inputs: list[str],
     outputs: list[str],
-    programs: Any,
+    programs: Programs,
     tmp_path: Path,
 ) -> None:
     transformers = pytest.importorskip("transformers")
@@ -434,7 +459,7 @@ def factory_spec(name: str, inputs: dict[str, Any]) -> BuildSpec:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_an_odd_model_computes_the_plain_models_bits(name: str, programs: Any) -> None:
+def test_an_odd_model_computes_the_plain_models_bits(name: str, programs: Programs) -> None:
     _, inputs, batches = MODELS[name]
     spec = factory_spec(name, inputs)
     manifest, bound, arena = programs(spec)
@@ -444,14 +469,14 @@ def test_an_odd_model_computes_the_plain_models_bits(name: str, programs: Any) -
     check_bits(load_source(spec).module, manifest, bound, arena, batches)
 
 
-def test_a_tied_weight_lies_in_the_bundle_once(programs: Any) -> None:
+def test_a_tied_weight_lies_in_the_bundle_once(programs: Programs) -> None:
     manifest, _, _ = programs(factory_spec("tied", MODELS["tied"][1]))
     assert [tensor.name for tensor in manifest.tensors] == [
         "embed.weight", "inner.weight", "inner.bias",
     ]  # fmt: skip
 
 
-def test_weights_are_ordered_by_first_use_and_unused_ones_stay_behind(programs: Any) -> None:
+def test_weights_are_ordered_by_first_use_and_unused_ones_stay_behind(programs: Programs) -> None:
     manifest, _, _ = programs(factory_spec("reversed", MODELS["reversed"][1]))
     assert [tensor.name for tensor in manifest.tensors] == [
         "first.weight", "first.bias", "last.weight", "last.bias", "mean",
@@ -460,15 +485,17 @@ def test_weights_are_ordered_by_first_use_and_unused_ones_stay_behind(programs: 
     assert not any("unused" in tensor.name for tensor in manifest.tensors)
 
 
-def test_outputs_of_a_mapping_keep_their_names_and_none_is_left_out(programs: Any) -> None:
+def test_outputs_of_a_mapping_keep_their_names_and_none_is_left_out(programs: Programs) -> None:
     manifest, _, _ = programs(factory_spec("named", MODELS["named"][1]))
     assert [value.name for value in manifest.outputs] == ["scores", "best", "pair.0", "pair.1"]
     assert manifest.outputs[1].dtype == "int64"
 
 
-def test_the_same_model_has_the_same_digest_and_another_seed_another(programs: Any) -> None:
+def test_the_same_model_has_the_same_digest_and_another_seed_another(
+    programs: Programs, tmp_path: Path
+) -> None:
     spec = factory_spec("tied", MODELS["tied"][1])
-    first, again = programs(spec)[0], programs(spec)[0]
+    first, again = programs(spec)[0], build(spec, tmp_path / "again", lambda stage, done: None)
     other = programs(
         BuildSpec(name="o", source=spec.source, weights="random:6", inputs=spec.inputs, max_batch=4)
     )[0]
@@ -476,10 +503,10 @@ def test_the_same_model_has_the_same_digest_and_another_seed_another(programs: A
     assert first.digest != other.digest
 
 
-def test_two_homes_of_one_program_compute_the_same_bits(programs: Any, tmp_path: Path) -> None:
+def test_two_homes_of_one_program_compute_the_same_bits(programs: Programs) -> None:
     spec = factory_spec("tied", MODELS["tied"][1])
     manifest, bound, arena = programs(spec)
-    folder = tmp_path / "program-0"
+    folder = programs.folder(spec)
     image = load_image(folder / "program.bundle", manifest)
     moved = torch.cat([torch.zeros(4096, dtype=torch.uint8), image])
     elsewhere = load_program(folder, manifest).bind(
@@ -491,7 +518,7 @@ def test_two_homes_of_one_program_compute_the_same_bits(programs: Any, tmp_path:
 
 
 def test_a_preemption_between_groups_passes_through_and_the_next_run_is_whole(
-    programs: Any,
+    programs: Programs,
 ) -> None:
     spec = factory_spec("lstm", MODELS["lstm"][1])
     manifest, bound, arena = programs(spec)
@@ -603,7 +630,7 @@ MODULE_MODE: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", ["branching", "early", "recurrent"])
 def test_a_model_that_does_not_export_runs_in_module_mode_and_says_why(
-    name: str, programs: Any
+    name: str, programs: Programs
 ) -> None:
     spec = factory_spec(name, MODULE_MODE[name][1])
     manifest, bound, arena = programs(spec)
@@ -614,7 +641,7 @@ def test_a_model_that_does_not_export_runs_in_module_mode_and_says_why(
     check_bits(load_source(spec).module, manifest, bound, arena, [2])
 
 
-def test_a_module_gets_its_arguments_and_gives_its_answer_nested(programs: Any) -> None:
+def test_a_module_gets_its_arguments_and_gives_its_answer_nested(programs: Programs) -> None:
     shape = ((2, 8), "float32")
     takes = {"dict": [["x", "x"], ["state", {"dict": [["h", {"list": ["state.h.0"]}]]}],
                       ["mask", None]]}  # fmt: skip
@@ -643,7 +670,7 @@ def plans_of(layer_count: int) -> list[Plan]:
 
 @pytest.mark.parametrize("name", [*MODELS, "branching", "early"])
 def test_groups_cut_anew_compute_the_same_bits_from_the_same_bytes(
-    name: str, programs: Any
+    name: str, programs: Programs
 ) -> None:
     _, inputs, *rest = {**MODELS, **MODULE_MODE}[name]
     spec = factory_spec(name, inputs)
@@ -660,7 +687,7 @@ def test_groups_cut_anew_compute_the_same_bits_from_the_same_bytes(
         check_bits(load_source(spec).module, manifest, bound, arena, rest[0][-1:] if rest else [2])
 
 
-def test_the_groups_a_program_was_built_with_are_a_plan_like_any_other(programs: Any) -> None:
+def test_the_groups_a_program_was_built_with_are_a_plan_like_any_other(programs: Programs) -> None:
     built, _, _ = programs(factory_spec("lstm", MODELS["lstm"][1]))
     starts = {layer.first_node: index for index, layer in enumerate(built.layers)}
     plan = tuple(starts[group.first_node] for group in built.groups)
@@ -668,7 +695,7 @@ def test_the_groups_a_program_was_built_with_are_a_plan_like_any_other(programs:
 
 
 @pytest.mark.parametrize("plan", [(1,), (0, 0), (0, 99)])
-def test_what_is_no_plan_for_a_program_is_refused(plan: Plan, programs: Any) -> None:
+def test_what_is_no_plan_for_a_program_is_refused(plan: Plan, programs: Programs) -> None:
     built, _, _ = programs(factory_spec("lstm", MODELS["lstm"][1]))
     with pytest.raises(LocalProtocolError, match="a plan for"):
         regrouped(built, plan)
@@ -772,7 +799,7 @@ def test_a_source_that_cannot_be_had_is_refused_in_words(
         build(spec, tmp_path, lambda stage, done: None)
 
 
-def test_weights_come_from_a_safetensors_file(programs: Any, tmp_path: Path) -> None:
+def test_weights_come_from_a_safetensors_file(programs: Programs, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     inputs = MODELS["hidden"][1]
@@ -781,7 +808,7 @@ def test_weights_come_from_a_safetensors_file(programs: Any, tmp_path: Path) -> 
     save_file(module.state_dict(), path)
     spec = BuildSpec(name="m", source="operators_models:hidden", weights=str(path), inputs=inputs)
     manifest, _, _ = programs(spec)
-    image = load_image(tmp_path / "program-0" / "program.bundle", manifest)
+    image = load_image(programs.folder(spec) / "program.bundle", manifest)
     held = {t.name: tensor_over(image.untyped_storage(), t, 0) for t in manifest.tensors}
     assert torch.equal(held["linear.weight"], module.linear.weight)
 
@@ -789,7 +816,9 @@ def test_weights_come_from_a_safetensors_file(programs: Any, tmp_path: Path) -> 
 # --- bundles from a client ------------------------------------------------------------------------
 
 
-def test_a_client_exports_a_bundle_that_the_server_builds(programs: Any, tmp_path: Path) -> None:
+def test_a_client_exports_a_bundle_that_the_server_builds(
+    programs: Programs, tmp_path: Path
+) -> None:
     module = Several()
     module.train()
     path = tmp_path / "mine.bundle"
@@ -823,7 +852,7 @@ def test_a_lone_input_has_the_modules_own_name(
     assert [value["name"] for value in summary["inputs"]] == [name]
 
 
-def test_a_pt2_file_is_converted_on_the_client(programs: Any, tmp_path: Path) -> None:
+def test_a_pt2_file_is_converted_on_the_client(programs: Programs, tmp_path: Path) -> None:
     module = Hidden().eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -833,7 +862,7 @@ def test_a_pt2_file_is_converted_on_the_client(programs: Any, tmp_path: Path) ->
     check_bits(module, manifest, bound, arena, [2])
 
 
-def test_made_up_integers_are_small_and_the_same_for_the_same_seed(programs: Any) -> None:
+def test_made_up_integers_are_small_and_the_same_for_the_same_seed(programs: Programs) -> None:
     manifest, _, _ = programs(factory_spec("several", MODELS["several"][1]))
     three = at_batch(manifest.dims, 3)
     first, again = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,7 @@ SAME = {"PIPESWITCH_SERVER__POOL": "1MiB", "XDG_RUNTIME_DIR": "/run/of/this/serv
 
 @pytest.mark.parametrize(
     ("more", "may"),
-    [({}, True), (SAME, True), ({"PYTHONPATH": "mine"}, False), ({"OMP_NUM_THREADS": "3"}, False)],
+    [({}, True), (SAME, True), ({"PYTHONPATH": "mine"}, True), ({"OMP_NUM_THREADS": "3"}, False)],
 )
 def test_what_an_import_reads_must_be_the_keepers(more: dict[str, str], may: bool) -> None:
     keeper = Keeper()
@@ -21,9 +22,19 @@ def test_what_an_import_reads_must_be_the_keepers(more: dict[str, str], may: boo
     keeper.close()
 
 
-def test_a_variable_that_is_missing_is_a_difference_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HOME", "here")
+@pytest.mark.parametrize("name", ["sitecustomize.py", "torch.py", "torch"])
+def test_a_folder_that_brings_what_the_keeper_imported_is_not_the_keepers(
+    name: str, tmp_path: Path
+) -> None:
     keeper = Keeper()
-    monkeypatch.delenv("HF_HOME")
+    (tmp_path / name).touch()
+    assert not keeper.serves({**os.environ, "PYTHONPATH": f"mine:{tmp_path}"})
+    keeper.close()
+
+
+def test_a_variable_that_is_missing_is_a_difference_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKL_NUM_THREADS", "3")
+    keeper = Keeper()
+    monkeypatch.delenv("MKL_NUM_THREADS")
     assert not keeper.serves(os.environ)
     keeper.close()

@@ -5,17 +5,21 @@ from __future__ import annotations
 import dataclasses
 from types import ModuleType
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 SEEDS = st.integers(0, 2**32)
+lives = settings(max_examples=settings().max_examples // 2)  # one takes a tenth of a second
 
 
+@lives
 @given(seed=SEEDS)
 def test_any_life_keeps_the_invariants_and_ends(fleet_model: ModuleType, seed: int) -> None:
-    fleet_model.live(fleet_model.random_world(seed), 500)
+    """In half of them clients ask for the health of all processes too."""
+    fleet_model.live(fleet_model.random_world(seed, pings=seed % 2 == 0), 500)
 
 
+@lives
 @given(seed=SEEDS)
 def test_without_faults_nothing_is_lost_or_restarted(fleet_model: ModuleType, seed: int) -> None:
     world = fleet_model.World(seed, faults=fleet_model.Faults(**fleet_model.QUIET))
@@ -47,13 +51,6 @@ def test_models_that_do_not_fit_together_do_not_block_each_other(
 
 
 @given(seed=SEEDS)
-def test_health_probes_disturb_no_life_and_are_all_answered(
-    fleet_model: ModuleType, seed: int
-) -> None:
-    fleet_model.live(fleet_model.random_world(seed, pings=True), 500)
-
-
-@given(seed=SEEDS)
 def test_endless_loops_give_the_device_back(fleet_model: ModuleType, seed: int) -> None:
     """Every request hangs, none has a deadline: each is answered, and nobody waits for ever."""
     faults = fleet_model.Faults(**fleet_model.QUIET, hang=1.0)
@@ -70,6 +67,7 @@ def test_endless_loops_give_the_device_back(fleet_model: ModuleType, seed: int) 
     assert world.counts["DeadlineExceeded"] == 2
 
 
+@lives
 @given(seed=SEEDS)
 def test_any_life_on_two_devices_keeps_the_invariants_and_ends(
     fleet_model: ModuleType, seed: int
