@@ -87,6 +87,7 @@ def test_a_crash_at_each_point_loses_nothing(guide: Guide, batch: str) -> None:
     guide.lead(TOUR[batch], "crash")
 
 
+@pytest.mark.slow
 def test_an_exception_where_nobody_expects_one_leaves_no_half_dead_process(guide: Guide) -> None:
     guide.lead([s for batch in TOUR.values() for s in batch if s.point in ONCE_FATAL], "error")
 

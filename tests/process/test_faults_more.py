@@ -147,7 +147,10 @@ def log_is_clean(checked: Checked) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("seconds", [8.0, pytest.param(90.0, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "seconds",
+    [pytest.param(8.0, marks=pytest.mark.slow), pytest.param(90.0, marks=pytest.mark.soak)],
+)
 def test_random_kills_of_every_process_lose_and_mix_up_nothing(
     seconds: float, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

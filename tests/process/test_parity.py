@@ -6,6 +6,7 @@ of them goes next, so both sides must serve them in the same order and with the 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,23 +44,34 @@ def models() -> dict[str, tuple[torch.nn.Module, torch.Tensor]]:
     return found | {"long": (Long(), torch.zeros(1, WIDTH))}
 
 
+@pytest.fixture(scope="module")
+def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of one server after the other: the first exports the models, the others have them."""
+    return tmp_path_factory.mktemp("parity")
+
+
 @pytest.mark.parametrize("policy", ["priority", "fifo", "edf", "collate"])
-def test_the_live_server_decides_as_the_simulator_does(policy: str) -> None:
-    live_order, live_switches = _live(policy)
+def test_the_live_server_decides_as_the_simulator_does(policy: str, state: Path) -> None:
+    live_order, live_switches = _live(policy, state)
     paper = _simulated(policy)
     assert [ORDER[n] for n in live_order] == [ORDER[n] for n in paper.order]
     assert live_order == paper.order
     assert live_switches == paper.switches
 
 
-def _live(policy: str) -> tuple[tuple[int, ...], int]:
+def _live(policy: str, state: Path) -> tuple[tuple[int, ...], int]:
     """Room for two of the models beside the long one."""
     patient = {"PIPESWITCH_SCHEDULER__MAX_WAIT": "60s"}  # a busy machine: age decides nothing here
-    with checked_server(arena="16MiB", args=("--policy", policy), environment=patient) as checked:
+    with checked_server(
+        arena="16MiB", args=("--policy", policy), environment=patient, state_dir=state
+    ) as checked:
         client, inputs = checked.client, {}
+        known = {row["name"] for row in client.models()}
         for name, (module, example) in models().items():
-            client.register(name, module, example_inputs=(example,))
+            if name not in known:
+                client.register(name, module, example_inputs=(example,))
             inputs[name] = example
+        until(lambda: {row["state"] for row in client.models()} == {"ready"}, "all are stored")
         # A worker that loads a program takes no request meanwhile: all have loaded all.
         until(lambda: not any(row["why"].startswith("preparing") for row in client.ps()), "standby")
         before = client.stats()["switches"]

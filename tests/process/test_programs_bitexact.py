@@ -28,7 +28,7 @@ from pipeswitch.programs.build.program import build
 from pipeswitch.programs.build.pt2 import convert_pt2
 from pipeswitch.programs.build.sources import Loaded, load_source
 from pipeswitch.programs.build.verify import load_image, same_bits, to_tensors
-from pipeswitch.programs.dims import at_batch
+from pipeswitch.programs.dims import Dim, at_batch
 from pipeswitch.programs.groups import layer_bytes, regrouped
 from pipeswitch.programs.layout import TENSOR_ALIGN_BYTES, Manifest
 from pipeswitch.programs.nesting import unflatten
@@ -231,6 +231,13 @@ def test_a_transformer_is_what_its_configuration_names_and_answers_with_all_of_i
     assert len(manifest.groups) > 2
     assert [value.name for value in manifest.inputs] == inputs
     assert [value.name for value in manifest.outputs] == outputs
+    if inputs == TEXT:
+        assert manifest.dims == (Dim("batch", 1, 64), Dim("length", 1, 512))
+    else:
+        assert manifest.dims == (Dim("batch", 1, 64),)
+        fixed = "the model fixes height at 32, the model fixes width at 32"
+        notes = [f"{name} is fixed: {fixed}" for name in ("height", "width")]
+        assert manifest.extra["notes"] == notes
     check_bits(load_source(spec).module, manifest, bound, arena, [1, 2, 3])
 
 

@@ -129,7 +129,10 @@ class Disturber:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("accumulate", [1, 3], ids=["every-step", "accumulation"])
+@pytest.mark.parametrize(
+    "accumulate",
+    [pytest.param(1, marks=pytest.mark.slow, id="every-step"), pytest.param(3, id="accumulation")],
+)
 def test_training_that_was_suspended_evicted_and_killed_ends_bit_equal(
     running: Checked, tmp_path: Path, accumulate: int
 ) -> None:
