@@ -155,11 +155,12 @@ def check_bits(
 
 # test_server_bitequal.py serves ten more.
 FAMILIES = [
-    ("googlenet", 64), ("squeezenet1_1", 64), ("mnasnet0_5", 64), ("resnext50_32x4d", 64),
+    pytest.param("googlenet", 64, marks=pytest.mark.slow), ("squeezenet1_1", 64),
+    ("mnasnet0_5", 64), ("resnext50_32x4d", 64),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "side"), FAMILIES, ids=[name for name, _ in FAMILIES])
+@pytest.mark.parametrize(("name", "side"), FAMILIES)
 def test_a_torchvision_family_computes_the_plain_models_bits(
     name: str, side: int, programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

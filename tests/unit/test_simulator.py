@@ -139,9 +139,9 @@ def test_three_jobs_train_nearly_as_much_as_one_alone_and_equally(slice_mib: int
                         state_bytes=slice_mib * MIB)  # fmt: skip
         for number in range(jobs):
             world.clients.train(JobName(f"j{number}"), plan)
-        for second in range(100):
+        for second in range(200):
             world.clock.at(second * 1000.0 + 17.0, lambda: world.clients.infer(MODEL))
-        world.run(100_000.0)
+        world.run(200_000.0)
         found = world.scheduler.machine.devices[0].state.jobs.values()
         return [job.committed_step for job in found]
 
