@@ -38,7 +38,7 @@ check: $(STAMP)  ## lint and unit side by side: a minute and a half on two cores
 	@$(MAKE) --no-print-directory -j2 --output-sync=target lint unit
 
 unit: $(STAMP)  ## The unit tests: no process, no socket.
-	$(BIN)/python -m pytest -q tests/unit -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -q tests/unit -n $(JOBS) --dist worksteal
 
 test: $(STAMP)  ## The tests that start real processes, on the cpu device; JOBS=0: one file at a time.
 	$(BIN)/python -m pytest -rs --ignore tests/unit -n $(JOBS) --dist loadfile --no-loadscope-reorder

@@ -25,6 +25,18 @@ for _name, _file in (("process_tools", "tools.py"), ("frontend_rig", "frontend_r
         _spec.loader.exec_module(_module)
 
 
+LONGEST = (
+    "test_server_api_stateful", "test_programs_bitexact", "test_training_exact",
+    "test_server_training", "test_server_kills", "test_faults_more", "test_health",
+    "test_versions", "test_tenants", "test_device_conformance",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files begin first, so that no core waits for the other one's last file."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _warm() -> Iterator[None]:
     """Servers come from one process that imported torch; those with an environment of their own

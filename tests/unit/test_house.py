@@ -10,6 +10,7 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -110,15 +111,25 @@ def file_of(name: str) -> str | None:
     return name or None
 
 
-TREES = {module: ast.parse(path.read_text("utf-8")) for module, path in FILES.items()}
-IMPORTED = {
-    module: imported(tree, module, FILES[module].name == "__init__.py")
-    for module, tree in TREES.items()
-}
-ARROWS = {
-    module: {found for name in names if (found := file_of(name)) not in (None, module)}
-    for module, names in IMPORTED.items()
-}
+@cache  # not as the file is collected, which each process does that runs tests
+def parsed(module: str) -> ast.Module:
+    return ast.parse(FILES[module].read_text("utf-8"))
+
+
+@cache
+def names_in(module: str) -> frozenset[str]:
+    """What it imports."""
+    is_package = FILES[module].name == "__init__.py"
+    return frozenset(imported(parsed(module), module, is_package))
+
+
+@cache
+def arrows() -> dict[str, set[str]]:
+    """Of ours, which each module imports."""
+    return {
+        module: {found for name in names_in(module) if (found := file_of(name))} - {module}
+        for module in FILES
+    }
 
 
 def room_of(module: str) -> str:
@@ -138,7 +149,7 @@ def reachable(modules: Iterable[str]) -> set[str]:
         module = todo.pop()
         if module not in seen:
             seen.add(module)
-            todo += ARROWS[module]
+            todo += arrows()[module]
     return seen
 
 
@@ -164,7 +175,7 @@ def test_no_arrow_of_the_table_runs_up() -> None:
 
 def test_a_room_imports_exactly_what_the_table_says() -> None:
     found: dict[str, set[str]] = {room: set() for room in MAY_IMPORT}
-    for module, others in ARROWS.items():
+    for module, others in arrows().items():
         found[room_of(module)] |= {room_of(other) for other in others} - {room_of(module)}
     table = {room: set(below.split()) for room, below in MAY_IMPORT.items()}
     new = [f"{a} -> {b}" for a, others in found.items() for b in sorted(others - table[a])]
@@ -175,7 +186,7 @@ def test_a_room_imports_exactly_what_the_table_says() -> None:
 
 def test_no_files_import_each_other_in_a_circle() -> None:
     try:
-        TopologicalSorter(ARROWS).prepare()
+        TopologicalSorter(arrows()).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
 
@@ -184,10 +195,10 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 def test_a_pure_room_reaches_nothing_that_acts(room: str) -> None:
     ours = [module for module in FILES if re.match(rf"pipeswitch\.{room}\b", module)]
     for module in sorted(reachable(ours)):
-        for name in IMPORTED[module]:
+        for name in names_in(module):
             known = any(f"{name}.".startswith(f"{pure}.") for pure in PURE)
             assert known or file_of(name), f"{module} imports {name}"
-        for node in ast.walk(TREES[module]):
+        for node in ast.walk(parsed(module)):
             if isinstance(node, ast.Name):
                 assert node.id not in IMPURE_BUILTINS, f"{module}:{node.lineno} names {node.id}"
 
