@@ -9,7 +9,6 @@ import json
 import os
 import random
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -807,8 +806,11 @@ def test_an_iterable_without_state_warns_once() -> None:
 # ------------------------------------------------------------------------------- kill -9
 
 
+COMMITTED = b"committed\n"
+
+
 class DiskHost(FakeHost):
-    """Commits into two files, flipped by a third: outlives the process."""
+    """Commits into two files, flipped by a third: outlives the process. Says so to the test."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
@@ -823,6 +825,7 @@ class DiskHost(FakeHost):
         (self.directory / "flip").write_text(str(target))
         (self.directory / "flip").replace(self.directory / "newest")
         super().store(image)
+        os.write(1, COMMITTED)
 
 
 def life(directory: Path, name: str) -> None:
@@ -881,16 +884,26 @@ def life_server() -> Iterator[tuple[IO[bytes], IO[bytes]]]:
 def kill_until_it_ends(
     directory: Path, name: str, dice: random.Random, orders: IO[bytes], answers: IO[bytes]
 ) -> int:
-    """Lives of one training run, each killed at random unless it ends first; how many were."""
+    """Lives of one training run, each killed at random unless it ends first; how many were.
+
+    A life is killed some commits after its beginning, so that it brings the run forward however
+    busy the machine is; one in four may be killed before it commits.
+    """
     kills = 0
     while not (directory / "final").exists():
         assert kills < 200, "no progress"
         orders.write(json.dumps([str(directory), name]).encode() + b"\n")
-        pid = int(answers.readline())
-        ended, _, _ = select.select([answers], [], [], dice.uniform(0.02, 0.4))
-        if not ended:
-            os.kill(pid, signal.SIGKILL)
-        status = int(answers.readline())
+        pid, left = int(answers.readline()), dice.choice((0, 4, 12, 30))
+        said = COMMITTED
+        while left and said == COMMITTED:
+            said, left = answers.readline(), left - 1
+        if said == COMMITTED:
+            threading.Event().wait(dice.uniform(0.0, 0.02))
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(pid, signal.SIGKILL)
+            while said == COMMITTED:
+                said = answers.readline()
+        status = int(said)
         assert status in (0, -signal.SIGKILL)
         kills += status != 0
     return kills
