@@ -38,6 +38,7 @@ from .ipc.messages import (
     Message,
     WorkerSettings,
 )
+from .sandbox.environment import take_environment
 
 PR_SET_NAME: Final = 15
 KEEP_BELOW: Final = 3  # stdin, stdout, stderr
@@ -215,7 +216,10 @@ def _run(settings: Message, descriptors: Sequence[int]) -> int:
         case BuildSettings():
             from .programs.build.builder import run as run_builder
 
-            return run_builder(settings, channel_from(descriptors[0]))
+            channel, *environment = descriptors
+            for descriptor in environment:
+                take_environment(descriptor)
+            return run_builder(settings, channel_from(channel))
         case _:
             raise ValueError(f"cannot fork for a {type(settings).__name__}")
 

@@ -50,6 +50,7 @@ from pipeswitch.ipc.messages import (
     WorkerSettings,
 )
 from pipeswitch.sandbox.confine import confine_worker
+from pipeswitch.sandbox.environment import take_environment
 from pipeswitch.units import PrintableFormatter, printable
 
 from .inference.pool import RequestPool
@@ -179,10 +180,14 @@ class Worker:
 
     def _make_ready_for(self, message: RunInference | PrepareModel, descriptors: list[int]) -> None:
         """Before anything of a client's program is looked at, its worker enters the sandbox."""
+        if message.is_code:
+            if self._is_confined:
+                raise ValueError(f"{message.model} is code, and this worker is in the sandbox")
+            for environment in descriptors:
+                take_environment(environment)
+            return
         self._programs.take_files(message.model, descriptors)
-        if self._is_confined and message.is_code:
-            raise ValueError(f"{message.model} is code, and this worker is in the sandbox")
-        if self._settings.is_sandboxed and not self._is_confined and not message.is_code:
+        if self._settings.is_sandboxed and not self._is_confined:
             if not self._settings.separates_tenants:
                 warm_up()
             if not are_enabled():
@@ -216,6 +221,8 @@ class Worker:
         self._programs.clear()
         self._view.leave()
         self._view.take_back()
+        *descriptors, environment = descriptors
+        take_environment(environment)
         self._host = JobHost(message, self._task, self._view, descriptors)
         self._job_epoch = message.epoch
         self._job_known.set()

@@ -62,6 +62,7 @@ class Builds:
     def __init__(self, ground: Ground, profile_folders: Sequence[Path]) -> None:
         self._sizes, self._places, self._processes = ground.sizes, ground.places, ground.processes
         self._take = ground.take  # an event, to be handled after the running one
+        self._memory = ground.memory
         self._disk, self._remove_files = ground.frontend.disk, ground.frontend.remove_files
         self._profile_folders = profile_folders
         self._builders: dict[Epoch, Child] = {}
@@ -124,8 +125,9 @@ class Builds:
             is_sandboxed=self._sizes.is_sandboxed,
             is_owners=not command.tenant,
         )
+        environment = [self._memory.environment] if needs_more(spec) else []
         self._builders[command.epoch] = self._processes.fork(
-            "builder", "pipeswitch-bld", settings, 1, [], on_message, on_exit
+            "builder", "pipeswitch-bld", settings, 1, environment, on_message, on_exit
         )
 
     def kill(self, epoch: Epoch) -> None:

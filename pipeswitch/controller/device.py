@@ -143,18 +143,22 @@ class DeviceEffects:
         return [pool, arena, *(self._share.arena if message.is_code else ())]
 
     def _files_for(self, slot: Slot, message: Message) -> list[int]:
-        """A program's files for a worker in the sandbox, which opens none: once for each."""
-        if not self._sizes.is_sandboxed:
-            return []
+        """What comes last with a message, and once for each program: for code the environment; for
+        a worker in the sandbox, which opens none, the program's files."""
         handed = self._handed[slot]
         match message:
+            case RunJob():
+                return [self._memory.environment]
             case ForgetModel(model=model):
                 handed.pop(model, None)
-            case PrepareModel(is_code=False) | RunInference(is_code=False):
+            case PrepareModel() | RunInference():
                 if handed.get(message.model) == message.digest:
                     return []
                 handed[message.model] = message.digest
-                return self._open_program(message.digest)
+                if message.is_code:
+                    return [self._memory.environment]
+                if self._sizes.is_sandboxed:
+                    return self._open_program(message.digest)
             case _:
                 pass
         return []

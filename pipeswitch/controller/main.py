@@ -427,6 +427,7 @@ class Server:
             self._catch_signals()
             sys.setswitchinterval(SWITCH_INTERVAL_S)
             self._processes.start_server()
+            self._memory.keep_environment()
             self._gateway.start(self._listeners.ipc.address)
             for command in self._scheduler.start(_now_ms()):
                 self._effects.perform(command)

@@ -24,6 +24,7 @@ from ..failpoints import reach
 from ..ipc.channel import Channel, channel_pair, encode_message
 from ..ipc.messages import ChildExited, Exit, Fork, Forked, ForkServerReady, Message
 from ..launch import WAITING, Waiting, command, without_threads
+from ..sandbox.environment import harmless
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ class Processes:
 
     def _spawn(self, descriptor: int) -> subprocess.Popen[bytes] | Waiting:
         waiting = os.environ.pop(WAITING, None)
-        environment = without_threads(os.environ)
+        environment = without_threads(harmless(os.environ))
         with open_log(self._log_path) as log_file:
             if waiting is not None:
                 server = Waiting(waiting)

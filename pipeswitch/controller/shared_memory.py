@@ -12,6 +12,7 @@ from ..inputs.table import SHARERS_BYTE
 from ..ipc.board import Board, new_bell, sealed_memfd
 from ..ipc.messages import CudaOptions, JobName
 from ..ipc.sparse import read_only
+from ..sandbox.environment import environment_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,11 @@ class Memory:
         self._rings: dict[str, int] = {}  # of batches, by the group that shares them
         self._sharers: dict[str, int] = {}  # jobs of each group
         self._readers: dict[Hashable, str] = {}  # processes, and the group whose ring they map
+        self.environment = -1  # the server's, for the owner's code; from ``keep_environment`` on
+
+    def keep_environment(self) -> None:
+        """As it is now."""
+        self.environment = environment_file()
 
     def pool_of(self, tenant: str) -> int:
         """A tenant's file of the request pool.
@@ -171,6 +177,8 @@ class Memory:
             self.store, *self._pools.values(), *self.commits.values(), *self._rings.values(),
         ):  # fmt: skip
             os.close(descriptor)
+        if self.environment >= 0:
+            os.close(self.environment)
 
 
 def _carry_over(old: int, old_slot_bytes: int, new: int, new_slot_bytes: int) -> None:

@@ -199,7 +199,7 @@ def serve(tmp_path: Path, *args: str, **environment: str) -> subprocess.Complete
 def test_serve_without_a_gpu_fails_with_a_sentence_that_helps(
     tmp_path: Path, form: str, sentence: str
 ) -> None:
-    done = serve(tmp_path, "--device", "cuda:0", **FAKE_GPU, FAKE_CUDA=form)
+    done = serve(tmp_path, "--device", "cuda:0", **FAKE_GPU, CUDA_FAKE=form)
     assert done.returncode == 2
     assert sentence in done.stderr
     assert "--device cpu" in done.stderr
@@ -221,7 +221,7 @@ def test_the_real_bindings_say_the_same(tmp_path: Path) -> None:
 
 
 def test_auto_takes_the_cpu_and_says_why_not_cuda() -> None:
-    environment = FAKE_GPU | {"FAKE_CUDA": "no-device"}
+    environment = FAKE_GPU | {"CUDA_FAKE": "no-device"}
     with checked_server(devices=("auto",), environment=environment) as checked:
         line = checked.running.ready_line
         assert "device cpu," in line

@@ -39,7 +39,7 @@ def command(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 @pytest.mark.slow  # ten processes that import torch; it fails when a stage is renamed, if ever
 def test_a_dry_run_starts_every_stage_and_each_says_that_it_needs_a_gpu(gpu: ModuleType) -> None:
-    done = command("--dry-run", PIPESWITCH_DEVICE__BINDINGS="fake_cuda", FAKE_CUDA="no-device")
+    done = command("--dry-run", PIPESWITCH_DEVICE__BINDINGS="fake_cuda", CUDA_FAKE="no-device")
     assert done.returncode == gpu.NEEDS_A_GPU, done.stdout + done.stderr
     for stage in gpu.STAGES:
         after = done.stdout.split(f"== {stage.name} ")[1].split("== ")[0]
@@ -51,7 +51,7 @@ def test_without_a_gpu_the_command_ends_after_its_first_stage(
     gpu: ModuleType, tmp_path: Path
 ) -> None:
     done = command(
-        "--out", str(tmp_path), PIPESWITCH_DEVICE__BINDINGS="fake_cuda", FAKE_CUDA="no-driver"
+        "--out", str(tmp_path), PIPESWITCH_DEVICE__BINDINGS="fake_cuda", CUDA_FAKE="no-driver"
     )
     assert done.returncode == gpu.NEEDS_A_GPU
     assert done.stdout.count("== ") == 1
@@ -64,7 +64,7 @@ def test_switches_and_soak_run_over_a_fake_gpu(tmp_path: Path) -> None:
     """The stages' own code, with servers and baselines; the numbers mean nothing."""
     done = command(
         "--dry-run", "environment", "switch-resnet152", "soak",
-        PIPESWITCH_DEVICE__BINDINGS="fake_cuda", FAKE_CUDA_BYTES=str(8 << 30),
+        PIPESWITCH_DEVICE__BINDINGS="fake_cuda", CUDA_FAKE_BYTES=str(8 << 30),
         TMPDIR=str(tmp_path), PYTHONPATH=str(FAKES),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

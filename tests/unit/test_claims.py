@@ -130,11 +130,12 @@ class Children:
 
     def __init__(self) -> None:
         self.killed = 0
+        self.descriptors: list[int] = []
         self.on_message: Any = None
         self.on_exit: Any = None
 
     def fork(self, *arguments: Any) -> object:
-        self.on_message, self.on_exit = arguments[-2:]
+        self.descriptors, self.on_message, self.on_exit = arguments[-3:]
         return object()
 
     def kill(self, child: object) -> None:
@@ -144,7 +145,9 @@ class Children:
 class Rig:
     """Builds with one builder, of model ``own`` in build 7."""
 
-    def __init__(self, folder: Path, batch: int = 0) -> None:
+    def __init__(
+        self, folder: Path, batch: int = 0, source: str = "/x.bundle", weights: str = ""
+    ) -> None:
         self.taken: list[Any] = []
         self.children = Children()
         self.places = Places(root=folder)
@@ -157,10 +160,12 @@ class Rig:
         ground = SimpleNamespace(
             sizes=sizes, places=self.places, processes=self.children, take=self.taken.append,
             frontend=SimpleNamespace(disk=disk, remove_files=lambda _: None),
+            memory=SimpleNamespace(environment=99),
         )  # fmt: skip
         spec = msgspec.msgpack.encode(
-            BuildSpec(name="own", source="/x.bundle", batch=batch, batch_delay_ms=1.0 * bool(batch))
-        )
+            BuildSpec(name="own", source=source, weights=weights, batch=batch,
+                      batch_delay_ms=1.0 * bool(batch))
+        )  # fmt: skip
         self.builds = Builds(cast(Any, ground), ())
         self.builds.start(
             StartBuild(model=ModelName("own"), epoch=Epoch(7), spec=spec, tenant="enemy")
@@ -176,6 +181,21 @@ class Rig:
         done = BuildDone(model=ModelName("own"), epoch=Epoch(7), digest="a" * 64, folder=work.name)
         self.children.on_message(done, [])
         self.children.on_exit(0)
+
+
+@pytest.mark.parametrize(
+    ("source", "weights", "handed"),
+    [
+        ("/x.bundle", "", []),
+        ("torchvision:alexnet", "random:0", []),
+        ("hf:gpt2", "pretrained", [99]),
+        ("package.module:factory", "", [99]),
+    ],
+)
+def test_a_build_in_the_sandbox_gets_no_environment(
+    source: str, weights: str, handed: list[int], tmp_path: Path
+) -> None:
+    assert Rig(tmp_path, source=source, weights=weights).children.descriptors == handed
 
 
 def test_a_builder_speaks_of_no_build_but_its_own(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "workers/inference/": "devices errors failpoints ipc programs programs/build",
     "workers/training/": "commits devices errors failpoints inputs ipc job programs",
     "workers/": "devices failpoints ipc sandbox units workers/inference/ workers/training/",
-    "launch": "failpoints ipc memory_daemon/ programs/build workers/",
+    "launch": "failpoints ipc memory_daemon/ programs/build sandbox workers/",
     # The server: clients' bytes to events, commands to deeds.
     "frontend": "commits config errors failpoints ipc lane machine programs roles scheduler units "
     "wire",

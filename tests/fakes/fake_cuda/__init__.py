@@ -615,10 +615,10 @@ class Driver:
 
 
 def _world_of_environment() -> World:
-    """This process's own machine: what ``FAKE_CUDA`` says of it, or a plain one."""
-    wish = os.environ.get("FAKE_CUDA", "")
+    """This process's own machine: what ``CUDA_FAKE`` says of it, or a plain one."""
+    wish = os.environ.get("CUDA_FAKE", "")
     return World(
-        device_bytes=int(os.environ.get("FAKE_CUDA_BYTES", str(2 << 30))),
+        device_bytes=int(os.environ.get("CUDA_FAKE_BYTES", str(2 << 30))),
         has_driver=wish != "no-driver",
         devices=0 if wish == "no-device" else 1,
         blocking_waits=True,

@@ -1,0 +1,58 @@
+"""What processes that run clients' programs know of the server's environment.
+
+One that was taken over reads its own memory, where all lies that it was forked with, whatever it
+has forgotten since. So the fork server is started with the names below alone. The owner's code gets
+the others too, in a file that comes with what it is told to run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Final
+
+NAMES: Final = frozenset({
+    "PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "VIRTUAL_ENV",
+    "LD_LIBRARY_PATH", "LD_PRELOAD", "GLIBC_TUNABLES",
+    "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "NVIDIA_TF32_OVERRIDE",
+    # where a build looks for a configuration that was fetched before
+    "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE",
+    "TRANSFORMERS_CACHE", "TRANSFORMERS_OFFLINE",
+})  # fmt: skip
+PREFIXES: Final = (
+    "PIPESWITCH_", "LC_", "PYTHON", "MALLOC_", "TORCH", "PYTORCH_", "ATEN_", "OMP_", "GOMP_",
+    "KMP_", "MKL_", "DNNL_", "ONEDNN_", "OPENBLAS_", "CUDA_", "CUBLAS_", "CUDNN_",
+)  # fmt: skip
+"""Our own settings, which name files of secrets and hold none, and what Python, torch and their
+libraries read when they are imported."""
+
+
+def harmless(environment: Mapping[str, str]) -> dict[str, str]:
+    """The part of it that any of our processes may know."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in NAMES or name.startswith(PREFIXES)
+    }
+
+
+def environment_file() -> int:
+    """A descriptor of this process's whole environment, for ``take_environment``.
+
+    Raises:
+        OSError: this process has no descriptor left, or the machine no memory.
+    """
+    descriptor = os.memfd_create("pipeswitch-environment", os.MFD_CLOEXEC)
+    with open(descriptor, "wb", closefd=False) as file:
+        file.writelines(b"%s=%s\0" % pair for pair in os.environb.items())
+    return descriptor
+
+
+def take_environment(descriptor: int) -> None:
+    """Add what lies there to this process's environment, where it has no value; close it."""
+    # Not read from where the last one stopped: all processes that have it share one position.
+    text = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+    os.close(descriptor)
+    for pair in text.split(b"\0")[:-1]:
+        name, _, value = pair.partition(b"=")
+        os.environb.setdefault(name, value)
