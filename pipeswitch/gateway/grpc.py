@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 from collections import Counter
@@ -56,7 +57,11 @@ _CONTENTS: Final[Mapping[str, str]] = {
     "float32": "fp32_contents", "float64": "fp64_contents",
 }  # fmt: skip
 
+_RAW_TAG: Final = 7 << 3 | 2  # of raw_input_contents, as protobuf writes it
+SPLIT_BYTES: Final = 64 << 10  # of a message: less is as soon copied
+
 Verb = Callable[[Standing, Any], Awaitable[Any]]
+Read = Callable[[bytes], Any]
 
 
 async def open_server(
@@ -100,7 +105,6 @@ class Calls:
             "ModelMetadata": self._metadata,
             "ModelConfig": self._config,
             "ModelStatistics": self._statistics,
-            "ModelInfer": self._infer,
             "RepositoryIndex": self._index,
             "RepositoryModelLoad": self._load,
             "RepositoryModelUnload": self._unload,
@@ -109,14 +113,15 @@ class Calls:
             "SystemSharedMemoryUnregister": self._unregister_region,
         }
         inference = {
-            name: self._unary(name, INFERENCE[f"{name}Request"], verb)
+            name: self._unary(name, _reader(INFERENCE[f"{name}Request"]), verb)
             for name, verb in verbs.items()
         }
+        inference["ModelInfer"] = self._unary("ModelInfer", read_infer, self._infer)
         inference["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
             self._stream, response_serializer=_to_bytes
         )
         health = {
-            "Check": self._unary("Check", HEALTH["HealthCheckRequest"], self._check),
+            "Check": self._unary("Check", _reader(HEALTH["HealthCheckRequest"]), self._check),
             "Watch": grpc.stream_stream_rpc_method_handler(
                 self._watch, response_serializer=_to_bytes
             ),
@@ -131,14 +136,14 @@ class Calls:
             services[f"{package}.{REFLECTION_NAME}"] = {"ServerReflectionInfo": reflect}
         return tuple(starmap(grpc.method_handlers_generic_handler, services.items()))
 
-    def _unary(self, name: str, message: Any, verb: Verb) -> grpc.RpcMethodHandler:
+    def _unary(self, name: str, read: Read, verb: Verb) -> grpc.RpcMethodHandler:
         is_probe = name in ("ServerLive", "ServerReady", "Check")
 
         async def call(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> Any:
             try:
                 with self._place(context):
                     caller = Callers.PROBE if is_probe else self._caller(context)
-                    return await verb(caller, await _only(message, requests))
+                    return await verb(caller, await _only(read, requests))
             except PipeSwitchError as error:
                 failed: PipeSwitchError = error
             except Exception as error:
@@ -223,7 +228,7 @@ class Calls:
             return
         self._watchers += 1
         try:
-            request = await _only(HEALTH["HealthCheckRequest"], requests)
+            request = await _only(_reader(HEALTH["HealthCheckRequest"]), requests)
             if request.service not in ("", SERVICE):
                 yield HEALTH["HealthCheckResponse"](status=STATUSES["SERVICE_UNKNOWN"])
                 return
@@ -272,8 +277,9 @@ class Calls:
         found = await self._service.statistics(caller, request.name, request.version)
         return INFERENCE["ModelStatisticsResponse"](**found)
 
-    async def _infer(self, caller: Standing, request: Any) -> Any:
-        asked = decode_request(request)
+    async def _infer(self, caller: Standing, given: tuple[Any, Sequence[Any]]) -> Any:
+        request, raw = given
+        asked = decode_request(request, raw)
         model = request.model_name
         outputs, bill = await self._service.infer(caller, model, request.model_version, asked)
         return encode_answer(model, asked, outputs, bill)
@@ -287,14 +293,15 @@ class Calls:
             with self._place(context):
                 caller = self._caller(context)
                 async for data in requests:
-                    request = None
+                    request_id = ""
                     try:
-                        request = _read(INFERENCE["ModelInferRequest"], data)
-                        answer = response(infer_response=await self._infer(caller, request))
+                        given = read_infer(data)
+                        request_id = given[0].id
+                        answer = response(infer_response=await self._infer(caller, given))
                     except PipeSwitchError as error:
                         answer = response(error_message=str(error))
-                        if request is not None:
-                            answer.infer_response.id = request.id
+                        if request_id:
+                            answer.infer_response.id = request_id
                     yield answer
         except PipeSwitchError as error:
             await _abort(context, error)
@@ -306,7 +313,7 @@ async def _abort(context: grpc.aio.ServicerContext, error: PipeSwitchError) -> A
     await context.abort(code, str(error), (("pipeswitch-code", type(error).__name__),))
 
 
-async def _only(message: Any, requests: AsyncIterator[bytes]) -> Any:
+async def _only(read: Read, requests: AsyncIterator[bytes]) -> Any:
     """The message of a call that has one.
 
     Raises:
@@ -315,7 +322,7 @@ async def _only(message: Any, requests: AsyncIterator[bytes]) -> Any:
     """
     try:
         async with asyncio.timeout(MESSAGE_S):
-            return _read(message, await anext(requests))
+            return read(await anext(requests))
     except StopAsyncIteration:
         raise InvalidInput("the call has no message") from None
     except TimeoutError:
@@ -333,13 +340,62 @@ def _read(message: Any, data: bytes) -> Any:
         raise InvalidInput(f"these bytes are no {message.DESCRIPTOR.full_name}") from None
 
 
+def _reader(message: Any) -> Read:
+    return functools.partial(_read, message)
+
+
+def read_infer(data: bytes) -> tuple[Any, Sequence[Any]]:
+    """A ModelInferRequest, and its raw contents as they lie in ``data``: protobuf would copy each
+    twice. None of them where that does not pay, or where it is for protobuf to say what is wrong.
+
+    Raises:
+        InvalidInput: it is no such message.
+    """
+    message = INFERENCE["ModelInferRequest"]
+    if len(data) < SPLIT_BYTES:
+        return _read(message, data), ()
+    whole, at = memoryview(data), 0
+    rest: list[memoryview] = []
+    raw: list[memoryview] = []
+    try:
+        while at < len(whole):
+            began = at
+            tag, at = _number(whole, at)
+            size, at = _number(whole, at)
+            if tag & 7 == 2:
+                at += size  # else the number was the value
+            elif tag & 7:
+                return _read(message, data), ()
+            if at > len(whole):
+                return _read(message, data), ()
+            if tag == _RAW_TAG:
+                raw.append(whole[at - size : at])
+            else:
+                rest.append(whole[began:at])
+    except IndexError:
+        return _read(message, data), ()
+    return _read(message, b"".join(rest)), raw
+
+
+def _number(data: memoryview, at: int) -> tuple[int, int]:
+    """A varint, and where it ends. IndexError: it does not, or after ten bytes not yet."""
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = data[at]
+        value |= (byte & 127) << shift
+        at += 1
+        if byte < 128:
+            return value, at
+    raise IndexError
+
+
 def _to_bytes(message: Any) -> bytes:
     data: bytes = message.SerializeToString()
     return data
 
 
-def decode_request(request: Any) -> InferRequest:
-    """A ModelInferRequest, its tensors raw or as typed numbers.
+def decode_request(request: Any, raw: Sequence[Any] = ()) -> InferRequest:
+    """A ModelInferRequest, its tensors raw or as typed numbers; ``raw``: see ``read_infer``.
 
     Raises:
         InvalidInput: a tensor is not what it says.
@@ -347,7 +403,7 @@ def decode_request(request: Any) -> InferRequest:
     parameters = _plain(request.parameters)
     oip.check_count(len(request.inputs))
     places = [oip.place_of(one.name, _plain(one.parameters)) for one in request.inputs]
-    raw = list(request.raw_input_contents)
+    raw = raw or list(request.raw_input_contents)
     if raw and len(raw) != places.count(None):
         raise InvalidInput(f"{places.count(None)} inputs, and raw contents for {len(raw)}")
     raws = iter(raw)

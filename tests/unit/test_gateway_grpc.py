@@ -18,6 +18,7 @@ from pipeswitch.gateway.grpc import (
     Calls,
     decode_request,
     encode_answer,
+    read_infer,
 )
 from pipeswitch.gateway.oip import DATATYPES, InferRequest, Output, config
 from pipeswitch.gateway.protos import DATA_TYPES, HEALTH, INFERENCE, POOL, REFLECTION, STATUSES
@@ -44,6 +45,29 @@ def test_typed_and_raw_contents_are_the_same_bytes(datatype: str) -> None:
         asked = decode_request(one)
         assert bytes(asked.frames[0]) == array.tobytes()
         assert (asked.id, asked.inputs[0].dtype) == ("r", DATATYPES[datatype])
+
+
+def test_raw_contents_are_taken_as_they_lie_and_nothing_else_changes() -> None:
+    large = np.arange(1 << 15, dtype=np.float32).tobytes()
+    made = request("FP32", [1 << 15], raw_input_contents=[large, b"", large[:9]])
+    made.parameters["timeout"].int64_param = 1 << 40
+    data = made.SerializeToString()
+    message, raw = read_infer(data)
+    assert [bytes(one) for one in raw] == [large, b"", large[:9]]
+    assert all(one.obj is data for one in raw)
+    made.ClearField("raw_input_contents")
+    assert message == made
+    early = request("FP32", [1], raw_input_contents=[large]).SerializeToString()
+    unknown = b"\x9d\x06" + bytes(4)  # a field of four bytes: protobuf's to read
+    for odd in (unknown + early, early + unknown):
+        message, raw = read_infer(odd)
+        assert not raw
+        assert list(message.raw_input_contents) == [large]
+    for broken in (early[:-1], early + b"\x3a", early + b"\xff" * 11, early + b"\x3a\x05ab"):
+        with pytest.raises(InvalidInput, match="these bytes are no"):
+            read_infer(broken)
+    small = request("FP32", [1], raw_input_contents=[b"1234"])
+    assert read_infer(small.SerializeToString()) == (small, ())
 
 
 def test_priority_comes_signed_or_unsigned() -> None:
