@@ -64,15 +64,14 @@ def choose_devices(config: DeviceConfig, *, workers: int) -> tuple[ChosenDevice,
     Raises:
         ConfigError: as ``choose_device``; or several, and not all of them cpu devices.
     """
-    chosen = tuple(
-        choose_device(replace(config, name=name), workers=workers) for name in config.names
-    )
-    if len(chosen) > 1 and any(device.options is not None for device in chosen):
-        raise ConfigError(
+    if len(config.names) > 1 and not all(name.startswith("cpu") for name in config.names):
+        raise ConfigError(  # before a self-test, which takes its time
             f"--device {' --device '.join(config.names)}: several devices can only be cpu devices",
             hint="a server for each GPU, with a --state-dir and a --listen of its own",
         )
-    return chosen
+    return tuple(
+        choose_device(replace(config, name=name), workers=workers) for name in config.names
+    )
 
 
 def choose_device(config: DeviceConfig, *, workers: int) -> ChosenDevice:
