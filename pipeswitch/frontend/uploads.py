@@ -25,6 +25,7 @@ from ..errors import InvalidInput, PipeSwitchError, QueueFull
 from ..failpoints import reach
 from ..lane import Lane
 from ..machine import sync_directory
+from ..roles import ANYONE
 from ..wire.frames import RequestHeader
 from .admission import Body, tenant_of
 from .disk import PARTIAL, Disk
@@ -49,6 +50,11 @@ Reply = Callable[[dict[str, Any], PipeSwitchError | None], None]
 """Called on the writer thread: the answer to one chunk."""
 
 
+_Key = tuple[str, str, str]
+"""Session, client and file name. A client is a key's or token's name, with all its sessions; one
+without is its session. The gateway's one session has many clients."""
+
+
 @dataclass
 class _Partial:
     """A file that is being received. Owned by the writer thread."""
@@ -62,7 +68,7 @@ class _Partial:
 
 @dataclass(frozen=True)
 class _Chunk:
-    key: tuple[str, str]  # session, file name
+    key: _Key
     digest: str
     size_bytes: int
     offset_bytes: int
@@ -90,8 +96,8 @@ class Uploads:
         self._max_upload_bytes = max_upload_bytes
         self._queued = 0  # chunks handed over and not answered; counted under the lock
         self._lock = threading.Lock()
-        self._partials: dict[tuple[str, str], _Partial] = {}
-        self._files: dict[str, deque[Path]] = {}  # by session, whole ones, the oldest first
+        self._partials: dict[_Key, _Partial] = {}
+        self._files: dict[str, deque[Path]] = {}  # by client, whole ones, the oldest first
         self._writer = Lane("pipeswitch-uploads")
 
     def start(self) -> None:
@@ -140,7 +146,8 @@ class Uploads:
             if self._queued >= MAX_QUEUED_CHUNKS:
                 raise QueueFull(f"{self._queued} upload chunks already wait for the disk")
             self._queued += 1
-        chunk = _Chunk((session, f"{digest}.{kind}"), digest, size, offset, data, reply, tenant)
+        key = (session, session if tenant in ("", ANYONE) else tenant, f"{digest}.{kind}")
+        chunk = _Chunk(key, digest, size, offset, data, reply, tenant)
         self._writer.put(functools.partial(self._answer, chunk))
 
     def remove(self, paths: Sequence[Path]) -> None:
@@ -195,7 +202,7 @@ class Uploads:
         4. The last byte: compare the digest, fsync, rename.
         """
         digest = chunk.digest
-        final = self.directory / chunk.key[1]
+        final = self.directory / chunk.key[-1]
         if final.is_file():
             self._drop(chunk.key)
             os.utime(final)
@@ -204,7 +211,7 @@ class Uploads:
             self._drop(chunk.key)
             if len(self._partials) >= MAX_PARTIALS:
                 raise QueueFull(f"{len(self._partials)} uploads are unfinished already")
-            if sum(key[0] == chunk.key[0] for key in self._partials) >= MAX_PARTIALS_PER_CLIENT:
+            if sum(key[1] == chunk.key[1] for key in self._partials) >= MAX_PARTIALS_PER_CLIENT:
                 raise QueueFull(f"{MAX_PARTIALS_PER_CLIENT} uploads of this client are unfinished")
             self._open(chunk)
         partial = self._partials.get(chunk.key)
@@ -231,8 +238,8 @@ class Uploads:
 
     def _open(self, chunk: _Chunk) -> None:
         self._make_room(chunk.size_bytes, chunk.tenant)
-        session, name = chunk.key
-        path = self.directory / f"{PARTIAL}{session[:8]}-{name}"
+        session, client, name = chunk.key
+        path = self.directory / f"{PARTIAL}{session[:8]}-{client}-{name}"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         file = os.fdopen(descriptor, "wb")
         self._partials[chunk.key] = _Partial(path, chunk.size_bytes, file)
@@ -288,7 +295,7 @@ class Uploads:
             kept.remove(may_go[-1])
             os.unlink(may_go[-1][2])
 
-    def _publish(self, key: tuple[str, str], final: Path, tenant: str) -> None:
+    def _publish(self, key: _Key, final: Path, tenant: str) -> None:
         """fsync, rename, fsync the folder: after this the name always means these bytes."""
         partial = self._partials.pop(key)
         os.fsync(partial.file.fileno())
@@ -297,13 +304,13 @@ class Uploads:
         os.replace(partial.path, final)
         self._disk.keep_upload(final.name, tenant)
         reach("upload.published")
-        files = self._files.setdefault(key[0], deque())
+        files = self._files.setdefault(key[1], deque())
         files.append(final)
         if len(files) > MAX_FILES_PER_CLIENT:
             files.popleft().unlink(missing_ok=True)
         sync_directory(self.directory)
 
-    def _drop(self, key: tuple[str, str]) -> None:
+    def _drop(self, key: _Key) -> None:
         partial = self._partials.pop(key, None)
         if partial is not None:
             with contextlib.suppress(OSError):  # on a full disk close fails as well

@@ -31,14 +31,18 @@ def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Uploads]
     found.stop()
 
 
-def put(writer: Uploads, session: str, text: str, *, size_bytes: int = 0) -> tuple[str, Any]:
+def put(
+    writer: Uploads, session: str, text: str, *, size_bytes: int = 0, tenant: str = ""
+) -> tuple[str, Any]:
     """The file's name and the error; a larger size than the text's leaves it unfinished."""
     data = text.encode()
     digest = hashlib.sha256(data).hexdigest()
     body = {"digest": digest, "size_bytes": size_bytes or len(data), "offset_bytes": 0}
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
     header = RequestHeader(v=1, id="1", op="put", body=body)
-    writer.offer(session, header, data, lambda body, error: answers.put(error), tenant=session)
+    writer.offer(
+        session, header, data, lambda body, error: answers.put(error), tenant=tenant or session
+    )
     error = answers.get(timeout=30)
     path = writer.directory / f"{digest}.bundle"
     if path.exists():  # file times are coarser than this test is fast
@@ -54,6 +58,24 @@ def test_a_clients_own_oldest_files_go_before_anothers(writer: Uploads) -> None:
     others, _ = put(writer, "friend", "friend-0")
     mine = [put(writer, "enemy", f"enemy-{number}")[0] for number in range(1, 10)]
     assert names(writer) == {others, *mine[-4:]}
+
+
+@pytest.mark.parametrize("sessions", [1, 9])
+def test_a_clients_files_are_counted_over_its_sessions_and_apart_from_others_in_one(
+    sessions: int, writer: Uploads
+) -> None:
+    """One session is the gateway's, with all its callers."""
+    others, _ = put(writer, "session 0", "friend-0", tenant="friend")
+    mine = [
+        put(writer, f"session {number % sessions}", f"enemy-{number}", tenant="enemy")[0]
+        for number in range(1, 10)
+    ]
+    assert names(writer) == {others, *mine[-4:]}
+    for number in range(2):
+        put(writer, "session 0", f"enemy-{number}", size_bytes=100, tenant="enemy")
+    _, error = put(writer, "session 1", "enemy-2", size_bytes=100, tenant="enemy")
+    assert isinstance(error, QueueFull)
+    assert put(writer, "session 0", "enemy-0", size_bytes=100, tenant="friend")[1] is None
 
 
 def test_all_clients_together_keep_so_many_files(writer: Uploads) -> None:
