@@ -150,12 +150,16 @@ class Service:
                     self._tally.failed(model, _since_ms(began))
             raise
         took_ms = _since_ms(began)
-        self._tally.succeeded(model, took_ms, bill)
         bill["gateway_ms"] = max(0.0, took_ms - float(bill.get("total_ms", 0.0)))
-        self._metrics.answered(model, bill)
+        # The answer leaves in this turn of the loop, and is counted in the next one.
+        asyncio.get_running_loop().call_soon(self._count, model, took_ms, bill)
         if is_placed:
             outputs = await _copied(outputs, self.regions.placed, caller, asked, outputs)
         return outputs, _rounded(bill)
+
+    def _count(self, model: str, took_ms: float, bill: Mapping[str, Any]) -> None:
+        self._tally.succeeded(model, took_ms, bill)
+        self._metrics.answered(model, bill)
 
     async def _filled(self, caller: Standing, asked: InferRequest) -> tuple[InferRequest, bool]:
         """The request with all its bytes, and whether any tensor has a place."""
