@@ -238,12 +238,12 @@ def _loads(bench: Run, running: RunningServer, setting: Setting) -> None:
 
 
 def _usable(bench: Run) -> list[str]:
-    folder = os.environ.get(RIVALS_FOLDER, "")
-    if not folder:
-        why = f"{RIVALS_FOLDER} names no virtual environment that has it"
-        bench.skip(dict.fromkeys(RIVALS, why))
-        return []
-    return [*RIVALS]
+    """Of the rivals, those that are installed; the others are told as skipped."""
+    folder = Path(os.environ.get(RIVALS_FOLDER) or os.devnull)
+    found = [name for name in RIVALS if [*folder.glob(f"lib/python*/site-packages/{name}")]]
+    why = f"{RIVALS_FOLDER} names no virtual environment that has it"
+    bench.skip({name: why for name in RIVALS if name not in found})
+    return found
 
 
 @contextlib.contextmanager

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pipeswitch.benchmarks import child
+from pipeswitch.benchmarks import child, gateway
 from pipeswitch.benchmarks.gateway import infer_message
 from pipeswitch.benchmarks.pipeline import makespan, optimal_makespan, typical
 from pipeswitch.benchmarks.replay import MODELS, RECORDED_LOAD, recorded, same_ranks
@@ -170,3 +171,20 @@ def test_a_windows_p99_is_that_of_the_device_where_it_is_worst() -> None:
     )
     assert (found["throughput_per_s"], found["p99_ms"], found["devices"]) == (100.0, 40.0, 2)
     assert (found["first_p50_ms"], found["first_worst_ms"]) == (10.0, 12.0)
+
+
+@pytest.mark.parametrize("found", [(), ("kserve",), gateway.RIVALS])
+def test_rivals_that_are_not_installed_are_left_out_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: tuple[str, ...]
+) -> None:
+    for name in found:
+        (tmp_path / "lib/python3.11/site-packages" / name).mkdir(parents=True)
+    bench = Run("gateway", "", is_quick=True, seed=0, as_json=True, emit=lambda _: None, facts={})
+    monkeypatch.delenv(gateway.RIVALS_FOLDER, raising=False)
+    assert gateway._usable(bench) == []
+    monkeypatch.setenv(gateway.RIVALS_FOLDER, str(tmp_path))
+    bench.notes.clear()
+    assert gateway._usable(bench) == list(found)
+    assert [note.partition(":")[0] for note in bench.notes] == [
+        name for name in gateway.RIVALS if name not in found
+    ]
