@@ -354,6 +354,7 @@ REFUSALS = """
 """
 
 
+@pytest.mark.slow  # all that it imports is compiled anew
 @pytest.mark.skipif(not __debug__, reason="this is the run without assert")
 def test_no_guard_of_ours_is_an_assert_that_an_option_removes() -> None:
     """CVE-2026-41523: ``python -O`` removes every assert; a test's own stay (pytest has them)."""
