@@ -201,7 +201,7 @@ def test_a_write_in_place_is_refused_and_reaches_no_other_job(memory: int) -> No
 def test_a_batch_that_the_script_keeps_stays_as_it_was(memory: int) -> None:
     a, b = Script(memory, "a"), Script(memory, "b")
     kept = []
-    count = 60 * PASS  # some sixty times the ring
+    count = 20 * PASS  # some twenty times the ring
     for x, _ in zip(a.batches(count), b.batches(count), strict=True):
         if a.step % 50 == 0:
             kept.append(x)

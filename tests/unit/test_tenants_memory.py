@@ -93,7 +93,7 @@ def test_a_place_that_changes_tenants_leaves_nothing_and_takes_nothing_twice(
     arena: tuple[FilePerTenant, dict[str, int]],
 ) -> None:
     made, files = arena
-    for turn in range(20):
+    for turn in range(6):
         tenant, other = ("ada", "bob") if turn % 2 else ("bob", "ada")
         made.take(order(tenant, 2 * MIB, 8 * MIB, turn + 1))
         made.write(tenant, 2 * MIB, pages(turn + 1, 8 * MIB))
