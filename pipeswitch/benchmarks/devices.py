@@ -138,7 +138,7 @@ def _a_death(bench: Run, running: RunningServer, client: Client, seconds: float)
         Arm("a death", partial(beside, kill), prepare),
     ]
     bench.say(f"{case}: measuring")
-    bench.trial_loop(case, arms, bench.rounds(10, 3))
+    bench.trial_loop(case, arms, bench.rounds(10, 2))
     for key, most in (("p50_ms", None), ("worst_ms", MOST_MORE_MS)):
         none, death = (quantile(bench.values(case, arm.name, key), 0.5) for arm in arms)
         what = f"{case}, {key.removesuffix('_ms')} of the other device's requests: more"

@@ -149,7 +149,7 @@ def _requests_stay(bench: Run, running: RunningServer, job: Training, inputs: An
         Arm("moves", partial(held, partial(job.task.move, AWAY)), prepare),
     ]
     bench.say(f"{case}: measuring")
-    bench.trial_loop(case, arms, bench.rounds(10, 3))
+    bench.trial_loop(case, arms, bench.rounds(10, 2))
     for key, what in (("trained_per_s", "steps a second"), ("median_ms", "a request")):
         waits, moves = (quantile(bench.values(case, arm.name, key), 0.5) for arm in arms)
         bench.find(f"{case}: {what}, the job moves / waits", moves / waits)
