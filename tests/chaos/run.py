@@ -37,7 +37,7 @@ def chaos(
     Args:
         keep_log: gets the server's log.
         policy: the server's.
-        faults: so many cells of the grid and no more; 0: all of it, and on until the time is up.
+        faults: so many that happened and no more; 0: the whole grid, and on until the time is up.
     """
     generator = random.Random(seed)
     history = History()
@@ -50,9 +50,13 @@ def chaos(
         began_s = time.monotonic()
         todo = grid()
         generator.shuffle(todo)
-        ends_s = began_s + (0.0 if faults else seconds)
-        del todo[faults or len(todo) :]
-        while time.monotonic() < ends_s or todo:
+
+        def is_over() -> bool:
+            if faults:
+                return len(history.faults) == faults
+            return not todo and time.monotonic() >= began_s + seconds
+
+        while not is_over():
             cell = todo.pop() if todo else _draw(generator)
             try:
                 _inject(stage, history, cell, generator, say)
