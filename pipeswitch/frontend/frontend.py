@@ -468,7 +468,7 @@ class Frontend:
         self._reply(client, header.id, body=self._about(origin.listener, client.standing))
 
     def _infer(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
-        version = 0
+        arrived_at_ms, version = self._now_ms(), 0
         if header.body:
             body = Body("infer", header.body)
             version = body.count("version", 0)
@@ -478,7 +478,7 @@ class Frontend:
             announced = admission.find_version(header.model, version, self._versions)
         admitted = self._admit(header, [len(tensor) for tensor in tensors], announced)
         priority = admission.priority_number(header.priority, announced.priority)
-        deadline_at_ms = admission.deadline_at_ms(header.deadline_ms, self._now_ms())
+        deadline_at_ms = admission.deadline_at_ms(header.deadline_ms, arrived_at_ms)
         room = self._reserve(client, admitted, announced.tenant)
         payload = [tensors[item.frame] for item in admitted.inputs]
         pending = self.requests.accept(client, header, room)
@@ -495,6 +495,7 @@ class Frontend:
             reply_bytes=room.reply_bytes,
             tenant=room.tenant,
             lineage=0 if version else announced.lineage,
+            arrived_at_ms=arrived_at_ms,
         )
         if admitted.input_bytes <= INLINE_COPY_BYTES:
             self._pool.fill(event.inputs, payload, event.tenant)

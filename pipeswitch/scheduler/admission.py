@@ -50,7 +50,7 @@ class Admission:
             inputs=event.inputs,
             reply_offset_bytes=event.reply_offset_bytes,
             reply_bytes=event.reply_bytes,
-            arrived_at_ms=core.now_ms,
+            arrived_at_ms=core.now_ms if event.arrived_at_ms is None else event.arrived_at_ms,
             batch=batch_of(manifest, event.inputs),
             size_bytes=manifest.total_bytes,
         )

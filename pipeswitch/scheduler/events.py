@@ -44,6 +44,7 @@ class InferArrived(_Told, frozen=True):
     reply_bytes: int
     tenant: str = ""  # Announce's: in whose file of the pool they lie
     lineage: int = 0  # Announce's: any of its versions does as well; 0: it asked for this one
+    arrived_at_ms: float | None = None  # when it was read from its client; None: now
 
 
 class PrefetchHint(_Told, frozen=True):

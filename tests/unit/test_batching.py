@@ -88,6 +88,7 @@ class Server(World):
             token=token, request_id=f"r{token}", model=ModelName(name), digest=name,
             deadline_at_ms=None if deadline_ms is None else self.now_ms + deadline_ms,
             inputs=(ids,), reply_offset_bytes=0, reply_bytes=0, priority=values.pop("priority", 1),
+            **values,
         ))  # fmt: skip
         return token
 
@@ -166,6 +167,16 @@ def test_one_waits_for_others_as_long_as_its_owner_allows_and_no_longer() -> Non
     second = server.ask("waits")
     server.run(server.now_ms + 1000.0)
     assert server.end_ms(first) == server.end_ms(second) == DELAY_MS + 2 * COMPUTE_MS
+
+
+def test_the_delay_and_the_bill_count_from_when_a_request_was_read_from_its_client() -> None:
+    server = Server()
+    token = server.ask("waits", arrived_at_ms=server.now_ms - 3.0)
+    server.run()
+    bill = server.answers[token][1].timing
+    assert bill is not None
+    assert (bill["queue_ms"], bill["total_ms"]) == pytest.approx((DELAY_MS, DELAY_MS + COMPUTE_MS))
+    assert server.end_ms(token) == pytest.approx(DELAY_MS - 3.0 + COMPUTE_MS)
 
 
 def test_a_full_batch_waits_for_nothing_nor_does_one_that_waited_for_the_device() -> None:
