@@ -11,15 +11,34 @@ from typing import Any
 
 import pytest
 import torch
-from process_tools import checked_server, mlp, until
+from process_tools import checked_server, finish, mlp, until, write_script
 
 from pipeswitch.simulator.arrivals import Arrival
 from pipeswitch.simulator.costs import Costs, Link
 from pipeswitch.simulator.replay import PaperModel, Setting, replay
+from pipeswitch.simulator.training import PaperJob
 
 WIDTH, DEPTH = 512, 5  # 5 MiB of weights and some: regions of 6 MiB
 MIB = 1 << 20
 ORDER = ["long", "a", "b", "a", "c", "b", "a", "c", "c", "a", "b"]
+STEPS, STEP_MS = 24, 50.0  # of a job: more than its first cycle of a second
+WIDTHS = {"large": 1024, "small": 64}  # the large one comes first
+TRAINS = """
+    import sys, time
+    import torch
+    from pipeswitch import job
+
+    width, steps, step_ms, out = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
+    net = torch.nn.Linear(width, width).to(job.device)
+    optimizer = torch.optim.SGD(net.parameters(), 0.001)
+    for _ in job.epochs(1):
+        for x in job.steps([torch.zeros(1, width)] * steps, model=net, optimizer=optimizer):
+            time.sleep(step_ms / 1000)  # stands for computing
+            net(x).sum().backward()
+            optimizer.step()
+    with open(out, "a") as file:
+        file.write(f"{width} ")
+"""
 DEADLINES_MS = {3: 40e3, 5: 20e3, 8: 10e3, 9: 30e3}  # by number; the others have none
 
 
@@ -57,6 +76,28 @@ def test_the_live_server_decides_as_the_simulator_does(policy: str, state: Path)
     assert [ORDER[n] for n in live_order] == [ORDER[n] for n in paper.order]
     assert live_order == paper.order
     assert live_switches == paper.switches
+
+
+def test_jobs_end_live_in_the_order_in_which_they_do_in_the_simulator(tmp_path: Path) -> None:
+    assert _simulated_ends("rotate") == ["large", "small"]  # else the live order says nothing
+    script, out = write_script(tmp_path, "trains.py", TRAINS), tmp_path / "ends"
+    with checked_server(environment={"PIPESWITCH_SCHEDULER__TRAINING": "pack"}) as checked:
+        tasks = [
+            checked.client.train(script, name=name,
+                                 args=[str(width), str(STEPS), str(STEP_MS), str(out)])
+            for name, width in WIDTHS.items()
+        ]  # fmt: skip
+        for task in tasks:
+            finish(task)
+    ended = [int(word) for word in out.read_text("utf-8").split()]
+    assert ended == [WIDTHS[name] for name in _simulated_ends("pack")]
+
+
+def _simulated_ends(training: str) -> list[str]:
+    jobs = [PaperJob(name=name, steps=STEPS, step_ms=STEP_MS, memory_bytes=8 * width**2)
+            for name, width in WIDTHS.items()]  # fmt: skip
+    outcome = replay(Setting(memory_bytes=64 * MIB, costs=Costs(), training=training), [], [], jobs)
+    return [job.name for job in sorted(outcome.jobs, key=lambda job: job.jct_ms)]
 
 
 def _live(policy: str, state: Path) -> tuple[tuple[int, ...], int]:
