@@ -369,6 +369,8 @@ def _jobs(texts: Sequence[str]) -> list[PaperJob]:
     for text in texts:
         what, _, at = text.partition("@")
         try:
+            if what.count(":") != 3:
+                raise ValueError("four parts are expected")
             name, steps, step, memory = what.split(":")
             size_bytes = parse_size(memory)
             if not name or name in found:

@@ -154,7 +154,7 @@ def test_the_command_joins_requests() -> None:
 
 @pytest.mark.parametrize(
     ("args", "told"),
-    [(["none"], "nothing to simulate"), (["none", "--job", "a:1:1ms"], "NAME:STEPS:STEP:MEMORY"),
+    [(["none"], "nothing to simulate"), (["none", "--job", "a:1:1ms"], "four parts"),
      (["none", "--job", "a:0:1ms:1MiB"], "number of steps"),
      (["none", "--job", "a:1:1:1MiB"], "'1'"),
      (["none", "--job", "a:1:1ms:0"], "some memory"),
