@@ -453,8 +453,12 @@ class CpuPoolView:
         """
         (start, size), (work, board, *bells) = self._slice, descriptors
         check_range("move", 0, size, order.size_bytes)
-        copy = mmap.mmap(work, size, offset=order.offset_bytes)
-        ctypes.memmove(address_of(copy), start, size)
+        with memoryview((ctypes.c_char * size).from_address(start)) as source:
+            written = 0
+            while written < size:  # by the kernel, which need not zero the new pages first
+                written += os.pwrite(work, source[written:], order.offset_bytes + written)
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        copy = mmap.mmap(work, size, flags=flags, offset=order.offset_bytes)
         move_pages(address_of(copy), start, size)
         copy.close()
         self._forget_device(start, start + size)
