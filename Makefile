@@ -46,11 +46,10 @@ test: $(STAMP)  ## The tests that start real processes, on the cpu device; JOBS=
 test-long: $(STAMP)  ## The slow tests: the demo, a minute of chaos, killed servers and jobs.
 	$(BIN)/python -m pytest -m slow
 
-lint: $(STAMP)  ## ruff, its formatter, the bans, bandit, mypy.
+lint: $(STAMP)  ## ruff, its formatter, the bans, mypy.
 	$(BIN)/ruff check $(LINTED)
 	$(BIN)/ruff format --check $(LINTED)
 	$(BIN)/ruff check --config lint/bans.toml $(CODE)
-	$(BIN)/bandit -q -c lint/bandit.yaml -r $(CODE)
 	$(BIN)/mypy
 
 bench-quick: $(STAMP)  ## Short runs of all benchmarks, results in out/.

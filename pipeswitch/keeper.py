@@ -173,7 +173,7 @@ def _become_a_server(
     close_others([ours.fileno()])
     ours.set_inheritable(True)
     waiting = {launch.WAITING: f"{pid} {ours.fileno()}"}
-    os.execve(command[0], command, {**environment, **waiting})  # nosec B606
+    os.execve(command[0], command, {**environment, **waiting})
 
 
 def _wait_to_serve(door: socket.socket) -> NoReturn:

@@ -308,7 +308,7 @@ def _models(text: str, count: int, factor: float, seed: int) -> list[PaperModel]
         wanted = _read("--models", number, lambda text: int(str(text))) if number else count
         if not 1 <= wanted <= 10_000:
             raise InvalidInput(f"--models {text}: from 1 to 10000 models")
-        chance = random.Random(f"models {seed}")  # nosec B311
+        chance = random.Random(f"models {seed}")
         return [
             _equal(f"m{i:02d}", int(RANDOM_BYTES * math.exp(chance.gauss(0.0, SPREAD))),
                    factor * RANDOM_MS * math.exp(chance.gauss(0.0, SPREAD)), LAYERS)

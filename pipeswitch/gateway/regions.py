@@ -25,7 +25,7 @@ from .oip import InferRequest, Output, Place
 from .refusals import NotFound, TooLarge
 
 # Where shm_open(3) keeps its files.
-FOLDER: Final = "/dev/shm"  # nosec B108
+FOLDER: Final = "/dev/shm"
 MAX_REGIONS: Final = 256  # of all callers
 MAX_NAME: Final = 256
 WHAT: Final = "to name shared memory"

@@ -246,7 +246,7 @@ def ga(jobs: Sequence[Job], memory: Memory = UNLIMITED, search: Search = Search(
     one before; the same seed gives the same order."""
     if len(jobs) < 2:
         return tuple(range(len(jobs)))
-    chance = Random(search.seed)  # nosec B311
+    chance = Random(search.seed)
     cost: dict[Order, float] = {}
 
     def measured(order: Order) -> tuple[float, Order]:

@@ -44,7 +44,7 @@ def of_functions(text: str, *, speed_up: float = 1.0, seed: int = 0) -> Trace:
     """
     header, *rows = _rows(text)
     first = next((i for i, name in enumerate(header) if not name.startswith("Hash")), len(header))
-    chance = Random(seed)  # nosec B311
+    chance = Random(seed)
     counts = [_counts(row[first:], number) for number, row in enumerate(rows, start=2)]
     counts.sort(key=sum, reverse=True)
     found = [
@@ -102,7 +102,7 @@ def of_rows(text: str, *, name: str = "trace", speed_up: float = 1.0) -> tuple[T
 
 def poisson(rate_per_s: float, *, count: int, model_count: int, seed: int = 0) -> Trace:
     """Independent arrivals; models by Zipf's law: the k-th is asked for 1/k times as often."""
-    chance = Random(seed)  # nosec B311
+    chance = Random(seed)
     weights = [1.0 / (1 + model) for model in range(model_count)]
     models = chance.choices(range(model_count), weights, k=count)
     at_ms, found = 0.0, []

@@ -38,7 +38,7 @@ def check_policy(make: Callable[..., Policy], *, max_wait_ms: float = 2000.0) ->
         settings_of(policy.order)
     except ValueError as error:
         raise AssertionError(str(error)) from error
-    chance = Random(0)  # nosec B311
+    chance = Random(0)
     for _ in range(ROUNDS):
         now_ms = chance.uniform(0.0, 10 * max_wait_ms)
         view = View(now_ms, _predict, 4.0 * MIB, lambda: (("m0", MIB),))

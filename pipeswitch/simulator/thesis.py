@@ -73,7 +73,7 @@ def gaps(instances: int, watch: Callable[[float], None] | None = None) -> Iterat
         for seed in range(instances):
             if watch is not None:
                 watch((number + seed / instances) / len(cells))
-            jobs, memory = instance(Random(seed), case, ratio)  # nosec B311
+            jobs, memory = instance(Random(seed), case, ratio)
             best_ms = makespan_ms(jobs, exhaustive(jobs, memory), memory)
             for name in RULES:
                 took_ms = makespan_ms(jobs, order_by(name, jobs, memory), memory)
