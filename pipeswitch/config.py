@@ -274,6 +274,18 @@ class WorkersConfig(_Checked):
 
 
 @dataclass(frozen=True)
+class PreprocessConfig(_Checked):
+    """``[preprocess]``."""
+
+    processes: int = _setting(
+        1, "that run the functions of models with --preprocess, beside the devices", low=1, high=64
+    )
+    max_time_ms: float = _setting(
+        "60s", "a function that runs longer for one request is killed; 0: never", parse_ms
+    )
+
+
+@dataclass(frozen=True)
 class SchedulerConfig(_Checked):
     """``[scheduler]``."""
 
@@ -429,6 +441,7 @@ class Config(_Checked):
     device: DeviceConfig = field(default_factory=DeviceConfig)
     host: HostConfig = field(default_factory=HostConfig)
     workers: WorkersConfig = field(default_factory=WorkersConfig)
+    preprocess: PreprocessConfig = field(default_factory=PreprocessConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     jobs: JobsConfig = field(default_factory=JobsConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -444,6 +457,7 @@ SECTIONS: Final[Mapping[str, type[_Checked]]] = {
     "device": DeviceConfig,
     "host": HostConfig,
     "workers": WorkersConfig,
+    "preprocess": PreprocessConfig,
     "scheduler": SchedulerConfig,
     "jobs": JobsConfig,
     "log": LogConfig,

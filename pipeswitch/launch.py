@@ -36,6 +36,7 @@ from .ipc.messages import (
     Forked,
     ForkServerReady,
     Message,
+    StageSettings,
     WorkerSettings,
 )
 from .sandbox.environment import take_environment
@@ -47,6 +48,7 @@ FIRST: Final = (
     "torch",
     "torch.fx.experimental.symbolic_shapes",  # as a program's kernels are checked
     "workers.main",
+    "workers.stage",
     "pipeswitch.programs.build.builder",
     "pipeswitch.programs.build.program",
 )
@@ -220,6 +222,12 @@ def _run(settings: Message, descriptors: Sequence[int]) -> int:
             for descriptor in environment:
                 take_environment(descriptor)
             return run_builder(settings, channel_from(channel))
+        case StageSettings():
+            from workers.stage import run as run_stage
+
+            channel, results, owners = descriptors
+            take_environment(owners)
+            return run_stage(settings, channel_from(channel), results)
         case _:
             raise ValueError(f"cannot fork for a {type(settings).__name__}")
 

@@ -106,7 +106,8 @@ def _bill_printer(count: int) -> Callable[[Any], None]:
             return
         bill = outcome.result.timing
         numbers = "".join(f"{getattr(bill, column):10.2f}" for column in views.BILL_COLUMNS)
-        notes = ("resident " if bill.resident else "") + (
+        notes = f"preprocess {bill.preprocess_ms:.2f} " if bill.preprocess_ms else ""
+        notes += ("resident " if bill.resident else "") + (
             f"preempted {bill.preempted}" if bill.preempted else ""
         )
         if outcome.is_late:
@@ -169,7 +170,8 @@ def load_inputs(path: str | None, signature: Signature, seed: int) -> Any:
     """A request's inputs: made up when there is no file.
 
     ``.npy`` is one array, ``.npz`` inputs by name, an image is resized, cropped and normalised
-    as the torchvision classifiers expect and repeated to the model's smallest batch.
+    as the torchvision classifiers expect and repeated to the model's smallest batch. Where the only
+    input is a row of bytes, any other file is sent as it is.
     """
     import numpy as np
 
@@ -178,6 +180,9 @@ def load_inputs(path: str | None, signature: Signature, seed: int) -> Any:
     file = Path(path)
     if not file.is_file():
         raise InvalidInput(f"no file {path!r}")
+    is_arrays = file.suffix.lower() in (".npy", ".npz")
+    if not is_arrays and [(v.dtype, len(v.shape)) for v in signature.inputs] == [("uint8", 1)]:
+        return np.frombuffer(file.read_bytes(), np.uint8)
     if file.suffix.lower() in IMAGE_SUFFIXES:
         return _image(file, signature)
     try:

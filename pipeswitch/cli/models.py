@@ -45,6 +45,18 @@ CONVERT: Final = (
               help="Up to so many that wait together are computed as one batch.")  # fmt: skip
 @click.option("--batch-delay", default="0", metavar="TIME",
               help="2ms: with --batch, for so long one waits for others.")  # fmt: skip
+@click.option(
+    "--preprocess",
+    default="",
+    metavar="PACKAGE.MODULE:FUNCTION",
+    help="Of the server's; makes the inputs of what clients send, beside the device.",
+)
+@click.option(
+    "--raw",
+    multiple=True,
+    metavar="[NAME=]1..4194304:uint8",
+    help="With --preprocess: shape and dtype of what clients send (repeatable).",
+)
 @devices_option
 @json_option
 def register(
@@ -52,6 +64,7 @@ def register(
     source: str,
     from_job: str | None,
     inputs: tuple[str, ...],
+    raw: tuple[str, ...],
     batch: int | None,
     batch_delay: str,
     as_json: bool,
@@ -67,7 +80,8 @@ def register(
     if from_job:
         _publish(name, from_job, as_json)
         return
-    signature = _signature(inputs)
+    signature = _signature(inputs, "--input")
+    options["raw"] = _signature(raw, "--raw")
     options |= {"batch": batch or 0, "batch_delay_ms": milliseconds("--batch-delay", batch_delay)}
     is_shown = not as_json and sys.stderr.isatty()
     with contextlib.ExitStack() as stack:
@@ -96,8 +110,8 @@ def _publish(name: str, from_job: str, as_json: bool) -> None:
     print_done(row, f"{name} is version {row['version']} now, of job {job}", as_json)
 
 
-def _signature(texts: tuple[str, ...]) -> dict[str, tuple[list[int], str]]:
-    """What ``--input`` says, in the SDK's form."""
+def _signature(texts: tuple[str, ...], option: str) -> dict[str, tuple[list[int], str]]:
+    """What ``--input`` or ``--raw`` says, in the SDK's form."""
     from ..programs.signature import parse_input
 
     found = {}
@@ -105,7 +119,7 @@ def _signature(texts: tuple[str, ...]) -> dict[str, tuple[list[int], str]]:
         try:
             name, (shape, dtype) = parse_input(text, number)
         except InvalidInput as error:
-            raise click.BadParameter(error.message, param_hint="--input") from None
+            raise click.BadParameter(error.message, param_hint=option) from None
         found[name] = (shape, dtype)
     return found
 

@@ -197,6 +197,8 @@ class Client:
         batch: int = 0,
         batch_delay_ms: float = 0.0,
         devices: Sequence[str] = (),
+        preprocess: str = "",
+        raw: Inputs | None = None,
         progress: Progress | None = None,
     ) -> dict[str, Any]:
         """Make a model servable; returns when requests for it are accepted.
@@ -226,6 +228,12 @@ class Client:
                 depend on the batch (``batching``).
             batch_delay_ms: for so long a request waits for others though the device is free.
             devices: of several of the server, those that may serve it; none: all.
+            preprocess: ``package.module:function`` of the server's, which makes the model's inputs
+                of what requests send: it is called with numpy arrays by the names of ``raw``, in a
+                process beside the devices, and returns a dict of arrays by the model's inputs, or
+                the only one.
+            raw: shapes and dtypes of what requests send then, as in ``inputs``, not nested:
+                ``{"image": (((1, 1 << 22),), "uint8")}`` takes a file's bytes.
             progress: called as the work proceeds; what it raises ends the wait, not the work.
 
         Raises:
@@ -236,6 +244,9 @@ class Client:
             if weights and not isinstance(source, str | os.PathLike):
                 raise InvalidInput("a module brings its own weights", hint="leave weights out")
             takes, signature = _signature(inputs)
+            raw_takes, sent = _signature(raw)
+            if raw_takes is not None:
+                raise InvalidInput("raw inputs do not nest")
             if dynamic and isinstance(source, str | os.PathLike):
                 raise InvalidInput(
                     "dynamic is for a module; a file or a name says it in its inputs",
@@ -260,6 +271,7 @@ class Client:
                 "batch": batch,
                 "batch_delay_ms": batch_delay_ms,
                 **({"devices": list(devices)} if devices else {}),
+                **({"preprocess": preprocess, "raw": sent} if preprocess or sent else {}),
             },
             is_safe=True,  # the same registration again is a no-op
             on_progress=_progress_caller(progress),

@@ -36,6 +36,7 @@ class Timing:
     """A reply's bill: where the time went, in milliseconds."""
 
     queue_ms: float = 0.0
+    preprocess_ms: float = 0.0  # of a model with a stage
     switch_ms: float = 0.0
     copy_ms: float = 0.0
     stall_ms: float = 0.0

@@ -36,6 +36,7 @@ from ..scheduler.events import (
     JobAsked,
     Journal,
     KillBuild,
+    KillStage,
     KillWorker,
     Leave,
     Publish,
@@ -45,12 +46,15 @@ from ..scheduler.events import (
     SaveProfile,
     Span,
     SpawnDaemon,
+    SpawnStage,
     SpawnWorker,
     StartBuild,
     StopTrial,
     SweepPrograms,
+    TakeResult,
     ToDaemon,
     Token,
+    ToStage,
     ToWorker,
     UnregisterAsked,
     Warn,
@@ -59,6 +63,7 @@ from ..scheduler.timeline import Timeline
 from .builds import Builds
 from .device import DeviceEffects, Ground
 from .journal import JournalFile
+from .stages import StageEffects
 
 log = logging.getLogger(__name__)
 
@@ -72,11 +77,12 @@ class Effects:
         self,
         ground: Ground,
         devices: Sequence[DeviceEffects],
+        stages: StageEffects,
         *,
         journal: JournalFile,
         profiles_dir: Path,
     ) -> None:
-        self._devices = devices
+        self._devices, self._stages = devices, stages
         self._places, self._memory, self._frontend = ground.places, ground.memory, ground.frontend
         # What was measured here before what came along.
         self.builds = Builds(ground, (self._places.profiles, profiles_dir))
@@ -104,6 +110,8 @@ class Effects:
             case HandOver(slot=slot, to_slot=to_slot, to_generation=generation):
                 other = self._devices[command.to_device]
                 self._devices[command.device].hand_over(slot, other, (to_slot, generation))
+            case SpawnStage() | ToStage() | KillStage() | TakeResult():
+                self._stages.perform(command)
             case Answer():
                 self._answer(command)
             case Publish() | Announce() | Retract():

@@ -47,7 +47,7 @@ from ..ipc.messages import JobName, ModelName
 from ..machine import available_bytes, cpu_count, processor_name
 from ..planning.profile import Identity
 from ..programs.signature import parse_input
-from ..programs.spec import devices_of
+from ..programs.spec import devices_of, stage_of
 from ..sandbox.confine import missing
 from ..scheduler.events import (
     DrainAsked,
@@ -72,6 +72,7 @@ from .journal import FILE_NAME, JournalFile
 from .policies import find_policy
 from .processes import Processes
 from .shared_memory import DeviceShare, Memory, Sizes
+from .stages import StageEffects
 from .tracing import Tracer
 from .watchdog import LoopWatchdog, Notifier
 
@@ -362,6 +363,8 @@ class Server:
             stop_grace_ms=config.scheduler.stop_grace_ms,
             evict_grace_ms=config.scheduler.evict_grace_ms,
             restart_backoff_ms=config.workers.restart_backoff_ms,
+            stages=config.preprocess.processes,
+            max_stage_ms=config.preprocess.max_time_ms,
             keep_versions=config.jobs.keep_versions,
             keep_jobs=config.jobs.keep.count,
             keep_jobs_ms=config.jobs.keep.time_ms,
@@ -389,12 +392,14 @@ class Server:
             frontend=self._frontend,
             take=self._inbox.append,
         )
+        self._stages = StageEffects(ground, config.server.max_message_bytes)
         self._effects = Effects(
             ground,
             [
                 DeviceEffects(ground, share, index, one.opened)
                 for index, (share, one) in enumerate(zip(self._shares, devices, strict=True))
             ],
+            self._stages,
             journal=self._journal,
             profiles_dir=Path(config.profiles_dir or SHIPPED_PROFILES),
         )
@@ -464,6 +469,7 @@ class Server:
         """Give back what was taken when this was made."""
         self._journal.close()
         self._memory.close()
+        self._stages.close()
         for share in self._shares:
             share.close()
         self._notifier.close()
@@ -580,6 +586,7 @@ class Server:
                     is_pinned=entry["pin"],
                     tenant=entry["tenant"],
                     devices=devices_of(entry["spec"]),
+                    stage=stage_of(entry["spec"]),
                     is_known=True,
                     restored=self._effects.builds.manifest_of(entry["digest"]),
                 )

@@ -28,7 +28,7 @@ from ..sandbox.environment import harmless
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["worker", "builder", "daemon"]
+Kind = Literal["worker", "builder", "daemon", "stage"]
 MAX_FAILED_STARTS = 3  # of the fork server in a row: its imports are broken
 LOOK_EVERY_S = 0.5  # for processes that were stopped from outside
 URGENT_LOOK_EVERY_S = 0.03  # while a request has waited that long: it may wait for one of them

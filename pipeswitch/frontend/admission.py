@@ -117,7 +117,8 @@ def check_infer(
     Raises:
         InvalidInput: with the model's signature in the text.
     """
-    manifest = announced.manifest
+    stage = announced.stage
+    manifest = announced.manifest if stage is None else stage.raw(announced.manifest)
     ordered = _by_call_order(header.model, header.inputs, manifest)
     values: dict[str, int] = {}
     checked = []

@@ -35,6 +35,7 @@ from ..errors import (
     QueueFull,
     RemoteProtocolError,
     ServerUnavailable,
+    TaskFailed,
 )
 from ..failpoints import reach
 from ..ipc.messages import ModelName
@@ -47,11 +48,14 @@ from ..scheduler.events import (
     Event,
     InferArrived,
     PrefetchHint,
+    Prepared,
     Publish,
     RegisterAsked,
     Retract,
+    TakeResult,
 )
-from ..wire.frames import VERSION, RequestHeader, decode_request, pack_dict
+from ..scheduler.versions import split_name
+from ..wire.frames import VERSION, RequestHeader, WireTensor, decode_request, pack_dict
 from ..wire.sockets import DONTWAIT, is_readable, send_frames
 from . import admission
 from .admission import Admitted, Body
@@ -507,7 +511,7 @@ class Frontend:
 
     def _admit(self, header: RequestHeader, sizes: Sequence[int], announced: Announce) -> Admitted:
         """As ``check_infer``, which answers the same to the same."""
-        key = (announced.model, header.inputs, *sizes)
+        key = (announced.model, announced.stage is None, header.inputs, *sizes)
         admitted = self._fitting.get(key)
         if admitted is None:
             admitted = admission.check_infer(header, sizes, announced, self._max_message_bytes)
@@ -539,6 +543,69 @@ class Frontend:
             self._answer(Answer(token=pending.token, error=error))
         else:
             self._take(event)
+
+    # ---- inputs that a function made -----------------------------------------------------------
+
+    def take_result(self, command: TakeResult, memory: memoryview) -> None:
+        """Into the pool, in place of what came, if the model takes it; then ``Prepared``.
+
+        ``memory``: of the slot, whose process waits meanwhile.
+        """
+        pending = self.requests.find(command.token)
+        prepared = Prepared(token=command.token, slot=command.slot)
+        if pending is None:
+            self._take(prepared)
+            return
+        try:
+            tensors = [memory[one.offset_bytes :][: one.size_bytes] for one in command.outputs]
+            admitted, announced = self._admit_result(command, [len(one) for one in tensors])
+            self.requests.clear(pending)  # it holds its share no longer
+            pending.room = self._reserve(pending.client, admitted, announced.tenant)
+        except PipeSwitchError as error:
+            self._take(msgspec.structs.replace(prepared, error=error))
+            return
+        room = pending.room
+        prepared = msgspec.structs.replace(
+            prepared,
+            inputs=room.place(admitted.inputs),
+            reply_offset_bytes=room.reply_offset_bytes,
+            reply_bytes=room.reply_bytes,
+            digest=announced.manifest.digest,
+        )
+        payload = [tensors[item.frame] for item in admitted.inputs]
+        if admitted.input_bytes <= INLINE_COPY_BYTES:
+            self._pool.fill(prepared.inputs, payload, room.tenant)
+            self._take(prepared)
+        else:
+            self._copier.put(functools.partial(self._copy_result, payload, prepared, room.tenant))
+
+    def _admit_result(self, command: TakeResult, sizes: Sequence[int]) -> tuple[Admitted, Announce]:
+        """Whether a model takes what its function returned.
+
+        Raises:
+            TaskFailed: it does not; with both signatures, and the function.
+            InvalidInput: it left meanwhile.
+        """
+        announced = admission.find_version(*split_name(command.model), self._versions)
+        announced = msgspec.structs.replace(announced, stage=None)
+        inputs = tuple(
+            WireTensor(name=one.name, dtype=one.dtype, shape=one.shape, frame=number)
+            for number, one in enumerate(command.outputs)
+        )
+        header = RequestHeader(v=VERSION, op="infer", id="0", model=command.model, inputs=inputs)
+        try:
+            return self._admit(header, sizes, announced), announced
+        except InvalidInput as error:
+            raise TaskFailed(
+                f"preprocess {command.function} returned what its model does not take: "
+                f"{error.message}",
+                hint=error.hint,
+            ) from None
+
+    def _copy_result(self, payload: Sequence[Any], prepared: Prepared, tenant: str) -> None:
+        """On the copier's thread."""
+        self._pool.fill(prepared.inputs, payload, tenant)
+        self._call_soon(lambda: self._take(prepared))
 
     def _take_back(self, pending: Pending) -> None:
         if pending.is_copying:

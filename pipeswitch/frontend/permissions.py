@@ -126,6 +126,25 @@ def _require_code_right(
     )
 
 
+def check_function(
+    function: str, raw: Mapping[str, Any], *, is_owner: bool, allow_code: Sequence[str]
+) -> None:
+    """A stage's ``package.module:function``, with what clients send it.
+
+    Raises:
+        PermissionDenied, InvalidInput.
+    """
+    hint = "--preprocess package.module:function --raw image=1..4194304:uint8"
+    if not _MODULE.fullmatch(function):
+        raise InvalidInput(f"preprocess {function!r} is no package.module:function", hint=hint)
+    if not raw:
+        raise InvalidInput(f"preprocess {function} without raw inputs", hint=hint)
+    if any(dtype == "bfloat16" for _, dtype in raw.values()):
+        raise InvalidInput("raw inputs are numpy arrays: none is bfloat16", hint=hint)
+    module = function.partition(":")[0]
+    _require_code_right(function, module, is_owner=is_owner, allow_code=allow_code)
+
+
 def _matches(runs: str, pattern: str) -> bool:
     """As a shell matches: a wildcard crosses no folder. ``*`` alone is everything."""
     parts, wanted = runs.split("/"), pattern.split("/")
@@ -150,6 +169,13 @@ def check_entry(entry: str, *, is_owner: bool, allow_code: Sequence[str]) -> str
     return real
 
 
+def _declared(inputs: Mapping[str, list[Any]]) -> dict[str, Any]:
+    return {
+        key: (tuple(n if isinstance(n, int) else tuple(n) for n in shape), dtype)
+        for key, (shape, dtype) in inputs.items()
+    }
+
+
 def encode_spec(
     name: str,
     checked: CheckedSource,
@@ -159,6 +185,8 @@ def encode_spec(
     batch: int,
     batch_delay_ms: float,
     devices: tuple[str, ...],
+    preprocess: str = "",
+    raw: Mapping[str, list[Any]] | None = None,
 ) -> tuple[bytes, str]:
     """msgpack of the BuildSpec, and a digest that is equal for an equal request.
 
@@ -176,16 +204,15 @@ def encode_spec(
         name=name,
         source=checked.source,
         weights=checked.weights,
-        inputs={
-            key: (tuple(n if isinstance(n, int) else tuple(n) for n in shape), dtype)
-            for key, (shape, dtype) in inputs.items()
-        },
+        inputs=_declared(inputs),
         takes=takes,
         max_batch=max_batch or DEFAULT_MAX_BATCH,
         batch=batch,
         batch_delay_ms=batch_delay_ms,
         allow_module_mode=checked.is_code,
         devices=devices,
+        preprocess=preprocess,
+        raw=_declared(raw or {}),
     )
     packed = msgspec.msgpack.encode(spec)
     digest = hashlib.sha256(packed)

@@ -90,6 +90,13 @@ class Requests:
         """Of all that wait."""
         return list(self._pending)
 
+    def clear(self, pending: Pending) -> None:
+        """What it brought was read; it may have another room."""
+        if pending.room is not None:
+            self._pool.release_inputs(pending.room)
+            self._pool.release_reply(pending.room)
+            pending.room = None
+
     def progress(self, pending: Pending, answer: Answer) -> Outgoing:
         """The message of an answer that more will follow."""
         return Outgoing(frames=self._frames(pending, answer), since_ms=self._now_ms())

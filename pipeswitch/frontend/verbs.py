@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from ..errors import InvalidInput
 from ..ipc.messages import JobName, ModelName
+from ..programs.spec import stage_of
 from ..roles import Role, Standing
 from ..scheduler.events import (
     DrainAsked,
@@ -111,9 +112,21 @@ class Verbs:
         if is_pinned:
             standing.require(Role.OPERATE, "to pin a model")
         devices = body.texts("devices")
+        preprocess, raw = body.text("preprocess", ""), body.signature("raw")
+        if preprocess:
+            permissions.check_function(
+                preprocess, raw, is_owner=standing.is_owner, allow_code=self._allow_code
+            )
+            standing.require(Role.CODE, "to preprocess")
+        elif raw:
+            raise InvalidInput(
+                "register: raw inputs without preprocess",
+                hint="--preprocess package.module:function makes the model's inputs of them",
+            )
         spec, digest = permissions.encode_spec(
             name, source, inputs, takes, body.count("max_batch", 0), body.count("batch", 0),
             body.number("batch_delay_ms", 0.0, MAX_BATCH_DELAY_MS), devices,
+            preprocess, raw,
         )  # fmt: skip
         body.done()
         return lambda token: RegisterAsked(
@@ -125,6 +138,7 @@ class Verbs:
             is_pinned=is_pinned,
             tenant=standing.tenant,
             devices=devices,
+            stage=stage_of(spec),
         )
 
     def _train(self, header: RequestHeader, standing: Standing) -> Asked:

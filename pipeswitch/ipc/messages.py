@@ -32,7 +32,7 @@ class Fork(Message, frozen=True):
     """controller -> fork server: fork a child; the descriptors of its sockets come along."""
 
     ticket: int
-    kind: Literal["worker", "builder", "daemon"]
+    kind: Literal["worker", "builder", "daemon", "stage"]
     name: str  # process name, e.g. "pipeswitch-worker-0"
     settings: bytes  # msgpack of the kind's own settings struct, opaque here
 
@@ -627,6 +627,44 @@ class BuildFailed(Message, frozen=True):
     data: dict[str, Any] = {}
 
 
+# ---- controller <-> stage -------------------------------------------------------------------
+
+
+class StageSettings(Message, frozen=True):
+    """What a stage process is started with. Descriptors: the memory it returns results in, the
+    server's environment."""
+
+    result_bytes: int
+
+
+class StageReady(Message, frozen=True):
+    """stage -> controller: it takes requests."""
+
+    pid: int
+
+
+class RunStage(Message, frozen=True):
+    """controller -> stage: call the function. Descriptor: the file that the raw inputs lie in."""
+
+    epoch: Epoch
+    function: str  # package.module:function
+    inputs: tuple[SlabTensor, ...]
+
+
+class StageDone(Message, frozen=True):
+    """stage -> controller: what it returned lies in the memory of results, from its start."""
+
+    epoch: Epoch
+    outputs: tuple[SlabTensor, ...]
+
+
+class StageFailed(Message, frozen=True):
+    """stage -> controller: it raised, or what it returned is no arrays; the process goes on."""
+
+    epoch: Epoch
+    reason: str
+
+
 # ---- controller -> gateway ------------------------------------------------------------------
 
 
@@ -662,5 +700,6 @@ AnyMessage = (
     | Cleaned | RunJob | LeaseRequest | LeaseGranted | LeaseRefused | StopTask | Parked | GrantTurn
     | EvictTask | MoveTask | Moved | CommitStep | StepCommitted | PublishStep | PublishAnswered
     | PublishCopied | JobReport | JobEnded | Ping | Pong | Exit
-    | BuildSettings | BuildProgress | BuildDone | BuildFailed | GatewaySettings
+    | BuildSettings | BuildProgress | BuildDone | BuildFailed | StageSettings | StageReady
+    | RunStage | StageDone | StageFailed | GatewaySettings
 )  # fmt: skip

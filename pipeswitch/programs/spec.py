@@ -15,6 +15,7 @@ from .layout import BUNDLE_FILE as BUNDLE_FILE
 from .layout import Manifest
 from .nesting import Tree
 from .operators import checked_by
+from .stages import Stage, stage
 
 DEFAULT_MAX_BATCH: Final = 64
 MANIFEST_FILE: Final = "manifest.json"
@@ -42,6 +43,8 @@ class BuildSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     allow_module_mode: bool = False
     bucket_bytes: int = 0  # 0: grouping's default
     devices: tuple[str, ...] = ()  # of the server that may serve it; none named: all
+    preprocess: str = ""  # package.module:function that makes its inputs; empty: clients send them
+    raw: dict[str, tuple[tuple[int | tuple[int, int], ...], str]] = {}  # then: what they send
 
 
 def files_of(spec: bytes) -> list[Path]:
@@ -56,6 +59,15 @@ def devices_of(spec: bytes) -> tuple[str, ...]:
         return msgspec.msgpack.decode(spec, type=BuildSpec).devices
     except msgspec.DecodeError:
         return ()
+
+
+def stage_of(spec: bytes) -> Stage | None:
+    """What makes the inputs of an encoded spec's model; None: its clients, or it is no spec."""
+    try:
+        decoded = msgspec.msgpack.decode(spec, type=BuildSpec)
+    except msgspec.DecodeError:
+        return None
+    return stage(decoded.preprocess, decoded.raw) if decoded.preprocess else None
 
 
 def needs_more(spec: bytes) -> bool:

@@ -16,10 +16,11 @@ from .core import Core
 from .device import Device
 from .device_state import DeviceState
 from .endings import batch_of, quarantined
-from .events import CancelAsked, InferArrived
+from .events import CancelAsked, InferArrived, Prepared
 from .forecast import hopeless_at_ms, is_hopeless, is_worth_a_probe, too_late, will_be_measured
 from .machine import Machine
 from .records import Model, Request
+from .stages import Stages
 from .states import MODEL_AWAITED, ModelState, TaskEvent
 from .versions import Versions, split_name
 
@@ -31,6 +32,7 @@ class Admission:
         self._core = core
         self._versions = versions
         self._machine = machine
+        self.stages = Stages(core)
 
     def arrived(self, event: InferArrived) -> None:
         """Admit a request or answer it at once."""
@@ -40,7 +42,7 @@ class Admission:
         if refusal is not None:
             core.refuse(event.token, refusal)
             return
-        manifest = self._machine.models[event.model].built
+        model = self._machine.models[event.model]
         request = Request(
             token=event.token,
             request_id=event.request_id,
@@ -51,17 +53,45 @@ class Admission:
             reply_offset_bytes=event.reply_offset_bytes,
             reply_bytes=event.reply_bytes,
             arrived_at_ms=core.now_ms if event.arrived_at_ms is None else event.arrived_at_ms,
-            batch=batch_of(manifest, event.inputs),
-            size_bytes=manifest.total_bytes,
+            size_bytes=model.built.total_bytes,
+            is_raw=model.stage is not None,
         )
-        model = self._machine.models[request.model]
+        if model.stage is None:
+            self._queue(request, model)
+        else:
+            born = self._machine.served[model.base].born
+            self.stages.take(request, model.stage, born, event.tenant)
+
+    def prepared(self, event: Prepared) -> None:
+        """The inputs of a request that came raw are there, or why they are not."""
+        request = self.stages.prepared(event)
+        if request is None:
+            return
+        model = self._machine.models.get(request.model)
+        error: PipeSwitchError | None = None
+        if model is None or model.built.digest != event.digest:
+            error = changed_on_the_way(request.model)
+        elif model.state.state is ModelState.QUARANTINED:
+            error = quarantined(model)
+        else:
+            error = self._lost(model)
+        if error is not None:
+            request.state.apply(TaskEvent.ERROR, type(error).__name__)
+            self._core.refuse(request.token, error)
+        elif model is not None:
+            self._queue(request, model)
+
+    def _queue(self, request: Request, model: Model) -> None:
+        """It waits for a device, unless its answer would come too late."""
+        core = self._core
+        request.batch = batch_of(model.built, request.inputs)
         is_early = model.state.state in MODEL_AWAITED
         place, request.placed = self._machine.placing.request(model, request)
         device = place.state
         if not is_early and is_hopeless(device, request):
             request.is_probe = is_worth_a_probe(device, request)
             if not request.is_probe:
-                core.refuse(event.token, too_late(device, request))
+                core.refuse(request.token, too_late(device, request))
                 return
         if not is_early:
             will_be_measured(device, request)
@@ -99,7 +129,7 @@ class Admission:
         if lost is not None:
             return lost
         queues = [queue for state in states for queue in (state.queue, state.early)]
-        waiting = sum(map(len, queues))
+        waiting = sum(map(len, queues)) + len(self.stages)
         if waiting >= core.settings.max_queue:
             return QueueFull(
                 f"{waiting} requests are waiting, the limit is {core.settings.max_queue}",
@@ -107,7 +137,7 @@ class Admission:
                 waiting=waiting,
             )
         name = event.model
-        waiting = sum([queue.count(name) for queue in queues])
+        waiting = sum([queue.count(name) for queue in queues]) + self.stages.count(name)
         if waiting >= core.settings.max_queue_per_model:
             return QueueFull(
                 f"{waiting} requests for {event.model} are waiting, "
@@ -134,7 +164,7 @@ class Admission:
             if request is not None:
                 state.refuse(request, TaskEvent.CANCEL, Cancelled("cancelled by the caller"))
                 return True
-        return False
+        return self.stages.cancel(event.token)
 
     def stored(self, model: Model) -> None:
         """Its bytes are in the host store: requests that came before are dispatched in order."""

@@ -21,8 +21,9 @@ def bill(
         ended = replica.transmit_ended_at_ms or message.ended_at_ms
         copy_ms = max(0.0, ended - replica.transmit_started_at_ms)
     compute_ms = message.ended_at_ms - message.turn_at_ms - message.stall_ms
+    made_ms = request.preprocess_ms
     return {
-        "queue_ms": activation.dispatched_at_ms - request.arrived_at_ms,
+        "queue_ms": activation.dispatched_at_ms - request.arrived_at_ms - (made_ms or 0.0),
         "switch_ms": max(0.0, message.first_group_at_ms - activation.dispatched_at_ms),
         "copy_ms": copy_ms,
         "stall_ms": message.stall_ms,
@@ -36,6 +37,7 @@ def bill(
         "batch": activation.batch,
         "joined": len(activation.tokens),
         **({"device": device.label, "placed": request.placed} if device.label else {}),
+        **({} if made_ms is None else {"preprocess_ms": made_ms}),
         **({"kept_bytes": activation.kept_bytes} if activation.kept_bytes else {}),
     }
 

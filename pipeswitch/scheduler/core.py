@@ -38,6 +38,8 @@ class SchedulerSettings:
     max_compute_ms: float = 60000.0  # beyond a model's longest run it hangs; 0: it never does
     deadline_grace_ms: float = 5000.0  # a task still running this long after its deadline hangs
     restart_backoff_ms: float = 1000.0
+    stages: int = 1  # processes that make requests' inputs
+    max_stage_ms: float = 60000.0  # for which one may take; 0: for ever
     max_deaths: int = 3  # of workers in a row: per request, per model
     max_job_deaths: int = 10  # of a job's workers in a row without a commit in between
     max_daemon_restarts: int = 5  # in a row, without a model served in between

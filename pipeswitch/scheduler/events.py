@@ -19,6 +19,7 @@ from ..errors import PipeSwitchError
 from ..ipc.messages import Epoch, JobName, Message, ModelName, SlabTensor, Slot, Turn
 from ..planning.profile import Found, Profile
 from ..programs.layout import Manifest
+from ..programs.stages import Stage
 
 Token = NewType("Token", int)
 
@@ -47,6 +48,18 @@ class InferArrived(_Told, frozen=True):
     arrived_at_ms: float | None = None  # when it was read from its client; None: now
 
 
+class Prepared(_Told, frozen=True):
+    """``TakeResult`` is done: a request's inputs lie in the pool, or why they do not."""
+
+    token: Token
+    slot: Slot
+    inputs: tuple[SlabTensor, ...] = ()
+    reply_offset_bytes: int = 0
+    reply_bytes: int = 0
+    digest: str = ""  # of the program that they fit
+    error: PipeSwitchError | None = None
+
+
 class PrefetchHint(_Told, frozen=True):
     """A large payload for ``model`` is on its way (no answer is owed)."""
 
@@ -71,6 +84,7 @@ class RegisterAsked(_Told, frozen=True):
     devices: tuple[str, ...] = ()  # that may serve it; none named: all
     is_known: bool = False  # of an earlier server, as the journal has it
     restored: Manifest | None = None  # then: requests come, and wait for the build
+    stage: Stage | None = None  # what makes its inputs; None: its clients
 
 
 class PublishAsked(_Told, frozen=True):
@@ -189,6 +203,18 @@ class DaemonExited(_Told, frozen=True):
     device: int = 0
 
 
+class FromStage(_Told, frozen=True):
+    slot: Slot
+    generation: Epoch
+    message: Message
+
+
+class StageExited(_Told, frozen=True):
+    slot: Slot
+    generation: Epoch
+    status: int
+
+
 class FromBuilder(_Told, frozen=True):
     message: Message
     manifest: Manifest | None = None  # with BuildDone, read by the watcher
@@ -206,10 +232,10 @@ class Tick(_Told, frozen=True):
 
 
 Event = (
-    InferArrived | PrefetchHint | CancelAsked | RegisterAsked | PublishAsked | RollbackAsked
-    | UnregisterAsked | PinAsked | TrainAsked | JobAsked | ProfileAsked | PingAsked | Query
-    | DrainAsked | FromWorker | WorkerExited | FromDaemon | DaemonExited | FromBuilder
-    | BuilderExited | Tick
+    InferArrived | Prepared | PrefetchHint | CancelAsked | RegisterAsked | PublishAsked
+    | RollbackAsked | UnregisterAsked | PinAsked | TrainAsked | JobAsked | ProfileAsked
+    | PingAsked | Query | DrainAsked | FromWorker | WorkerExited | FromDaemon | DaemonExited
+    | FromBuilder | BuilderExited | FromStage | StageExited | Tick
 )  # fmt: skip
 
 # ---- commands --------------------------------------------------------------------------------
@@ -265,6 +291,38 @@ class HandOver(_Told, frozen=True):
     to_device: int
     to_slot: Slot
     to_generation: int
+
+
+class SpawnStage(_Told, frozen=True):
+    """A process that runs the owner's functions over requests' raw inputs."""
+
+    slot: Slot
+    generation: Epoch
+
+
+class ToStage(_Told, frozen=True):
+    slot: Slot
+    message: Message
+    tenant: str = ""  # in whose file of the pool the raw inputs lie
+
+
+class KillStage(_Told, frozen=True):
+    """SIGKILL; StageExited follows when it is reaped."""
+
+    slot: Slot
+
+
+class TakeResult(_Told, frozen=True):
+    """Copy what a function returned to its request's place in the pool, if the model takes it.
+
+    ``Prepared`` follows; until then the process in that slot is given nothing.
+    """
+
+    token: Token
+    slot: Slot
+    model: ModelName
+    function: str
+    outputs: tuple[SlabTensor, ...]  # in the memory of the slot
 
 
 class StartBuild(_Told, frozen=True):
@@ -330,6 +388,7 @@ class Announce(_Told, frozen=True):
     version: int = 1
     is_current: bool = True  # requests without a number are its
     lineage: int = 0  # equal for all versions of one registration, and for no other's
+    stage: Stage | None = None  # what makes its inputs of those that clients send
 
 
 class Retract(_Told, frozen=True):
@@ -407,7 +466,7 @@ Command = (
     ToDaemon | ToWorker | RaiseTurn | SpawnDaemon | SpawnWorker | KillWorker | StartBuild
     | KillBuild | CreateCommits | DropCommits | CountSharers | RemoveJob | Announce | Retract
     | Answer | Publish | Span | DropPublished | Journal | SweepPrograms | StopTrial | SaveProfile
-    | Warn | Leave | HandOver
+    | Warn | Leave | HandOver | SpawnStage | ToStage | KillStage | TakeResult
 )  # fmt: skip
 OfDevice = (
     ToDaemon | ToWorker | RaiseTurn | SpawnDaemon | SpawnWorker | KillWorker | StopTrial

@@ -15,6 +15,7 @@ from .machine import Machine
 from .plans import plan_row
 from .records import Job, Model, Replica, Worker
 from .regions import Owner
+from .stages import Process, Stages
 from .states import ModelState, Residency, TaskState, WorkerState
 from .versions import Versions
 
@@ -28,11 +29,16 @@ def _shown(spec: ValueSpec) -> list[Any]:
     return [[n if isinstance(n, int) else extent_text(n) for n in spec.shape], spec.dtype]
 
 
+def _preprocess(model: Model) -> dict[str, str]:
+    return {} if model.stage is None else {"preprocess": model.stage.function}
+
+
 class Listing:
     """Answers queries from the scheduler's own state, so every listing is consistent."""
 
-    def __init__(self, core: Core, machine: Machine, versions: Versions) -> None:
+    def __init__(self, core: Core, machine: Machine, versions: Versions, stages: Stages) -> None:
         self._core = core
+        self._stages = stages
         self._machine = machine
         self._versions = versions
         self.born_at_ms = 0.0  # the scheduler's start
@@ -88,6 +94,15 @@ class Listing:
                 "batch": list(manifest.batch),
                 "batching": msgspec.to_builtins(manifest.batching),
             }
+        if manifest is not None and model.stage is not None:
+            raw = model.stage.raw(manifest)
+            row |= {
+                **_preprocess(model),
+                "model_inputs": {v.name: _shown(v) for v in manifest.inputs},
+                "inputs": {v.name: _shown(v) for v in raw.inputs},
+                "dims": row["dims"] | {dim.name: [dim.low, dim.high] for dim in raw.dims},
+                "batch": [1, 1],
+            }
         if len(self._machine.devices) > 1:
             row["devices"] = list(model.devices)
             row["on"] = [
@@ -108,6 +123,7 @@ class Listing:
                     "bytes": replica.model.manifest.total_bytes,
                     "grouping": replica.plan_source,
                     "grouping_why": replica.plan_why,
+                    **_preprocess(replica.model),
                     "profile": None
                     if replica.profile is None
                     else msgspec.to_builtins(replica.profile),
@@ -139,7 +155,17 @@ class Listing:
                     why="given up: it died too often" if state.is_given_up else "",
                 )
             )
+        rows += [self._ps_stage(process) for process in self._stages.processes if process.pid]
         return rows
+
+    def _ps_stage(self, process: Process) -> dict[str, Any]:
+        state = process.state.state
+        why = process.function if state is WorkerState.ACTIVE else ""
+        device = self._machine.devices[0]
+        row = self._row(
+            device, f"stage-{process.slot}", "stage", state.value, why=why, pid=process.pid
+        )
+        return {key: value for key, value in row.items() if key != "on"}  # it is on no device
 
     def _row(
         self,
@@ -213,8 +239,7 @@ class Listing:
             return "resident"
         return "host"
 
-    @staticmethod
-    def _model_why(device: DeviceState, replica: Replica) -> str:
+    def _model_why(self, device: DeviceState, replica: Replica) -> str:
         if replica.model.reason:
             return replica.model.reason
         if replica.model.state.state is ModelState.LEAVING:
@@ -222,6 +247,9 @@ class Listing:
         waiting = device.queue.count(replica.name) + device.early.count(replica.name)
         if waiting:
             return f"{waiting} waiting"
+        raw = self._stages.count(replica.name)
+        if raw:
+            return f"{raw} {TaskState.PREPROCESSING.value}"
         if replica.residency.state is Residency.PARTIAL:
             return "its prefix is kept"
         return "pinned" if replica.model.want_pinned else ""
@@ -269,6 +297,7 @@ class Listing:
         rows = [self._of_device(device) for device in devices]
         return {
             "queued": sum(row["queued"] for row in rows),
+            "preprocessing": len(self._stages),
             "switches": counts["switches"],
             "dispatches": {kind: counts[f"{kind}_dispatches"] for kind in DISPATCH_KINDS},
             "device_s": {
@@ -285,6 +314,7 @@ class Listing:
             "commits": counts["commits"],
             "worker_restarts": counts["worker_restarts"],
             "daemon_restarts": counts["daemon_restarts"],
+            "stage_restarts": counts["stage_restarts"],
             "stale_messages": counts["stale_messages"],
             "arena_capacity_bytes": sum(row["arena_capacity_bytes"] for row in rows),
             "arena_free_bytes": sum(row["arena_free_bytes"] for row in rows),

@@ -21,6 +21,7 @@ from ..planning.drift import Drift
 from ..planning.grouping import Plan
 from ..planning.profile import Profile
 from ..programs.layout import Manifest
+from ..programs.stages import Stage
 from .events import Token
 from .job_orders import JobView
 from .regions import Owner
@@ -92,6 +93,7 @@ class Model:
     version: int = 1
     tenant: str = ""  # who registered it; empty: the server's owner
     devices: tuple[str, ...] = ()  # that may serve it; none named: all
+    stage: Stage | None = None  # what makes its inputs; None: its clients
     chosen_epoch: Epoch = NO_EPOCH  # when its name came to stand for it, the last time
     state: StateMachine[ModelState, ModelEvent] = field(init=False)
     serving: StateMachine[VersionState, VersionEvent] = field(init=False)
@@ -223,12 +225,15 @@ class Request:
     is_probe: bool = False  # taken although it seems late: its model is measured again
     trial_batch: int = 0  # a trial, which no client waits for; 0: a client's request
     placed: str = ""  # why on its device, where there are several
+    is_raw: bool = False  # its inputs are to be made of what came
+    preprocess_ms: float | None = None  # for which they were made
     state: StateMachine[TaskState, TaskEvent] = field(init=False)
     deaths: int = 0  # workers that died while computing it alone
     is_alone: bool = False  # a run that it was joined to failed: it is joined to none any more
 
     def __post_init__(self) -> None:
-        self.state = StateMachine(f"request {self.request_id}", TaskState.QUEUED, TASK_TRANSITIONS)
+        first = TaskState.PREPROCESSING if self.is_raw else TaskState.QUEUED
+        self.state = StateMachine(f"request {self.request_id}", first, TASK_TRANSITIONS)
 
     @property
     def due_ms(self) -> float:

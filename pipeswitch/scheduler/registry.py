@@ -145,6 +145,7 @@ class Registry:
             client=self.registrations[before.name].client,
             tenant=before.tenant,
             devices=before.devices,
+            stage=before.stage,
         )
         self._begin(event, () if token is None else (token,), takes_over=True)
         return self._machine.models[event.model]
@@ -174,6 +175,7 @@ class Registry:
             tenant=event.tenant,
             devices=tuple(name for name in event.devices if name in machine.names),
             manifest=event.restored,
+            stage=event.stage,
         )
         self.registrations[model.name] = registration
         self._builds.put(registration)
@@ -528,6 +530,8 @@ class Registry:
     def _finish_unregister(self, model: Model) -> None:
         core, devices = self._core, self._machine.devices
         if not all(d.residents.is_idle(d.state.replicas[model.name]) for d in devices):
+            return
+        if self._admission.stages.count(model.name):
             return
         del self._leaving[model.name]
         served = self._machine.served[model.base]

@@ -40,6 +40,7 @@ from .events import (
     Event,
     FromBuilder,
     FromDaemon,
+    FromStage,
     FromWorker,
     InferArrived,
     JobAsked,
@@ -47,11 +48,13 @@ from .events import (
     PinAsked,
     PingAsked,
     PrefetchHint,
+    Prepared,
     ProfileAsked,
     PublishAsked,
     Query,
     RegisterAsked,
     RollbackAsked,
+    StageExited,
     Tick,
     TrainAsked,
     UnregisterAsked,
@@ -93,7 +96,7 @@ class Scheduler:
         self.publishing = Publishing(self.core, self.machine, self.registry, self.versions)
         self.moves = Moves(self.core, self.machine.devices, self.machine.jobs)
         self.pings = Pings(self.core, self.machine)
-        self.listing = Listing(self.core, self.machine, self.versions)
+        self.listing = Listing(self.core, self.machine, self.versions, self.admission.stages)
 
     def start(self, now_ms: float) -> list[Command]:
         """The first commands: spawn the memory daemon."""
@@ -118,7 +121,7 @@ class Scheduler:
             self._refuse_late(event)
         else:
             self._take(event)
-            if isinstance(event, InferArrived | FromWorker | Tick):
+            if isinstance(event, InferArrived | FromWorker | Prepared | Tick):
                 for device in self.machine.devices:
                     device.advance()
         return self._take_out()
@@ -166,6 +169,12 @@ class Scheduler:
         match event:
             case InferArrived():
                 self.admission.arrived(event)
+            case Prepared():
+                self.admission.prepared(event)
+            case FromStage():
+                self.admission.stages.said(event)
+            case StageExited():
+                self.admission.stages.exited(event)
             case FromWorker(message=PublishStep() as message):
                 device = machine.devices[event.device]
                 worker = device.speaker(event)
@@ -221,7 +230,7 @@ class Scheduler:
             case DaemonExited():
                 self._daemon_exited(event)
             case Tick():
-                pass
+                self.admission.stages.advance()
 
     def _from_daemon(self, event: FromDaemon) -> None:
         device = self.machine.devices[event.device]
@@ -324,6 +333,7 @@ class Scheduler:
         if core.drain_at_ms is None or core.has_left:
             return
         is_quiet = all(device.is_quiet for device in self.machine.devices)
+        is_quiet = is_quiet and not len(self.admission.stages)
         if is_quiet and self.machine.jobs.is_quiet and self.registry.is_quiet:
             self._leave("drained")
         elif core.now_ms >= core.drain_at_ms:
@@ -336,6 +346,7 @@ class Scheduler:
         error = ServerUnavailable(f"the server has stopped: {reason}")
         for device in self.machine.devices:
             device.endings.refuse_all(error)
+        self.admission.stages.refuse_all(error)
         self.registry.refuse_all(error)
         self.publishing.refuse_all(error)
         for device in self.machine.devices:
@@ -396,7 +407,9 @@ class Scheduler:
         for device in self.machine.devices:
             device.check()
         tokens = [token for device in self.machine.devices for token in device.state.requests]
-        assert len(tokens) == len(set(tokens)), "a request is on two devices"
+        tokens += self.admission.stages.tokens()
+        assert len(tokens) == len(set(tokens)), "a request is in two places"
+        self.admission.stages.check()
 
 
 __all__ = ["Scheduler", "SchedulerSettings"]

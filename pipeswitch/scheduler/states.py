@@ -3,6 +3,8 @@
 Glossary. Each record (a request, a job, a worker, a model) is owned by the scheduler.
 
 Task (an inference request or a training job; ``ps`` shows jobs and running requests):
+  PREPROCESSING  a request whose inputs a function of the owner's makes, or is to make: it waits
+                for no device yet, and is in ``Stages.requests``.
   QUEUED        accepted and waiting for its turn to be dispatched; also an evicted job.
   TRANSMITTING  dispatched to a worker: its model's groups still stream, or its script starts up.
   RUNNING       has the device's turn; later groups may still stream (PipeSwitch 4.2).
@@ -66,6 +68,7 @@ class Name(enum.Enum):
 
 
 class TaskState(Name):
+    PREPROCESSING = "preprocessing"
     QUEUED = "queued"
     TRANSMITTING = "transmitting"
     RUNNING = "running"
@@ -80,6 +83,7 @@ class TaskState(Name):
 
 
 class TaskEvent(Name):
+    PREPARED = "prepared"
     DISPATCHED = "dispatched"
     STARTED = "started"
     STOP_REQUESTED = "stop_requested"
@@ -105,6 +109,10 @@ TASK_ON_WORKER: Final = frozenset(
 TASK_LIVE: Final = frozenset(TaskState) - TASK_FINAL
 
 TASK_TRANSITIONS: Final[Mapping[tuple[TaskState, TaskEvent], TaskState]] = {
+    (_S.PREPROCESSING, _E.PREPARED): _S.QUEUED,
+    (_S.PREPROCESSING, _E.WORKER_DIED): _S.PREPROCESSING,  # tried again, a bounded number of times
+    (_S.PREPROCESSING, _E.CANCEL): _S.CANCELLED,
+    (_S.PREPROCESSING, _E.EXPIRE): _S.EXPIRED,
     (_S.QUEUED, _E.DISPATCHED): _S.TRANSMITTING,
     (_S.QUEUED, _E.PAUSE): _S.PAUSED,
     (_S.QUEUED, _E.CANCEL): _S.CANCELLED,

@@ -136,6 +136,7 @@ class Versions:
                 version=model.version,
                 is_current=self.is_current(model),
                 lineage=self._machine.served[model.base].born,
+                stage=model.stage,
             )
         )
 

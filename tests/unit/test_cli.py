@@ -23,9 +23,11 @@ from pipeswitch.cli import views
 from pipeswitch.cli.main import main
 from pipeswitch.client.client import job_name
 from pipeswitch.client.connection import Connection
+from pipeswitch.client.tensors import Signature
 from pipeswitch.config import Config
 from pipeswitch.controller import main as controller
 from pipeswitch.errors import ConfigError, InvalidInput, ServerUnavailable
+from pipeswitch.programs.layout import ValueSpec
 from pipeswitch.programs.signature import parse_input
 from pipeswitch.wire.addresses import default_address, is_refused
 
@@ -255,6 +257,15 @@ def test_objects_in_an_npz_are_refused(tmp_path: Path) -> None:
     np.savez(path, x=np.array([{}], dtype=object))
     with pytest.raises(InvalidInput, match="holds no arrays of numbers"):
         cli_infer.load_inputs(str(path), SimpleNamespace(), seed=0)  # type: ignore[arg-type]
+
+
+def test_where_a_model_takes_a_row_of_bytes_a_file_is_sent_as_it_is(tmp_path: Path) -> None:
+    signature = Signature((ValueSpec(name="image", dtype="uint8", shape=("image.0",)),))
+    photo, array = tmp_path / "photo.jpg", tmp_path / "x.npy"
+    photo.write_bytes(b"no pixels")
+    np.save(array, np.ones(3, np.uint8))
+    assert bytes(cli_infer.load_inputs(str(photo), signature, seed=0)) == b"no pixels"
+    assert bytes(cli_infer.load_inputs(str(array), signature, seed=0)) == b"\1\1\1"
 
 
 def test_an_answer_after_its_deadline_is_told_to_be_late() -> None:

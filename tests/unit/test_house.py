@@ -49,7 +49,8 @@ MAY_IMPORT: Mapping[str, str] = {
     "memory_daemon/": "commits devices errors failpoints ipc programs units",
     "workers/inference/": "devices errors failpoints ipc programs programs/build",
     "workers/training/": "commits devices errors failpoints inputs ipc job programs",
-    "workers/": "devices failpoints ipc sandbox units workers/inference/ workers/training/",
+    "workers/": "devices failpoints ipc programs sandbox units workers/inference/ "
+    "workers/training/",
     "launch": "failpoints ipc memory_daemon/ programs/build sandbox workers/",
     # The server: clients' bytes to events, commands to deeds.
     "frontend": "commits config errors failpoints ipc lane machine programs roles scheduler units "

@@ -30,7 +30,7 @@ from pipeswitch.scheduler.states import (
 
 Table = Mapping[Any, enum.Enum]
 TABLES: list[tuple[Table, enum.Enum]] = [
-    (TASK_TRANSITIONS, TaskState.QUEUED),
+    (TASK_TRANSITIONS, TaskState.PREPROCESSING),
     (WORKER_TRANSITIONS, WorkerState.DEAD),
     (RESIDENCY_TRANSITIONS, Residency.HOST),
     (MODEL_TRANSITIONS, ModelState.BUILDING),

@@ -1,0 +1,221 @@
+"""Models whose inputs a function of the owner's makes: bits, blocking, deaths, a restart."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from process_tools import Checked, checked_server, is_bit_equal, kill, mlp, until, write_script
+
+from pipeswitch.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidInput,
+    PermissionDenied,
+    TaskFailed,
+    WorkerLost,
+)
+
+WIDTH = 64
+RAW = {"text": (((1, 4 * WIDTH),), "uint8")}
+FUNCTIONS = f"""
+import os, sys
+import numpy as np
+
+def rows(text):
+    found = np.zeros((1, {WIDTH}), np.float32)
+    found[0, : len(text) % {WIDTH}] = np.sqrt(text[: len(text) % {WIDTH}].astype(np.float32))
+    return {{"x": found}}
+
+def lone(text): return rows(text)["x"]
+
+def blocks(text):
+    with open(bytes(text).decode()) as pipe: pipe.read()
+    return rows(text)
+
+def dies(text): os.kill(os.getpid(), 9)
+
+def odd(text):
+    match bytes(text):
+        case b"dtype": return np.zeros((1, {WIDTH}))
+        case b"shape": return np.zeros((1, {WIDTH} + 1), np.float32)
+        case b"name": return {{"y": np.zeros((1, {WIDTH}), np.float32)}}
+        case b"list": return [1.0]
+        case b"secret": raise ValueError(os.environ["SECRET_OF_THE_OWNER"])
+        case b"raise": raise ValueError("no picture")
+        case b"exit": sys.exit(3)
+        case b"large": return np.broadcast_to(np.float32(0), (1 << 40,))
+    return rows(text)
+"""
+ODD = {
+    "dtype": "got float64", "shape": r"got float32\[1,65\]", "name": 'no input "y"',
+    "list": "returned a list", "raise": "raised ValueError: no picture", "exit": "SystemExit",
+    "secret": "raised ValueError: told",
+    "large": "max_message",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
+    folder = tmp_path_factory.mktemp("stages")
+    write_script(folder, "staged.py", FUNCTIONS)
+    sys.path.insert(0, str(folder))
+    yield importlib.import_module("staged")
+    sys.path.remove(str(folder))
+
+
+@pytest.fixture(scope="module")
+def options(functions: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = Path(str(functions.__file__)).parent
+    return {
+        "arena": "16MiB",
+        "host_store": "64MiB",
+        "state_dir": tmp_path_factory.mktemp("state"),
+        "tcp_roles": ("infer", "register"),
+        "environment": {
+            "PYTHONPATH": f"{folder}",
+            "PIPESWITCH_SERVER__ALLOW_CODE": "staged",
+            "SECRET_OF_THE_OWNER": "told",
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def running(options: dict[str, Any]) -> Iterator[Checked]:
+    with checked_server(settles=False, **options) as checked:  # the last test ends it
+        module = mlp(WIDTH, 2, 0)
+        checked.client.register("plain", module, example_inputs=torch.zeros(1, WIDTH))
+        for name in ("rows", "lone", "blocks", "dies", "odd", "missing"):
+            checked.client.register(
+                name, module, example_inputs=torch.zeros(1, WIDTH),
+                preprocess=f"staged:{name}", raw=RAW,
+            )  # fmt: skip
+        yield checked
+
+
+def text(said: str) -> Any:
+    return np.frombuffer(said.encode(), np.uint8)
+
+
+def stage_pid(running: Checked, state: str) -> int:
+    rows = [row for row in running.rows("stage") if row["state"] == state]
+    return int(rows[0]["pid"]) if rows else 0
+
+
+def test_an_answer_is_that_of_the_function_here_and_the_plain_model(
+    running: Checked, functions: ModuleType
+) -> None:
+    for said in ("a", "some longer text", "w" * 4 * WIDTH):
+        wanted = running.client.infer("plain", functions.rows(text(said))["x"])
+        for name in ("rows", "lone"):
+            found = running.client.infer(name, {"text": text(said)})
+            assert is_bit_equal(torch.as_tensor(found["y"]), torch.as_tensor(wanted["y"]))
+            bill = found.timing
+            assert 0.0 < bill.preprocess_ms <= bill.total_ms - bill.compute_ms
+        assert wanted.timing.preprocess_ms == 0.0
+    with pytest.raises(InvalidInput, match=r"expects uint8\[1\.\.256\], got float32"):
+        running.client.infer("rows", np.zeros((1, WIDTH), np.float32))
+
+
+def test_what_a_client_sends_is_told_everywhere(running: Checked) -> None:
+    row = running.client.show("rows")
+    assert row["preprocess"] == "staged:rows"
+    assert row["inputs"] == {"text": [["text.0"], "uint8"]}
+    assert row["dims"]["text.0"] == [1, 4 * WIDTH]
+    (planned,) = (one for one in running.client.plan()["models"] if one["name"] == "rows")
+    assert planned["preprocess"] == "staged:rows"
+    made = running.client.signature("rows").random(seed=1)
+    assert running.client.infer("rows", made)["y"].shape == (1, WIDTH)
+
+
+def test_while_a_function_blocks_other_models_compute_and_a_request_can_be_taken_back(
+    running: Checked, tmp_path: Path
+) -> None:
+    pipes = [tmp_path / "one", tmp_path / "two"]
+    for pipe in pipes:
+        os.mkfifo(pipe)
+    slow = running.client.submit("blocks", {"text": text(str(pipes[0]))})
+    until(lambda: stage_pid(running, "active"), "it is called")
+    behind = running.client.submit("rows", {"text": text("it waits for the process")})
+    late = running.client.submit("rows", {"text": text("late")}, deadline_ms=1.0)
+    assert running.client.infer("plain", np.ones((1, WIDTH), np.float32))["y"].shape == (1, WIDTH)
+    with pytest.raises(DeadlineExceeded, match="staged:rows"):
+        late.result(30)
+    until(lambda: running.count("preprocessing") == 2, "only the two are left")
+    assert running.row("blocks")["why"] == "1 preprocessing"
+    assert not slow.done()
+    assert not behind.done()
+    pipes[0].write_text("go on")
+    assert slow.result(30).timing.preprocess_ms > 0.0
+    assert behind.result(30)["y"].shape == (1, WIDTH)
+
+    taken_back = running.client.submit("blocks", {"text": text(str(pipes[1]))})
+    until(lambda: stage_pid(running, "active"), "it is called")
+    assert taken_back.cancel() or isinstance(taken_back.exception(30), Cancelled)
+    until(lambda: running.count("preprocessing") == 0, "it is taken back while its function runs")
+    pipes[1].write_text("go on")
+
+
+def test_a_killed_process_costs_no_request_and_a_deadly_one_costs_its_own(
+    running: Checked, tmp_path: Path
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    slow = running.client.submit("blocks", {"text": text(str(pipe))})
+    others = [running.client.submit("rows", {"text": text(f"{n}")}) for n in range(8)]
+    killed = until(lambda: stage_pid(running, "active"), "it is called")
+    kill(killed)
+    until(lambda: stage_pid(running, "active") not in (0, killed), "it is called again")
+    pipe.write_text("go on")
+    for one in (slow, *others):
+        assert one.result(30)["y"].shape == (1, WIDTH)
+    deadly = running.client.submit("dies", {"text": text("x")})
+    others = [running.client.submit("rows", {"text": text(f"{n}")}) for n in range(4)]
+    with pytest.raises(WorkerLost, match=r"staged:dies.*died 3 times"):
+        deadly.result(30)
+    assert all(one.result(30)["y"].shape == (1, WIDTH) for one in others)
+
+
+def test_what_a_function_returns_in_vain_is_one_error_that_names_it(running: Checked) -> None:
+    before = running.count("stage_restarts")
+    for said, reason in ODD.items():
+        with pytest.raises(TaskFailed, match=rf"(?s)staged:odd.*{reason}"):
+            running.client.infer("odd", {"text": text(said)})
+    assert running.client.infer("odd", {"text": text("fine")})["y"].shape == (1, WIDTH)
+    with pytest.raises(TaskFailed, match=r"staged:missing.*PYTHONPATH"):
+        running.client.infer("missing", {"text": text("x")})
+    assert running.count("stage_restarts") == before
+
+
+def test_a_client_without_the_role_code_names_no_function(running: Checked) -> None:
+    options: dict[str, Any] = {"weights": "random:1", "raw": RAW}
+    with running.running.client(tcp=True) as client:
+        for function, words in (("staged:rows", 'role "code"'), ("other:rows", "--allow-code")):
+            with pytest.raises(PermissionDenied) as caught:
+                client.register("n", "torchvision:resnet18", preprocess=function, **options)
+            assert words in f"{caught.value.message} {caught.value.hint}"
+        row = client.show("rows")
+        assert row["inputs"] == {"text": [["text.0"], "uint8"]}
+        assert "preprocess" not in row  # the name of a file of the server's
+
+
+def test_after_a_restart_a_model_has_its_function(
+    options: dict[str, Any], functions: ModuleType, running: Checked
+) -> None:
+    said = text("once more")
+    wanted = running.client.infer("rows", {"text": said})
+    running.settle()
+    running.client.close()
+    assert running.running.stop() == 0
+    with checked_server(**options) as again:
+        found = again.client.infer("rows", {"text": said})
+        assert is_bit_equal(torch.as_tensor(found["y"]), torch.as_tensor(wanted["y"]))
+        assert again.client.show("rows")["preprocess"] == "staged:rows"

@@ -1,0 +1,234 @@
+"""Which process makes which request's inputs: order, deaths, deadlines, what is taken back."""
+
+# mypy: disable-error-code="arg-type"
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipeswitch.errors import InvalidInput, PermissionDenied, ServerUnavailable
+from pipeswitch.frontend.permissions import check_function
+from pipeswitch.ipc.messages import RunStage, SlabTensor, StageDone, StageFailed, StageReady
+from pipeswitch.programs.dims import Dim
+from pipeswitch.programs.spec import BuildSpec, stage_of
+from pipeswitch.programs.stages import stage
+from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.core import Core, SchedulerSettings
+from pipeswitch.scheduler.records import Request
+from pipeswitch.scheduler.stages import Stages
+from pipeswitch.scheduler.states import TaskState
+
+STAGE = stage("pkg:fn", {"image": (((1, 9), 3), "uint8")})
+RAW = (SlabTensor(name="image", dtype="uint8", shape=(4, 3), offset_bytes=0, size_bytes=12),)
+LIMIT_MS = 1000.0
+
+
+class Pool(Stages):
+    """With processes that do what the test says."""
+
+    def __init__(self, stages: int = 1) -> None:
+        settings = SchedulerSettings(stages=stages, max_stage_ms=LIMIT_MS, max_deaths=2)
+        self.core = Core(settings, None)
+        self.born = self.core.next_epoch()
+        super().__init__(self.core)
+
+    def ask(self, token: int, *, priority: int = 1, deadline_at_ms: float | None = None) -> Request:
+        request = Request(
+            token, f"r{token}", "m", priority, deadline_at_ms, RAW, 0, 0, self.core.now_ms,
+            is_raw=True,
+        )  # fmt: skip
+        self.take(request, STAGE, self.born, "")
+        return request
+
+    def out(self, kind: type[Any]) -> list[Any]:
+        """Commands of a kind since the last look at any."""
+        found = [command for command in self.core.out if isinstance(command, kind)]
+        self.core.out.clear()
+        self.check()
+        return found
+
+    def hears(self, message: Any, slot: int = 0) -> None:
+        generation = self.processes[slot].generation
+        self.said(ev.FromStage(slot=slot, generation=generation, message=message))
+
+    def starts(self, slot: int = 0) -> None:
+        self.hears(StageReady(pid=7), slot)
+
+    def calls(self) -> list[int]:
+        """Whose inputs are being made."""
+        assert all(isinstance(one.message, RunStage) for one in self.core.out
+                   if isinstance(one, ev.ToStage))  # fmt: skip
+        return [process.token for process in self.processes if process.epoch]  # type: ignore[misc]
+
+    def returns(self, slot: int = 0) -> None:
+        self.hears(StageDone(epoch=self.processes[slot].epoch, outputs=()), slot)
+
+    def dies(self, slot: int = 0) -> None:
+        generation = self.processes[slot].generation
+        self.exited(ev.StageExited(slot=slot, generation=generation, status=-9))
+
+    def error(self) -> str:
+        (answer,) = self.out(ev.Answer)
+        return type(answer.error).__name__
+
+
+@pytest.fixture
+def pool() -> Pool:
+    return Pool()
+
+
+def test_a_process_comes_with_the_first_request_and_makes_each_ones_inputs_once(pool: Pool) -> None:
+    assert not pool.out(ev.SpawnStage)
+    first, second, urgent = pool.ask(1), pool.ask(2), pool.ask(3, priority=0)
+    assert len(pool.out(ev.SpawnStage)) == 1
+    assert first.state.state is TaskState.PREPROCESSING
+    pool.starts()
+    for request in (urgent, first, second):
+        assert len(pool.out(ev.ToStage)) == 1
+        pool.core.now_ms += 5.0
+        pool.returns()
+        (taken,) = pool.out(ev.TakeResult)
+        assert (taken.token, taken.function) == (request.token, "pkg:fn")
+        assert not pool.calls()  # its memory is read
+        assert pool.prepared(ev.Prepared(token=request.token, slot=0, inputs=RAW)) is request
+        assert (request.state.state, request.preprocess_ms) == (TaskState.QUEUED, 5.0)
+    assert not len(pool)
+    assert not pool.out(ev.ToStage)
+
+
+def test_a_death_is_blamed_on_the_request_whose_function_ran(pool: Pool) -> None:
+    deadly = pool.ask(1)
+    for _ in range(2):
+        assert len(pool.out(ev.SpawnStage)) == 1
+        pool.starts()
+        assert pool.calls() == [1]
+        pool.core.out.clear()
+        if not deadly.deaths:
+            pool.ask(2)
+        pool.dies()
+    answers = [c for c in pool.core.out if isinstance(c, ev.Answer)]
+    assert [type(a.error).__name__ for a in answers] == ["WorkerLost"]
+    assert "pkg:fn" in answers[0].error.message  # type: ignore[union-attr]
+    pool.starts()
+    assert (pool.calls(), deadly.state.state) == ([2], TaskState.FAILED)
+
+
+def test_one_that_dies_by_itself_is_started_again_after_a_pause(pool: Pool) -> None:
+    pool.ask(1)
+    pool.out(ev.SpawnStage)
+    pool.dies()
+    assert not pool.out(ev.SpawnStage)
+    pool.core.now_ms = pool.core.settings.restart_backoff_ms
+    pool.advance()
+    assert len(pool.out(ev.SpawnStage)) == 1
+    assert len(pool) == 1
+
+
+def test_a_deadline_counts_from_arrival_and_a_call_that_hangs_is_killed(pool: Pool) -> None:
+    pool.ask(1)
+    pool.starts()
+    pool.ask(2, deadline_at_ms=9.0)
+    assert pool.core.wakeups.next_ms == 9.0
+    pool.core.now_ms = 9.0
+    pool.advance()
+    assert pool.error() == "DeadlineExceeded"
+    pool.core.now_ms = LIMIT_MS
+    pool.advance()
+    kinds = [type(command).__name__ for command in pool.core.out]
+    assert kinds == ["KillStage", "Answer"]
+    assert not len(pool)
+    assert "[preprocess] max_time" in pool.core.out[1].error.hint  # type: ignore[union-attr]
+    pool.advance()
+    pool.core.out.clear()
+    pool.ask(3)
+    assert not pool.out(ev.SpawnStage)  # the other one is not reaped
+    pool.dies()
+    assert len(pool.out(ev.SpawnStage)) == 1
+
+
+def test_what_is_taken_back_is_answered_at_once_but_while_its_room_is_written(pool: Pool) -> None:
+    pool.ask(1)
+    pool.starts()
+    assert pool.cancel(1)
+    assert not pool.cancel(1)
+    assert pool.error() == "Cancelled"
+    pool.returns()  # for nothing
+    assert not pool.out(ev.TakeResult)
+    late = pool.ask(2, deadline_at_ms=9.0)
+    pool.returns()
+    pool.core.now_ms = 10.0
+    pool.advance()
+    assert pool.cancel(2)
+    assert not pool.out(ev.Answer)
+    pool.refuse_all(ServerUnavailable("the server has stopped"))
+    assert not pool.out(ev.Answer)
+    assert pool.prepared(ev.Prepared(token=2, slot=0)) is None
+    assert (pool.error(), late.state.state) == ("Cancelled", TaskState.CANCELLED)
+
+
+def test_an_error_names_the_function_and_the_process_goes_on(pool: Pool) -> None:
+    pool.ask(1)
+    pool.ask(2)
+    pool.starts()
+    pool.hears(StageFailed(epoch=pool.processes[0].epoch, reason="it raised ValueError: no"))
+    assert pool.calls() == [2]
+    (answer,) = pool.out(ev.Answer)
+    assert answer.error.message == 'preprocess pkg:fn of "m": it raised ValueError: no'
+    pool.hears(StageFailed(epoch=1, reason="of an older call"))
+    assert pool.calls() == [2]
+    assert not pool.out(ev.Answer)
+
+
+def test_a_process_older_than_a_registration_makes_none_of_its_inputs(pool: Pool) -> None:
+    pool.ask(1)
+    pool.starts()
+    pool.returns()
+    pool.prepared(ev.Prepared(token=1, slot=0))
+    pool.born = pool.core.next_epoch()
+    pool.core.out.clear()
+    pool.ask(2)
+    assert len(pool.out(ev.KillStage)) == 1
+    assert not pool.calls()
+    pool.dies()
+    pool.starts()
+    assert pool.calls() == [2]
+
+
+def test_several_processes_have_a_request_each() -> None:
+    pool = Pool(2)
+    for token in (1, 2, 3):
+        pool.ask(token)
+    for slot in (0, 1):
+        pool.starts(slot)
+    assert pool.calls() == [1, 2]
+
+
+def test_a_range_is_a_dimension_that_a_request_chooses() -> None:
+    assert (STAGE.inputs[0].shape, STAGE.dims) == (("image.0", 3), (Dim("image.0", 1, 9),))
+    spec = BuildSpec(
+        name="m", source="s", preprocess="pkg:fn", raw={"image": (((1, 9), 3), "uint8")}
+    )
+    assert stage_of(msgspec.msgpack.encode(spec)) == STAGE
+    assert stage_of(msgspec.msgpack.encode(BuildSpec(name="m", source="s"))) is None
+    assert stage_of(b"another") is None
+
+
+@pytest.mark.parametrize(
+    ("function", "raw", "error", "words"),
+    [
+        ("rows", {"x": [[1], "uint8"]}, InvalidInput, "no package.module:function"),
+        ("pkg:fn", {}, InvalidInput, "without raw inputs"),
+        ("pkg:fn", {"x": [[1], "bfloat16"]}, InvalidInput, "bfloat16"),
+        ("other:fn", {"x": [[1], "uint8"]}, PermissionDenied, "does not accept code"),
+    ],
+)
+def test_what_a_registration_may_not_name(
+    function: str, raw: Any, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        check_function(function, raw, is_owner=False, allow_code=("pkg",))
+    check_function("pkg:fn", {"x": [[1], "uint8"]}, is_owner=False, allow_code=("pkg",))
+    check_function("other:fn", {"x": [[1], "uint8"]}, is_owner=True, allow_code=())
