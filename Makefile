@@ -44,7 +44,7 @@ test: $(STAMP)  ## The tests that start real processes, on the cpu device; JOBS=
 	$(BIN)/python -m pytest -rs --ignore tests/unit -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test-long: $(STAMP)  ## The slow tests: the demo, a minute of chaos, killed servers and jobs.
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)  ## ruff, its formatter, the bans, mypy.
 	$(BIN)/ruff check $(LINTED)

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NoReturn
 
 from .failpoints import enable, reach
-from .ipc.channel import Channel, channel_from, decode_message
+from .ipc.channel import Channel, channel_from, decode_message, wake_when_orphaned
 from .ipc.messages import (
     BuildSettings,
     ChildExited,
@@ -180,6 +180,7 @@ def _child(name: str, settings: Message, descriptors: Sequence[int]) -> NoReturn
     try:
         reach("fork.child")
         close_others(descriptors)
+        wake_when_orphaned()
         set_process_name(name)
         status = _run(settings, descriptors)
     except BaseException:
@@ -236,6 +237,7 @@ def main(descriptor: int) -> None:
     """Entry: import what children need, announce, serve."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who leaves when is the controller's decision
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    wake_when_orphaned()
     set_process_name("pipeswitch-fork")
     channel = channel_from(descriptor)
     enable(os.environ)

@@ -25,7 +25,7 @@ from typing import Final
 from prometheus_client import disable_created_metrics
 
 from ..errors import ConfigError
-from ..ipc.channel import Channel, channel_from
+from ..ipc.channel import Channel, channel_from, wake_when_orphaned
 from ..ipc.messages import GatewaySettings
 from ..roles import parse_roles
 from ..units import PrintableFormatter
@@ -64,6 +64,7 @@ def main(descriptor: int) -> None:
     settings, descriptors = received
     if not isinstance(settings, GatewaySettings):
         raise TypeError(f"a gateway is not started with a {type(settings).__name__}")
+    wake_when_orphaned()
     _refuse_huge_pages()
     disable_created_metrics()  # each counter's time of birth: twice the page for nothing
     _raise_open_files_limit(settings.max_connections + SPARE_FILES)

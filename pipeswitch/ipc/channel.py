@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import array
+import contextlib
+import ctypes
 import errno
 import os
+import signal
 import socket
 from collections.abc import Sequence
 from typing import Final
@@ -24,6 +27,7 @@ from .messages import (
 )
 
 MAX_DESCRIPTORS: Final = 64
+PR_SET_PDEATHSIG: Final = 1
 # Numbers once: to put flags of an enumeration together costs more than to decode a message.
 _CONTROL_BYTES: Final = socket.CMSG_SPACE(4 * MAX_DESCRIPTORS)
 _CLOSE_ON_EXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
@@ -144,3 +148,12 @@ def channel_pair() -> tuple[Channel, Channel]:
 def channel_from(descriptor: int) -> Channel:
     """A channel over an inherited descriptor."""
     return Channel(socket.socket(fileno=descriptor))
+
+
+def wake_when_orphaned() -> None:
+    """Let the kernel continue this process when its parent dies: stopped, it would stay for ever.
+
+    It finds its channel closed then, and leaves; where the controller lives it goes on.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)

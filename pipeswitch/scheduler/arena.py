@@ -86,11 +86,9 @@ class Arena:
         4. A job's slice: only for a request, and only when nothing else will do.
         5. The prefix of the model a place is sought for: it would come along for nothing.
         """
-        view, own = self._device.view, mover.owner if mover is not None else None
+        view, own = self._device.view, mover.owner if mover is not None else None  # 5.
         return [
-            FREE
-            if region.owner == own
-            else self._price(region, view, for_request=for_request)  # 5.
+            self._price(region, view, for_request=for_request) if region.owner != own else FREE
             for region in self.regions
         ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import signal
 import socket
 import threading
 import time
@@ -220,6 +221,7 @@ def test_when_the_server_dies_it_says_so_until_the_next_one_takes_over(
     checked: Checked, state: Path
 ) -> None:
     address, pid = checked.running.http_address, gateway_pid(checked)
+    kill(pid, signal.SIGSTOP)  # for the server to find; its end finds it sooner
     kill(checked.pid)
     until(lambda: ask_once(address) == 503, "callers are told")
     with connected(address) as sock:
