@@ -63,10 +63,10 @@ def models() -> dict[str, tuple[torch.nn.Module, torch.Tensor]]:
     return found | {"long": (Long(), torch.zeros(1, WIDTH))}
 
 
-@pytest.fixture(scope="module")
-def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of one server after the other: the first exports the models, the others have them."""
-    return tmp_path_factory.mktemp("parity")
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    """Of one server alone: a restored model is ready before each worker loads it."""
+    return tmp_path / "state"
 
 
 @pytest.mark.parametrize("policy", ["priority", "fifo", "edf", "collate"])
