@@ -11,6 +11,7 @@ from torch import nn
 
 from ..programs.build.sources import Loaded, _constructor, load_source
 from ..programs.spec import BuildSpec
+from ..programs.values import flatten_outputs
 
 Order = dict[str, Any]
 """What ``baselines.Setting.order`` says: source, inputs, seed, threads and paths."""
@@ -50,8 +51,8 @@ def inputs_of(order: Order) -> list[torch.Tensor]:
 
 def checksum(output: Any) -> float:
     """Of the first output: whatever is compared must agree in it."""
-    value = output[0] if isinstance(output, list | tuple) else output
-    return float(value.double().sum())
+    first = next(iter(flatten_outputs(output).values()))
+    return float(first.double().sum())
 
 
 def as_arrays(outputs: Sequence[torch.Tensor]) -> list[Any]:

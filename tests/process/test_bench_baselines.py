@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -14,14 +15,18 @@ from pipeswitch.benchmarks.rival import PUBLISHED, Rival
 from pipeswitch.benchmarks.setting import Setting
 from pipeswitch.cli.bench import BENCHMARKS
 
-SOURCE = "pipeswitch.benchmarks.factories:small_mlp"
+TEXT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "intermediate_size": 64, "vocab_size": 2000}  # fmt: skip
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory):
-    model = BenchModel("tiny", SOURCE, 1 << 20, {"x": ((4, 64), "float32")})
-    made = Setting(model, tmp_path_factory.mktemp("bench"), threads=1, seed=0)
+    """Of a model that answers with a mapping, as transformers' do."""
+    folder = tmp_path_factory.mktemp("bench")
+    (folder / "config.json").write_text(json.dumps(TEXT))
+    model = BenchModel("tiny", f"hf:{folder}", 1 << 20, {"input_ids": ((4, 16), "int64")})
+    made = Setting(model, folder, threads=1, seed=0)
     made.write_files()
     return made
 

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -24,6 +25,8 @@ pytestmark = pytest.mark.slow
 HEARING = ("env", "--default-signal=INT")  # a job in a shell's background is started deaf to it
 
 IMAGE = {"x": ((1, 3, 64, 64), "float32")}
+TEXT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "intermediate_size": 64, "vocab_size": 2000}  # fmt: skip
 SMALL = Plan(
     models={
         "resnet18": DemoModel("torchvision:resnet18", IMAGE),
@@ -39,14 +42,17 @@ SMALL = Plan(
 def test_the_demo_fills_its_table_and_loses_no_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(tmp_path, as_json=True, plan=SMALL) == 0
+    (tmp_path / "config.json").write_text(json.dumps(TEXT))
+    text = DemoModel(f"hf:{tmp_path}", {"input_ids": ((1, 16), "int64")})  # it answers by name
+    plan = replace(SMALL, models={**SMALL.models, "text": text})
+    assert run(tmp_path, as_json=True, plan=plan) == 0
     result = json.loads((tmp_path / "demo.json").read_text())
     printed = capsys.readouterr()
     assert json.loads(printed.out) == result
     assert "stop-and-start" in printed.err
     assert result["problems"] == []
     assert result["pipeswitch"]["count"] == result["ready_model"]["count"] == SMALL.requests
-    assert result["stop_and_start"]["count"] == len(SMALL.models)
+    assert result["stop_and_start"]["count"] == len(plan.models)
     assert result["pipeswitch"]["resident_count"] < SMALL.requests, "no model was switched in"
     assert result["pipeswitch"]["preempted_count"] > 0
     training = result["training"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -51,6 +52,8 @@ _WELL_KNOWN: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
 
 LONGEST_TEXT: Final = 512  # unless the inputs are given
 LEAST_SIDE: Final = 32  # of a picture
+
+_WEIGHTS_ONLY: Final = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 @dataclass
@@ -124,17 +127,30 @@ def _torchvision(name: str, is_pretrained: bool) -> tuple[Callable[[], nn.Module
     side = 299 if name == "inception_v3" else 224
 
     def construct() -> nn.Module:
-        # torch.hub unpickles what it downloaded, or finds in its folder; there is no parameter.
-        os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
         weights = "DEFAULT" if is_pretrained else None
         builder = inspect.signature(torchvision.models.get_model_builder(name))
         has_backbone = "weights_backbone" in builder.parameters
         # A segmenter's or detector's backbone would be downloaded, whatever its own weights are.
         more = {"weights_backbone": None} if has_backbone else {}
-        module: nn.Module = torchvision.models.get_model(name, weights=weights, **more)
+        with _unpickling_refused():
+            module: nn.Module = torchvision.models.get_model(name, weights=weights, **more)
         return module
 
     return construct, {"x": ((1, 3, side, side), "float32")}
+
+
+@contextlib.contextmanager
+def _unpickling_refused() -> Iterator[None]:
+    """torch.hub unpickles what it downloaded, or finds in its folder; there is no parameter."""
+    before = os.environ.get(_WEIGHTS_ONLY)
+    os.environ[_WEIGHTS_ONLY] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_WEIGHTS_ONLY]
+        else:
+            os.environ[_WEIGHTS_ONLY] = before
 
 
 class _ByPosition(nn.Module):
