@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from ..machine import cpu_count
-from ..planning import LayerCosts, LinkCost, bound, least_prefix, makespan, robust_plan
+from ..planning import LayerCosts, LinkCost, best_groupings, bound, makespan, robust_plan
 from ..planning.fit import quantile
 from ..planning.grouping import Plan, bucket
 from .models import BenchModel
@@ -40,7 +40,7 @@ def compare_plans(bench: Run, model: BenchModel) -> None:
         setting.write_files()
         rig = Rig(setting)
         try:
-            compute_ms = _calibrate(rig).total_compute_ms
+            compute_ms = _calibrate(rig).resident_ms
             for share in RATIOS:
                 link_gbps = sum(rig.layer_bytes) / (share * compute_ms) / 1e6
                 rig.use(rig.allocate(link_gbps)).close()
@@ -59,11 +59,13 @@ class _Arms:
     def __init__(self, rig: Rig, costs: LayerCosts) -> None:
         self._rig = rig
         self.plans: dict[str, Plan] = _simple_plans(rig)
-        prefix = least_prefix(costs)
-        self.prefix_bytes = prefix.size_bytes
-        self.plans |= {"planned": robust_plan(costs), "planned-prefix": prefix.plan}
+        groupings = best_groupings(costs)
+        prefix_layers = groupings.least_prefix()
+        self.prefix_bytes = costs.offsets_bytes[prefix_layers]
+        self.plans["planned"] = robust_plan(costs)
+        self.plans["planned-prefix"] = groupings.plan(prefix_layers)
         self.resident = {
-            "planned-prefix": prefix.resident_groups,
+            "planned-prefix": min(prefix_layers, 1),
             "resident": len(self.plans["resident"]),
         }
         self.switches: dict[str, list[Switch]] = {name: [] for name in self.plans}
@@ -148,7 +150,7 @@ def _one_ratio(bench: Run, case: str, rig: Rig) -> None:
     least = {name: min(bench.values(case, name, "makespan_ms")) for name in arms.plans}
     share = least["planned"] / min(least[name] for name in whole)
     bench.find(f"{case}: planned / best other, minimums", share, at_most=QUIET)
-    predicted_ms = makespan(arms.plans["planned"], planned_for).total_ms
+    predicted_ms = makespan(arms.plans["planned"], planned_for)
     bench.find(f"{case}: planned, measured / predicted, p50", p50["planned"] / predicted_ms)
     bench.find(f"{case}: resident prefix", 100 * arms.prefix_bytes / sum(rig.layer_bytes), "%")
     for name in ("planned", "planned-prefix"):

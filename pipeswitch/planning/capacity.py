@@ -10,7 +10,6 @@ import msgspec
 from .costs import LayerCosts
 from .exact import best_groupings
 from .prediction import bound, makespan
-from .prefix import least_prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +88,9 @@ def _fit_count(models: Sequence[ModelDemand], arena_bytes: int) -> int:
 def _model_report(model: ModelDemand, arena_bytes: int) -> ModelReport:
     costs, groupings = model.costs, best_groupings(model.costs)
     plan = groupings.plan()
-    cold = makespan(plan, costs)
-    zero = least_prefix(costs, groupings=groupings)
+    cold_ms = makespan(plan, costs)
+    prefix_layers = groupings.least_prefix()
+    prefix_ms = groupings.total_ms[prefix_layers]
     fits = model.total_bytes <= arena_bytes
 
     def holds(total_ms: float) -> bool | None:
@@ -105,11 +105,11 @@ def _model_report(model: ModelDemand, arena_bytes: int) -> ModelReport:
         groups=plan,
         bound_ms=bound(costs),
         resident_ms=costs.resident_ms,
-        cold_ms=cold.total_ms,
-        overhead_ms=cold.overhead_ms,
-        zero_prefix_bytes=zero.size_bytes,
-        zero_prefix_ms=zero.total_ms,
+        cold_ms=cold_ms,
+        overhead_ms=cold_ms - costs.resident_ms,
+        zero_prefix_bytes=costs.offsets_bytes[prefix_layers],
+        zero_prefix_ms=prefix_ms,
         deadline_ms=model.deadline_ms,
-        holds_cold=holds(cold.total_ms),
-        holds_with_zero_prefix=holds(zero.total_ms),
+        holds_cold=holds(cold_ms),
+        holds_with_zero_prefix=holds(prefix_ms),
     )

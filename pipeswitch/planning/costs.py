@@ -29,29 +29,26 @@ class LayerCosts:
     """A model's finest layers on one link and one device, both working in layer order.
 
     Group *k* of a plan arrives at ``l[k] = l[k-1] + link(bytes)`` and its computation ends at
-    ``c[k] = max(c[k-1], l[k]) + sigma_ms + compute_ms``; ``l`` begins at 0, ``c`` at ``ready_ms``.
+    ``c[k] = max(c[k-1], l[k]) + sigma_ms + compute_ms``; both begin at 0.
 
     Attributes:
         layer_bytes: that each layer is the first to use; 0 for one that brings no weights.
         compute_ms: of each layer, with its weights on the device.
         link: time of one copy by its size.
         sigma_ms: what each transmitted group costs the compute side (wait, wake-up, hook).
-        ready_ms: when the device is free to compute, from the start of the first copy on: the
-            old task stops while the copy already runs.
     """
 
     layer_bytes: tuple[int, ...]
     compute_ms: tuple[float, ...]
     link: LinkCost
     sigma_ms: float = 0.0
-    ready_ms: float = 0.0
 
     def __post_init__(self) -> None:
         if len(self.layer_bytes) != len(self.compute_ms):
             raise ValueError(
                 f"{len(self.layer_bytes)} layers have bytes, {len(self.compute_ms)} have times"
             )
-        times_ms = (*self.compute_ms, self.sigma_ms, self.ready_ms)
+        times_ms = (*self.compute_ms, self.sigma_ms)
         if not all(math.isfinite(ms) and ms >= 0 for ms in times_ms):
             raise ValueError("times must be finite and not negative")
         if any(size_bytes < 0 for size_bytes in self.layer_bytes):
@@ -83,13 +80,9 @@ class LayerCosts:
         return self.offsets_bytes[-1]
 
     @property
-    def total_compute_ms(self) -> float:
-        return self.remaining_ms[0]
-
-    @property
     def resident_ms(self) -> float:
         """The run with everything on the device already: what a switch is compared with."""
-        return self.ready_ms + self.total_compute_ms
+        return self.remaining_ms[0]
 
     def transfer_ms(self, first: int, end: int) -> float:
         """Layers ``first`` .. ``end - 1`` in one copy."""

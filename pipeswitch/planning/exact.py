@@ -1,12 +1,12 @@
 """The best grouping, exactly, in polynomial time (the default planner). Pure.
 
-PipeSwitch searches groupings and prunes (``pruned.py``); no search is needed. A run ends with the
+PipeSwitch searches groupings and prunes; no search is needed. A run ends with the
 group whose arrival plus all computation (and signalling) from it on is latest, so what the layers
 from *i* on need, with the link free and *m* groups to send them in, is
 
     rest[m][i] = min over j of  transfer(i, j) + max(compute(i..) + m sigma, rest[m-1][j])
 
-and the whole ends at ``max(ready + compute(0..) + m sigma, rest[m][0])``. That takes
+and the whole ends at ``max(compute(0..) + m sigma, rest[m][0])``. That takes
 O(groups x layers^2) for any link. Ours takes ``alpha + beta bytes``, so two cuts per layer suffice,
 in O(groups x layers): what the link has spent on the layers before j is the same whatever j
 is, hence
@@ -62,6 +62,18 @@ class Groupings:
                 starts.append(start)
                 start, chain = chain
         return (0, *starts) if prefix_layers else tuple(starts)
+
+    def least_prefix(self) -> int:
+        """The fewest resident layers whose computation hides the copy of the others (ADR 15).
+
+        Signalling for as many groups as the model has when it comes whole is not counted: a
+        resident model run in these groups would pay it too. So the link is never waited for, or
+        fewer signals make up for the wait.
+        """
+        signal_ms = self.costs.sigma_ms * len(self.plan())
+        allowed_ms = (self.costs.resident_ms + signal_ms) * (1 + SAME)
+        # The last total is the resident run's, so there is always one.
+        return next(i for i, total_ms in enumerate(self.total_ms) if total_ms <= allowed_ms)
 
     def _merged(self, prefix_layers: int) -> list[int]:
         """Without signalling many plans tie: the fewest groups that are in time for the total.

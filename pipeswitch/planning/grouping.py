@@ -47,11 +47,6 @@ def bucket(
     return tuple(starts)
 
 
-def one_shot(layer_count: int) -> Plan:
-    """Everything in one group: copy, then run."""
-    return (0,) if layer_count else ()
-
-
 def per_layer(layer_count: int) -> Plan:
     """Each layer a group of its own."""
     return tuple(range(layer_count))

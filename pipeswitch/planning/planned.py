@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import LayerCosts, LinkCost, best_groupings, least_prefix, makespan, prefix_of, robust_plan
+from . import LayerCosts, LinkCost, best_groupings, makespan, robust_plan
 from .fit import MIB
 from .grouping import Plan
 from .profile import Profile
@@ -45,15 +45,15 @@ def plan_of(profile: Profile, prefix_limit_bytes: int = 0) -> tuple[Plan, int]:
     costs = costs_of(profile)
     groupings = best_groupings(costs)
     cold = robust_plan(costs)
-    wanted = least_prefix(costs, groupings=groupings).layer_count
+    wanted = groupings.least_prefix()
     most_bytes = min(prefix_limit_bytes, costs.total_bytes - 1)
     layers = sum(offset <= most_bytes for offset in costs.offsets_bytes[1 : wanted + 1])
     if not costs.offsets_bytes[layers]:
         return cold, 0
     inside = tuple(start for start in cold if start < layers)
-    return (*inside, *prefix_of(costs, groupings, layers).plan[1:]), len(inside)
+    return (*inside, *groupings.plan(layers)[1:]), len(inside)
 
 
 def predict(profile: Profile, plan: Plan, batch: int) -> float:
     """From the start of the first copy to the end of the last group, in ms."""
-    return makespan(plan, costs_of(profile, batch)).total_ms + profile.overheads.wake_ms
+    return makespan(plan, costs_of(profile, batch)) + profile.overheads.wake_ms

@@ -23,11 +23,11 @@ def robust_plan(costs: LayerCosts) -> Plan:
     """The plan of least regret among the optima of all scenarios and the finest one."""
     worlds = [costs.scaled(*factors) for factors in SCENARIOS]
     optima = [plan_groups(world) for world in worlds]
-    best_ms = [makespan(plan, world).total_ms for plan, world in zip(optima, worlds, strict=True)]
+    best_ms = [makespan(plan, world) for plan, world in zip(optima, worlds, strict=True)]
 
     def regret(plan: Plan) -> float:
         return max(
-            makespan(plan, world).total_ms / least if least else 1.0
+            makespan(plan, world) / least if least else 1.0
             for world, least in zip(worlds, best_ms, strict=True)
         )
 

@@ -135,17 +135,6 @@ def makespan_ms(jobs: Sequence[Job], order: Sequence[int], memory: Memory = UNLI
     return max((turn.ends_at_ms for turn in run(jobs, order, memory)), default=0.0)
 
 
-def lower_bound_ms(jobs: Sequence[Job]) -> float:
-    """No order ends before this, from empty memory and with each model's jobs loading once."""
-    if not jobs:
-        return 0.0
-    loads = {job.model: job.load_ms for job in jobs}
-    compute_ms = [job.compute_ms for job in jobs]
-    return max(
-        min(loads.values()) + sum(compute_ms), sum(loads.values()) + min(compute_ms)
-    )  # fmt: skip
-
-
 # -- orders by a rule --------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.planning.grouping import bucket, check_plan, one_shot, per_layer, spans
+from pipeswitch.planning.grouping import bucket, check_plan, per_layer, spans
 
 SIZES = st.lists(st.integers(0, 1 << 30), max_size=200)
 
@@ -28,9 +28,8 @@ def test_no_layers_make_no_groups() -> None:
     assert spans((), 0) == ()
 
 
-def test_one_shot_is_one_group_and_per_layer_is_one_for_each() -> None:
-    assert [one_shot(3), per_layer(3)] == [(0,), (0, 1, 2)]
-    assert [one_shot(0), per_layer(0)] == [(), ()]
+def test_per_layer_is_a_group_for_each() -> None:
+    assert [per_layer(3), per_layer(0)] == [(0, 1, 2), ()]
 
 
 def test_a_bucket_of_no_bytes_is_refused() -> None:

@@ -17,12 +17,10 @@ from pipeswitch.planning import (
     LinkCost,
     best_groupings,
     bound,
-    least_prefix,
     makespan,
-    pipeswitch_plan,
     plan_groups,
 )
-from pipeswitch.planning.grouping import bucket, check_plan, one_shot, per_layer
+from pipeswitch.planning.grouping import Plan, bucket, check_plan, per_layer
 
 CLOSE = 1e-9  # relative: sums in another order
 
@@ -48,12 +46,12 @@ def brute_force_ms(costs: LayerCosts, prefix_layers: int = 0) -> float:
             best_ms = min(best_ms, least(end, arrived_ms, done_ms))
         return best_ms
 
-    return least(prefix_layers, 0.0, costs.ready_ms + sum(costs.compute_ms[:prefix_layers]))
+    return least(prefix_layers, 0.0, sum(costs.compute_ms[:prefix_layers]))
 
 
 def pareto_ms(costs: LayerCosts) -> float:
     """Forward: all clock pairs (link, device) that no other pair beats."""
-    pairs: list[list[tuple[float, float]]] = [[(0.0, costs.ready_ms)]]
+    pairs: list[list[tuple[float, float]]] = [[(0.0, 0.0)]]
     for end in range(1, costs.layer_count + 1):
         made = []
         for start in range(end):
@@ -93,7 +91,7 @@ def is_in_time(costs: LayerCosts, total_ms: float, group_count: int) -> bool:
 
 def bisection_ms(costs: LayerCosts) -> float:
     """Greedy and bisection, for each number of groups."""
-    best_ms = makespan(one_shot(costs.layer_count), costs).total_ms
+    best_ms = makespan(per_layer(costs.layer_count)[:1], costs)
     for group_count in range(1, costs.layer_count + 1):
         low_ms = costs.resident_ms + group_count * costs.sigma_ms
         high_ms = best_ms
@@ -118,18 +116,16 @@ def any_costs(max_layers: int) -> st.SearchStrategy[LayerCosts]:
     few_ms = st.sampled_from([0.0, 0.25, 1.0]) | st.floats(0, 20)
     layer = st.tuples(st.just(0) | st.integers(0, 500), few_ms)
     return st.builds(
-        lambda layers, alpha, beta, sigma, ready: LayerCosts(
+        lambda layers, alpha, beta, sigma: LayerCosts(
             tuple(size for size, _ in layers),
             tuple(ms for _, ms in layers),
             LinkCost(alpha, beta),
             sigma,
-            ready,
         ),
         st.lists(layer, max_size=max_layers),
         st.sampled_from([0.0, 0.01, 0.5]) | st.floats(0, 5),
         st.sampled_from([0.0, 0.01]) | st.floats(0, 1),
         st.sampled_from([0.0, 0.0, 0.1]) | st.floats(0, 5),
-        st.sampled_from([0.0, 0.0, 3.0]),
     )
 
 
@@ -140,9 +136,7 @@ def random_costs(rng: random.Random, count: int) -> LayerCosts:
     beta = rng.choice([0.3, 1.0, 3.0]) * sum(times_ms) / max(1, sum(sizes))
     alpha = rng.choice([0.0, 0.01, 0.1])
     sigma = rng.choice([0.0, 0.005, 0.05, 0.3])
-    return LayerCosts(
-        tuple(sizes), tuple(times_ms), LinkCost(alpha, beta), sigma, rng.choice([0.0, 1.0])
-    )
+    return LayerCosts(tuple(sizes), tuple(times_ms), LinkCost(alpha, beta), sigma)
 
 
 def all_random_costs(seed: int, instances: int, max_layers: int) -> Iterator[LayerCosts]:
@@ -155,7 +149,7 @@ def planned_ms(costs: LayerCosts) -> float:
     """What the plan takes, by the timeline and not by the planner's own sums."""
     plan = plan_groups(costs)
     check_plan(plan, costs.layer_count)
-    return makespan(plan, costs).total_ms
+    return makespan(plan, costs)
 
 
 # --- it is the best --------------------------------------------------------------------------
@@ -186,7 +180,7 @@ def test_three_exact_methods_agree_on_a_link_with_a_bandwidth(count: int, seed: 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_where_signals_are_free_fewer_groups_would_end_later(seed: int, alpha_ms: float) -> None:
     drawn = random_costs(random.Random(seed), 200)
-    link = LinkCost(alpha_ms, drawn.total_compute_ms / drawn.total_bytes)
+    link = LinkCost(alpha_ms, drawn.resident_ms / drawn.total_bytes)
     costs = replace(drawn, link=link, sigma_ms=0.0)
     total_ms, count = planned_ms(costs), len(plan_groups(costs))
     assert is_in_time(costs, total_ms * (1 + CLOSE), count)
@@ -199,11 +193,11 @@ def test_it_is_never_worse_than_one_shot_per_layer_or_any_bucket(
 ) -> None:
     total_ms = planned_ms(costs)
     for plan in (
-        one_shot(costs.layer_count),
+        per_layer(costs.layer_count)[:1],
         per_layer(costs.layer_count),
         bucket(costs.layer_bytes, bucket_bytes, first_bytes),
     ):
-        assert total_ms <= makespan(plan, costs).total_ms * (1 + CLOSE)
+        assert total_ms <= makespan(plan, costs) * (1 + CLOSE)
 
 
 @given(any_costs(40), st.floats(0, 2), st.floats(0, 1), st.floats(0, 2))
@@ -235,16 +229,16 @@ def test_the_bound_is_reached_where_copies_and_signals_are_free(costs: LayerCost
 @given(any_costs(40))
 def test_no_two_neighbouring_groups_could_be_one_without_ending_later(costs: LayerCosts) -> None:
     plan = plan_groups(costs)
-    total_ms = makespan(plan, costs).total_ms
+    total_ms = makespan(plan, costs)
     for cut in range(1, len(plan)):
         joined = plan[:cut] + plan[cut + 1 :]
-        assert makespan(joined, costs).total_ms > total_ms
+        assert makespan(joined, costs) > total_ms
 
 
-def test_a_model_without_layers_has_no_groups_and_takes_until_the_device_is_ready() -> None:
-    costs = LayerCosts((), (), LinkCost(1.0, 1.0), sigma_ms=1.0, ready_ms=3.0)
+def test_a_model_without_layers_has_no_groups_and_takes_no_time() -> None:
+    costs = LayerCosts((), (), LinkCost(1.0, 1.0), sigma_ms=1.0)
     assert plan_groups(costs) == ()
-    assert planned_ms(costs) == bound(costs) == 3.0
+    assert planned_ms(costs) == bound(costs) == 0.0
 
 
 def test_layers_without_bytes_on_a_free_link_are_one_group() -> None:
@@ -254,21 +248,52 @@ def test_layers_without_bytes_on_a_free_link_are_one_group() -> None:
 # --- PipeSwitch's search ---------------------------------------------------------------------
 
 
+class PipeSwitchSearch:
+    """The recursion of OSDI '20, section 4.2, with its two prunings, in our words.
+
+    F(B, i) is the best end of layers i.. when the groups B are formed; B matters through its two
+    clocks only: when the link is free and when the device is. Exponential in the worst case.
+    """
+
+    def __init__(self, costs: LayerCosts) -> None:
+        self.costs = costs
+        self.plan: Plan = ()
+        self.best_ms = math.inf
+        self._extend((), 0, 0.0, 0.0)
+
+    def _extend(self, starts: Plan, start: int, link_ms: float, device_ms: float) -> None:
+        """F(B, i): ``starts`` opened the groups so far, ``start`` is the next layer."""
+        costs, count = self.costs, self.costs.layer_count
+        if start == count:
+            if device_ms < self.best_ms:
+                self.plan, self.best_ms = starts, device_ms
+            return
+        for end in range(self._shortest_end(start, link_ms, device_ms), count + 1):
+            arrived_ms = link_ms + costs.transfer_ms(start, end)
+            computed_ms = costs.remaining_ms[start] - costs.remaining_ms[end]
+            done_ms = max(device_ms, arrived_ms) + costs.sigma_ms + computed_ms
+            # Pruning 1: nothing ends before the rest is hidden perfectly, or sent in one copy.
+            least_ms = done_ms + costs.remaining_ms[end]
+            if end < count:
+                least_ms = max(least_ms, arrived_ms + costs.transfer_ms(end, count))
+            if least_ms < self.best_ms:
+                self._extend((*starts, start), end, arrived_ms, done_ms)
+
+    def _shortest_end(self, start: int, link_ms: float, device_ms: float) -> int:
+        """Pruning 2: what arrives while the device is busy joins a group that is not the first."""
+        end, count = start + 1, self.costs.layer_count
+        transfer_ms = self.costs.transfer_ms
+        while start > 0 and end < count and link_ms + transfer_ms(start, end + 1) <= device_ms:
+            end += 1
+        return end
+
+
 @given(any_costs(9))
-def test_both_prunings_keep_the_best_plan_on_a_link_with_a_bandwidth(costs: LayerCosts) -> None:
-    found = pipeswitch_plan(costs)
+def test_the_papers_search_finds_a_plan_as_good_and_no_better(costs: LayerCosts) -> None:
+    found = PipeSwitchSearch(costs)
     check_plan(found.plan, costs.layer_count)
-    assert found.is_complete
-    assert found.total_ms == pytest.approx(makespan(found.plan, costs).total_ms, rel=CLOSE)
-    assert found.total_ms == pytest.approx(brute_force_ms(costs), rel=CLOSE)
-
-
-def test_a_search_that_meets_its_limit_says_so_and_has_a_plan() -> None:
-    costs = random_costs(random.Random(1), 60)
-    found = pipeswitch_plan(costs, visit_limit=1)
-    check_plan(found.plan, 60)
-    assert not found.is_complete
-    assert found.total_ms == pytest.approx(makespan(found.plan, costs).total_ms)
+    assert found.best_ms == pytest.approx(makespan(found.plan, costs), rel=CLOSE)
+    assert found.best_ms == pytest.approx(planned_ms(costs), rel=CLOSE)
 
 
 # --- resident prefixes -----------------------------------------------------------------------
@@ -282,36 +307,23 @@ def test_every_prefix_has_its_best_grouping(costs: LayerCosts) -> None:
         plan = groupings.plan(layers)
         check_plan(plan, costs.layer_count)
         assert groupings.total_ms[layers] == pytest.approx(least_ms, rel=CLOSE)
-        assert makespan(plan, costs, min(layers, 1)).total_ms == pytest.approx(least_ms, rel=CLOSE)
+        assert makespan(plan, costs, min(layers, 1)) == pytest.approx(least_ms, rel=CLOSE)
 
 
-@given(any_costs(max_layers=8), st.sampled_from([0.0, 0.5, 5.0]), st.sampled_from([0.0, 0.1, 1.0]))
-def test_the_least_prefix_keeps_its_promise_and_no_smaller_one_would(
-    costs: LayerCosts, overhead_ms: float, overhead_share: float
-) -> None:
-    prefix = least_prefix(costs, overhead_ms, overhead_share)
-    promised_ms = costs.resident_ms + overhead_ms + overhead_share * costs.total_compute_ms
-    promised_ms += costs.sigma_ms * len(plan_groups(costs))
-    run = makespan(prefix.plan, costs, prefix.resident_groups)
-    assert run.total_ms == pytest.approx(prefix.total_ms, rel=CLOSE)
-    assert run.total_ms <= promised_ms * (1 + CLOSE)
-    assert prefix.size_bytes == sum(costs.layer_bytes[: prefix.layer_count])
-    for fewer in range(prefix.layer_count):
+@given(any_costs(max_layers=8))
+def test_the_least_prefix_hides_the_copy_and_no_smaller_one_would(costs: LayerCosts) -> None:
+    groupings = best_groupings(costs)
+    layers = groupings.least_prefix()
+    promised_ms = costs.resident_ms + costs.sigma_ms * len(plan_groups(costs))
+    total_ms = makespan(groupings.plan(layers), costs, min(layers, 1))
+    assert total_ms <= promised_ms * (1 + CLOSE)
+    for fewer in range(layers):
         assert brute_force_ms(costs, fewer) > promised_ms
 
 
 def test_a_small_prefix_hides_the_copy_of_a_model_that_computes_longer() -> None:
     # 10 layers of 10 bytes and 2 ms on a link of 1 byte in 0.1 ms: each arrives in 1 ms.
     costs = LayerCosts((10,) * 10, (2.0,) * 10, LinkCost(0.0, 0.1))
-    prefix = least_prefix(costs)
-    assert (prefix.layer_count, prefix.size_bytes) == (1, 10)
-    run = makespan(prefix.plan, costs, prefix.resident_groups)
-    assert (run.total_ms, run.stall_ms) == (20.0, 0.0)
-    assert least_prefix(costs, overhead_ms=1.0).layer_count == 0
-    assert least_prefix(costs, overhead_share=0.05).layer_count == 0
-    assert least_prefix(costs, overhead_share=0.04).layer_count == 1
-
-
-def test_a_negative_overhead_is_refused() -> None:
-    with pytest.raises(ValueError, match="not negative"):
-        least_prefix(LayerCosts((1,), (1.0,), LinkCost(0.0, 1.0)), overhead_ms=-1.0)
+    groupings = best_groupings(costs)
+    assert groupings.least_prefix() == 1
+    assert makespan(groupings.plan(1), costs, 1) == costs.resident_ms
