@@ -8,8 +8,8 @@ from __future__ import annotations
 from .capacity import CapacityReport, ModelDemand, ModelReport, capacity_report
 from .costs import LayerCosts, LinkCost
 from .exact import Groupings, best_groupings, plan_groups
+from .planned import robust_plan
 from .prediction import bound, makespan
-from .robust import robust_plan
 
 __all__ = [
     "CapacityReport",
