@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +15,6 @@ from ..planning.profile import UNKNOWN_DEVICE, Identity
 from .events import Answer, Command, Publish, Span, Token
 from .judge import Judge
 from .records import Model
-from .wakeups import Wakeups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,37 @@ class SchedulerSettings:
 
     def program_dir(self, digest: str) -> str:
         return f"{self.models_dir}/{digest}"
+
+
+class Wakeups:
+    """Instants at which the scheduler wants to be called though no event comes, in milliseconds."""
+
+    def __init__(self, instants: Iterable[float] = ()) -> None:
+        self._known = set(instants)
+        self._heap = sorted(self._known)
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, at_ms: float) -> None:
+        if at_ms not in self._known:
+            self._known.add(at_ms)
+            heapq.heappush(self._heap, at_ms)
+
+    def forget_until(self, now_ms: float) -> None:
+        """Those have come."""
+        while self._heap and self._heap[0] <= now_ms:
+            self._known.remove(heapq.heappop(self._heap))
+
+    @property
+    def next_ms(self) -> float:
+        """Infinity when only events matter."""
+        return self._heap[0] if self._heap else math.inf
+
+    @property
+    def all_ms(self) -> tuple[float, ...]:
+        """In order."""
+        return tuple(sorted(self._heap))
 
 
 @dataclass

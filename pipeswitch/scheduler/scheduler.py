@@ -30,7 +30,7 @@ from ..ipc.messages import (
 )
 from .admission import Admission
 from .build_queue import BuildQueue
-from .core import Core, SchedulerSettings
+from .core import Core, SchedulerSettings, Wakeups
 from .events import (
     BuilderExited,
     CancelAsked,
@@ -70,7 +70,6 @@ from .policies import Policy, make_policy
 from .publishing import Publishing
 from .registry import Registry
 from .versions import Versions
-from .wakeups import Wakeups
 
 
 class Scheduler:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from pipeswitch.scheduler.core import Wakeups
 from pipeswitch.scheduler.device import Device
 from pipeswitch.scheduler.predictions import Predictions
 from pipeswitch.scheduler.queue import Queue
@@ -18,7 +19,6 @@ from pipeswitch.scheduler.records import Activation, Job, Model, Replica, Reques
 from pipeswitch.scheduler.regions import Owner, Region, Regions
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.states import Residency
-from pipeswitch.scheduler.wakeups import Wakeups
 
 from .frozen import Add, Codec, Next, Still
 

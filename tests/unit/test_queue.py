@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import math
 
+from pipeswitch.scheduler.core import Wakeups
 from pipeswitch.scheduler.queue import SPARE_DEADLINES, Queue
 from pipeswitch.scheduler.records import Request
-from pipeswitch.scheduler.wakeups import Wakeups
 
 
 def request(token: int, model: str = "m", deadline_at_ms: float | None = None) -> Request:
