@@ -54,8 +54,7 @@ from pipeswitch.sandbox.environment import take_environment
 from pipeswitch.units import PrintableFormatter, printable
 
 from .inference.pool import RequestPool
-from .inference.task import Programs, infer
-from .inference.warm import warm_up
+from .inference.task import Programs, infer, warm_up
 from .training.hooks import use_pace
 from .training.host import JobHost
 from .training.script import run_script

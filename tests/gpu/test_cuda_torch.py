@@ -93,8 +93,8 @@ def bound_resnet(side: TorchSide, folder: Path) -> BoundProgram:
     """ResNet-18 as a worker would have it: built, packed, its region on the device."""
     from memory_daemon.store import load_model
     from pipeswitch.programs.build.program import build
-    from pipeswitch.programs.spec import BuildSpec
-    from workers.inference.task import load_program
+    from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec
+    from workers.inference.task import make_program, read_graph
 
     inputs = {"x": ((2, 3, 64, 64), "float32")}
     wanted = BuildSpec(name="r", source="torchvision:resnet18", weights="random:0", inputs=inputs)
@@ -102,7 +102,7 @@ def bound_resnet(side: TorchSide, folder: Path) -> BoundProgram:
     image = bytearray(manifest.total_bytes)
     load_model(folder, memoryview(image))
     region = torch.frombuffer(image, dtype=torch.uint8).to(side.device).untyped_storage()
-    program = load_program(folder, manifest, side.device)
+    program = make_program(manifest, read_graph(manifest, folder / BUNDLE_FILE), side.device)
     return program.bind(lambda found: side.tensor(region, found, 0))
 
 

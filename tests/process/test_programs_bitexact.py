@@ -33,10 +33,10 @@ from pipeswitch.programs.groups import layer_bytes, regrouped
 from pipeswitch.programs.layout import TENSOR_ALIGN_BYTES, Manifest
 from pipeswitch.programs.nesting import unflatten
 from pipeswitch.programs.requests import random_inputs
-from pipeswitch.programs.spec import BuildSpec, load_manifest, weights_file
+from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec, load_manifest, weights_file
 from pipeswitch.programs.values import flatten_outputs
 from pipeswitch.programs.views import bytes_over, tensor_over
-from workers.inference.task import BoundProgram, load_program
+from workers.inference.task import BoundProgram, make_program, read_graph
 
 REGION_OFFSET_BYTES = 2 << 20
 
@@ -97,7 +97,7 @@ class Programs:
         manifest = regrouped(load_manifest(folder), plan)
         arena = Arena(folder, manifest)
         self._arenas.append(arena)
-        loaded = load_program(folder, manifest)
+        loaded = make_program(manifest, read_graph(manifest, folder / BUNDLE_FILE), "cpu")
         return (
             manifest,
             loaded.bind(lambda tensor: tensor_over(arena.pool, tensor, REGION_OFFSET_BYTES)),
@@ -518,9 +518,8 @@ def test_two_homes_of_one_program_compute_the_same_bits(programs: Programs) -> N
     folder = programs.folder(spec)
     image = load_image(folder / "program.bundle", manifest)
     moved = torch.cat([torch.zeros(4096, dtype=torch.uint8), image])
-    elsewhere = load_program(folder, manifest).bind(
-        lambda tensor: tensor_over(moved.untyped_storage(), tensor, 4096)
-    )
+    program = make_program(manifest, read_graph(manifest, folder / BUNDLE_FILE), "cpu")
+    elsewhere = program.bind(lambda tensor: tensor_over(moved.untyped_storage(), tensor, 4096))
     inputs = to_tensors(manifest.inputs, at_batch(manifest.dims, 2))
     [here], [there] = bound.run(inputs, arena.arrive), elsewhere.run(inputs, lambda index: None)
     assert same_bits(here, there)

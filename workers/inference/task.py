@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -26,12 +27,15 @@ from pipeswitch.programs.bundle import Graph, read_bundle
 from pipeswitch.programs.executor import BoundProgram, GraphProgram, ModuleProgram, Program
 from pipeswitch.programs.groups import regrouped
 from pipeswitch.programs.layout import Manifest
+from pipeswitch.programs.operators import checked_by
 from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE, is_checked, load_manifest
 from pipeswitch.programs.torch_settings import construct_on_meta
 from pipeswitch.programs.zeroed import allocator_switch
 
 from .pool import RequestPool
 from .trials import MadeUpInputs, run_trial
+
+WARM_SIDE: Final = 512  # enough elements that torch gives each of its threads a part
 
 Wanted = RunInference | PrepareModel
 Version = tuple[str, tuple[int, ...]]  # digest and plan: what a loaded program was made for
@@ -118,20 +122,13 @@ class Programs:
             self.forget(model)
 
 
-def load_program(
-    directory: str | os.PathLike[str], manifest: Manifest, device: torch.device | str = "cpu"
-) -> Program:
-    """Load the structure that ``build`` wrote into ``directory``; no weights.
+def read_graph(manifest: Manifest, bundle: Source) -> Graph | None:
+    """The graph of a bundle; None in module mode, which has none.
 
     Raises:
-        RegistrationRefused: the files are damaged, or do not belong to ``manifest``, or other
-            contracts than ours let the program through.
+        RegistrationRefused: the file is damaged, or other contracts than ours let the program
+            through.
     """
-    return make_program(manifest, read_graph(manifest, Path(directory) / BUNDLE_FILE), device)
-
-
-def read_graph(manifest: Manifest, bundle: Source) -> Graph | None:
-    """The graph of a bundle; None in module mode, which has none."""
     if not is_checked(manifest):
         raise RegistrationRefused("manifest", "not checked by this server", hint="register again")
     return read_bundle(bundle).graph if manifest.mode == "graph" else None
@@ -146,6 +143,15 @@ def make_program(manifest: Manifest, graph: Graph | None, device: torch.device |
         return GraphProgram(manifest, graph, device)
     module, settings = construct_on_meta(manifest.source)
     return ModuleProgram(manifest, module, device, settings)
+
+
+def warm_up() -> None:
+    """What torch reads and starts when it first computes, before the sandbox forbids it: all
+    compute threads of this one; the libraries look at the processor."""
+    checked_by()  # reads torch's version from a file
+    square = torch.ones(WARM_SIDE, WARM_SIDE)
+    torch.mm(square, square).sum()
+    torch.nn.functional.conv2d(torch.ones(1, 16, 16, 16), torch.ones(16, 16, 3, 3))
 
 
 class _Groups:
