@@ -46,7 +46,6 @@ class ChosenDevice:
     name: str  # cpu, cpu:1 or cuda:0, as the user knows it
     why: str
     free_bytes: int = 0
-    total_bytes: int = 0
     uuid: str = ""
     title: str = ""  # the GPU's own name
     ladder: Ladder = field(default_factory=Ladder)
@@ -121,7 +120,6 @@ def _cuda(config: DeviceConfig, index: int, workers: int) -> ChosenDevice:
         name=f"cuda:{index}",
         why=f"{device['name']}, {ladder}",
         free_bytes=max(0, int(device["free_bytes"]) - contexts - slice_bytes),
-        total_bytes=int(device["total_bytes"]),
         uuid=str(device["uuid"]),
         title=str(device["name"]),
         ladder=ladder,

@@ -107,7 +107,6 @@ class CpuDeviceMemory:
         check_range("store", 0, store_bytes, os.fstat(store).st_size)
         self.arena_bytes = arena_bytes
         self.store_bytes = store_bytes
-        self.word_count = words
         self._bells = tuple(bells)
         self._store_descriptor = store
         self._models: Models = (FilePerTenant if separates_tenants else OneFile)(arena_bytes, words)

@@ -264,7 +264,6 @@ class WorkerSettings(Message, frozen=True):
     pool_bytes: int
     threads: int
     bell_count: int
-    log_path: str = ""
     handle: bytes = b""  # DaemonReady's
     is_sandboxed: bool = False  # from the first program on that is not code
     task_memory_bytes: int = 0  # in the sandbox, beyond what it has then; 0: no limit

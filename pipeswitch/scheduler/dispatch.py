@@ -274,7 +274,6 @@ class Dispatch:
         )
         if device.training is not None:
             activation.preempted = device.training
-            activation.stop_asked_at_ms = core.now_ms
             self._training.stop(device.training, activation.turn, activation.slot)
         if not activation.is_trial:
             kind = "resident" if not is_switch else "prefix" if activation.kept_bytes else "cold"

@@ -33,12 +33,11 @@ class Line:
     """The waiting requests of one model and one priority, sorted by key and by age."""
 
     __slots__ = (
-        "by_age", "by_key", "entries", "model", "place", "priority", "smallest_batch", "until",
+        "by_age", "by_key", "entries", "model", "place", "smallest_batch", "until",
     )  # fmt: skip
 
-    def __init__(self, model: ModelName, priority: int, smallest_batch: int) -> None:
+    def __init__(self, model: ModelName, smallest_batch: int) -> None:
         self.model = model
-        self.priority = priority
         self.smallest_batch = smallest_batch  # since it was empty
         self.entries: dict[int, tuple[Rank, int, Waiting, Request]] = {}  # by number
         self.by_key: list[tuple[Rank, int]] = []
@@ -79,7 +78,7 @@ class Lines:
         lines = self._lines.setdefault(request.model, {})
         line = lines.get(request.priority)
         if line is None:
-            line = lines[request.priority] = Line(request.model, request.priority, request.batch)
+            line = lines[request.priority] = Line(request.model, request.batch)
         line.entries[number] = (key, number, waiting, request)
         line.smallest_batch = min(line.smallest_batch, request.batch)
         bisect.insort(line.by_key, (key, number))

@@ -408,7 +408,6 @@ class Activation:
     began_at_ms: float = 0.0  # when it was given the turn
     hung_why: str = ""  # it computed for too long: its worker is killed
     preempted: str = ""  # the job that stepped aside for it
-    stop_asked_at_ms: float = 0.0
 
     @property
     def turn(self) -> Turn:

@@ -38,7 +38,7 @@ REPLICA = Codec(Replica, drop=("model", *SHOWN_OF_REPLICA))
 REQUEST = Codec(Request)
 JOB = Codec(Job, drop=SHOWN_OF_JOB, ordered=("place", "epoch", "persist_epoch", "copying_epoch"))
 WORKER = Codec(Worker, drop=("generation",))
-SHOWN_OF_TASK = ("dispatched_at_ms", "was_resident", "stop_asked_at_ms")
+SHOWN_OF_TASK = ("dispatched_at_ms", "was_resident")
 ACTIVATION = Codec(Activation, drop=SHOWN_OF_TASK)
 
 OF_CORE = ("has_left", "drain_at_ms", "now_ms", "counts", "last_epoch", "wakeups")

@@ -86,7 +86,6 @@ class CudaDeviceMemory:
         check_range("store", 0, store_bytes, os.fstat(store).st_size)
         self.arena_bytes = arena_bytes
         self.store_bytes = store_bytes
-        self.word_count = words
         self._cuda, self._index = cuda, index
         self._bells = tuple(bells)
         self._word_writer = word_writer
