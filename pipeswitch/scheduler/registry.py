@@ -79,15 +79,15 @@ class Registry:
     # -- register -----------------------------------------------------------------------------
 
     def register(self, event: RegisterAsked) -> None:
-        """Outcomes: 1. same name and spec: a no-op; 2. same name, other spec: an error;
-        3. a build starts; progress and one final answer follow."""
+        """Outcomes: 1. same name, spec and tenant: a no-op; 2. same name, other spec or tenant: an
+        error; 3. a build starts; progress and one final answer follow."""
         core = self._core
         if core.is_draining:
             core.refuse(event.token, ServerUnavailable("the server is draining"))
             return
         old = None if event.is_known else self._versions.newest(event.model)
         is_leaving = old is not None and old.state.state is ModelState.LEAVING
-        if old is not None and not is_leaving and self._is_same(event):
+        if old is not None and not is_leaving and self._is_same(event, old):
             if old.manifest is not None and old.state.state in (
                 ModelState.READY,
                 ModelState.QUARANTINED,
@@ -97,9 +97,10 @@ class Registry:
                 self.registrations[old.name].waiters.append(event.token)
             return
         if old is not None:
+            is_anothers = old.tenant != event.tenant
+            why = "another client's" if is_anothers else "registered from something else"
             error = AlreadyExists(
-                f'"{event.model}" is '
-                f"{'being unregistered' if is_leaving else 'registered from something else'}",
+                f'"{event.model}" is {"being unregistered" if is_leaving else why}',
                 hint=f"pipeswitch unregister {event.model}, or choose another name",
             )
             core.refuse(event.token, error)
@@ -127,9 +128,11 @@ class Registry:
             return
         self._begin(event, (event.token,))
 
-    def _is_same(self, event: RegisterAsked) -> bool:
+    def _is_same(self, event: RegisterAsked, old: Model) -> bool:
+        """Another tenant's is not: its requests would be served among that one's, unasked."""
         served = self._versions.served(event.model)
-        return served is not None and served.spec_digest == event.spec_digest
+        is_of_one = old.tenant == event.tenant
+        return is_of_one and served is not None and served.spec_digest == event.spec_digest
 
     def begin_version(self, before: Model, spec: bytes, token: Token | None) -> Model:
         """The next version of a name, built from ``spec``; it takes over when it is there."""

@@ -62,6 +62,7 @@ class KnownModel:
     priority: str
     is_pinned: bool
     digest: str
+    is_owners: bool  # not the other clients'
     is_quarantined: bool = False
     answered: int = 0  # requests with a result, in this life of the server
     stays: bool = False  # seen on the device, pinned, and nothing but its user may take it away
@@ -162,7 +163,8 @@ class Oracle:
             return only("PermissionDenied")
         old = self.models.get(name)
         if old is not None:
-            is_same = (old.program, old.max_batch) == (program, max_batch or DEFAULT_MAX_BATCH)
+            asked = (program, max_batch or DEFAULT_MAX_BATCH, is_owner)
+            is_same = (old.program, old.max_batch, old.is_owners) == asked
             return only(OK if is_same else "AlreadyExists")
         if program.refusal:
             return only(program.refusal)
@@ -170,7 +172,7 @@ class Oracle:
 
     def did_register(
         self, name: str, program: Program, row: Mapping[str, Any], *,
-        max_batch: int, priority: str, is_pinned: bool,
+        max_batch: int, priority: str, is_pinned: bool, is_owner: bool,
     ) -> None:  # fmt: skip
         """It was answered with ``row``. The same registration again changes nothing."""
         old = self.models.get(name)
@@ -185,6 +187,7 @@ class Oracle:
             priority=priority or "normal",
             is_pinned=is_pinned,
             digest=row["digest"],
+            is_owners=is_owner,
         )
         self._memory_changed()
 
@@ -205,6 +208,7 @@ class Oracle:
             priority=row["priority"],
             is_pinned=row["pinned"],
             digest=row["digest"],
+            is_owners=not row["tenant"],
             is_quarantined=row["state"] == "quarantined",
         )
         self._memory_changed()

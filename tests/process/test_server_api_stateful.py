@@ -570,8 +570,9 @@ class ServerApi(RuleBasedStateMachine):
             assert row["mode"] == ("module" if program == "poison" else "graph")
             assert row["bytes"] <= known.size_bytes
             self.oracle.did_register(
-                name, known, row, max_batch=max_batch, priority=priority, is_pinned=pin
-            )
+                name, known, row, max_batch=max_batch, priority=priority, is_pinned=pin,
+                is_owner=is_owner,
+            )  # fmt: skip
 
     @rule(name=MODELS, program=st.sampled_from(["small", "made"]), wait_ms=st.integers(0, 60))
     @speaks("register", "cancel")
@@ -600,8 +601,9 @@ class ServerApi(RuleBasedStateMachine):
         outcome, reply = self.ask(allowed, functools.partial(future.result, ANSWER_S))
         if outcome == OK:
             self.oracle.did_register(
-                name, PROGRAMS[program], reply.body, max_batch=0, priority="", is_pinned=False
-            )
+                name, PROGRAMS[program], reply.body, max_batch=0, priority="", is_pinned=False,
+                is_owner=True,
+            )  # fmt: skip
 
     @rule(name=MODELS, is_owner=OWNERS)
     @speaks("unregister")

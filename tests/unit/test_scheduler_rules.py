@@ -1396,6 +1396,18 @@ def test_the_same_name_and_spec_again_is_a_no_op_and_another_spec_an_error(rig: 
     assert isinstance(rig.error(rig.ask_register("a", spec="other")), AlreadyExists)
 
 
+def test_another_clients_name_is_taken_though_it_asks_for_the_same(rig: Rig) -> None:
+    """A no-op would have its requests served, and its model taken away, as that one's."""
+    rig.register("enemy.m")
+    token = rig.token()
+    rig.handle(ev.RegisterAsked(token=token, model="enemy.m", spec=b"spec of enemy.m",
+                                spec_digest="spec of enemy.m", priority=1, is_pinned=False,
+                                client="friend", tenant="friend"))  # fmt: skip
+    error = rig.error(token)
+    assert isinstance(error, AlreadyExists)
+    assert "another client's" in error.message
+
+
 def test_builds_run_one_after_the_other_until_the_process_is_gone(rig: Rig) -> None:
     first = rig.ask_register("a")
     epoch = rig.commands(ev.StartBuild)[0].epoch
