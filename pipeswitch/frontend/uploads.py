@@ -239,7 +239,7 @@ class Uploads:
     def _open(self, chunk: _Chunk) -> None:
         self._make_room(chunk.size_bytes, chunk.tenant)
         session, client, name = chunk.key
-        path = self.directory / f"{PARTIAL}{session[:8]}-{client}-{name}"
+        path = self.directory / f"{PARTIAL}{session}-{client}-{name}"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         file = os.fdopen(descriptor, "wb")
         self._partials[chunk.key] = _Partial(path, chunk.size_bytes, file)

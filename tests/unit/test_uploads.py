@@ -92,6 +92,13 @@ def test_a_client_has_so_many_unfinished_files(writer: Uploads) -> None:
     assert put(writer, "enemy", "enemy-4", size_bytes=100)[1] is None
 
 
+def test_what_one_session_sends_never_lies_in_anothers_file(writer: Uploads) -> None:
+    """It would change a file that others take for the bytes of its digest."""
+    for session in ("0123456789", "0123456780"):
+        assert put(writer, session, "enemy-1", size_bytes=100, tenant="enemy")[1] is None
+    assert len([path for path in writer.directory.iterdir() if path.name[0] == "."]) == 2
+
+
 def test_a_client_has_so_many_bytes_and_its_own_oldest_files_make_room(writer: Uploads) -> None:
     others, _ = put(writer, "friend", "friend-0")
     size_bytes = 501
