@@ -33,7 +33,7 @@ from typing import Any, Final
 
 import torch
 
-from pipeswitch.programs.contracts import contracted, guarded
+from pipeswitch.programs.contracts import BrokenContract, contracted, guarded
 from pipeswitch.programs.graph import resolve
 from pipeswitch.programs.operators import BY_CONTRACT, OVERLOADS
 
@@ -48,6 +48,12 @@ REGIONS: Final = 20_000  # of a child's large allocations; the kernel has room f
 FLOATS: Final = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16)
 DTYPES: Final = (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64)
 LAST_CALL_BYTES: Final = 4096
+ODD_FLOATS: Final = (
+    float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 3e38, -1e30, 2.0**31, -(2.0**63), 1e-40,
+)  # fmt: skip
+ODD_INTEGERS: Final = (-(1 << 63), -(1 << 31), 1 << 31, 1 << 40, 1 << 62, (1 << 63) - 1)
+ODDITY: Final = 1 / 16  # how often values, and numbers among the arguments, are of these
+WITHOUT_END: Final = frozenset({"sections"})  # a view for each, until the memory is full
 TARGETS: Final = sorted(f"aten.{n}.{o}" for n, suffixes in OVERLOADS.items() for o in suffixes)
 
 
@@ -79,8 +85,8 @@ class Wish:
 def of_family(name: str, wish: Wish) -> dict[str, Any]:
     """Arguments that go together, for operators whose extents depend on one another."""
     r, f = wish.rng, r_float(wish)
-    n, c, s = wish.extent(4), wish.extent(9), [wish.extent(9) for _ in range(3)]
-    e = wish.extent
+    e, is_wide = wish.extent, r.random() < 0.2
+    n, c, s = e(4), r.choice([16, 33]) if is_wide else e(9), [e(9) for _ in range(3)]
     if name in ("batch_norm", "_native_batch_norm_legit_no_training", "instance_norm"):
         each = T([c], f)
         return {
@@ -162,16 +168,17 @@ def of_family(name: str, wish: Wish) -> dict[str, Any]:
     if "conv" in name:
         axes = int(name[-2]) if name[-1] == "d" else r.randint(1, 3)
         g, transposed = e(2), name.startswith("conv_t") or (name[-1] != "d" and r.random() < 0.5)
-        k, out = [e(3) for _ in range(axes)], e(4) * g
+        k = [e(5 if is_wide else 3) for _ in range(axes)]
+        out = (16 if is_wide else e(4)) * g
         c *= g
         weight = [c, out // g, *k] if transposed else [out, c // g, *k]
         return {
             "input": T([n, c, *[x + 2 for x in s[:axes]]], f),
             "weight": T(weight, f),
             "bias": r.choice([None, T([out], f)]),
-            "stride": [e(3)] * axes,
-            "padding": [r.randint(0, 2)] * axes,
-            "dilation": [e(2)] * axes,
+            "stride": [e(9 if is_wide else 3)] * axes,
+            "padding": [r.randint(0, 9 if is_wide else 2)] * axes,
+            "dilation": [e(4 if is_wide else 2)] * axes,
             "groups": g,
             "transposed": transposed,
             "output_padding": [r.randint(0, 1)] * axes,
@@ -243,7 +250,7 @@ def of_family(name: str, wish: Wish) -> dict[str, Any]:
         axes = int(name[-2])
         return {
             "self": T([n, c, *[x + 2 for x in s[:axes]]], f),
-            "padding": [r.randint(-1, 2) for _ in range(2 * axes)],
+            "padding": [r.randint(-5, 5) for _ in range(2 * axes)],
         }
     if name == "pad":
         mode, axes = r.choice(["constant", "reflect", "replicate", "circular"]), r.randint(1, 3)
@@ -251,7 +258,7 @@ def of_family(name: str, wish: Wish) -> dict[str, Any]:
             "self": T([n, c, *[x + 2 for x in s[:axes]]], f),
             "mode": mode,
             "value": None,
-            "pad": [r.randint(-1, 2) for _ in range(2 * axes)],
+            "pad": [r.randint(-5, 5) for _ in range(2 * axes)],
         }
     if name in ("pixel_shuffle", "pixel_unshuffle", "channel_shuffle"):
         k = e(3)
@@ -298,7 +305,7 @@ def of_family(name: str, wish: Wish) -> dict[str, Any]:
     if name == "prelu":
         return {"self": T([n, c, s[0]], f), "weight": T([r.choice([1, c])], f)}
     if name == "scaled_dot_product_attention":
-        heads, many, width = e(3), e(40), r.choice([1, 3, 8, 16])
+        heads, many, width = e(3), e(40), r.choice([1, 3, 8, 16, 64])
         mask = r.choice(
             [None, T([1, 1, c, many], f), T([c, many], torch.bool), T([n, heads, c, many], f)]
         )
@@ -347,6 +354,7 @@ def r_float(wish: Wish) -> torch.dtype:
 def argument(entry: Any, wish: Wish, target: str) -> Any:
     """An argument of its schema's type; several tensors of a call broadcast with each other."""
     kind, r, rank = str(entry.type), wish.rng, len(wish.shape)
+    is_odd = r.random() < ODDITY and entry.name not in WITHOUT_END
     if entry.has_default_value() and r.random() < 0.5:
         return entry.default_value
     if kind.startswith("Optional") and r.random() < 0.4:
@@ -365,14 +373,16 @@ def argument(entry: Any, wish: Wish, target: str) -> Any:
             return r.sample(range(rank), r.randint(min(1, rank), rank))
         if entry.name in ("size", "shape", "repeats", "sizes"):
             return r.choice([list(wish.shape), [-1], [wish.extent(3) for _ in range(rank + 1)]])
-        return [r.randint(0, 3) for _ in range(max(rank, 1))]
+        return [r.choice(ODD_INTEGERS) if is_odd else r.randint(0, 3) for _ in range(max(rank, 1))]
     if "str" in kind:
         return r.choice(["trunc", "floor", "none", "tanh", "ij", "xy"])
     if "float" in kind or "number" in kind or "Scalar" in kind:
-        return r.choice([0, 1, 2, -1, 0.5, 3.0])
+        return r.choice([*ODD_FLOATS, *ODD_INTEGERS] if is_odd else [0, 1, 2, -1, 0.5, 3.0])
     if "int" in kind and entry.name in ("dtype", "layout", "memory_format"):
         return None
     if "int" in kind:
+        if is_odd:
+            return r.choice(ODD_INTEGERS)
         return r.randint(-rank, max(rank - 1, 0)) if "dim" in entry.name else r.randint(-1, 5)
     return None
 
@@ -417,8 +427,8 @@ class Values:
         self._made: dict[tuple[torch.dtype, int, bool], bytes] = {}
 
     def piece(self, wanted: T, size: int, rng: random.Random) -> bytes:
-        """``size`` bytes; of indices, one time in 16, some that a kernel must refuse."""
-        key = wanted.dtype, wanted.bound, wanted.bound > 0 and rng.random() < 1 / 16
+        """``size`` bytes; now and then odd ones, of indices some that a kernel must refuse."""
+        key = wanted.dtype, wanted.bound, rng.random() < ODDITY
         made = self._made.get(key)
         if made is None:
             self._made[key] = made = self._make(*key)
@@ -429,7 +439,17 @@ class Values:
     def _make(self, dtype: torch.dtype, bound: int, is_hostile: bool) -> bytes:
         count, generator = self.LENGTH // dtype.itemsize, self._generator
         if dtype.is_floating_point or dtype.is_complex:
-            return raw(torch.randn(count, generator=generator).to(dtype))
+            made = torch.randn(count, generator=generator)
+            if is_hostile:
+                odd = torch.tensor(ODD_FLOATS)
+                made[::3] = odd[torch.arange(len(made[::3])) % len(odd)]
+            return raw(made.to(dtype))
+        if is_hostile and not bound:  # a request may bring any byte as a bool
+            low, high = (0, 256) if dtype is torch.bool else (-2, 2)
+            made = torch.randint(low, high, (count,), generator=generator)
+            if dtype is torch.bool:
+                return raw(made.to(torch.uint8))
+            return raw(torch.where(made == 1, torch.iinfo(dtype).min, made).to(dtype))
         high = 2 if dtype is torch.bool else max(bound, 1) if bound else 5
         low, high = (-2 * high - 1, 2 * high + 1) if is_hostile else (0, high)
         return raw(torch.randint(low, high, (count,), generator=generator).to(dtype))
@@ -495,6 +515,8 @@ class Fence:
             step *= max(shape[axis], 1)
         if shape and rng.random() < 0.1:
             strides = [2 * stride for stride in strides]
+        if shape and rng.random() < 0.1:  # as expand and unfold make them
+            strides = [rng.choice([0, 1, stride]) for stride in strides]
         last = (
             sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if 0 not in shape else -1
         )
@@ -598,7 +620,7 @@ class Child:
         try:
             if not tensors_of(list(on_meta.values())):
                 on_meta["device"] = torch.device("meta")
-            promised = self._promised(target, on_meta)
+            promised = self._promised(target, call._schema, on_meta, seed)
         except Exception:  # not accepted: such a call never reaches a kernel
             return False
         if sum(t.numel() for t in tensors_of(promised)) > 1 << 16:
@@ -611,10 +633,11 @@ class Child:
                 self._call(target, call, given, tensors_of(promised), rng)
         return self.done[target] > before
 
-    def _promised(self, target: str, on_meta: dict[str, Any]) -> Any:
+    def _promised(self, target: str, schema: Any, on_meta: dict[str, Any], seed: int) -> Any:
         """What such a call gives; nothing where torch refuses it, which ``is_inner`` is about."""
         if not self._is_inner:
-            return self._behind[target](**on_meta)
+            args, kwargs = as_written(schema, on_meta) if seed % 2 else ([], on_meta)
+            return self._behind[target](*args, **kwargs)
         self._asked[target](**on_meta)
         try:
             self._behind[target](**on_meta)
@@ -634,6 +657,10 @@ class Child:
             return places[-1].tensor
 
         actual = walk_all(given, put)
+        try:
+            self._asked[target](**actual)
+        except BrokenContract:  # of these strides
+            return
         inputs = places[1:] if target.split(".")[1].endswith("_") and "__" not in target else places
         extents = [(t.shape, t.dtype) for t in promised]
         for _ in range(VALUES if places else 1):
@@ -664,6 +691,16 @@ class Child:
         text = bytes(self._last[:]).partition(b"\0")[0].decode()
         if sum(finding.startswith(f"{what}: {text.split()[0]}") for finding in self.findings) < 3:
             self.findings.append(f"{what}: {text}")
+
+
+def as_written(schema: Any, given: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The same call as most programs write it: by position as far as its schema allows."""
+    args, kwargs = [], dict(given)
+    for entry in schema.arguments:
+        if entry.kwarg_only or not (entry.name in kwargs or entry.has_default_value()):
+            break
+        args.append(kwargs.pop(entry.name, entry.default_value))
+    return args, kwargs
 
 
 def walk_all(given: dict[str, Any], change: Callable[[T], Any]) -> dict[str, Any]:
