@@ -126,6 +126,16 @@ def _not_empty(*names: str) -> Contract:
     return check
 
 
+def _division(given: Arguments) -> None:
+    """Cut towards zero, integers are divided by the processor, which ends the process where the
+    least is divided by -1: data decides that unless the divisor is a positive number."""
+    value, divisor = given["self"], given["other"]
+    dtype = torch.result_type(value, divisor)
+    if given.get("rounding_mode") == "trunc" and not (dtype.is_floating_point or dtype.is_complex):
+        is_known = type(divisor) is int and 0 < divisor <= torch.iinfo(dtype).max
+        _need(is_known, "integers are cut towards zero by what is not a positive number")
+
+
 # ---- normalisation ----------------------------------------------------------------------------
 
 _PER_CHANNEL: Final = _extents(
@@ -347,6 +357,11 @@ def _affine(given: Arguments) -> None:
     _need(list(theta.shape) == wanted, f"theta is {list(theta.shape)}, needed {wanted}")
 
 
+def _closed_circle(given: Arguments) -> None:
+    """What is cut on one side is missing on the other, where it would be copied from."""
+    _need(given["mode"] != "circular" or min(given["pad"], default=0) >= 0, f"pad {given['pad']}")
+
+
 def _shuffle(given: Arguments) -> None:
     _need(given["self"].dim() >= 3, "too few dimensions")
 
@@ -503,7 +518,8 @@ _FAMILIES: Final[Mapping[str, Contract]] = {
     "pixel_shuffle pixel_unshuffle channel_shuffle": _all_of(
         _numbers(1, MAX_GEOMETRY, "upscale_factor", "downscale_factor", "groups"), _shuffle
     ),
-    "constant_pad_nd pad": _numbers(-MAX_GEOMETRY, MAX_GEOMETRY, "pad"),
+    "constant_pad_nd": _numbers(-MAX_GEOMETRY, MAX_GEOMETRY, "pad"),
+    "pad": _all_of(_numbers(-MAX_GEOMETRY, MAX_GEOMETRY, "pad"), _closed_circle),
     "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d "
     "replication_pad3d": _all_of(
         _numbers(-MAX_GEOMETRY, MAX_GEOMETRY, "padding"), _not_empty("self")
@@ -524,6 +540,7 @@ _FAMILIES: Final[Mapping[str, Contract]] = {
         lambda g: _need(g["dropout_p"] == 0, "dropout_p"),
     ),
     "dropout dropout_": _NO_CHANCE,
+    "div divide div_": _division,
     "view": lambda g: _need(g.get("dtype") is not torch.bool, "bytes as bool"),
 }
 
@@ -566,7 +583,7 @@ def _known_result(name: str, args: tuple[Any, ...]) -> Any:
     first = args[0] if args else None
     if not isinstance(first, torch.Tensor) or not first.is_floating_point():
         return None
-    if name in _LIKE_FIRST:
+    if name in _LIKE_FIRST and not any(isinstance(a, torch.dtype) for a in args):
         return torch.empty_like(first)
     if name in _ELEMENTWISE and len(args) == 2 and isinstance(args[1], torch.Tensor):
         other = args[1]

@@ -44,8 +44,7 @@ addcdiv addcmul asin asinh atan atan2 atanh bitwise_and:Tensor,Scalar,Scalar_Ten
 bitwise_left_shift:Tensor,Tensor_Scalar,Scalar_Tensor bitwise_not
 bitwise_or:Tensor,Scalar,Scalar_Tensor bitwise_right_shift:Tensor,Tensor_Scalar,Scalar_Tensor
 bitwise_xor:Tensor,Scalar,Scalar_Tensor ceil celu clamp:default,Tensor clamp_max:default,Tensor
-clamp_min:default,Tensor clip:default,Tensor cos cosh deg2rad
-div:Tensor,Scalar,Tensor_mode,Scalar_mode divide:Tensor,Scalar,Tensor_mode,Scalar_mode elu
+clamp_min:default,Tensor clip:default,Tensor cos cosh deg2rad elu
 eq:Tensor,Scalar erf erfc exp exp2 expm1 floor floor_divide:default,Scalar fmax fmin
 fmod:Tensor,Scalar frac ge:Tensor,Scalar gelu glu greater:Tensor,Scalar
 greater_equal:Tensor,Scalar gt:Tensor,Scalar hardshrink hardsigmoid hardswish hardtanh isfinite
@@ -62,8 +61,8 @@ where:self,ScalarOther,ScalarSelf,Scalar xlogy:Tensor,Scalar_Other,Scalar_Self
 
 _IN_PLACE: Final = """
 abs_ add_:Tensor,Scalar addcdiv_ addcmul_ ceil_ celu_ clamp_:default,Tensor
-clamp_max_:default,Tensor clamp_min_:default,Tensor clip_:default,Tensor copy_ cos_
-div_:Tensor,Tensor_mode,Scalar,Scalar_mode elu_ exp_ fill_:Scalar,Tensor floor_
+clamp_max_:default,Tensor clamp_min_:default,Tensor clip_:default,Tensor copy_ cos_ elu_
+exp_ fill_:Scalar,Tensor floor_
 floor_divide_:Tensor,Scalar gelu_ hardsigmoid_ hardswish_ hardtanh_ leaky_relu_ lerp_:Scalar,Tensor
 log_ masked_fill_:Scalar,Tensor mish_ mul_:Tensor,Scalar nan_to_num_ neg_ pow_:Scalar,Tensor
 reciprocal_ relu6_ relu_ remainder_:Tensor,Scalar round_:default,decimals rsqrt_ selu_ sigmoid_
@@ -71,8 +70,8 @@ sign_ silu_ sin_ sqrt_ square_ sub_:Tensor,Scalar tanh_ threshold_ tril_ triu_ z
 """
 
 _IN_PLACE_BY_CONTRACT: Final = """
-dropout_ index_add_ index_copy_ index_fill_:int_Tensor,int_Scalar index_put_
-scatter_:src,value,reduce,value_reduce scatter_add_
+div_:Tensor,Tensor_mode,Scalar,Scalar_mode dropout_ index_add_ index_copy_
+index_fill_:int_Tensor,int_Scalar index_put_ scatter_:src,value,reduce,value_reduce scatter_add_
 """
 
 _FRESH: Final = """
@@ -97,7 +96,8 @@ _upsample_nearest_exact3d:default,vec _weight_norm adaptive_avg_pool1d adaptive_
 adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
 affine_grid_generator avg_pool1d avg_pool2d avg_pool3d batch_norm bucketize:Tensor channel_shuffle
 col2im constant_pad_nd conv1d:default,padding conv2d:default,padding conv3d:default,padding
-conv_transpose1d conv_transpose2d:input conv_transpose3d:input convolution embedding
+conv_transpose1d conv_transpose2d:input conv_transpose3d:input convolution
+div:Tensor,Scalar,Tensor_mode,Scalar_mode divide:Tensor,Scalar,Tensor_mode,Scalar_mode embedding
 fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn fft_irfft
 fft_irfft2 fft_rfft fft_rfft2 gather grid_sampler grid_sampler_2d grid_sampler_3d group_norm
 gru:input gru_cell im2col index_add index_copy index_fill:int_Tensor,int_Scalar index_put
@@ -113,8 +113,8 @@ upsample_nearest3d:default,vec upsample_trilinear3d:default,vec
 
 _WRITTEN_WHOLE: Final = """
 _adaptive_avg_pool2d adaptive_avg_pool2d avg_pool2d batch_norm constant_pad_nd conv1d conv2d conv3d
-convolution dropout embedding gather group_norm index index_select layer_norm linear max_pool2d
-native_group_norm native_layer_norm pad prelu rms_norm scaled_dot_product_attention view
+convolution div div_ divide dropout embedding gather group_norm index index_select layer_norm linear
+max_pool2d native_group_norm native_layer_norm prelu rms_norm scaled_dot_product_attention view
 """
 
 _MAY_ALIAS: Final = """
@@ -166,7 +166,7 @@ DROPPED_AT_EXPORT: Final = frozenset(
     {"_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range"}
 )
 
-CONTRACTS_VERSION: Final = 5  # one more whenever a contract or this list asks for more
+CONTRACTS_VERSION: Final = 6  # one more whenever a contract or this list asks for more
 
 _ATEN: Final = re.compile(r"aten\.(\w{1,64})\.(\w{1,64})", re.ASCII)
 

@@ -167,6 +167,13 @@ ATTACKS: dict[str, dict[str, Any]] = {
         ],
         "x": (1, 2, 3), "y": (1, 2, 3), "weights": {"h": (1, 1, 3), "w": (3, 3)},
     },
+    "a circle with a gap, which is freed memory": {
+        "nodes": [
+            node("pad.default", X, [5, -5], "circular"),
+            node("add.Tensor", value(2), value(1)),
+        ],
+        "x": (1, 1, 5), "y": (1, 1, 5), "weights": {"w": (1,)},
+    },
     "an out overload of another name": {
         "nodes": [node("sort.values", X, values=value(1), indices=value(1))],
         "x": (BATCH, 4), "y": (BATCH, 4), "weights": {"w": (4,)}, "result": 0,

@@ -74,6 +74,11 @@ SOUND: dict[str, tuple[str, tuple[Any, ...], list[int]]] = {
         (meta(2, 4, 5, 5), meta(4, 3, 3, 3), None, [2], [1, 1], [1], 1, [1, 1]), [2, 3, 10, 10],
     ),
     "linear": ("linear.default", (meta(2, 5, 4), meta(3, 4), meta(3)), [2, 5, 3]),
+    "softmax of another dtype": ("softmax.int", (meta(2, 3), 1, torch.float64), [2, 3]),
+    "a norm's weights of another dtype": (
+        "rms_norm.default", (meta(2, 3, dtype=torch.float16), [3], meta(3)), [2, 3],
+    ),
+    "a padding that cuts": ("pad.default", (meta(1, 1, 5), [2, -1], "constant"), [1, 1, 6]),
 }  # fmt: skip
 
 
@@ -88,7 +93,7 @@ def test_what_torchs_own_modules_ask_for_is_accepted(name: str) -> None:
     assert result.dtype == expected.dtype
 
 
-BROKEN: dict[str, tuple[str, tuple[Any, ...]]] = {
+BROKEN: dict[str, tuple[Any, ...]] = {
     "a weight of one element": (
         "batch_norm.default",
         (meta(2, 3, 4), meta(1), None, meta(3), meta(3), False, 0.1, 1e-5, False),
@@ -112,15 +117,23 @@ BROKEN: dict[str, tuple[str, tuple[Any, ...]]] = {
     "a scale that is not the sizes'": (
         "_upsample_bilinear2d_aa.default", (meta(2, 4, 3, 8), [4, 4], False, 0.3, 0.3),
     ),
+    "the least integer by -1": (
+        "div.Scalar_mode", (meta(4, dtype=torch.int64), -1), {"rounding_mode": "trunc"},
+    ),
+    "integers by what is not known": (
+        "div_.Tensor_mode", (meta(4, dtype=torch.int32), meta(4, dtype=torch.int32)),
+        {"rounding_mode": "trunc"},
+    ),
+    "a circle with a gap": ("pad.default", (meta(1, 1, 5), [5, -5], "circular")),
     "a stride of nothing": ("avg_pool2d.default", (meta(1, 1, 4, 4), [2, 2], [0, 0])),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_contract_is_refused_whatever_torch_would_say(name: str) -> None:
-    target, args = BROKEN[name]
+    target, args, *named = BROKEN[name]
     with pytest.raises(BrokenContract):
-        guarded(resolve(f"aten.{target}"))(*args)
+        guarded(resolve(f"aten.{target}"))(*args, **(named[0] if named else {}))
 
 
 def test_results_that_are_for_a_backward_pass_cannot_be_reached() -> None:
