@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..errors import SharedInputRefused
@@ -60,6 +61,12 @@ class SharedLoader:
     def __len__(self) -> int:
         return len(self._loader)
 
+    def __getattr__(self, name: str) -> Any:
+        """What scripts ask a DataLoader for, ``len(loader.dataset)``."""
+        if name not in ("dataset", "batch_size", "sampler", "batch_sampler", "drop_last"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._loader, name)
+
     def __iter__(self) -> Iterator[Any]:
         if self._resumed is None:
             step = self._step()
@@ -92,11 +99,14 @@ class SharedLoader:
 
     # ------------------------------------------------------------------------- of a pass
 
-    def _begin(self) -> Iterator[Any]:
+    def _begin(self, begins: tuple[int, int]) -> Iterator[Any]:
         """Lists of samples, in the order of the loader's own sampler."""
         with own_random():
-            iter(self._loader)  # draws from the loader's generator, as in every pass
-        return iter(self._loader.batch_sampler)
+            seed_all(self._seed, begins, 0, "order")  # some draw all of it now
+            order: Iterator[Any] = iter(self._loader.batch_sampler)
+            # So a DataLoader's generator moves in every pass.
+            torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+        return order
 
     def _get(self, begins: tuple[int, int], index: int, samples: list[Any]) -> Any:
         if self._lent is not None and self._lent.is_written:
@@ -136,7 +146,7 @@ class _Pass:
     def __init__(self, owner: SharedLoader, begins: tuple[int, int], skip: int = 0) -> None:
         self._owner, self.begins, self.batches = owner, begins, 0
         self.is_over = False
-        self._order = owner._begin()
+        self._order = owner._begin(begins)
         with own_random():
             for _ in range(skip):
                 self._draw()
@@ -152,7 +162,10 @@ class _Pass:
         except StopIteration:
             self.is_over = True
             raise
-        return self._owner._get(self.begins, index, samples)
+        keeps_gradients = torch.is_grad_enabled()
+        # Tensors that are made in inference mode do not count who writes to them.
+        with torch.inference_mode(mode=False), torch.set_grad_enabled(keeps_gradients):
+            return self._owner._get(self.begins, index, samples)
 
     def _draw(self) -> list[Any]:
         seed_all(self._owner._seed, self.begins, self.batches, "order")
@@ -164,10 +177,15 @@ class _Pass:
 def _refuse(loader: Any, name: str) -> None:
     """SharedInputRefused, with what would do."""
     why, hint = "", ""
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+    dataset = getattr(loader, "dataset", None)
+    is_map = isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset)
+    if not isinstance(loader, DataLoader) or not is_map:
         kind = type(getattr(loader, "dataset", loader)).__name__
         why = f"a {kind} cannot be asked for any one sample"
         hint = "give it a torch DataLoader over a dataset with __getitem__ and __len__"
+    elif type(loader).__iter__ is not DataLoader.__iter__:
+        why = f"{type(loader).__name__} has an __iter__ of its own"
+        hint = "share a plain DataLoader, and do the rest in the loop's body"
     elif loader.num_workers:
         why = f"num_workers={loader.num_workers}"
         hint = "num_workers=0: the jobs that share it load for each other"

@@ -24,6 +24,7 @@ import msgspec
 import torch
 
 from ..commits import tagged
+from ..errors import InvalidInput
 from .table import SHARERS_BYTE, Entry, Found, Label, Load, Table, Wait, differs
 
 PAGE_BYTES: Final = mmap.PAGESIZE
@@ -63,7 +64,7 @@ def private(value: Any) -> Lent:
     Raises:
         InvalidInput: something in it could not be shared; names it.
     """
-    parts = [part.source for part in tagged.encode(value)[1]]
+    parts = [part.source for part in _encoded(value)[1]]
     return Lent(value, [p for p in parts if isinstance(p, torch.Tensor)], was_found=False)
 
 
@@ -139,7 +140,7 @@ class Ring:
         entry = None
         try:
             value = load()
-            data, parts = tagged.encode(value)
+            data, parts = _encoded(value)
             head, places, size_bytes = _laid_out(data, parts)
             with self._table() as table:
                 offset = table.place(id, size_bytes)
@@ -249,6 +250,17 @@ class Ring:
         return True
 
 
+def _encoded(batch: Any) -> tuple[Any, list[tagged.Attachment]]:
+    try:
+        return tagged.encode(batch)
+    except InvalidInput as error:
+        error.hint = (
+            "let the loader's collate_fn return tensors, numpy arrays, numbers and texts, in "
+            "lists, tuples and dicts"
+        )
+        raise
+
+
 def _laid_out(
     data: Any, parts: list[tagged.Attachment]
 ) -> tuple[bytes, list[tuple[int, int]], int]:
@@ -268,7 +280,9 @@ def _bytes_of(part: tagged.Attachment) -> Any:
     """Without a copy where the tensor is contiguous and of the cpu."""
     source = part.source
     if isinstance(source, torch.Tensor) and source.device.type == "cpu" and source.numel():
-        return source.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        # One of a single element is contiguous whatever its strides, which ``view`` believes.
+        flat = source.detach().contiguous().as_strided((source.numel(),), (1,))
+        return flat.view(torch.uint8).numpy()
     return part.read()
 
 

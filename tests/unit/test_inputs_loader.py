@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -234,10 +234,81 @@ def test_jobs_with_another_order_batch_size_seed_or_bytes_are_refused(memory: in
     assert all(map(equal, batches, alone(PASS)[1:]))
 
 
+class AtOnce:
+    """A batch sampler that draws a whole pass as it begins."""
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return PASS
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(SAMPLES, generator=self.generator)
+        return iter([part.tolist() for part in order.split(BATCH)])
+
+
+def test_an_order_that_is_drawn_at_once_is_the_same_in_every_job(memory: int) -> None:
+    a, b = (Script(memory, name, DataLoader(Noisy(), batch_sampler=AtOnce())) for name in "ab")
+    want = [[part.clone() for part in batch] for batch in a.batches(2 * PASS)]
+    torch.manual_seed(5)  # the script's own
+    assert all(map(equal, b.batches(2 * PASS), want))
+
+
+def test_an_order_that_a_generator_of_its_own_draws_at_once_is_that_of_a_plain_loop() -> None:
+    data = TensorDataset(torch.arange(SAMPLES).float())
+    plain, shared = (
+        DataLoader(data, batch_sampler=AtOnce(torch.Generator().manual_seed(3))) for _ in range(2)
+    )
+    expected = [batch for _ in range(2) for batch in plain]
+    assert all(map(equal, Script(-1, "", shared).batches(2 * PASS), expected))
+
+
+def test_batches_of_one_sample_nothing_and_plain_values_are_shared(memory: int) -> None:
+    table = torch.arange(3.0 * SAMPLES).reshape(SAMPLES, 3)
+
+    def column(samples: list[Any]) -> Any:
+        index = samples[0][1]
+        return {
+            "x": table[index : index + 1, 1],
+            "none": None,
+            "text": ("ü", float("nan"), 1 << 60),
+        }
+
+    a, b = (Script(memory, n, noisy(collate_fn=column, batch_size=1)) for n in "ab")
+    for x, y in zip(a.batches(SAMPLES), b.batches(SAMPLES), strict=True):
+        assert repr(x) == repr(y)
+    assert b.shared.found == SAMPLES
+
+
+def test_a_pass_may_run_where_no_gradients_are_kept(memory: int) -> None:
+    a, b = Script(memory, "a"), Script(memory, "b")
+    with torch.inference_mode():
+        for want, x, y in zip(alone(PASS), a.batches(PASS), b.batches(PASS), strict=True):
+            assert equal(x, want)
+            assert equal(y, want)
+
+
+def test_it_tells_of_its_dataset_as_its_loader_does() -> None:
+    shared = Script(-1, "").shared
+    assert (len(shared.dataset), shared.batch_size, len(shared)) == (SAMPLES, BATCH, PASS)
+    with pytest.raises(AttributeError, match="object has no attribute 'data_set'"):
+        _ = shared.data_set
+
+
 class Stateful(Noisy):
     def __init__(self) -> None:
         super().__init__()
         self.rng = np.random.default_rng(0)
+
+
+class Endless(Noisy):
+    __len__: Any = None
+
+
+class Moved(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return map(list, super().__iter__())
 
 
 class Stream(IterableDataset[int]):
@@ -252,6 +323,8 @@ class Stream(IterableDataset[int]):
         (DataLoader(Stream()), "a Stream cannot be asked"),
         (noisy(num_workers=2), "num_workers=2.*num_workers=0"),
         (noisy(batch_size=None), "batch_size=None"),
+        (DataLoader(Endless(), BATCH, sampler=range(9)), "a Endless cannot .*__len__"),
+        (Moved(Noisy(), BATCH), "Moved has an __iter__ of its own"),
         (DataLoader(Stateful(), BATCH), r"generator of its own \(loader.rng\)"),
     ],
 )
@@ -260,13 +333,22 @@ def test_what_cannot_be_shared_is_refused_at_once(loader: Any, text: str) -> Non
         SharedLoader(loader, "input", seed=0, step=lambda: 0)
 
 
-def test_a_batch_of_other_things_is_refused_by_its_path() -> None:
-    def paths(samples: list[Any]) -> dict[str, Any]:
-        return {"x": samples, "path": Path("a.png")}
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: int
 
-    shared = SharedLoader(noisy(collate_fn=paths), "input", seed=0, step=lambda: 0)
-    with pytest.raises(InvalidInput, match=r"\$\['path'\]: a pathlib.* cannot be stored"):
-        next(iter(shared))
+
+@pytest.mark.parametrize("descriptor", ["ring", "alone"])
+@pytest.mark.parametrize("other", [Path("a.png"), Pair(torch.zeros(1), 2)])
+def test_a_batch_of_other_things_is_refused_by_its_path(
+    other: Any, descriptor: str, memory: int
+) -> None:
+    def odd(samples: list[Any]) -> dict[str, Any]:
+        return {"x": samples, "path": other}
+
+    script = Script(memory if descriptor == "ring" else -1, "a", noisy(collate_fn=odd))
+    with pytest.raises(InvalidInput, match=r"\$\['path'\]: a .* cannot be stored.*collate_fn"):
+        next(iter(script.shared))
 
 
 def test_the_table_survives_a_death_in_the_middle_of_a_write(memory: int) -> None:
