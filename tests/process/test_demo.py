@@ -82,7 +82,6 @@ def test_control_c_in_the_middle_leaves_no_process_and_no_file_behind(folder: Pa
         start_new_session=True,
     )  # fmt: skip
     try:
-        assert demo.stdout is not None
         for line in demo.stdout:
             if "✔ device" in line:
                 break
@@ -136,7 +135,6 @@ def test_the_demo_that_is_looked_at_serves_until_control_c(folder: Path) -> None
         start_new_session=True,
     )
     try:
-        assert demo.stdout is not None
         url = next(line.strip() for line in demo.stdout if "#token=" in line)
         page, _, token = url.partition("#token=")
         asked = urllib.request.Request(
@@ -154,5 +152,4 @@ def test_the_demo_that_is_looked_at_serves_until_control_c(folder: Path) -> None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(demo.pid, signal.SIGKILL)
         demo.wait()
-        assert demo.stdout is not None
         demo.stdout.close()

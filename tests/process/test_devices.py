@@ -12,6 +12,7 @@ import pytest
 import torch
 from process_tools import (
     DIGESTED,
+    ENVIRONMENT,
     Checked,
     checked_server,
     eager,
@@ -27,10 +28,6 @@ from process_tools import (
 from pipeswitch.client.client import Task
 
 WIDTH = 256
-ENVIRONMENT = {
-    "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "50ms",
-    "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
-}
 
 
 @pytest.fixture(scope="module")

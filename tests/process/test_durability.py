@@ -96,7 +96,6 @@ def kill_writers(folder: Path, kills: int) -> dict[str, int]:
         process = subprocess.Popen(
             [sys.executable, writer, str(path), str(number)], stdout=subprocess.PIPE, text=True
         )
-        assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(generator.randint(2, 12))]
         threading.Event().wait(generator.uniform(0, 0.003))  # a moment inside of an entry
         process.kill()

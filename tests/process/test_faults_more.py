@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import resource
 import selectors
 import shutil
@@ -13,27 +12,20 @@ import socket
 import sqlite3
 import subprocess
 import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 import torch
-import zmq
 from process_tools import (
+    ENVIRONMENT,
     Checked,
-    check_identity,
     checked_server,
     eager,
     finish,
     is_bit_equal,
     kill,
     mlp,
-    run_plain,
     start_endless_job,
     stop,
     until,
@@ -43,100 +35,13 @@ from process_tools import (
 from pipeswitch.controller.journal import FIELDS, FILE_NAME
 from pipeswitch.controller.processes import Child, Processes
 from pipeswitch.errors import (
-    AlreadyExists,
-    Cancelled,
-    DeadlineExceeded,
     ModelNotFound,
-    ModelQuarantined,
     PipeSwitchError,
-    QueueFull,
     RegistrationRefused,
     ServerUnavailable,
-    WorkerLost,
 )
 from pipeswitch.ipc.channel import channel_pair
 from pipeswitch.ipc.messages import Exit
-from pipeswitch.wire.frames import MAGIC
-from pipeswitch.wire.sockets import Caps, make_dealer
-
-SEED = 1121
-ENVIRONMENT = {
-    "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "50ms",
-    "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
-}
-
-TRAIN = """
-    import hashlib, sys
-    import torch
-    from pipeswitch import job
-
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(
-        torch.nn.Linear(64, 64), torch.nn.Dropout(0.2), torch.nn.ReLU(), torch.nn.Linear(64, 64)
-    ).to(job.device)
-    optimizer = torch.optim.Adam(net.parameters(), 0.001)
-    data = [torch.randn(64, 64) for _ in range(50)]
-    for epoch in job.epochs(int(sys.argv[1])):
-        for x in job.steps(data, model=net, optimizer=optimizer):
-            net(x + 0.1 * torch.randn_like(x)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    total = hashlib.sha256()
-    for value in net.state_dict().values():
-        total.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    total.update(torch.get_rng_state().numpy().tobytes())
-    with open(sys.argv[2], "w") as file:
-        file.write(total.hexdigest())
-"""
-
-WIDTH = 512
-MAY_FAIL = (WorkerLost, DeadlineExceeded, Cancelled, CancelledError, QueueFull)
-
-
-class Chaos:
-    """Kills rows of ``ps`` at random until it is told to stop; one thread."""
-
-    def __init__(self, checked: Checked, generator: random.Random) -> None:
-        self.checked = checked
-        self.kills: Counter[str] = Counter()
-        self.answers_at_daemon_kill = -1
-        self.answered = 0  # by the load
-        self._random = generator
-        self._stop = threading.Event()
-        self._client = checked.running.client()
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> Chaos:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        self._client.close()
-
-    def _run(self) -> None:
-        while not self._stop.wait(self._random.uniform(0.05, 1.0)):
-            for _ in range(self._random.choice((1, 1, 1, 2, 3))):
-                rows = [r for r in self._client.ps() if r["pid"] and r["state"] != "dead"]
-                workers = [r for r in rows if r["kind"] == "worker"]
-                draw = self._random.random()
-                if draw < 0.08:
-                    try:
-                        pid = self.checked.fork_server_pid()
-                    except AssertionError:
-                        continue
-                    # Three deaths before it is ready would rightly end the server.
-                    if f"fork_server=ready pid={pid} " in self.checked.running.log():
-                        self.kills["fork server"] += kill(pid)
-                elif draw < 0.2 and self.answered > self.answers_at_daemon_kill + 3:
-                    daemon = [r["pid"] for r in rows if r["kind"] == "daemon"]
-                    if daemon:  # five deaths without one answer would rightly end the server
-                        self.answers_at_daemon_kill = self.answered
-                        self.kills["daemon"] += kill(daemon[0])
-                elif workers:
-                    row = self._random.choice(workers)
-                    self.kills[f"worker {row['state']}"] += kill(row["pid"])
 
 
 def log_is_clean(checked: Checked) -> None:
@@ -144,85 +49,6 @@ def log_is_clean(checked: Checked) -> None:
     for word in ("InvalidTransition", "AssertionError", "scheduler=dead", "CRITICAL"):
         at = log.find(word)
         assert at < 0, log[max(0, at - 3000) : at + 500]
-
-
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    "seconds",
-    [pytest.param(8.0, marks=pytest.mark.slow), pytest.param(90.0, marks=pytest.mark.soak)],
-)
-def test_random_kills_of_every_process_lose_and_mix_up_nothing(
-    seconds: float, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
-    generator = random.Random(SEED)
-    script = write_script(tmp_path, "train.py", TRAIN)
-    epochs = str(int(seconds * 2))
-    run_plain(script, epochs, str(tmp_path / "plain"))
-    modules = {name: mlp(WIDTH, 8, seed) for seed, name in enumerate("abc")}  # 8 MiB each
-    zero = torch.zeros(1, WIDTH)
-    outcomes: Counter[str] = Counter()
-    with checked_server(arena="24MiB", environment=ENVIRONMENT) as checked:
-        client = checked.client
-        for name, module in modules.items():
-            client.register(name, module, example_inputs=(zero,))
-        task = client.train(script, args=[epochs, str(tmp_path / "served")], name="exact")
-        ends_at = time.monotonic() + seconds
-        with Chaos(checked, generator) as chaos:
-            while time.monotonic() < ends_at:
-                sent: list[tuple[str, torch.Tensor, Future[Any], bool]] = []
-                for _ in range(generator.randrange(1, 9)):
-                    name = generator.choice("abc")
-                    x = torch.full((generator.randrange(1, 4), WIDTH), generator.random())
-                    deadline = generator.choice((None, None, None, 30.0, 2000.0))
-                    future = client.submit(name, x, deadline_ms=deadline)
-                    may_fail = deadline is not None
-                    if generator.random() < 0.1:
-                        future.cancel()
-                        may_fail = True
-                    sent.append((name, x, future, may_fail))
-                if generator.random() < 0.1:
-                    outcomes[come_and_go(checked, f"extra-{generator.randrange(2)}")] += 1
-                for name, x, future, may_fail in sent:
-                    try:
-                        answer = future.result(60)["y"]
-                    except ModelQuarantined:
-                        client.load(name)  # pardons
-                        outcomes["quarantined"] += 1
-                    except MAY_FAIL as error:
-                        if not may_fail and not isinstance(error, WorkerLost):
-                            raise
-                        outcomes[type(error).__name__] += 1
-                    else:
-                        assert is_bit_equal(answer, eager(modules[name], x)), name
-                        outcomes["ok"] += 1
-                        chaos.answered += 1
-                check_identity(client.stats())
-        for name, module in modules.items():
-            row = next(r for r in client.models() if r["name"] == name)
-            if row["state"] == "quarantined":
-                client.load(name)
-            x = torch.full((1, WIDTH), 0.25)
-            answer = client.submit(name, x).result(20)["y"]
-            assert is_bit_equal(answer, eager(module, x))
-        row = finish(task, 90.0)
-        record_property("kills", dict(chaos.kills))
-        record_property("outcomes", {**outcomes, "job restarts": row["restarts"]})
-        assert (tmp_path / "served").read_text() == (tmp_path / "plain").read_text()
-        checked.wait_until_whole()
-        log_is_clean(checked)
-    assert sum(chaos.kills.values()) >= seconds
-    assert outcomes["ok"] > seconds
-
-
-def come_and_go(checked: Checked, name: str) -> str:
-    """Register a small model and take it back; how that ended."""
-    zero = torch.zeros(1, 16)
-    try:
-        checked.client.register(name, mlp(16, 1, 9), example_inputs=(zero,))
-        checked.client.unregister(name)
-    except (RegistrationRefused, AlreadyExists, ModelNotFound) as error:
-        return f"register: {type(error).__name__}"
-    return "registered and gone"
 
 
 def test_a_channel_that_was_closed_by_its_childs_exit_is_not_read_again(tmp_path: Path) -> None:
@@ -552,62 +378,3 @@ def test_a_server_that_is_out_of_descriptors_recovers() -> None:
         checked.wait_until_whole()
         answers(checked)
         log_is_clean(checked)
-
-
-@contextlib.contextmanager
-def stranger(checked: Checked) -> Iterator[Callable[..., dict[str, Any]]]:
-    """A peer that speaks the protocol by hand; call it with a header's fields and frames."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    sock = make_dealer(context, Caps(max_message_bytes=64 << 20))
-    sock.connect(checked.running.tcp_address)
-    session = ""
-    numbers = iter(range(1 << 30))
-
-    def ask(*frames: bytes, **fields: Any) -> dict[str, Any]:
-        header = {"v": 1, "id": str(next(numbers)), "session": session, **fields}
-        sock.send_multipart([MAGIC, msgspec.msgpack.encode(header), *frames])
-        assert sock.poll(20_000), fields
-        answer: dict[str, Any] = msgspec.msgpack.decode(sock.recv_multipart()[1])
-        return answer
-
-    try:
-        session = ask(op="hello")["session"]
-        yield ask
-    finally:
-        sock.close(0)
-        context.term()
-
-
-SHAPES = [[-1, 64], [1 << 62, 1 << 62], [0, 64], [1] * 9, [2**63 - 1], [1, 63], [], [1, 64, 1]]
-
-
-def test_hostile_requests_get_one_typed_error_each(running: Checked) -> None:
-    before = rss_bytes(running.pid)
-    with stranger(running) as ask:
-        for shape in SHAPES:
-            tensor = {"name": "x", "dtype": "float32", "shape": shape, "frame": 0}
-            assert ask(bytes(256), op="infer", model="small", inputs=[tensor])["error"]["type"]
-        tensor = {"name": "x", "dtype": "float32", "shape": [1, 64], "frame": 0}
-        for frames in ((), (b"",), (bytes(255),), (bytes(256), bytes(256))):
-            assert ask(*frames, op="infer", model="small", inputs=[tensor])["error"]["type"]
-        for name in ("../small", "small/../small", "\0", "a" * 65, "..", "/etc/passwd", "\ud7ff"):
-            assert ask(op="show", model=name)["error"]["type"]
-            assert ask(op="job", body={"name": name, "action": "show"})["error"]["type"]
-            assert ask(op="register", model=name, body={"source": "random"})["error"]["type"]
-        for body in ({}, {"digest": "../x", "size_bytes": 1},
-                     {"digest": "0" * 64, "size_bytes": -1},
-                     {"digest": "0" * 64, "size_bytes": 1 << 60},
-                     {"digest": "0" * 64, "size_bytes": 4, "offset_bytes": 1 << 60},
-                     {"digest": "0" * 64, "size_bytes": 4}):  # fmt: skip
-            put = [{"name": "chunk", "dtype": "uint8", "shape": [4], "frame": 0}]
-            assert ask(b"abcd", op="put", inputs=put, body=body)["error"]["type"], body
-        assert ask(bytes(8), op="put", body={"size_bytes": 1})["error"]["type"]
-        assert ask(op="ping", body={"deep": 1}, id="x" * 64)["status"]
-        for number in range(100):  # unfinished uploads: each holds a descriptor
-            body = {"digest": f"{number:064x}", "size_bytes": 2}
-            last = ask(b"a", op="put", body=body)
-        assert last["error"]["type"] == "QueueFull", last
-    answers(running)
-    uploads = running.running.state_dir / "uploads"
-    until(lambda: not list(uploads.glob(".part-*")), "unfinished uploads are gone")
-    assert rss_bytes(running.pid) - before < 64 << 20

@@ -46,7 +46,6 @@ def ask(sock: socket.socket, request: bytes = HEAD.encode() + BODY) -> tuple[int
         got += piece
     head, _, body = got.partition(b"\r\n\r\n")
     size = re.search(rb"Content-Length: (\d+)", head)
-    assert size is not None
     while len(body) < int(size[1]):
         piece = sock.recv(1 << 16)
         if not piece:
@@ -78,7 +77,6 @@ def checked(state: Path) -> Iterator[Checked]:
 def resident_mib(pid: int) -> float:
     text = Path("/proc", str(pid), "status").read_text()
     found = re.search(r"VmRSS:\s+(\d+) kB", text)
-    assert found is not None
     return int(found[1]) / 1024
 
 

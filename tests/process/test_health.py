@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from process_tools import (
+    ENVIRONMENT,
     MARK,
     Checked,
     checked_server,
@@ -31,10 +32,6 @@ from process_tools import (
 from pipeswitch.client.client import Client
 from pipeswitch.errors import DeadlineExceeded, PipeSwitchError, ServerUnavailable
 
-ENVIRONMENT = {
-    "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "50ms",
-    "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
-}
 X = torch.ones(1, 16)
 
 
@@ -225,7 +222,6 @@ def serve_until_it_ends(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env={**os.environ, "XDG_RUNTIME_DIR": runtime, MARK: mark, **(environment or {})},
         )  # fmt: skip
-        assert process.stdout is not None
         heard = []
         try:
             for line in process.stdout:

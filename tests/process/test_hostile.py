@@ -105,8 +105,6 @@ def attacked(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         preexec_fn=lambda: os.nice(10),
     )  # fmt: skip
-    assert process.stdin is not None
-    assert process.stdout is not None
     try:
         assert process.stdout.readline() == "ready\n"
         yield found

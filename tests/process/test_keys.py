@@ -282,7 +282,6 @@ def _ghost(guarded: Guarded, routing_id: bytes, session: str) -> Any:
 
 def test_nobody_comes_in_when_the_authenticator_is_gone(guarded: Guarded) -> None:
     authenticator = guarded.fake.listeners._authenticator
-    assert authenticator is not None
     authenticator.stop()
     with guarded.client(timeout_s=1.0) as client, pytest.raises(ps.PipeSwitchError):
         client.models()

@@ -67,27 +67,6 @@ def value(number: float) -> torch.Tensor:
     return torch.full((1, WIDTH), number)
 
 
-def test_a_resident_model_is_not_transmitted_again(running: Checked) -> None:
-    running.client.infer("a", value(0.0))
-    before = still(running)
-    for number in range(10):
-        result = running.client.infer("a", value(float(number)))
-        assert result.timing.resident
-        assert result.timing.copy_ms == 0
-    after = still(running)
-    for key in ("transmitted_bytes", "transmissions", "evictions"):
-        assert after[key] == before[key], key
-
-
-def test_models_that_fit_together_stay_together(running: Checked) -> None:
-    for name in "ab":
-        running.client.infer(name, value(0.0))
-    before = still(running)["transmitted_bytes"]
-    for name in "abbaab":
-        assert running.client.infer(name, value(1.0)).timing.resident
-    assert still(running)["transmitted_bytes"] == before
-
-
 def test_a_cold_request_transmits_the_model_once_and_the_bill_says_so(running: Checked) -> None:
     for name in "abc":
         running.client.infer(name, value(0.0))

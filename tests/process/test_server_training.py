@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from process_tools import (
     write_script,
 )
 
-from pipeswitch.errors import AlreadyExists, InvalidInput, ModelNotFound, TaskFailed
+from pipeswitch.errors import InvalidInput, TaskFailed
 
 SEED = 1121
 ENVIRONMENT = {
@@ -173,22 +172,6 @@ def test_training_that_was_suspended_evicted_and_killed_ends_bit_equal(
     assert row["committed_step"] <= total
 
 
-def test_two_jobs_share_the_device_and_both_finish_exactly(
-    running: Checked, tmp_path: Path
-) -> None:
-    script = write_script(tmp_path, "exact.py", EXACT)
-    run_plain(script, "1", "20", str(tmp_path / "plain"))
-    tasks = [
-        running.client.train(script, name=n, args=["1", "20", str(tmp_path / n)])
-        for n in ("left", "right")
-    ]
-    until(lambda: all(t.status()["step"] > 5 for t in tasks), "both make progress")
-    for task in tasks:
-        finish(task)
-    answers = {(tmp_path / n).read_text() for n in ("left", "right", "plain")}
-    assert len(answers) == 1
-
-
 def test_a_paused_job_makes_no_step_and_a_resumed_one_goes_on(
     running: Checked, tmp_path: Path
 ) -> None:
@@ -206,25 +189,6 @@ def test_a_paused_job_makes_no_step_and_a_resumed_one_goes_on(
     with pytest.raises(InvalidInput, match="is over"):
         task.pause()
     assert task.wait(10)["state"] == "cancelled"
-
-
-def test_a_job_that_waits_is_cancelled_and_its_name_is_free_again(
-    running: Checked, tmp_path: Path
-) -> None:
-    task = start_endless_job(running, tmp_path, "again")
-    with pytest.raises(AlreadyExists, match="again"):
-        running.client.train(tmp_path / "again.py", name="again")
-    task.cancel()
-
-    def submit() -> Any:
-        try:
-            return running.client.train(tmp_path / "again.py", name="again")
-        except AlreadyExists:  # its process leaves a moment after the answer
-            return None
-
-    second = until(submit, "the name is free")
-    until(lambda: second.status()["step"] > 0, "it trains")
-    assert second.cancel()["state"] == "cancelled"
 
 
 def test_what_a_script_prints_is_in_its_log_even_when_followed(
@@ -309,29 +273,6 @@ def test_a_script_that_swallows_its_preemption_is_killed_and_others_go_on(
     assert running.client.infer("small", torch.ones(1, 64))["y"].shape == (1, 64)
 
 
-def test_a_loss_that_is_not_a_number_warns_and_training_goes_on(
-    running: Checked, tmp_path: Path
-) -> None:
-    script = write_script(
-        tmp_path,
-        "nan.py",
-        """
-        import torch
-        from pipeswitch import job
-        net = torch.nn.Linear(4, 1).to(job.device)
-        optimizer = torch.optim.SGD(net.parameters(), 0.01)
-        for x in job.steps([torch.ones(2, 4)] * 20, model=net, optimizer=optimizer):
-            loss = net(x).sum() * float("nan")
-            loss.backward(); optimizer.step(); optimizer.zero_grad()
-            job.log(loss=loss)
-        """,
-    )
-    task = running.client.train(script)
-    row = task.wait(20)
-    assert (row["state"], row["step"]) == ("done", 20)
-    assert "not a finite number" in "".join(task.logs())
-
-
 def test_a_script_asks_its_own_server(running: Checked, tmp_path: Path) -> None:
     script = write_script(
         tmp_path,
@@ -347,21 +288,6 @@ def test_a_script_asks_its_own_server(running: Checked, tmp_path: Path) -> None:
     )
     assert running.client.train(script, args=[str(tmp_path / "said")]).wait(20)["state"] == "done"
     assert (tmp_path / "said").read_text() == "huge small"
-
-
-def test_a_script_without_job_steps_runs_to_its_end(running: Checked, tmp_path: Path) -> None:
-    script = write_script(
-        tmp_path,
-        "plain.py",
-        """
-        import sys
-        from pathlib import Path
-        Path(sys.argv[1]).write_text("done by hand")
-        """,
-    )
-    task = running.client.train(script, args=[str(tmp_path / "made")])
-    assert task.wait(20)["state"] == "done"
-    assert (tmp_path / "made").read_text() == "done by hand"
 
 
 TWICE = """
@@ -402,18 +328,6 @@ def test_two_loops_of_one_script_are_two_phases_and_both_resume(
     finish(task)
     assert (tmp_path / "served").read_text() == (tmp_path / "plain").read_text()
     assert (tmp_path / "served").read_text().startswith("250 ")
-
-
-def test_an_unknown_job_is_named(running: Checked) -> None:
-    actions: list[Callable[[], Any]] = [
-        lambda: running.client.task("nobody").wait(5),
-        lambda: running.client.task("nobody").pause(),
-        lambda: running.client.task("nobody").status(),
-        lambda: list(running.client.task("nobody").logs()),
-    ]
-    for action in actions:
-        with pytest.raises(ModelNotFound, match="nobody"):
-            action()
 
 
 def test_a_script_may_log_under_any_name(tmp_path: Path) -> None:

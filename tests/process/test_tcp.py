@@ -368,7 +368,20 @@ def test_nonsense_without_an_id_is_counted_and_the_server_goes_on(server: FakeSc
     assert server.tcp._intake.malformed_count == 5
 
 
-@pytest.mark.parametrize("shape", [(-1, 4), (1 << 62, 1 << 62), (1,) * 40, (0, 4), (2, 4)], ids=str)
+SHAPES = [
+    (-1, 4),
+    (1 << 62, 1 << 62),
+    ((1 << 63) - 1,),
+    (1,) * 40,
+    (0, 4),
+    (2, 4),
+    (1, 3),
+    (),
+    (1, 4, 1),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_hostile_shapes_are_refused(server: FakeScheduler, shape: tuple[int, ...]) -> None:
     server.announce("m")
     with raw_dealer(server.listeners.tcp.address) as sock:

@@ -84,7 +84,6 @@ class FakeHost:
         self.newest = target
 
     def wait_commit(self) -> float:
-        assert self._copy is not None
         self._copy.join()
         self._copy = None
         return 0.0
@@ -668,13 +667,11 @@ def test_the_commit_is_a_self_describing_image_that_survives_the_disk(tmp_path: 
     host, result = FakeHost(), Result()
     assert attempt(host, result, lambda gate: None)
     image = host.restore()
-    assert image is not None
     content, ranges = parse_image(image)
     assert content["meta"]["step"] == 15
     assert content["tensors"]["model.head.weight"]["shape"] == [4, 8]
     write_commit(tmp_path, 15, image)
     record = read_record(tmp_path)
-    assert record is not None
     on_disk = load_file(tmp_path / record.image)  # as anybody may read it
     for name, entry in content["tensors"].items():
         offset, size = ranges[name]
@@ -685,7 +682,6 @@ def test_the_commit_is_a_self_describing_image_that_survives_the_disk(tmp_path: 
         )
         assert tensor.reshape(-1).view(torch.uint8).numpy().tobytes() == image[offset:][:size]
     loaded = load_commit(tmp_path)
-    assert loaded is not None
     area = CommitArea(loaded[0], loaded[1])
     newest = area.newest()
     assert newest is not None

@@ -144,7 +144,6 @@ class Killer:
             return new[-1] if is_restarted and has_committed else None
 
         life = until(recovered, f"it commits after: {name}")
-        assert life is not None
         self.recovery_ms[name].append((time.monotonic() - dead_at_s) * 1000)
         committed = before["committed_step"]  # acknowledged, hence never computed again
         assert life.first_step >= committed, f"{name}: {life.first_step} after {committed}"

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from process_tools import (
+    ENVIRONMENT,
     Checked,
     checked_server,
     eager,
@@ -30,11 +31,6 @@ from safetensors.torch import load_file
 from pipeswitch.client.client import Client, Task
 from pipeswitch.errors import InvalidInput, ModelNotFound, RegistrationRefused, ServerUnavailable
 from tests.chaos.stage import free_port
-
-ENVIRONMENT = {
-    "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "50ms",
-    "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
-}
 
 TRAIN = """
     import sys

@@ -33,6 +33,11 @@ from pipeswitch.testing import RunningServer, server
 DEADLINE_S = 30.0
 POLL_S = 0.002  # between two looks at a condition
 MARK = "PIPESWITCH_TESTS_MARK"
+ENVIRONMENT = {
+    "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "50ms",
+    "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
+}
+"""A server's that commits all the time, and starts again at once what dies."""
 
 T = TypeVar("T")
 
@@ -356,8 +361,6 @@ def run_plain(script: Path, *args: str) -> str:
     """The same script without a server, one compute thread; what it printed."""
     with _plain_lock, tempfile.NamedTemporaryFile("r") as printed:
         process = _plain()
-        assert process.stdin is not None
-        assert process.stdout is not None
         process.stdin.write(json.dumps([printed.name, str(script), *args]) + "\n")
         process.stdin.flush()
         status, said = process.stdout.readline(), printed.read()

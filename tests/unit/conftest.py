@@ -38,8 +38,6 @@ def fleet_model() -> ModuleType:
     """Random lives of the simulated world."""
     name = "pipeswitch_test_fleet_model"
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("fleet_model.py"))
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)

@@ -134,7 +134,6 @@ def test_a_request_alone_has_a_batch_and_is_not_joined() -> None:
     token = server.ask("other")
     server.run()
     bill = server.answers[token][1].timing
-    assert bill is not None
     assert (bill["batch"], bill["joined"]) == (1, 1)
 
 
@@ -174,7 +173,6 @@ def test_the_delay_and_the_bill_count_from_when_a_request_was_read_from_its_clie
     token = server.ask("waits", arrived_at_ms=server.now_ms - 3.0)
     server.run()
     bill = server.answers[token][1].timing
-    assert bill is not None
     assert (bill["queue_ms"], bill["total_ms"]) == pytest.approx((DELAY_MS, DELAY_MS + COMPUTE_MS))
     assert server.end_ms(token) == pytest.approx(DELAY_MS - 3.0 + COMPUTE_MS)
 
@@ -286,7 +284,6 @@ def test_a_worker_that_died_before_its_turn_has_separated_none() -> None:
     tokens = server.ask_behind(3)
     server.run(server.now_ms + COMPUTE_MS)  # the second of "other" computes
     upcoming = server.scheduler.machine.devices[0].state.upcoming
-    assert upcoming is not None
     server.workers[upcoming.slot].end(-9)
     server.run(server.now_ms + 5000.0)
     assert server.joined() == [tokens, tokens]
@@ -362,7 +359,6 @@ def test_when_the_memory_daemon_dies_all_of_a_run_are_queued_again() -> None:
     server = Server()
     tokens = server.ask_behind(3)
     server.run(server.now_ms + 2 * COMPUTE_MS)
-    assert server.daemon is not None
     server.daemon.end(-9)
     server.run(server.now_ms + 5000.0)
     assert server.joined() == [tokens, tokens]
@@ -374,7 +370,6 @@ def test_a_worker_that_answers_other_requests_than_it_was_given_is_killed() -> N
     tokens = server.ask_behind(2)
     server.run(server.now_ms + 2 * COMPUTE_MS + 1.0)
     task = server.scheduler.machine.devices[0].state.current
-    assert task is not None
     worker = server.workers[task.slot]
     done = InferenceDone(epoch=task.epoch, outputs=(), turn_at_ms=0.0, first_group_at_ms=0.0,
                          ended_at_ms=0.0, stall_ms=0.0)  # fmt: skip

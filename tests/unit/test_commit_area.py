@@ -84,7 +84,6 @@ def test_the_reader_finds_what_the_writer_flipped_last(
     for step in range(1, 6):
         commit(writer, step, size_bytes=step * 1000)
         found = reader.newest()
-        assert found is not None
         assert (found.step, found.sequence) == (step, step)
         assert bytes(reader.image(found)) == image_of(step, step * 1000)
 
@@ -115,7 +114,6 @@ def test_a_writer_that_dies_anywhere_leaves_the_last_complete_commit(
     successor = CommitArea(descriptor, SLOT_BYTES, is_writer=True)
     commit(successor, 77)
     found = reader.newest()
-    assert found is not None
     assert (found.step, bytes(reader.image(found))) == (77, image_of(77))
 
 
@@ -143,7 +141,6 @@ def test_a_damaged_active_image_falls_back_to_the_commit_before(
     slot_of_two = commit_area.HEADER_BYTES
     os.pwrite(descriptor, b"\xff", slot_of_two + 1234)
     found = reader.newest()
-    assert found is not None
     assert found.step == 1
 
 
@@ -221,7 +218,6 @@ def loaded(directory: Path) -> tuple[int, bytes] | None:
     descriptor, slot_bytes, _ = found
     area = CommitArea(descriptor, slot_bytes)
     newest = area.newest()
-    assert newest is not None
     result = (newest.step, bytes(area.image(newest)))
     area.close()
     os.close(descriptor)
@@ -284,7 +280,6 @@ def test_an_image_that_changed_meanwhile_is_not_kept(tmp_path: Path) -> None:
 def test_a_damaged_image_is_refused_with_a_reason(tmp_path: Path, damage: str) -> None:
     write_commit(tmp_path, 1, memoryview(image_of(1)))
     record = read_record(tmp_path)
-    assert record is not None
     image = tmp_path / record.image
     if damage == "flip":
         image.write_bytes(b"\xff" + image.read_bytes()[1:])

@@ -59,13 +59,11 @@ def test_a_tenant_pays_for_its_programs_and_uploads_alone(disk: Disk, tmp_path: 
 def test_a_refusal_has_the_numbers_and_says_what_to_remove(disk: Disk, tmp_path: Path) -> None:
     assert disk.refusal("a", 400, "a program") is None
     error = disk.refusal("a", 401, "a program")
-    assert error is not None
     assert (error.requested_bytes, error.largest_free_bytes, error.tenant) == (401, 400, "a")
     assert 'client "a" take 0 B of 400 B' in error.message
     assert "pipeswitch unregister" in error.hint
     write(tmp_path / "uploads" / "u.bundle", 900)
     error = disk.refusal("a", 101, "a program")
-    assert error is not None
     assert (error.tenant, error.largest_free_bytes) == ("", 100)
     assert error.hint.endswith("[server] max_disk")
 

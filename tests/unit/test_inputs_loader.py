@@ -356,7 +356,6 @@ def test_the_table_survives_a_death_in_the_middle_of_a_write(memory: int) -> Non
     batches = a.batches(PASS)
     next(batches)
     ring = a.shared._ring
-    assert ring is not None
     newer = ring._newer[0]
     start = os.sysconf("SC_PAGESIZE") + (newer + 1) % 2 * (256 << 10)
     ring._head[start : start + 64] = b"\xff" * 64  # the idle half, half written

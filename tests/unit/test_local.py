@@ -38,7 +38,6 @@ def test_a_table_is_read_as_it_was_packed_whatever_follows(
 ) -> None:
     data = pack_table(table, taken)
     found = read_table(data + rest, MAX_BYTES)
-    assert found is not None
     assert (found.size_bytes, found.taken_count, list(found.parts)) == (len(data), taken, table)
     assert read_table(data[:-1], MAX_BYTES) is None
 

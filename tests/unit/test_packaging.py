@@ -134,7 +134,6 @@ def test_kubernetes_names_agree_and_nothing_may_more_than_it_must() -> None:
         }
     places = {mount["mountPath"] for mount in CONTAINER["volumeMounts"]}
     runtime = re.search(r"XDG_RUNTIME_DIR=(\S+)", DOCKERFILE)
-    assert runtime is not None
     assert {STATE, "/tmp", runtime[1]} <= places
     assert POD["securityContext"]["runAsUser"] == POD["securityContext"]["fsGroup"] == USER
     assert POD["terminationGracePeriodSeconds"] * 1000 > drain_ms()

@@ -129,5 +129,4 @@ def test_a_clients_secret_that_others_may_read_is_refused(tmp_path: Path, mode: 
     assert caught.value.hint == f"chmod 600 {secret}"
     secret.chmod(0o400)
     keys = client_keys(str(secret), public.decode())
-    assert keys is not None
     assert keys.public == public

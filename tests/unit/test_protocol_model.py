@@ -21,8 +21,6 @@ def _load() -> None:
     spec = importlib.util.spec_from_file_location(
         "protocol_model", folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["protocol_model"] = module
     spec.loader.exec_module(module)

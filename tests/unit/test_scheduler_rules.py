@@ -1,8 +1,5 @@
 """What the scheduler does, one rule at a time."""
 
-# mypy: disable-error-code="arg-type, index, union-attr"
-# Names are plain strings and numbers here: their NewTypes would hide what a test says.
-
 from __future__ import annotations
 
 import signal
@@ -221,7 +218,6 @@ class Rig:
     def done(self) -> None:
         """The computing task ends well and its worker cleans up."""
         task = self.state.current
-        assert task is not None
         self.worker(task.slot, InferenceDone(
             epoch=task.epoch, outputs=(), turn_at_ms=0.0,
             first_group_at_ms=0.0, ended_at_ms=0.0, stall_ms=0.0))  # fmt: skip
@@ -380,7 +376,6 @@ def test_a_resident_model_is_not_sent_again(rig: Rig) -> None:
     assert not rig.sent(TransmitModel)
     rig.done()
     timing = rig.answers[token].timing
-    assert timing is not None
     assert timing["resident"] is True
 
 
@@ -398,13 +393,11 @@ def test_the_parked_worker_has_raised_the_turn_itself(rig: Rig) -> None:
     rig.register("a")
     job = rig.start_training()
     token = rig.infer("a")
-    assert rig.state.upcoming is not None
     rig.park(job, rig.state.upcoming.turn)
     assert rig.state.current is not None
     assert not rig.commands(ev.RaiseTurn)
     rig.done()
     timing = rig.answers[token].timing
-    assert timing is not None
     assert timing["preempted"] == "cifar"
 
 
@@ -427,7 +420,6 @@ def test_the_answer_may_arrive_before_the_parked_of_the_job_it_preempted(rig: Ri
     job = rig.start_training()
     token = rig.infer("a")
     task = rig.state.upcoming
-    assert task is not None
     rig.worker(task.slot, InferenceDone(
         epoch=task.epoch, outputs=(), turn_at_ms=0.0, first_group_at_ms=0.0,
         ended_at_ms=0.0, stall_ms=0.0))  # fmt: skip
@@ -441,10 +433,8 @@ def test_a_stop_that_names_a_dead_worker_s_turn_does_not_lose_the_next_request(r
     job = rig.start_training()
     token = rig.infer("a")
     first = rig.state.upcoming
-    assert first is not None
     rig.worker_exits(first.slot)
     second = rig.state.upcoming
-    assert second is not None
     assert second.epoch > first.epoch
     rig.park(job, first.turn)  # raised for nobody
     assert [command.turn for command in rig.commands(ev.RaiseTurn)] == [second.turn]
@@ -457,7 +447,6 @@ def test_a_turn_waits_while_a_retiring_worker_may_still_write_an_older_one(rig: 
     job = rig.start_training()
     rig.infer("a")
     first = rig.state.upcoming
-    assert first is not None
     slot = rig.job_ends(job, "done")  # it crossed the stop, which names the first request's turn
     assert [command.turn for command in rig.commands(ev.RaiseTurn)] == [first.turn]
     rig.infer("a")
@@ -473,7 +462,6 @@ def test_a_parked_that_is_late_behind_its_own_end_frees_the_board(rig: Rig) -> N
     job = rig.start_training()
     rig.infer("a")
     first = rig.state.upcoming
-    assert first is not None
     epoch, turn, slot = job.epoch, job.turn, rig.job_ends(job, "done")
     rig.infer("a")
     rig.done()
@@ -491,7 +479,6 @@ def test_the_next_request_is_sent_while_the_first_computes(rig: Rig) -> None:
     assert rig.sent(RunInference)
     assert not rig.commands(ev.RaiseTurn)
     rig.done()
-    assert rig.state.current is not None
     assert rig.state.current.model == "b"
 
 
@@ -503,7 +490,6 @@ def test_requests_for_the_computing_model_run_back_to_back(rig: Rig) -> None:
     rig.infer("b")
     rig.infer("a")
     rig.done()  # b computes now: the second b goes before the older a
-    assert rig.state.upcoming is not None
     assert rig.state.upcoming.model == "b"
 
 
@@ -515,7 +501,6 @@ def test_a_higher_priority_runs_first(rig: Rig) -> None:
     rig.infer("c", priority=2)
     rig.infer("d", priority=0)
     rig.done()
-    assert rig.state.upcoming is not None
     assert rig.state.upcoming.model == "d"
 
 
@@ -545,7 +530,6 @@ def test_a_lower_priority_does_not_slip_in_front_of_one_that_waits_for_memory(ri
     assert rig.state.upcoming is None, "'other' would keep the place of 'big' in use"
     rig.arrived("small")
     rig.done()
-    assert rig.state.current is not None
     assert rig.state.current.model == "big"
 
 
@@ -556,7 +540,6 @@ def test_small_models_overtake_a_large_one_only_until_it_has_waited_too_long(rig
     rig.infer("small")
     rig.infer("big")
     rig.infer("other")
-    assert rig.state.upcoming is not None
     assert rig.state.upcoming.model == "other"
     rig.now_ms = 2000.0
     rig.arrived("small")
@@ -565,7 +548,6 @@ def test_small_models_overtake_a_large_one_only_until_it_has_waited_too_long(rig
     assert rig.state.upcoming is None
     rig.arrived("other")
     rig.done()
-    assert rig.state.current is not None
     assert rig.state.current.model == "big"
 
 
@@ -659,7 +641,6 @@ def test_a_task_that_hangs_after_its_deadline_is_killed_and_answered_when_reaped
     rig.register("a")
     token = rig.infer("a", deadline_ms=50.0)
     task = rig.state.current
-    assert task is not None
     rig.tick(60.0)
     assert not rig.commands(ev.KillWorker)
     rig.tick(50.0 + rig.core.settings.deadline_grace_ms)
@@ -678,7 +659,6 @@ def test_a_task_that_computes_much_longer_than_its_model_ever_did_is_killed(rig:
     rig.done()  # its longest run: 2 s
     token = rig.infer("a")
     task = rig.state.current
-    assert task is not None
     ticks = []
     while not rig.commands(ev.KillWorker):
         due = rig.scheduler.next_wakeup_ms()
@@ -699,7 +679,6 @@ def test_a_model_that_hangs_every_time_is_quarantined(rig: Rig) -> None:
     for _ in range(rig.core.settings.max_deaths):
         token = rig.infer("a")
         task = rig.state.current
-        assert task is not None
         rig.tick(rig.now_ms + rig.core.settings.max_compute_ms)
         rig.worker_restarts(task.slot)
         assert isinstance(rig.error(token), DeadlineExceeded)
@@ -774,7 +753,6 @@ def test_an_error_of_the_model_is_the_request_s_alone(rig: Rig) -> None:
     rig.register("a")
     token = rig.infer("a")
     task = rig.state.current
-    assert task is not None
     data = {"type": "ValueError"}
     failed = InferenceFailed(epoch=task.epoch, error="TaskFailed", message="boom", data=data)
     rig.worker(task.slot, failed)
@@ -788,7 +766,6 @@ def test_a_request_that_fails_before_its_turn_leaves_the_turn_alone(rig: Rig) ->
     rig.infer("a")
     token = rig.infer("a")
     current, upcoming = rig.state.current, rig.state.upcoming
-    assert upcoming is not None
     rig.worker(
         upcoming.slot, InferenceFailed(epoch=upcoming.epoch, error="TaskFailed", message="x")
     )
@@ -804,7 +781,6 @@ def test_a_request_whose_worker_dies_is_dispatched_again_at_once(rig: Rig) -> No
     rig.register("a")
     token = rig.infer("a")
     task = rig.state.current
-    assert task is not None
     rig.worker_exits(task.slot)
     (run,) = rig.sent(RunInference)
     assert run.epoch > task.epoch
@@ -817,7 +793,6 @@ def test_a_late_message_of_an_older_process_is_dropped(rig: Rig) -> None:
     rig.register("a")
     token = rig.infer("a")
     task = rig.state.current
-    assert task is not None
     generation = rig.state.workers[task.slot].generation
     rig.worker_restarts(task.slot)
     rig.handle(ev.FromWorker(slot=task.slot, generation=generation, message=InferenceFailed(
@@ -830,7 +805,6 @@ def test_three_deaths_in_a_row_while_computing_quarantine_the_model(rig: Rig) ->
     rig.register("a")
     first, second, third = rig.infer("a"), rig.infer("a"), rig.infer("a")
     for _ in range(3):
-        assert rig.state.current is not None
         rig.worker_restarts(rig.state.current.slot)
     assert isinstance(rig.error(rig.infer("a")), ModelQuarantined)
     refused = [token for token in (first, second, third) if token in rig.answers]
@@ -849,7 +823,6 @@ def test_a_death_while_waiting_for_the_turn_counts_for_nobody(rig: Rig) -> None:
     job = rig.start_training()
     token = rig.infer("a")
     for _ in range(5):
-        assert rig.state.upcoming is not None
         rig.worker_restarts(rig.state.upcoming.slot)
     rig.park(job, rig.state.upcoming.turn if rig.state.upcoming else 0)
     rig.done()
@@ -861,7 +834,6 @@ def test_a_success_in_between_forgives_the_deaths_before(rig: Rig) -> None:
     for _ in range(4):
         token = rig.infer("a")
         for _ in range(2):
-            assert rig.state.current is not None
             rig.worker_restarts(rig.state.current.slot)
         rig.done()
         assert rig.error(token) is None
@@ -915,7 +887,6 @@ def test_a_copy_that_breaks_off_kills_who_waits_for_it_and_is_sent_again(rig: Ri
     rig.register("a")
     token = rig.infer("a")
     task = rig.state.current
-    assert task is not None
     rig.arrived("a", is_complete=False)
     assert [command.slot for command in rig.commands(ev.KillWorker)] == [task.slot]
     rig.worker_exits(task.slot)
@@ -1009,7 +980,6 @@ def test_asking_for_the_slice_again_gives_the_same_one_or_a_larger_one(rig: Rig)
     job = rig.start_training()
     first = rig.scheduler.machine.devices[0].arena.regions.get(Owner("slice", "cifar"))
     rig.lease(job)
-    assert first is not None
     assert rig.sent(LeaseGranted)[0].offset_bytes == first.offset_bytes
     rig.lease(job, 40)
     (scrub,) = rig.sent(Scrub)
@@ -1726,7 +1696,6 @@ def test_a_worker_that_knows_the_model_is_preferred(rig: Rig) -> None:
     for slot in (0, 1):
         rig.state.workers[slot].warm.clear()
     rig.infer("a")
-    assert rig.state.current is not None
     assert rig.state.current.slot == 2
 
 
