@@ -9,6 +9,7 @@ head that the peer could write lines into, a limit that is passed, or something 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import functools
 import json
 import re
@@ -131,6 +132,7 @@ class _Gate:
     def __init__(self) -> None:
         upstream: Any = Upstream()
         self.loop = asyncio.new_event_loop()
+        atexit.register(self.loop.close)
         self.feed = Feed()
         operator = Standing(tenant="o", roles=frozenset(Role))
         callers = Callers(

@@ -37,7 +37,9 @@ PRELUDE = """
 
     def here():
         '''A place in the body: time passes, and some steps are the last of their process.'''
-        time.sleep(0.003)
+        ends_at = time.monotonic() + 0.003
+        while time.monotonic() < ends_at:  # commits are made by the clock
+            pass
         died = f"{out}.died-{job.step}"
         if is_served and job.step in (30, 50) and not os.path.exists(died):
             open(died, "w").close()
@@ -202,7 +204,7 @@ EXACT = {
                 for a, b in job.steps(loader(), model=model, optimizer=optimizer):
                     here(); learn(model, optimizer, a, b)
             ended = []
-            threading.Thread(target=lambda: (time.sleep(0.2), ended.append(1))).start()
+            threading.Thread(target=lambda: (sum(range(10**7)), ended.append(1))).start()
             atexit.register(lambda: save(model.state_dict(), ended))
         try:
             main()

@@ -16,8 +16,6 @@ import torch
 from process_tools import Checked, checked_server, eager, is_bit_equal, mlp
 
 from pipeswitch.errors import (
-    AlreadyExists,
-    HostStoreFull,
     InvalidInput,
     OutOfDeviceMemory,
     RegistrationRefused,
@@ -55,30 +53,6 @@ def _good_requests_before_and_after(running: Checked, module: torch.nn.Module) -
 # ------------------------------------------------------------------------------- requests
 
 
-@pytest.mark.parametrize(
-    ("inputs", "says"),
-    [
-        (torch.zeros(1, 16, dtype=torch.float64), r"expects float32\[.*16\], got float64"),
-        (torch.zeros(1, 17), r"expects float32\[.*16\], got float32\[1,17\]"),
-        (torch.zeros(16), r"got float32\[16\]"),
-        (torch.zeros(1, 16, 1), r"got float32\[1,16,1\]"),
-        (torch.zeros(0, 16), r"got float32\[0,16\]|batch"),
-        (torch.zeros(1_000, 16), r"1000|batch"),
-        ({"z": torch.zeros(1, 16)}, r'no input "z"'),
-        ({}, r'"?x"?'),
-        ([torch.zeros(1, 16), torch.zeros(1, 16)], r"2"),
-    ],
-    ids=["dtype", "shape", "rank-1", "rank-3", "no-rows", "rows", "name", "missing", "too-many"],
-)
-def test_inputs_that_do_not_fit_are_refused_with_what_would(
-    running: Checked, inputs: Any, says: str
-) -> None:
-    before = running.count("inferences")
-    with pytest.raises(InvalidInput, match=says):
-        running.client.infer("good", inputs)
-    assert running.count("inferences") == before  # it never reached a worker
-
-
 def test_what_is_over_the_limit_of_a_message_is_not_sent_and_cuts_no_connection(
     running: Checked,
 ) -> None:
@@ -105,99 +79,6 @@ def test_a_model_larger_than_the_arena_is_refused_with_both_sizes(running: Check
         register(running, "wide", wide, torch.zeros(1, 1024))
     assert caught.value.requested_bytes > caught.value.largest_free_bytes > 0
     assert re.search(r"[0-9.]+ MiB.*[0-9.]+ MiB", str(caught.value))
-
-
-def test_a_full_store_refuses_and_a_freed_one_accepts(running: Checked) -> None:
-    x = torch.zeros(1, 1024)
-    register(running, "first", mlp(1024, 3, 3), x)  # 12 MiB each
-    register(running, "second", mlp(1024, 3, 4), x)
-    with pytest.raises(HostStoreFull) as caught:
-        register(running, "third", mlp(1024, 3, 5), x)
-    assert caught.value.requested_bytes > caught.value.largest_free_bytes
-    running.client.unregister("first")
-    register(running, "third", mlp(1024, 3, 5), x)
-    for name in ("second", "third"):
-        running.client.unregister(name)
-
-
-def test_a_taken_name_is_refused_and_the_same_model_again_is_no_news(
-    running: Checked, module: torch.nn.Module
-) -> None:
-    register(running, "good", module, torch.zeros(1, 16))
-    with pytest.raises(AlreadyExists, match="good"):
-        register(running, "good", mlp(16, 2, 99), torch.zeros(1, 16))
-
-
-@pytest.mark.parametrize(
-    ("source", "weights", "says"),
-    [
-        ("torchvision:resnet1888", "random:0", "resnet18"),
-        ("torchvision:resnet18", "", "weights"),
-        ("torchvision:resnet18", "random:many", "random"),
-        ("hub:resnet-18", "random:0", "torchvision:"),
-        ("put:" + "0" * 64, "", "upload|put|bundle"),
-    ],
-    ids=["unknown", "no-weights", "bad-seed", "bad-scheme", "never-uploaded"],
-)
-def test_a_source_that_is_none_is_refused(
-    running: Checked, source: str, weights: str, says: str
-) -> None:
-    with pytest.raises((RegistrationRefused, InvalidInput), match=says):
-        running.client.register("bad", source, weights=weights)
-
-
-class Branches(torch.nn.Module):
-    """Its way depends on its data: it cannot be exported, and there is no submodule to hook."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + 1 if bool(x.sum() > 0) else x - 1
-
-
-class Counts(torch.nn.Module):
-    """Changes a buffer whenever it answers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(16, 16)
-        self.register_buffer("calls", torch.zeros(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        out: torch.Tensor = self.linear(x) + self.calls
-        return out
-
-
-class Sees(torch.nn.Module):
-    """Reaches past its tensor: an operator that is outside the list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.as_strided(self.linear(x), (4, 4), (4, 1))
-
-
-class Draws(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.rand_like(x)
-
-
-@pytest.mark.parametrize(
-    ("made", "says"),
-    [
-        (Branches(), r"(?i)export|control flow|data"),
-        (Counts(), r"calls"),
-        (Sees(), r"as_strided"),
-        (Draws(), r"rand"),
-    ],
-    ids=["data-dependent", "mutates-a-buffer", "as_strided", "random"],
-)
-def test_a_module_that_cannot_be_served_is_refused_with_the_reason(
-    running: Checked, made: torch.nn.Module, says: str
-) -> None:
-    with pytest.raises(RegistrationRefused, match=says):
-        register(running, "bad", made.eval())
 
 
 def test_weights_of_another_model_are_refused(running: Checked, tmp_path: Path) -> None:

@@ -186,6 +186,8 @@ class Counts(nn.Module):
         (lambda: Named(), (made((2, 4)), 3), "only tensors can travel"),
         (lambda: Named(), 3, "neither a tensor"),
         (lambda: nn.EmbeddingBag(10, 4), IDS, "embedding_bag"),
+        (lambda: Calls(lambda x: torch.as_strided(x, (4, 2), (2, 1))), made((2, 4)), "as_strided"),
+        (lambda: Calls(lambda x: x if bool(x.sum() > 0) else -x), made((2, 4)), "export|data"),
         (
             lambda: Calls(torch.func.grad(lambda x: x.square().sum())),
             made((2, 4)),
