@@ -39,9 +39,9 @@ from .ipc.messages import (
     StageSettings,
     WorkerSettings,
 )
+from .sandbox.calls import PR_SET_NAME
 from .sandbox.environment import take_environment
 
-PR_SET_NAME: Final = 15
 KEEP_BELOW: Final = 3  # stdin, stdout, stderr
 
 FIRST: Final = (

@@ -28,6 +28,7 @@ from ..errors import (
     no_server,
 )
 from ..wire.frames import (
+    BODY_TENSOR,
     MAGIC,
     VERSION,
     ReplyHeader,
@@ -42,7 +43,6 @@ from .links import AnyLink, LocalLink, Watcher
 logger = logging.getLogger(__name__)
 
 MAX_TRIES: Final = 3  # of a safe call over broken connections
-BODY_TENSOR: Final = "body"
 MAX_WAIT_S: Final = 2_000_000.0  # a poll counts milliseconds in 31 bits; longer is for ever
 
 

@@ -31,7 +31,7 @@ from ..errors import (
 )
 from ..programs.nesting import Tree, flatten
 from ..wire.addresses import as_seen_from, default_address, full_address
-from ..wire.frames import unpack_dict
+from ..wire.frames import CHUNK_BYTES, unpack_dict
 from ..wire.keys import keys_from
 from ..wire.sockets import connect, make_subscriber
 from .calls import Reply, as_wait_s
@@ -39,7 +39,6 @@ from .connection import Connection
 from .tensors import Result, Signature, from_reply, to_frames
 
 CONNECT_TIMEOUT_S: Final = 2.5
-CHUNK_BYTES: Final = 4 << 20
 PING_TIMEOUT_S: Final = 5.0  # a whole server answers in milliseconds, a silent part costs 1 s
 LOG_POLL_MS: Final = 500  # between looks at a log that is followed when no event came
 

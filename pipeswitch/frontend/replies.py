@@ -14,6 +14,7 @@ from ..roles import MODEL_FACTS, Role, Standing
 from ..scheduler.events import Answer
 from ..units import printed
 from ..wire.frames import (
+    BODY_TENSOR,
     MAGIC,
     VERSION,
     ReplyHeader,
@@ -24,7 +25,6 @@ from ..wire.frames import (
 )
 
 INLINE_BODY_BYTES: Final = 256 << 10  # a larger body travels as a tensor named BODY_TENSOR
-BODY_TENSOR: Final = "body"
 
 
 def reply_frames(

@@ -26,14 +26,13 @@ from ..failpoints import reach
 from ..lane import Lane
 from ..machine import sync_directory
 from ..roles import ANYONE
-from ..wire.frames import RequestHeader
+from ..wire.frames import CHUNK_BYTES, RequestHeader
 from .admission import Body, tenant_of
 from .disk import PARTIAL, Disk
 from .permissions import DIGEST
 
 _logger = logging.getLogger(__name__)
 
-CHUNK_BYTES: Final = 4 << 20
 CREDIT_CHUNKS: Final = 4  # unanswered chunks a client may have: 16 MiB of our memory
 MAX_QUEUED_CHUNKS: Final = 64  # of all clients together: 256 MiB
 MAX_PARTIALS: Final = 64  # unfinished files of all clients: each holds a descriptor

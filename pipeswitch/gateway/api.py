@@ -17,6 +17,7 @@ from urllib.parse import parse_qsl, unquote
 
 import msgspec
 
+from ..client.client import FINAL_JOB_STATES
 from ..errors import InvalidInput
 from ..frontend.permissions import check_source
 from ..roles import Role, Standing
@@ -28,10 +29,9 @@ from .openapi import document
 from .refusals import MethodNotAllowed, NotFound
 from .upstream import Upstream
 
+MAX_TRACE_S: Final = 3600.0
 PREFIX: Final = "/api"
 HINT: Final = "GET /api/openapi.json tells what is there"
-FINAL_JOB_STATES: Final = frozenset({"done", "failed", "cancelled", "expired"})
-MAX_TRACE_S: Final = 3600.0
 MAX_QUERY_FIELDS: Final = 16
 LOG_LOOK_S: Final = 0.5  # between two looks at a log that is followed when no event came
 MAX_OFFSET: Final = 1 << 50

@@ -11,10 +11,9 @@ from typing import Any, Final
 import zmq
 
 from ..client.calls import Reply
-from ..client.client import CHUNK_BYTES
 from ..client.looped import LoopConnection
 from ..errors import ServerUnavailable
-from ..wire.frames import unpack_dict
+from ..wire.frames import CHUNK_BYTES, unpack_dict
 from ..wire.sockets import connect, make_subscriber
 from .oip import InferRequest, Output
 

@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..ipc.messages import Epoch, GroupCopy, ModelName, RunInference, TransmitModel
+from ..scheduler.device_state import WORD_BYTES
 from .programs import Program
 from .violation import require
-
-WORD_BYTES = 4
 
 
 class Span(NamedTuple):

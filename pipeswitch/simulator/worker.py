@@ -28,13 +28,13 @@ from ..ipc.messages import (
     StopTask,
     WorkerReady,
 )
+from ..scheduler.records import NO_EPOCH
 from .clock import Move
 from .device import Span, User, region_of
 from .process import Process
 from .script import SimulatedScript
 from .violation import Violation, require
 
-NO_EPOCH = Epoch(0)
 OF_A_JOB = StopTask | GrantTurn | EvictTask | MoveTask | LeaseGranted | LeaseRefused
 
 

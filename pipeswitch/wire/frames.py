@@ -21,6 +21,8 @@ VERSION: Final = 1
 MAX_HEADER_BYTES: Final = 1 << 20  # a header is names and shapes; 1 MiB is already absurd
 MAX_TENSORS: Final = 64
 MAX_DIMS: Final = 8
+BODY_TENSOR: Final = "body"  # what a body that is too large for a header travels as
+CHUNK_BYTES: Final = 4 << 20  # of an upload, at most
 MAX_NESTING: Final = 64  # of free-form fields: what was decoded must be encodable and printable
 
 INLINE: Final = (1 << 64) - 1  # a part's place: behind the table, and not in the share

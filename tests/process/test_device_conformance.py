@@ -29,9 +29,10 @@ from pipeswitch.devices import DeviceMemory, PoolView
 from pipeswitch.devices.choosing import has_driver_library
 from pipeswitch.devices.cpu import CpuDeviceMemory, CpuPoolView
 from pipeswitch.devices.cuda.bindings import Cuda, NoCudaDevice
+from pipeswitch.devices.cuda.ladder import Waits
 from pipeswitch.devices.cuda.memory import CudaDeviceMemory
 from pipeswitch.devices.cuda.torch import TorchSide
-from pipeswitch.devices.cuda.view import CudaPoolView, Waits
+from pipeswitch.devices.cuda.view import CudaPoolView
 from pipeswitch.errors import LocalProtocolError, RemoteProtocolError
 from pipeswitch.ipc.board import BOARD_BYTES, new_bell, ring, sealed_memfd
 from pipeswitch.ipc.messages import (

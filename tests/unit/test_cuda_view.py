@@ -15,9 +15,10 @@ from fake_cuda.host_torch import HostTorch, TapeRecorder
 from pipeswitch.devices.cuda.bindings import Cuda, CudaError
 from pipeswitch.devices.cuda.capture import CaptureBroke
 from pipeswitch.devices.cuda.graphs import DeviceProgram, GraphBudget
+from pipeswitch.devices.cuda.ladder import Waits
 from pipeswitch.devices.cuda.slice import SEGMENT_BYTES, Segments
 from pipeswitch.devices.cuda.torch import tensor_at
-from pipeswitch.devices.cuda.view import CudaPoolView, Waits
+from pipeswitch.devices.cuda.view import CudaPoolView
 from pipeswitch.errors import InvalidInput, LocalProtocolError, RemoteProtocolError
 from pipeswitch.ipc.board import BOARD_BYTES, new_bell, sealed_memfd
 from pipeswitch.programs.bundle import Graph, Node

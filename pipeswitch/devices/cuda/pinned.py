@@ -10,6 +10,7 @@ from typing import Final
 
 import numpy as np
 
+from ..arenas import Bytes
 from .bindings import Cuda, CudaError
 
 log = logging.getLogger(__name__)
@@ -17,8 +18,6 @@ log = logging.getLogger(__name__)
 PIN_BYTES: Final = 64 << 20
 """Pinned at once. Small enough that no driver refuses it, large enough that the calls do not
 count; no copy crosses the boundary of two registrations."""
-
-Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 class PinnedMapping:

@@ -7,7 +7,7 @@ import mmap
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 from ...errors import LocalProtocolError, RemoteProtocolError, TaskFailed
 from ...ipc.board import Board
@@ -16,6 +16,7 @@ from ...programs.layout import TensorSpec
 from ..orders import WORD_BYTES, WORD_MASK
 from ..waiting import Waiter
 from .bindings import DEVICE_ASSERT, NO_CONTEXT, Cuda, CudaError
+from .ladder import Waits
 from .training import RunAhead
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Waits = Literal["cpu", "gpu"]
 DEFAULT_GRAPH_BYTES: Final = 1 << 30
 
 
