@@ -16,7 +16,6 @@ import contextlib
 import ctypes
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final
 
 from ...errors import ConfigError, PipeSwitchError
@@ -84,20 +83,6 @@ class CudaError(PipeSwitchError):
     def is_sticky(self) -> bool:
         """Nothing works in this process any more: leave, and be replaced."""
         return str(self.data["code"]) not in HARMLESS_ERRORS | NO_GPU_ERRORS
-
-
-@dataclass(frozen=True)
-class DeviceFacts:
-    """What a device says of itself; asking makes no context."""
-
-    index: int
-    name: str
-    uuid: str
-    total_bytes: int
-    compute_capability: str
-    multiprocessors: int
-    copy_engines: int
-    can_register_host: bool
 
 
 class Cuda:
@@ -174,22 +159,14 @@ class Cuda:
             kind="no driver", code=code,
         )  # fmt: skip
 
-    def facts(self, index: int) -> DeviceFacts:
-        """What the device at ``index`` says of itself."""
+    def name_and_uuid(self, index: int) -> tuple[str, str]:
+        """What the device at ``index`` calls itself; asking makes no context."""
         found = self._ask("cudaGetDeviceProperties", index)
         name = found.name
         raw = bytes(found.uuid.bytes)[:16].hex()
         parts = (raw[:8], raw[8:12], raw[12:16], raw[16:20], raw[20:])
-        return DeviceFacts(
-            index=index,
-            name=name.decode(errors="replace") if isinstance(name, bytes) else str(name),
-            uuid="GPU-" + "-".join(parts),
-            total_bytes=int(found.totalGlobalMem),
-            compute_capability=f"{int(found.major)}.{int(found.minor)}",
-            multiprocessors=int(found.multiProcessorCount),
-            copy_engines=int(found.asyncEngineCount),
-            can_register_host=bool(getattr(found, "hostRegisterSupported", 1)),
-        )
+        shown = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+        return shown, "GPU-" + "-".join(parts)
 
     def versions(self) -> tuple[int, int]:
         """(driver, runtime), as 1000 times major + 10 times minor."""

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
@@ -56,7 +55,7 @@ def main(order: dict[str, Any]) -> None:
         if index >= count:
             numbers = ", ".join(f"cuda:{number}" for number in range(count))
             raise PipeSwitchError(f"there is no cuda:{index}, only {numbers}")
-        facts = cuda.facts(index)
+        name, uuid = cuda.name_and_uuid(index)
         cuda.set_device(index)
         free_bytes, total_bytes = cuda.memory_info()
         driver, runtime = cuda.versions()
@@ -64,7 +63,7 @@ def main(order: dict[str, Any]) -> None:
         _say(test="device", is_ok=False, text=error.message, hint=error.hint, **error.data)
         return
     _say(
-        test="device", is_ok=True, text=facts.name, **asdict(facts), free_bytes=free_bytes,
+        test="device", is_ok=True, text=name, name=name, uuid=uuid, free_bytes=free_bytes,
         device_bytes=total_bytes, count=count, driver=driver, runtime=runtime,
     )  # fmt: skip
     if order["tests"]:

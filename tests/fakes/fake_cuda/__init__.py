@@ -294,14 +294,9 @@ class World:
 
 
 class _Properties:
-    def __init__(self, world: World, index: int) -> None:
+    def __init__(self, index: int) -> None:
         self.name = b"Fake GPU"
         self.uuid = type("Uuid", (), {"bytes": bytes(range(15)) + bytes([index])})()
-        self.totalGlobalMem = world.device_bytes
-        self.major, self.minor = 9, 0
-        self.multiProcessorCount = 132
-        self.asyncEngineCount = 3
-        self.hostRegisterSupported = 1
 
 
 class Runtime:
@@ -354,7 +349,7 @@ class Runtime:
     def cudaGetDeviceProperties(self, index: int) -> Any:
         if not 0 <= index < self._world.devices:
             return cudaError_t.cudaErrorInvalidDevice
-        return (_Properties(self._world, index),)
+        return (_Properties(index),)
 
     def cudaSetDevice(self, index: int) -> Any:
         return () if 0 <= index < self._world.devices else cudaError_t.cudaErrorInvalidDevice
