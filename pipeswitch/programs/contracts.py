@@ -126,6 +126,13 @@ def _not_empty(*names: str) -> Contract:
     return check
 
 
+def _not_repeated(given: Arguments) -> None:
+    """Its kernel goes by extents where a stride is 0, as ``expand`` makes it."""
+    value = given["self"]
+    pairs = zip(value.shape, value.stride(), strict=True)
+    _need(all(n == 1 or stride for n, stride in pairs), f"it has strides {list(value.stride())}")
+
+
 def _division(given: Arguments) -> None:
     """Cut towards zero, integers are divided by the processor, which ends the process where the
     least is divided by -1: data decides that unless the divisor is a positive number."""
@@ -540,6 +547,7 @@ _FAMILIES: Final[Mapping[str, Contract]] = {
         lambda g: _need(g["dropout_p"] == 0, "dropout_p"),
     ),
     "dropout dropout_": _NO_CHANCE,
+    "median": _not_repeated,
     "div divide div_": _division,
     "view": lambda g: _need(g.get("dtype") is not torch.bool, "bytes as bool"),
 }

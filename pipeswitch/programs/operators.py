@@ -10,6 +10,8 @@ What is left out, and why:
 - anything that reaches past a tensor's own extent: a weight is a view of the *whole* arena, so
   ``as_strided`` or ``_reshape_alias`` would read another model's memory, and the unchecked
   ``_unsafe_*`` index operators with them;
+- windows that overlap (``unfold``): kernels take a stride for granted, and left out most of an
+  answer; its copy is on the list, so no elements share memory but those that ``expand`` repeats;
 - uninitialised memory (``empty``, ``new_empty``): it holds what the last tenant left;
 - random numbers: a request must be answerable again, with the same bits;
 - ``embedding_bag``: its kernel believes the offsets, which are data (the fence fuzzing read freed
@@ -79,34 +81,34 @@ _log_softmax _softmax _to_copy addmm addmv all:default,dim,dims amax amin any:de
 arange:default,start,start_step argmax argmin argsort:default,stable baddbmm bmm cat clone concat
 cosine_similarity cumprod cumsum diag_embed diff dot eye:default,m fill:Scalar,Tensor flip full
 full_like lift_fresh_copy linalg_vector_norm linspace log_softmax:int logsumexp matmul
-max:other,default,dim mean:default,dim median:default,dim min:other,default,dim mm mv new_full
+max:other,default,dim mean:default,dim min:other,default,dim mm mv new_full
 new_ones new_zeros norm:Scalar,ScalarOpt_dim,ScalarOpt_dim_dtype ones ones_like outer
 prod:default,dim_int repeat repeat_interleave:self_int roll scalar_tensor select_scatter
 slice_scatter softmax:int sort:default,stable stack std:default,dim,correction
-std_mean:default,dim,correction sum:dim_IntList,default topk tril triu
+std_mean:default,dim,correction sum:dim_IntList,default topk tril triu unfold_copy
 var:default,dim,correction var_mean:default,dim,correction vdot zeros zeros_like sym_numel
 sym_size:int
 """
 
 _FRESH_BY_CONTRACT: Final = """
-_adaptive_avg_pool2d _adaptive_avg_pool3d
-_upsample_bicubic2d_aa:default,vec _upsample_bilinear2d_aa:default,vec
-_upsample_nearest_exact1d:default,vec _upsample_nearest_exact2d:default,vec
-_upsample_nearest_exact3d:default,vec _weight_norm adaptive_avg_pool1d adaptive_avg_pool2d
-adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
-affine_grid_generator avg_pool1d avg_pool2d avg_pool3d batch_norm bucketize:Tensor channel_shuffle
-col2im constant_pad_nd conv1d:default,padding conv2d:default,padding conv3d:default,padding
-conv_transpose1d conv_transpose2d:input conv_transpose3d:input convolution
-div:Tensor,Scalar,Tensor_mode,Scalar_mode divide:Tensor,Scalar,Tensor_mode,Scalar_mode embedding
-fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn fft_irfft
-fft_irfft2 fft_rfft fft_rfft2 gather grid_sampler grid_sampler_2d grid_sampler_3d group_norm
-gru:input gru_cell im2col index_add index_copy index_fill:int_Tensor,int_Scalar index_put
-index_select instance_norm layer_norm linear lstm:input lstm_cell max_pool1d max_pool2d
-max_pool2d_with_indices max_pool3d max_pool3d_with_indices max_unpool2d native_group_norm
-native_layer_norm one_hot pixel_shuffle pixel_unshuffle prelu reflection_pad1d reflection_pad2d
-reflection_pad3d replication_pad1d replication_pad2d replication_pad3d rms_norm rnn_relu:input
-rnn_tanh:input scaled_dot_product_attention scatter:value,src,reduce,value_reduce scatter_add
-scatter_reduce:two take_along_dim upsample_bicubic2d:default,vec upsample_bilinear2d:default,vec
+_adaptive_avg_pool2d _adaptive_avg_pool3d _upsample_bicubic2d_aa:default,vec
+_upsample_bilinear2d_aa:default,vec _upsample_nearest_exact1d:default,vec
+_upsample_nearest_exact2d:default,vec _upsample_nearest_exact3d:default,vec _weight_norm
+adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
+adaptive_max_pool3d affine_grid_generator avg_pool1d avg_pool2d avg_pool3d batch_norm
+bucketize:Tensor channel_shuffle col2im constant_pad_nd conv1d:default,padding
+conv2d:default,padding conv3d:default,padding conv_transpose1d conv_transpose2d:input
+conv_transpose3d:input convolution div:Tensor,Scalar,Tensor_mode,Scalar_mode
+divide:Tensor,Scalar,Tensor_mode,Scalar_mode embedding fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2
+fft_ifftn fft_irfft fft_irfft2 fft_rfft fft_rfft2 gather grid_sampler grid_sampler_2d
+grid_sampler_3d group_norm gru:input gru_cell im2col index_add index_copy
+index_fill:int_Tensor,int_Scalar index_put index_select instance_norm layer_norm linear lstm:input
+lstm_cell max_pool1d max_pool2d max_pool2d_with_indices max_pool3d max_pool3d_with_indices
+max_unpool2d median:default,dim native_group_norm native_layer_norm one_hot pixel_shuffle
+pixel_unshuffle prelu reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d
+replication_pad2d replication_pad3d rms_norm rnn_relu:input rnn_tanh:input
+scaled_dot_product_attention scatter:value,src,reduce,value_reduce scatter_add scatter_reduce:two
+take_along_dim upsample_bicubic2d:default,vec upsample_bilinear2d:default,vec
 upsample_linear1d:default,vec upsample_nearest1d:default,vec upsample_nearest2d:default,vec
 upsample_nearest3d:default,vec upsample_trilinear3d:default,vec
 """
@@ -123,7 +125,7 @@ detach diagonal einsum expand expand_as flatten:using_ints imag lift_fresh mT
 meshgrid:default,indexing movedim:int,intlist narrow numpy_T permute real reshape reshape_as
 select:int slice:Tensor split:Tensor,sizes split_with_sizes squeeze:default,dim,dims swapaxes
 swapdims t tensor_split:sections,indices tensordot to:device,dtype,other,dtype_layout transpose:int
-type_as unbind:int unflatten:int unfold unsqueeze view_as view_as_complex view_as_real
+type_as unbind:int unflatten:int unsqueeze view_as view_as_complex view_as_real
 """
 
 _MAY_ALIAS_BY_CONTRACT: Final = "dropout index:Tensor pad view:default,dtype"

@@ -515,8 +515,8 @@ class Fence:
             step *= max(shape[axis], 1)
         if shape and rng.random() < 0.1:
             strides = [2 * stride for stride in strides]
-        if shape and rng.random() < 0.1:  # as expand and unfold make them
-            strides = [rng.choice([0, 1, stride]) for stride in strides]
+        if shape and rng.random() < 0.1:  # as expand makes them; nothing makes other overlaps
+            strides = [rng.choice([0, stride]) for stride in strides]
         last = (
             sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if 0 not in shape else -1
         )

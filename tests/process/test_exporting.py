@@ -112,6 +112,17 @@ def run_python(source: str, *arguments: object) -> list[str]:
     return done.stdout.split()
 
 
+class Windows(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unfold(1, 3, 1).mean(2)
+
+
+def test_windows_that_overlap_are_copied() -> None:
+    """Kernels take strides for granted: attention answered freed memory."""
+    program = export_module(Windows(), torch.rand(2, 5))
+    assert program.graph.nodes[0].target == "aten.unfold_copy.default"
+
+
 def test_a_worker_does_not_import_the_exporter() -> None:
     loaded = run_python(
         "import sys, workers.main, pipeswitch.programs.executor; print(*sys.modules)"

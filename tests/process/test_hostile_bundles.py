@@ -174,6 +174,24 @@ ATTACKS: dict[str, dict[str, Any]] = {
         ],
         "x": (1, 1, 5), "y": (1, 1, 5), "weights": {"w": (1,)},
     },
+    "a median of one element that is repeated": {
+        "nodes": [
+            node("expand.default", value(1), [64, 64]),
+            node("median.dim", value(2), 1),
+            Node("_operator.getitem", (value(3), 0)),
+            node("add.Tensor", value(4), X),
+        ],
+        "x": (64,), "y": (64,), "weights": {"w": (1, 1)},
+    },
+    "windows that overlap, of which attention answers freed memory": {
+        "nodes": [
+            node("unfold.default", X, 1, 8, 1),
+            node("unsqueeze.default", value(2), 0),
+            node("scaled_dot_product_attention.default", value(3), value(3), value(3)),
+            node("add.Tensor", value(4), value(1)),
+        ],
+        "x": (2, 13), "y": (1, 2, 6, 8), "weights": {"w": (1,)},
+    },
     "an out overload of another name": {
         "nodes": [node("sort.values", X, values=value(1), indices=value(1))],
         "x": (BATCH, 4), "y": (BATCH, 4), "weights": {"w": (4,)}, "result": 0,

@@ -124,6 +124,7 @@ BROKEN: dict[str, tuple[Any, ...]] = {
         "div_.Tensor_mode", (meta(4, dtype=torch.int32), meta(4, dtype=torch.int32)),
         {"rounding_mode": "trunc"},
     ),
+    "a median of what a stride repeats": ("median.dim", (meta(1, 4).expand(3, 4), 1)),
     "a circle with a gap": ("pad.default", (meta(1, 1, 5), [5, -5], "circular")),
     "a stride of nothing": ("avg_pool2d.default", (meta(1, 1, 4, 4), [2, 2], [0, 0])),
 }  # fmt: skip

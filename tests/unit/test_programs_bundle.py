@@ -252,7 +252,7 @@ def test_nothing_dangerous_is_on_the_closed_list() -> None:
         from_file as_strided as_strided_ set_ resize_ resize_as_ empty empty_like new_empty
         empty_strided new_empty_strided rand randn randint bernoulli normal nonzero item
         _local_scalar_dense masked_select unique _print _reshape_alias _unsafe_index
-        as_strided_scatter save load warn record_stream detach_ requires_grad_
+        as_strided_scatter unfold save load warn record_stream detach_ requires_grad_
     """
     assert not ALLOWED & set(banned.split())
     assert split_target("aten.add_.Tensor") == ("aten", "add_", "Tensor")

@@ -24,6 +24,11 @@ _PREFIX: Final = "module."
 _SYMBOLIC: Final[dict[Any, str]] = {
     torch.sym_max: "_operator.max", torch.sym_min: "_operator.min",
 }  # fmt: skip
+_INSTEAD: Final = {
+    "aten.detach_.default": "aten.detach.default",  # of a constant made in forward
+    "aten.unfold.default": "aten.unfold_copy.default",  # windows that share no memory
+}
+"""Without gradients, and where nothing is written, they compute the same."""
 ADVICE: Final = (
     "a module must be traceable: no branch or shape that depends on data (torch.where instead), "
     "no autocast or quantized engine inside its forward; or register the code as "
@@ -182,8 +187,7 @@ class Encoder:
             name = _SYMBOLIC[target]
         else:
             raise RegistrationRefused(f"operator {target}", ADVICE)
-        if name == "aten.detach_.default":
-            name = "aten.detach.default"  # of a constant made in forward; without gradients alike
+        name = _INSTEAD.get(name, name)
         split_target(name)
         args = [self._argument(argument, name) for argument in node.args]
         kwargs = {key: self._argument(value, name) for key, value in node.kwargs.items()}
