@@ -1,12 +1,17 @@
-"""Every test leaves torch as it found it: servers' answers are compared with this process's own."""
+"""Every test leaves torch and the environment as it found them: what it computes itself is compared
+with what servers answer, and a server that it starts inherits the environment."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+# pytest's own, and what torch sets when it is imported.
+MAY_CHANGE = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 
 
 def _settings() -> Any:
@@ -18,19 +23,25 @@ def _settings() -> Any:
     return TorchSettings.now()
 
 
+def _environment() -> set[tuple[str, str]]:
+    return {item for item in os.environ.items() if item[0] not in MAY_CHANGE}
+
+
 def _left_as_found() -> Iterator[None]:
-    before = _settings()
+    before, environment = _settings(), _environment()
     yield
     if before is not None:
         assert _settings() == before, "torch's settings are not what they were"
+    changed = {name for name, _ in _environment() ^ environment}
+    assert not changed, "the environment is not what it was"
 
 
 @pytest.fixture(autouse=True)
-def _torch_after_a_test() -> Iterator[None]:
+def _as_found_after_a_test() -> Iterator[None]:
     yield from _left_as_found()
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _torch_after_a_module() -> Iterator[None]:
-    """Shared fixtures too leave torch as they found it."""
+def _as_found_after_a_module() -> Iterator[None]:
+    """Shared fixtures too leave them as they found them."""
     yield from _left_as_found()

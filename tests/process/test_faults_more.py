@@ -124,13 +124,6 @@ def test_a_worker_stopped_while_it_computes_is_replaced_and_its_request_answered
     is_replaced(running, pid)
 
 
-def test_a_stopped_standby_is_replaced(running: Checked) -> None:
-    pid = next(r["pid"] for r in running.rows("worker") if r["state"] == "standby")
-    stop(pid)
-    answers(running)
-    is_replaced(running, pid)
-
-
 def test_a_worker_that_goes_on_soon_is_left_alone(running: Checked) -> None:
     # No request while it stands still: the server may hand it to the very worker.
     pid = next(r["pid"] for r in running.rows("worker") if r["state"] == "standby")
@@ -138,12 +131,6 @@ def test_a_worker_that_goes_on_soon_is_left_alone(running: Checked) -> None:
     kill(pid, signal.SIGCONT)
     answers(running)
     assert pid in running.worker_pids().values()
-
-
-def test_a_stopped_memory_daemon_is_replaced(running: Checked) -> None:
-    pid = running.daemon_pid()
-    stop(pid)
-    is_replaced(running, pid)
 
 
 def test_a_stopped_fork_server_is_replaced_and_forks_again(running: Checked) -> None:

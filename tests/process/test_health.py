@@ -94,16 +94,6 @@ def test_probes_disturb_no_training_and_no_request(running: Checked, tmp_path: P
     task.cancel()
 
 
-def test_a_dead_daemon_is_not_ready_within_a_second(running: Checked) -> None:
-    running.wait_until_whole()
-    client, pid = running.client, running.daemon_pid()
-    kill(pid)
-    until(lambda: not client.ping()["ready"] or running.daemon_pid() not in (0, pid),
-          "its death was seen", 1.0)  # fmt: skip
-    running.wait_until_whole()
-    assert client.ping(deep=True)["ready"]
-
-
 def test_a_daemon_that_is_stopped_is_told_by_the_deep_probe(running: Checked) -> None:
     running.wait_until_whole()
     pid = running.daemon_pid()

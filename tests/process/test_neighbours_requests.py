@@ -258,6 +258,7 @@ ODD_FIELDS: list[dict[str, Any]] = [
     {"op": "register", "model": "n", "body": {"source": {}, "inputs": [[]]}},
     {"op": "register", "model": "n", "body": {"source": "hf:gpt2", "inputs": {"x": [[4], {}]}}},
     {"op": {}}, {"op": "\x00"}, {"priority": 7, "op": "infer", "model": "m"},
+    {"priority": "urgent", "op": "infer", "model": "m", "inputs": [TENSOR]},
 ]  # fmt: skip
 
 

@@ -325,6 +325,17 @@ def one_thread() -> Iterator[None]:
     job._install(None)
 
 
+def begun(host: FakeHost, gate: Gate | None = None, **options: Any) -> TrainingSession:
+    """A session that ``job`` speaks to; by default nothing stops it."""
+    if gate is None:
+        gate = Gate(lambda *_: None)
+        gate.grant(1)
+    session = TrainingSession(host, gate, **options)
+    job._install(session)
+    session.begin()
+    return session
+
+
 def undisturbed(**variant: Any) -> Result:
     job._install(None)
     job._session.step = 0  # type: ignore[misc]
@@ -346,9 +357,7 @@ def attempt(
     torch.manual_seed(random.randrange(1 << 30))
     gate = Gate(lambda *_: None)
     gate.grant(1)
-    session = TrainingSession(host, gate, commit_every_ms=variant.pop("every_ms", 9.0))
-    job._install(session)
-    session.begin()
+    session = begun(host, gate, commit_every_ms=variant.pop("every_ms", 9.0))
     try:
         script(result, poke=lambda: disturb(gate), **variant)
     except (TaskPreempted, Crashed) as end:
@@ -419,9 +428,7 @@ def lives_of(script: Callable[[Callable[[], None]], None], host: FakeHost) -> li
             if next(count) == at:
                 gate.request_evict()
 
-        session = TrainingSession(host, gate, commit_every_ms=0.0)
-        job._install(session)
-        session.begin()
+        session = begun(host, gate, commit_every_ms=0.0)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             with contextlib.suppress(TaskPreempted):
@@ -551,9 +558,7 @@ def test_evicted_in_the_middle_of_forward_and_backward_it_ends_bit_equal(name: s
         gate = HookedGate(lambda *_: None)
         gate.grant(1)
         gate.countdown = dice.randrange(1, 25)
-        session = TrainingSession(host, gate, commit_every_ms=1e9)
-        job._install(session)
-        session.begin()
+        session = begun(host, gate, commit_every_ms=1e9)
         try:
             script(result, **variant)
             session.finish()
@@ -591,9 +596,7 @@ def test_suspended_in_place_at_random_nothing_is_lost() -> None:
             gate.grant(turn)
             over.wait(dice.uniform(0, 0.003))  # a random moment of the script
 
-    session = TrainingSession(host, gate, commit_every_ms=3.0)
-    job._install(session)
-    session.begin()
+    session = begun(host, gate, commit_every_ms=3.0)
     thread = threading.Thread(target=terminator)
     thread.start()
     try:
@@ -738,11 +741,7 @@ def test_a_job_takes_the_page_faults_of_a_block_once() -> None:
 
 def test_the_history_of_lbfgs_has_its_room_from_the_start() -> None:
     host = FakeHost()
-    gate = Gate(lambda *_: None)
-    gate.grant(1)
-    session = TrainingSession(host, gate, commit_every_ms=1.0)
-    job._install(session)
-    session.begin()
+    session = begun(host, commit_every_ms=1.0)
     model = nn.Linear(100, 200)
     optimizer = torch.optim.LBFGS(model.parameters(), 0.01, max_iter=4, history_size=20)
     target = torch.randn(8, 200)
@@ -763,11 +762,7 @@ def test_the_history_of_lbfgs_has_its_room_from_the_start() -> None:
 
 def test_a_nan_loss_is_an_event_and_training_goes_on() -> None:
     host = FakeHost()
-    gate = Gate(lambda *_: None)
-    gate.grant(1)
-    session = TrainingSession(host, gate)
-    job._install(session)
-    session.begin()
+    session = begun(host)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in job.steps([1, 2], model=model, optimizer=optimizer):
@@ -780,11 +775,7 @@ def test_a_nan_loss_is_an_event_and_training_goes_on() -> None:
 
 def test_an_iterable_without_state_warns_once() -> None:
     host = FakeHost()
-    gate = Gate(lambda *_: None)
-    gate.grant(1)
-    session = TrainingSession(host, gate)
-    job._install(session)
-    session.begin()
+    session = begun(host)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
@@ -828,11 +819,7 @@ def life(directory: Path, name: str) -> None:
     """What the killed process runs."""
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    gate = Gate(lambda *_: None)
-    gate.grant(1)
-    session = TrainingSession(DiskHost(directory), gate, commit_every_ms=4.0)
-    job._install(session)
-    session.begin()
+    session = begun(DiskHost(directory), commit_every_ms=4.0)
     result = Result()
     script(result, **{"epochs": EPOCHS, **VARIANTS[name]})
     session.finish()

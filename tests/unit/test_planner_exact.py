@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -20,7 +19,7 @@ from pipeswitch.planning import (
     makespan,
     plan_groups,
 )
-from pipeswitch.planning.grouping import Plan, bucket, check_plan, per_layer
+from pipeswitch.planning.grouping import Plan, check_plan
 
 CLOSE = 1e-9  # relative: sums in another order
 
@@ -89,26 +88,6 @@ def is_in_time(costs: LayerCosts, total_ms: float, group_count: int) -> bool:
     return False
 
 
-def bisection_ms(costs: LayerCosts) -> float:
-    """Greedy and bisection, for each number of groups."""
-    best_ms = makespan(per_layer(costs.layer_count)[:1], costs)
-    for group_count in range(1, costs.layer_count + 1):
-        low_ms = costs.resident_ms + group_count * costs.sigma_ms
-        high_ms = best_ms
-        if low_ms >= best_ms or not is_in_time(costs, best_ms * (1 - 1e-12), group_count):
-            continue
-        if is_in_time(costs, low_ms, group_count):
-            high_ms = low_ms
-        while high_ms - low_ms > 1e-12 * high_ms:
-            middle_ms = (low_ms + high_ms) / 2
-            if is_in_time(costs, middle_ms, group_count):
-                high_ms = middle_ms
-            else:
-                low_ms = middle_ms
-        best_ms = min(best_ms, high_ms)
-    return best_ms
-
-
 # --- instances -------------------------------------------------------------------------------
 
 
@@ -139,12 +118,6 @@ def random_costs(rng: random.Random, count: int) -> LayerCosts:
     return LayerCosts(tuple(sizes), tuple(times_ms), LinkCost(alpha, beta), sigma)
 
 
-def all_random_costs(seed: int, instances: int, max_layers: int) -> Iterator[LayerCosts]:
-    rng = random.Random(seed)
-    for _ in range(instances):
-        yield random_costs(rng, rng.randint(1, max_layers))
-
-
 def planned_ms(costs: LayerCosts) -> float:
     """What the plan takes, by the timeline and not by the planner's own sums."""
     plan = plan_groups(costs)
@@ -160,19 +133,11 @@ def test_no_grouping_ends_before_the_planned_one(costs: LayerCosts) -> None:
     assert planned_ms(costs) == pytest.approx(brute_force_ms(costs), rel=CLOSE)
 
 
-def test_hundreds_of_random_models_of_up_to_12_layers_are_planned_as_brute_force_does() -> None:
-    for costs in all_random_costs(seed=4, instances=2000, max_layers=9):
-        assert planned_ms(costs) == pytest.approx(brute_force_ms(costs), rel=CLOSE), costs
-    for costs in all_random_costs(seed=5, instances=120, max_layers=12):
-        assert planned_ms(costs) == pytest.approx(brute_force_ms(costs), rel=CLOSE), costs
-
-
 @pytest.mark.parametrize("count", [30, 100, 300])
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_three_exact_methods_agree_on_a_link_with_a_bandwidth(count: int, seed: int) -> None:
+def test_two_exact_methods_agree_on_a_link_with_a_bandwidth(count: int, seed: int) -> None:
     costs = random_costs(random.Random(seed), count)
     total_ms = planned_ms(costs)
-    assert total_ms == pytest.approx(bisection_ms(costs), rel=CLOSE)
     assert total_ms == pytest.approx(pareto_ms(costs), rel=CLOSE)
 
 
@@ -185,33 +150,6 @@ def test_where_signals_are_free_fewer_groups_would_end_later(seed: int, alpha_ms
     total_ms, count = planned_ms(costs), len(plan_groups(costs))
     assert is_in_time(costs, total_ms * (1 + CLOSE), count)
     assert not is_in_time(costs, total_ms, count - 1)
-
-
-@given(any_costs(max_layers=60), st.integers(1, 40_000), st.integers(1, 40_000))
-def test_it_is_never_worse_than_one_shot_per_layer_or_any_bucket(
-    costs: LayerCosts, bucket_bytes: int, first_bytes: int
-) -> None:
-    total_ms = planned_ms(costs)
-    for plan in (
-        per_layer(costs.layer_count)[:1],
-        per_layer(costs.layer_count),
-        bucket(costs.layer_bytes, bucket_bytes, first_bytes),
-    ):
-        assert total_ms <= makespan(plan, costs) * (1 + CLOSE)
-
-
-@given(any_costs(40), st.floats(0, 2), st.floats(0, 1), st.floats(0, 2))
-def test_a_slower_link_or_dearer_signals_never_end_earlier(
-    costs: LayerCosts, alpha_ms: float, beta_ms: float, sigma_ms: float
-) -> None:
-    link = costs.link
-    total_ms = planned_ms(costs)
-    for slower in (
-        replace(costs, link=replace(link, alpha_ms=link.alpha_ms + alpha_ms)),
-        replace(costs, link=replace(link, beta_ms_per_byte=link.beta_ms_per_byte + beta_ms)),
-        replace(costs, sigma_ms=costs.sigma_ms + sigma_ms),
-    ):
-        assert planned_ms(slower) >= total_ms * (1 - CLOSE)
 
 
 @given(any_costs(max_layers=40))

@@ -34,7 +34,7 @@ def _part(name: str) -> Any:
 QUICK = _part("scopes").QUICK
 MUTANTS = _part("mutants").MUTANTS
 LONG = {
-    "deadline", "evict", "pause", "signals", "prefetch", "daemon",
+    "deadline", "evict", "pause", "signals", "prefetch", "daemon", "cancel", "kill",
     "a joined request is lost with its worker",
     "a request that is taken back is never answered",
     "a job that copies its slice is evicted",

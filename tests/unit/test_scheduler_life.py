@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 SEEDS = st.integers(0, 2**32)
-lives = settings(max_examples=settings().max_examples // 2)  # one takes a tenth of a second
+lives = settings(max_examples=settings().max_examples // 3)  # one takes a tenth of a second
 
 
 @lives

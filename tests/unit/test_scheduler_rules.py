@@ -143,6 +143,12 @@ class Rig:
         self.last_token += 1
         return ev.Token(self.last_token)
 
+    def ask(self, kind: type, **fields: Any) -> ev.Token:
+        """An event that is answered; its token."""
+        token = self.token()
+        self.handle(kind(token=token, **fields))
+        return token
+
     def sent(self, kind: type) -> list[Any]:
         """Messages of one kind among the last commands, to whomever."""
         return [
@@ -160,23 +166,18 @@ class Rig:
     # -- longer steps --------------------------------------------------------------------------
 
     def ask_register(
-        self, name: str, *, spec: str = "", pin: bool = False, client: str = "",
-        restored: Any = None,
-    ) -> ev.Token:  # fmt: skip
-        token = self.token()
+        self, name: str, *, spec: str = "", pin: bool = False, **fields: Any
+    ) -> ev.Token:
         spec = spec or f"spec of {name}"
-        self.handle(ev.RegisterAsked(token=token, model=name, spec=spec.encode(),
-                                     spec_digest=spec, priority=1, is_pinned=pin,
-                                     client=client, tenant=tenant_of(name),
-                                     restored=restored))  # fmt: skip
-        return token
+        fields = {"spec_digest": spec, "tenant": tenant_of(name), **fields}
+        return self.ask(ev.RegisterAsked, model=name, spec=spec.encode("latin1"), priority=1,
+                        is_pinned=pin, **fields)  # fmt: skip
 
     def register(self, name: str, mib: int = 10, *, pin: bool = False) -> None:
         token = self.ask_register(name, pin=pin)
         epoch = self.commands(ev.StartBuild)[0].epoch
         self.built(name, mib, epoch)
-        self.handle(ev.BuilderExited(model=name, epoch=epoch, status=0))
-        self.daemon(ModelStored(model=name, epoch=epoch, load_ms=1.0))
+        self.stored(name, epoch)
         assert self.error(token) is None
         self.prepared()
 
@@ -195,13 +196,18 @@ class Rig:
         done = BuildDone(model=name, epoch=epoch, digest=manifest.digest)
         self.handle(ev.FromBuilder(message=done, manifest=manifest))
 
-    def infer(self, name: str, *, priority: int = 1, deadline_ms: float | None = None) -> ev.Token:
-        token = self.token()
+    def stored(self, name: str, epoch: Any) -> None:
+        """Its builder has left, and the daemon has its bytes."""
+        self.handle(ev.BuilderExited(model=name, epoch=epoch, status=0))
+        self.daemon(ModelStored(model=name, epoch=epoch, load_ms=1.0))
+
+    def infer(self, name: str, *, deadline_ms: float | None = None, **fields: Any) -> ev.Token:
         at_ms = None if deadline_ms is None else self.now_ms + deadline_ms
+        token = self.token()
+        fields = {"digest": f"digest {name}", "priority": 1, "tenant": self.pool_of(name), **fields}
         self.handle(ev.InferArrived(
-            token=token, request_id=f"r{token}", model=name, digest=f"digest {name}",
-            priority=priority, deadline_at_ms=at_ms, inputs=(), reply_offset_bytes=0,
-            reply_bytes=0, tenant=self.pool_of(name)))  # fmt: skip
+            token=token, request_id=f"r{token}", model=name, deadline_at_ms=at_ms, inputs=(),
+            reply_offset_bytes=0, reply_bytes=0, **fields))  # fmt: skip
         return token
 
     def pool_of(self, name: str) -> str:
@@ -258,6 +264,10 @@ class Rig:
         self.daemon(StepCommitted(job=job.name, epoch=job.epoch, number=number, step=step,
                                   copy_ms=1.0))  # fmt: skip
 
+    def committed(self, job: Any, number: int, step: int) -> None:
+        self.commit(job, number, step)
+        self.flip(job, number, step)
+
     def park(self, job: Any, next_turn: int = 0) -> None:
         message = Parked(
             epoch=job.epoch, turn=job.turn, next_turn=next_turn, where="forward",
@@ -272,9 +282,7 @@ class Rig:
         return slot
 
     def job_asked(self, name: str, action: Any) -> ev.Token:
-        token = self.token()
-        self.handle(ev.JobAsked(token=token, job=name, action=action))
-        return token
+        return self.ask(ev.JobAsked, job=name, action=action)
 
     def residency(self, name: str) -> Any:
         return self.state.replicas[name].residency.state
@@ -558,7 +566,7 @@ def test_a_model_moves_rather_than_evict_another_while_there_is_room(rig: Rig) -
     rig.make_resident("a", "b")  # a at the bottom
     rig.make_resident("c")  # evicts a (older)
     assert rig.residency("a") is Residency.HOST
-    rig.handle(ev.UnregisterAsked(token=rig.token(), model="b"))
+    rig.ask(ev.UnregisterAsked, model="b")
     rig.make_resident("a")
     assert rig.residency("c") is Residency.RESIDENT, "a's home is taken, but there is room"
 
@@ -609,8 +617,7 @@ def test_a_server_whose_workers_all_start_is_not_ready_in_its_statistics_either(
         rig.worker_exits(slot)
     rig.tick(1000.0)
     assert {w.state.state for w in rig.state.workers.values()} == {WorkerState.STARTING}
-    token = rig.token()
-    rig.handle(ev.Query(token=token, what="stats"))
+    token = rig.ask(ev.Query, what="stats")
     assert rig.answers[token].body["ready"] is False is rig.scheduler.is_ready
 
 
@@ -742,10 +749,7 @@ def test_an_unknown_model_or_another_digest_is_refused(rig: Rig) -> None:
     epoch = rig.commands(ev.StartBuild)[0].epoch
     assert isinstance(rig.error(rig.infer("a")), ModelNotFound)
     rig.built("a", 10, epoch)
-    token = rig.token()
-    rig.handle(ev.InferArrived(
-        token=token, request_id="r", model="a", digest="of the one before", priority=1,
-        deadline_at_ms=None, inputs=(), reply_offset_bytes=0, reply_bytes=0))  # fmt: skip
+    token = rig.infer("a", digest="of the one before")
     assert isinstance(rig.error(token), ModelNotFound)
 
 
@@ -813,7 +817,7 @@ def test_three_deaths_in_a_row_while_computing_quarantine_the_model(rig: Rig) ->
     while rig.state.current is not None:  # what was dispatched before may still end
         rig.done()
     assert {first, second, third} <= set(rig.answers)
-    rig.handle(ev.PinAsked(token=rig.token(), model="a", pin=True))
+    rig.ask(ev.PinAsked, model="a", pin=True)
     token = rig.infer("a")
     assert token not in rig.answers, "load pardons it"
 
@@ -1248,8 +1252,7 @@ def test_a_commit_that_found_no_memory_daemon_has_not_used_its_number_up(rig: Ri
 def test_an_answer_that_is_told_again_does_not_end_the_next_copy(rig: Rig) -> None:
     """A job that started again before that flip would resume from an older commit."""
     job = rig.start_training()
-    rig.commit(job, 1, step=1)
-    rig.flip(job, 1, step=1)
+    rig.committed(job, 1, 1)
     rig.commit(job, 2, step=2)
     rig.flip(job, 1, step=1)
     assert not rig.sent(StepCommitted), "the worker still waits"
@@ -1263,8 +1266,7 @@ def test_an_answer_that_is_told_again_does_not_end_the_next_copy(rig: Rig) -> No
 def test_commits_reach_the_disk_now_and_then_however_often_the_job_is_preempted(rig: Rig) -> None:
     rig.register("a")
     job = rig.start_training()
-    rig.commit(job, 1, step=1)
-    rig.flip(job, 1, step=1)
+    rig.committed(job, 1, 1)
     persisted: list[Any] = []
     for round_index in range(1, 40):
         rig.now_ms = 1000.0 * round_index
@@ -1293,8 +1295,7 @@ def test_pause_is_answered_when_the_job_holds_no_worker_and_is_on_its_way_to_dis
     rig: Rig,
 ) -> None:
     job = rig.start_training()
-    rig.commit(job, 1, step=2)
-    rig.flip(job, 1, step=2)
+    rig.committed(job, 1, 2)
     token = rig.job_asked("cifar", "pause")
     assert token not in rig.answers
     rig.job_ends(job, "preempted")
@@ -1369,10 +1370,7 @@ def test_the_same_name_and_spec_again_is_a_no_op_and_another_spec_an_error(rig: 
 def test_another_clients_name_is_taken_though_it_asks_for_the_same(rig: Rig) -> None:
     """A no-op would have its requests served, and its model taken away, as that one's."""
     rig.register("enemy.m")
-    token = rig.token()
-    rig.handle(ev.RegisterAsked(token=token, model="enemy.m", spec=b"spec of enemy.m",
-                                spec_digest="spec of enemy.m", priority=1, is_pinned=False,
-                                client="friend", tenant="friend"))  # fmt: skip
+    token = rig.ask_register("enemy.m", client="friend", tenant="friend")
     error = rig.error(token)
     assert isinstance(error, AlreadyExists)
     assert "another client's" in error.message
@@ -1394,8 +1392,7 @@ def test_builds_run_one_after_the_other_until_the_process_is_gone(rig: Rig) -> N
 def test_a_running_build_is_cancelled_by_an_unregister_of_anyone(rig: Rig) -> None:
     token = rig.ask_register("a")
     epoch = rig.commands(ev.StartBuild)[0].epoch
-    gone = rig.token()
-    rig.handle(ev.UnregisterAsked(token=gone, model="a"))
+    gone = rig.ask(ev.UnregisterAsked, model="a")
     assert [command.epoch for command in rig.commands(ev.KillBuild)] == [epoch]
     assert rig.error(gone) is None
     assert isinstance(rig.error(token), Cancelled)
@@ -1406,8 +1403,7 @@ def test_a_running_build_is_cancelled_by_an_unregister_of_anyone(rig: Rig) -> No
 def test_a_build_that_waits_is_cancelled_without_a_kill(rig: Rig) -> None:
     rig.ask_register("a")
     token = rig.ask_register("b")
-    gone = rig.token()
-    rig.handle(ev.UnregisterAsked(token=gone, model="b"))
+    gone = rig.ask(ev.UnregisterAsked, model="b")
     assert not rig.commands(ev.KillBuild)
     assert rig.error(gone) is None
     assert isinstance(rig.error(token), Cancelled)
@@ -1460,7 +1456,7 @@ def test_a_client_has_so_many_models_and_no_more_and_the_owner_any(
     for name in ("friend.0", "owners-0", "owners-1", "owners-2"):
         rig.register(name)
     assert rig.error(rig.ask_register("enemy.1", client="enemy")) is None  # it has that one
-    rig.handle(ev.UnregisterAsked(token=rig.token(), model="enemy.0", tenant="enemy"))
+    rig.ask(ev.UnregisterAsked, model="enemy.0", tenant="enemy")
     assert rig.ask_register("enemy.2", client="enemy") not in rig.answers
 
 
@@ -1556,8 +1552,7 @@ def test_a_model_that_was_being_stored_when_the_daemon_died_is_stored_again(rig:
 def test_unregister_waits_for_its_requests_and_refuses_new_ones(rig: Rig) -> None:
     rig.register("a")
     first, queued, last = rig.infer("a"), rig.infer("a"), rig.infer("a")
-    token = rig.token()
-    rig.handle(ev.UnregisterAsked(token=token, model="a"))
+    token = rig.ask(ev.UnregisterAsked, model="a")
     assert rig.commands(ev.Retract)
     assert isinstance(rig.error(rig.infer("a")), ModelNotFound)
     rig.arrived("a")
@@ -1579,7 +1574,7 @@ def test_a_pinned_model_comes_to_the_device_and_is_never_a_victim(rig: Rig) -> N
     error = rig.error(rig.infer("b"))
     assert isinstance(error, OutOfDeviceMemory)
     assert error.hint == "pipeswitch unload a"
-    rig.handle(ev.PinAsked(token=rig.token(), model="a", pin=False))
+    rig.ask(ev.PinAsked, model="a", pin=False)
     rig.infer("b")
     assert rig.sent(TransmitModel)
 
@@ -1597,8 +1592,7 @@ def stored(rig: Rig, name: str) -> None:
     token = rig.ask_register(name)
     epoch = rig.commands(ev.StartBuild)[0].epoch
     rig.built(name, 10, epoch)
-    rig.handle(ev.BuilderExited(model=name, epoch=epoch, status=0))
-    rig.daemon(ModelStored(model=name, epoch=epoch, load_ms=1.0))
+    rig.stored(name, epoch)
     assert rig.error(token) is None
 
 
@@ -1705,11 +1699,9 @@ def test_a_worker_that_knows_the_model_is_preferred(rig: Rig) -> None:
 def test_drain_finishes_what_was_accepted_evicts_jobs_and_leaves(rig: Rig) -> None:
     rig.register("a")
     job = rig.start_training()
-    rig.commit(job, 1, step=4)
-    rig.flip(job, 1, step=4)
+    rig.committed(job, 1, 4)
     request, waiting = rig.infer("a"), rig.job_asked("cifar", "wait")
-    token = rig.token()
-    rig.handle(ev.DrainAsked(token=token, grace_ms=60000.0))
+    token = rig.ask(ev.DrainAsked, grace_ms=60000.0)
     assert rig.sent(EvictTask)
     assert rig.sent(PersistCommit)
     assert isinstance(rig.error(rig.infer("a")), ServerUnavailable)
@@ -1757,14 +1749,11 @@ def test_every_listing_is_answered_and_names_what_there_is(rig: Rig) -> None:
     rig.start_training()
     rig.infer("a")
     for what, key in (("models", "models"), ("ps", "rows"), ("jobs", "jobs"), ("stats", "queued")):
-        token = rig.token()
-        rig.handle(ev.Query(token=token, what=what))
+        token = rig.ask(ev.Query, what=what)
         assert key in rig.answers[token].body
-    token = rig.token()
-    rig.handle(ev.Query(token=token, what="show", name="a"))
+    token = rig.ask(ev.Query, what="show", name="a")
     assert rig.answers[token].body["model"]["name"] == "a"
-    token = rig.token()
-    rig.handle(ev.Query(token=token, what="show", name="b"))
+    token = rig.ask(ev.Query, what="show", name="b")
     assert isinstance(rig.error(token), ModelNotFound)
 
 
@@ -1804,7 +1793,7 @@ def test_a_request_for_a_model_that_comes_back_with_another_signature_is_refused
 
 def test_a_model_that_is_unregistered_while_it_is_checked_again_stays_away(rig: Rig) -> None:
     restored(rig)
-    rig.handle(ev.UnregisterAsked(token=rig.token(), model=ModelName("a")))
+    rig.ask(ev.UnregisterAsked, model=ModelName("a"))
     [journal] = rig.commands(ev.Journal)
     assert journal.entry == {"kind": "model-gone", "name": "a"}
 
@@ -1981,8 +1970,7 @@ def test_a_model_is_sent_to_its_tenants_file_and_announced_with_it(apart: Rig, r
         epoch = one.commands(ev.StartBuild)[0].epoch
         one.built("ada.m", 10, epoch)
         announced = one.commands(ev.Announce)
-        one.handle(ev.BuilderExited(model="ada.m", epoch=epoch, status=0))
-        one.daemon(ModelStored(model="ada.m", epoch=epoch, load_ms=1.0))
+        one.stored("ada.m", epoch)
         assert one.error(token) is None
         assert [command.tenant for command in announced] == [tenant]
         one.infer("ada.m")
@@ -1992,11 +1980,7 @@ def test_a_model_is_sent_to_its_tenants_file_and_announced_with_it(apart: Rig, r
 def test_a_request_in_another_tenants_file_is_refused(apart: Rig) -> None:
     """The name was another tenant's when its bytes were written; the programs are the same."""
     apart.register("ada.m")
-    token = apart.token()
-    apart.handle(ev.InferArrived(
-        token=token, request_id="r", model="ada.m", digest="digest ada.m", priority=1,
-        deadline_at_ms=None, inputs=(), reply_offset_bytes=0, reply_bytes=0, tenant="bob",
-    ))  # fmt: skip
+    token = apart.infer("ada.m", tenant="bob")
     assert isinstance(apart.error(token), ModelNotFound)
 
 
@@ -2005,8 +1989,7 @@ def test_a_request_in_another_tenants_file_is_refused(apart: Rig) -> None:
 
 def test_the_last_state_of_a_job_is_written_and_then_leaves_the_host_store(rig: Rig) -> None:
     job = rig.start_training()
-    rig.commit(job, 1, step=3)
-    rig.flip(job, 1, step=3)
+    rig.committed(job, 1, 3)
     free_bytes = rig.scheduler.machine.store.regions.free_bytes
     rig.job_ends(job, "done")
     assert rig.sent(PersistCommit)
@@ -2022,8 +2005,7 @@ def test_the_last_state_of_a_job_is_written_and_then_leaves_the_host_store(rig: 
 
 def test_a_disk_that_does_not_take_the_last_state_is_asked_again(rig: Rig) -> None:
     job = rig.start_training()
-    rig.commit(job, 1, step=3)
-    rig.flip(job, 1, step=3)
+    rig.committed(job, 1, 3)
     rig.job_ends(job, "failed")
     asked = rig.job_asked("cifar", "export")
     rig.daemon(CommitPersisted(job=job.name, epoch=job.epoch, step=-1, error="disk full"))
@@ -2039,8 +2021,7 @@ def test_a_disk_that_does_not_take_the_last_state_is_asked_again(rig: Rig) -> No
 def test_a_job_that_runs_again_waits_until_the_one_before_it_is_on_disk(rig: Rig) -> None:
     """Both write into the folder of that name: the newer one's state must be the last there."""
     old = rig.start_training()
-    rig.commit(old, 1, step=3)
-    rig.flip(old, 1, step=3)
+    rig.committed(old, 1, 3)
     rig.job_ends(old, "done")
     assert old.is_persisting
     assert rig.train("cifar") is old
@@ -2109,8 +2090,7 @@ def test_the_next_server_has_the_record_of_an_ended_job(rig: Rig, fleet_model: M
 def trained(rig: Rig, name: str = "cifar", step: int = 3) -> Any:
     """A job that has committed a step and trains on."""
     job = rig.start_training(name)
-    rig.commit(job, 1, step=step)
-    rig.flip(job, 1, step=step)
+    rig.committed(job, 1, step)
     return job
 
 
@@ -2118,20 +2098,15 @@ SPEC = msgspec.msgpack.encode({"name": "net", "source": "x.bundle", "weights": "
 
 
 def register_net(rig: Rig, *, pin: bool = False) -> None:
-    token = rig.token()
-    rig.handle(ev.RegisterAsked(token=token, model="net", spec=SPEC.encode("latin1"),
-                                spec_digest="first", priority=1, is_pinned=pin))  # fmt: skip
+    rig.ask_register("net", spec=SPEC, spec_digest="first", pin=pin)
     epoch = rig.commands(ev.StartBuild)[0].epoch
     rig.built("net", 10, epoch)
-    rig.handle(ev.BuilderExited(model="net", epoch=epoch, status=0))
-    rig.daemon(ModelStored(model="net", epoch=epoch, load_ms=1.0))
+    rig.stored("net", epoch)
     rig.prepared()
 
 
 def ask_publish(rig: Rig, job: Any, step: int = -1) -> ev.Token:
-    token = rig.token()
-    rig.handle(ev.PublishAsked(token=token, model="net", job=job.name, step=step))
-    return token
+    return rig.ask(ev.PublishAsked, model="net", job=job.name, step=step)
 
 
 def copied(rig: Rig, job: Any, step: int = 3) -> Any:
@@ -2147,8 +2122,7 @@ def comes(rig: Rig, build: Any, digest: str = "") -> None:
     manifest = rig.model_of(digest or f"digest {build.model}", 10 * MIB, 2)
     done = BuildDone(model=build.model, epoch=build.epoch, digest=manifest.digest)
     rig.handle(ev.FromBuilder(message=done, manifest=manifest))
-    rig.handle(ev.BuilderExited(model=build.model, epoch=build.epoch, status=0))
-    rig.daemon(ModelStored(model=build.model, epoch=build.epoch, load_ms=1.0))
+    rig.stored(build.model, build.epoch)
     rig.seen = rig.out
     rig.prepared()
 
@@ -2160,8 +2134,7 @@ def publish(rig: Rig, job: Any) -> None:
 
 
 def versions_of(rig: Rig) -> list[tuple[int, bool]]:
-    token = rig.token()
-    rig.handle(ev.Query(token=token, what="models", all_versions=True))
+    token = rig.ask(ev.Query, what="models", all_versions=True)
     rows = rig.answers[token].body["models"]
     return [(row["version"], row["current"]) for row in rows if row["name"] == "net"]
 
@@ -2177,9 +2150,7 @@ def infer_of(rig: Rig, lineage: int) -> ev.Token:
 
 
 def rollback(rig: Rig, version: int = 0, tenant: str | None = None) -> ev.Token:
-    token = rig.token()
-    rig.handle(ev.RollbackAsked(token=token, model="net", version=version, tenant=tenant))
-    return token
+    return rig.ask(ev.RollbackAsked, model="net", version=version, tenant=tenant)
 
 
 def test_a_publication_is_a_copy_of_the_commit_a_build_and_then_the_current_version(
@@ -2325,8 +2296,7 @@ def test_a_model_and_all_its_versions_are_unregistered_together(rig: Rig) -> Non
     job = trained(rig)
     publish(rig, job)
     rollback(rig)
-    token = rig.token()
-    rig.handle(ev.UnregisterAsked(token=token, model="net"))
+    token = rig.ask(ev.UnregisterAsked, model="net")
     assert rig.error(token) is None
     assert versions_of(rig) == []
     gone = [c.entry for c in rig.commands(ev.Journal)]
@@ -2342,15 +2312,10 @@ def test_the_next_server_serves_the_version_that_the_journal_names(
     again = Rig(fleet_model)
     again.scheduler.versions.restore("net", 3, 4, "first", there=[2, 3])
     for name in ("net@2", "net@3"):
-        token = again.token()
-        again.handle(ev.RegisterAsked(
-            token=token, model=name, spec=SPEC.encode("latin1"), spec_digest="first", priority=1,
-            is_pinned=False, is_known=True,
-            restored=again.model_of(f"digest {name}", 10 * MIB, 2)))  # fmt: skip
+        restored = again.model_of(f"digest {name}", 10 * MIB, 2)
+        again.ask_register(name, spec=SPEC, spec_digest="first", is_known=True, restored=restored)
     assert versions_of(again) == [(2, False), (3, True)]
-    same = again.token()
-    again.handle(ev.RegisterAsked(token=same, model="net", spec=b"", spec_digest="first",
-                                  priority=1, is_pinned=False))  # fmt: skip
+    again.ask_register("net", spec_digest="first")
     other = again.ask_register("net")
     assert isinstance(again.error(other), AlreadyExists)
     model = again.scheduler.machine.models["net@3"]
@@ -2375,11 +2340,6 @@ def script_publishes(
     return answer
 
 
-def flip_next(rig: Rig, job: Any, number: int, step: int) -> None:
-    rig.commit(job, number, step=step)
-    rig.flip(job, number, step=step)
-
-
 def test_a_script_publishes_the_commit_of_its_step_and_commits_again_when_it_is_copied(
     rig: Rig,
 ) -> None:
@@ -2387,7 +2347,7 @@ def test_a_script_publishes_the_commit_of_its_step_and_commits_again_when_it_is_
     job = trained(rig)
     assert not script_publishes(rig, job, step=5).error
     assert not rig.sent(PersistCommit), "step 3 is not what it publishes"
-    flip_next(rig, job, 2, step=5)
+    rig.committed(job, 2, 5)
     build = copied(rig, job, step=5)
     assert [m.epoch for m in rig.sent(PublishCopied)] == [job.epoch]
     comes(rig, build)
@@ -2399,7 +2359,7 @@ def test_of_publications_that_wait_the_latest_is_made(rig: Rig) -> None:
     job = trained(rig)
     for number, step in enumerate((5, 6, 7, 8), 2):
         script_publishes(rig, job, step=step)
-        flip_next(rig, job, number, step)
+        rig.committed(job, number, step)
         (order,) = rig.sent(PersistCommit)
         rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=step))
         if step == 5:
@@ -2453,18 +2413,13 @@ def test_a_publication_ends_with_its_job(rig: Rig) -> None:
 
 def registers(rig: Rig, tenant: str) -> None:
     """The name is that tenant's."""
-    token = rig.token()
-    rig.handle(ev.RegisterAsked(
-        token=token, model="net", spec=SPEC.encode("latin1"), spec_digest=tenant, priority=1,
-        is_pinned=False, client=tenant, tenant=tenant))  # fmt: skip
+    token = rig.ask_register("net", spec=SPEC, spec_digest=tenant, client=tenant, tenant=tenant)
     comes(rig, rig.commands(ev.StartBuild)[0])
     assert rig.error(token) is None
 
 
 def unregister(rig: Rig, model: str = "net") -> ev.Token:
-    token = rig.token()
-    rig.handle(ev.UnregisterAsked(token=token, model=model))
-    return token
+    return rig.ask(ev.UnregisterAsked, model=model)
 
 
 def test_a_publication_is_of_the_registration_it_was_accepted_for(rig: Rig) -> None:
@@ -2474,7 +2429,7 @@ def test_a_publication_is_of_the_registration_it_was_accepted_for(rig: Rig) -> N
     assert not script_publishes(rig, job, step=9).error
     assert rig.error(unregister(rig)) is None
     registers(rig, "bob")
-    flip_next(rig, job, 2, step=9)
+    rig.committed(job, 2, 9)
     (order,) = rig.sent(PersistCommit)
     rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=9))
     assert not rig.commands(ev.StartBuild)
@@ -2574,10 +2529,8 @@ def test_the_next_server_serves_the_newest_if_the_journal_lacks_the_current_one(
     again.scheduler.versions.restore("net", 3, 3, "first", there=[1, 2])
     again.scheduler.versions.restore("gone", 2, 2, "first", there=[])
     for name in ("net", "net@2"):
-        again.handle(ev.RegisterAsked(
-            token=again.token(), model=name, spec=SPEC.encode("latin1"), spec_digest="first",
-            priority=1, is_pinned=False, is_known=True,
-            restored=again.model_of(f"digest {name}", 10 * MIB, 2)))  # fmt: skip
+        restored = again.model_of(f"digest {name}", 10 * MIB, 2)
+        again.ask_register(name, spec=SPEC, spec_digest="first", is_known=True, restored=restored)
     assert versions_of(again) == [(1, False), (2, True)]
     assert again.scheduler.machine.served["net"].last == 3, "a number is given once"
     assert "gone" not in again.scheduler.machine.served

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeswitch.errors import ERRORS_BY_NAME, PipeSwitchError, RemoteProtocolError, from_wire
@@ -76,6 +76,7 @@ def struct_of(kind: type[Any]) -> st.SearchStrategy[Any]:
 
 @pytest.mark.parametrize("kind", MESSAGE_TYPES, ids=lambda kind: kind.__name__)
 def test_an_internal_message_survives_the_wire(kind: type[Message]) -> None:
+    @settings(max_examples=settings().max_examples // 3)  # of each of so many kinds
     @given(struct_of(kind))
     def roundtrip(message: Message) -> None:
         assert decode_message(encode_message(message)) == message
