@@ -54,13 +54,17 @@ class LogPiece:
     offset_bytes: int
 
 
+Parser = Callable[[RequestHeader, Body, Standing], Asked | LogPiece]
+"""Takes the fields that it knows; others are refused after it."""
+
+
 class Verbs:
     """Parses the control verbs of one server."""
 
     def __init__(self, *, allow_code: Sequence[str], uploads_dir: str) -> None:
         self._allow_code = tuple(allow_code)
         self._uploads_dir = uploads_dir
-        self._parsers: dict[str, Callable[[RequestHeader, Standing], Asked | LogPiece]] = {
+        self._parsers: dict[str, Parser] = {
             "register": self._register,
             "publish": _publish,
             "rollback": _rollback,
@@ -81,20 +85,19 @@ class Verbs:
             "stop": _stop,
         }
 
-    def __contains__(self, op: str) -> bool:
-        return op in self._parsers
-
     def parse(self, header: RequestHeader, standing: Standing) -> Asked | LogPiece:
         """The event this request stands for, of a client that has the verb's role.
 
         Raises:
             PipeSwitchError: a field is missing, unknown or out of range, or not allowed here.
         """
-        return self._parsers[header.op](header, standing)
+        body = Body(header.op, header.body)
+        asked = self._parsers[header.op](header, body, standing)
+        body.done()
+        return asked
 
-    def _register(self, header: RequestHeader, standing: Standing) -> Asked:
+    def _register(self, header: RequestHeader, body: Body, standing: Standing) -> Asked:
         name = admission.check_name(header.model, "model")
-        body = Body("register", header.body)
         standing = replace(standing, tenant=admission.tenant_of(body, standing.tenant))
         source = permissions.check_source(
             body.text("source"),
@@ -128,7 +131,6 @@ class Verbs:
             body.number("batch_delay_ms", 0.0, MAX_BATCH_DELAY_MS), devices,
             preprocess, raw,
         )  # fmt: skip
-        body.done()
         return lambda token: RegisterAsked(
             token=token,
             model=ModelName(name),
@@ -141,8 +143,7 @@ class Verbs:
             stage=stage_of(spec),
         )
 
-    def _train(self, header: RequestHeader, standing: Standing) -> Asked:
-        body = Body("train", header.body)
+    def _train(self, _: RequestHeader, body: Body, standing: Standing) -> Asked:
         job = JobName(admission.check_name(body.text("name"), "job"))
         entry = permissions.check_entry(
             body.text("entry"), is_owner=standing.is_owner, allow_code=self._allow_code
@@ -153,84 +154,68 @@ class Verbs:
         if share:
             admission.check_name(share, "share")
         devices = body.texts("devices")
-        body.done()
         return lambda token: TrainAsked(
             token=token, job=job, entry=entry, args=args, priority=priority,
             tenant=standing.tenant, share=share, devices=devices,
         )  # fmt: skip
 
 
-def _publish(header: RequestHeader, _: Standing) -> Asked:
+def _publish(header: RequestHeader, body: Body, _: Standing) -> Asked:
     name = ModelName(admission.check_name(header.model, "model"))
-    body = Body("publish", header.body)
     job = JobName(admission.check_name(body.text("job"), "job"))
     step = body.count("step", -1) if "step" in header.body else -1
-    body.done()
     return lambda token: PublishAsked(token=token, model=name, job=job, step=step)
 
 
-def _rollback(header: RequestHeader, standing: Standing) -> Asked:
-    body = Body("rollback", header.body)
+def _rollback(header: RequestHeader, body: Body, standing: Standing) -> Asked:
     version = body.count("version", 0)
-    body.done()
     tenant = None if standing.may_operate else standing.tenant
     return lambda token: RollbackAsked(
         token=token, model=ModelName(header.model), version=version, tenant=tenant
     )
 
 
-def _unregister(header: RequestHeader, standing: Standing) -> Asked:
-    Body("unregister", header.body).done()
+def _unregister(header: RequestHeader, _: Body, standing: Standing) -> Asked:
     tenant = None if standing.may_operate else standing.tenant
     return lambda token: UnregisterAsked(token=token, model=ModelName(header.model), tenant=tenant)
 
 
-def _pin(header: RequestHeader, _: Standing) -> Asked:
-    Body(header.op, header.body).done()
+def _pin(header: RequestHeader, _: Body, __: Standing) -> Asked:
     pin = header.op == "load"
     return lambda token: PinAsked(token=token, model=ModelName(header.model), pin=pin)
 
 
-def _job(header: RequestHeader, _: Standing) -> Asked | LogPiece:
-    body = Body("job", header.body)
+def _job(_: RequestHeader, body: Body, __: Standing) -> Asked | LogPiece:
     job = JobName(admission.check_name(body.text("name"), "job"))
     action: Any = body.text("action")
     if action in PIECES:
         offset = body.count("offset_bytes", 0)
-        body.done()
         return LogPiece(job=job, kind=action, offset_bytes=offset)
     if action not in JOB_ACTIONS:
         raise InvalidInput(
             f"job: action {action[:40]!r} is none of {', '.join((*JOB_ACTIONS, *PIECES))}"
         )
     to = body.text("to") if action == "move" else ""
-    body.done()
     return lambda token: JobAsked(token=token, job=job, action=action, to=to)
 
 
-def _profile(header: RequestHeader, _: Standing) -> Asked:
-    body = Body("profile", header.body)
+def _profile(header: RequestHeader, body: Body, _: Standing) -> Asked:
     batches = body.counts("batches")
-    body.done()
     return lambda token: ProfileAsked(token=token, model=ModelName(header.model), batches=batches)
 
 
-def _ping(header: RequestHeader, _: Standing) -> Asked:
+def _ping(_: RequestHeader, body: Body, __: Standing) -> Asked:
     """``ping`` without a body asks the loop alone and is answered by it, without a session."""
-    body = Body("ping", header.body)
     is_deep = body.flag("deep")
-    body.done()
     if not is_deep:
         raise InvalidInput("ping: deep is true, or there is no body")
     return lambda token: PingAsked(token=token)
 
 
-def _query(header: RequestHeader, _: Standing) -> Asked:
-    body = Body(header.op, header.body)
+def _query(header: RequestHeader, body: Body, _: Standing) -> Asked:
     seconds = body.number("seconds", 10.0, MAX_TRACE_S) if header.op == "trace" else 0.0
     version = body.count("version", 0) if header.op == "show" else 0
     all_versions = header.op == "models" and body.flag("versions")
-    body.done()
     what: Any = header.op
     return lambda token: Query(
         token=token, what=what, name=header.model, seconds=seconds, version=version,
@@ -238,10 +223,8 @@ def _query(header: RequestHeader, _: Standing) -> Asked:
     )  # fmt: skip
 
 
-def _stop(header: RequestHeader, _: Standing) -> Asked:
-    body = Body("stop", header.body)
+def _stop(_: RequestHeader, body: Body, __: Standing) -> Asked:
     grace_ms = body.number("drain_ms", 30_000.0, MAX_DRAIN_MS)
-    body.done()
 
     def asked(token: Token) -> Event:
         _logger.info("stop asked grace_ms=%.0f", grace_ms)
