@@ -47,8 +47,6 @@ _TIERS: Final[Mapping[str, str]] = {"arena": "device", "store": "host", "pool": 
 _NV_COUNTERS: Final[Mapping[str, tuple[str, str, float]]] = {  # Triton's: phase, field, per unit
     "nv_inference_request_success": ("success", "count", 1),
     "nv_inference_request_failure": ("fail", "count", 1),
-    "nv_inference_count": ("success", "count", 1),
-    "nv_inference_exec_count": ("success", "count", 1),
     "nv_inference_request_duration_us": ("success", "ns", 1000),
     "nv_inference_queue_duration_us": ("queue", "ns", 1000),
     "nv_inference_compute_input_duration_us": ("compute_input", "ns", 1000),
@@ -250,13 +248,18 @@ class _Server:
     def _triton(rows: Iterable[Mapping[str, Any]]) -> Iterable[Metric]:
         """Gauges to the library, since Triton's counters do not end in _total."""
         rows = list(rows)
-        for name, (phase, field, unit) in _NV_COUNTERS.items():
+        told = {
+            name: [row["inference_stats"][phase][field] / unit for row in rows]
+            for name, (phase, field, unit) in _NV_COUNTERS.items()
+        }
+        told["nv_inference_count"] = [row["inference_count"] for row in rows]
+        told["nv_inference_exec_count"] = [row["execution_count"] for row in rows]
+        for name, values in told.items():
             family = GaugeMetricFamily(
                 name, "As Triton's, through the gateway", labels=["model", "version"]
             )
-            for row in rows:
-                told = row["inference_stats"][phase][field] / unit
-                family.add_metric([row["name"], row["version"]], told)
+            for row, value in zip(rows, values, strict=True):
+                family.add_metric([row["name"], row["version"]], value)
             yield family
 
     @staticmethod

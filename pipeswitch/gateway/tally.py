@@ -31,6 +31,8 @@ class _Duration:
 @dataclass
 class _Model:
     last_ms: int = 0
+    rows: float = 0.0  # of joined runs each request counts its share
+    runs: float = 0.0
     phases: dict[str, _Duration] = field(
         default_factory=lambda: {name: _Duration() for name in _PHASES}
     )
@@ -46,6 +48,9 @@ class Tally:
         seen = self._models.setdefault(model, _Model())
         seen.last_ms = round(time.time() * 1000)
         seen.phases["success"].add(took_ms)
+        joined = bill.get("joined", 1)
+        seen.rows += bill.get("batch", 1) / joined
+        seen.runs += 1 / joined
         for phase, key in _BILLED.items():
             seen.phases[phase].add(float(bill.get(key, 0.0)))
 
@@ -60,13 +65,12 @@ class Tally:
     def row(self, model: str, version: int) -> dict[str, Any]:
         """One of ``model_stats``: what was counted of a name, at its current version."""
         seen = self._models.get(model, _Model())
-        count = seen.phases["success"].count
         return {
             "name": model,
             "version": str(version),
             "last_inference": seen.last_ms,
-            "inference_count": count,
-            "execution_count": count,
+            "inference_count": round(seen.rows),
+            "execution_count": round(seen.runs),
             "inference_stats": {
                 name: {"count": phase.count, "ns": phase.ns} for name, phase in seen.phases.items()
             },

@@ -161,6 +161,21 @@ def test_tritons_names_are_told_when_they_are_asked_for() -> None:
     assert found["nv_inference_request_duration_us", "1", "m"] == 40_000
 
 
+def test_joined_requests_are_one_run_and_their_rows_are_counted_once() -> None:
+    """As Triton's statistics have it: inferences are rows, executions are runs."""
+    tally = Tally()
+    tally.succeeded("m", 1.0, {**BILL, "batch": 4, "joined": 1})
+    for _ in range(3):
+        tally.succeeded("m", 1.0, {**BILL, "batch": 6, "joined": 3})
+    row = tally.row("m", 1)
+    assert (row["inference_count"], row["execution_count"]) == (10, 2)
+    assert row["inference_stats"]["success"]["count"] == 4
+    metrics = Metrics(has_nv_names=True)
+    found = told(metrics, {**facts(), "tally": [row]})
+    assert found["nv_inference_count", "1", "m"] == 10
+    assert found["nv_inference_exec_count", "1", "m"] == 2
+
+
 def test_every_metric_of_the_dashboard_exists() -> None:
     dashboard = json.loads((ROOT / "packaging/grafana.json").read_text())
     metrics = Metrics()
