@@ -43,7 +43,7 @@ POLICY_GROUP: Final = "pipeswitch.policies"
 """Entry points of this group are policies too."""
 
 
-def _policy_name(value: object) -> str:
+def policy_name(value: object) -> str:
     """One that comes along, ``module:name``, or an installed entry point."""
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is not a text")
@@ -290,7 +290,7 @@ class SchedulerConfig(_Checked):
     """``[scheduler]``."""
 
     policy: str = _setting(
-        "priority", f"{', '.join(POLICIES)}, or your own: module:name", _policy_name
+        "priority", f"{', '.join(POLICIES)}, or your own: module:name", policy_name
     )
     admission: str = _setting(
         "off", "deadline: a request whose deadline cannot be met, by what its model took before, "

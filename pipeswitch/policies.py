@@ -1,20 +1,22 @@
-"""The policy that ``[scheduler] policy`` names: one of ours, or one of the owner's."""
+"""A scheduling policy by its name: one of ours, an installed one, or one's own module's."""
 
 from __future__ import annotations
 
 import importlib
 from importlib import metadata
 
-from ..config import POLICY_GROUP
-from ..errors import ConfigError
-from ..scheduler.judge import settings_of
-from ..scheduler.policies import MAKERS, Maker, Policy
+from .config import POLICY_GROUP
+from .errors import ConfigError
+from .scheduler.judge import settings_of
+from .scheduler.policies import MAKERS, Maker, Policy
 
-HINT = "docs/scheduling.md shows one; it is called with max_wait_ms and returns a Policy"
+HINT = (
+    "docs/scheduling.md shows one: found on PYTHONPATH, called with max_wait_ms, it returns a Policy"
+)
 
 
 def find_policy(name: str, *, max_wait_ms: float) -> Policy:
-    """Made for a server.
+    """Made for one server, or for one simulated.
 
     Args:
         name: one of ours, an entry point of ``pipeswitch.policies``, or ``module:name``.
@@ -28,10 +30,10 @@ def find_policy(name: str, *, max_wait_ms: float) -> Policy:
             settings_of(policy.order)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f'[scheduler] policy "{name}": {reason}', hint=HINT) from error
+        raise ConfigError(f'policy "{name}": {reason}', hint=HINT) from error
     if not isinstance(policy, Policy):
         kind = type(policy).__name__
-        raise ConfigError(f'[scheduler] policy "{name}" made a {kind}, no Policy', hint=HINT)
+        raise ConfigError(f'policy "{name}" made a {kind}, no Policy', hint=HINT)
     return policy
 
 

@@ -17,12 +17,12 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from ..config import JOB_ORDERS
+from ..config import JOB_ORDERS, policy_name
 from ..errors import InvalidInput
 from ..planning import profile as profiles
 from ..planning.fit import MIB
+from ..policies import find_policy
 from ..programs.layout import Batching
-from ..scheduler.policies import make_policy
 from ..scheduler.timeline import Timeline
 from ..simulator import arrivals, thesis
 from ..simulator.costs import Costs, Link
@@ -84,7 +84,7 @@ class Hardware:
               help='A JSON file: [{"name": …, "bytes": …, "compute_ms": …}].')  # fmt: skip
 @click.option("--from-server", is_flag=True, help="The running server's models and profiles.")
 @click.option("--policy", "policies", default="fifo,priority", show_default=True,
-              help="Compared with each other; serial: neither overlap nor look-ahead.")  # fmt: skip
+              help="Compared: the server's, module:name of your own, serial (no overlap).")  # fmt: skip
 @click.option("--device", default="v100-pcie3", show_default=True,
               help="a100-pcie4, h100-pcie5, or a profile (pipeswitch profile --json).")  # fmt: skip
 @click.option("--memory", help="For models and jobs: sizes, or parts of all their bytes (6%,25%; "
@@ -140,12 +140,10 @@ def _compare(
 ) -> None:  # fmt: skip
     chosen = _words(policies)
     for policy in chosen:
-        try:
-            if policy != SERIAL:
-                make_policy(policy, max_wait_ms=0.0)
-        except KeyError as error:
-            raise InvalidInput(f"{error.args[0]}, {SERIAL}") from None
+        if policy != SERIAL:
+            _read("--policy", policy, policy_name)
     slo_ms, trains = _read("--slo", slo, parse_ms), _jobs(jobs)
+    max_wait_ms = _read("--max-wait", max_wait, parse_ms)
     orders = _orders(training)[: None if trains else 1]
     if trains and SERIAL in chosen:
         raise InvalidInput(f"{SERIAL} trains no jobs", hint="--policy without it")
@@ -168,9 +166,10 @@ def _compare(
     settings = [
         (label, Setting(memory_bytes=size_bytes, costs=costs, training=order,
                         policy=policy, slo_ms=slo_ms, look_ahead=look_ahead,
+                        own=None if policy == SERIAL
+                        else find_policy(policy, max_wait_ms=max_wait_ms),
                         has_deadlines=deadlines or admission,
-                        admission="deadline" if admission else "off",
-                        max_wait_ms=_read("--max-wait", max_wait, parse_ms)))
+                        admission="deadline" if admission else "off", max_wait_ms=max_wait_ms))
         for label, size_bytes in (
             _memory(text, needed) for text in _words(memory or ("100%" if trains else "6%,25%"))
         )
@@ -190,6 +189,8 @@ def _compare(
     if plot is not None:
         _draw(Path(plot), runs, facts)
     rows = [_row(*run) for run in runs]
+    for text in dict.fromkeys(text for _, _, outcome in runs for text in outcome.warnings):
+        views.echo(f"Warning: {text}", err=True)
     if as_json:
         views.print_json({**facts, "runs": rows})
         return

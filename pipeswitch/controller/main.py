@@ -46,6 +46,7 @@ from ..frontend.frontend import Frontend
 from ..ipc.messages import JobName, ModelName
 from ..machine import available_bytes, cpu_count, processor_name
 from ..planning.profile import Identity
+from ..policies import find_policy
 from ..programs.signature import parse_input
 from ..programs.spec import devices_of, stage_of
 from ..sandbox.confine import missing
@@ -69,7 +70,6 @@ from .effects import Effects
 from .folders import Places
 from .gateway import Gateway
 from .journal import FILE_NAME, JournalFile
-from .policies import find_policy
 from .processes import Processes
 from .shared_memory import DeviceShare, Memory, Sizes
 from .stages import StageEffects

@@ -19,6 +19,7 @@ from ..programs.layout import REGION_ALIGN_BYTES, Batching, aligned
 from ..scheduler import events as ev
 from ..scheduler.commits import HEADER_BYTES
 from ..scheduler.core import SchedulerSettings
+from ..scheduler.policies import Policy
 from ..scheduler.scheduler import Scheduler
 from .arrivals import Arrival
 from .costs import Costs, Link
@@ -94,6 +95,8 @@ class Setting:
 
     Attributes:
         memory_bytes: of the device, for models and jobs.
+        own: the policy itself where ``policy`` is no name of ours; of one replay, since it may
+            remember.
         slo_ms: how long a request may take beyond its own computing.
         has_deadlines: whether requests carry that as their deadline; without, a late one is
             computed all the same.
@@ -102,6 +105,7 @@ class Setting:
     memory_bytes: int
     costs: Costs
     policy: str = "priority"
+    own: Policy | None = None
     max_wait_ms: float = 2000.0
     slo_ms: float = 100.0
     has_deadlines: bool = False
@@ -121,6 +125,7 @@ class Outcome:
         busy_ms: the device computed this long, or trained.
         order: the requests by their number in the trace, as they were computed.
         jobs: in the order in which they were named.
+        warnings: what a server's log would have, such as of a policy that failed.
     """
 
     requests: int
@@ -133,6 +138,7 @@ class Outcome:
     makespan_ms: float
     order: tuple[int, ...]
     jobs: tuple[Trained, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def jct_ms(self) -> float:
@@ -215,6 +221,7 @@ class _Replay(World):
         self._refused: Counter[str] = Counter()
         self._training: dict[ev.Token, PaperJob] = {}  # by who waits for its end
         self._trained: dict[str, Trained] = {}
+        self._warnings: list[str] = []
         self._in_slo = 0
         self._begin_ms = self._busy_ms = self._last_ms = 0.0
         models = list({model.name: model for model in models}.values())
@@ -229,7 +236,7 @@ class _Replay(World):
             admission=setting.admission, look_ahead=setting.look_ahead, training=setting.training,
         )  # fmt: skip
         super().__init__(
-            Scheduler(settings, setting.policy, setting.max_wait_ms),
+            Scheduler(settings, setting.own or setting.policy, setting.max_wait_ms),
             costs=setting.costs,
             is_checked=False,
         )
@@ -256,6 +263,7 @@ class _Replay(World):
             busy_ms=self._busy_ms + sum(job.trained_ms for job in jobs), jobs=jobs,
             makespan_ms=max(0.0, self._last_ms - begin_ms),
             order=tuple(number for _, number in sorted(self._order)),
+            warnings=tuple(self._warnings),
         )  # fmt: skip
 
     def _ask(self, number: int, arrival: Arrival) -> None:
@@ -276,6 +284,8 @@ class _Replay(World):
             if self._take_span is not None:
                 self._take_span(command)
             return
+        if isinstance(command, ev.Warn):
+            self._warnings.append(command.text)
         if isinstance(command, ev.Answer) and not command.more:
             self._answered(command)
         super()._perform(command)

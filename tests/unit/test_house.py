@@ -44,6 +44,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "scheduler/policies": "planning",
     "scheduler": "errors ipc planning programs scheduler/policies",
     "simulator": "errors ipc planning programs scheduler scheduler/policies",
+    "policies": "config errors scheduler scheduler/policies",
     # The device, and the processes that touch it.
     "devices": "config errors failpoints ipc programs units",
     "memory_daemon/": "commits devices errors failpoints ipc programs units",
@@ -56,7 +57,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "frontend": "commits config errors failpoints ipc lane machine programs roles scheduler units "
     "wire",
     "controller": "commits config devices errors failpoints frontend inputs ipc lane launch "
-    "machine planning programs programs/build sandbox scheduler scheduler/policies units wire",
+    "machine planning policies programs programs/build sandbox scheduler units wire",
     # Its users.
     "client": "commits errors programs programs/build wire",
     "__init__": "client errors job",
@@ -65,8 +66,8 @@ MAY_IMPORT: Mapping[str, str] = {
     "benchmarks": "client devices errors ipc job machine planning programs programs/build "
     "scheduler simulator testing wire",
     "gateway": "client errors frontend ipc programs roles units wire",
-    "cli": "__init__ benchmarks client config devices errors ipc planning programs roles sandbox "
-    "scheduler scheduler/policies simulator units wire",
+    "cli": "__init__ benchmarks client config devices errors ipc planning policies programs roles "
+    "sandbox scheduler simulator units wire",
     "demo": "__init__ cli client errors job machine programs programs/build testing",
     "demo_digits": "demo",
     "benchmarks/": "benchmarks cli devices errors job programs programs/build testing",

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeswitch.config import POLICIES, parse
-from pipeswitch.controller.policies import find_policy
 from pipeswitch.errors import ConfigError
+from pipeswitch.policies import find_policy
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.judge import Judge

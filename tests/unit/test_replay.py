@@ -242,9 +242,48 @@ def test_the_command_takes_ones_own_models_and_trace(tmp_path: Path) -> None:
     assert "'c', which is no model" in error
 
 
+OF_MINE = """
+from pipeswitch.scheduler.policies import Eviction, Order, Policy
+
+class Newest(Order):
+    def rank(self, head, view):
+        return (-head.arrived_at_ms,)
+
+class Broken(Order):
+    def rank(self, head, view):
+        raise KeyError("a bug")
+
+def newest(*, max_wait_ms):
+    return Policy("newest", Newest(), Eviction())
+
+def broken(*, max_wait_ms):
+    return Policy("broken", Broken(), Eviction())
+"""
+
+
+def test_the_command_takes_ones_own_policy_and_says_so_when_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "for_simulate.py").write_text(OF_MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    policies = "fifo,for_simulate:newest,priority,for_simulate:broken"
+    status, text, error = simulate(
+        "poisson:80", "--requests", "300", "--memory", "30%", "--policy", policies, "--json"
+    )
+    assert status == 0, error
+    runs = json.loads(text)["runs"]
+    assert [run.pop("policy") for run in runs] == policies.split(",")
+    fifo, newest, priority, broken = runs
+    assert newest["p50_ms"] < fifo["p50_ms"]  # the latest one is always quick
+    assert broken == priority
+    assert error.count("Warning") == 1
+    assert 'policy "broken" failed and is replaced by "priority"' in error
+
+
 @pytest.mark.parametrize(
     ("args", "told"),
-    [(["nosuch"], "no trace 'nosuch'"), (["azure", "--policy", "prio"], "no policy 'prio'"),
+    [(["nosuch"], "no trace 'nosuch'"), (["azure", "--policy", "prio"], 'did you mean "priority"?'),
+     (["azure", "--policy", "no_such:make"], "No module named 'no_such'"),
      (["azure", "--device", "v10"], "no device 'v10'"), (["azure", "--memory", "1%"], "at least"),
      (["azure", "--memory", "much"], "--memory much"), (["poisson:-1"], "above 0"),
      (["poisson:5", "--models", "random:0"], "from 1 to"), (["azure", "--slo", "5"], "--slo 5"),
