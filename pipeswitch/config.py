@@ -28,6 +28,7 @@ LISTEN_PATTERN: Final = (
     rf"tcp://([^:/\s]+|\[[^\]\s]+\]):({_PORT})"  # the port after it is taken too
 )
 GATEWAY_PATTERN: Final = rf"auto|off|([^:/\s]+|\[[^\]\s]+\]):({_PORT})"
+ORIGIN_PATTERN: Final = r"https?://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9]+)?"  # as browsers write it
 NAME_PATTERN: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 """Names of models, jobs and servers: safe as a file name, a topic and a column."""
 
@@ -97,16 +98,15 @@ def _problem(value: Any, metadata: Mapping[str, Any]) -> str:
         return f"{value} is below {low}"
     if high is not None and value > high:
         return f"{value} is above {high}"
-    choices = metadata.get("choices")
+    choices, pattern = metadata.get("choices"), metadata.get("pattern")
     for one in value if isinstance(value, tuple) else (value,):
         if choices and one not in choices:
             return f"{one!r} is none of {', '.join(choices)}{nearest(str(one), choices)}"
-    pattern = metadata.get("pattern")
-    if pattern is not None and value and not re.fullmatch(pattern, value):
-        example = metadata.get("example")
-        return f"{value!r} " + (
-            f"is not of the form {example}" if example else f"does not match {pattern}"
-        )
+        if pattern is not None and one and not re.fullmatch(pattern, one):
+            example = metadata.get("example")
+            return f"{one!r} " + (
+                f"is not of the form {example}" if example else f"does not match {pattern}"
+            )
     return ""
 
 
@@ -399,6 +399,10 @@ class GatewayConfig(_Checked):
         "may say more", choices=tuple(Role),
     )  # fmt: skip
     tokens: str = _setting("", "file of bearer tokens, mode 0600: lines of NAME TOKEN ROLE,ROLE")
+    origins: tuple[str, ...] = _setting(
+        (), "pages of other sites that may ask here (CORS), such as https://app.example.com",
+        pattern=ORIGIN_PATTERN, example="https://app.example.com",
+    )  # fmt: skip
     tls_cert: str = _setting("", "file of the certificate chain; with tls_key")
     tls_key: str = _setting("", "file of its key")
     behind_proxy: bool = _setting(

@@ -229,6 +229,7 @@ class Gateway:
             http="http" in self._sockets,
             grpc=_shown(grpc) if grpc is not None else "",
             hosts=names if is_local else (),
+            origins=config.origins,
             roles=config.roles,
             tokens=config.tokens,
             owner_token=str(self._token_path),

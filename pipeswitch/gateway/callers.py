@@ -30,6 +30,7 @@ class Callers:
         tokens: Mapping[str, Standing],
         needs_token: bool,
         hosts: frozenset[str] | None,
+        origins: frozenset[str] = frozenset(),
         owner_token: str = "",
     ) -> None:
         """
@@ -38,11 +39,13 @@ class Callers:
             tokens: by token.
             needs_token: whether one without any is turned away.
             hosts: names under which this address may be asked; None: any.
+            origins: other sites whose pages may ask.
             owner_token: of the server's owner, beside ``tokens``.
         """
         self._roles = frozenset(roles)
         self._needs_token = needs_token
         self._hosts = hosts
+        self.origins = origins
         self._owner = {owner_token: OWNER} if owner_token else {}
         self.learn(tokens)
 

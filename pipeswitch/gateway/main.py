@@ -128,6 +128,7 @@ def _callers(settings: GatewaySettings) -> Callers:
         tokens=read_tokens(Path(settings.tokens)) if settings.tokens else {},
         needs_token=settings.needs_token,
         hosts=frozenset(settings.hosts) or None,
+        origins=frozenset(settings.origins),
         owner_token=owner_token(Path(settings.owner_token)) if settings.owner_token else "",
     )
 

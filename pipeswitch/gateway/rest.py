@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
@@ -25,6 +26,17 @@ log = logging.getLogger(__name__)
 JSON_LENGTH: Final = "Inference-Header-Content-Length"
 TIMED: Final = ("queue", "switch", "copy", "stall", "compute", "total", "gateway")
 HEALTH: Final = "/v2/health/"  # a probe has no token
+# What a page of another site may do where the owner has named that site (CORS).
+ASKED: Final = "access-control-request-method"  # before it does
+MAY: Final = Answer(
+    headers=(
+        ("Access-Control-Allow-Methods", "GET, POST, DELETE"),
+        ("Access-Control-Allow-Headers", "Authorization, Content-Type, Content-Encoding, "
+         f"Last-Event-ID, {JSON_LENGTH}"),
+        ("Access-Control-Max-Age", "600"),
+    )
+)  # fmt: skip
+TOLD: Final = f"Retry-After, Server-Timing, {JSON_LENGTH}"
 HINT: Final = "GET /v2 tells what is served, /api/openapi.json what else there is"
 
 Task = Callable[[Head, Any], Awaitable[Answer]]
@@ -57,8 +69,22 @@ class Rest:
 
     def __call__(self, head: Head) -> Work | Answer:
         """What a request asks for, or why not."""
+        asked, origin = self._admitted(head), head.headers.get("origin", "")
+        if origin not in self._callers.origins:
+            return asked
+        if isinstance(asked, Answer):
+            return _shown_to(origin, asked)
+
+        async def work(body: Any) -> Answer:
+            return _shown_to(origin, await asked(body))
+
+        return work
+
+    def _admitted(self, head: Head) -> Work | Answer:
         try:
             self._check_site(head)
+            if head.method == "OPTIONS" and ASKED in head.headers and self._callers.origins:
+                return MAY
             if (shown := self._page.answers.get(head.path.rstrip("/"))) is not None:
                 _check_method(head, "GET")
                 return shown
@@ -86,7 +112,9 @@ class Rest:
             return  # HTTP/1.0, which no browser speaks
         self._callers.check_host(host)
         origin = head.headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+        if origin is None or origin in self._callers.origins:
+            return
+        if urlsplit(origin).netloc.lower() != host.lower():
             raise WrongHost(f"a page of {origin[:80]!r} may not ask here")
 
     def _task(self, head: Head, caller: Standing) -> Task:
@@ -222,6 +250,12 @@ class Rest:
             return Answer(parts=parts, headers=headers)
         headers.append((JSON_LENGTH, str(json_bytes)))
         return Answer(parts=parts, content_type=oip.BINARY_TYPE, headers=headers)
+
+
+def _shown_to(origin: str, answer: Answer) -> Answer:
+    """An answer that a page of that site may read."""
+    allow = ("Access-Control-Allow-Origin", origin), ("Access-Control-Expose-Headers", TOLD)
+    return replace(answer, headers=[*answer.headers, *allow, ("Vary", "Origin")])
 
 
 def _check_method(head: Head, method: str) -> None:

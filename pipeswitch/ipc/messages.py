@@ -680,6 +680,7 @@ class GatewaySettings(Message, frozen=True):
     max_connections: int
     grpc: str = ""  # host:port to listen on
     hosts: tuple[str, ...] = ()  # names it may be asked under; none: any
+    origins: tuple[str, ...] = ()  # other sites whose pages may ask
     roles: tuple[str, ...] = ()  # of every caller
     tokens: str = ""  # file
     owner_token: str = ""  # file

@@ -137,6 +137,7 @@ def test_values_are_frozen() -> None:
         ("[workers]\nstandby = 2.5", "[workers] standby: 2.5 is not a whole number"),
         ("[server]\nname = 5", "[server] name: 5 is not a text"),
         ("[server]\nallow_code = [5]", "[server] allow_code: [5] is not a list of texts"),
+        ('[gateway]\norigins = ["https://a.example/"]', "not of the form https://app.example.com"),
         ("workers = 3", "workers: 3 is not a table"),
         ("profiles_dir = 3", "profiles_dir: 3 is not a text"),
         ('[[model]]\nname = "m"', "[[model]] 0 source: is required"),

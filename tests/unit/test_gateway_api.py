@@ -63,7 +63,9 @@ class Upstream:
 
 
 class Rig:
-    def __init__(self, allow_code: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, allow_code: tuple[str, ...] = (), origins: frozenset[str] = frozenset()
+    ) -> None:
         self.upstream: Any = Upstream()
         self.feed = Feed()
         self.api = Api(self.upstream, self.feed, version="1.2", allow_code=allow_code)
@@ -72,6 +74,7 @@ class Rig:
             tokens={token: Standing(tenant="t", roles=roles) for token, roles in TOKENS.items()},
             needs_token=False,
             hosts=frozenset({"127.0.0.1"}),
+            origins=origins,
             owner_token=OWNER,
         )
         service: Any = None
@@ -329,6 +332,25 @@ def test_a_page_of_another_site_may_not_ask(rig: Rig) -> None:
     for path in ("/ui", "/api/ps"):
         assert rig.refused("GET", path, origin="http://evil.example")[0] == 403
         assert rig.refused("GET", path, host="evil.example")[0] == 403
+
+
+def test_a_page_of_a_site_that_the_owner_named_may_ask_and_reads_refusals_too() -> None:
+    site, other = "https://app.example.com", "https://app.example.com.evil.example"
+    rig = Rig(origins=frozenset({site}))
+    preflight = {"origin": site, "access_control_request_method": "POST"}
+    answer = rig.ask("OPTIONS", "/v2/models/m/infer", token="", **preflight)
+    headers = dict(answer.headers)
+    assert (answer.status, headers["Access-Control-Allow-Origin"]) == (200, site)
+    assert "POST" in headers["Access-Control-Allow-Methods"]
+    assert "Authorization" in headers["Access-Control-Allow-Headers"]
+    for path, status in (("/api/models", 200), ("/api/ps", 403), ("/v2/modles", 404)):
+        answer = rig.ask("GET", path, token="", origin=site)
+        headers = dict(answer.headers)
+        assert (answer.status, headers["Access-Control-Allow-Origin"]) == (status, site)
+        assert "Server-Timing" in headers["Access-Control-Expose-Headers"]
+    assert "Access-Control-Allow-Origin" not in dict(rig.ask("GET", "/api/models").headers)
+    refused = rig.ask("OPTIONS", "/v2", token="", **{**preflight, "origin": other})
+    assert (refused.status, "Access-Control-Allow-Origin" in dict(refused.headers)) == (403, False)
 
 
 def test_the_page_is_shown_to_everyone_and_its_policy_lets_nothing_else_in(rig: Rig) -> None:
