@@ -198,7 +198,11 @@ def _parsed(text: memoryview) -> _Body:
     except msgspec.DecodeError:
         # Clients in Python write NaN and Infinity, and others 1e999: Python's parser reads them.
         with contextlib.suppress(ValueError, msgspec.ValidationError):
-            return msgspec.convert(json.loads(str(text, "utf-8")), _Body)
+            asked = msgspec.convert(json.loads(str(text, "utf-8")), _Body)
+            named = [(one.name, one.parameters) for one in (*asked.inputs, *(asked.outputs or ()))]
+            # It reads halves of characters too, which no answer could repeat.
+            json.dumps([asked.id, asked.parameters, named], ensure_ascii=False).encode()
+            return asked
         raise
 
 
@@ -357,10 +361,10 @@ def check_shape(name: str, dtype: str, shape: Sequence[int]) -> int:
     Raises:
         InvalidInput: it is none.
     """
-    if len(shape) > MAX_DIMS or min(shape, default=0) < 0:
+    if len(shape) > MAX_DIMS or min(shape, default=0) < 0 or max(shape, default=0) >> 63:
         raise InvalidInput(
             f'input "{name}" has no shape: {list(shape[:MAX_DIMS])}',
-            hint=f"at most {MAX_DIMS} numbers, none below 0",
+            hint=f"at most {MAX_DIMS} numbers, none below 0 or of more than 63 bits",
         )
     return math.prod(shape) * ITEM_BYTES[dtype]
 

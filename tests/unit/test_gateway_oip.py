@@ -46,6 +46,11 @@ def body(**tensor: Any) -> bytes:
     return json.dumps({"inputs": rows}).encode()
 
 
+def whole(**fields: Any) -> bytes:
+    """The same, with fields beside its inputs."""
+    return json.dumps(json.loads(body()) | fields).encode()
+
+
 def with_binary(tensors: list[tuple[str, str, np.ndarray]], **fields: Any) -> tuple[bytes, int]:
     rows = [
         {
@@ -188,6 +193,11 @@ def test_priority_and_timeout_become_the_servers() -> None:
         (body(datatype="BYTES"), None, "not served here"),
         (body(shape=[-2, -2]), None, "has no shape"),
         (body(shape=[1] * 9), None, "has no shape"),
+        (body(shape=[10**4000] * 2), None, "has no shape"),
+        (body(name="\ud800"), None, "no inference request"),
+        (body(parameters={"shared_memory_region": "\ud800"}), None, "no inference request"),
+        (whole(id="\ud800"), None, "no inference request"),
+        (whole(outputs=[{"name": "\ud800"}]), None, "no inference request"),
         (body(data=None), None, "has no data"),
         (body(parameters={"binary_data_size": 16}), None, "0 bytes are left"),
         (body(parameters={"binary_data_size": True}), None, "binary_data_size True"),
