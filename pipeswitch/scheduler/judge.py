@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from operator import index
 
 from .policies import Order, Policy, Resident, View, Waiting, make_policy
 
@@ -66,7 +67,7 @@ class Judge:
 
     def arrange(self, heads: Sequence[Waiting], counts: Sequence[int], view: View) -> list[int]:
         try:
-            order = list(self.policy.order.arrange(heads, counts, view))
+            order = [index(one) for one in self.policy.order.arrange(heads, counts, view)]
             if sorted(order) != list(range(len(heads))):
                 raise ValueError(f"{order} are not the {len(heads)} heads, each once")
             return order
@@ -112,13 +113,15 @@ def _numbers(values: tuple[float, ...]) -> tuple[float, ...]:
 
     Raises:
         TypeError: they are no tuple of numbers.
-        ValueError: one of them is not a number to compare.
+        ValueError, OverflowError: one of them is not a number to compare, or to add.
     """
     if type(values) is not tuple:
         raise TypeError(f"{values!r} is no tuple")
     for value in values:
-        if type(value) is not float and not isinstance(value, NUMBERS):
-            raise TypeError(f"{value!r} is no number")
+        if type(value) is not float:
+            if not isinstance(value, NUMBERS):
+                raise TypeError(f"{value!r} is no number")
+            float(value)  # else it could not be added to one
         if value != value:
             raise ValueError("a number is nan")
     return values

@@ -240,6 +240,11 @@ class CostFails(Eviction):
         raise KeyError(resident.model)
 
 
+class CostIsHuge(Eviction):
+    def cost(self, resident: Resident, view: View) -> tuple[float, ...]:
+        return (10**400,)  # added to a float it is an OverflowError
+
+
 class Heard(World):
     """Keeps what the operator reads."""
 
@@ -287,12 +292,19 @@ def test_a_policy_that_fails_is_replaced_once_and_nothing_is_lost(
 def test_a_policy_that_fails_when_memory_is_short_is_replaced_too() -> None:
     for policy in (
         Policy("mine", Order(), CostFails()),
+        Policy("mine", Order(), CostIsHuge()),
         Policy("mine", Fails("may_overtake", 0, ValueError("no")), Eviction()),
     ):
         world = live(policy, arena_mib=8)  # one model fits
         assert world.scheduler.core.judge.name == "priority"
         assert len(world.warnings) == 1
         assert world.clients.outcomes["ok"] == 66
+
+
+def test_an_order_of_places_that_are_no_whole_numbers_is_none() -> None:
+    judge = Judge(Policy("mine", Fails("arrange", 0, [1.0, 0.0]), Eviction()), 3.0)
+    assert judge.arrange([waiting(), waiting()], [1, 1], View(0.0)) == [0, 1]
+    assert judge.name == "priority"
 
 
 def test_the_contract_finds_what_is_wrong() -> None:
