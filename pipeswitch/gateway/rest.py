@@ -37,7 +37,7 @@ MAY: Final = Answer(
     )
 )  # fmt: skip
 TOLD: Final = f"Retry-After, Server-Timing, {JSON_LENGTH}"
-HINT: Final = "GET /v2 tells what is served, /api/openapi.json what else there is"
+HINT: Final = "GET /v2 tells what is served, /api/openapi.json what else; /ui shows it to people"
 
 Task = Callable[[Head, Any], Awaitable[Answer]]
 
