@@ -496,6 +496,8 @@ def _read(item: dataclasses.Field[Any], given: Any) -> Any:
         is_cut = kind is int and isinstance(given, float) and value != given
         if value is None or is_cut or isinstance(given, bool):
             raise ValueError(f"{given!r} is not a {'whole ' * (kind is int)}number")
+    elif kind is bool and given in ("true", "false"):  # of the environment: all is text there
+        value = given == "true"
     elif not isinstance(given, kind):
         raise ValueError(f"{given!r} is not " + ("true or false" if kind is bool else "a text"))
     problem = _problem(value, item.metadata)

@@ -105,6 +105,14 @@ def test_a_list_may_come_from_the_environment() -> None:
     assert config.server.allow_code == ("a.*", "b.*")
 
 
+def test_true_and_false_may_come_from_the_environment() -> None:
+    environ = {"HOME": "/h", "PIPESWITCH_SCHEDULER__LOOK_AHEAD": "false"}
+    config = load(environ=environ | {"PIPESWITCH_GATEWAY__BEHIND_PROXY": "true"})
+    assert (config.scheduler.look_ahead, config.gateway.behind_proxy) == (False, True)
+    with pytest.raises(ConfigError, match="'yes' is not true or false"):
+        load(environ={"PIPESWITCH_GATEWAY__BEHIND_PROXY": "yes"})
+
+
 def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*absent.toml"):
         load(tmp_path / "absent.toml", environ={})
