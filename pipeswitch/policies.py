@@ -11,7 +11,7 @@ from .scheduler.judge import settings_of
 from .scheduler.policies import MAKERS, Maker, Policy
 
 HINT = (
-    "docs/scheduling.md shows one: found on PYTHONPATH, called with max_wait_ms, it returns a Policy"
+    "docs/scheduling.md shows one: found on PYTHONPATH, called with max_wait_ms, returns a Policy"
 )
 
 

@@ -84,7 +84,7 @@ class Hardware:
               help='A JSON file: [{"name": …, "bytes": …, "compute_ms": …}].')  # fmt: skip
 @click.option("--from-server", is_flag=True, help="The running server's models and profiles.")
 @click.option("--policy", "policies", default="fifo,priority", show_default=True,
-              help="Compared: the server's, module:name of your own, serial (no overlap).")  # fmt: skip
+              help="Compared: the server's, yours (module:name), serial.")  # fmt: skip
 @click.option("--device", default="v100-pcie3", show_default=True,
               help="a100-pcie4, h100-pcie5, or a profile (pipeswitch profile --json).")  # fmt: skip
 @click.option("--memory", help="For models and jobs: sizes, or parts of all their bytes (6%,25%; "
