@@ -435,6 +435,8 @@ class ModelConfig(_Checked):
     max_batch: int = _setting(0, "largest dynamic batch; 0: 64", low=0)
     batch: int = _setting(0, "waiting requests are joined up to this batch; 0: never", low=0)
     batch_delay_ms: float = _setting("0", "for so long one waits for others to join", parse_ms)
+    preprocess: str = _setting("", "package.module:function that makes its inputs of raw ones")
+    raw: tuple[str, ...] = _setting((), "what clients send it, like image=1..4194304:uint8")
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from .failpoints import enable, reach
 from .ipc.channel import Channel, channel_from, decode_message, wake_when_orphaned
 from .ipc.messages import (
     BuildSettings,
+    CheckStage,
     ChildExited,
     DaemonSettings,
     Exit,
@@ -229,6 +230,12 @@ def _run(settings: Message, descriptors: Sequence[int]) -> int:
             channel, results, owners = descriptors
             take_environment(owners)
             return run_stage(settings, channel_from(channel), results)
+        case CheckStage():
+            from workers.stage import check
+
+            channel, owners = descriptors
+            take_environment(owners)
+            return check(settings, channel_from(channel))
         case _:
             raise ValueError(f"cannot fork for a {type(settings).__name__}")
 

@@ -6,20 +6,27 @@ function returns goes into memory of its own, from where the controller copies i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import inspect
 import math
 import mmap
 import os
+import signal
 import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from pipeswitch.failpoints import reach
 from pipeswitch.ipc.channel import Channel
 from pipeswitch.ipc.messages import (
+    CheckStage,
+    Epoch,
     RunStage,
     SlabTensor,
     StageDone,
@@ -28,6 +35,7 @@ from pipeswitch.ipc.messages import (
     StageSettings,
 )
 from pipeswitch.programs.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
+from pipeswitch.sandbox.confine import WORST
 
 Function = Callable[..., Any]
 
@@ -39,12 +47,14 @@ class Unusable(Exception):
 def run(settings: StageSettings, channel: Channel, results: int) -> int:
     """Serve until the controller closes the channel; the exit status."""
     torch.set_num_threads(1)  # the device's worker has the others
+    Path("/proc/self/oom_score_adj").write_text(WORST)  # a function that leaks takes no other along
     memory = memoryview(mmap.mmap(results, settings.result_bytes))
     channel.send(StageReady(pid=os.getpid()))
     while (received := channel.receive()) is not None:
         call, descriptors = received
         assert isinstance(call, RunStage)
         try:
+            reach("stage.call")
             inputs = {one.name: _read(descriptors[0], one) for one in call.inputs}
             outputs = _place(_load(call.function)(**inputs), memory)
             answer: StageDone | StageFailed = StageDone(epoch=call.epoch, outputs=outputs)
@@ -52,11 +62,29 @@ def run(settings: StageSettings, channel: Channel, results: int) -> int:
             answer = StageFailed(epoch=call.epoch, reason=str(problem))
         except BaseException as error:  # SystemExit too: a function ends no request but its own
             traceback.print_exc()
-            said = f"it raised {type(error).__name__}: {error}"
-            answer = StageFailed(epoch=call.epoch, reason=said[:1000])
+            answer = StageFailed(epoch=call.epoch, reason=f"it raised {_said(error)}")
         finally:
             os.close(descriptors[0])
+        reach("stage.done")
         channel.send(answer)
+    return 0
+
+
+def check(settings: CheckStage, channel: Channel) -> int:
+    """Say whether a function can be imported and called; the exit status."""
+    signal.setitimer(signal.ITIMER_REAL, settings.timeout_s)  # SIGALRM, which nothing catches
+    answer: StageReady | StageFailed = StageReady(pid=os.getpid())
+    try:
+        found = _load(settings.function)
+        with contextlib.suppress(ValueError):  # one in C may tell no signature
+            inspect.signature(found).bind(**dict.fromkeys(settings.inputs))
+    except Unusable as problem:
+        answer = StageFailed(epoch=Epoch(0), reason=str(problem))
+    except TypeError as error:
+        given = ", ".join(settings.inputs)
+        reason = f"it cannot be called with {given}, which --raw names: {error}"
+        answer = StageFailed(epoch=Epoch(0), reason=reason)
+    channel.send(answer)
     return 0
 
 
@@ -65,16 +93,27 @@ def _load(name: str) -> Function:
     """Import ``package.module:function``."""
     module, _, attribute = name.partition(":")
     try:
-        found = functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
+        found: Any = importlib.import_module(module)
     except BaseException as error:
         raise Unusable(
-            f"it cannot be imported: {type(error).__name__}: {error}; the server looks in its "
+            f"it cannot be imported: {_said(error)}; the server looks in its "
             "PYTHONPATH: PYTHONPATH=FOLDER pipeswitch serve"
         ) from error
-    if not callable(found):
+    try:
+        function: Function = functools.reduce(getattr, attribute.split("."), found)
+    except AttributeError:
+        names = [name for name, value in vars(found).items() if inspect.isfunction(value)]
+        has = ", ".join(names) or "no function"
+        raise Unusable(f"{module} has no {attribute}; it has {has}"[:1000]) from None
+    if not callable(function):
         raise Unusable("it is not callable")
-    function: Function = found
     return function
+
+
+def _said(error: BaseException) -> str:
+    """Its type and text, also where that cannot be had or encoded."""
+    text = "".join(traceback.format_exception_only(error)).strip()
+    return text.encode(errors="replace").decode()[:1000]
 
 
 def _read(pool: int, slab: SlabTensor) -> Any:

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,8 +24,11 @@ from ..ipc.messages import (
     BuildFailed,
     BuildProgress,
     BuildSettings,
+    CheckStage,
     Epoch,
     Message,
+    StageFailed,
+    StageReady,
 )
 from ..planning import files as profile_files
 from ..programs.build.builder import work_prefix
@@ -38,7 +42,9 @@ from ..programs.spec import (
     load_manifest,
     needs_more,
     save_manifest,
+    stage_of,
 )
+from ..programs.stages import Stage
 from ..scheduler.events import BuilderExited, FromBuilder, StartBuild, SweepPrograms
 from .device import Ground
 from .folders import DIGEST
@@ -89,7 +95,43 @@ class Builds:
             self._refuse(command, refusal)
             self._take(BuilderExited(model=command.model, epoch=command.epoch, status=0))
             return
+        stage = stage_of(spec) if digest is None else None  # what the journal knows was looked at
+        if stage is None:
+            self._build(command, spec)
+        else:
+            self._check(command, spec, stage)
 
+    def _check(self, command: StartBuild, spec: bytes, stage: Stage) -> None:
+        """Build, if the function can be called: a process like those that will call it says so."""
+        said: list[Message] = []
+
+        def on_exit(status: int) -> None:
+            self._builders.pop(command.epoch, None)
+            match said:
+                case [StageReady()] if status == 0:
+                    self._build(command, spec)
+                    return
+                case [StageFailed(reason=reason)]:
+                    pass
+                case _ if status == -signal.SIGALRM:
+                    reason = "importing it took longer than [preprocess] max_time allows"
+                case _:
+                    reason = f"importing it ended the process with status {status}"
+            text = f"{stage.function}: {reason}"
+            self._refuse(command, RegistrationRefused("preprocess", text))
+            self._take(BuilderExited(model=command.model, epoch=command.epoch, status=status))
+
+        settings = CheckStage(
+            function=stage.function,
+            inputs=tuple(one.name for one in stage.inputs),
+            timeout_s=self._sizes.stage_timeout_s,
+        )
+        self._builders[command.epoch] = self._processes.fork(
+            "stage", "pipeswitch-chk", settings, 1, [self._memory.environment],
+            lambda message, _: said.append(message), on_exit,
+        )  # fmt: skip
+
+    def _build(self, command: StartBuild, spec: bytes) -> None:
         done: list[BuildDone] = []
 
         def on_message(message: Message, _: list[int]) -> None:

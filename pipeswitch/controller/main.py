@@ -200,6 +200,7 @@ def _sizes(config: Config, device: ChosenDevice, device_count: int) -> Sizes:
         threads=config.workers.threads or max(1, (cores - 1) // device_count),
         build_threads=config.workers.threads or max(1, cores - 1),
         build_timeout_s=config.workers.build_timeout_ms / 1000.0,
+        stage_timeout_s=config.preprocess.max_time_ms / 1000.0,
         build_memory_bytes=config.workers.build_memory.resolve(available, available * 3 // 4),
         task_memory_bytes=config.workers.task_memory.resolve(available, available // 2),
         is_sandboxed=is_sandboxed,
@@ -635,10 +636,14 @@ class Server:
         source = permissions.check_source(
             model.source, model.weights, is_owner=True, allow_code=("*",), uploads_dir=""
         )
-        inputs = dict(parse_input(text) for text in model.inputs)
+        inputs, raw = (
+            dict(map(parse_input, texts, range(len(texts)))) for texts in (model.inputs, model.raw)
+        )
+        if model.preprocess or raw:
+            permissions.check_function(model.preprocess, raw, is_owner=True, allow_code=())
         spec, digest = permissions.encode_spec(
             model.name, source, inputs, None, model.max_batch, model.batch, model.batch_delay_ms,
-            model.devices,
+            model.devices, model.preprocess, raw,
         )  # fmt: skip
         return RegisterAsked(
             token=self._token(),
@@ -648,6 +653,7 @@ class Server:
             priority=PRIORITIES[model.priority],
             is_pinned=model.pin,
             devices=model.devices,
+            stage=stage_of(spec),
         )
 
 

@@ -28,6 +28,7 @@ class Sizes:
     threads: int
     build_threads: int
     build_timeout_s: float
+    stage_timeout_s: float
     build_memory_bytes: int
     task_memory_bytes: int
     is_sandboxed: bool

@@ -18,6 +18,7 @@ SECONDS: Final = (
     0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0,
 )  # fmt: skip
 PHASES: Final[Mapping[str, str]] = {
+    "preprocess": "Making the model's inputs of what clients sent, beside the device",
     "queue": "Waiting for the device",
     "switch": "From the order to the model's first layer group",
     "copy": "Copying the model to the device, while it computes already",

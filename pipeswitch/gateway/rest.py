@@ -24,7 +24,7 @@ from .ui import Page
 log = logging.getLogger(__name__)
 
 JSON_LENGTH: Final = "Inference-Header-Content-Length"
-TIMED: Final = ("queue", "switch", "copy", "stall", "compute", "total", "gateway")
+TIMED: Final = ("preprocess", "queue", "switch", "copy", "stall", "compute", "total", "gateway")
 HEALTH: Final = "/v2/health/"  # a probe has no token
 # What a page of another site may do where the owner has named that site (CORS).
 ASKED: Final = "access-control-request-method"  # before it does

@@ -636,8 +636,17 @@ class StageSettings(Message, frozen=True):
     result_bytes: int
 
 
+class CheckStage(Message, frozen=True):
+    """What a process is started with that imports a function for its registration, says StageReady
+    or StageFailed, and leaves. Descriptor: the server's environment."""
+
+    function: str  # package.module:function
+    inputs: tuple[str, ...]  # that it will be called with
+    timeout_s: float  # 0: as long as it takes
+
+
 class StageReady(Message, frozen=True):
-    """stage -> controller: it takes requests."""
+    """stage -> controller: it takes requests; or the function can be called."""
 
     pid: int
 
@@ -658,7 +667,7 @@ class StageDone(Message, frozen=True):
 
 
 class StageFailed(Message, frozen=True):
-    """stage -> controller: it raised, or what it returned is no arrays; the process goes on."""
+    """stage -> controller: it raised, what it returned is no arrays, or it cannot be imported."""
 
     epoch: Epoch
     reason: str
@@ -700,6 +709,6 @@ AnyMessage = (
     | Cleaned | RunJob | LeaseRequest | LeaseGranted | LeaseRefused | StopTask | Parked | GrantTurn
     | EvictTask | MoveTask | Moved | CommitStep | StepCommitted | PublishStep | PublishAnswered
     | PublishCopied | JobReport | JobEnded | Ping | Pong | Exit
-    | BuildSettings | BuildProgress | BuildDone | BuildFailed | StageSettings | StageReady
-    | RunStage | StageDone | StageFailed | GatewaySettings
+    | BuildSettings | BuildProgress | BuildDone | BuildFailed | StageSettings | CheckStage
+    | StageReady | RunStage | StageDone | StageFailed | GatewaySettings
 )  # fmt: skip

@@ -73,6 +73,7 @@ TOUR: Final[Mapping[str, tuple[Stop, ...]]] = {
         *_stops("worker.infer.outputs", "worker.infer.done", "worker.send"),
         *_stops("worker.prepare", "worker.start", "fork.child", "fork.order", act="evict"),
         *_stops("build.begin", "build.write", act="register", writes=True),
+        *_stops("stage.call", "stage.done", act="preprocess"),
     ),
     "memory-daemon": (
         *_stops("daemon.message", "daemon.send"),
@@ -96,6 +97,7 @@ TOUR: Final[Mapping[str, tuple[Stop, ...]]] = {
     "controller": (
         *_stops("controller.answer", "controller.event", fatal=LOOP),
         *_stops("controller.send.daemon", "controller.send.worker", fatal=LOOP),
+        *_stops("controller.send.stage", act="preprocess", fatal=LOOP),
         *_stops("controller.exit", "controller.fork", act="evict", fatal=LOOP),
         *_stops("frontend.message", "frontend.accepted", "frontend.copied", fatal=LOOP),
         *_stops("frontend.reply", fatal=LOOP),
@@ -335,6 +337,15 @@ def _register(tour: Tour) -> None:
     tour.kept.models.add(name)
 
 
+def _preprocess(tour: Tour) -> None:
+    """What numpy copies goes through the model."""
+    linear, x = torch.nn.Linear(8, 8), torch.zeros(1, 8)
+    raw = {"a": ((1, 8), "float32")}
+    name = tour.new_name("staged")
+    tour.client.register(name, linear, example_inputs=(x,), preprocess="numpy:copy", raw=raw)
+    tour.client.infer(name, x)
+
+
 def _evict(tour: Tour) -> None:
     """Its worker leaves, another takes its place, and the job is restored from its commit."""
     tour.client.job(tour.job, "pause")
@@ -375,6 +386,7 @@ def _kill_daemon(tour: Tour) -> None:
 
 ACTS: Final[Mapping[str, Callable[[Tour], None]]] = {
     "register": _register,
+    "preprocess": _preprocess,
     "evict": _evict,
     "move": _move,
     "short-job": _short_job,

@@ -20,9 +20,11 @@ from pipeswitch.errors import (
     DeadlineExceeded,
     InvalidInput,
     PermissionDenied,
+    RegistrationRefused,
     TaskFailed,
     WorkerLost,
 )
+from pipeswitch.programs.build.export import export_module_to_bundle
 
 WIDTH = 64
 RAW = {"text": (((1, 4 * WIDTH),), "uint8")}
@@ -34,6 +36,8 @@ def rows(text):
     found = np.zeros((1, {WIDTH}), np.float32)
     found[0, : len(text) % {WIDTH}] = np.sqrt(text[: len(text) % {WIDTH}].astype(np.float32))
     return {{"x": found}}
+
+def none(): return None
 
 def lone(text): return rows(text)["x"]
 
@@ -52,13 +56,14 @@ def odd(text):
         case b"secret": raise ValueError(os.environ["SECRET_OF_THE_OWNER"])
         case b"raise": raise ValueError("no picture")
         case b"exit": sys.exit(3)
+        case b"surrogate": raise ValueError("no \\udc80")
         case b"large": return np.broadcast_to(np.float32(0), (1 << 40,))
     return rows(text)
 """
 ODD = {
     "dtype": "got float64", "shape": r"got float32\[1,65\]", "name": 'no input "y"',
     "list": "returned a list", "raise": "raised ValueError: no picture", "exit": "SystemExit",
-    "secret": "raised ValueError: told",
+    "secret": "raised ValueError: told", "surrogate": r"raised ValueError: no \?",
     "large": "max_message",
 }  # fmt: skip
 
@@ -93,7 +98,7 @@ def running(options: dict[str, Any]) -> Iterator[Checked]:
     with checked_server(settles=False, **options) as checked:  # the last test ends it
         module = mlp(WIDTH, 2, 0)
         checked.client.register("plain", module, example_inputs=torch.zeros(1, WIDTH))
-        for name in ("rows", "lone", "blocks", "dies", "odd", "missing"):
+        for name in ("rows", "lone", "blocks", "dies", "odd"):
             checked.client.register(
                 name, module, example_inputs=torch.zeros(1, WIDTH),
                 preprocess=f"staged:{name}", raw=RAW,
@@ -172,6 +177,7 @@ def test_a_killed_process_costs_no_request_and_a_deadly_one_costs_its_own(
     slow = running.client.submit("blocks", {"text": text(str(pipe))})
     others = [running.client.submit("rows", {"text": text(f"{n}")}) for n in range(8)]
     killed = until(lambda: stage_pid(running, "active"), "it is called")
+    assert int(Path(f"/proc/{killed}/oom_score_adj").read_text()) == 1000  # it goes first
     kill(killed)
     until(lambda: stage_pid(running, "active") not in (0, killed), "it is called again")
     pipe.write_text("go on")
@@ -190,9 +196,26 @@ def test_what_a_function_returns_in_vain_is_one_error_that_names_it(running: Che
         with pytest.raises(TaskFailed, match=rf"(?s)staged:odd.*{reason}"):
             running.client.infer("odd", {"text": text(said)})
     assert running.client.infer("odd", {"text": text("fine")})["y"].shape == (1, WIDTH)
-    with pytest.raises(TaskFailed, match=r"staged:missing.*PYTHONPATH"):
-        running.client.infer("missing", {"text": text("x")})
     assert running.count("stage_restarts") == before
+
+
+def test_a_function_that_cannot_be_called_is_refused_when_it_is_registered(
+    running: Checked, functions: ModuleType
+) -> None:
+    write_script(Path(str(functions.__file__)).parent, "staged_badly.py", "import os; os._exit(3)")
+    for function, reason in (
+        ("nowhere:rows", "No module named 'nowhere'.*PYTHONPATH=FOLDER pipeswitch serve"),
+        ("staged:missing", "staged has no missing; it has rows, none, lone, "),
+        ("staged:os.name", "not callable"),
+        ("staged:none", "--raw names: .*'text'"),
+        ("staged_badly:rows", "status 3"),
+    ):
+        with pytest.raises(RegistrationRefused, match=rf"preprocess: {function}: .*{reason}"):
+            running.client.register(
+                "refused", mlp(WIDTH, 2, 0), example_inputs=torch.zeros(1, WIDTH),
+                preprocess=function, raw=RAW,
+            )  # fmt: skip
+    assert "refused" not in {row["name"] for row in running.client.models()}
 
 
 def test_a_client_without_the_role_code_names_no_function(running: Checked) -> None:
@@ -207,15 +230,28 @@ def test_a_client_without_the_role_code_names_no_function(running: Checked) -> N
         assert "preprocess" not in row  # the name of a file of the server's
 
 
-def test_after_a_restart_a_model_has_its_function(
-    options: dict[str, Any], functions: ModuleType, running: Checked
+def test_after_a_restart_a_model_has_its_function_and_one_of_the_configuration_its_own(
+    options: dict[str, Any], functions: ModuleType, running: Checked, tmp_path: Path
 ) -> None:
     said = text("once more")
     wanted = running.client.infer("rows", {"text": said})
     running.settle()
     running.client.close()
     assert running.running.stop() == 0
-    with checked_server(**options) as again:
+    bundle = tmp_path / "m.bundle"
+    export_module_to_bundle(mlp(WIDTH, 2, 0), (torch.zeros(1, WIDTH),), bundle)
+    config = tmp_path / "pipeswitch.toml"
+    config.write_text(f"""
+        [[model]]
+        name = "configured"
+        source = "{bundle}"
+        preprocess = "staged:rows"
+        raw = ["text=1..{4 * WIDTH}:uint8"]
+    """)
+    with checked_server(args=("--config", str(config)), **options) as again:
+        until(lambda: again.client.show("configured")["state"] == "ready", "it is built")
+        found = again.client.infer("configured", {"text": said})
+        assert is_bit_equal(torch.as_tensor(found["y"]), torch.as_tensor(wanted["y"]))
         found = again.client.infer("rows", {"text": said})
         assert is_bit_equal(torch.as_tensor(found["y"]), torch.as_tensor(wanted["y"]))
         assert again.client.show("rows")["preprocess"] == "staged:rows"

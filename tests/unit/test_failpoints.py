@@ -15,7 +15,7 @@ from pipeswitch.failpoints import POINTS, REACHED, VARIABLE, Injected
 from tests.process.failpoint_tour import TOUR
 
 ROOT = Path(__file__).resolve().parents[2]
-SENT_TO = ("worker", "daemon")  # kinds of children that get orders, in an f-string
+SENT_TO = ("worker", "daemon", "stage")  # kinds of children that get orders, in an f-string
 
 
 def points_in_code() -> Counter[str]:
