@@ -33,7 +33,7 @@ EXIT_WAIT_S: Final = 30.0  # from a server's last answer to its end
 @click.command()
 @click.option("--config", "path", type=click.Path(), help="pipeswitch.toml of this folder if any.")
 @click.option("--device", multiple=True,
-              help="auto, cpu or cuda:0; repeated, several: cpu:0 and cpu:1.")  # fmt: skip
+              help="auto, cpu or cuda:0; repeated: cpu:0 and cpu:1.")  # fmt: skip
 @click.option("--listen", help="tcp://127.0.0.1:5555")
 @click.option("--name", help="Of the owner's ipc socket (default: the port).")
 @click.option("--arena", help="Device memory: auto, 20GiB or a fraction.")

@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 class Ground:
     """What all devices of the server stand on."""
 
-    sizes: Sizes
+    sizes: Sizes  # of what is the machine's
     places: Places
     memory: Memory
     shares: Sequence[DeviceShare]  # by the device's place
@@ -67,15 +67,16 @@ class DeviceEffects:
 
     Args:
         index: its place among the server's devices.
+        sizes: its own.
         device: what its processes open: ``cpu``, or ``cuda:0``.
     """
 
-    def __init__(self, ground: Ground, share: DeviceShare, index: int, device: str) -> None:
+    def __init__(self, ground: Ground, index: int, sizes: Sizes, device: str) -> None:
         self._ground = ground
-        self._share = share
+        self._share = ground.shares[index]
         self._index = index
         self._device = device
-        self._sizes, self._memory = ground.sizes, ground.memory
+        self._sizes, self._memory = sizes, ground.memory
         self._processes, self._take = ground.processes, ground.take
         self._daemon: Child | None = None
         self._daemon_generation = 0

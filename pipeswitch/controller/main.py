@@ -178,50 +178,60 @@ def _open_journal(path: Path) -> JournalFile:
         raise ConfigError(f"journal {path}: {error.strerror}") from None
 
 
-def _sizes(config: Config, device: ChosenDevice, device_count: int) -> Sizes:
-    """Turn ``auto`` and fractions into bytes; several devices have as much each as the first."""
+def _sizes(config: Config, devices: Sequence[ChosenDevice]) -> list[Sizes]:
+    """Turn ``auto`` and fractions into bytes: each device's, which differ by its arena alone.
+
+    Raises:
+        ConfigError: the machine has no room, or a wish cannot be had on one of them.
+    """
     available = available_bytes()
-    arena = config.device.arena.resolve(available, available // 10)
-    cuda = device.options
-    if cuda is not None:
-        arena = arena_size(config.device.arena, device.free_bytes)
-        private_bytes = private_size(device.free_bytes, arena)
-        cuda = msgspec.structs.replace(cuda, private_bytes=private_bytes)
     store = config.host.store.resolve(available, available // 4)
     cores = cpu_count()
-    is_sandboxed = _is_sandboxed(config, device)
-    sizes = Sizes(
-        arena_bytes=max(arena, 4 << 20) & -(2 << 20),
+    is_sandboxed = _is_sandboxed(config, devices)
+    common = Sizes(
+        arena_bytes=0,
         store_bytes=max(store, 1 << 20) & -4096,
         pool_bytes=config.server.pool_bytes & -4096,
         input_bytes=config.jobs.shared_input_bytes & -4096,
         words=WORDS,
         bell_count=most_workers(config.workers.standby),
-        threads=config.workers.threads or max(1, (cores - 1) // device_count),
+        threads=config.workers.threads or max(1, (cores - 1) // len(devices)),
         build_threads=config.workers.threads or max(1, cores - 1),
         build_timeout_s=config.workers.build_timeout_ms / 1000.0,
         stage_timeout_s=config.preprocess.max_time_ms / 1000.0,
         build_memory_bytes=config.workers.build_memory.resolve(available, available * 3 // 4),
         task_memory_bytes=config.workers.task_memory.resolve(available, available // 2),
         is_sandboxed=is_sandboxed,
-        separates_tenants=_separates_tenants(config, device, is_sandboxed=is_sandboxed),
+        separates_tenants=_separates_tenants(config, devices, is_sandboxed=is_sandboxed),
         link_bytes_per_s=config.device.link_gbps * 1e9,
         log_bytes=config.log.max_bytes,
-        cuda=cuda,
     )
-    _check_room(sizes, available, device_count)
+    sizes = [_of_device(common, config, device, available) for device in devices]
+    _check_room(sizes, available)
     return sizes
 
 
-def _check_room(sizes: Sizes, available_bytes: int, device_count: int) -> None:
+def _of_device(common: Sizes, config: Config, device: ChosenDevice, available_bytes: int) -> Sizes:
+    """With its own arena: of the machine's memory on cpu, of the GPU's on cuda."""
+    arena = config.device.arena.resolve(available_bytes, available_bytes // 10)
+    cuda = device.options
+    if cuda is not None:
+        arena = arena_size(config.device.arena, device.free_bytes)
+        private_bytes = private_size(device.free_bytes, arena)
+        cuda = msgspec.structs.replace(cuda, private_bytes=private_bytes)
+    return dataclasses.replace(common, arena_bytes=max(arena, 4 << 20) & -(2 << 20), cuda=cuda)
+
+
+def _check_room(sizes: Sequence[Sizes], available_bytes: int) -> None:
     """Before a page is touched: the kernel would end processes, ours or other people's.
 
     Raises:
         ConfigError: the machine, or this process's cgroup, has less than the server would take.
     """
-    wanted = {"host store": sizes.store_bytes, "request pool": sizes.pool_bytes}
-    if sizes.cuda is None:
-        wanted["arena" if device_count == 1 else "arenas"] = device_count * sizes.arena_bytes
+    wanted = {"host store": sizes[0].store_bytes, "request pool": sizes[0].pool_bytes}
+    arenas = [one.arena_bytes for one in sizes if one.cuda is None]
+    if arenas:
+        wanted["arena" if len(arenas) == 1 else "arenas"] = sum(arenas)
     if sum(wanted.values()) > available_bytes:
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in wanted.items())
         raise ConfigError(
@@ -231,14 +241,15 @@ def _check_room(sizes: Sizes, available_bytes: int, device_count: int) -> None:
         )
 
 
-def _is_sandboxed(config: Config, device: ChosenDevice) -> bool:
-    """Whether clients' programs run in the sandbox; what it lacks is said.
+def _is_sandboxed(config: Config, devices: Sequence[ChosenDevice]) -> bool:
+    """Whether clients' programs run in the sandbox, on all devices; what it lacks is said.
 
     Raises:
         ConfigError: it is required, and this machine does not have all of it.
     """
     wanted = config.security.sandbox
-    lacks = missing() if device.options is None else ("a sandbox on the cuda device",)
+    is_cpu = all(device.options is None for device in devices)
+    lacks = missing() if is_cpu else ("a sandbox on the cuda device",)
     if wanted == "off":
         log.warning("sandbox=off: clients' programs run without one")
     elif lacks:
@@ -248,10 +259,12 @@ def _is_sandboxed(config: Config, device: ChosenDevice) -> bool:
         log.warning("sandbox=incomplete: %s", text)
     elif failpoints.are_enabled():
         log.warning("sandbox=off: failpoints are on, whose files no confined process could open")
-    return wanted != "off" and device.options is None and "seccomp" not in lacks
+    return wanted != "off" and is_cpu and "seccomp" not in lacks
 
 
-def _separates_tenants(config: Config, device: ChosenDevice, *, is_sandboxed: bool) -> bool:
+def _separates_tenants(
+    config: Config, devices: Sequence[ChosenDevice], *, is_sandboxed: bool
+) -> bool:
     """Whether a process serves one tenant alone.
 
     Raises:
@@ -262,7 +275,7 @@ def _separates_tenants(config: Config, device: ChosenDevice, *, is_sandboxed: bo
     lacks = ""
     if not is_sandboxed or missing():  # a builder that Landlock does not stop reads all programs
         lacks = "all of the sandbox: processes could open each other's memory and files"
-    if device.options is not None:
+    if any(device.options is not None for device in devices):
         lacks = "the cpu device: on cuda a process that maps the arena can read all of it"
     if lacks:
         raise ConfigError(
@@ -294,7 +307,6 @@ class Server:
     ) -> None:  # fmt: skip
         self._config = config
         self._devices = devices
-        device = devices[0]
         self._announce = announce
         self._inbox: deque[Event] = deque()
         self._log_path = places.logs / "server.log"
@@ -308,13 +320,12 @@ class Server:
             end.setblocking(False)
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._drain_wakes)
         policy = find_policy(config.scheduler.policy, max_wait_ms=config.scheduler.max_wait_ms)
-        sizes = _sizes(config, device, len(devices))
-        self._sizes = sizes
+        self._sizes = _sizes(config, devices)
+        sizes = self._sizes[0]
         self._memory = Memory(sizes)
-        self._shares = [DeviceShare(sizes) for _ in devices]
+        self._shares = [DeviceShare(one) for one in self._sizes]
         facts = {
-            **facts_of(device),
-            "device": ",".join(one.name for one in devices),
+            **facts_of(devices),
             "arena_bytes": sizes.arena_bytes,
             "store_bytes": sizes.store_bytes,
             "standby": config.workers.standby,
@@ -343,8 +354,6 @@ class Server:
             config.workers.restart_backoff_ms / 1000.0,
         )
         settings = SchedulerSettings(
-            device=device.name,
-            arena_bytes=sizes.arena_bytes,
             store_bytes=sizes.store_bytes,
             words=sizes.words,
             standby=config.workers.standby,
@@ -369,8 +378,6 @@ class Server:
             keep_versions=config.jobs.keep_versions,
             keep_jobs=config.jobs.keep.count,
             keep_jobs_ms=config.jobs.keep.time_ms,
-            prefix_bytes=config.device.prefix.resolve(sizes.arena_bytes, 0),
-            identity=_identity(device, sizes),
             unix_offset_ms=time.time() * 1000.0 - _now_ms(),
             is_sandboxed=sizes.is_sandboxed,
             separates_tenants=sizes.separates_tenants,
@@ -382,7 +389,14 @@ class Server:
         )
         self._scheduler = Scheduler(
             settings, policy, config.scheduler.max_wait_ms,
-            [dataclasses.replace(settings, device=one.name) for one in devices],
+            [
+                dataclasses.replace(
+                    settings, device=device.name, arena_bytes=one.arena_bytes,
+                    prefix_bytes=config.device.prefix.resolve(one.arena_bytes, 0),
+                    identity=_identity(device, one),
+                )
+                for device, one in zip(devices, self._sizes, strict=True)
+            ],
         )  # fmt: skip
         ground = Ground(
             sizes=sizes,
@@ -397,8 +411,8 @@ class Server:
         self._effects = Effects(
             ground,
             [
-                DeviceEffects(ground, share, index, one.opened)
-                for index, (share, one) in enumerate(zip(self._shares, devices, strict=True))
+                DeviceEffects(ground, index, self._sizes[index], device.opened)
+                for index, device in enumerate(devices)
             ],
             self._stages,
             journal=self._journal,
@@ -528,18 +542,23 @@ class Server:
 
     def _ready_line(self) -> str:
         standby = self._config.workers.standby
-        device, *others = self._devices
-        is_second_best = self._config.device.name == "auto" and device.options is None
-        why = f" (not cuda: {device.why})" if is_second_best else ""
-        if device.options is not None:
-            why = f" ({device.why})"
-        names, each = ",".join(one.name for one in self._devices), " each" if others else ""
+        is_one = len(self._devices) == 1
+        is_second_best = self._config.device.name == "auto" and self._devices[0].options is None
+        why = f" (not cuda: {self._devices[0].why})" if is_second_best else ""
+        gpus = [device for device in self._devices if device.options is not None]
+        if gpus:
+            why = "; ".join(one.why if is_one else f"{one.name}: {one.why}" for one in gpus)
+            why = f" ({why})"
+        names, each = ",".join(one.name for one in self._devices), "" if is_one else " each"
+        arenas = [format_bytes(one.arena_bytes) for one in self._sizes]
+        is_same = len(set(arenas)) == 1
+        arena = f"arena {arenas[0]}{each}" if is_same else f"arenas {', '.join(arenas)}"
         addresses = [self._listeners.tcp.address, self._listeners.ipc.address]
         return (
             f"pipeswitch is ready: {' '.join([*addresses, *self._gateway.addresses])} "
-            f"device {names}, arena {format_bytes(self._sizes.arena_bytes)}{each}, "
-            f"store {format_bytes(self._sizes.store_bytes)}, 1 active + {standby} standby workers"
-            f"{each}{why}"
+            f"device {names}, {arena}, "
+            f"store {format_bytes(self._sizes[0].store_bytes)}, "
+            f"1 active + {standby} standby workers{each}{why}"
         )
 
     # -- signals -------------------------------------------------------------------------------

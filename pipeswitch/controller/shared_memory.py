@@ -17,7 +17,10 @@ from ..sandbox.environment import environment_file
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What is taken of the machine, in bytes; ``threads`` compute on the cpu device."""
+    """What is taken of the machine, in bytes; ``threads`` compute on the cpu device.
+
+    One object for each device: ``arena_bytes`` and ``cuda`` are its own, the rest is the machine's.
+    """
 
     arena_bytes: int
     store_bytes: int

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -53,20 +53,21 @@ class ChosenDevice:
 
     @property
     def opened(self) -> str:
-        """What its processes open: of a cpu device each has an arena of its own."""
-        return "cpu" if self.options is None else self.name
+        """What its processes open, and the kind that a profile is of: each GPU is its processes'
+        number 0."""
+        return "cpu" if self.options is None else "cuda:0"
 
 
 def choose_devices(config: DeviceConfig, *, workers: int) -> tuple[ChosenDevice, ...]:
-    """Each device that was asked for.
+    """Each device that was asked for, examined one after the other.
 
     Raises:
-        ConfigError: as ``choose_device``; or several, and not all of them cpu devices.
+        ConfigError: as ``choose_device``; or devices of two kinds.
     """
-    if len(config.names) > 1 and not all(name.startswith("cpu") for name in config.names):
+    if len({name.partition(":")[0] for name in config.names}) > 1:
         raise ConfigError(  # before a self-test, which takes its time
-            f"--device {' --device '.join(config.names)}: several devices can only be cpu devices",
-            hint="a server for each GPU, with a --state-dir and a --listen of its own",
+            f"--device {' --device '.join(config.names)}: several devices are of one kind",
+            hint="a server for each kind, with a --state-dir and a --listen of its own",
         )
     return tuple(
         choose_device(replace(config, name=name), workers=workers) for name in config.names
@@ -268,15 +269,21 @@ def _open_lock(path: Path) -> int:
         raise ConfigError(f"{path}: {text}", hint="set TMPDIR to a folder for locks") from None
 
 
-def facts_of(device: ChosenDevice) -> Mapping[str, Any]:
-    """For ``stats`` and the ready line."""
-    if device.options is None:
-        return {"device": device.name, "device_reason": device.why}
+def facts_of(devices: Sequence[ChosenDevice]) -> Mapping[str, Any]:
+    """For ``stats`` and the ready line; what differs between several, in their order."""
+    gpus = [device for device in devices if device.options is not None]
+    facts = {
+        "device": ",".join(device.name for device in devices),
+        "device_reason": "; ".join(dict.fromkeys(device.why for device in devices)),
+    }
+    if not gpus:
+        return facts
     return {
-        "device": device.name,
-        "device_reason": device.why,
-        "gpu": device.title,
-        "gpu_uuid": device.uuid,
-        "rungs": str(device.ladder),
-        "rung_reasons": list(device.ladder.reasons),
+        **facts,
+        "gpu": ", ".join(device.title for device in gpus),
+        "gpu_uuid": ", ".join(device.uuid for device in gpus),
+        "rungs": "; ".join(dict.fromkeys(str(device.ladder) for device in gpus)),
+        "rung_reasons": list(
+            dict.fromkeys(reason for device in gpus for reason in device.ladder.reasons)
+        ),
     }

@@ -174,6 +174,42 @@ def test_a_job_beside_requests_ends_with_the_plain_runs_bits(
     assert plain.split()[-1] == (tmp_path / "out").read_text()
 
 
+def test_two_gpus_serve_and_a_daemon_that_dies_is_nothing_to_the_other(
+    own_gpu: dict[str, str],
+) -> None:
+    """A process that saw the other GPU could not open its own arena."""
+    rungs = {"WAITS": "cpu", "WORDS": "copy", "ACTIVATIONS": "private", "GRAPHS": "off"}
+    named = {f"PIPESWITCH_DEVICE__{key}": value for key, value in rungs.items()}
+    with checked_server(
+        devices=("cuda:0", "cuda:1"), args=("--standby", "1"),
+        environment=own_gpu | named | {"CUDA_FAKE_DEVICES": "2"},
+    ) as checked:  # fmt: skip
+        assert "device cuda:0,cuda:1, arena " in checked.running.ready_line
+        client = checked.client
+        module, x = mlp(64, 4, 7), torch.randn(3, 64)
+        expected = eager(module, x)
+        for name, device in (("first", "cuda:0"), ("second", "cuda:1")):
+            client.register(name, module, example_inputs=(x,), devices=[device])
+
+        def daemons() -> dict[str, int]:
+            rows = [row for row in client.ps() if row["kind"] == "daemon"]
+            return {row["on"]: row["pid"] for row in rows}
+
+        def answers() -> list[str]:
+            results = [client.infer(name, x.numpy()) for name in ("first", "second")]
+            for result in results:
+                found = torch.from_numpy(next(iter(result.outputs.values())))
+                assert is_bit_equal(found, expected)
+            return [result.timing.extra["device"] for result in results]
+
+        assert answers() == ["cuda:0", "cuda:1"]
+        before = daemons()
+        kill(before["cuda:1"])
+        until(lambda: daemons().get("cuda:1", 0) not in (0, before["cuda:1"]), "another daemon")
+        assert answers() == ["cuda:0", "cuda:1"]
+        assert daemons()["cuda:0"] == before["cuda:0"]
+
+
 # ---- no GPU ---------------------------------------------------------------------------------
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipeswitch.config import Config, DeviceConfig, SecurityConfig
-from pipeswitch.controller.main import _separates_tenants
+from pipeswitch.controller.main import _separates_tenants, _sizes
 from pipeswitch.devices import choosing
 from pipeswitch.devices.choosing import (
+    GIB,
     ChosenDevice,
     choose_device,
     choose_devices,
     examine,
+    facts_of,
     only_server_on,
 )
 from pipeswitch.errors import ConfigError, PipeSwitchError
@@ -38,16 +41,27 @@ def test_no_process_is_started_where_there_is_no_driver(monkeypatch: pytest.Monk
     assert choose_device(DeviceConfig(name="cpu"), workers=3).why == "asked for"
 
 
-def test_several_devices_are_each_chosen_and_are_all_cpu_devices(
+def test_several_devices_are_each_chosen_and_are_of_one_kind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     without_driver(monkeypatch)
     both = choose_devices(DeviceConfig(name="cpu:0,cpu:1"), workers=3)
     assert [(one.name, one.opened) for one in both] == [("cpu:0", "cpu"), ("cpu:1", "cpu")]
+    free = {0: 8 * GIB, 1: 4 * GIB}
+
+    def examined(config: DeviceConfig, index: int, workers: int) -> ChosenDevice:
+        return replace(GPU, name=config.name, uuid=f"GPU-{index}", free_bytes=free[index])
+
+    monkeypatch.setattr(choosing, "_cuda", examined)
+    both = choose_devices(DeviceConfig(name="cuda:0,cuda:1"), workers=3)
+    assert [(one.name, one.opened) for one in both] == [("cuda:0", "cuda:0"), ("cuda:1", "cuda:0")]
+    larger, smaller = _sizes(Config(), both)
+    assert larger.arena_bytes > smaller.arena_bytes >= 1 * GIB
+    assert larger.store_bytes == smaller.store_bytes
+    assert facts_of(both)["gpu_uuid"] == "GPU-0, GPU-1"
     monkeypatch.setattr(choosing, "_cuda", lambda *_: pytest.fail("it is examined for nothing"))
-    for names in ("cpu:0,cuda:0", "cuda:0,cuda:1"):
-        with pytest.raises(ConfigError, match="can only be cpu devices"):
-            choose_devices(DeviceConfig(name=names), workers=3)
+    with pytest.raises(ConfigError, match="several devices are of one kind"):
+        choose_devices(DeviceConfig(name="cpu:0,cuda:0"), workers=3)
 
 
 def test_a_program_that_says_nothing_is_told_with_its_last_words(
@@ -95,6 +109,6 @@ def test_a_gpu_belongs_to_one_server(tmp_path: Path) -> None:
 def test_on_cuda_tenants_cannot_be_separate() -> None:
     config = Config(security=SecurityConfig(tenants="separate"))
     with pytest.raises(ConfigError, match="needs the cpu device"):
-        _separates_tenants(config, GPU, is_sandboxed=False)
-    assert _separates_tenants(config, ChosenDevice(name="cpu", why=""), is_sandboxed=True)
-    assert not _separates_tenants(Config(), GPU, is_sandboxed=False)
+        _separates_tenants(config, [GPU], is_sandboxed=False)
+    assert _separates_tenants(config, [ChosenDevice(name="cpu", why="")], is_sandboxed=True)
+    assert not _separates_tenants(Config(), [GPU], is_sandboxed=False)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import random
+import threading
+import time
 from collections.abc import Iterator
 from queue import Queue
 
@@ -183,6 +185,23 @@ def test_a_refused_registration_costs_speed_and_nothing_else() -> None:
     assert rig.arena(MIB, 2 * MIB) == data
     assert not rig.lost
     rig.close()
+
+
+def test_what_another_daemon_wrote_is_staged_once_and_pinned_for_the_next_time(rig: Rig) -> None:
+    """As a second device's daemon sees the store, and one that was started again."""
+    data = random.Random(4).randbytes(2 * MIB)
+    os.pwrite(rig.store, data, 0)
+
+    def pins() -> int:
+        return [name for name, _ in rig.world.calls].count("cudaHostRegister")
+
+    for epoch in (1, 2):
+        assert rig.run(order(epoch, [MIB, MIB])).is_complete
+        assert rig.arena(MIB, 2 * MIB) == data
+        ends_at = time.monotonic() + DEADLINE_S
+        while not pins() and time.monotonic() < ends_at:
+            threading.Event().wait(0.001)
+        assert pins() == 1
 
 
 def test_a_copy_that_is_refused_ends_the_transmission_incomplete(rig: Rig) -> None:

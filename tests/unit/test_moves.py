@@ -258,7 +258,7 @@ def test_a_hundred_moves_evictions_and_kills_lose_and_repeat_no_committed_step(s
 def test_each_slot_that_jobs_in_place_and_standbys_take_has_a_bell() -> None:
     """A worker in a slot without one could not start."""
     config = Config()
-    bells = _sizes(config, ChosenDevice("cpu", "asked for"), 1).bell_count
+    bells = _sizes(config, [ChosenDevice("cpu", "asked for")])[0].bell_count
     settings = SchedulerSettings(
         arena_bytes=64 * MIB, store_bytes=256 * MIB, words=64, training_cycle_ms=50.0,
         standby=config.workers.standby,

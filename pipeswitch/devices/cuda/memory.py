@@ -15,8 +15,10 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from queue import SimpleQueue
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -53,7 +55,8 @@ class CudaDeviceMemory:
     """The memory daemon's side (see ``DeviceMemory``).
 
     Threads: ``transmit`` and ``cancel`` are called by the control thread, ``store_view`` by the
-    store lane, ``read_slice`` and ``scrub`` by the to-host lane, and the copy thread is ours.
+    store lane, ``read_slice`` and ``scrub`` by the to-host lane; the copy thread is ours, and one
+    that pins what another daemon has written to the store: a device of its own, or the one before.
     """
 
     def __init__(
@@ -106,6 +109,9 @@ class CudaDeviceMemory:
         self._words_map = mmap.mmap(self._words_descriptor, words * WORD_BYTES)
         self._host_words = memoryview(self._words_map).cast("I")
         self._idle_events: list[int] = []
+        self._to_pin: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
+        self._pinner = threading.Thread(target=self._pin_store, name="pin", daemon=True)
+        self._pinner.start()
         self._transmissions = TransmissionQueue(
             self._perform,
             arena_bytes=arena_bytes,
@@ -192,7 +198,21 @@ class CudaDeviceMemory:
         ended = job.ended(started_at_ms, flight.ends_at_ms, flight.enqueued_bytes)
         if not ended.is_complete:
             self._ring_all()  # a worker that waits for a group that will not come looks once more
+        for group in order.groups:  # this once they were staged
+            if self._store.needs_pin(group.store_offset_bytes, group.size_bytes):
+                self._to_pin.put((group.store_offset_bytes, group.size_bytes))
         return ended
+
+    def _pin_store(self) -> None:
+        """For the next time. A copy that runs meanwhile is staged, or is not: its bytes are the
+        same."""
+        with self._watched():
+            self._cuda.set_device(self._index)
+            while (place := self._to_pin.get()) is not None:
+                try:
+                    self._store.pin(*place)
+                except OSError as error:  # the rest of a piece has no pages yet
+                    log.warning("pinning=put-off offset=%d cause=%s", place[0], error)
 
     def _enqueue(self, job: Transmission, flight: _Flight) -> None:
         for group in job.order.groups:
@@ -283,6 +303,8 @@ class CudaDeviceMemory:
         The workers are gone, or have closed their mapping: freeing under them is undefined.
         """
         self._transmissions.close()
+        self._to_pin.put(None)
+        self._pinner.join()
         self._host_words.release()
         self._words_map.close()
         os.close(self._words_descriptor)

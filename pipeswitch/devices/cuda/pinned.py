@@ -6,6 +6,7 @@ import ctypes
 import logging
 import mmap
 import os
+import threading
 from typing import Final
 
 import numpy as np
@@ -36,6 +37,7 @@ class PinnedMapping:
         self.address = int(self.array.ctypes.data)
         self.refusal = ""
         self._pinned: set[int] = set()  # indices of pieces
+        self._pinning = threading.Lock()
 
     def view(self, offset_bytes: int, size_bytes: int) -> memoryview:
         """Writable bytes of a place; the caller has checked the bounds."""
@@ -44,6 +46,9 @@ class PinnedMapping:
     def pin(self, offset_bytes: int, size_bytes: int) -> None:
         """Take the pages of a place and pin the pieces it touches (blocks: 0.3 s a GiB or so).
 
+        The pages may be pinned by another process too: each registers its own mapping of them with
+        its one context. Any thread.
+
         Raises:
             OSError: the machine has no memory for these pages.
             CudaError: the context is broken.
@@ -51,10 +56,18 @@ class PinnedMapping:
         if not size_bytes:
             return
         os.posix_fallocate(self._descriptor, offset_bytes, size_bytes)
-        first, last = offset_bytes // PIN_BYTES, (offset_bytes + size_bytes - 1) // PIN_BYTES
-        for piece in range(first, last + 1):
-            if piece not in self._pinned and not self.refusal:
-                self._pin_piece(piece)
+        with self._pinning:
+            for piece in self._unpinned(offset_bytes, size_bytes):
+                if not self.refusal:
+                    self._pin_piece(piece)
+
+    def needs_pin(self, offset_bytes: int, size_bytes: int) -> bool:
+        """Whether ``pin`` would pin something of that place."""
+        return not self.refusal and bool(size_bytes and self._unpinned(offset_bytes, size_bytes))
+
+    def _unpinned(self, offset_bytes: int, size_bytes: int) -> list[int]:
+        last = (offset_bytes + size_bytes - 1) // PIN_BYTES
+        return [n for n in range(offset_bytes // PIN_BYTES, last + 1) if n not in self._pinned]
 
     def _pin_piece(self, piece: int) -> None:
         start = piece * PIN_BYTES

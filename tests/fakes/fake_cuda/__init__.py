@@ -28,6 +28,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
+from uuid import UUID
 
 MAGIC = b"FAKECUDA"
 WAIT_DEADLINE_S = 30.0
@@ -176,6 +177,7 @@ class World:
         bytes_per_s: how fast a copy runs; 0: at once.
         has_driver: without one the runtime says cudaErrorInsufficientDriver, the driver raises.
         devices: how many the driver shows.
+        first: the number of the first of them among the machine's.
     """
 
     def __init__(
@@ -185,12 +187,14 @@ class World:
         bytes_per_s: float = 0.0,
         has_driver: bool = True,
         devices: int = 1,
+        first: int = 0,
         blocking_waits: bool = False,
     ) -> None:
         self.device_bytes = device_bytes
         self.bytes_per_s = bytes_per_s
         self.has_driver = has_driver
         self.devices = devices
+        self.first = first
         self.blocking_waits = blocking_waits  # a wait runs at once: for processes that compute
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.blocks: dict[int, Block] = {}
@@ -289,14 +293,19 @@ class World:
         """Whether the range lies inside *one* registration."""
         return any(
             start <= address and address + size_bytes <= start + size
-            for start, size in self.registered.items()
+            for start, size in list(self.registered.items())
         )
 
 
+def _uuid(number: int) -> bytes:
+    """Of the machine's GPU with that number."""
+    return bytes(range(15)) + bytes([number])
+
+
 class _Properties:
-    def __init__(self, index: int) -> None:
+    def __init__(self, number: int) -> None:
         self.name = b"Fake GPU"
-        self.uuid = type("Uuid", (), {"bytes": bytes(range(15)) + bytes([index])})()
+        self.uuid = type("Uuid", (), {"bytes": _uuid(number)})()
 
 
 class Runtime:
@@ -349,7 +358,7 @@ class Runtime:
     def cudaGetDeviceProperties(self, index: int) -> Any:
         if not 0 <= index < self._world.devices:
             return cudaError_t.cudaErrorInvalidDevice
-        return (_Properties(index),)
+        return (_Properties(self._world.first + index),)
 
     def cudaSetDevice(self, index: int) -> Any:
         return () if 0 <= index < self._world.devices else cudaError_t.cudaErrorInvalidDevice
@@ -404,7 +413,7 @@ class Runtime:
         world = self._world
         if not world.is_device(device, size):
             return cudaError_t.cudaErrorInvalidValue
-        touched = [s for s, n in world.registered.items() if s < host + size and host < s + n]
+        touched = [s for s, n in list(world.registered.items()) if s < host + size and host < s + n]
         if touched and not world.is_pinned(host, size):
             return cudaError_t.cudaErrorInvalidValue  # over the end of a registration
         queue = world.stream_of(stream)
@@ -445,7 +454,7 @@ class Runtime:
         return ()
 
     def cudaHostRegister(self, pointer: int, size: int, flags: int) -> Any:
-        known = self._world.registered.items()
+        known = list(self._world.registered.items())
         if any(start < pointer + size and pointer < start + held for start, held in known):
             return cudaError_t.cudaErrorHostMemoryAlreadyRegistered
         self._world.registered[pointer] = size
@@ -466,15 +475,18 @@ class Runtime:
         if block is None:
             return cudaError_t.cudaErrorInvalidValue
         packed = struct.pack(
-            "<qqqq", os.getpid(), self._world._number, block.descriptor, block.size_bytes
-        )
+            "<qqqqq",
+            os.getpid(), self._world._number, block.descriptor, block.size_bytes, self._world.first,
+        )  # fmt: skip
         return (Handle(MAGIC + packed),)
 
     def cudaIpcOpenMemHandle(self, handle: Handle, flags: int) -> Any:
         if not handle.data.startswith(MAGIC):
             return cudaError_t.cudaErrorInvalidValue
-        pid, number, descriptor, size = struct.unpack_from("<qqqq", handle.data, len(MAGIC))
+        pid, number, descriptor, size, gpu = struct.unpack_from("<qqqqq", handle.data, len(MAGIC))
         world = self._world
+        if gpu != world.first:  # another GPU's memory, where this process sees its own alone
+            return cudaError_t.cudaErrorInvalidValue
         if (pid, number) == (os.getpid(), world._number):
             return cudaError_t.cudaErrorDeviceUninitialized  # "invalid device context"
         known = world.opened_handles.get(handle.data)
@@ -612,10 +624,15 @@ class Driver:
 def _world_of_environment() -> World:
     """This process's own machine: what ``CUDA_FAKE`` says of it, or a plain one."""
     wish = os.environ.get("CUDA_FAKE", "")
+    devices, first = int(os.environ.get("CUDA_FAKE_DEVICES", "1")), 0
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):  # one, by its UUID
+        first = int(visible[-2:], 16)
+        devices = int(visible == f"GPU-{UUID(bytes=_uuid(first))}" and first < devices)
     return World(
         device_bytes=int(os.environ.get("CUDA_FAKE_BYTES", str(2 << 30))),
         has_driver=wish != "no-driver",
-        devices=0 if wish == "no-device" else 1,
+        devices=0 if wish == "no-device" else devices,
+        first=first,
         blocking_waits=True,
     )
 
