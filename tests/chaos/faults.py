@@ -47,7 +47,7 @@ Find = Callable[[Stage, random.Random], int | None]
 
 
 def _pids(stage: Stage, kind: str, on: str = "", states: tuple[str, ...] = ()) -> list[int]:
-    rows = [row for row in stage.checked.rows(kind) if row["pid"] and on in ("", row["on"])]
+    rows = [r for r in stage.checked.rows(kind) if r["pid"] and (not on or r["on"] == on)]
     return [row["pid"] for row in rows if not states or row["state"] in states]
 
 
@@ -102,6 +102,11 @@ def _fork_server(stage: Stage, _: random.Random) -> int | None:
 
 def _gateway(stage: Stage, _: random.Random) -> int | None:
     return stage.gateway_pid or None
+
+
+def _maker(stage: Stage, _: random.Random) -> int | None:
+    """The process that makes a model's inputs."""
+    return next(iter(_pids(stage, "stage")), None)
 
 
 def _controller(stage: Stage, _: random.Random) -> int | None:
@@ -331,6 +336,12 @@ def grid() -> list[Cell]:
         Cell("standby worker", "exception", _point("worker.prepare", "error", _register)),
         Cell("standby worker", "hang", _point("worker.prepare", "delay 1500", _register)),
         Cell("standby worker", "OOM", _point("worker.prepare", "memory", _register)),
+        Cell("stage", "kill -9", _signals(_maker, signal.SIGKILL)),
+        Cell("stage", "SIGSTOP", _signals(_maker, signal.SIGSTOP)),
+        Cell("stage", "exception", _point("stage.call", "error")),
+        Cell("stage", "hang", _point("stage.done", "delay 1500")),
+        Cell("stage", "OOM", _point("stage.call", "memory")),
+        Cell("stage", "garbage in", _point("controller.send.stage", "garbage")),
         Cell("store / journal", "exception", _point("daemon.store.read", "error", _register)),
         Cell("store / journal", "ENOSPC", _point("build.write", "disk", _register)),
         Cell("store / journal", "garbage in", _damaged_journal, ends_controller=True),

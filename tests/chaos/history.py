@@ -9,7 +9,7 @@ from typing import Any, Final
 LASTING: Final = ("SIGSTOP", "hang", "slow peer")
 LONG: Final = ("controller", "daemon", "device 2 daemon", "fork server")
 LASTS_S: Final = 3.0  # a stopped process is found within two and a half
-LANES: Final = ("probe", "http")
+LANES: Final = {"gateway": "http", "stage": "staged"}  # of others: probe
 RECOVERED_WITHIN_S: Final = 60.0  # no answer to anybody for that long: not survived
 
 
@@ -42,7 +42,7 @@ class Fault:
 
 def lane_of(fault: Fault) -> str:
     """Whose requests show that a fault is over."""
-    return LANES[fault.component == "gateway"]
+    return LANES.get(fault.component, "probe")
 
 
 @dataclass
@@ -72,7 +72,8 @@ class History:
     def _failures_injected(self) -> int:
         """Each of them fires once, in the code of one request, which is told so."""
         return sum(
-            fault.component == "active worker" and fault.fault in ("exception", "OOM", "ENOSPC")
+            fault.component in ("active worker", "stage")
+            and fault.fault in ("exception", "OOM", "ENOSPC")
             for fault in self.faults
         )
 

@@ -45,6 +45,7 @@ WIDTH: Final = 512
 DEPTH: Final = 8  # 8 MiB
 MODELS: Final = ("a", "b", "c")
 PROBE: Final = "probe"
+STAGED: Final = "staged"  # numpy copies what it is sent
 ANSWER_TIMEOUT_S: Final = 90.0
 CONTROLLER_GRACE_S: Final = 40.0
 DEADLINES_MS: Final = (None, None, None, 40.0, 2000.0)
@@ -88,11 +89,12 @@ class Load:
         self._seed = seed
         self._stop = threading.Event()
         self.modules = {name: mlp(WIDTH, DEPTH, n) for n, name in enumerate(MODELS)}
-        self.modules[PROBE] = mlp(16, 1, 9)
+        self.modules |= {name: mlp(16, 1, 9) for name in (PROBE, STAGED)}
         self._script = write_script(stage.folder, "train.py", TRAIN)
         self._jobs = ("job-1", "job-2")
         lanes: list[tuple[str, Callable[[random.Random], None]]] = [
-            ("probe", self._probe),
+            (PROBE, self._probe),
+            (STAGED, self._probe),
             ("infer-1", self._infer),
             ("infer-2", self._infer),
             ("raw", self._raw),
@@ -108,8 +110,12 @@ class Load:
     def start(self) -> None:
         client = self._stage.checked.client
         for name, module in self.modules.items():
-            width = 16 if name == PROBE else WIDTH
-            client.register(name, module, example_inputs=(torch.zeros(1, width),), max_batch=4)
+            width = WIDTH if name in MODELS else 16
+            more: dict[str, Any] = {}
+            if name == STAGED:
+                more = {"preprocess": "numpy:copy", "raw": {"a": ((1, width), "float32")}}
+            x = torch.zeros(1, width)
+            client.register(name, module, example_inputs=(x,), max_batch=4, **more)
         for seed, name in enumerate(self._jobs):
             args = [str(seed), str(self._stop_file(name)), str(self._out(name))]
             client.train(self._script, name=name, args=args)
@@ -164,10 +170,11 @@ class Load:
     # ---- lanes ---------------------------------------------------------------------------------
 
     def _probe(self, _: random.Random) -> None:
-        x = torch.ones(1, 16)
+        """Of the model that is called like the lane."""
+        x, name = torch.ones(1, 16), threading.current_thread().name
         with self._stage.client() as client:
             while not self._stop.wait(0.02):
-                self._one(client, "probe", PROBE, x, None, is_cancelled=False)
+                self._one(client, name, name, x, None, is_cancelled=False)
 
     def _infer(self, generator: random.Random) -> None:
         lane = threading.current_thread().name

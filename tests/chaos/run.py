@@ -44,7 +44,7 @@ def chaos(
     with staged(folder, history, policy) as stage:
         load = Load(stage, seed)
         load.start()
-        for lane in LANES:
+        for lane in ("probe", *LANES.values()):
             _wait_for_answers(history, 0, lane)
         before = _gauges(stage)
         began_s = time.monotonic()
