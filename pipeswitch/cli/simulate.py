@@ -50,6 +50,7 @@ RANDOM_MS: Final = 14.0  # it computes so long on a device of factor 1
 SPREAD: Final = 0.5  # sigma of both logarithms
 SERIAL: Final = "serial"  # no policy of the server: the reference without any overlap
 LAYERS: Final = 8  # of a model of which no more is known: as many groups
+SHARES: Final = (6, 25)  # of the models' bytes, percent, where no memory is given
 OF_REQUESTS: Final = ("policy", "in_slo", "p50_ms", "p99_ms", "refused", "switches", "copied")
 OF_JOBS: Final = ("training", "job", "at_ms", "jct_ms", "share", "trained_s", "preempted_s",
                   "evictions")  # fmt: skip
@@ -138,6 +139,8 @@ def _compare(
     timeline: str | None, jobs: Sequence[str], training: str, batch: int | None, batch_delay: str,
     batch_row: str | None,
 ) -> None:  # fmt: skip
+    if plot is not None:
+        _check_plot(Path(plot))
     chosen = _words(policies)
     for policy in chosen:
         if policy != SERIAL:
@@ -171,7 +174,9 @@ def _compare(
                         has_deadlines=deadlines or admission,
                         admission="deadline" if admission else "off", max_wait_ms=max_wait_ms))
         for label, size_bytes in (
-            _memory(text, needed) for text in _words(memory or ("100%" if trains else "6%,25%"))
+            _memory(text, needed)
+            for text in (_shares((100,) if trains else SHARES, needed) if memory is None
+                         else _words(memory))
         )
         for policy in (chosen if asked else chosen[:1])
         for order in orders
@@ -264,7 +269,13 @@ def _trace(
     if name == "azure-llm":
         return arrivals.of_services([_data(one) for one in SERVICES], speed_up=speed_up), []
     if kind == "poisson":
-        rate_per_s = _read("poisson", rate, _positive) * speed_up
+        try:
+            rate_per_s = _positive(rate) * speed_up
+        except ValueError:
+            raise InvalidInput(
+                f"{name} is not of the form poisson:RATE: requests a second, above 0",
+                hint="pipeswitch simulate poisson:50",
+            ) from None
         count = requests or 10_000
         return arrivals.poisson(rate_per_s, count=count, model_count=20, seed=seed), []
     if not Path(name).is_file():
@@ -424,17 +435,32 @@ def _share(text: object) -> float:
     return share
 
 
+def _shares(percents: Sequence[int], sizes: Mapping[str, int]) -> list[str]:
+    """As ``--memory`` would give them; one that is too small becomes the least that fits."""
+    largest, least = _least(sizes)
+    for percent in percents:
+        if percent < least:
+            told = f'"{largest}" has {format_bytes(sizes[largest])}'
+            views.echo(f"memory is {least}% in place of {percent}%: {told}", err=True)
+    return list(dict.fromkeys(f"{max(percent, least)}%" for percent in percents))
+
+
+def _least(sizes: Mapping[str, int]) -> tuple[str, int]:
+    """The largest, and of all bytes the least whole percentage that it fits into."""
+    largest = max(sizes, key=lambda name: sizes[name])
+    return largest, -(-100 * sizes[largest] // sum(sizes.values()))
+
+
 def _memory(text: str, sizes: Mapping[str, int]) -> tuple[str, int]:
     """What a user wrote, and bytes."""
     if text.endswith("%"):
         share = _read("--memory", text[:-1], _positive) / 100.0
-        size_bytes, label = int(share * sum(sizes.values())), text
+        size_bytes, label = round(share * sum(sizes.values())), text
     else:
         size_bytes = _read("--memory", text, parse_size)
         label = format_bytes(size_bytes)
-    largest = max(sizes, key=lambda name: sizes[name])
+    largest, least = _least(sizes)
     if size_bytes < sizes[largest]:
-        least = math.ceil(100.0 * sizes[largest] / sum(sizes.values()))
         raise InvalidInput(
             f'"{largest}" has {format_bytes(sizes[largest])}, --memory {text} is '
             f"{format_bytes(size_bytes)}",
@@ -499,12 +525,21 @@ def _jobs_table(rows: Sequence[dict[str, Any]], *, has_requests: bool) -> Table:
     return views.table(shown, ("memory", *(("policy",) if has_requests else ()), *OF_JOBS))
 
 
-def _draw(path: Path, runs: Sequence[Run], facts: dict[str, Any]) -> None:
-    """Which share of all requests ended within which time."""
+def _check_plot(path: Path) -> None:
+    """Before a long run, not after it."""
     from ..benchmarks.plots import is_available
 
     if not is_available():
         raise InvalidInput("--plot needs matplotlib", hint="pip install 'pipeswitch[bench]'")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise InvalidInput(f"--plot {path}: the name ends in .{', .'.join(sorted(formats))}")
+
+
+def _draw(path: Path, runs: Sequence[Run], facts: dict[str, Any]) -> None:
+    """Which share of all requests ended within which time."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display

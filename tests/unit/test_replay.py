@@ -280,12 +280,35 @@ def test_the_command_takes_ones_own_policy_and_says_so_when_it_fails(
     assert 'policy "broken" failed and is replaced by "priority"' in error
 
 
+def test_shares_that_are_not_given_fit_the_largest_model() -> None:
+    status, text, error = simulate("poisson:50", "--requests", "50", "--json")
+    assert status == 0, error
+    assert [run["memory"] for run in json.loads(text)["runs"]] == ["9%", "9%", "25%", "25%"]
+    assert error == 'memory is 9% in place of 6%: "m15" has 428.97 MiB\n'
+
+
+def test_the_least_share_that_is_told_works(tmp_path: Path) -> None:
+    models, trace = tmp_path / "models.json", tmp_path / "own.csv"
+    rows = [{"name": name, "bytes": size, "compute_ms": 1.0, "layers": 1}
+            for name, size in (("a", 57_000_000), ("b", 43_000_000))]  # fmt: skip
+    models.write_text(json.dumps(rows))
+    trace.write_text("at_ms,model\n0,a\n5,b\n")
+    command = (str(trace), "--models", str(models), "--memory")
+    _, _, error = simulate(*command, "1%")
+    (least,) = re.findall(r"--memory (\d+%) at least", error)
+    status, _, error = simulate(*command, least)
+    assert status == 0, error
+
+
 @pytest.mark.parametrize(
     ("args", "told"),
     [(["nosuch"], "no trace 'nosuch'"), (["azure", "--policy", "prio"], 'did you mean "priority"?'),
      (["azure", "--policy", "no_such:make"], "No module named 'no_such'"),
      (["azure", "--device", "v10"], "no device 'v10'"), (["azure", "--memory", "1%"], "at least"),
      (["azure", "--memory", "much"], "--memory much"), (["poisson:-1"], "above 0"),
+     (["poisson"], "poisson:RATE"), (["poisson:"], "poisson:RATE"), (["poisson:a"], "poisson:RATE"),
+     (["poisson:5", "--memory", "6%"], "--memory 9% at least"),
+     (["none", "--job", "a:1:1ms:1MiB", "--plot", "p.txt"], "png"),
      (["poisson:5", "--models", "random:0"], "from 1 to"), (["azure", "--slo", "5"], "--slo 5"),
      (["azure", "--policy", ","], "nothing was named")],
 )  # fmt: skip
