@@ -425,13 +425,16 @@ def from_numbers(name: str, dtype: str, shape: Sequence[int], values: Any) -> me
         )
     if not array.size:
         return memoryview(b"")
-    if array.dtype.kind not in _TAKES["f" if "float" in dtype else dtype[0]]:
-        given = _GIVEN.get(array.dtype.kind, "no numbers")
-        raise InvalidInput(f'input "{name}" is {DATATYPE_OF[dtype]}, its data is {given}')
+    target = np.dtype("float32" if dtype == "bfloat16" else dtype)
+    if array.dtype.kind not in _TAKES[target.kind]:
+        exact = np.asarray(values, object)  # numpy makes floats of integers that lie far apart
+        if target.kind not in "iu" or any(type(one) is not int for one in exact.flat):
+            given = _GIVEN.get(array.dtype.kind, "no numbers")
+            raise InvalidInput(f'input "{name}" is {DATATYPE_OF[dtype]}, its data is {given}')
+        array = exact
     if dtype == "bfloat16":
         with np.errstate(over="ignore"):
-            return _dense(_to_bfloat16(array.astype(np.float32)))
-    target = np.dtype(dtype)
+            return _dense(_to_bfloat16(array.astype(target)))
     if target.kind in "iu":
         limits = np.iinfo(target)
         if int(array.min()) < limits.min or int(array.max()) > limits.max:
