@@ -77,7 +77,10 @@ class Judge:
 
     def cost(self, resident: Resident, view: View) -> tuple[float, ...]:
         try:
-            return _numbers(self.policy.eviction.cost(resident, view))
+            cost = _numbers(self.policy.eviction.cost(resident, view))
+            if min(cost, default=0.0) < 0.0:
+                raise ValueError(f"{cost} is below 0")
+            return cost
         except Exception as error:
             self._replace("cost", error)
             return self.cost(resident, view)

@@ -245,6 +245,11 @@ class CostIsHuge(Eviction):
         return (10**400,)  # added to a float it is an OverflowError
 
 
+class CostIsNegative(Eviction):
+    def cost(self, resident: Resident, view: View) -> tuple[float, ...]:
+        return (0.0, -1.0)
+
+
 class Heard(World):
     """Keeps what the operator reads."""
 
@@ -293,6 +298,7 @@ def test_a_policy_that_fails_when_memory_is_short_is_replaced_too() -> None:
     for policy in (
         Policy("mine", Order(), CostFails()),
         Policy("mine", Order(), CostIsHuge()),
+        Policy("mine", Order(), CostIsNegative()),
         Policy("mine", Fails("may_overtake", 0, ValueError("no")), Eviction()),
     ):
         world = live(policy, arena_mib=8)  # one model fits
