@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from pipeswitch.cli.main import main
-from pipeswitch.config import PROFILES_VARIABLE, SECTIONS, Config, ServerConfig
+from pipeswitch.config import PROFILES_VARIABLE, Config, ServerConfig, load
 from pipeswitch.controller.gateway import DEFAULTS
 
 ROOT = Path(__file__).parents[2]
@@ -32,12 +32,9 @@ def instructions(name: str) -> list[str]:
     return re.findall(rf"^{name} (.*)$", DOCKERFILE, re.MULTILINE)
 
 
-def variables() -> dict[str, str]:
-    """All of ours that a container is started with."""
-    found = dict(re.findall(r"\b([A-Z_]+)=(\S+)", " ".join(instructions("ENV"))))
-    found |= COMPOSED["environment"]
-    found |= {one["name"]: one["value"] for one in CONTAINER["env"]}
-    return {name: value for name, value in found.items() if name.startswith("PIPESWITCH_")}
+def of_image() -> dict[str, str]:
+    """The environment that every container of it has."""
+    return dict(re.findall(r"\b([A-Z_]+)=(\S+)", " ".join(instructions("ENV"))))
 
 
 def test_the_image_copies_what_is_there_and_all_that_is_installed() -> None:
@@ -63,14 +60,23 @@ def test_the_image_runs_as_its_own_user_and_says_how_it_is() -> None:
     assert [int(port) for port in instructions("EXPOSE")[0].split()] == PORTS
 
 
-def test_every_setting_of_a_container_exists() -> None:
-    for name, value in variables().items():
-        if name != PROFILES_VARIABLE:
-            section, _, key = name.removeprefix("PIPESWITCH_").lower().partition("__")
-            assert key in SECTIONS[section].__dataclass_fields__, name
-        if "/" in str(value):
-            assert str(value).startswith(f"{STATE}/"), name  # the volume keeps it
-    assert variables()["PIPESWITCH_GATEWAY__BEHIND_PROXY"] == "true"
+@pytest.mark.parametrize(
+    "given",
+    [COMPOSED["environment"], {one["name"]: one["value"] for one in CONTAINER["env"]}],
+    ids=["compose", "k8s"],
+)
+def test_a_server_takes_every_setting_of_a_container(
+    given: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # no file of settings
+    environ = of_image() | given
+    assert set(map(type, environ.values())) == {str}
+    assert load(environ=environ).gateway.behind_proxy
+    for name, value in environ.items():
+        if name.startswith("PIPESWITCH_"):
+            assert "__" in name or name == PROFILES_VARIABLE  # others are not read
+            if "/" in value:
+                assert value.startswith(f"{STATE}/"), name  # the volume keeps it
 
 
 @pytest.mark.parametrize(
