@@ -195,7 +195,7 @@ def _device_names(given: object) -> str:
 class DeviceConfig(_Checked):
     """``[device]``: which one, and how much of it."""
 
-    name: str = _setting("auto", "auto, cpu or cuda:0; several: cpu:0,cpu:1", _device_names)
+    name: str = _setting("auto", "auto, cpu or cuda:0; several: cuda:0,cuda:1,cpu", _device_names)
     arena: Amount = _setting(  # noqa: RUF009 - Amount is frozen, sharing it is safe
         "auto", "device memory to take: auto, 20GiB or a fraction", Amount.parse
     )
@@ -431,7 +431,10 @@ class ModelConfig(_Checked):
     inputs: tuple[str, ...] = _setting((), "like x=8x3x224x224:float32")
     priority: str = _setting("normal", "high, normal or low", choices=tuple(PRIORITIES))
     pin: bool = _setting(False, "keep on the device")
-    devices: tuple[str, ...] = _setting((), "of several, those that may serve it; empty: all")
+    devices: tuple[str, ...] = _setting(
+        (),
+        "of several, those that may serve it, by name or kind; empty: all of the first one's kind",
+    )
     max_batch: int = _setting(0, "largest dynamic batch; 0: 64", low=0)
     batch: int = _setting(0, "waiting requests are joined up to this batch; 0: never", low=0)
     batch_delay_ms: float = _setting("0", "for so long one waits for others to join", parse_ms)

@@ -26,7 +26,7 @@ def _split(_: click.Context, __: click.Parameter, names: str) -> list[str]:
 
 devices_option = click.option(
     "--devices", default="", metavar="DEVICE,DEVICE", callback=_split,
-    help="Of several of the server, those that may have it.",
+    help="Those of the server's that may have it: cuda:1, or cuda for all. None: the first's kind.",
 )  # fmt: skip
 
 

@@ -226,7 +226,8 @@ class Client:
                 0: never. Each sees its own answer alone; ``show`` says whether its last bits
                 depend on the batch (``batching``).
             batch_delay_ms: for so long a request waits for others though the device is free.
-            devices: of several of the server, those that may serve it; none: all.
+            devices: of several of the server, those that may serve it, by name or by kind
+                (``cuda:1``, ``cpu``); none: all, of two kinds those of the first one's.
             preprocess: ``package.module:function`` of the server's, which makes the model's inputs
                 of what requests send: it is called with numpy arrays by the names of ``raw``, in a
                 process beside the devices, and returns a dict of arrays by the model's inputs, or

@@ -186,7 +186,7 @@ def _sizes(config: Config, devices: Sequence[ChosenDevice]) -> list[Sizes]:
     """
     available = available_bytes()
     store = config.host.store.resolve(available, available // 4)
-    cores = cpu_count()
+    cores, sharers = cpu_count(), sum(one.options is None for one in devices) or len(devices)
     is_sandboxed = _is_sandboxed(config, devices)
     common = Sizes(
         arena_bytes=0,
@@ -195,7 +195,7 @@ def _sizes(config: Config, devices: Sequence[ChosenDevice]) -> list[Sizes]:
         input_bytes=config.jobs.shared_input_bytes & -4096,
         words=WORDS,
         bell_count=most_workers(config.workers.standby),
-        threads=config.workers.threads or max(1, (cores - 1) // len(devices)),
+        threads=config.workers.threads or max(1, (cores - 1) // sharers),
         build_threads=config.workers.threads or max(1, cores - 1),
         build_timeout_s=config.workers.build_timeout_ms / 1000.0,
         stage_timeout_s=config.preprocess.max_time_ms / 1000.0,

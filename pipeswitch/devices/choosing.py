@@ -62,13 +62,8 @@ def choose_devices(config: DeviceConfig, *, workers: int) -> tuple[ChosenDevice,
     """Each device that was asked for, examined one after the other.
 
     Raises:
-        ConfigError: as ``choose_device``; or devices of two kinds.
+        ConfigError: as ``choose_device``.
     """
-    if len({name.partition(":")[0] for name in config.names}) > 1:
-        raise ConfigError(  # before a self-test, which takes its time
-            f"--device {' --device '.join(config.names)}: several devices are of one kind",
-            hint="a server for each kind, with a --state-dir and a --listen of its own",
-        )
     return tuple(
         choose_device(replace(config, name=name), workers=workers) for name in config.names
     )

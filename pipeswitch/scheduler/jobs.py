@@ -15,6 +15,7 @@ from ..errors import (
     TaskFailed,
 )
 from ..ipc.messages import Epoch, JobName, JobReport
+from . import limits
 from .commits import Commits
 from .core import Core
 from .device_state import DeviceState
@@ -149,9 +150,8 @@ class Jobs:
         if core.is_draining:
             core.refuse(event.token, ServerUnavailable("the server is draining"))
             return
-        if unknown := [name for name in event.devices if name not in self.names]:
-            text = f"no device {', '.join(unknown)} here"
-            core.refuse(event.token, InvalidInput(text, hint=f"one of {', '.join(self.names)}"))
+        if error := self._refusal(event.devices):
+            core.refuse(event.token, error)
             return
         old = self.get(event.job)
         if old is not None and old.state.state not in TASK_FINAL:
@@ -175,10 +175,21 @@ class Jobs:
         core.emit(Journal(entry={"kind": "job", "name": job.name, "entry": job.entry,
                                  "args": list(job.args), "priority": job.priority,
                                  "tenant": job.tenant, "share": job.share,
-                                 "devices": list(job.devices)},
+                                 "devices": list(event.devices)},
                           accepts=(event.token,)))  # fmt: skip
         self._publish(job, "job.submitted", entry=job.entry)
         core.answer(event.token, job=self.row(job))
+
+    def _refusal(self, devices: Sequence[str]) -> PipeSwitchError | None:
+        """Of the devices that a job asks for."""
+        kinds = limits.kinds_of(limits.limit(devices, self.names))
+        if len(kinds) < 2:
+            return limits.refusal(devices, self.names)
+        return InvalidInput(
+            f"a job trains on devices of one kind, not on {' and '.join(kinds)}: its state would "
+            "differ in the last bits",
+            hint=" or ".join(f"--devices {kind}" for kind in kinds),
+        )
 
     def adopt(
         self, name: JobName, entry: str, args: tuple[str, ...], priority: int, tenant: str,
@@ -186,6 +197,7 @@ class Jobs:
     ) -> Job:  # fmt: skip
         """Put a job on the books (a new one, or one the journal remembers, which was ``on``)."""
         core = self._core
+        devices = limits.limit(devices, self.names)
         job = Job(name, entry, args, priority, tenant, share, devices, sent_to)
         job.born_epoch = Epoch(core.last_epoch)
         job.place = core.next_epoch()
@@ -218,7 +230,6 @@ class Jobs:
         """
         on = placed["device"] if placed is not None and placed["device"] in self.names else ""
         sent_to = on if placed is not None and placed["is_sent"] else ""
-        devices = tuple(name for name in devices if name in self.names)
         job = self.adopt(name, entry, args, priority, tenant, share, devices, sent_to, on)
         if slot_bytes:
             self.home(job).commits.restore(job, slot_bytes, step)
@@ -307,7 +318,7 @@ class Jobs:
         if job.devices and event.to not in job.devices:
             error = InvalidInput(
                 f'job "{job.name}" is limited to {", ".join(job.devices)}',
-                hint="train --devices names those that it may be moved to",
+                hint="train --devices names those that it may be moved to, of one kind",
             )
             self._core.refuse(event.token, error)
             return

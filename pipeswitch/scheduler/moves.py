@@ -19,6 +19,7 @@ from .core import Core
 from .device import Device
 from .events import HandOver, ToWorker
 from .jobs import Jobs
+from .limits import kinds_of
 from .records import Job, Worker
 from .regions import Owner
 from .states import TASK_ON_WORKER, MoveEvent, MoveState, TaskState, WorkerEvent
@@ -116,8 +117,7 @@ class Moves:
     @staticmethod
     def _unfit(device: Device, target: Device, job: Job) -> str:
         """Why its process cannot come along; empty: it can."""
-        kinds = {one.state.settings.device.partition(":")[0] for one in (device, target)}
-        if kinds != {CAN_TAKE}:
+        if kinds_of(one.state.settings.device for one in (device, target)) != [CAN_TAKE]:
             return "its tensors cannot be mapped on the other device"
         if not job.lease_bytes or job.lease_asked_bytes:
             return "it has no slice yet"

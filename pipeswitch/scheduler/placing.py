@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from .device import Device
 from .device_state import DeviceState
+from .limits import kinds_of, limit
 from .policies import Prediction
 from .policies.placement import PLACEMENTS, Place, best
 from .records import Job, Model, Request
@@ -50,8 +51,10 @@ class Placing:
             return others, state.index != home, state.index
 
         places = [one.state for one in _ready(self._living(job.allowed))]
-        if all(state.is_given_up for state in places):  # where it was moved to is lost
-            places = [one.state for one in _ready(self._living(()))]
+        if all(state.is_given_up for state in places):  # those of its kind can go on with it
+            names = [one.state.settings.device for one in self._devices]
+            alike = limit(kinds_of(job.allowed), names)
+            places = [one.state for one in _ready(self._living(alike))]
         return min(places, key=order).index
 
     def _living(self, names: tuple[str, ...]) -> list[Device]:

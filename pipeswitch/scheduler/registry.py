@@ -10,7 +10,6 @@ from ..errors import (
     AlreadyExists,
     Cancelled,
     HostStoreFull,
-    InvalidInput,
     ModelNotFound,
     PermissionDenied,
     PipeSwitchError,
@@ -32,6 +31,7 @@ from ..ipc.messages import (
 from ..planning.profile import Found
 from ..programs.layout import Manifest
 from ..programs.signature import is_same_signature
+from . import limits
 from .admission import Admission, changed_on_the_way
 from .build_queue import BuildQueue
 from .core import Core
@@ -105,18 +105,16 @@ class Registry:
             )
             core.refuse(event.token, error)
             return
-        names = self._machine.names
-        unknown = [name for name in event.devices if name not in names]
-        if unknown and not event.is_known:
-            hint = f"one of {', '.join(names)}"
-            core.refuse(event.token, InvalidInput(f'no device "{unknown[0]}" here', hint=hint))
+        unknown = limits.refusal(event.devices, self._machine.names)
+        if unknown is not None and not event.is_known:
+            core.refuse(event.token, unknown)
             return
-        limit = core.settings.max_models_per_client
+        most = core.settings.max_models_per_client
         models = self._machine.models.values()
         count = len({model.base for model in models if model.tenant == event.tenant})
-        if event.tenant and not event.is_known and count >= limit:
+        if event.tenant and not event.is_known and count >= most:
             full = HostStoreFull(
-                f"this client has {count} models, [server] max_models_per_client is {limit} "
+                f"this client has {count} models, [server] max_models_per_client is {most} "
                 "(clients without a key are one)",
                 hint="pipeswitch unregister NAME",
             )
@@ -176,7 +174,7 @@ class Registry:
             base=base,
             version=version,
             tenant=event.tenant,
-            devices=tuple(name for name in event.devices if name in machine.names),
+            devices=limits.limit(event.devices, machine.names),
             manifest=event.restored,
             stage=event.stage,
         )

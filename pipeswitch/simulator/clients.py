@@ -78,11 +78,17 @@ class SimulatedClients:
         )  # fmt: skip
         return token
 
-    def train(self, job: JobName, training: Training, *, priority: int = 1) -> ev.Token:
+    def train(
+        self, job: JobName, training: Training, *, priority: int = 1, devices: tuple[str, ...] = ()
+    ) -> ev.Token:
         """A job; known under that name, its script is what it was."""
         self._scene.scripts.setdefault(job, training)
         token = self.token()
-        self._handle(ev.TrainAsked(token=token, job=job, entry="", args=(), priority=priority))
+        self._handle(
+            ev.TrainAsked(
+                token=token, job=job, entry="", args=(), priority=priority, devices=devices
+            )
+        )
         return token
 
     def ask(self, job: JobName, action: Action) -> ev.Token:

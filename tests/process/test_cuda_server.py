@@ -210,6 +210,46 @@ def test_two_gpus_serve_and_a_daemon_that_dies_is_nothing_to_the_other(
         assert daemons()["cuda:0"] == before["cuda:0"]
 
 
+def test_a_cpu_device_beside_a_gpu_serves_what_asks_for_it(
+    own_gpu: dict[str, str], tmp_path: Path
+) -> None:
+    with checked_server(
+        devices=("cuda:0", "cpu"), args=("--standby", "1"), environment=own_gpu
+    ) as checked:
+        client, module, x = checked.client, mlp(64, 4, 8), torch.randn(3, 64)
+        expected = eager(module, x)
+        asked = {"by-itself": [], "on-cpu": ["cpu"], "on-both": ["cuda", "cpu"]}
+        for name, devices in asked.items():
+            client.register(name, module, example_inputs=(x,), devices=devices)
+        limits = {row["name"]: row["devices"] for row in client.models()}
+        assert limits == {
+            "by-itself": ["cuda:0"], "on-cpu": ["cpu:0"], "on-both": ["cuda:0", "cpu:0"]
+        }  # fmt: skip
+
+        def used(name: str) -> set[str]:
+            calls = [client.submit(name, x.numpy()) for _ in range(16)]
+            results = [call.result(60) for call in calls]
+            for result in results:
+                found = torch.from_numpy(next(iter(result.outputs.values())))
+                assert is_bit_equal(found, expected)
+            return {result.timing.extra["device"] for result in results}
+
+        assert used("by-itself") == {"cuda:0"}
+        assert used("on-cpu") == {"cpu:0"}
+        until(lambda: used("on-both") == {"cuda:0", "cpu:0"}, "both serve it")
+        script = write_script(tmp_path, "train.py", STEPS)
+        outs = {device: tmp_path / device for device in ("cuda", "cpu")}
+        with pytest.raises(InvalidInput, match="devices of one kind"):
+            client.train(str(script), devices=list(outs))
+        run_plain(script, str(tmp_path / "plain"))
+        for device, out in outs.items():
+            task = client.train(str(script), name=device, args=[str(out)], devices=[device])
+            with pytest.raises(InvalidInput, match="is limited to"):
+                task.move("cpu:0" if device == "cuda" else "cuda:0")
+            assert finish(task)["state"] == "done"
+            assert out.read_text() == (tmp_path / "plain").read_text()
+
+
 # ---- no GPU ---------------------------------------------------------------------------------
 
 

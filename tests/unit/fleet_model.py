@@ -129,7 +129,8 @@ class World(simulator.World):
             max_compute_ms=max_compute_ms, prefix_bytes=prefix_mib * MIB,
             is_sandboxed=seed % 2 == 1, placement=placement,
         )  # fmt: skip
-        each = [replace(settings, device=f"cpu:{index}") for index in range(devices)]
+        kinds = ("cpu", "cuda" if seed % 3 == 2 else "cpu")
+        each = [replace(settings, device=f"{kinds[index]}:{index}") for index in range(devices)]
         self.profiled = profiled  # chance that a profile of a built program is on the disk
         self.announced: set[str] = set()
         self.job_names: list[str] = []
@@ -261,7 +262,9 @@ class World(simulator.World):
             layer_ms = self.random.choice((1.0, 12.0, 40.0))
             found = (Found("found.json", profile_of(name, program.manifest, layer_ms)),)
         names = [device.state.settings.device for device in self.scheduler.machine.devices]
-        only = (names[-1],) if len(names) > 1 and name.endswith("3") else ()
+        only: tuple[str, ...] = ()
+        if len(names) > 1 and name[-1] in "34":
+            only = (names[-1],) if name.endswith("3") else tuple(names)
         program = replace(program, profiles=found)
         return self.clients.register(name, program, pin=pin, devices=only)
 

@@ -41,7 +41,7 @@ def test_no_process_is_started_where_there_is_no_driver(monkeypatch: pytest.Monk
     assert choose_device(DeviceConfig(name="cpu"), workers=3).why == "asked for"
 
 
-def test_several_devices_are_each_chosen_and_are_of_one_kind(
+def test_several_devices_are_each_chosen_with_their_own_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     without_driver(monkeypatch)
@@ -59,9 +59,11 @@ def test_several_devices_are_each_chosen_and_are_of_one_kind(
     assert larger.arena_bytes > smaller.arena_bytes >= 1 * GIB
     assert larger.store_bytes == smaller.store_bytes
     assert facts_of(both)["gpu_uuid"] == "GPU-0, GPU-1"
-    monkeypatch.setattr(choosing, "_cuda", lambda *_: pytest.fail("it is examined for nothing"))
-    with pytest.raises(ConfigError, match="several devices are of one kind"):
-        choose_devices(DeviceConfig(name="cpu:0,cuda:0"), workers=3)
+    gpu, cpu = _sizes(Config(), choose_devices(DeviceConfig(name="cuda:0,cpu"), workers=3))
+    assert gpu.cuda is not None
+    assert cpu.cuda is None
+    assert gpu.arena_bytes == larger.arena_bytes != cpu.arena_bytes
+    assert gpu.is_sandboxed is cpu.is_sandboxed is False
 
 
 def test_a_program_that_says_nothing_is_told_with_its_last_words(

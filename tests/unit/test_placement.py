@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -77,13 +78,13 @@ COSTS = Costs(to_device=Link(bytes_per_ms=MIB), reap_ms=5.0)
 
 
 class Server:
-    """Two devices, each with a link of 1 MiB/ms; bills by the order of the answers."""
+    """Devices, each with a link of 1 MiB/ms; bills by the order of the answers."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, names: Sequence[str] = ("cpu:0", "cpu:1"), **settings: Any) -> None:
         given = SchedulerSettings(
             arena_bytes=24 * MIB, store_bytes=256 * MIB, words=64, standby=1, **settings
         )
-        each = [replace(given, device=f"cpu:{index}") for index in range(2)]
+        each = [replace(given, device=name) for name in names]
         self.scheduler = Scheduler(given, devices=each)
         self.world = World(self.scheduler, costs=COSTS)
         self.bills: list[tuple[str, str]] = []
@@ -354,3 +355,38 @@ def test_rows_and_events_name_the_device() -> None:
     server.scheduler.machine.devices[1].state.publish("worker.ready", worker=0)
     server.scheduler.machine.devices[1].state.span("copy", "a group 0", 1.0, 2.0)
     assert (told[0].body["device"], told[1].track) == ("cpu:1", "cpu:1 copy")
+
+
+OF_TWO_KINDS = ("cuda:0", "cpu:0", "cpu:1")
+
+
+def test_devices_of_two_kinds_serve_one_model_on_purpose_only() -> None:
+    server, program = Server(OF_TWO_KINDS), program_of("e", 8 * MIB, groups=2, layer_ms=20.0)
+    asked = {"e": ("cpu",), "f": ("cuda", "cpu"), "g": ("cpu:1", "cuda:0"), "h": ("cuda:1",)}
+    for name, devices in asked.items():
+        server.world.clients.register(ModelName(name), program, devices=devices)
+    assert server.world.clients.outcomes["InvalidInput"] == 1
+    server.world.run()
+    found = {name: {on for on, _ in server.placed(name * 8)} for name in "aefg"}
+    assert found == {
+        "a": {"cuda:0"}, "e": {"cpu:0", "cpu:1"}, "f": set(OF_TWO_KINDS), "g": {"cuda:0", "cpu:1"}
+    }  # fmt: skip
+
+
+def test_a_job_stays_on_devices_of_one_kind_whatever_is_lost() -> None:
+    server = Server(OF_TWO_KINDS, restart_backoff_ms=1e6, max_daemon_restarts=0)
+    training = Training(steps=60, slice_bytes=4 * MIB, state_bytes=MIB, step_ms=100.0)
+    asked = {"on-gpu": (), "either": ("cuda", "cpu"), "on-cpu": ("cpu",)}
+    for name, devices in asked.items():
+        server.world.clients.train(JobName(name), training, devices=devices)
+    assert server.world.clients.outcomes["InvalidInput"] == 1
+    server.world.run(server.world.now_ms + 250.0)
+    homes = [list(device.state.jobs) for device in server.scheduler.machine.devices]
+    assert homes == [["on-gpu"], ["on-cpu"], []]
+    assert server.move("on-gpu", "cpu:1") == server.move("on-cpu", "cuda:0") == "InvalidInput"
+    assert server.move("on-cpu", "cpu:1") == "ok"
+    for device in (0, 2):
+        server.kill(device)
+    server.world.run()
+    states = {row["name"]: row["state"] for row in server.scheduler.listing.jobs()}
+    assert states == {"on-gpu": "queued", "on-cpu": "done"}
