@@ -2,9 +2,10 @@
 
 SwitchFlow's figures 8 to 10: one, two and three jobs, of equal and of mixed models, that train in
 turns on one device with one compute thread. Arms, in turns: *own* (each its DataLoader), *shared*
-(``job.shared``). Loading a batch takes as long as training on it, except in the last case. What is
-counted is the images a second of all jobs together, from the first step of any to the last:
-processes start meanwhile.
+(``job.shared``). Loading a batch takes as long as training on it, except in the last case; in the
+one before it both are short, and what any step of a job costs counts for more. What is told is the
+images a second of all jobs together, from the first step of any to the last: processes start
+meanwhile.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from .trials import Arm, Numbers, Run
 
 MODULE: Final = "pipeswitch.benchmarks.input_script"
 BATCH: Final = 16
-WIDTH: Final = 12
+WIDTH: Final = 48  # a step of some 13 ms
+NARROW: Final = 12  # of some 2 ms
 PASSES: Final = 10
 QUICK_PASSES: Final = 5
 MANY_UNITS: Final = 20  # whose time is measured
@@ -38,7 +40,8 @@ LEAST_GAIN: Final = 1.4
 class Case:
     name: str
     widths: tuple[int, ...]  # of each job's model
-    load: float = 1.0  # how long loading a batch takes, of training the model of WIDTH on it
+    width: int = WIDTH
+    load: float = 1.0  # how long loading a batch takes, of training the model of that width on it
     at_least: float | None = None
 
 
@@ -46,24 +49,27 @@ CASES: Final = (
     Case("1 job", (WIDTH,)),
     Case("2 equal jobs", (WIDTH,) * 2),
     Case("3 equal jobs", (WIDTH,) * 3, at_least=LEAST_GAIN),
-    Case("3 mixed jobs", (WIDTH // 2, WIDTH, 2 * WIDTH)),
+    Case("3 mixed jobs", (WIDTH // 2, WIDTH, WIDTH * 3 // 2)),
+    Case("3 equal jobs, short steps", (NARROW,) * 3, NARROW),
     Case("3 equal jobs, cheap input", (WIDTH,) * 3, load=0.0),
 )
 
 
 def run(bench: Run, _: Any = ()) -> None:
     """All cases on one server."""
-    one, many = _measured(1), _measured(MANY_UNITS)
+    one, many = _measured(1, WIDTH), _measured(MANY_UNITS, WIDTH)
     unit_ms = (many["load_ms"] - one["load_ms"]) / (MANY_UNITS - 1)
-    train_ms = one["train_ms"]
-    bench.find("training on a batch", train_ms, "ms")
+    train_ms = {WIDTH: one["train_ms"], NARROW: _measured(1, NARROW)["train_ms"]}
+    for width, found_ms in train_ms.items():
+        bench.find(f"training on a batch, width {width}", found_ms, "ms")
     with (
         tempfile.TemporaryDirectory(prefix="pipeswitch-bench-") as folder,
         server(arena="256MiB", host_store="512MiB", args=("--threads", "1")) as running,
         running.client() as client,
     ):
         for case in CASES:
-            units = max(1, round(case.load * train_ms / unit_ms))
+            more_ms = case.load * train_ms[case.width] - one["load_ms"]
+            units = max(1, round(1 + more_ms / unit_ms))
             jobs = _Jobs(bench, client, case, units, Path(folder))
             bench.say(f"{case.name}: {units} units of loading a sample")
             arms = [Arm(arm, partial(jobs.train, arm)) for arm in ("own", "shared")]
@@ -76,8 +82,9 @@ def run(bench: Run, _: Any = ()) -> None:
     bench.notes.append("cheap input: each sample is unpacked once")
 
 
-def _measured(units: int) -> Numbers:
-    command = [sys.executable, "-P", "-m", MODULE, "--measure", "--units", str(units)]
+def _measured(units: int, width: int) -> Numbers:
+    options = ["--measure", "--units", str(units), "--width", str(width)]
+    command = [sys.executable, "-P", "-m", MODULE, *options]
     found: Numbers = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     return found
 
