@@ -34,6 +34,7 @@ PS_COLUMNS: Final = (
     "kind",
     "state",
     "worker",
+    "on",
     "device",
     "host",
     "prio",
@@ -41,12 +42,12 @@ PS_COLUMNS: Final = (
     "why",
 )
 PS_TITLES: Final = {"name": "MODEL/JOB", "last_used": "LAST USED"}
-MODEL_COLUMNS: Final = ("name", "state", "residency", "bytes", "groups", "mode", "priority",
-                        "pinned", "requests", "source")  # fmt: skip
+MODEL_COLUMNS: Final = ("name", "state", "residency", "on", "bytes", "groups", "mode",
+                        "priority", "pinned", "requests", "source")  # fmt: skip
 VERSION_COLUMNS: Final = ("name", "version", "current", "state", "residency", "bytes", "requests",
                           "source")  # fmt: skip
-JOB_COLUMNS: Final = ("name", "state", "step", "committed_step", "steps_per_s", "suspensions",
-                      "evictions", "restarts", "why")  # fmt: skip
+JOB_COLUMNS: Final = ("name", "state", "on", "step", "committed_step", "steps_per_s",
+                      "suspensions", "evictions", "restarts", "why")  # fmt: skip
 BILL_COLUMNS: Final = ("queue_ms", "switch_ms", "copy_ms", "stall_ms", "compute_ms", "total_ms")
 
 
@@ -102,7 +103,8 @@ def table(
     columns: Sequence[str],
     titles: Mapping[str, str] | None = None,
 ) -> Table:
-    """Rows by column name; a missing value is empty."""
+    """Rows by column name; a missing value is empty. On which device: where there are several."""
+    columns = [one for one in columns if one != "on" or any(one in row for row in rows)]
     view = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         title = (titles or {}).get(column, column.replace("_", " ").upper())
@@ -122,9 +124,8 @@ def table(
 
 
 def ps_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """What ``ps`` and ``top`` show; which device, where there are several."""
-    on = ("on",) if any("on" in row for row in rows) else ()
-    return table(rows, (*PS_COLUMNS[:4], *on, *PS_COLUMNS[4:]), PS_TITLES)
+    """What ``ps`` and ``top`` show."""
+    return table(rows, PS_COLUMNS, PS_TITLES)
 
 
 def cell(column: str, value: Any) -> Text:
@@ -138,6 +139,8 @@ def cell(column: str, value: Any) -> Text:
         return Text(format_bytes(int(value)) if int(value) else "")
     if column == "last_used":
         return Text(f"{_duration(float(value))} ago")
+    if isinstance(value, list):
+        return Text(", ".join(map(str, value)))
     if isinstance(value, bool):
         return Text("yes" if value else "")
     if isinstance(value, float):

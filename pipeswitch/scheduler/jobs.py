@@ -407,7 +407,7 @@ class Jobs:
             "state": job.state.state.value,
             "entry": job.entry,
             "args": list(job.args),
-            "step": job.step,
+            "step": max(job.step, job.committed_step),  # the script tells of steps now and then
             "epoch": job.epoch_index,
             "committed_step": job.committed_step,
             "persisted_step": job.persisted_step,

@@ -546,11 +546,14 @@ def test_ui_says_what_to_type_to_a_stranger_and_where_there_is_no_page(
     assert "serve --http" in run("ui")[2]
 
 
-def test_ps_has_a_column_for_the_device_where_there_are_several() -> None:
+def test_tables_have_a_column_for_the_device_where_there_are_several() -> None:
     row = {"name": "m", "kind": "model", "state": "resident", "worker": None}
     assert "ON" not in [column.header for column in views.ps_table([row]).columns]
     headers = [column.header for column in views.ps_table([{**row, "on": "cpu:1"}]).columns]
     assert headers[:6] == ["MODEL/JOB", "KIND", "STATE", "WORKER", "ON", "DEVICE"]
+    rows = [{"name": "m", "on": ["cpu:0", "cpu:1"]}, {"name": "n", "on": []}]
+    (on,) = (one for one in views.table(rows, views.MODEL_COLUMNS).columns if one.header == "ON")
+    assert list(map(str, on.cells)) == ["cpu:0, cpu:1", ""]
 
 
 def test_streams_that_the_caller_closed_are_no_place_for_the_next_file(tmp_path: Path) -> None:

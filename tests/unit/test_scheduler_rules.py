@@ -1208,6 +1208,8 @@ def test_a_commit_counts_when_the_daemon_flipped_it_and_forgives_deaths(rig: Rig
     rig.flip(job, 1, step=7)
     assert (job.committed_step, job.deaths_without_progress) == (7, 0)
     assert rig.sent(StepCommitted), "the worker is told"
+    (row,) = rig.scheduler.listing.jobs()
+    assert row["step"] == 7, "though the script has not told of it yet"
 
 
 def test_a_commit_that_is_told_again_or_late_is_counted_and_not_copied(rig: Rig) -> None:
