@@ -8,12 +8,12 @@ import platform
 import resource
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from ..config import Config
+from ..config import Config, DeviceConfig
 from ..devices import choosing
 from ..devices.cuda import ladder as cuda_ladder
 from ..errors import PipeSwitchError
@@ -96,32 +96,43 @@ def _gpu() -> list[Finding]:
 
 def _cuda(config: Config) -> list[Finding]:
     """What the self-test says, rung by rung; takes seconds, and only where there is a driver."""
-    name, bindings = config.device.name, config.device.bindings
-    is_real = bindings == choosing.REAL_PACKAGE
-    if name.startswith("cpu"):
+    device = config.device
+    gpus = [each for each in enumerate(device.names) if not each[1].startswith("cpu")]
+    if not gpus:
         return []
-    if is_real and not choosing.has_driver_library():
+    if device.bindings == choosing.REAL_PACKAGE and not choosing.has_driver_library():
         return [Finding("cuda", "ok", "no driver library (libcuda.so.1): the cpu device is used")]
-    index = int(name.partition(":")[2] or 0)
+    return [
+        finding
+        for place, name in gpus
+        for finding in _cuda_device(device, name, choosing.peers_of(device, place))
+    ]
+
+
+def _cuda_device(config: DeviceConfig, name: str, peers: Sequence[int] | None) -> list[Finding]:
+    title = name if len(config.names) > 1 else "cuda"
+    index = choosing.index_of(name)
     try:
-        found = choosing.examine(bindings, index, with_tests=True)
+        found = choosing.examine(config.bindings, index, with_tests=True, peers=peers)
     except PipeSwitchError as error:
-        return [Finding("cuda", "fail" if name.startswith("cuda") else "warn", error.message,
+        return [Finding(title, "fail" if name.startswith("cuda") else "warn", error.message,
                         error.hint)]  # fmt: skip
     device = found.pop("device")
     versions = f"driver for CUDA {device['driver'] // 1000}, runtime {device['runtime'] // 1000}"
     size = f"{format_bytes(device['free_bytes'])} of {format_bytes(device['device_bytes'])} free"
-    findings = [Finding("cuda", "ok", f"{device['name']}, {size}, {versions}")]
+    findings = [Finding(title, "ok", f"{device['name']}, {size}, {versions}")]
     if device["free_bytes"] < 0.8 * device["device_bytes"]:
         advice = "nvidia-smi says who; a smaller --arena leaves them room"
-        findings.append(Finding("cuda neighbours", "warn", "others use this GPU too", advice))
+        findings.append(Finding(f"{title} neighbours", "warn", "others use this GPU too", advice))
     for test in cuda_ladder.TESTS:
+        if test == "peer" and peers is None:
+            continue
         outcome = found.get(test, {"is_ok": False, "text": "it did not run"})
         is_needed = test in cuda_ladder.REQUIRED
         bad: Literal["warn", "fail"] = "fail" if is_needed else "warn"
         advice = "" if outcome["is_ok"] else _cuda_advice(test)
         findings.append(
-            Finding(f"cuda {test}", "ok" if outcome["is_ok"] else bad, outcome["text"], advice)
+            Finding(f"{title} {test}", "ok" if outcome["is_ok"] else bad, outcome["text"], advice)
         )
     return findings
 
