@@ -20,6 +20,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import weakref
 import zlib
 from collections.abc import Callable
 from typing import Final
@@ -59,12 +60,16 @@ def area_bytes(slot_bytes: int) -> int:
 
 
 def create_area(slot_bytes: int) -> int:
-    """A new, empty, sealed commit area with its pages reserved; the caller owns the descriptor.
+    """A new, empty, sealed commit area; the caller owns the descriptor.
+
+    It takes a page alone, and no time: who writes a slot reserves it.
 
     Raises:
         OSError: the machine has no memory for it.
     """
-    descriptor = sealed_memfd("pipeswitch-commits", area_bytes(slot_bytes), reserve=True)
+    descriptor = sealed_memfd(
+        "pipeswitch-commits", area_bytes(slot_bytes), reserve_bytes=HEADER_BYTES
+    )
     CommitArea(descriptor, slot_bytes, is_writer=True).close()
     return descriptor
 
@@ -92,6 +97,10 @@ class CommitArea:
         self.slot_bytes = slot_bytes
         self._map = mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_SHARED, prot=access)
         self._bytes = memoryview(self._map)
+        self._own = os.dup(descriptor) if is_writer else -1
+        if is_writer:
+            weakref.finalize(self, os.close, self._own)
+        self._reserved_bytes = [0] * SLOT_COUNT
         self._words = self._bytes[:HEADER_BYTES].cast("Q")
         if is_writer and self._words[_MAGIC_WORD] == 0:
             self._words[_SLOT_BYTES_WORD] = slot_bytes
@@ -141,6 +150,7 @@ class CommitArea:
 
         Raises:
             RemoteProtocolError: larger than a slot, or no step; the commit before stays.
+            OSError: the machine has no memory for it; the commit before stays.
             Whatever ``fill`` raises: the commit before stays.
         """
         if not 0 <= size_bytes <= self.slot_bytes:
@@ -150,6 +160,7 @@ class CommitArea:
         if not 0 <= step <= MAX_STEP:
             raise RemoteProtocolError(f"a commit cannot be of step {step}")
         sequence = self._words[_SEQUENCE_WORD] + 1
+        self._reserve(sequence % SLOT_COUNT, size_bytes)
         record = _RECORD_WORDS[sequence % SLOT_COUNT]
         self._words[record + _SEQUENCE] = 0
         reach("commit.struck")
@@ -174,6 +185,13 @@ class CommitArea:
         self._bytes.release()
         with contextlib.suppress(BufferError):  # a caller still has a view
             self._map.close()
+
+    def _reserve(self, slot: int, size_bytes: int) -> None:
+        """Else a write could be a signal, on a machine that is full."""
+        if size_bytes > self._reserved_bytes[slot]:
+            start = HEADER_BYTES + slot * self.slot_bytes
+            os.posix_fallocate(self._own, start, size_bytes)
+            self._reserved_bytes[slot] = size_bytes
 
     def _slot(self, sequence: int) -> memoryview:
         start = HEADER_BYTES + (sequence % SLOT_COUNT) * self.slot_bytes

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from ..ipc.board import seal_against_writers, sealed_memfd
 from ..ipc.messages import TransmitModel
 from ..ipc.sparse import keep_only
 from .orders import WORD_BYTES
+
+ZEROS: Final = memoryview(bytes(1 << 20))
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
@@ -65,8 +67,11 @@ class OneFile:
         Raises:
             OSError: not enough memory.
         """
-        descriptor = sealed_memfd("pipeswitch-models", arena_bytes, reserve=True)
-        # Populated before the seal: a page fault in the copy thread would be paid by a switch.
+        descriptor = sealed_memfd("pipeswitch-models", arena_bytes, reserve_bytes=arena_bytes)
+        # Written, since a page that is only reserved is cleared when it is mapped, in three times
+        # the time. Populated: a page fault in the copy thread would be paid by a switch.
+        for start in range(0, arena_bytes, len(ZEROS)):
+            os.pwrite(descriptor, ZEROS[: arena_bytes - start], start)
         self._map = mmap.mmap(descriptor, arena_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         seal_against_writers(descriptor)
         self.descriptors = [descriptor]

@@ -28,17 +28,17 @@ STOP: Final = BEGUN + MAX_SLOTS
 F_SEAL_FUTURE_WRITE: Final = 0x0010  # Linux 5.1; Python 3.11's fcntl does not name it
 
 
-def sealed_memfd(name: str, size_bytes: int, *, reserve: bool = False) -> int:
+def sealed_memfd(name: str, size_bytes: int, *, reserve_bytes: int = 0) -> int:
     """An anonymous shared memory file of fixed size; nothing in /dev/shm, nothing to leak.
 
     Sealed against shrinking and growing, so no peer can make another die of SIGBUS.
-    ``reserve`` takes all pages now: a full machine is an OSError here, not a signal later.
+    ``reserve_bytes``: so many are taken now; a full machine is an OSError here, no signal later.
     """
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size_bytes)
-        if reserve:
-            os.posix_fallocate(descriptor, 0, size_bytes)
+        if reserve_bytes:
+            os.posix_fallocate(descriptor, 0, reserve_bytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     except OSError:
         os.close(descriptor)

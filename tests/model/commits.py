@@ -28,6 +28,7 @@ class _Memory(CommitArea):
         self._bytes = memoryview(bytearray(HEADER_BYTES + 2 * IMAGE_BYTES))
         self._words = self._bytes[:HEADER_BYTES].cast("Q")
         self._words[0], self._words[1] = MAGIC, IMAGE_BYTES
+        self._reserved_bytes = [IMAGE_BYTES, IMAGE_BYTES]
 
     def save(self) -> tuple[Any, ...]:
         """All of it that can differ."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from pipeswitch.commits import area as commit_area
 from pipeswitch.commits import files as commit_files
-from pipeswitch.commits.area import Commit, CommitArea, area_bytes, create_area
+from pipeswitch.commits.area import HEADER_BYTES, Commit, CommitArea, area_bytes, create_area
 from pipeswitch.commits.files import load_commit, read_record, write_commit
 from pipeswitch.errors import RemoteProtocolError
 from pipeswitch.ipc.board import sealed_memfd
@@ -86,6 +88,22 @@ def test_the_reader_finds_what_the_writer_flipped_last(
         found = reader.newest()
         assert (found.step, found.sequence) == (step, step)
         assert bytes(reader.image(found)) == image_of(step, step * 1000)
+
+
+def test_a_slot_is_reserved_by_who_writes_it_and_a_full_machine_fails_that_commit_alone(
+    descriptor: int, writer: CommitArea, reader: CommitArea, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who creates it serves requests meanwhile; and a page that cannot be had is a signal."""
+    assert os.fstat(descriptor).st_blocks * 512 == HEADER_BYTES
+    commit(writer, 1)
+    with monkeypatch.context() as patch:
+        full = OSError(errno.ENOSPC, "full")
+        patch.setattr(commit_area.os, "posix_fallocate", Mock(side_effect=full))
+        with pytest.raises(OSError, match="full"):
+            commit(writer, 2)
+    assert reader.newest().step == 1
+    commit(writer, 3)
+    assert reader.newest().step == 3
 
 
 @pytest.mark.parametrize("committed_count", [0, 1, 2])

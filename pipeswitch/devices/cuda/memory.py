@@ -108,7 +108,10 @@ class CudaDeviceMemory:
         self._ring_next = 0
         self._bounces = [PinnedBuffer(cuda, BOUNCE_BYTES) for _ in range(BOUNCE_COUNT)]
         self._bounce_events = [cuda.event() for _ in range(BOUNCE_COUNT)]
-        self._words_descriptor = sealed_memfd("pipeswitch-words", words * WORD_BYTES, reserve=True)
+        words_bytes = words * WORD_BYTES
+        self._words_descriptor = sealed_memfd(
+            "pipeswitch-words", words_bytes, reserve_bytes=words_bytes
+        )
         self._words_map = mmap.mmap(self._words_descriptor, words * WORD_BYTES)
         self._host_words = memoryview(self._words_map).cast("I")
         self._idle_events: list[int] = []
