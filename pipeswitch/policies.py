@@ -7,7 +7,7 @@ from importlib import metadata
 
 from .config import POLICY_GROUP
 from .errors import ConfigError
-from .scheduler.judge import settings_of
+from .scheduler.judge import FAILURES, settings_of
 from .scheduler.policies import MAKERS, Maker, Policy
 
 HINT = (
@@ -28,7 +28,7 @@ def find_policy(name: str, *, max_wait_ms: float) -> Policy:
         policy = _maker(name)(max_wait_ms=max_wait_ms)
         if isinstance(policy, Policy):
             settings_of(policy.order)
-    except Exception as error:
+    except FAILURES as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f'policy "{name}": {reason}', hint=HINT) from error
     if not isinstance(policy, Policy):

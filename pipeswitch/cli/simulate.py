@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
+import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -140,7 +142,7 @@ def _compare(
     batch_row: str | None,
 ) -> None:  # fmt: skip
     if plot is not None:
-        _check_plot(Path(plot))
+        plot = _checked_plot(Path(plot))
     chosen = _words(policies)
     for policy in chosen:
         if policy != SERIAL:
@@ -290,7 +292,9 @@ def _trace(
 
 
 def _positive(text: object) -> float:
-    number = float(str(text))
+    number = math.nan
+    with contextlib.suppress(ValueError):
+        number = float(str(text))
     if not 0.0 < number < math.inf:
         raise ValueError("a number above 0 is expected")
     return number
@@ -454,7 +458,7 @@ def _least(sizes: Mapping[str, int]) -> tuple[str, int]:
 def _memory(text: str, sizes: Mapping[str, int]) -> tuple[str, int]:
     """What a user wrote, and bytes."""
     if text.endswith("%"):
-        share = _read("--memory", text[:-1], _positive) / 100.0
+        share = _read("--memory", text, lambda text: _positive(str(text)[:-1])) / 100.0
         size_bytes, label = round(share * sum(sizes.values())), text
     else:
         size_bytes = _read("--memory", text, parse_size)
@@ -525,17 +529,21 @@ def _jobs_table(rows: Sequence[dict[str, Any]], *, has_requests: bool) -> Table:
     return views.table(shown, ("memory", *(("policy",) if has_requests else ()), *OF_JOBS))
 
 
-def _check_plot(path: Path) -> None:
-    """Before a long run, not after it."""
+def _checked_plot(path: Path) -> str:
+    """Before a long run, not after it; a name without an ending is a PNG's."""
     from ..benchmarks.plots import is_available
 
     if not is_available():
         raise InvalidInput("--plot needs matplotlib", hint="pip install 'pipeswitch[bench]'")
     from matplotlib.backend_bases import FigureCanvasBase
 
+    path = path if path.suffix else path.with_suffix(".png")
     formats = FigureCanvasBase.get_supported_filetypes()
     if path.suffix[1:].lower() not in formats:
         raise InvalidInput(f"--plot {path}: the name ends in .{', .'.join(sorted(formats))}")
+    if not os.access(path.parent, os.W_OK):
+        raise InvalidInput(f"--plot {path}: no folder that can be written to")
+    return str(path)
 
 
 def _draw(path: Path, runs: Sequence[Run], facts: dict[str, Any]) -> None:

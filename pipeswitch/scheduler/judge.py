@@ -9,6 +9,7 @@ from operator import index
 from .policies import Order, Policy, Resident, View, Waiting, make_policy
 
 NUMBERS = (float, int)
+FAILURES = (Exception, SystemExit)  # of a policy; its ``sys.exit()`` does not end the server
 Failed = Callable[[str, str], None]  # told the policy's name and what happened
 
 
@@ -40,28 +41,28 @@ class Judge:
     def key(self, request: Waiting) -> tuple[float, ...]:
         try:
             return _numbers(self.policy.order.key(request))
-        except Exception as error:
+        except FAILURES as error:
             self._replace("key", error)
             return self.key(request)
 
     def rank(self, head: Waiting, view: View) -> tuple[float, ...]:
         try:
             return _numbers(self.policy.order.rank(head, view))
-        except Exception as error:
+        except FAILURES as error:
             self._replace("rank", error)
             return self.rank(head, view)
 
     def stays_until_ms(self, head: Waiting, view: View) -> float:
         try:
             return _numbers((self.policy.order.stays_until_ms(head, view),))[0]
-        except Exception as error:
+        except FAILURES as error:
             self._replace("stays_until_ms", error)
             return self.stays_until_ms(head, view)
 
     def may_overtake(self, request: Waiting, blocked: Waiting, view: View) -> bool:
         try:
             return bool(self.policy.order.may_overtake(request, blocked, view))
-        except Exception as error:
+        except FAILURES as error:
             self._replace("may_overtake", error)
             return self.may_overtake(request, blocked, view)
 
@@ -71,7 +72,7 @@ class Judge:
             if sorted(order) != list(range(len(heads))):
                 raise ValueError(f"{order} are not the {len(heads)} heads, each once")
             return order
-        except Exception as error:
+        except FAILURES as error:
             self._replace("arrange", error)
             return list(range(len(heads)))
 
@@ -81,11 +82,11 @@ class Judge:
             if min(cost, default=0.0) < 0.0:
                 raise ValueError(f"{cost} is below 0")
             return cost
-        except Exception as error:
+        except FAILURES as error:
             self._replace("cost", error)
             return self.cost(resident, view)
 
-    def _replace(self, where: str, error: Exception) -> None:
+    def _replace(self, where: str, error: BaseException) -> None:
         """Once for each policy; ``priority`` itself must not fail."""
         if self.generation:
             raise error

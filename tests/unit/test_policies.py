@@ -210,7 +210,7 @@ class Fails(Order):
     def _answer(self, where: str, answer: Any) -> Any:
         self.left -= where == self.where
         if where == self.where and self.left < 0:
-            if isinstance(self.how, Exception):
+            if isinstance(self.how, BaseException):
                 raise self.how
             return self.how
         return answer
@@ -279,7 +279,8 @@ def live(policy: Policy, arena_mib: int = 12) -> Heard:
     return world
 
 
-@pytest.mark.parametrize("how", [ValueError("no"), (math.nan,), "text", [3, 3, 3]], ids=str)
+@pytest.mark.parametrize("how", [ValueError("no"), SystemExit(3), (math.nan,), "text", [3, 3, 3]],
+                         ids=str)  # fmt: skip
 @pytest.mark.parametrize("after", [0, 3])
 @pytest.mark.parametrize("where", ["key", "rank", "stays_until_ms", "arrange"])
 def test_a_policy_that_fails_is_replaced_once_and_nothing_is_lost(

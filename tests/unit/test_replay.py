@@ -210,7 +210,7 @@ def test_the_command_compares_policies_and_memories(tmp_path: Path) -> None:
     drawn, traced = tmp_path / "plot.png", tmp_path / "trace.json"
     status, text, _ = simulate(
         "poisson:50", "--requests", "300", "--models", "random:10", "--memory", "30%,90%", "--json",
-        "--plot", str(drawn), "--timeline", str(traced),
+        "--plot", str(drawn.with_suffix("")), "--timeline", str(traced),
     )  # fmt: skip
     assert status == 0
     told = json.loads(text)
@@ -308,7 +308,9 @@ def test_the_least_share_that_is_told_works(tmp_path: Path) -> None:
      (["azure", "--memory", "much"], "--memory much"), (["poisson:-1"], "above 0"),
      (["poisson"], "poisson:RATE"), (["poisson:"], "poisson:RATE"), (["poisson:a"], "poisson:RATE"),
      (["poisson:5", "--memory", "6%"], "--memory 9% at least"),
+     (["poisson:5", "--memory", "x%"], "--memory x%: a number above 0 is expected"),
      (["none", "--job", "a:1:1ms:1MiB", "--plot", "p.txt"], "png"),
+     (["none", "--job", "a:1:1ms:1MiB", "--plot", "/no/such/p"], "/no/such/p.png: no folder that"),
      (["poisson:5", "--models", "random:0"], "from 1 to"), (["azure", "--slo", "5"], "--slo 5"),
      (["azure", "--policy", ","], "nothing was named")],
 )  # fmt: skip
