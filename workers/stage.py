@@ -102,8 +102,8 @@ def _load(name: str) -> Function:
     try:
         function: Function = functools.reduce(getattr, attribute.split("."), found)
     except AttributeError:
-        names = [name for name, value in vars(found).items() if inspect.isfunction(value)]
-        has = ", ".join(names) or "no function"
+        functions = (name for name, value in vars(found).items() if inspect.isfunction(value))
+        has = ", ".join(name for name in functions if name[0] != "_") or "no function"
         raise Unusable(f"{module} has no {attribute}; it has {has}"[:1000]) from None
     if not callable(function):
         raise Unusable("it is not callable")

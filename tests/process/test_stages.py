@@ -37,6 +37,8 @@ def rows(text):
     found[0, : len(text) % {WIDTH}] = np.sqrt(text[: len(text) % {WIDTH}].astype(np.float32))
     return {{"x": found}}
 
+def _own(): pass
+
 def none(): return None
 
 def lone(text): return rows(text)["x"]
