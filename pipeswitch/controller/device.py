@@ -44,7 +44,7 @@ from ..scheduler.events import (
 )
 from .folders import Places
 from .processes import Child, Processes
-from .shared_memory import DeviceShare, Memory, Sizes
+from .shared_memory import DeviceShare, Memory, Sizes, close_soon
 
 log = logging.getLogger(__name__)
 
@@ -166,8 +166,10 @@ class DeviceEffects:
 
     def _open_program(self, digest: str) -> list[int]:
         """Those of the last one make room for it: a server that is out of descriptors still can."""
-        for descriptor in self._opened:
+        removed = [one for one in self._opened if not os.fstat(one).st_nlink]
+        for descriptor in set(self._opened) - set(removed):
             os.close(descriptor)
+        close_soon(removed)
         self._opened = self._ground.places.open_program(digest)
         return self._opened
 

@@ -5,9 +5,11 @@ Runs in the scheduler's thread. It decides nothing; what it learns goes back as 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
+import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -229,6 +231,10 @@ class Effects:
                 remove_unnamed(path)
 
     def _remove_job(self, job: JobName) -> None:
-        shutil.rmtree(self._places.commits / job, ignore_errors=True)
+        """Its commits under a name that no job has; another thread removes them."""
+        gone = self._places.commits / f".gone-{time.monotonic_ns()}"
+        with contextlib.suppress(OSError):  # it has written none
+            os.rename(self._places.commits / job, gone)
+            self._frontend.remove_files([gone])
         for kind in ("log", "history"):
             (self._places.logs / f"job-{job}.{kind}").unlink(missing_ok=True)

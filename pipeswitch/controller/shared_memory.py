@@ -77,7 +77,7 @@ class DeviceShare:
 
     def drop_arenas(self) -> None:
         """The daemon that wrote them is gone, and the workers that read them."""
-        _close([*self.arena, *itertools.chain(*self._arenas.values())])
+        close_soon([*self.arena, *itertools.chain(*self._arenas.values())])
         self.arena = []
         self._arenas.clear()
 
@@ -138,7 +138,7 @@ class Memory:
     def drop_commits(self, job: JobName) -> None:
         old = self.commits.pop(job, None)
         if old is not None:
-            _close([old])
+            close_soon([old])
 
     def ring_of(self, group: str, reader: Hashable) -> int:
         """Where the jobs of a group keep their batches; it lasts as long as one of them runs.
@@ -173,7 +173,7 @@ class Memory:
         """That process is gone."""
         group = self._readers.pop(reader, None)
         if group is not None and group not in self._readers.values():
-            _close([self._rings.pop(group)])
+            close_soon([self._rings.pop(group)])
 
     def close(self) -> None:
         for descriptor in (
@@ -184,9 +184,11 @@ class Memory:
             os.close(self.environment)
 
 
-def _close(descriptors: list[int]) -> None:
-    """Beside the loop: the last one who closes a memfd gives its pages back, 150 ms a GiB."""
-    threading.Thread(target=lambda: [*map(os.close, descriptors)], name="close").start()
+def close_soon(descriptors: list[int]) -> None:
+    """Beside the loop: the last one who closes a memfd, or a file that was removed, gives its pages
+    back, 150 ms a GiB."""
+    if descriptors:
+        threading.Thread(target=lambda: [*map(os.close, descriptors)], name="close").start()
 
 
 def _carry_over(old: int, old_slot_bytes: int, new: int, new_slot_bytes: int) -> None:
