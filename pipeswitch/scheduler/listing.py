@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from ..ipc.messages import ModelName
 from ..programs.dims import extent_text
 from ..programs.layout import Manifest, ValueSpec
 from .core import Core
@@ -45,18 +48,25 @@ class Listing:
 
     def models(self, all_versions: bool = False) -> list[dict[str, Any]]:
         """Each name's current version, or all there are."""
-        models = self._machine.models.values()
-        return [self.model(m) for m in models if all_versions or self._versions.is_current(m)]
+        models, there = self._machine.models.values(), defaultdict[ModelName, list[Model]](list)
+        for one in models:
+            there[one.base].append(one)
+        shown = (m for m in models if all_versions or self._versions.is_current(m))
+        return [self._model(m, there[m.base]) for m in shown]
 
     def model(self, model: Model) -> dict[str, Any]:
         """One model in full."""
+        return self._model(model, self._versions.all_of(model.base))
+
+    def _model(self, model: Model, versions: Sequence[Model]) -> dict[str, Any]:
+        """``versions``: of its name; for all models they are not sought in all models."""
         replica = self._machine.shown(model)
         manifest = replica.manifest or model.manifest  # in its groups, once it was built
         row: dict[str, Any] = {
             "name": model.base,
             "version": model.version,
             "current": self._versions.is_current(model),
-            "versions": [one.version for one in self._versions.all_of(model.base)],
+            "versions": sorted(one.version for one in versions),
             "state": model.state.state.value,
             "residency": replica.residency.state.value,
             "priority": PRIORITY_NAMES.get(model.priority, str(model.priority)),

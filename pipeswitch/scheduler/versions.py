@@ -64,7 +64,7 @@ class Versions:
 
     def all_of(self, name: ModelName) -> list[Model]:
         """Its versions that are there, the newest last."""
-        found = [m for m in self._machine.models.values() if split_name(m.name)[0] == name]
+        found = [model for model in self._machine.models.values() if model.base == name]
         return sorted(found, key=lambda model: model.version)
 
     def is_current(self, model: Model) -> bool:
