@@ -162,6 +162,8 @@ class ForkServer:
         pid = self._children.pop(pidfd)
         self._selector.unregister(pidfd)
         os.close(pidfd)
+        with contextlib.suppress(OSError):  # whom it has started; until it is reaped its number
+            os.killpg(pid, signal.SIGKILL)  # is nobody else's
         _, status = os.waitpid(pid, 0)
         self._channel.send(ChildExited(pid=pid, status=os.waitstatus_to_exitcode(status)))
 
@@ -180,6 +182,7 @@ def _child(name: str, settings: Message, descriptors: Sequence[int]) -> NoReturn
     status = 70
     try:
         reach("fork.child")
+        os.setpgid(0, 0)  # what it starts ends with it (``_reap``)
         close_others(descriptors)
         wake_when_orphaned()
         set_process_name(name)

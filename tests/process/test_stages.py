@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from process_tools import Checked, checked_server, is_bit_equal, kill, mlp, until, write_script
+from process_tools import (
+    Checked,
+    checked_server,
+    command_of,
+    is_bit_equal,
+    kill,
+    mlp,
+    until,
+    write_script,
+)
 
 from pipeswitch.errors import (
     Cancelled,
@@ -29,7 +38,7 @@ from pipeswitch.programs.build.export import export_module_to_bundle
 WIDTH = 64
 RAW = {"text": (((1, 4 * WIDTH),), "uint8")}
 FUNCTIONS = f"""
-import os, sys
+import os, subprocess, sys
 import numpy as np
 
 def rows(text):
@@ -48,6 +57,11 @@ def blocks(text):
     return rows(text)
 
 def dies(text): os.kill(os.getpid(), 9)
+
+def starts(text):
+    with open(bytes(text).decode(), "a") as file:
+        print(subprocess.Popen(["sleep", "3600"]).pid, file=file, flush=True)
+    dies(text)
 
 def odd(text):
     match bytes(text):
@@ -100,7 +114,7 @@ def running(options: dict[str, Any]) -> Iterator[Checked]:
     with checked_server(settles=False, **options) as checked:  # the last test ends it
         module = mlp(WIDTH, 2, 0)
         checked.client.register("plain", module, example_inputs=torch.zeros(1, WIDTH))
-        for name in ("rows", "lone", "blocks", "dies", "odd"):
+        for name in ("rows", "lone", "blocks", "dies", "starts", "odd"):
             checked.client.register(
                 name, module, example_inputs=torch.zeros(1, WIDTH),
                 preprocess=f"staged:{name}", raw=RAW,
@@ -199,6 +213,18 @@ def test_what_a_function_returns_in_vain_is_one_error_that_names_it(running: Che
             running.client.infer("odd", {"text": text(said)})
     assert running.client.infer("odd", {"text": text("fine")})["y"].shape == (1, WIDTH)
     assert running.count("stage_restarts") == before
+
+
+def test_what_a_function_has_started_ends_with_its_process(
+    running: Checked, tmp_path: Path
+) -> None:
+    """A pool of processes would be left behind, with its memory, each time."""
+    file = tmp_path / "pids"
+    with pytest.raises(WorkerLost, match=r"staged:starts.*died 3 times"):
+        running.client.infer("starts", {"text": text(str(file))})
+    pids = [int(line) for line in file.read_text().split()]
+    assert len(pids) == 3
+    until(lambda: not any(map(command_of, pids)), "they are gone")
 
 
 def test_a_function_that_cannot_be_called_is_refused_when_it_is_registered(
