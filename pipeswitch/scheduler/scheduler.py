@@ -229,7 +229,7 @@ class Scheduler:
             case DaemonExited():
                 self._daemon_exited(event)
             case Tick():
-                self.admission.stages.advance()
+                pass  # each event is a look at the clock
 
     def _from_daemon(self, event: FromDaemon) -> None:
         device = self.machine.devices[event.device]
@@ -387,6 +387,7 @@ class Scheduler:
             return
         self.publishing.pump()
         self.registry.pump()
+        self.admission.stages.advance()
         self.admission.rehome()
         self.admission.relieve()
         self.machine.jobs.rehome()

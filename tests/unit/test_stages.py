@@ -9,7 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeswitch.errors import InvalidInput, PermissionDenied, ServerUnavailable
+from pipeswitch.errors import (
+    DeadlineExceeded,
+    InvalidInput,
+    PermissionDenied,
+    ServerUnavailable,
+)
 from pipeswitch.frontend.permissions import check_function
 from pipeswitch.ipc.messages import RunStage, SlabTensor, StageDone, StageFailed, StageReady
 from pipeswitch.programs.dims import Dim
@@ -18,6 +23,7 @@ from pipeswitch.programs.stages import stage
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import Core, SchedulerSettings
 from pipeswitch.scheduler.records import Request
+from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.stages import Stages
 from pipeswitch.scheduler.states import TaskState
 
@@ -232,3 +238,15 @@ def test_what_a_registration_may_not_name(
         check_function(function, raw, is_owner=False, allow_code=("pkg",))
     check_function("pkg:fn", {"x": [[1], "uint8"]}, is_owner=False, allow_code=("pkg",))
     check_function("other:fn", {"x": [[1], "uint8"]}, is_owner=True, allow_code=())
+
+
+def test_a_deadline_that_passes_as_something_else_happens_is_not_forgotten() -> None:
+    """That event's look at the clock was the one that had been asked for."""
+    scheduler = Scheduler(SchedulerSettings(arena_bytes=1 << 22, store_bytes=1 << 22, words=64))
+    scheduler.start(0.0)
+    late = Request(1, "r1", "m", 1, 9.0, RAW, 0, 0, 0.0, is_raw=True)
+    scheduler.admission.stages.take(late, STAGE, scheduler.core.next_epoch(), "")
+    assert scheduler.next_wakeup_ms() == 9.0
+    commands = scheduler.handle(ev.PrefetchHint(model="other"), 10.0)
+    (answer,) = (command for command in commands if isinstance(command, ev.Answer))
+    assert isinstance(answer.error, DeadlineExceeded)
