@@ -76,7 +76,7 @@ class FakeScheduler:
         self.held: list[InferArrived] = []
         self.is_holding = False
         self._inbox: deque[Event] = deque()
-        self._is_closing = False
+        self._is_closing, self._may_end = False, threading.Event()
         self.config = Config(
             server=ServerConfig(
                 **{
@@ -132,6 +132,7 @@ class FakeScheduler:
                     self.seen.append(event)
                     self.answer(event)
             self.tcp.unwatch(selector)
+        self._may_end.wait(DEADLINE_S)  # else what wakes the loop is closed while it is written to
         self.tcp.close()
 
     def answer(self, event: Event) -> None:
@@ -187,6 +188,7 @@ class FakeScheduler:
             self._is_closing = True
 
         self.tcp._call_soon(end)
+        self._may_end.set()
         self._thread.join(DEADLINE_S)
         assert not self._thread.is_alive()
         os.close(self.pool_descriptor)
