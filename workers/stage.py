@@ -36,6 +36,7 @@ from pipeswitch.ipc.messages import (
 )
 from pipeswitch.programs.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
 from pipeswitch.sandbox.confine import WORST
+from pipeswitch.units import nearest
 
 Function = Callable[..., Any]
 
@@ -103,8 +104,10 @@ def _load(name: str) -> Function:
         function: Function = functools.reduce(getattr, attribute.split("."), found)
     except AttributeError:
         functions = (name for name, value in vars(found).items() if inspect.isfunction(value))
-        has = ", ".join(name for name in functions if name[0] != "_") or "no function"
-        raise Unusable(f"{module} has no {attribute}; it has {has}"[:1000]) from None
+        public = [name for name in functions if name[0] != "_"]
+        has = ", ".join(public[:4]) or "no function"
+        told = nearest(attribute, public) or f"; it has {has}"
+        raise Unusable(f"{module} has no {attribute}{told}"[:1000]) from None
     if not callable(function):
         raise Unusable("it is not callable")
     return function

@@ -233,7 +233,8 @@ def test_a_function_that_cannot_be_called_is_refused_when_it_is_registered(
     write_script(Path(str(functions.__file__)).parent, "staged_badly.py", "import os; os._exit(3)")
     for function, reason in (
         ("nowhere:rows", "No module named 'nowhere'.*PYTHONPATH=FOLDER pipeswitch serve"),
-        ("staged:missing", "staged has no missing; it has rows, none, lone, "),
+        ("staged:missing", "staged has no missing; it has rows, none, lone, blocks$"),
+        ("staged:row", 'no row; did you mean "rows"'),
         ("staged:os.name", "not callable"),
         ("staged:none", "--raw names: .*'text'"),
         ("staged_badly:rows", "status 3"),
