@@ -21,6 +21,7 @@ _TIME_UNITS_MS: Final = {"us": 1e-3, "ms": 1.0, "s": 1e3, "m": 60e3, "min": 60e3
                         "d": 24 * 3600e3}  # fmt: skip
 
 
+LIMIT: Final = 1 << 63  # bytes or milliseconds
 _QUANTITY: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 
@@ -29,14 +30,17 @@ def _quantity(text: object, units: Mapping[str, float], example: str) -> float:
     unit = match.group(2).lower() if match else ""
     if match is None or unit not in units:
         raise ValueError(f"{text!r} is not of the form {example}")
-    return float(match.group(1)) * units[unit]
+    number = float(match.group(1)) * units[unit]
+    if number >= LIMIT:  # infinite ones are no integers
+        raise ValueError(f"{text!r} is too large")
+    return number
 
 
 def parse_size(text: object) -> int:
     """``512MiB``, ``20GiB``, ``1GB`` or a plain count, in bytes. ValueError otherwise."""
     if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
-    if isinstance(text, str) and text.strip().isdigit():
+    if isinstance(text, str) and text.strip().isdecimal() and int(text) < LIMIT:
         return int(text)
     return round(_quantity(text, _SIZE_UNITS, "512MiB or 20GiB"))
 

@@ -12,6 +12,7 @@ from ..benchmarks.machine import machine_facts
 from ..benchmarks.models import MODELS
 from ..benchmarks.trials import Run
 from ..errors import InvalidInput
+from .common import check_folder
 
 BENCHMARKS: Final = {
     "switch": "switch",
@@ -61,6 +62,9 @@ def run(
         raise InvalidInput(f"no benchmark {unknown!r}", hint=f"one of {', '.join(BENCHMARKS)}")
     for unknown in [name for name in models if name not in MODELS]:
         raise InvalidInput(f"no model {unknown!r} here", hint=f"one of {', '.join(MODELS)}")
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        check_folder("--out", out / "report.md")
     tell = emit or _write_line
     facts = machine_facts()  # once: afterwards the load is also ours
     for name in names or [name for name in BENCHMARKS if name not in OF_OTHERS]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import click
 
-from ..errors import PipeSwitchError, no_server
+from ..errors import InvalidInput, PipeSwitchError, no_server
 from ..units import printed
 from ..wire.addresses import full_address, is_refused
 from . import views
@@ -42,6 +44,28 @@ def connected() -> Iterator[Any]:
         if is_refused(client.address):
             raise no_server(client.address)
         yield client
+
+
+def check_folder(option: str, path: Path) -> None:
+    """Before a long run, not after it."""
+    if not os.access(path.parent, os.W_OK):
+        raise InvalidInput(f"{option} {path}: no folder that can be written to")
+
+
+def checked_plot(path: Path) -> str:
+    """Before a long run, too; a name without an ending is a PNG's."""
+    from ..benchmarks.plots import is_available
+
+    if not is_available():
+        raise InvalidInput("--plot needs matplotlib", hint="pip install 'pipeswitch[bench]'")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    path = path if path.suffix else path.with_suffix(".png")
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise InvalidInput(f"--plot {path}: the name ends in .{', .'.join(sorted(formats))}")
+    check_folder("--plot", path)
+    return str(path)
 
 
 def _completing(ctx: click.Context) -> Any:

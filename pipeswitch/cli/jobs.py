@@ -7,6 +7,7 @@ import csv
 import sys
 from collections.abc import Sequence
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import click
@@ -15,6 +16,7 @@ from ..errors import InvalidInput
 from ..units import printed
 from . import views
 from .common import (
+    checked_plot,
     connected,
     devices_option,
     job_argument,
@@ -106,6 +108,8 @@ def jobs_show(
     if not (wants_history or as_csv or plot_path):
         listing(lambda c: c.task(name).status(), views.details, as_json, watch)
         return
+    if plot_path:
+        plot_path = checked_plot(Path(plot_path))
     with connected() as client:
         client.task(name).status()  # one that is not there says so
         rows = client.task(name).history()
@@ -127,13 +131,8 @@ def _plot(name: str, rows: list[dict[str, Any]], columns: Sequence[str], path: s
     """A panel for each value, over the steps."""
     if not rows:
         raise InvalidInput(f'job "{name}" has reported nothing', hint="job.log(loss=loss)")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise InvalidInput(
-            "--plot draws with matplotlib, which is not installed",
-            hint="pip install 'pipeswitch[bench]', or take --csv",
-        ) from None
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 2.5 * len(columns)), layout="constrained")
     panels = figure.subplots(len(columns), squeeze=False, sharex=True)
     for panel, column in zip(panels[:, 0], columns, strict=True):
@@ -142,10 +141,7 @@ def _plot(name: str, rows: list[dict[str, Any]], columns: Sequence[str], path: s
         panel.set_ylabel(column)
     panels[-1, 0].set_xlabel("step")
     figure.suptitle(name)
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise InvalidInput(f"{path}: {error}") from None
+    figure.savefig(path)
 
 
 def _job_verb(verb: str, help_text: str) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,11 +40,12 @@ from ..simulator.replay import (
 from ..simulator.training import PaperJob
 from ..units import format_bytes, nearest, parse_ms, parse_size
 from . import views
-from .common import connected, json_option
+from .common import check_folder, checked_plot, connected, json_option
 
 FUNCTIONS: Final = "azure_functions_2019_100fn_invocations.csv"
 SERVICES: Final = ("azure_llm_2023_code_15min.csv", "azure_llm_2023_conv_15min.csv")
 SPEED_UPS: Final = {"azure": 20.0}  # others: 1
+MAX_NUMBER: Final = 1e9  # far beyond what is of use; no product of three is infinite
 MAX_FILE_BYTES: Final = 256 << 20
 RANDOM_BYTES: Final = 200 * MIB  # a random model's, in the middle
 RANDOM_MS: Final = 14.0  # it computes so long on a device of factor 1
@@ -110,8 +110,7 @@ class Hardware:
               help="The link works ahead while the device computes.")  # fmt: skip
 @click.option("--deadlines/--no-deadlines", default=False,
               help="Requests carry it: one that waited longer is not computed.")  # fmt: skip
-@click.option("--speed-up", type=click.FloatRange(min=0, min_open=True),
-              help="Of the trace (azure: 20, others: 1).")  # fmt: skip
+@click.option("--speed-up", metavar="NUMBER", help="Of the trace (azure: 20, others: 1).")
 @click.option("--requests", type=click.IntRange(min=1), help="Only the first.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--plot", type=click.Path(dir_okay=False), help="A picture of the latencies.")
@@ -136,13 +135,15 @@ def simulate(trace: str, as_json: bool, **options: Any) -> None:
 
 def _compare(
     name: str, as_json: bool, *, models: str, from_server: bool, policies: str, device: str,
-    memory: str | None, slo: str, max_wait: str, deadlines: bool, speed_up: float | None,
+    memory: str | None, slo: str, max_wait: str, deadlines: bool, speed_up: str | None,
     admission: bool, look_ahead: bool, requests: int | None, seed: int, plot: str | None,
     timeline: str | None, jobs: Sequence[str], training: str, batch: int | None, batch_delay: str,
     batch_row: str | None,
 ) -> None:  # fmt: skip
     if plot is not None:
-        plot = _checked_plot(Path(plot))
+        plot = checked_plot(Path(plot))
+    if timeline is not None:
+        check_folder("--timeline", Path(timeline))
     chosen = _words(policies)
     for policy in chosen:
         if policy != SERIAL:
@@ -152,8 +153,8 @@ def _compare(
     orders = _orders(training)[: None if trains else 1]
     if trains and SERIAL in chosen:
         raise InvalidInput(f"{SERIAL} trains no jobs", hint="--policy without it")
-    speed_up = speed_up or SPEED_UPS.get(name, 1.0)
-    trace, names = _trace(name, speed_up, seed, requests)
+    faster = _read("--speed-up", speed_up or str(SPEED_UPS.get(name, 1.0)), _positive)
+    trace, names = _trace(name, faster, seed, requests)
     hardware, asked = _hardware(device), trace.arrivals[:requests]
     if not asked and not trains:
         raise InvalidInput("there is nothing to simulate", hint=f"--job {JOB}")
@@ -188,7 +189,7 @@ def _compare(
     if drawn is not None and timeline is not None:
         Path(timeline).write_text(json.dumps(drawn.chrome_trace(0.0)), "utf-8")
     facts = {
-        "trace": trace.name, "speed_up": speed_up, "requests": len(asked), "models": len(sizes),
+        "trace": trace.name, "speed_up": faster, "requests": len(asked), "models": len(sizes),
         "models_bytes": sum(sizes.values()), "slo_ms": slo_ms, "device": hardware.name,
         "is_estimate": hardware.is_estimate, "seed": seed, "compute_load": _load(used, asked),
         "jobs": len(trains),
@@ -291,12 +292,17 @@ def _trace(
         raise InvalidInput(f"{name}: {error}") from None
 
 
-def _positive(text: object) -> float:
-    number = math.nan
+def _number(text: str) -> float:
+    """NaN, which is within no range, where it is none."""
     with contextlib.suppress(ValueError):
-        number = float(str(text))
-    if not 0.0 < number < math.inf:
-        raise ValueError("a number above 0 is expected")
+        return float(text)
+    return math.nan
+
+
+def _positive(text: object) -> float:
+    number = _number(str(text))
+    if not 1 / MAX_NUMBER <= number <= MAX_NUMBER:
+        raise ValueError(f"a number above 0, at most {MAX_NUMBER:g}, is expected")
     return number
 
 
@@ -321,14 +327,14 @@ def _hardware(name: str) -> Hardware:
 def _models(text: str, count: int, factor: float, seed: int) -> list[PaperModel]:
     kind, _, number = text.partition(":")
     if kind == "random":
-        wanted = _read("--models", number, lambda text: int(str(text))) if number else count
-        if not 1 <= wanted <= 10_000:
+        wanted = _number(number) if number else count
+        if not 1 <= wanted <= 10_000 or wanted % 1:
             raise InvalidInput(f"--models {text}: from 1 to 10000 models")
         chance = random.Random(f"models {seed}")
         return [
             _equal(f"m{i:02d}", int(RANDOM_BYTES * math.exp(chance.gauss(0.0, SPREAD))),
                    factor * RANDOM_MS * math.exp(chance.gauss(0.0, SPREAD)), LAYERS)
-            for i in range(wanted)
+            for i in range(int(wanted))
         ]  # fmt: skip
     try:
         rows = msgspec.json.decode(_file(text), type=list[_Row])
@@ -391,7 +397,7 @@ def _jobs(texts: Sequence[str]) -> list[PaperJob]:
             size_bytes = parse_size(memory)
             if not name or name in found:
                 raise ValueError("a name of its own is expected")
-            if not steps.isdecimal() or not int(steps) or not size_bytes:
+            if not steps.isdecimal() or not 1 <= float(steps) <= MAX_NUMBER or not size_bytes:
                 raise ValueError("a number of steps and some memory are expected")
             found[name] = PaperJob(name=name, steps=int(steps), step_ms=parse_ms(step),
                                    memory_bytes=size_bytes, at_ms=parse_ms(at or 0))  # fmt: skip
@@ -433,7 +439,7 @@ def _joined(
 
 def _share(text: object) -> float:
     number = str(text)
-    share = float(number[:-1]) / 100.0 if number.endswith("%") else math.nan
+    share = _number(number[:-1]) / 100.0 if number.endswith("%") else math.nan
     if not 0.0 <= share <= 1.0:
         raise ValueError("from 0% to 100% is expected")
     return share
@@ -527,23 +533,6 @@ def _jobs_table(rows: Sequence[dict[str, Any]], *, has_requests: bool) -> Table:
         {**row, **job, "share": f"{job['share']:.1%}"} for row in rows for job in row["jobs"]
     ]  # fmt: skip
     return views.table(shown, ("memory", *(("policy",) if has_requests else ()), *OF_JOBS))
-
-
-def _checked_plot(path: Path) -> str:
-    """Before a long run, not after it; a name without an ending is a PNG's."""
-    from ..benchmarks.plots import is_available
-
-    if not is_available():
-        raise InvalidInput("--plot needs matplotlib", hint="pip install 'pipeswitch[bench]'")
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    path = path if path.suffix else path.with_suffix(".png")
-    formats = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix[1:].lower() not in formats:
-        raise InvalidInput(f"--plot {path}: the name ends in .{', .'.join(sorted(formats))}")
-    if not os.access(path.parent, os.W_OK):
-        raise InvalidInput(f"--plot {path}: no folder that can be written to")
-    return str(path)
 
 
 def _draw(path: Path, runs: Sequence[Run], facts: dict[str, Any]) -> None:

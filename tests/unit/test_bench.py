@@ -126,6 +126,14 @@ def test_an_unknown_benchmark_or_model_is_named():
         run(["switch"], models=["vgg"])
 
 
+def test_a_folder_that_cannot_be_written_to_is_told_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.import_module", lambda *_: pytest.fail("it measures"))
+    with pytest.raises(FileNotFoundError):
+        run(["decisions"], out=Path("/proc/reports"))
+
+
 def test_a_benchmarks_child_ends_in_silence_at_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(order: dict[str, str]) -> None:
         raise KeyboardInterrupt

@@ -297,6 +297,16 @@ def test_a_file_that_cannot_be_written_is_told_without_a_traceback(
     assert (status, text) == (1, f"Error: {args[-1]}: No such file or directory\n")
 
 
+@pytest.mark.parametrize(
+    ("path", "told"), [("p.foo", "the name ends in .avif"), ("/no/p", "/no/p.png: no folder that")]
+)
+def test_a_plot_that_cannot_be_written_is_told_before_the_server_is_asked(
+    path: str, told: str
+) -> None:
+    status, _, text = run("jobs", "show", "x", "--plot", path)
+    assert (status, told in text) == (1, True), text
+
+
 def test_a_full_disk_is_told_and_other_faults_keep_their_traceback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

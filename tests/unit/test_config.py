@@ -35,6 +35,12 @@ def test_what_is_no_size_is_refused(text: object) -> None:
         parse_size(text)
 
 
+@pytest.mark.parametrize("unit", [".0GiB", "GiB"])
+def test_what_no_float_holds_is_refused(unit: str) -> None:
+    with pytest.raises(ValueError, match="is too large"):
+        parse_size("9" * 400 + unit)
+
+
 @pytest.mark.parametrize(("text", "ms"), [("50ms", 50), ("5s", 5000), ("2m", 120_000), (0, 0)])
 def test_times_are_read_with_their_unit(text: object, ms: float) -> None:
     assert parse_ms(text) == ms

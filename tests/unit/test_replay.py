@@ -300,6 +300,9 @@ def test_the_least_share_that_is_told_works(tmp_path: Path) -> None:
     assert status == 0, error
 
 
+HUGE = "9" * 400  # no float holds it
+
+
 @pytest.mark.parametrize(
     ("args", "told"),
     [(["nosuch"], "no trace 'nosuch'"), (["azure", "--policy", "prio"], 'did you mean "priority"?'),
@@ -308,9 +311,22 @@ def test_the_least_share_that_is_told_works(tmp_path: Path) -> None:
      (["azure", "--memory", "much"], "--memory much"), (["poisson:-1"], "above 0"),
      (["poisson"], "poisson:RATE"), (["poisson:"], "poisson:RATE"), (["poisson:a"], "poisson:RATE"),
      (["poisson:5", "--memory", "6%"], "--memory 9% at least"),
-     (["poisson:5", "--memory", "x%"], "--memory x%: a number above 0 is expected"),
+     (["poisson:5", "--memory", "x%"], "--memory x%: a number above 0, at most"),
      (["none", "--job", "a:1:1ms:1MiB", "--plot", "p.txt"], "png"),
      (["none", "--job", "a:1:1ms:1MiB", "--plot", "/no/such/p"], "/no/such/p.png: no folder that"),
+     (["none", "--job", "a:1:1ms:1MiB", "--timeline", "/no/t"], "--timeline /no/t: no folder that"),
+     (["poisson:5", "--memory", "1e308%"], "--memory 1e308%: a number above 0, at most"),
+     (["poisson:5", "--memory", f"{HUGE}MiB"], "MiB' is too large"),
+     (["poisson:5", "--memory", HUGE], "is not of the form"),
+     (["none", "--job", f"a:{HUGE}:1ms:1MiB"], "a number of steps"),
+     (["none", "--job", f"a:1:1ms:1MiB@{HUGE}s"], "s' is too large"),
+     (["poisson:5", "--slo", f"{HUGE}s"], "s' is too large"),
+     (["poisson:1e-320"], "poisson:RATE"),
+     (["poisson:5", "--speed-up", "1e-320"], "--speed-up 1e-320: a number above 0, at most"),
+     (["poisson:5", "--speed-up", "nan"], "--speed-up nan: a number above 0, at most"),
+     (["poisson:5", "--speed-up", "0"], "--speed-up 0: a number above 0, at most"),
+     (["poisson:5", "--batch", "2", "--batch-row", "x%"], "from 0% to 100% is expected"),
+     (["poisson:5", "--models", "random:x"], "--models random:x: from 1 to"),
      (["poisson:5", "--models", "random:0"], "from 1 to"), (["azure", "--slo", "5"], "--slo 5"),
      (["azure", "--policy", ","], "nothing was named")],
 )  # fmt: skip
