@@ -463,7 +463,8 @@ class Client:
             args: its command line.
             priority: among jobs.
             share: jobs of one group find each other's ``job.shared`` batches.
-            devices: of several of the server, those that may train it; none: all.
+            devices: of several of the server, those that may train it, of one kind, by name or by
+                kind; none: all, of two kinds those of the first one's.
         """
         text = os.fspath(entry)
         is_script = text.endswith(".py") or os.sep in text
