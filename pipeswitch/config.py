@@ -322,9 +322,8 @@ class SchedulerConfig(_Checked):
         256, "of them for one model: a flood for one leaves room for the others", low=1
     )
     max_wait_ms: float = _setting("2s", "after this a waiting request goes first", parse_ms)
-    commit_every_ms: float = _setting("5s", "how often a training job's state is kept", parse_ms)
-    persist_every_ms: float = _setting(
-        "30s", "how often a job's newest commit is written to disk", parse_ms
+    commit_every_ms: float = _setting(
+        "5s", "how often a training job's state is kept, in memory and on disk", parse_ms
     )
     max_compute_ms: float = _setting(
         "60s", "a request that computes so much longer than its model ever did is taken "

@@ -229,6 +229,7 @@ class Worker:
             self._gate.grant(message.turn)
         self._keep_in_step()
         ended = run_script(message, self._host, self._gate)
+        self._host.ended()
         reach("job.ended")
         self._task.send(ended)
         return 0

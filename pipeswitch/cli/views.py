@@ -46,8 +46,8 @@ MODEL_COLUMNS: Final = ("name", "state", "residency", "on", "bytes", "groups", "
                         "priority", "pinned", "requests", "source")  # fmt: skip
 VERSION_COLUMNS: Final = ("name", "version", "current", "state", "residency", "bytes", "requests",
                           "source")  # fmt: skip
-JOB_COLUMNS: Final = ("name", "state", "on", "step", "committed_step", "steps_per_s",
-                      "suspensions", "evictions", "restarts", "why")  # fmt: skip
+JOB_COLUMNS: Final = ("name", "state", "on", "step", "committed_step", "persisted_step",
+                      "steps_per_s", "suspensions", "evictions", "restarts", "why")  # fmt: skip
 BILL_COLUMNS: Final = ("queue_ms", "switch_ms", "copy_ms", "stall_ms", "compute_ms", "total_ms")
 
 

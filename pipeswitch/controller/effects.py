@@ -236,5 +236,5 @@ class Effects:
         with contextlib.suppress(OSError):  # it has written none
             os.rename(self._places.commits / job, gone)
             self._frontend.remove_files([gone])
-        for kind in ("log", "history"):
+        for kind in ("log", "history", "progress"):
             (self._places.logs / f"job-{job}.{kind}").unlink(missing_ok=True)

@@ -30,6 +30,7 @@ from typing import Any
 import msgspec
 
 from .. import failpoints
+from ..commits.progress import SUFFIX, read_life
 from ..config import PRIORITIES, Config, ModelConfig
 from ..devices.choosing import (
     ChosenDevice,
@@ -368,7 +369,6 @@ class Server:
             max_queue=config.scheduler.max_queue,
             max_queue_per_model=config.scheduler.max_queue_per_model,
             commit_every_ms=config.scheduler.commit_every_ms,
-            persist_every_ms=config.scheduler.persist_every_ms,
             max_compute_ms=config.scheduler.max_compute_ms,
             deadline_grace_ms=config.scheduler.deadline_grace_ms,
             stop_grace_ms=config.scheduler.stop_grace_ms,
@@ -631,6 +631,8 @@ class Server:
             slot_bytes, step = self._effects.restore_commits(name) or (0, -1)
         except (PipeSwitchError, OSError) as error:
             log.error("job=%s commit on disk is unusable, starting over: %s", name, error)
+        life = read_life(self._log_path.parent / f"job-{name}{SUFFIX}")
+        restarts, steps_recomputed = life.resumed_at(max(step, 0))
         self._scheduler.machine.jobs.restore(
             name,
             str(entry["entry"]),
@@ -643,6 +645,8 @@ class Server:
             share=str(entry["share"]),
             devices=tuple(entry["devices"]),  # type: ignore[arg-type]
             placed=self._journal.placed.get(name),
+            restarts=restarts,
+            steps_recomputed=steps_recomputed,
         )
 
     def _restore_ended(self, name: JobName, record: dict[str, Any]) -> None:

@@ -54,6 +54,11 @@ _NV_COUNTERS: Final[Mapping[str, tuple[str, str, float]]] = {  # Triton's: phase
     "nv_inference_compute_infer_duration_us": ("compute_infer", "ns", 1000),
     "nv_inference_compute_output_duration_us": ("compute_output", "ns", 1000),
 }
+_JOB_STEPS: Final[Mapping[str, str]] = {
+    "step": "The step a job is at; back after a kill",
+    "committed_step": "The last step kept in memory, which a worker's death goes back to; -1: none",
+    "persisted_step": "The last step on disk, which the server's death goes back to; -1: none",
+}
 _JOB_COUNTERS: Final[Mapping[str, str]] = {
     "suspensions": "Times a job stepped aside in place",
     "evictions": "Times a job left the device",
@@ -274,14 +279,11 @@ class _Server:
     @staticmethod
     def _jobs(rows: Iterable[Mapping[str, Any]]) -> Iterable[Metric]:
         jobs = list(rows)
-        steps = GaugeMetricFamily(
-            "pipeswitch_job_step",
-            "The step a job is at; back after a kill",
-            labels=["job", "state"],
-        )
-        for job in jobs:
-            steps.add_metric([job["name"], job["state"]], job["step"])
-        yield steps
+        for key, text in _JOB_STEPS.items():
+            steps = GaugeMetricFamily(f"pipeswitch_job_{key}", text, labels=["job", "state"])
+            for job in jobs:
+                steps.add_metric([job["name"], job["state"]], job[key])
+            yield steps
         for key, text in _JOB_COUNTERS.items():
             name = key.removesuffix("_s") + "_seconds" if key.endswith("_s") else key
             family = CounterMetricFamily(f"pipeswitch_job_{name}", text, labels=["job"])

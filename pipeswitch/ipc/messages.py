@@ -410,6 +410,8 @@ class RunJob(Message, frozen=True):
     slot_bytes: int  # of the commit area; 0 when there is no commit yet
     commit_every_ms: float
     log_bytes: int = 0  # what stays of the log, the newest; 0: all
+    restarts: int = 0  # until now; the two are kept beside the step that it is at
+    steps_recomputed: int = 0
     share: str = ""  # tenant/group: those whose input it shares; empty: none
 
 

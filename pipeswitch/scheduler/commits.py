@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from ..errors import HostStoreFull, ServerUnavailable
@@ -24,6 +25,7 @@ from .store import Store
 
 HEADER_BYTES: Final = 4096  # before the two slots of a commit area
 NO_COPY: Final = (NO_EPOCH, 0)
+DISK_SHARE: Final = 20  # a job may keep the disk busy for 1/20 of the time: large states come later
 
 
 class Commits:
@@ -109,7 +111,7 @@ class Commits:
         )
 
     def committed(self, message: StepCommitted) -> None:
-        """Flipped: tell the worker; write it to disk now and then."""
+        """Flipped: tell the worker; what was committed goes to disk as soon as that may be."""
         core, device = self._core, self._device
         job = device.jobs.get(message.job)
         told = (message.epoch, message.number)
@@ -120,8 +122,6 @@ class Commits:
         if not message.error:
             if core.is_draining:  # there is no later
                 job.persist_due_at_ms = core.now_ms
-            elif job.committed_step == job.persisted_step == -1:  # the first commit
-                job.persist_due_at_ms = core.now_ms + core.settings.persist_every_ms
             job.committed_step = max(job.committed_step, message.step)
             job.deaths_without_progress = 0
             core.counts["commits"] += 1
@@ -131,7 +131,8 @@ class Commits:
             self._device.emit(ToWorker(slot=job.slot, message=message, channel="signal"))
 
     def persist_due(self) -> None:
-        """Write commits to disk now and then, and at once when a job was put aside."""
+        """Write each commit to disk, as far as its writes keep to their share of the time; the one
+        of a job that was put aside at once."""
         core, device = self._core, self._device
         for job in device.jobs.values():
             if not self.is_unsaved(job) or job.is_persisting or not device.is_daemon_ready:
@@ -143,7 +144,7 @@ class Commits:
                 continue
             job.is_persisting = True
             job.persist_epoch = job.epoch
-            job.persist_due_at_ms = core.now_ms + core.settings.persist_every_ms
+            job.persist_began_at_ms, job.persist_due_at_ms = core.now_ms, math.inf
             directory = f"{core.settings.commits_dir}/{job.name}"
             device.tell_daemon(PersistCommit(job=job.name, epoch=job.epoch, directory=directory))
 
@@ -157,12 +158,21 @@ class Commits:
         job = self._device.jobs.get(message.job)
         if job is None or message.epoch <= job.born_epoch:
             return
-        job.is_persisting = False
+        self._has_written(job, is_well=not message.error)
         if message.error:
             self._device.publish("job.persist_failed", job=job.name, error=message.error)
             self._not_saved(job, message.error)
         else:
             job.persisted_step = max(job.persisted_step, message.step)
+
+    def _has_written(self, job: Job, *, is_well: bool) -> None:
+        """When the next write may begin, unless somebody wants it at once."""
+        now_ms = self._core.now_ms
+        job.is_persisting = False
+        if job.persist_due_at_ms == math.inf:
+            took_ms = now_ms - job.persist_began_at_ms
+            pause_ms = DISK_SHARE * took_ms if is_well else self._core.settings.commit_every_ms
+            job.persist_due_at_ms = now_ms + pause_ms
 
     def _not_saved(self, job: Job, reason: str) -> None:
         job.why = f"commit not on disk: {reason}"
@@ -182,7 +192,7 @@ class Commits:
         """The daemon refused an order: no answer to it will come."""
         for job in self._device.jobs.values():
             if job.persist_epoch == epoch and job.is_persisting:
-                job.is_persisting = False
+                self._has_written(job, is_well=False)
                 self._not_saved(job, reason)
             if job.copying_epoch == epoch:
                 job.copying_epoch, job.copying_number = NO_COPY
@@ -205,7 +215,8 @@ class Commits:
         """Slices are gone with the device; commits are not."""
         for job in self._device.jobs.values():
             job.lease_bytes = job.lease_asked_bytes = 0
-            job.is_persisting = False
+            if job.is_persisting:
+                self._has_written(job, is_well=False)
             job.copying_epoch, job.copying_number = NO_COPY
 
     def daemon_ready(self) -> None:

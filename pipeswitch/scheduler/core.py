@@ -34,7 +34,6 @@ class SchedulerSettings:
     max_waiting_builds_in_all: int = 1024  # clients without a key are as many as they connect
     training_cycle_ms: float = 1000.0  # round robin among several jobs
     commit_every_ms: float = 5000.0
-    persist_every_ms: float = 30000.0
     stop_grace_ms: float = 30000.0  # a stop inside optimizer.step() may take this long
     evict_grace_ms: float = 30000.0  # commit and unwind, else the worker is killed
     max_compute_ms: float = 60000.0  # beyond a model's longest run it hangs; 0: it never does

@@ -279,7 +279,8 @@ class Job:
     copying_epoch: Epoch = NO_EPOCH  # of the dispatch whose commit the daemon copies now
     copying_number: int = 0  # of that commit
     commit_number: int = 0  # of this dispatch's commits: the last that the daemon was told of
-    persist_due_at_ms: float = 0.0  # the next write to disk may begin
+    persist_began_at_ms: float = 0.0  # the last write to disk
+    persist_due_at_ms: float = 0.0  # the next one may begin
     step: int = 0
     epoch_index: int = 0
     lease_bytes: int = 0

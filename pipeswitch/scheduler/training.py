@@ -165,6 +165,8 @@ class Training:
                     log_bytes=core.settings.job_log_bytes,
                     slot_bytes=job.commit_slot_bytes,
                     commit_every_ms=core.settings.commit_every_ms,
+                    restarts=job.restarts,
+                    steps_recomputed=job.steps_recomputed,
                     share=job.group,
                 ),
                 commits_of=job.name if job.commit_slot_bytes else None,

@@ -21,7 +21,6 @@ from .history import History
 
 ENVIRONMENT = {
     "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "100ms",
-    "PIPESWITCH_SCHEDULER__PERSIST_EVERY": "1s",
     "PIPESWITCH_WORKERS__RESTART_BACKOFF": "50ms",
 }
 ARENA = "24MiB"  # of a device: two of the load's three models, beside small things

@@ -21,7 +21,10 @@ _FIXED: Final[dict[type[m.Message], dict[str, Any]]] = {
     m.RunInference: {
         "digest": "", "directory": "", "inputs": (), "reply_offset_bytes": 0, "reply_bytes": 0,
     },
-    m.RunJob: {"entry": "", "args": (), "log_path": "", "commit_every_ms": float("inf")},
+    m.RunJob: {
+        "entry": "", "args": (), "log_path": "", "commit_every_ms": float("inf"),
+        "restarts": 0, "steps_recomputed": 0,
+    },
     m.InferenceDone: {
         "turn_at_ms": 0.0, "first_group_at_ms": 0.0, "ended_at_ms": 0.0,
         "stall_ms": 0.0, "group_begins_at_ms": (), "group_ends_at_ms": (),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import marshal
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
@@ -22,6 +23,8 @@ from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.arena import WORDS
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.device import Device
+from pipeswitch.scheduler.jobs import Jobs
+from pipeswitch.scheduler.records import Job
 from pipeswitch.scheduler.regions import Owner
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.simulator import world as simulator
@@ -74,7 +77,7 @@ class World(simulator.World):
         self.kept_devices: list[tuple[dict[str, Any], Kept]] = [({}, (b"", ()))] * scope.devices
         settings = SchedulerSettings(
             arena_bytes=scope.arena_bytes, store_bytes=scope.store_bytes, words=scope.words,
-            standby=scope.standby, max_deaths=scope.max_deaths, persist_every_ms=1e9,
+            standby=scope.standby, max_deaths=scope.max_deaths,
             training_cycle_ms=GRACE_MS, stop_grace_ms=GRACE_MS, evict_grace_ms=GRACE_MS,
             max_daemon_restarts=scope.daemon_restarts, placement=scope.placement,
         )  # fmt: skip
@@ -82,6 +85,7 @@ class World(simulator.World):
         scheduler = Scheduler(settings, devices=each)
         for device in scheduler.machine.devices:
             device.state.predictions = Known()
+        _leave_the_disk_out(scheduler.machine.jobs)
         self.recall = Recall(scheduler)
         super().__init__(scheduler, choices=self)
         self.clients = Clients(self)
@@ -546,3 +550,16 @@ def _kept_daemon(daemon: Daemon | None) -> Kept:
 
 
 __all__ = ["Violation", "World"]
+
+
+def _leave_the_disk_out(jobs: Jobs) -> None:
+    """No commit is written before somebody wants it: a commit that could be, at any moment, would
+    double the states."""
+    adopt = jobs.adopt
+
+    def adopted(*args: Any, **options: Any) -> Job:
+        job = adopt(*args, **options)
+        job.persist_due_at_ms = math.inf
+        return job
+
+    jobs.adopt = adopted  # type: ignore[method-assign]

@@ -33,7 +33,6 @@ from .tools import eager, finish, gone, kill, mlp, until, write_script
 FIRES_WITHIN_S: Final = 30.0
 RECOVERS_WITHIN_S: Final = 60.0
 EXIT_INTERNAL: Final = 70  # os.EX_SOFTWARE: the controller's own bug, said in its log
-ENVIRONMENT: Final = {"PIPESWITCH_SCHEDULER__PERSIST_EVERY": "100ms"}  # beside the stage's own
 
 WIDTH: Final = 512
 DEPTH: Final = 10  # 10 MiB, two groups; the arena has room for two of the three

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,6 @@ LIVES_OF_A_JOB = 25  # so that its plain run stays short
 PERSIST = [name for name in POINTS if name.startswith("persist.")]
 ENVIRONMENT = {
     "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "20ms",
-    "PIPESWITCH_SCHEDULER__PERSIST_EVERY": "50ms",
     "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
 }
 
@@ -308,6 +309,88 @@ def lane(folder: Path, kills: int, seed: int) -> Iterator[subprocess.Popen[bytes
         if process.poll() is None:
             process.send_signal(signal.SIGINT)  # so that it ends its server
         process.wait()
+
+
+BODIES = """
+    import os, sys, time
+    import torch
+    from pipeswitch import job
+
+    net = torch.nn.Linear(8, 8).to(job.device)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    begun = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for epoch in job.epochs(100_000):
+        for x in job.steps([torch.ones(4, 8)] * 1000, model=net, optimizer=optimizer):
+            os.write(begun, f"{job.step} {time.monotonic_ns()}\\n".encode())
+            net(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+"""OUT: a line for each body that begins: the steps before it, and when."""
+
+
+def lost(begun: Path) -> list[tuple[int, float]]:
+    """Of each death of the server: the steps that were done again, and how long ago they were."""
+    rows = [tuple(map(int, line.split())) for line in begun.read_text().splitlines()]
+    began_at_ns, found = dict[int, int](), []
+    for (step, at_ns), (following, _) in itertools.pairwise(rows):
+        began_at_ns[step] = at_ns
+        if following <= step:
+            found.append((step - following, (at_ns - began_at_ns[following]) / 1e9))
+    return found
+
+
+def _has_grown(out: Path, size_bytes: int) -> bool:
+    return out.exists() and out.stat().st_size > size_bytes
+
+
+def kill_training_servers(
+    folder: Path, kills: int, jobs: int, generator: random.Random, most_s: float,
+    environment: dict[str, str],
+) -> tuple[list[list[tuple[int, float]]], list[dict[str, Any]]]:  # fmt: skip
+    """Kill so many servers of some jobs, each within ``most_s`` of all jobs having gone on.
+
+    Returns: of each job what its deaths cost, and its last row.
+    """
+    script, names = write_script(folder, "bodies.py", BODIES), [f"j{n}" for n in range(jobs)]
+    outs = {name: folder / f"{name}.begun" for name in names}
+    for number in range(kills + 1):
+        is_last = number == kills
+        with checked_server(
+            arena="64MiB", state_dir=folder / "state", environment=environment,
+            settles=False, status=0 if is_last else -signal.SIGKILL,
+        ) as checked:  # fmt: skip
+            before = {name: outs[name].stat().st_size if number else 0 for name in names}
+            for name in names if not number else ():
+                checked.client.train(script, name=name, args=[str(outs[name])])
+            for name, out in outs.items():
+                until(partial(_has_grown, out, before[name]), f"{name} goes on")
+            if is_last:
+                for name in names:
+                    checked.client.job(name, "pause")
+                rows = [checked.client.task(name).status() for name in names]
+                for name in names:
+                    checked.client.job(name, "cancel")
+                break
+            if not number:
+                until(lambda: all(checked.client.task(n).status()["persisted_step"] > 0
+                                  for n in names), "the first commits are on disk")  # fmt: skip
+            threading.Event().wait(generator.uniform(0, most_s))
+            kill(checked.pid)
+            checked.running.process.wait(30)
+            checked.client.close()
+            gone(checked.mark, 10)
+    return [lost(outs[name]) for name in names], rows
+
+
+@pytest.mark.timeout(120)
+def test_steps_that_a_killed_server_costs_are_counted(tmp_path: Path) -> None:
+    ((first, second), *_), (row,) = kill_training_servers(
+        tmp_path, 2, 1, random.Random(SEED), 0.5, ENVIRONMENT
+    )
+    assert row["restarts"] == 2
+    counted = first[0] + second[0]
+    assert counted <= row["steps_recomputed"] <= counted + 2, "a body may have ended unseen"
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.process.failpoint_tour import ENVIRONMENT, TOUR, Stop, Tour
+from tests.process.failpoint_tour import TOUR, Stop, Tour
 from tests.process.figures import publish, say
 from tests.process.tools import shm_names
 
@@ -72,12 +72,9 @@ class Guide:
 @pytest.fixture(scope="module")
 def guide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guide]:
     names = shm_names()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
-        guide = Guide(tmp_path_factory)
-        yield guide
-        guide.end()
+    guide = Guide(tmp_path_factory)
+    yield guide
+    guide.end()
     assert shm_names() <= names
 
 

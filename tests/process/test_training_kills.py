@@ -30,7 +30,6 @@ from tests.process.figures import publishing, say
 SEED: Final = 1121
 ENVIRONMENT: Final = {
     "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "10ms",
-    "PIPESWITCH_SCHEDULER__PERSIST_EVERY": "100ms",
     "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
 }
 HELD_MS: Final = 60  # the daemon stands there while the worker is killed

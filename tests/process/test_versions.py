@@ -339,7 +339,7 @@ def test_publications_under_load_outlive_worker_daemon_and_server(
     """Every 200 steps the next version; each answer is of one of them, whatever is killed."""
     x, state = torch.randn(5, 8), tmp_path / "state"
     options: dict[str, Any] = {
-        "environment": {**ENVIRONMENT, "PIPESWITCH_SCHEDULER__PERSIST_EVERY": "500ms"},
+        "environment": ENVIRONMENT,
         "state_dir": state,
         "args": ("--listen", f"tcp://127.0.0.1:{free_port()}"),
     }

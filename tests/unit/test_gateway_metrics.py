@@ -76,7 +76,8 @@ def facts() -> dict[str, Any]:
     own = dict.fromkeys(("malformed", "queue_full", "slow_clients", "clients"), 0)
     counts = Counters(accepted=3, ok=2).as_dict()
     own |= {"pool_capacity_bytes": 10, "pool_free_bytes": 4, "inference": counts}
-    job = {"name": "j", "state": "running", "step": 7, "suspensions": 2, "evictions": 0,
+    job = {"name": "j", "state": "running", "step": 7, "committed_step": 6, "persisted_step": 4,
+           "suspensions": 2, "evictions": 0,
            "restarts": 1, "steps_recomputed": 3, "preempted_s": 1.5}  # fmt: skip
     workers = [{"kind": "worker", "state": "standby"}] * 2
     tally = Tally()

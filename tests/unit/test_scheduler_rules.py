@@ -265,8 +265,13 @@ class Rig:
                                   copy_ms=1.0))  # fmt: skip
 
     def committed(self, job: Any, number: int, step: int) -> None:
+        """The commit is in the host store, and on its way to disk if that has time."""
         self.commit(job, number, step)
         self.flip(job, number, step)
+
+    def written(self, job: Any, step: int) -> None:
+        """It is on disk."""
+        self.daemon(CommitPersisted(job=job.name, epoch=job.epoch, step=step))
 
     def park(self, job: Any, next_turn: int = 0) -> None:
         message = Parked(
@@ -595,7 +600,7 @@ def test_any_idle_model_leaves_rather_than_a_request_waits_for_a_range_being_zer
 
 def test_messages_name_their_files_in_full(fleet_model: ModuleType) -> None:
     rig = Rig(fleet_model, models_dir="/s/models", logs_dir="/s/logs", commits_dir="/s/commits",
-              commit_every_ms=0.0, persist_every_ms=0.0)  # fmt: skip
+              commit_every_ms=0.0)  # fmt: skip
     rig.built("a", 4, (rig.ask_register("a"), rig.commands(ev.StartBuild)[0].epoch)[1])
     (store,) = rig.sent(StoreModel)
     assert store.directory == "/s/models/digest a"
@@ -1265,21 +1270,49 @@ def test_an_answer_that_is_told_again_does_not_end_the_next_copy(rig: Rig) -> No
     assert job.state.state is TaskState.TRANSMITTING, "now it starts from step 2"
 
 
-def test_commits_reach_the_disk_now_and_then_however_often_the_job_is_preempted(rig: Rig) -> None:
-    rig.register("a")
+def test_the_first_commit_goes_to_disk_at_once_and_each_one_that_the_disk_has_time_for(
+    rig: Rig,
+) -> None:
     job = rig.start_training()
     rig.committed(job, 1, 1)
-    persisted: list[Any] = []
-    for round_index in range(1, 40):
-        rig.now_ms = 1000.0 * round_index
-        rig.infer("a")
-        if round_index == 1:
-            rig.arrived("a")
-        rig.park(job, rig.state.upcoming.turn)
-        rig.done()
-        rig.tick(rig.now_ms)
-        persisted += rig.sent(PersistCommit)
-    assert persisted or job.is_persisting
+    (order,) = rig.sent(PersistCommit)
+    rig.committed(job, 2, 2)
+    assert not rig.sent(PersistCommit), "one at a time"
+    rig.now_ms += 10.0
+    rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=1))
+    assert not rig.sent(PersistCommit), "it took 10 ms: the disk rests for twenty times as long"
+    due_ms = rig.scheduler.next_wakeup_ms()
+    assert due_ms == pytest.approx(rig.now_ms + 200.0)
+    rig.tick(due_ms)
+    (order,) = rig.sent(PersistCommit)
+    rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=2))
+    rig.committed(job, 3, 3)
+    assert rig.sent(PersistCommit), "written within an instant: so is the next one"
+
+
+def test_a_disk_that_takes_no_commit_is_asked_again_after_the_interval(rig: Rig) -> None:
+    job = rig.start_training()
+    rig.committed(job, 1, 1)
+    (order,) = rig.sent(PersistCommit)
+    rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=-1, error="disk full"))
+    due_ms = rig.now_ms + rig.core.settings.commit_every_ms
+    rig.tick(due_ms - 1.0)
+    assert not rig.sent(PersistCommit)
+    rig.tick(due_ms)
+    assert rig.sent(PersistCommit)
+
+
+def test_what_a_job_wants_on_disk_at_once_is_written_right_behind_the_write_under_way(
+    rig: Rig,
+) -> None:
+    job = rig.start_training()
+    rig.committed(job, 1, 1)
+    (order,) = rig.sent(PersistCommit)
+    rig.now_ms += 1000.0
+    rig.committed(job, 2, 2)
+    rig.job_asked("cifar", "export")
+    rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=1))
+    assert rig.sent(PersistCommit), "not after twenty seconds"
 
 
 def test_a_commit_of_an_older_job_of_the_same_name_does_not_count(rig: Rig) -> None:
@@ -1302,8 +1335,7 @@ def test_pause_is_answered_when_the_job_holds_no_worker_and_is_on_its_way_to_dis
     assert token not in rig.answers
     rig.job_ends(job, "preempted")
     assert rig.answers[token].body["job"]["state"] == "paused"
-    assert rig.sent(PersistCommit)
-    rig.daemon(CommitPersisted(job=job.name, epoch=job.epoch, step=2))
+    rig.written(job, 2)
     assert job.persisted_step == 2
 
 
@@ -1702,10 +1734,10 @@ def test_drain_finishes_what_was_accepted_evicts_jobs_and_leaves(rig: Rig) -> No
     rig.register("a")
     job = rig.start_training()
     rig.committed(job, 1, 4)
+    assert rig.sent(PersistCommit)
     request, waiting = rig.infer("a"), rig.job_asked("cifar", "wait")
     token = rig.ask(ev.DrainAsked, grace_ms=60000.0)
     assert rig.sent(EvictTask)
-    assert rig.sent(PersistCommit)
     assert isinstance(rig.error(rig.infer("a")), ServerUnavailable)
     rig.park(job, rig.state.upcoming.turn)
     rig.done()
@@ -1992,9 +2024,9 @@ def test_a_request_in_another_tenants_file_is_refused(apart: Rig) -> None:
 def test_the_last_state_of_a_job_is_written_and_then_leaves_the_host_store(rig: Rig) -> None:
     job = rig.start_training()
     rig.committed(job, 1, 3)
+    assert rig.sent(PersistCommit)
     free_bytes = rig.scheduler.machine.store.regions.free_bytes
     rig.job_ends(job, "done")
-    assert rig.sent(PersistCommit)
     assert not rig.commands(ev.DropCommits), "its only copy"
     asked = rig.job_asked("cifar", "export")
     assert asked not in rig.answers
@@ -2090,9 +2122,10 @@ def test_the_next_server_has_the_record_of_an_ended_job(rig: Rig, fleet_model: M
 
 
 def trained(rig: Rig, name: str = "cifar", step: int = 3) -> Any:
-    """A job that has committed a step and trains on."""
+    """A job that has committed a step, which is on disk, and trains on."""
     job = rig.start_training(name)
     rig.committed(job, 1, step)
+    rig.written(job, step)
     return job
 
 
@@ -2111,9 +2144,15 @@ def ask_publish(rig: Rig, job: Any, step: int = -1) -> ev.Token:
     return rig.ask(ev.PublishAsked, model="net", job=job.name, step=step)
 
 
+def publication(rig: Rig) -> Any:
+    """The order to copy a commit for it; the job's own goes to disk beside it."""
+    (order,) = [one for one in rig.sent(PersistCommit) if one.directory.startswith("published/")]
+    return order
+
+
 def copied(rig: Rig, job: Any, step: int = 3) -> Any:
     """The daemon has copied the commit; the order to build."""
-    (order,) = rig.sent(PersistCommit)
+    order = publication(rig)
     rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=step))
     (build,) = rig.commands(ev.StartBuild)
     return build
@@ -2362,7 +2401,7 @@ def test_of_publications_that_wait_the_latest_is_made(rig: Rig) -> None:
     for number, step in enumerate((5, 6, 7, 8), 2):
         script_publishes(rig, job, step=step)
         rig.committed(job, number, step)
-        (order,) = rig.sent(PersistCommit)
+        order = publication(rig)
         rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=step))
         if step == 5:
             (build,) = rig.commands(ev.StartBuild)
@@ -2432,7 +2471,7 @@ def test_a_publication_is_of_the_registration_it_was_accepted_for(rig: Rig) -> N
     assert rig.error(unregister(rig)) is None
     registers(rig, "bob")
     rig.committed(job, 2, 9)
-    (order,) = rig.sent(PersistCommit)
+    order = publication(rig)
     rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=9))
     assert not rig.commands(ev.StartBuild)
     assert ev.DropPublished(directory=order.directory) in rig.out

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, Final
 import torch
 
 from pipeswitch.commits.area import HEADER_BYTES, SLOT_COUNT, CommitArea
+from pipeswitch.commits.progress import SUFFIX, Life, Progress
 from pipeswitch.devices import PoolView
 from pipeswitch.devices.waiting import now_ms
 from pipeswitch.errors import PipeSwitchError, TaskPreempted, from_wire
@@ -59,6 +60,7 @@ class JobHost:
         self._published: PublishAnswered | None = None
         self._history: BinaryIO | None = None
         self._history_bytes = 0
+        self._progress: Progress | None = None
         self._has_leased = False
         *areas, last = (-1, *descriptors)
         self._ring_descriptor = last if message.share else -1
@@ -210,6 +212,20 @@ class JobHost:
             line = json.dumps({"step": step, **values}).encode() + b"\n"
             if self._history_bytes + len(line) <= MAX_HISTORY_BYTES:
                 self._history_bytes += self._history.write(line)
+
+    def reached(self, step: int) -> None:
+        """Told to the next server; a disk without room for it costs a count."""
+        if self._progress is not None:
+            self._progress.at(step)
+        elif self._message.log_path:
+            life = Life(True, self._message.restarts, self._message.steps_recomputed, step)
+            with contextlib.suppress(OSError):
+                self._progress = Progress(Path(self._message.log_path).with_suffix(SUFFIX), life)
+
+    def ended(self) -> None:
+        """The script has left by itself or was asked to: what comes next is no restart."""
+        if self._progress is not None:
+            self._progress.ended()
 
     def flush(self) -> None:
         """What was remembered is for others to read; of a long log the newest stays."""

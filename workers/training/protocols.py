@@ -77,6 +77,10 @@ class TrainingHost(CommitHost, Protocol):
         """Add what the script logged to the job's history. Does not block."""
         ...
 
+    def reached(self, step: int) -> None:
+        """So many steps are done: the next server tells by it which are done again."""
+        ...
+
     def flush(self) -> None:
         """What was remembered is for others to read."""
         ...

@@ -426,6 +426,7 @@ class TrainingSession:
                 )
             self._in_body = False
             self._place.end_body()
+            self._host.reached(self.step)
             self._boundary()
 
     def _unwind_if_evicted(self) -> None:

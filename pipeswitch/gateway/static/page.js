@@ -234,6 +234,7 @@ function showJobs() {
     if (row.steps_per_s && row.state !== "paused" && !FINAL.includes(row.state)) told.push(`${row.steps_per_s.toFixed(row.steps_per_s < 10 ? 1 : 0)} steps/s`);
     if (last) told.push(`${last.name} ${last.value.toPrecision(3)}`);
     told.push(`stepped aside ${count(row.suspensions)} times`, `${count(row.steps_recomputed)} steps lost`);
+    if (row.persisted_step >= 0) told.push(`on disk: step ${count(row.persisted_step)}`);
     if (row.error || row.why) told.push(row.error || row.why);
     element.querySelector(".what").textContent = told.join(", ");
     const [hold, end] = element.querySelectorAll("button");

@@ -1,0 +1,68 @@
+"""How far a job has come, in a file that outlives the server.
+
+A commit says what can be resumed from; this says what has been done, so that the next server can
+tell how many steps are done again. The job's process writes it through a mapping: a store for each
+step, no system call, and a ``kill -9`` of everything leaves it to the kernel. A power loss may
+take it, which costs a count and no state.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from pathlib import Path
+from typing import Final, NamedTuple
+
+SUFFIX: Final = ".progress"
+_LIFE: Final = struct.Struct("<qqqq")
+_STEP_AT: Final = 3  # its word in the file
+
+
+class Life(NamedTuple):
+    """A job's life until now."""
+
+    is_running: bool = False  # its script was under way
+    restarts: int = 0
+    steps_recomputed: int = 0
+    step: int = 0  # the last that was done
+
+    def resumed_at(self, step: int) -> tuple[int, int]:
+        """Restarts and recomputed steps once it goes on from that step."""
+        return self.restarts + self.is_running, self.steps_recomputed + max(0, self.step - step)
+
+
+class Progress:
+    """The writer's side; one process at a time, from one thread.
+
+    Raises:
+        OSError: the disk has no room for 32 bytes, or is gone.
+    """
+
+    def __init__(self, path: Path, life: Life) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, _LIFE.size)  # a full disk is told here, by an error
+            self._map = mmap.mmap(descriptor, _LIFE.size)
+        finally:
+            os.close(descriptor)
+        _LIFE.pack_into(self._map, 0, *life)
+        self._words = memoryview(self._map).cast("q")
+
+    def at(self, step: int) -> None:
+        """So many steps are done."""
+        self._words[_STEP_AT] = step
+
+    def ended(self) -> None:
+        """The script has left, with a commit or without: its end is no death."""
+        self._words[0] = False
+
+
+def read_life(path: Path) -> Life:
+    """What a job's process left; of one that never ran the beginning of a life."""
+    try:
+        restarts_and_more = _LIFE.unpack(path.read_bytes())
+    except (OSError, struct.error):
+        return Life()
+    is_running, *counts = restarts_and_more
+    return Life(bool(is_running), *(max(0, count) for count in counts))
