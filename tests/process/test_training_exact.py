@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -105,6 +104,9 @@ class FakeHost:
         self, model: str, step: int, tensors: Sequence[tuple[str, str, tuple[int, ...]]]
     ) -> None:
         self.events.append(("publish", {"model": model, "step": step, "tensors": tensors}))
+
+    def reached(self, step: int) -> None:
+        pass
 
     def remember(self, step: int, values: Mapping[str, float]) -> None:
         self.remembered.append((step, dict(values)))
@@ -390,144 +392,6 @@ def test_evicted_and_crashed_at_random_it_ends_bit_equal(variant: dict[str, Any]
     differ = [step for step in expected.trace if expected.trace[step] != result.trace.get(step)]
     assert not differ
     assert result.final == expected.final
-
-
-def counting_script(poke: Body, *, keeps: bool) -> None:
-    """Carries ``best`` through its epochs and ``total`` through its steps; or keeps them."""
-    torch.manual_seed(0)
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    best, total, kept = float("inf"), 0.0, {"best": float("inf"), "total": 0.0}
-    loader = [torch.randn(3, 4) for _ in range(6)]
-    for _ in job.epochs(3):
-        for x in job.steps(loader, model=model, optimizer=optimizer, extra_state=kept):
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            number = loss.item()
-            if keeps:
-                kept["total"] += number
-            else:
-                total += number
-            poke()
-        if keeps:
-            kept["best"] = min(kept["best"], kept["total"])
-        else:
-            best = min(best, total)
-
-
-def lives_of(script: Callable[[Callable[[], None]], None], host: FakeHost) -> list[list[str]]:
-    """What each life warned of: two that are evicted, and the last."""
-    told = []
-    for evict_at in (8, 5, 100):  # poked so often in each life; the first leaves in epoch 1
-        gate, count = Gate(lambda *_: None), itertools.count(1)
-        gate.grant(1)
-
-        def poke(gate: Gate = gate, count: Iterator[int] = count, at: int = evict_at) -> None:
-            if next(count) == at:
-                gate.request_evict()
-
-        session = begun(host, gate, commit_every_ms=0.0)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            with contextlib.suppress(TaskPreempted):
-                script(poke)
-                session.finish()
-        session.close()
-        told.append([str(one.message) for one in caught])
-    return told
-
-
-@pytest.mark.parametrize("keeps", [True, False])
-def test_plain_variables_that_a_restart_lost_are_named_once(keeps: bool) -> None:
-    host = FakeHost()
-    told = lives_of(partial(counting_script, keeps=keeps), host)
-    assert host.events[-1][0] == "finished"
-    if keeps:
-        assert told == [[], [], []]
-        return
-    assert (told[0], told[2]) == ([], [])
-    [text] = told[1]
-    assert re.search(r"total is 0 again \(was [0-9.]+\), best is inf again \(was [0-9.]+\)", text)
-    assert 'kept = {"total": 0.0, "best": float("inf")}' in text
-    [warned] = [values for kind, values in host.events if kind == "warning"]
-    assert warned["text"].startswith("total, best began anew at step ")
-
-
-class Forgets(nn.Module):
-    """Has numbers of its own, of which some come back: in a buffer, and by torch's hook."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 1)
-        self.calls, self.kept_calls, self.rate = 0, 0, 0.5
-        self.mean = torch.zeros(4)
-        self.register_buffer("count", torch.zeros(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        self.kept_calls += 1
-        self.mean += x.mean(0)
-        self.count += 1
-        y: torch.Tensor = self.linear(x - self.mean) * self.rate / self.calls
-        return y
-
-    def get_extra_state(self) -> int:
-        return self.kept_calls
-
-    def set_extra_state(self, state: int) -> None:
-        self.kept_calls = state
-
-
-class Slowing(torch.optim.SGD):
-    """An optimizer that counts beside its state."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, 0.1)
-        self.steps = 0
-
-    def step(self, closure: Any = None) -> Any:
-        self.steps += 1
-        return super().step(closure)
-
-
-class Watched(Dataset[torch.Tensor]):
-    """A dataset that counts what it gave."""
-
-    def __init__(self) -> None:
-        self.given = 0
-
-    def __len__(self) -> int:
-        return 10
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        self.given += 1
-        return torch.full((4,), float(index))
-
-
-def forgetting_script(poke: Callable[[], None]) -> None:
-    torch.manual_seed(3)
-    model = Forgets()
-    optimizer, loader = Slowing(model.parameters()), DataLoader(Watched(), 2)
-    for _ in job.epochs(3):
-        for x in job.steps(loader, model=model, optimizer=optimizer):
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            poke()
-
-
-def test_what_objects_keep_in_no_state_dict_is_named_once() -> None:
-    host = FakeHost()
-    told = lives_of(forgetting_script, host)
-    assert host.events[-1][0] == "finished"
-    assert (told[0], told[2]) == ([], [])
-    [text] = told[1]
-    named = re.findall(r"([a-z.]+) is 0 again \(was ", text)
-    assert named == ["model.calls", "model.mean", "optimizer.steps", "dataset.given"]
-    [warned] = [values for kind, values in host.events if kind == "warning"]
-    assert warned["what"] == "attributes"
 
 
 class HookedGate(Gate):

@@ -29,8 +29,6 @@ from pipeswitch.inputs.randomness import RandomState
 from pipeswitch.ipc.gate import Gate
 from pipeswitch.job import InexactResumeWarning, warn_if_not_finite
 
-from .attributes import Attributes, holders_in, warn_of_lost
-from .carried import CarriedNames
 from .commits import Committer, Point, state_area_bytes
 from .hooks import Removable, hook_modules, hook_optimizer, use_gate
 from .layout import history_bytes
@@ -68,10 +66,6 @@ class TrainingSession:
         self._timing = CommitTiming(commit_every_ms, host.now_ms)
         self._place = ScriptPlace(host.restore())
         saved = self._place.saved
-        told = saved is not None and saved.values.get("carried", {}) is None
-        self._carried = CarriedNames(told=told)
-        self._attributes = Attributes()
-        self._attributes_told = saved is not None and saved.values.get("attributes", {}) is None
         self._watch = WriteWatch(*((False, False) if saved is None else saved.values["bodies"]))
         self._objects: TrainedObjects | None = None
         self._layout: TrainingSlice | None = None
@@ -154,7 +148,6 @@ class TrainingSession:
         place, self._epochs = self._place, count
         saved = place.begin_epochs(count)
         first = 0 if saved is None else saved.position.epoch
-        self._carried.enter("epochs")
         try:
             for epoch in range(first, count):
                 place.begin_epoch(epoch)
@@ -168,7 +161,6 @@ class TrainingSession:
             place.end_epochs()
             if not self._is_unwinding:
                 self._end_phase()
-            self._carried.leave("epochs")
 
     def steps(
         self,
@@ -195,12 +187,10 @@ class TrainingSession:
             self._place.entry["epoch_random"] = RandomState(self.device).values()
         start = self._place.begin_loop(name)
         self._bind(objects)
-        self._attributes.follow(holders_in(objects.models, objects.optimizers, loader))
         self._data = DataPosition(loader, objects.extras)
         if "loader" not in self._warned and self._data.warn_if_inexact():
             self._warned.add("loader")
             self._host.report("warning", what="inexact_resume", step=self.step)
-        self._carried.enter("steps")
         iterator = self._open(start)
         try:
             if iterator is not None:
@@ -211,7 +201,6 @@ class TrainingSession:
                 if not self._is_unwinding:
                     self._end_loop()
                 self._gate.leave()
-            self._carried.leave("steps")
 
     def shared(self, loader: Any, name: str, *, seed: int) -> SharedLoader:
         """See ``pipeswitch.job.shared``."""
@@ -387,23 +376,10 @@ class TrainingSession:
         self._data.restore_generators(saved.data("data"))
         if saved is self._place.saved:
             self._place.saved = None
-            carried = saved.values.get("carried") or {}
-            if lost := self._carried.warn_of_lost(carried, saved.position.step):
-                text = f"{', '.join(lost)} began anew at step {self.step}: see its log"
-                self._host.report("warning", what="plain_variables", step=self.step, text=text)
-            self._warn_of_lost_attributes(saved)
             self._capture()
             self._committer.committed = self._point
             self._host.report("resumed", step=self.step, epoch=self._place.position.epoch)
         return iterator
-
-    def _warn_of_lost_attributes(self, saved: SavedImage) -> None:
-        kept = saved.values.get("attributes") or {}
-        if lost := self._attributes.lost(kept):
-            self._attributes_told = True
-            warn_of_lost(kept, lost, saved.position.step)
-            text = f"{', '.join(lost)} began anew at step {self.step}: see its log"
-            self._host.report("warning", what="attributes", step=self.step, text=text)
 
     # ------------------------------------------------------------------------- the loop
 
@@ -495,8 +471,6 @@ class TrainingSession:
             {
                 **self._place.entry,
                 "bodies": (self._watch.was_watched, self._watch.writes_unseen),
-                "carried": self._carried.values(),
-                "attributes": None if self._attributes_told else self._attributes.changed(),
             },
             self._point,
         )
