@@ -82,6 +82,7 @@ SOUND: dict[str, tuple[str, tuple[Any, ...], list[int]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.parametrize("name", SOUND)
 def test_what_torchs_own_modules_ask_for_is_accepted(name: str) -> None:
     target, args, extents = SOUND[name]
