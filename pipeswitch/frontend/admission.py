@@ -327,8 +327,8 @@ class Body:
 
 
 def tenant_of(body: Body, own: str) -> str:
-    """Whose it will be: the client's own, or of the tenant that the owner names. The gateway, which
-    has the owner's socket, names its callers.
+    """Whose it is or will be: the client's own, or of the tenant that the owner names. The gateway,
+    which has the owner's socket, names its callers.
 
     Raises:
         PermissionDenied, InvalidInput.

@@ -472,10 +472,11 @@ class Frontend:
         self._reply(client, header.id, body=self._about(origin.listener, client.standing))
 
     def _infer(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
-        arrived_at_ms, version = self._now_ms(), 0
+        arrived_at_ms, version, caller = self._now_ms(), 0, client.standing.tenant
         if header.body:
             body = Body("infer", header.body)
             version = body.count("version", 0)
+            caller = admission.tenant_of(body, caller)
             body.done()
         announced = admission.find_model(header.model, self._models)
         if version:
@@ -497,6 +498,7 @@ class Frontend:
             inputs=room.place(admitted.inputs),
             reply_offset_bytes=room.reply_offset_bytes,
             reply_bytes=room.reply_bytes,
+            caller=caller,
             tenant=room.tenant,
             lineage=0 if version else announced.lineage,
             arrived_at_ms=arrived_at_ms,

@@ -140,7 +140,7 @@ class Service:
         began = time.perf_counter()
         asked, is_placed = await self._filled(caller, asked)
         try:
-            outputs, bill = await self._upstream.infer(model, number, asked)
+            outputs, bill = await self._upstream.infer(model, number, asked, caller.tenant)
         except PipeSwitchError as error:
             if "version" in error.data:
                 raise NotFound(error.message, hint=error.hint) from None

@@ -37,11 +37,11 @@ class Upstream:
         self._context.term()
 
     async def infer(
-        self, model: str, version: int, asked: InferRequest
+        self, model: str, version: int, asked: InferRequest, tenant: str
     ) -> tuple[list[Output], dict[str, Any]]:
         """The outputs and the bill. To cancel this takes the request back.
 
-        Version 0 is the current one.
+        Version 0 is the current one; ``tenant`` is who asks.
         """
         reply = await self._ask(
             "infer",
@@ -50,7 +50,7 @@ class Upstream:
             frames=asked.frames,
             priority=asked.priority,
             deadline_ms=asked.deadline_ms,
-            body=_of(version),
+            body=_body(version=version, tenant=tenant),
         )
         outputs = [
             Output(name=one.name, dtype=one.dtype, shape=one.shape, data=reply.frames[one.frame])
@@ -60,7 +60,7 @@ class Upstream:
 
     async def show(self, model: str, version: int = 0) -> dict[str, Any]:
         """A model's row; of the current version, or another."""
-        reply = await self._ask("show", model=model, body=_of(version))
+        reply = await self._ask("show", model=model, body=_body(version=version))
         row: dict[str, Any] = reply.body["model"]
         return row
 
@@ -133,5 +133,6 @@ def _read(subscriber: zmq.Socket[bytes], loop: asyncio.AbstractEventLoop, take: 
         subscriber.close(0)
 
 
-def _of(version: int) -> dict[str, Any] | None:
-    return {"version": version} if version else None
+def _body(**fields: Any) -> dict[str, Any]:
+    """Those that say something: of the owner's request for the current version none."""
+    return {key: value for key, value in fields.items() if value}

@@ -53,6 +53,7 @@ class Admission:
             reply_offset_bytes=event.reply_offset_bytes,
             reply_bytes=event.reply_bytes,
             arrived_at_ms=core.now_ms if event.arrived_at_ms is None else event.arrived_at_ms,
+            caller=event.caller,
             size_bytes=model.built.total_bytes,
             is_raw=model.stage is not None,
         )

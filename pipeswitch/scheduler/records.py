@@ -219,6 +219,7 @@ class Request:
     reply_offset_bytes: int
     reply_bytes: int
     arrived_at_ms: float
+    caller: str = ""  # who asks; empty: the server's owner
     batch: int = 1
     size_bytes: int = 0  # of its model
     hopeless_at_ms: float | None = None  # from then on no answer can come before its deadline

@@ -48,7 +48,7 @@ class Upstream:
     """A server that has one model, which answers with its inputs."""
 
     async def infer(
-        self, model: str, version: int, asked: InferRequest
+        self, model: str, version: int, asked: InferRequest, tenant: str
     ) -> tuple[list[Output], dict[str, Any]]:
         self._know(model)
         outputs = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -16,6 +17,9 @@ from frontend_rig import DEADLINE_S, FakeScheduler, until
 import pipeswitch as ps
 from pipeswitch.config import ServerConfig
 from pipeswitch.frontend.listeners import open_listeners
+from pipeswitch.gateway.oip import InferRequest
+from pipeswitch.gateway.upstream import Upstream
+from pipeswitch.roles import ANYONE
 from pipeswitch.scheduler.events import InferArrived, Publish
 from pipeswitch.wire.frames import (
     MAGIC,
@@ -131,6 +135,28 @@ def test_keys_may_come_from_the_environment(
         assert client.infer("m", X)["y"][0, 0] == 2.0
     with ps.Client(guarded.fake.listeners.ipc.address) as owner:
         assert owner.infer("m", X)["y"][0, 0] == 2.0
+
+
+def test_a_request_says_who_asks_and_only_the_owner_names_another(guarded: Guarded) -> None:
+    with guarded.client() as client, ps.Client(guarded.fake.listeners.ipc.address) as owner:
+        client.infer("m", X)
+        owner.infer("m", X)
+        with pytest.raises(ps.PermissionDenied, match="only the server's owner"):
+            client._ask("infer", model="m", body={"tenant": "b"})
+    asyncio.run(_ask_as_gateway(guarded.fake.listeners.ipc.address, "alice", ANYONE, ""))
+    asked = guarded.fake.wait_for(InferArrived, 5)
+    assert [event.caller for event in asked] == ["a", "", "alice", ANYONE, ""]
+
+
+async def _ask_as_gateway(address: str, *tenants: str) -> None:
+    x = WireTensor(name="x", dtype="float32", shape=(1, 4), frame=0)
+    request = InferRequest(id="", inputs=(x,), frames=[X.tobytes()])
+    upstream = Upstream(address)
+    try:
+        for tenant in tenants:
+            await upstream.infer("m", 0, request, tenant)
+    finally:
+        upstream.close()
 
 
 def refused(guarded: Guarded, text: str, **options: Any) -> None:
