@@ -1,5 +1,6 @@
 """Every test leaves torch and the environment as it found them: what it computes itself is compared
-with what servers answer, and a server that it starts inherits the environment."""
+with what servers answer, and a server that it starts inherits the environment. It meets the
+warnings that it would meet alone, whichever test was first."""
 
 from __future__ import annotations
 
@@ -29,6 +30,8 @@ def _environment() -> set[tuple[str, str]]:
 
 def _left_as_found() -> Iterator[None]:
     before, environment = _settings(), _environment()
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_warn_always(True)  # some it would give once in a process
     yield
     if before is not None:
         assert _settings() == before, "torch's settings are not what they were"

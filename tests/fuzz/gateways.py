@@ -240,7 +240,11 @@ def _gate() -> _Gate:
 def run(data: bytes) -> None:
     gate = _gate()
     gate.escaped.clear()
-    gate.loop.run_until_complete(gate.hear(split_frames(data)))
+    try:
+        gate.loop.run_until_complete(gate.hear(split_frames(data)))
+    except BaseException:
+        _gate.cache_clear()  # what escaped may have left something to the next input
+        raise
 
 
 def request(line: str, body: bytes = b"", *headers: str, token: str = "") -> bytes:

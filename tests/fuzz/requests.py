@@ -172,7 +172,12 @@ def _gate() -> _Gate:
 
 
 def run(data: bytes) -> None:
-    for event in _gate().hear(split_frames(data)):
+    try:
+        events = _gate().hear(split_frames(data))
+    except BaseException:
+        _gate.cache_clear()  # what escaped may have left something to the next input
+        raise
+    for event in events:
         if isinstance(event, InferArrived):
             _check_slabs(event)
 

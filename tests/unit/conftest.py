@@ -10,7 +10,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 # The quick profile always tries the same examples: a change is judged by what it changed. The
@@ -26,10 +25,6 @@ settings.register_profile(
     "deep", parent=settings.get_profile("quick"), max_examples=5000, derandomize=False
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
-
-
-# torch says some things once in a process: which test met them would depend on their order.
-torch.set_warn_always(True)
 
 
 def pytest_collection_finish() -> None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from pipeswitch.sandbox.environment import environment_file, harmless, take_environment
 
@@ -42,3 +43,10 @@ def test_the_owners_code_finds_all_and_what_the_process_has_set_stays() -> None:
         assert os.environb[b"ODD"] == b"\xff=\n"
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
     os.close(file)
+
+
+@pytest.mark.parametrize("_", ["first", "second"])
+def test_a_warning_of_torch_is_there_for_each_test_not_for_the_first_alone(_: str) -> None:
+    norm, half = torch.nn.RMSNorm(3, device="meta"), torch.float16
+    with pytest.warns(UserWarning, match="Mismatch dtype"):
+        norm(torch.empty(2, 3, dtype=half, device="meta"))
