@@ -107,7 +107,8 @@ class Load:
 
     # ---- life ----------------------------------------------------------------------------------
 
-    def start(self) -> None:
+    def prepare(self) -> None:
+        """Each model has answered once: what comes with a first request is there."""
         client = self._stage.checked.client
         for name, module in self.modules.items():
             width = WIDTH if name in MODELS else 16
@@ -116,6 +117,11 @@ class Load:
                 more = {"preprocess": "numpy:copy", "raw": {"a": ((1, width), "float32")}}
             x = torch.zeros(1, width)
             client.register(name, module, example_inputs=(x,), max_batch=4, **more)
+            client.infer(name, x)
+        self._ask_gateway(PROBE, torch.ones(1, 16))
+
+    def start(self) -> None:
+        client = self._stage.checked.client
         for seed, name in enumerate(self._jobs):
             args = [str(seed), str(self._stop_file(name)), str(self._out(name))]
             client.train(self._script, name=name, args=args)

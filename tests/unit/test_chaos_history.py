@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from tests.chaos.history import Fault, History, Outcome
+from tests.chaos.run import held
 
 
 def outcome(
@@ -68,3 +71,11 @@ def test_a_kill_beside_another_fault_is_not_counted_as_alone() -> None:
     dead = history.report()["dead_worker_recovery_ms"]
     assert (dead["all"]["count"], dead["all"]["max"]) == (3, 2010.0)
     assert (dead["alone"]["count"], dead["alone"]["max"]) == (2, 210.0)
+
+
+def test_what_a_process_holds_more_than_before_is_named() -> None:
+    before = held(os.getpid())
+    leaked = os.memfd_create("of-job-17")
+    assert held(os.getpid()) - before == {"memfd:of-job- (deleted)": 1}
+    os.close(leaked)
+    assert held(os.getpid()) == before
