@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 from importlib import metadata
+from types import FrameType
+from typing import Final
 
 from .config import POLICY_GROUP
 from .errors import ConfigError
-from .scheduler.judge import FAILURES, settings_of
+from .scheduler.judge import FAILURES, Judge, described, settings_of
 from .scheduler.policies import MAKERS, Maker, Policy
 
 HINT = (
@@ -27,10 +29,9 @@ def find_policy(name: str, *, max_wait_ms: float) -> Policy:
     try:
         policy = _maker(name)(max_wait_ms=max_wait_ms)
         if isinstance(policy, Policy):
-            settings_of(policy.order)
+            settings_of(policy)
     except FAILURES as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f'policy "{name}": {reason}', hint=HINT) from error
+        raise ConfigError(f'policy "{name}": {described(error)}', hint=HINT) from error
     if not isinstance(policy, Policy):
         kind = type(policy).__name__
         raise ConfigError(f'policy "{name}" made a {kind}, no Policy', hint=HINT)
@@ -47,3 +48,21 @@ def _maker(name: str) -> Maker:
     (point,) = metadata.entry_points(group=POLICY_GROUP, name=name)
     found: Maker = point.load()
     return found
+
+
+CALLS: Final = {
+    getattr(Judge, name).__code__: name
+    for name in ("key", "rank", "stays_until_ms", "may_overtake", "arrange", "cost")
+}
+
+
+def policy_call(frame: FrameType | None) -> tuple[FrameType, str] | None:
+    """Of a thread's stack: the call of a policy that it is in, and which one has not returned."""
+    while frame is not None:
+        if frame.f_code in CALLS:
+            name = frame.f_locals["self"].name
+            return frame, f'policy "{name}" has not returned from {CALLS[frame.f_code]}'
+        if frame.f_code is find_policy.__code__:
+            return frame, f'policy "{frame.f_locals["name"]}" is being made'
+        frame = frame.f_back
+    return None

@@ -17,6 +17,7 @@ from ..wire.addresses import full_address, is_refused
 from . import views
 
 EXIT_OK, EXIT_FAILED = 0, 1
+EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 watch_option = click.option("--watch", is_flag=True, help="Refresh until Ctrl-C.")

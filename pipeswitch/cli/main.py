@@ -13,10 +13,8 @@ import click
 from ..errors import PipeSwitchError, to_wire
 from ..wire.addresses import full_address
 from . import infer, jobs, machine, models, server, views
-from .common import EXIT_OK
+from .common import EXIT_INTERRUPTED, EXIT_OK
 from .keys import keys
-
-EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
 
 
 class Cli(click.Group):

@@ -6,8 +6,10 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import random
-from collections.abc import Callable, Mapping, Sequence
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any, Final
 
 import click
 import msgspec
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -39,8 +42,9 @@ from ..simulator.replay import (
 )
 from ..simulator.training import PaperJob
 from ..units import format_bytes, nearest, parse_ms, parse_size
+from ..watchdog import PolicyWatchdog
 from . import views
-from .common import check_folder, checked_plot, connected, json_option
+from .common import EXIT_INTERRUPTED, check_folder, checked_plot, connected, json_option
 
 FUNCTIONS: Final = "azure_functions_2019_100fn_invocations.csv"
 SERVICES: Final = ("azure_llm_2023_code_15min.csv", "azure_llm_2023_conv_15min.csv")
@@ -51,6 +55,7 @@ RANDOM_BYTES: Final = 200 * MIB  # a random model's, in the middle
 RANDOM_MS: Final = 14.0  # it computes so long on a device of factor 1
 SPREAD: Final = 0.5  # sigma of both logarithms
 SERIAL: Final = "serial"  # no policy of the server: the reference without any overlap
+HANGS_AFTER_S: Final = 30.0  # one call of a policy; ``[server] watchdog`` is as long
 LAYERS: Final = 8  # of a model of which no more is known: as many groups
 SHARES: Final = (6, 25)  # of the models' bytes, percent, where no memory is given
 OF_REQUESTS: Final = ("policy", "in_slo", "p50_ms", "p99_ms", "refused", "switches", "copied")
@@ -130,7 +135,26 @@ def simulate(trace: str, as_json: bool, **options: Any) -> None:
     elif trace == "windows":
         _print_gaps(options["requests"] or 40, as_json)
     else:
-        _compare(trace, as_json, **options)
+        with _ends_all_the_same():
+            _compare(trace, as_json, **options)
+
+
+@contextlib.contextmanager
+def _ends_all_the_same() -> Iterator[None]:
+    """Around policies, which may hang, and to which an interrupt is a failure of their own."""
+
+    def leave(*_: object) -> None:
+        Console(stderr=True).show_cursor()  # the progress bar hides it
+        os._exit(EXIT_INTERRUPTED)
+
+    watchdog = PolicyWatchdog(HANGS_AFTER_S, (2,))
+    default = signal.signal(signal.SIGINT, leave)
+    watchdog.start()
+    try:
+        yield
+    finally:
+        watchdog.stop()
+        signal.signal(signal.SIGINT, default)
 
 
 def _compare(

@@ -65,17 +65,18 @@ from ..scheduler.fleet import most_workers
 from ..scheduler.scheduler import Scheduler, SchedulerSettings
 from ..scheduler.versions import split_name
 from ..units import PrintableFormatter, format_bytes
+from ..watchdog import LoopWatchdog
 from ..wire.private import check_trusted
 from .device import DeviceEffects, Ground
 from .effects import Effects
 from .folders import Places
 from .gateway import Gateway
 from .journal import FILE_NAME, JournalFile
+from .notifier import Notifier
 from .processes import Processes
 from .shared_memory import DeviceShare, Memory, Sizes
 from .stages import StageEffects
 from .tracing import Tracer
-from .watchdog import LoopWatchdog, Notifier
 
 log = logging.getLogger(__name__)
 
@@ -436,7 +437,7 @@ class Server:
             sys.stderr.write(f"Warning: {warning}\n")
         with contextlib.ExitStack() as cleanup:
             dump = cleanup.enter_context(open(self._log_path, "a"))
-            watchdog = LoopWatchdog(self._config.server.watchdog_ms / 1000.0, dump)
+            watchdog = LoopWatchdog(self._config.server.watchdog_ms / 1000.0, (dump.fileno(), 2))
             cleanup.callback(watchdog.stop)  # the last to run: an end that hangs is an end too
             cleanup.callback(self._processes.stop, STOP_TIMEOUT_S)
             cleanup.callback(self._gateway.stop)

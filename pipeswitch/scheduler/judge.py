@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import islice
 from operator import index
+from typing import Any
 
-from .policies import Order, Policy, Resident, View, Waiting, make_policy
+from .policies import Policy, Resident, View, Waiting, make_policy
 
-NUMBERS = (float, int)
-FAILURES = (Exception, SystemExit)  # of a policy; its ``sys.exit()`` does not end the server
+PLAIN = (float, int)
+FAILURES = BaseException  # of a policy: neither its ``sys.exit()`` nor an interrupt ends the server
 Failed = Callable[[str, str], None]  # told the policy's name and what happened
 
 
 class Judge:
-    """Asks a policy that may be a user's; what it answers is checked before it is believed.
+    """Asks a policy that may be a user's; what it answers is checked before it is believed, and
+    made plain numbers: no code of the user's is called where they are compared.
 
     Attributes:
         generation: how many policies failed; what an earlier one ranked is void.
@@ -27,7 +30,7 @@ class Judge:
         self._use(policy)
 
     def _use(self, policy: Policy) -> None:
-        self.patience_ms, self.window = settings_of(policy.order)
+        self.patience_ms, self.window = settings_of(policy)
         self.policy = policy
 
     def when_failed(self, failed: Failed) -> None:
@@ -68,7 +71,8 @@ class Judge:
 
     def arrange(self, heads: Sequence[Waiting], counts: Sequence[int], view: View) -> list[int]:
         try:
-            order = [index(one) for one in self.policy.order.arrange(heads, counts, view)]
+            places = self.policy.order.arrange(heads, counts, view)
+            order = [int(index(one)) for one in islice(places, len(heads) + 1)]
             if sorted(order) != list(range(len(heads))):
                 raise ValueError(f"{order} are not the {len(heads)} heads, each once")
             return order
@@ -93,27 +97,41 @@ class Judge:
         self.generation += 1
         name = self.policy.name
         self._use(make_policy("priority", max_wait_ms=self._max_wait_ms))
-        self._failed(name, f"{where} raised {type(error).__name__}: {error}")
+        self._failed(name, f"{where} raised {described(error)}")
 
 
-def settings_of(order: Order) -> tuple[float, int]:
-    """Its ``patience_ms`` and ``window``, if they can be used.
+def described(error: BaseException) -> str:
+    """Its type and its text, which may be a user's code too."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except FAILURES:
+        return f"{type.__repr__(type(error))}, which has no text"
+
+
+def settings_of(policy: Policy) -> tuple[float, int]:
+    """The ``patience_ms`` and ``window`` of its order, if they can be used.
 
     Raises:
-        ValueError: one of them is no number that it may be.
+        ValueError: one of them is no number that it may be, or its name is no text.
     """
-    patience_ms, window = order.patience_ms, order.window
+    name, patience_ms, window = policy.name, policy.order.patience_ms, policy.order.window
+    if type(name) is not str:
+        raise ValueError(f"its name is {name!r}, no text")
     if type(window) is not int or window < 0:
         raise ValueError(f"window is {window!r}, no whole number of lines")
-    if isinstance(patience_ms, bool) or not isinstance(patience_ms, (float, int)):
+    if isinstance(patience_ms, bool) or not isinstance(patience_ms, PLAIN):
         raise ValueError(f"patience_ms is {patience_ms!r}, no number of milliseconds")
-    if not 0 <= patience_ms <= math.inf:
+    try:
+        plain_ms = float(patience_ms)
+    except OverflowError:
+        plain_ms = math.nan
+    if not 0 <= plain_ms <= math.inf:
         raise ValueError(f"patience_ms is {patience_ms!r}, no number from 0 on")
-    return float(patience_ms), window
+    return plain_ms, window
 
 
-def _numbers(values: tuple[float, ...]) -> tuple[float, ...]:
-    """As they are, if they can be compared.
+def _numbers(values: tuple[Any, ...]) -> tuple[float, ...]:
+    """As plain numbers, which can be compared.
 
     Raises:
         TypeError: they are no tuple of numbers.
@@ -122,10 +140,18 @@ def _numbers(values: tuple[float, ...]) -> tuple[float, ...]:
     if type(values) is not tuple:
         raise TypeError(f"{values!r} is no tuple")
     for value in values:
-        if type(value) is not float:
-            if not isinstance(value, NUMBERS):
-                raise TypeError(f"{value!r} is no number")
+        kind = type(value)
+        if kind is int:
             float(value)  # else it could not be added to one
-        if value != value:
+        elif kind is not float:
+            return _numbers(tuple(map(_plain, values)))
+        elif value != value:
             raise ValueError("a number is nan")
     return values
+
+
+def _plain(value: object) -> float | int:
+    """A float or an int itself, whatever class of its own it had."""
+    if not isinstance(value, PLAIN):
+        raise TypeError(f"{value!r} is no number")
+    return int(value) if isinstance(value, int) else float(value)

@@ -35,7 +35,7 @@ def check_policy(make: Callable[..., Policy], *, max_wait_ms: float = 2000.0) ->
     policy = make(max_wait_ms=max_wait_ms)
     assert isinstance(policy, Policy), f"{policy!r} is no Policy"
     try:
-        settings_of(policy.order)
+        settings_of(policy)
     except ValueError as error:
         raise AssertionError(str(error)) from error
     chance = Random(0)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from process_tools import Checked, checked_server, eager, is_bit_equal, mlp
+from process_tools import Checked, checked_server, eager, is_bit_equal, mlp, until
 
+from pipeswitch.cli.common import EXIT_INTERRUPTED
 from pipeswitch.errors import DeadlineExceeded
 
 WIDTH = 512
@@ -26,6 +31,25 @@ class Mine(Order):
 def make(*, max_wait_ms):
     return Policy("mine", Mine(), Eviction())
 """
+
+HANGS = """
+import os, pathlib
+from pipeswitch.scheduler.policies import Eviction, Order, Policy
+
+class Hangs(Order):
+    def rank(self, head, view):
+        pathlib.Path(os.environ["REACHED"]).touch()
+        while True:
+            try:
+                while True:
+                    pass
+            except BaseException:
+                pass
+
+def make(*, max_wait_ms):
+    return Policy("hangs", Hangs(), Eviction())
+"""
+HUNG = 'policy "hangs" has not returned from rank'
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +83,52 @@ def test_a_deadline_that_cannot_be_met_is_refused_with_the_prediction(running: C
     with pytest.raises(DeadlineExceeded) as caught:
         client.infer("slow", example, deadline_ms=0.1)
     assert caught.value.data["predicted_ms"] > 0.1
+
+
+@pytest.fixture
+def hanging(tmp_path: Path) -> dict[str, str]:
+    """An environment in which ``hangs:make`` is a policy."""
+    (tmp_path / "hangs.py").write_text(HANGS)
+    return {"PYTHONPATH": str(tmp_path), "REACHED": str(tmp_path / "reached")}
+
+
+def test_a_policy_that_hangs_a_server_is_named(hanging: dict[str, str]) -> None:
+    environment = {**hanging, "PIPESWITCH_SERVER__WATCHDOG": "1s"}
+    with checked_server(
+        args=("--policy", "hangs:make"), environment=environment, settles=False,
+        status=os.EX_SOFTWARE,
+    ) as checked:  # fmt: skip
+        x = torch.zeros(1, WIDTH)
+        checked.client.register("m", mlp(WIDTH, 2, seed=1), example_inputs=(x,))
+        checked.client.submit("m", x)
+        assert checked.running.process.wait(60) == os.EX_SOFTWARE
+        assert HUNG in checked.running.log()
+
+
+def simulating(limit_s: float, environment: dict[str, str]) -> subprocess.Popen[str]:
+    """``pipeswitch simulate`` with the policy; a call of it may take so long."""
+    code = (
+        "import sys; from pipeswitch.cli import main, simulate; "
+        "simulate.HANGS_AFTER_S = float(sys.argv.pop(1)); main.main()"
+    )
+    words = ["simulate", "poisson:40", "--policy", "hangs:make"]
+    return subprocess.Popen(
+        [sys.executable, "-c", code, str(limit_s), *words],
+        env={**os.environ, **environment}, text=True, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def test_a_policy_that_hangs_a_simulation_is_named(hanging: dict[str, str]) -> None:
+    process = simulating(1.0, hanging)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == os.EX_SOFTWARE
+    assert f"Error: {HUNG}, for 1 s now" in said
+    assert "hangs.py" in said, "its stack"
+
+
+def test_an_interrupt_ends_a_simulation_whatever_its_policy_does(hanging: dict[str, str]) -> None:
+    process = simulating(1e3, hanging)
+    until(Path(hanging["REACHED"]).exists, "it hangs", 60)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == EXIT_INTERRUPTED

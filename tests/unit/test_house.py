@@ -45,6 +45,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "scheduler": "errors ipc planning programs scheduler/policies",
     "simulator": "errors ipc planning programs scheduler scheduler/policies",
     "policies": "config errors scheduler scheduler/policies",
+    "watchdog": "policies",
     # The device, and the processes that touch it.
     "devices": "config errors failpoints ipc programs units",
     "memory_daemon/": "commits devices errors failpoints ipc programs units",
@@ -57,7 +58,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "frontend": "commits config errors failpoints ipc lane machine programs roles scheduler units "
     "wire",
     "controller": "commits config devices errors failpoints frontend inputs ipc lane launch "
-    "machine planning policies programs programs/build sandbox scheduler units wire",
+    "machine planning policies programs programs/build sandbox scheduler units watchdog wire",
     # Its users.
     "client": "commits errors programs programs/build wire",
     "__init__": "client errors job",
@@ -67,7 +68,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "scheduler simulator testing wire",
     "gateway": "client errors frontend ipc programs roles units wire",
     "cli": "__init__ benchmarks client config devices errors ipc planning policies programs roles "
-    "sandbox scheduler simulator units wire",
+    "sandbox scheduler simulator units watchdog wire",
     "demo": "__init__ cli client errors job machine programs programs/build testing",
     "demo_digits": "demo",
     "benchmarks/": "benchmarks cli devices errors job programs programs/build testing",

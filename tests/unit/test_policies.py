@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import tracemalloc
 from pathlib import Path
@@ -279,8 +280,46 @@ def live(policy: Policy, arena_mib: int = 12) -> Heard:
     return world
 
 
-@pytest.mark.parametrize("how", [ValueError("no"), SystemExit(3), (math.nan,), "text", [3, 3, 3]],
-                         ids=str)  # fmt: skip
+def raises(*_: object) -> Any:
+    raise KeyboardInterrupt
+
+
+class Mute(Exception):
+    """Says nothing, not even that."""
+
+    __str__ = __repr__ = raises
+
+
+class OfMine(float):
+    """A number that cannot be compared, added or shown."""
+
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __add__ = __radd__ = raises
+    __hash__ = __bool__ = __repr__ = __str__ = raises
+
+
+class WholeOfMine(int):
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __add__ = __radd__ = raises
+    __hash__ = __bool__ = __repr__ = __str__ = raises
+
+
+class NoNumber(float):
+    __float__ = __int__ = raises
+
+
+class Hollow:
+    """Nothing but a claim."""
+
+    __class__ = float  # type: ignore[assignment]
+    __float__ = raises
+
+
+HOW = [
+    ValueError("no"), SystemExit(3), (math.nan,), "text", [3, 3, 3], KeyboardInterrupt(),
+    GeneratorExit(), Mute(), (NoNumber(1.0),), (Hollow(),), (10**400,), Waiting,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", HOW, ids=lambda how: type(how).__name__)
 @pytest.mark.parametrize("after", [0, 3])
 @pytest.mark.parametrize("where", ["key", "rank", "stays_until_ms", "arrange"])
 def test_a_policy_that_fails_is_replaced_once_and_nothing_is_lost(
@@ -293,6 +332,49 @@ def test_a_policy_that_fails_is_replaced_once_and_nothing_is_lost(
     assert world.topics.count("queue.policy_failed") == 1
     assert world.clients.outcomes["ok"] == 66  # with the registrations
     assert not world.clients.open
+
+
+class Odd(Order):
+    """Right, in numbers of a class of its own."""
+
+    window = 2
+    patience_ms = OfMine(3.0)
+
+    def key(self, request: Waiting) -> tuple[float, ...]:
+        return (WholeOfMine(request.priority), True, OfMine(request.arrived_at_ms))
+
+    def rank(self, head: Waiting, view: View) -> tuple[float, ...]:
+        return (WholeOfMine(head.priority), OfMine(head.arrived_at_ms))
+
+    def stays_until_ms(self, head: Waiting, view: View) -> float:
+        return OfMine(math.inf)
+
+    def arrange(self, heads: Any, counts: Any, view: View) -> Any:
+        return (WholeOfMine(index) for index in range(len(heads)))
+
+
+class OddCost(Eviction):
+    def cost(self, resident: Resident, view: View) -> tuple[float, ...]:
+        return (OfMine(resident.size_bytes), WholeOfMine(2))
+
+
+def test_numbers_of_a_policys_own_classes_are_compared_as_plain_ones() -> None:
+    world = live(Policy("mine", Odd(), OddCost()), arena_mib=8)
+    assert (world.scheduler.core.judge.name, world.warnings) == ("mine", [])
+    assert world.clients.outcomes["ok"] == 66
+    judge = world.scheduler.core.judge
+    answers = (
+        *judge.key(waiting()), *judge.rank(waiting(), View(0.0)), judge.patience_ms,
+        judge.stays_until_ms(waiting(), View(0.0)), *judge.arrange([waiting()], [1], View(0.0)),
+        *judge.cost(Resident("m0", MIB, 1, 0.0, 1, 0), View(0.0)),
+    )  # fmt: skip
+    assert {type(one) for one in answers} == {float, int}
+
+
+def test_an_arrangement_without_end_is_none() -> None:
+    judge = Judge(Policy("mine", Fails("arrange", 0, itertools.count()), Eviction()), 3.0)
+    assert judge.arrange([waiting(), waiting()], [1, 1], View(0.0)) == [0, 1]
+    assert judge.name == "priority"
 
 
 def test_a_policy_that_fails_when_memory_is_short_is_replaced_too() -> None:
@@ -364,7 +446,7 @@ def test_many_batches_cost_neither_memory_nor_time() -> None:
 @pytest.mark.parametrize("setting", [
     ("window", 2.5), ("window", "8"), ("window", -1), ("window", True),
     ("patience_ms", "soon"), ("patience_ms", math.nan), ("patience_ms", None),
-    ("patience_ms", -1.0),
+    ("patience_ms", -1.0), ("patience_ms", 10**400),
 ])  # fmt: skip
 def test_a_window_or_patience_that_cannot_be_used_is_refused_at_the_start(
     setting: tuple[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 
 from pipeswitch.config import Config
-from pipeswitch.controller.watchdog import LOOKS, LoopWatchdog, Notifier, TurnLooks
+from pipeswitch.controller.notifier import Notifier
+from pipeswitch.scheduler.judge import Judge
+from pipeswitch.scheduler.policies import Eviction, Order, Policy, View, Waiting
+from pipeswitch.watchdog import LOOKS, LoopWatchdog, PolicyWatchdog, TurnLooks
 
 UNIT = Path(__file__).parents[2] / "packaging/pipeswitch.service"
 
@@ -89,7 +92,7 @@ def test_without_a_manager_or_with_one_that_is_gone_nothing_happens(tmp_path: Pa
 def test_a_loop_that_hangs_is_ended_with_the_stacks_of_all_threads(tmp_path: Path) -> None:
     ended = threading.Event()
     with open(tmp_path / "log", "w") as dump:
-        watchdog = LoopWatchdog(0.05, dump, ended.set)
+        watchdog = LoopWatchdog(0.05, (dump.fileno(),), ended.set)
         watchdog.start()
         assert ended.wait(10)
         watchdog.stop()
@@ -105,10 +108,35 @@ def test_a_loop_that_turns_now_and_then_is_left_alone() -> None:
     assert looks.is_hung(turn)
 
 
+@pytest.mark.parametrize("kind", [LoopWatchdog, PolicyWatchdog])
+def test_a_policy_that_does_not_return_is_named(kind: type[LoopWatchdog], tmp_path: Path) -> None:
+    ended = threading.Event()
+
+    class Hangs(Order):
+        def rank(self, head: Waiting, view: View) -> tuple[float, ...]:
+            ended.wait(30)
+            return (0.0,)
+
+    with open(tmp_path / "log", "w") as dump:
+        watchdog = kind(0.05, (dump.fileno(),), ended.set)
+        watchdog.start()
+        Judge(Policy("mine", Hangs(), Eviction()), 1.0).rank(Waiting(1, "m", 1, None, 0), View(0))
+        assert ended.is_set()
+        watchdog.stop()
+    assert 'policy "mine" has not returned from rank' in (tmp_path / "log").read_text()
+
+
+def test_outside_of_a_policy_a_loop_may_take_its_time() -> None:
+    watchdog, looks = PolicyWatchdog(1e3, ()), TurnLooks()
+    watchdog.start()
+    assert not any(looks.is_hung(watchdog._place()) for _ in range(3 * LOOKS))
+    watchdog.stop()
+
+
 def test_no_limit_is_no_watchdog(tmp_path: Path) -> None:
     before = threading.active_count()
     with open(tmp_path / "log", "w") as dump:
-        watchdog = LoopWatchdog(0.0, dump, lambda: None)
+        watchdog = LoopWatchdog(0.0, (dump.fileno(),), lambda: None)
         watchdog.start()
         assert threading.active_count() == before
         watchdog.stop()
