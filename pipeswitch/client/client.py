@@ -20,7 +20,6 @@ from typing import Any, Final
 
 import zmq
 
-from ..commits.weights import read_image, save_weights, weights_of
 from ..errors import (
     Cancelled,
     InvalidInput,
@@ -686,6 +685,8 @@ class Task:
         Raises:
             InvalidInput: it has committed nothing.
         """
+        from ..commits.weights import read_image, save_weights, weights_of  # numpy comes along
+
         target = Path(path)
         if not target.parent.is_dir():
             raise InvalidInput(f"no folder {str(target.parent)!r}")

@@ -127,13 +127,14 @@ def test_version_is_one_line() -> None:
     assert text.startswith("pipeswitch ")
 
 
-def test_the_command_line_never_imports_torch() -> None:
+def test_the_command_line_never_imports_torch_and_numpy_for_tensors_alone() -> None:
     code = (
         "import sys; from click.testing import CliRunner; from pipeswitch.cli.main import main\n"
+        "import pipeswitch.client.client, pipeswitch.client.aio\n"
+        "assert 'numpy' not in sys.modules, 'numpy was imported'\n"
         "for verb in (['ps', '--help'], ['doctor'], ['config', 'schema']):\n"
         "    CliRunner().invoke(main, verb)\n"
-        "import pipeswitch.client.client, pipeswitch.cli.infer, pipeswitch.cli.doctor\n"
-        "import pipeswitch.client.aio\n"
+        "import pipeswitch.cli.infer, pipeswitch.cli.doctor\n"
         "assert 'torch' not in sys.modules, 'torch was imported'\n"
         "assert not any(name.startswith('pipeswitch.simulator') for name in sys.modules)\n"
     )
