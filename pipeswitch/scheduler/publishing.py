@@ -1,9 +1,11 @@
 """From a job's commit to the next version of a model: wait for it, copy it, have it built. Pure.
 
-1. *waits* until the commit is there that it is about: a script publishes the step it is in;
+1. *waits* until the commit is there that it is about: a script publishes the step it is in, a
+   client what is newest when the name's other publications are through;
 2. *copies*: the daemon writes that commit to a folder of its own. A script commits nothing else
    meanwhile. Of a job that is over the commit lies on disk already;
-3. *copied*: one publication of a name is built at a time; of those that wait the latest is;
+3. *copied*: one publication of a name is built at a time, when the model it follows is ready. Of
+   the scripts' that wait the latest is; a client's is never passed over;
 4. *builds*: the model's program with these weights, as a registration of its own. Its name stands
    for it when its bytes are in the host store.
 """
@@ -42,7 +44,7 @@ from .events import DropPublished, PublishAsked, Token, ToWorker
 from .machine import Machine
 from .records import NO_EPOCH, Job, Model, Registration, Worker
 from .registry import Registry
-from .states import TASK_FINAL, ModelState
+from .states import MODEL_AWAITED, TASK_FINAL, ModelState
 from .versions import Versions
 
 
@@ -96,7 +98,8 @@ class Publishing:
             if self._core.is_draining:
                 raise ServerUnavailable("the server is draining")
             model = self.model_for(message.model, job.tenant)
-            assert model.manifest is not None
+            if model.manifest is None:
+                raise _not_ready(model)
             given = {name: (dtype, shape) for name, dtype, shape in message.tensors}
             match(model.manifest.tensors, given)
         except PipeSwitchError as error:
@@ -122,7 +125,7 @@ class Publishing:
             raise _other_step(job, event.step, job.committed_step)
 
     def model_for(self, name: ModelName, tenant: str | None) -> Model:
-        """The model that a publication is to follow.
+        """The model that a publication is to follow, when that is ready.
 
         Raises:
             ModelNotFound, PermissionDenied, InvalidInput.
@@ -135,13 +138,14 @@ class Publishing:
             )
         if tenant not in (None, model.tenant):
             raise PermissionDenied(f'"{name}" is another client\'s')
-        if model.state.state is not ModelState.READY:
-            raise InvalidInput(f'"{name}" is {model.state.state.value}, it must be ready')
+        if model.state.state not in (ModelState.READY, *MODEL_AWAITED):
+            raise _not_ready(model)
         return model
 
     def _accept(self, name: ModelName, job: JobName, step: int, token: Token | None) -> None:
         line = self._lines.setdefault(name, [])
-        for one in [one for one in line if one.stage in ("waits", "copied")]:
+        waiting = [one for one in line if one.stage in ("waits", "copied")]
+        for one in [one for one in waiting if one.is_script]:
             self._end(one, Cancelled(f'a later one of "{name}" takes its place'))
         line.append(Publication(name, job, step, token, self._core.next_epoch(), token is None))
 
@@ -151,14 +155,18 @@ class Publishing:
         """Begin what can be begun, end what is over."""
         for name, line in list(self._lines.items()):
             for one in list(line):
-                if one.stage == "waits":
+                if one.stage == "waits" and (one.is_script or one.step >= 0 or one is line[0]):
                     self._begin(one)
                 elif one.stage == "builds":
                     self._look(one)
-            if line and line[0].stage == "copied":
+            if line and line[0].stage == "copied" and not self._is_awaited(name):
                 self._build(line[0])
             if not line:
                 del self._lines[name]
+
+    def _is_awaited(self, name: ModelName) -> bool:
+        model = self._versions.current(name)
+        return model is not None and model.state.state in MODEL_AWAITED
 
     def _begin(self, one: Publication) -> None:
         job = self._job_of(one)
@@ -299,6 +307,10 @@ class Publishing:
                 if one.token is not None:
                     self._core.refuse(one.token, error)
         self._lines.clear()
+
+
+def _not_ready(model: Model) -> InvalidInput:
+    return InvalidInput(f'"{model.base}" is {model.state.state.value}, it must be ready')
 
 
 def _no_job(name: JobName) -> ModelNotFound:

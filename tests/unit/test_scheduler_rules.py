@@ -2372,7 +2372,7 @@ def script_publishes(
 ) -> Any:
     """What the script reads; its tensors are the model's, or wider ones."""
     served = rig.scheduler.versions.current(model)
-    weights = served.manifest.tensors if served is not None else ()
+    weights = served.manifest.tensors if served is not None and served.manifest else ()
     more = (9,) if wide else ()
     tensors = tuple((w.name, w.dtype, (*w.shape, *more)) for w in weights)
     message = PublishStep(epoch=job.epoch, model=model, step=step, tensors=tensors)
@@ -2412,6 +2412,40 @@ def test_of_publications_that_wait_the_latest_is_made(rig: Rig) -> None:
     assert msgspec.msgpack.decode(last.spec)["weights"].endswith(f"@{order.epoch}")
     comes(rig, last)
     assert versions_of(rig) == [(2, False), (3, True)]
+
+
+def test_a_clients_publication_waits_for_a_scripts_and_none_takes_its_place(rig: Rig) -> None:
+    register_net(rig)
+    job = trained(rig)
+    script_publishes(rig, job, step=3)
+    first = copied(rig, job)
+    token = ask_publish(rig, job)
+    assert not rig.sent(PersistCommit), "it is of what is newest at its turn"
+    script_publishes(rig, job, step=5)
+    rig.committed(job, 2, 5)
+    order = publication(rig)
+    rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=5))
+    comes(rig, first)
+    rig.out = rig.seen
+    comes(rig, copied(rig, job, step=5))
+    assert rig.answers[token].body["version"] == 3
+    (last,) = [c for c in rig.seen if isinstance(c, ev.StartBuild)]
+    assert msgspec.msgpack.decode(last.spec)["weights"].endswith(f"@{order.epoch}")
+
+
+def test_a_publication_waits_until_its_model_is_there(rig: Rig) -> None:
+    rig.ask_register("net", spec=SPEC, spec_digest="first")
+    (build,) = rig.commands(ev.StartBuild)
+    job = trained(rig)
+    assert "building" in script_publishes(rig, job, step=3).message, "no shapes to compare with"
+    token = ask_publish(rig, job)
+    order = publication(rig)
+    rig.daemon(CommitPersisted(job=job.name, epoch=order.epoch, step=3))
+    rig.built("net", 10, build.epoch)
+    assert token not in rig.answers
+    rig.stored("net", build.epoch)
+    comes(rig, rig.commands(ev.StartBuild)[0])
+    assert rig.answers[token].body["version"] == 2
 
 
 def test_a_script_publishes_over_models_of_its_owner_alone(rig: Rig) -> None:
@@ -2599,7 +2633,7 @@ def test_a_publication_that_is_cancelled_changes_nothing(rig: Rig, stage: str) -
         other = copied(rig, job)
     if stage == "waits":
         rig.state.is_daemon_ready = False
-    token = ask_publish(rig, job)
+    token = ask_publish(rig, job, step=3)
     build = copied(rig, job) if stage == "builds" else None
     orders = rig.sent(PersistCommit)
     if stage == "copied":
