@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Final
 
@@ -86,8 +87,8 @@ class Callers:
         Raises:
             WrongHost: the ``Host`` is another one.
         """
-        name = host.lower()
-        if self._hosts is not None and not {name, name.rpartition(":")[0]} & self._hosts:
+        name = re.sub(":[0-9]+$", "", host.lower())
+        if self._hosts is not None and name not in self._hosts:
             raise WrongHost(
                 f"this is not {host[:80]!r}", hint=f"ask for {', '.join(sorted(self._hosts))}"
             )

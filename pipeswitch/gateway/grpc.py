@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 from ..errors import InvalidInput, PipeSwitchError, QueueFull
 from ..ipc.messages import GatewaySettings
 from ..roles import Standing
-from ..wire.frames import WireTensor
+from ..wire.frames import MAX_TENSORS, WireTensor
 from . import oip
 from .callers import Callers
 from .oip import InferRequest, Output, RequestedOutput
@@ -29,6 +29,7 @@ from .reflection import NAME as REFLECTION_NAME
 from .reflection import described
 from .refusals import NotFound, RequestTimeout, TooLarge, as_ours, status_of
 from .service import Service
+from .sharing import Shared
 
 log = logging.getLogger(__name__)
 
@@ -59,13 +60,16 @@ _CONTENTS: Final[Mapping[str, str]] = {
 
 _RAW_TAG: Final = 7 << 3 | 2  # of raw_input_contents, as protobuf writes it
 SPLIT_BYTES: Final = 64 << 10  # of a message: less is as soon copied
+MAX_PARTS: Final = 4 * MAX_TENSORS + 16  # inputs, outputs, contents, parameters; and the model
+SMALL_BYTES: Final = 64 << 10  # of a message without tensors
 
 Verb = Callable[[Standing, Any], Awaitable[Any]]
-Read = Callable[[bytes], Any]
+Answered = Callable[[Standing, str, bytes], Awaitable[Any]]
+"""The answer to a message of a caller, at an address."""
 
 
 async def open_server(
-    service: Service, callers: Callers, settings: GatewaySettings
+    service: Service, callers: Callers, settings: GatewaySettings, shared: Shared
 ) -> grpc.aio.Server:
     """A server that listens."""
     bounds = (
@@ -73,7 +77,7 @@ async def open_server(
         ("grpc.max_allowed_incoming_connections", settings.max_connections // CONNECTIONS_SHARE),
     )
     server = grpc.aio.server(options=[*OPTIONS, *bounds], maximum_concurrent_rpcs=MAX_CALLS)
-    server.add_generic_rpc_handlers(Calls(service, callers).handlers())
+    server.add_generic_rpc_handlers(Calls(service, callers, shared).handlers())
     if settings.tls_cert:
         pair = Path(settings.tls_key).read_bytes(), Path(settings.tls_cert).read_bytes()
         server.add_secure_port(settings.grpc, grpc.ssl_server_credentials([pair]))
@@ -87,12 +91,13 @@ class Calls:
     """Calls to verbs.
 
     All are served as streams of messages, though most have one: gRPC's library would read that
-    before it asks here who calls.
+    before it asks here who calls, and would not tell when an answer has left.
     """
 
-    def __init__(self, service: Service, callers: Callers) -> None:
+    def __init__(self, service: Service, callers: Callers, shared: Shared) -> None:
         self._service = service
         self._callers = callers
+        self._shared = shared
         self._watchers = 0
         self._by_address: Counter[str] = Counter()
 
@@ -113,15 +118,13 @@ class Calls:
             "SystemSharedMemoryUnregister": self._unregister_region,
         }
         inference = {
-            name: self._unary(name, _reader(INFERENCE[f"{name}Request"]), verb)
+            name: self._unary(name, _small(INFERENCE[f"{name}Request"], verb))
             for name, verb in verbs.items()
         }
-        inference["ModelInfer"] = self._unary("ModelInfer", read_infer, self._infer)
-        inference["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
-            self._stream, response_serializer=_to_bytes
-        )
+        inference["ModelInfer"] = self._unary("ModelInfer", self._infer)
+        inference["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self._stream)
         health = {
-            "Check": self._unary("Check", _reader(HEALTH["HealthCheckRequest"]), self._check),
+            "Check": self._unary("Check", _small(HEALTH["HealthCheckRequest"], self._check)),
             "Watch": grpc.stream_stream_rpc_method_handler(
                 self._watch, response_serializer=_to_bytes
             ),
@@ -131,43 +134,63 @@ class Calls:
         }  # fmt: skip
         for package, messages in REFLECTION.items():
             reflect = grpc.stream_stream_rpc_method_handler(
-                self._reflect, messages["ServerReflectionRequest"].FromString, _to_bytes
-            )
+                functools.partial(self._reflect, messages["ServerReflectionRequest"]), None,
+                _to_bytes,
+            )  # fmt: skip
             services[f"{package}.{REFLECTION_NAME}"] = {"ServerReflectionInfo": reflect}
         return tuple(starmap(grpc.method_handlers_generic_handler, services.items()))
 
-    def _unary(self, name: str, read: Read, verb: Verb) -> grpc.RpcMethodHandler:
+    def _unary(self, name: str, verb: Answered) -> grpc.RpcMethodHandler:
         is_probe = name in ("ServerLive", "ServerReady", "Check")
 
-        async def call(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> Any:
+        async def call(
+            requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+        ) -> AsyncIterator[bytes]:
             try:
-                with self._place(context):
+                with self._place(context) as address:
                     caller = Callers.PROBE if is_probe else self._caller(context)
-                    return await verb(caller, await _only(read, requests))
+                    data = await _only(requests)
+                    async with self._answered(verb, caller, address, data) as answer:
+                        yield answer
+                return
             except PipeSwitchError as error:
                 failed: PipeSwitchError = error
             except Exception as error:
                 log.exception("call=%s failed", name)
                 failed = as_ours(error)
-            return await _abort(context, failed)
+            await _abort(context, failed)
 
-        return grpc.stream_unary_rpc_method_handler(call, response_serializer=_to_bytes)
+        return grpc.stream_stream_rpc_method_handler(call)
+
+    @contextlib.asynccontextmanager
+    async def _answered(
+        self, verb: Answered, caller: Standing, address: str, data: bytes
+    ) -> AsyncIterator[bytes]:
+        """A message's answer, until it has left.
+
+        Raises:
+            QueueFull: its address has as many bytes here as it may have.
+        """
+        with self._shared.waiting.holding(address, len(data)):
+            answer = _to_bytes(await verb(caller, address, data))
+        with self._shared.answers.holding(address, len(answer)):
+            yield answer
 
     @contextlib.contextmanager
-    def _place(self, context: grpc.aio.ServicerContext) -> Iterator[None]:
-        """Of a call, among those under way.
+    def _place(self, context: grpc.aio.ServicerContext) -> Iterator[str]:
+        """Of a call, among those under way; its address.
 
         Raises:
             QueueFull: its address has half of them.
         """
-        address = str(context.peer()).rpartition(":")[0]
+        address = str(context.peer()).rpartition(":")[0].partition(":")[2]  # of ipv4:ADDRESS:PORT
         if self._by_address[address] >= CALLS_PER_ADDRESS:
             raise QueueFull(
                 f"more than {CALLS_PER_ADDRESS} calls of this address", hint="send again"
             )
         self._by_address[address] += 1
         try:
-            yield
+            yield address
         finally:
             self._by_address[address] -= 1
             if not self._by_address[address]:
@@ -228,7 +251,7 @@ class Calls:
             return
         self._watchers += 1
         try:
-            request = await _only(_reader(HEALTH["HealthCheckRequest"]), requests)
+            request = _read(HEALTH["HealthCheckRequest"], await _only(requests))
             if request.service not in ("", SERVICE):
                 yield HEALTH["HealthCheckResponse"](status=STATUSES["SERVICE_UNKNOWN"])
                 return
@@ -245,13 +268,13 @@ class Calls:
             self._watchers -= 1
 
     async def _reflect(
-        self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext
+        self, message: Any, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[Any]:
         try:
             with self._place(context):
                 self._caller(context)
-                async for request in requests:
-                    yield described(request)
+                async for data in requests:
+                    yield described(_read(message, data))
         except PipeSwitchError as error:
             await _abort(context, error)
 
@@ -277,32 +300,37 @@ class Calls:
         found = await self._service.statistics(caller, request.name, request.version)
         return INFERENCE["ModelStatisticsResponse"](**found)
 
-    async def _infer(self, caller: Standing, given: tuple[Any, Sequence[Any]]) -> Any:
-        request, raw = given
-        asked = decode_request(request, raw)
+    async def _infer(self, caller: Standing, address: str, data: bytes) -> Any:
+        rest, raw = split_raw(data)
+        if len(rest) <= oip.LONG_BYTES:
+            request, asked = read_infer(rest, raw)
+        else:
+            request, asked = await self._shared.aside.run(address, read_infer, rest, raw)
         model = request.model_name
         outputs, bill = await self._service.infer(caller, model, request.model_version, asked)
         return encode_answer(model, asked, outputs, bill)
 
     async def _stream(
         self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[Any]:
+    ) -> AsyncIterator[bytes]:
         """One answer for each request, in order; an error is an answer too, and goes on."""
         response = INFERENCE["ModelStreamInferResponse"]
+
+        async def streamed(caller: Standing, address: str, data: bytes) -> Any:
+            return response(infer_response=await self._infer(caller, address, data))
+
         try:
-            with self._place(context):
+            with self._place(context) as address:
                 caller = self._caller(context)
                 async for data in requests:
-                    request_id = ""
                     try:
-                        given = read_infer(data)
-                        request_id = given[0].id
-                        answer = response(infer_response=await self._infer(caller, given))
+                        async with self._answered(streamed, caller, address, data) as answer:
+                            yield answer
                     except PipeSwitchError as error:
-                        answer = response(error_message=str(error))
-                        if request_id:
-                            answer.infer_response.id = request_id
-                    yield answer
+                        failed = response(error_message=str(error))
+                        if request_id := _id_of(data):
+                            failed.infer_response.id = request_id
+                        yield _to_bytes(failed)
         except PipeSwitchError as error:
             await _abort(context, error)
 
@@ -313,68 +341,97 @@ async def _abort(context: grpc.aio.ServicerContext, error: PipeSwitchError) -> A
     await context.abort(code, str(error), (("pipeswitch-code", type(error).__name__),))
 
 
-async def _only(read: Read, requests: AsyncIterator[bytes]) -> Any:
+async def _only(requests: AsyncIterator[bytes]) -> bytes:
     """The message of a call that has one.
 
     Raises:
-        InvalidInput: it is no such message, or there is none.
+        InvalidInput: there is none.
         RequestTimeout: it does not come.
     """
     try:
         async with asyncio.timeout(MESSAGE_S):
-            return read(await anext(requests))
+            return await anext(requests)
     except StopAsyncIteration:
         raise InvalidInput("the call has no message") from None
     except TimeoutError:
         raise RequestTimeout("the message came too slowly") from None
 
 
-def _read(message: Any, data: bytes) -> Any:
+def _small(message: Any, verb: Verb) -> Answered:
+    """A verb whose message has no tensors."""
+
+    async def answered(caller: Standing, address: str, data: bytes) -> Any:
+        return await verb(caller, _read(message, data))
+
+    return answered
+
+
+def _read(message: Any, data: bytes, most_bytes: int = SMALL_BYTES) -> Any:
     """
     Raises:
         InvalidInput: the bytes are no such message; gRPC's own reader would say UNKNOWN.
+        TooLarge: they are more than any such message has.
     """
+    if len(data) > most_bytes:
+        raise TooLarge(f"{len(data)} bytes of a message, {most_bytes} at most are read here")
     try:
         return message.FromString(data)
     except DecodeError:
-        raise InvalidInput(f"these bytes are no {message.DESCRIPTOR.full_name}") from None
+        raise _no_message(message) from None
 
 
-def _reader(message: Any) -> Read:
-    return functools.partial(_read, message)
+def _no_message(message: Any) -> InvalidInput:
+    return InvalidInput(f"these bytes are no {message.DESCRIPTOR.full_name}")
 
 
-def read_infer(data: bytes) -> tuple[Any, Sequence[Any]]:
-    """A ModelInferRequest, and its raw contents as they lie in ``data``: protobuf would copy each
-    twice. None of them where that does not pay, or where it is for protobuf to say what is wrong.
+def read_infer(data: bytes, raw: Sequence[Any] = ()) -> tuple[Any, InferRequest]:
+    """A ModelInferRequest, and what is asked by it. ``data``, ``raw``: see ``split_raw``.
 
     Raises:
-        InvalidInput: it is no such message.
+        InvalidInput: it is no such message, or a tensor is not what it says.
+        TooLarge: too much of it is no raw contents.
     """
-    message = INFERENCE["ModelInferRequest"]
+    request = _read(INFERENCE["ModelInferRequest"], data, oip.MAX_JSON_BYTES)
+    return request, decode_request(request, raw)
+
+
+def _id_of(data: bytes) -> str:
+    """Of a request that was refused, where it can be told."""
+    try:
+        return str(_read(INFERENCE["ModelInferRequest"], split_raw(data)[0]).id)
+    except PipeSwitchError:
+        return ""
+
+
+def split_raw(data: bytes) -> tuple[bytes, Sequence[memoryview]]:
+    """A ModelInferRequest less its raw contents, and those as they lie in ``data``: protobuf would
+    copy each twice. A small message is left as it is.
+
+    Raises:
+        InvalidInput: it is no such message, or has more parts than one has.
+    """
     if len(data) < SPLIT_BYTES:
-        return _read(message, data), ()
+        return data, ()
     whole, at = memoryview(data), 0
     rest: list[memoryview] = []
     raw: list[memoryview] = []
-    try:
-        while at < len(whole):
-            began = at
+    while at < len(whole):
+        began = at
+        try:
             tag, at = _number(whole, at)
             size, at = _number(whole, at)
-            if tag & 7 == 2:
-                at += size  # else the number was the value
-            elif tag & 7:
-                return _read(message, data), ()
-            if at > len(whole):
-                return _read(message, data), ()
-            if tag == _RAW_TAG:
-                raw.append(whole[at - size : at])
-            else:
-                rest.append(whole[began:at])
-    except IndexError:
-        return _read(message, data), ()
-    return _read(message, b"".join(rest)), raw
+        except IndexError:
+            raise _no_message(INFERENCE["ModelInferRequest"]) from None
+        at += size if tag & 7 == 2 else 0  # else the number was the value
+        if tag & 7 not in (0, 2) or at > len(whole):
+            raise _no_message(INFERENCE["ModelInferRequest"])
+        if tag == _RAW_TAG:
+            raw.append(whole[at - size : at])
+        else:
+            rest.append(whole[began:at])
+        if len(raw) + len(rest) > MAX_PARTS:
+            raise InvalidInput(f"a request of more than {MAX_PARTS} parts", hint="64 of each kind")
+    return b"".join(rest), raw
 
 
 def _number(data: memoryview, at: int) -> tuple[int, int]:
@@ -400,8 +457,10 @@ def decode_request(request: Any, raw: Sequence[Any] = ()) -> InferRequest:
     Raises:
         InvalidInput: a tensor is not what it says.
     """
-    parameters = _plain(request.parameters)
     oip.check_count(len(request.inputs))
+    oip.check_count(len(request.raw_input_contents), "raw contents")
+    oip.check_count(len(request.outputs), "outputs")
+    parameters = _plain(request.parameters)
     places = [oip.place_of(one.name, _plain(one.parameters)) for one in request.inputs]
     raw = raw or list(request.raw_input_contents)
     if raw and len(raw) != places.count(None):
@@ -426,6 +485,7 @@ def decode_request(request: Any, raw: Sequence[Any] = ()) -> InferRequest:
     wanted = tuple(
         RequestedOutput(name=one.name, parameters=_plain(one.parameters)) for one in request.outputs
     )
+    oip.check_outputs(wanted)
     return InferRequest(
         id=request.id,
         inputs=tuple(tensors),
@@ -451,6 +511,7 @@ def _typed(name: str, dtype: str, shape: Sequence[int], contents: Any) -> memory
 
 def _plain(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Parameters by name; one that says nothing is not there."""
+    oip.check_parameters(parameters)
     return {
         name: getattr(value, choice)
         for name, value in parameters.items()

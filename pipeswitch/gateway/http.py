@@ -13,7 +13,6 @@ import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Final, Protocol
@@ -35,6 +34,7 @@ from .refusals import (
     body_of,
     status_of,
 )
+from .sharing import AGAIN, Shared
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ LOOK_EVERY_S: Final = 0.5  # at all connections: how exact the limits in seconds
 LOOKS: Final = 64  # in one turn of the loop
 SCRATCH_BYTES: Final = 16 << 10  # received at once, of all but bodies of known length
 JOIN_BYTES: Final = 64 << 10  # an answer up to here leaves in one call
+PIECE_BYTES: Final = 256 << 10  # of a larger one, before the peer has taken what came before
 MAX_HEADERS: Final = 100
 UNREAD_BYTES: Final = 16 << 10  # of answers, before the next one is computed
 MAX_AHEAD: Final = 16  # requests of one connection, sent before the answers to those ahead of them
@@ -49,7 +50,6 @@ GROWTH: Final = 2  # of a body in chunks: bytes held while it grows, at most, fo
 CHUNK_OVERHEAD: Final = 8  # bytes around each byte of a body in chunks: chunks of one byte have 5
 CODINGS: Final = ("gzip", "x-gzip", "deflate")  # of bodies, as Triton's clients send them
 INLINE_BYTES: Final = 2 << 10  # of a compressed body: a thousand times as much at most, 2 ms
-AGAIN: Final = "send again in a moment"
 GRACE_S: Final = 1.0  # no crowd takes the place of who moved so lately: good requests come at once
 ANSWERED_GRACE_S: Final = 10.0  # the same, of who has asked before
 CLAIMS_S: Final = 0.05  # between two looks at who makes room: one takes a millisecond
@@ -68,6 +68,7 @@ class Limits:
     body_bytes_per_s: int = 4 << 10  # slower bodies are cut off…
     body_look_s: float = 10.0  # …after this long
     waiting_bytes: int = 256 << 20  # of whole bodies that wait for their answer
+    answer_bytes: int = 256 << 20  # of long answers until their peers have taken them
     unread_s: float = 30.0  # an answer of which the peer takes nothing
     connections: int = 1024
     connections_per_address: int = 512
@@ -150,15 +151,12 @@ def refusal(error: PipeSwitchError) -> Answer:
 class HttpServer:
     """All connections of one process, and what they hold together."""
 
-    def __init__(self, admit: Admit, limits: Limits) -> None:
+    def __init__(self, admit: Admit, limits: Limits, shared: Shared | None = None) -> None:
         self.admit = admit
+        self.shared = shared or Shared(limits.waiting_bytes, limits.answer_bytes)
         self.limits = limits
         self.connections: set[Connection] = set()
         self.unfinished_bytes = 0  # of heads and bodies that are not whole yet
-        self.waiting_bytes = 0  # of whole bodies that have no answer yet
-        # One thread: each body that is inflated may become as large as any, of those that wait
-        # nothing is held but what was sent.
-        self.inflater = ThreadPoolExecutor(1, "pipeswitch-inflater")
         self._by_peer: Counter[str] = Counter()
         # Of an address or of all (None): when looked at, and who of them goes first, last.
         self._claims: dict[str | None, tuple[float, list[tuple[Claim, Connection]]]] = {}
@@ -293,7 +291,7 @@ class Connection(asyncio.BufferedProtocol):
         address = transport.get_extra_info("peername")
         self.peer = str(address[0]) if isinstance(address, tuple) else ""
         if not self._server.enter(self):
-            self._transport.write(_bytes_of(_crowded(), is_kept=False)[0])
+            self._transport.write(_bytes_of(_crowded(), is_kept=False))
             self._is_ending = True
             self._transport.close()
 
@@ -452,11 +450,12 @@ class Connection(asyncio.BufferedProtocol):
         if len(self._queue) >= MAX_AHEAD:
             self._error = QueueFull(f"more than {MAX_AHEAD} requests before their answers")
             raise self._error  # parse no more of what has come: others wait for their turn
-        if len(body) and self._server.waiting_bytes + len(body) > self._limits.waiting_bytes:
-            self._error = QueueFull("too many bytes wait for their answers", hint=AGAIN)
+        if self._work is None:
             return
-        if self._work is not None:
+        try:
             self._queue_up(self._work, head, body)
+        except QueueFull as error:
+            self._error = error
 
     def _stop_reading(self) -> None:
         self._is_ending = True
@@ -493,7 +492,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._task = loop.create_task(self._end_with(refusal(error)))
 
     def _queue_up(self, work: Work | Answer, head: Head, body: Any) -> None:
-        self._server.waiting_bytes += len(body)
+        self._server.shared.waiting.take(self.peer, len(body))
         asked = _Asked(
             work=work,
             body=body,
@@ -521,7 +520,7 @@ class Connection(asyncio.BufferedProtocol):
                 try:
                     answer = await self._answer(asked)
                 finally:
-                    self._server.waiting_bytes -= len(asked.body)
+                    self._server.shared.waiting.give(self.peer, len(asked.body))
                 is_kept, has_body = asked.is_kept and not self._is_ending, asked.has_body
                 del asked  # its body, before the answer is on its way
                 if answer.stream is not None:
@@ -541,36 +540,56 @@ class Connection(asyncio.BufferedProtocol):
             self.since_s = time.monotonic()
 
     async def _answer(self, asked: _Asked) -> Answer:
-        work, server = asked.work, self._server
+        work, shared = asked.work, self._server.shared
         if isinstance(work, Answer):
             return work
         if not asked.is_compressed:
             return await work(asked.body)
-        most = min(self._limits.body_bytes, self._limits.waiting_bytes - server.waiting_bytes)
+        most = min(self._limits.body_bytes, shared.waiting.left_bytes(self.peer))
         try:
             if len(asked.body) <= INLINE_BYTES:
                 body = _inflated(asked.body, most)
             else:
-                loop = asyncio.get_running_loop()
-                body = await loop.run_in_executor(server.inflater, _inflated, asked.body, most)
+                # Inflated it may be as large as any: one at a time, the others as they were sent.
+                body = await shared.aside.run(self.peer, _inflated, asked.body, most)
+            shared.waiting.take(self.peer, len(body))
         except PipeSwitchError as error:
             return refusal(error)
-        server.waiting_bytes += len(body)
         try:
             return await work(body)
         finally:
-            server.waiting_bytes -= len(body)
+            shared.waiting.give(self.peer, len(body))
 
     def _forget_queue(self) -> None:
-        self._server.waiting_bytes -= sum(len(asked.body) for asked in self._queue)
+        self._server.shared.waiting.give(self.peer, sum(len(asked.body) for asked in self._queue))
         self._queue.clear()
 
     async def _write(self, answer: Answer, *, is_kept: bool, has_body: bool = True) -> None:
-        for data in _bytes_of(answer, is_kept=is_kept, has_body=has_body):
-            self._transport.write(data)
-        await self._can_write.wait()
+        size = sum(map(len, answer.parts)) if has_body else 0
+        if size <= JOIN_BYTES:
+            self._transport.write(_bytes_of(answer, is_kept=is_kept, has_body=has_body))
+            await self._can_write.wait()
+        else:
+            await self._write_long(answer, size, is_kept=is_kept)
         if not is_kept:
             self._end()
+
+    async def _write_long(self, answer: Answer, size: int, *, is_kept: bool) -> None:
+        """Piece by piece, each when the peer has taken those before it."""
+        try:
+            self._server.shared.answers.take(self.peer, size)
+        except QueueFull as error:
+            await self._write(refusal(error), is_kept=is_kept)
+            return
+        try:
+            self._transport.write(_head_of(answer, size, is_kept=is_kept))
+            for part in answer.parts:
+                whole = memoryview(part)
+                for start in range(0, len(whole), PIECE_BYTES):
+                    self._transport.write(whole[start : start + PIECE_BYTES])
+                    await self._can_write.wait()
+        finally:
+            self._server.shared.answers.give(self.peer, size)
 
     async def _write_stream(self, answer: Answer, stream: Stream, *, has_body: bool) -> None:
         """Head, then pieces as they come, each when the peer has taken those before it."""
@@ -695,15 +714,10 @@ def _head_of(answer: Answer, size: int | None, *, is_kept: bool) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode("latin-1")
 
 
-def _bytes_of(answer: Answer, *, is_kept: bool, has_body: bool = True) -> list[Any]:
-    """The buffers to write, few."""
-    size = sum(map(len, answer.parts))
-    head = _head_of(answer, size, is_kept=is_kept)
-    if not has_body:
-        return [head]
-    if size <= JOIN_BYTES:
-        return [b"".join([head, *answer.parts])]
-    return [head, *answer.parts]
+def _bytes_of(answer: Answer, *, is_kept: bool, has_body: bool = True) -> bytes:
+    """All of a short one."""
+    head = _head_of(answer, sum(map(len, answer.parts)), is_kept=is_kept)
+    return b"".join([head, *answer.parts]) if has_body else head
 
 
 def _crowded() -> Answer:

@@ -37,6 +37,7 @@ from .http import HttpServer, Limits
 from .regions import Regions
 from .rest import Rest
 from .service import Service
+from .sharing import Shared
 from .ui import Page
 from .upstream import Upstream
 
@@ -47,6 +48,11 @@ BACKLOG: Final = 512
 ACCEPTS: Final = 16  # connections in one turn of the loop, then those that have asked are served
 SPARE_FILES: Final = 256  # beside one for each connection
 PR_SET_THP_DISABLE: Final = 41
+GC_THRESHOLD: Final = (
+    100_000  # a body's numbers are no garbage: a search for it took twice its time
+)
+MEMORY_BYTES: Final = 1 << 30  # and a few bodies: what is held by design, and what reading takes
+MEMORY_BODIES: Final = 4
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +74,9 @@ def main(descriptor: int) -> None:
     _refuse_huge_pages()
     disable_created_metrics()  # each counter's time of birth: twice the page for nothing
     _raise_open_files_limit(settings.max_connections + SPARE_FILES)
+    # Beyond it a request fails, or this process, which is started again: never the machine.
+    most_bytes = MEMORY_BYTES + MEMORY_BODIES * settings.max_body_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
     asyncio.run(_serve(settings, channel, descriptors))
 
 
@@ -93,7 +102,8 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
         connections_per_address=settings.max_connections // 2,
     )
     api = Api(upstream, Feed(), version=service.version, allow_code=settings.allow_code)
-    http = HttpServer(Rest(service, callers, api, Page()), limits)
+    shared = Shared(limits.waiting_bytes, limits.answer_bytes)
+    http = HttpServer(Rest(service, callers, api, Page(), shared.aside), limits, shared)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(upstream.close)
         if regions is not None:
@@ -115,10 +125,11 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
             os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
             from .grpc import open_server  # its library is an extra
 
-            grpc = await open_server(service, callers, settings)
+            grpc = await open_server(service, callers, settings, shared)
             stack.push_async_callback(grpc.stop, DRAIN_S)
         gc.collect()
         gc.freeze()
+        gc.set_threshold(GC_THRESHOLD)
         await is_over.wait()
 
 

@@ -32,8 +32,13 @@ DATATYPES: Final[Mapping[str, str]] = {
 DATATYPE_OF: Final = {dtype: name for name, dtype in DATATYPES.items()}
 FIRST_VERSION: Final = 1  # where a bill does not say
 PRIORITIES: Final = ("", "high", "normal", "low")  # by number; 0 is the model's own
-MAX_JSON_BYTES: Final = 8 << 20  # numbers in Python take ten times their text, and the loop's time
-MAX_NUMBERS: Final = MAX_JSON_BYTES // 4  # the same for those of gRPC's typed contents
+MAX_JSON_BYTES: Final = 8 << 20  # numbers in Python take ten times their text
+MAX_NUMBERS: Final = MAX_JSON_BYTES // 4  # the same for gRPC's typed contents, and for answers
+LONG_BYTES: Final = 64 << 10  # of JSON or typed contents: what is longer is not read on the loop
+LONG_NUMBERS: Final = LONG_BYTES // 4  # of an answer's, the same
+MAX_PARAMETERS: Final = 64  # of a request or a tensor
+MAX_MARKS: Final = 1 << 16  # of each of ``MARKS``: a list costs thirty times a number's memory
+MARKS: Final = (b"[", b"{", b":")  # what begins a list, an object, one of its values
 MAX_TIMEOUT_US: Final = 1 << 53
 # By the kinds of numpy's dtypes: what JSON's values may become, and what others are called.
 _TAKES: Final[Mapping[str, str]] = {"b": "biu", "u": "iu", "i": "iu", "f": "iuf"}
@@ -149,11 +154,14 @@ def decode_request(body: Any, json_bytes: int | None) -> InferRequest:
             hint='{"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": […]}]}',
         ) from None
     check_count(len(asked.inputs))
+    check_outputs(asked.outputs or ())
+    check_parameters(asked.parameters)
     tensors: list[WireTensor] = []
     frames: list[Any] = []
     for number, given in enumerate(asked.inputs):
         dtype = dtype_of(given.name, given.datatype)
         size = check_shape(given.name, dtype, given.shape)
+        check_parameters(given.parameters)
         parameters = given.parameters or {}
         binary = parameters.get("binary_data_size")
         place = place_of(given.name, parameters)
@@ -193,6 +201,13 @@ def decode_request(body: Any, json_bytes: int | None) -> InferRequest:
 
 
 def _parsed(text: memoryview) -> _Body:
+    if len(text) > LONG_BYTES:
+        raw = bytes(text)
+        if any(raw.count(mark) > MAX_MARKS for mark in MARKS):
+            raise TooLarge(
+                f"more than {MAX_MARKS} lists or names in one body",
+                hint="send a tensor's numbers as one flat list, or as binary data",
+            )
     try:
         return _decoder.decode(text)
     except msgspec.DecodeError:
@@ -248,7 +263,13 @@ def encode_answer(
         InvalidInput: an output is asked for that the model does not have.
     """
     rows, binary = [], []
-    for output, wants_binary in wanted(asked, outputs):
+    chosen = wanted(asked, outputs)
+    if _numbers_of(chosen) > MAX_NUMBERS:
+        raise TooLarge(
+            f"{_numbers_of(chosen)} numbers, and {MAX_NUMBERS} at most are told in JSON",
+            hint='ask for bytes: "parameters": {"binary_data_output": true}',
+        )
+    for output, wants_binary in chosen:
         row: dict[str, Any] = {
             "name": output.name,
             "datatype": DATATYPE_OF[output.dtype],
@@ -269,6 +290,21 @@ def encode_answer(
         answer["parameters"] = bill
     head = msgspec.json.encode({**answer, "outputs": rows})
     return [head, *binary], len(head) if binary else None
+
+
+def is_long(asked: InferRequest, outputs: Sequence[Output]) -> bool:
+    """Whether ``encode_answer`` takes long: it has many numbers to tell."""
+    size_bytes = sum(len(output.data) for output in outputs)  # one is a byte at the least
+    return size_bytes > LONG_NUMBERS and _numbers_of(wanted(asked, outputs)) > LONG_NUMBERS
+
+
+def _numbers_of(chosen: Sequence[tuple[Output, bool]]) -> int:
+    """How many of an answer's numbers are told as text."""
+    return sum(
+        len(output.data) // ITEM_BYTES[output.dtype]
+        for output, is_binary in chosen
+        if not is_binary and output.place is None
+    )
 
 
 def wanted(asked: InferRequest, outputs: Sequence[Output]) -> list[tuple[Output, bool]]:
@@ -334,10 +370,26 @@ def flag(name: str, parameters: Mapping[str, Any], *, default: bool = False) -> 
     return value
 
 
-def check_count(count: int) -> None:
-    """Raises InvalidInput: more inputs than travel."""
+def check_count(count: int, what: str = "inputs") -> None:
+    """Raises InvalidInput: more than travel."""
     if count > MAX_TENSORS:
-        raise InvalidInput(f"{count} inputs are more than {MAX_TENSORS}")
+        raise InvalidInput(f"{count} {what} are more than {MAX_TENSORS}")
+
+
+def check_outputs(outputs: Sequence[RequestedOutput]) -> None:
+    """Raises InvalidInput: one is asked for twice, or more than any answer has."""
+    check_count(len(outputs), "outputs")
+    names = {one.name for one in outputs}
+    if len(names) < len(outputs):
+        raise InvalidInput("an output is asked for twice", hint="name each output once")
+    for one in outputs:
+        check_parameters(one.parameters)
+
+
+def check_parameters(parameters: Mapping[str, Any] | None) -> None:
+    """Raises InvalidInput: more than any client sends."""
+    if parameters is not None and len(parameters) > MAX_PARAMETERS:
+        raise InvalidInput(f"{len(parameters)} parameters are more than {MAX_PARAMETERS}")
 
 
 def dtype_of(name: str, datatype: str) -> str:
@@ -412,6 +464,8 @@ def from_numbers(name: str, dtype: str, shape: Sequence[int], values: Any) -> me
         InvalidInput: they are ragged, of another kind than the dtype, too large for it, or not as
             many as the shape asks for.
     """
+    if isinstance(values, list) and len(values) > max(math.prod(shape), LONG_NUMBERS):
+        raise _other_count(name, len(values), shape)
     try:
         array = np.asarray(values)
         if array.dtype == object and "float" in dtype and _are_numbers(array):
@@ -419,10 +473,7 @@ def from_numbers(name: str, dtype: str, shape: Sequence[int], values: Any) -> me
     except (ValueError, OverflowError):
         raise InvalidInput(f'input "{name}": its data is no regular list of numbers') from None
     if array.size != math.prod(shape):
-        raise InvalidInput(
-            f'input "{name}" has {array.size} values, its shape {list(shape)} asks for '
-            f"{math.prod(shape)}"
-        )
+        raise _other_count(name, array.size, shape)
     if not array.size:
         return memoryview(b"")
     target = np.dtype("float32" if dtype == "bfloat16" else dtype)
@@ -443,6 +494,12 @@ def from_numbers(name: str, dtype: str, shape: Sequence[int], values: Any) -> me
             )
     with np.errstate(over="ignore"):
         return _dense(array.astype(target))
+
+
+def _other_count(name: str, count: int, shape: Sequence[int]) -> InvalidInput:
+    return InvalidInput(
+        f'input "{name}" has {count} values, its shape {list(shape)} asks for {math.prod(shape)}'
+    )
 
 
 def _are_numbers(array: Any) -> bool:

@@ -17,8 +17,9 @@ from . import oip
 from .api import PREFIX, Api
 from .callers import Callers
 from .http import Answer, Head, Work, json_answer, refusal
-from .refusals import MethodNotAllowed, NotFound, WrongHost, as_ours, body_of, status_of
+from .refusals import MethodNotAllowed, NotFound, TooLarge, WrongHost, as_ours, body_of, status_of
 from .service import Service
+from .sharing import Aside
 from .ui import Page
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ TIMED: Final = ("preprocess", "queue", "switch", "copy", "stall", "compute", "to
 HEALTH: Final = "/v2/health/"  # a probe has no token
 # What a page of another site may do where the owner has named that site (CORS).
 ASKED: Final = "access-control-request-method"  # before it does
+MAX_OBJECT_BYTES: Final = 64 << 10  # of JSON that has no tensors
 MAY: Final = Answer(
     headers=(
         ("Access-Control-Allow-Methods", "GET, POST, DELETE"),
@@ -45,8 +47,11 @@ Task = Callable[[Head, Any], Awaitable[Answer]]
 class Rest:
     """Paths to verbs. Called with a request's head; see ``http.Admit``."""
 
-    def __init__(self, service: Service, callers: Callers, api: Api, page: Page) -> None:
+    def __init__(
+        self, service: Service, callers: Callers, api: Api, page: Page, aside: Aside
+    ) -> None:
         self._service = service
+        self._aside = aside
         self._callers = callers
         self._api = api
         self._page = page
@@ -241,10 +246,16 @@ class Rest:
         json_bytes = _json_length(head)
         if json_bytes == 0:
             asked = oip.raw_request(body, await self._service.row(caller, model))
-        else:
+        elif (len(body) if json_bytes is None else json_bytes) <= oip.LONG_BYTES:
             asked = oip.decode_request(body, json_bytes)
+        else:
+            asked = await self._aside.run(head.peer, oip.decode_request, body, json_bytes)
         outputs, bill = await self._service.infer(caller, model, version, asked)
-        parts, json_bytes = oip.encode_answer(model, asked, outputs, bill)
+        answer = (model, asked, outputs, bill)
+        if oip.is_long(asked, outputs):
+            parts, json_bytes = await self._aside.run(head.peer, oip.encode_answer, *answer)
+        else:
+            parts, json_bytes = oip.encode_answer(*answer)
         headers = [("Server-Timing", _server_timing(bill))]
         if json_bytes is None:
             return Answer(parts=parts, headers=headers)
@@ -275,6 +286,8 @@ def _state(facts: dict[str, Any], why: str) -> Answer:
 def _object(body: Any) -> dict[str, Any]:
     if not len(body):
         return {}
+    if len(body) > MAX_OBJECT_BYTES:
+        raise TooLarge(f"{len(body)} bytes of JSON, {MAX_OBJECT_BYTES} at most are read here")
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

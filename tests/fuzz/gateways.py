@@ -24,6 +24,7 @@ from pipeswitch.gateway.http import Answer, Connection, Head, HttpServer, Limits
 from pipeswitch.gateway.oip import InferRequest, Output
 from pipeswitch.gateway.rest import Rest
 from pipeswitch.gateway.service import Service
+from pipeswitch.gateway.sharing import Aside
 from pipeswitch.gateway.ui import Page
 from pipeswitch.roles import Role, Standing
 
@@ -143,7 +144,7 @@ class _Gate:
         )
         self.service = Service(upstream)
         api = Api(upstream, self.feed, version=self.service.version, allow_code=())
-        self._rest = Rest(self.service, callers, api, Page())
+        self._rest = Rest(self.service, callers, api, Page(), Aside())
         self.server = HttpServer(self._admit, LIMITS)
         self.statuses: list[int] = []
         self.escaped: list[str] = []
@@ -202,7 +203,7 @@ class _Gate:
             buffer[:size] = rest[:size]
             connection.buffer_updated(size)
             rest = rest[size:]
-            held = connection.received_bytes, self.server.waiting_bytes
+            held = connection.received_bytes, self.server.shared.waiting.held_bytes
             if held[0] > LIMITS.body_bytes or held[1] > LIMITS.waiting_bytes:
                 self.escaped.append(f"it holds {held} bytes")
             await _turns(TURNS)
@@ -217,7 +218,7 @@ class _Gate:
                     self.escaped.append(f"a line of a head: {line!r}")
             if head.startswith(b"HTTP/1.1 500"):
                 self.escaped.append("an answer of 500")
-        held = self.server.unfinished_bytes, self.server.waiting_bytes
+        held = self.server.unfinished_bytes, self.server.shared.waiting.held_bytes
         if held != (0, 0) or self.server.connections or self.feed._readers:
             self.escaped.append(f"it still holds {held} bytes, or a place")
         tasks = asyncio.all_tasks(self.loop) - {asyncio.current_task(self.loop)}

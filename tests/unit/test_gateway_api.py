@@ -17,6 +17,7 @@ from pipeswitch.gateway.callers import Callers
 from pipeswitch.gateway.feed import MAX_READERS_PER_ADDRESS, Feed
 from pipeswitch.gateway.http import Answer, Head
 from pipeswitch.gateway.rest import Rest
+from pipeswitch.gateway.sharing import Aside
 from pipeswitch.gateway.ui import FILES, POLICY, Page
 from pipeswitch.roles import Role, Standing
 
@@ -78,7 +79,7 @@ class Rig:
             owner_token=OWNER,
         )
         service: Any = None
-        self.rest = Rest(service, callers, self.api, Page())
+        self.rest = Rest(service, callers, self.api, Page(), Aside())
 
     def ask(
         self, method: str, path: str, body: bytes = b"", *, token: str = OWNER, **headers: str

@@ -61,7 +61,18 @@ def test_this_address_may_be_asked_under_its_own_names(host: str) -> None:
     callers(hosts=frozenset({"127.0.0.1", "localhost", "[::1]"})).check_host(host)
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "", "127.0.0.1.evil:80"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:8000",
+        "",
+        "127.0.0.1.evil:80",
+        "127.0.0.1:80.evil.example",
+        "127.0.0.1:",
+        ":80",
+    ],
+)
 def test_another_host_is_refused(host: str) -> None:
     with pytest.raises(WrongHost):
         callers(hosts=frozenset({"127.0.0.1", "localhost", "[::1]"})).check_host(host)

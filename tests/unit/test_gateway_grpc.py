@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
@@ -12,18 +13,24 @@ import pytest
 pytest.importorskip("grpc", reason="make installs it")
 
 from pipeswitch.errors import ERRORS_BY_NAME, InvalidInput
+from pipeswitch.gateway import grpc as grpc_module
 from pipeswitch.gateway.grpc import (
     MAX_CALLS,
+    MAX_PARTS,
     MAX_WATCHERS,
+    SMALL_BYTES,
     Calls,
     decode_request,
     encode_answer,
     read_infer,
+    split_raw,
 )
 from pipeswitch.gateway.oip import DATATYPES, InferRequest, Output, config
 from pipeswitch.gateway.protos import DATA_TYPES, HEALTH, INFERENCE, POOL, REFLECTION, STATUSES
 from pipeswitch.gateway.reflection import SERVICES, described
 from pipeswitch.gateway.refusals import TooLarge, status_of
+from pipeswitch.gateway.sharing import Shared
+from pipeswitch.wire.frames import MAX_TENSORS
 
 
 def request(datatype: str, shape: list[int], **fields: Any) -> Any:
@@ -52,22 +59,54 @@ def test_raw_contents_are_taken_as_they_lie_and_nothing_else_changes() -> None:
     made = request("FP32", [1 << 15], raw_input_contents=[large, b"", large[:9]])
     made.parameters["timeout"].int64_param = 1 << 40
     data = made.SerializeToString()
-    message, raw = read_infer(data)
+    rest, raw = split_raw(data)
     assert [bytes(one) for one in raw] == [large, b"", large[:9]]
     assert all(one.obj is data for one in raw)
     made.ClearField("raw_input_contents")
-    assert message == made
+    assert type(made).FromString(rest) == made
     early = request("FP32", [1], raw_input_contents=[large]).SerializeToString()
-    unknown = b"\x9d\x06" + bytes(4)  # a field of four bytes: protobuf's to read
-    for odd in (unknown + early, early + unknown):
-        message, raw = read_infer(odd)
-        assert not raw
-        assert list(message.raw_input_contents) == [large]
-    for broken in (early[:-1], early + b"\x3a", early + b"\xff" * 11, early + b"\x3a\x05ab"):
+    unknown = b"\x9d\x06" + bytes(4)  # a field of four bytes: no request has one
+    for broken in (early[:-1], early + b"\x3a", early + b"\xff" * 11, early + b"\x3a\x05ab",
+                   unknown + early, early + unknown):  # fmt: skip
         with pytest.raises(InvalidInput, match="these bytes are no"):
-            read_infer(broken)
-    small = request("FP32", [1], raw_input_contents=[b"1234"])
-    assert read_infer(small.SerializeToString()) == (small, ())
+            split_raw(broken)
+    small = request("FP32", [1], raw_input_contents=[b"1234"]).SerializeToString()
+    assert split_raw(small) == (small, ())
+
+
+def empty_fields(count: int, tag: int) -> bytes:
+    """A message of so many empty fields: two bytes each, an object each for who reads them all."""
+    return bytes([tag << 3 | 2, 0]) * count
+
+
+@pytest.mark.parametrize("tag", [3, 4, 5, 6, 7, 15])
+def test_no_more_parts_are_read_than_a_request_has(
+    tag: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers: list[int] = []
+    read = grpc_module._number
+    monkeypatch.setattr(grpc_module, "_number", lambda *args: numbers.append(1) or read(*args))
+    with pytest.raises(InvalidInput, match="parts"):
+        split_raw(empty_fields(4 << 20, tag))
+    assert len(numbers) <= 2 * MAX_PARTS + 2
+    few = empty_fields(1000, tag)
+    with contextlib.suppress(InvalidInput):  # too many of its kind, or a tensor that says nothing
+        asked = read_infer(few)[1]
+        assert len(asked.inputs) + len(asked.outputs or ()) <= 2 * MAX_TENSORS
+
+
+def test_an_output_is_asked_for_once() -> None:
+    made = request("FP32", [1], raw_input_contents=[b"1234"])
+    for _ in range(2):
+        made.outputs.add(name="y")
+    with pytest.raises(InvalidInput, match="twice"):
+        decode_request(made)
+
+
+@pytest.mark.parametrize("name", ["ServerLive", "RepositoryIndex", "ModelMetadata"])
+def test_a_message_without_tensors_is_small(name: str) -> None:
+    with pytest.raises(TooLarge):
+        grpc_module._read(INFERENCE[f"{name}Request"], empty_fields(SMALL_BYTES, 15))
 
 
 def test_priority_comes_signed_or_unsigned() -> None:
@@ -203,7 +242,10 @@ def test_who_watches_the_health_without_a_token_takes_no_more_than_a_share_of_th
             return True
 
     async def watch_all() -> None:
-        calls, context = Calls(cast(Any, Service()), cast(Any, None)), cast(Any, Context())
+        calls, context = (
+            Calls(cast(Any, Service()), cast(Any, None), Shared(1 << 20, 1 << 20)),
+            cast(Any, Context()),
+        )
         context.aborted = []
 
         async def requests() -> AsyncIterator[bytes]:

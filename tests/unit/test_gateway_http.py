@@ -22,7 +22,12 @@ from tests.fuzz.gateways import Wire
 
 HOST = b"Host: 127.0.0.1\r\n"
 LIMITS = Limits(
-    head_bytes=2000, body_bytes=1000, waiting_bytes=1500, connections=3, connections_per_address=2
+    head_bytes=2000,
+    body_bytes=1000,
+    waiting_bytes=3000,
+    answer_bytes=10 * http.PIECE_BYTES,
+    connections=3,
+    connections_per_address=2,
 )
 
 
@@ -40,6 +45,8 @@ class Rig:
         self.heads.append(head)
         if head.path == "/no":
             return json_answer({"error": "no"}, 404)
+        if head.path == "/long":
+            return Answer(parts=[bytes(http.PIECE_BYTES)] * 3)
 
         async def work(body: Any) -> Answer:
             self.asked.append((head.path, bytes(body)))
@@ -125,7 +132,7 @@ def test_requests_are_read_in_whatever_pieces_they_come(rig: Rig, piece: int) ->
     feed(connection, post("/a", b"x" * 700) + chunked + post("/b", b""), piece)
     assert answers(wire) == [(200, b"/a " + b"x" * 700), (200, b"/c abcde"), (200, b"/b ")]
     assert not wire.is_closed
-    assert rig.server.waiting_bytes == 0
+    assert rig.server.shared.waiting.held_bytes == 0
 
 
 def test_pipelined_requests_are_answered_in_order_and_no_more_is_read_meanwhile(rig: Rig) -> None:
@@ -146,7 +153,7 @@ def test_a_peer_that_hangs_up_takes_its_requests_back(rig: Rig) -> None:
     wire.abort()
     asyncio.get_event_loop().run_until_complete(asyncio.sleep(0))
     assert rig.cancelled == ["/1"]
-    assert (rig.server.waiting_bytes, rig.server.connections) == (0, set())
+    assert (rig.server.shared.waiting.held_bytes, rig.server.connections) == (0, set())
 
 
 def test_a_refused_head_ends_the_connection_before_its_body_and_not_without_one(rig: Rig) -> None:
@@ -164,7 +171,7 @@ def test_a_peer_that_sends_very_many_requests_ahead_is_not_parsed_to_the_end(rig
     feed(connection, post("/a", b"") * (http.MAX_AHEAD + 10))
     assert len(rig.asked) < http.MAX_AHEAD
     assert wire.has_ended
-    assert rig.server.waiting_bytes == 0
+    assert rig.server.shared.waiting.held_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -234,7 +241,7 @@ def test_a_compressed_body_is_read_as_what_it_was(
         asyncio.get_event_loop().run_until_complete(answered(connection))
     assert answers(wire) == [(200, b"/a " + b"y" * 900), (200, b"/a ")]
     assert not wire.is_closed
-    assert rig.server.waiting_bytes == 0
+    assert rig.server.shared.waiting.held_bytes == 0
 
 
 async def answered(connection: Connection) -> None:
@@ -263,7 +270,7 @@ def test_a_compressed_body_that_is_none_or_too_large_is_refused(
     ((said, told),) = answers(wire)
     assert (said, words in told.decode()) == (status, True), told
     assert (b"Accept-Encoding: gzip, x-gzip, deflate" in wire.sent) == (status == 415)
-    assert (rig.asked, rig.server.waiting_bytes) == ([], 0)
+    assert (rig.asked, rig.server.shared.waiting.held_bytes) == ([], 0)
 
 
 def test_what_is_inflated_counts_among_the_bodies_that_wait(rig: Rig) -> None:
@@ -276,7 +283,7 @@ def test_what_is_inflated_counts_among_the_bodies_that_wait(rig: Rig) -> None:
     rig.gate.set()
     asyncio.get_event_loop().run_until_complete(answered(connections[0][0]))
     assert answers(connections[0][1]) == [(200, b"/a " + b"y" * 900)]
-    assert rig.server.waiting_bytes == 0
+    assert rig.server.shared.waiting.held_bytes == 0
 
 
 def test_a_request_in_a_proxys_form_is_read_as_any(rig: Rig) -> None:
@@ -458,13 +465,34 @@ def test_a_head_that_is_not_whole_counts_among_them(rig: Rig) -> None:
     assert rig.server.unfinished_bytes == 200
 
 
-def test_whole_bodies_that_wait_are_bounded(rig: Rig) -> None:
+def test_of_whole_bodies_that_wait_each_address_has_its_share(rig: Rig) -> None:
     rig.gate = asyncio.Event()
-    for number, status in enumerate((None, 429)):
-        connection, wire = rig.connect(f"10.0.0.{number}")
+    for peer, status in (("10.0.0.1", None), ("10.0.0.1", 429), ("10.0.0.2", None)):
+        connection, wire = rig.connect(peer)
         feed(connection, post("/", b"x" * 1000))
         assert [said for said, _ in answers(wire)] == ([status] if status else [])
-    assert rig.server.waiting_bytes == 1000
+    assert rig.server.shared.waiting.held_bytes == 2000
+
+
+def test_a_long_answer_leaves_as_it_is_read_and_unread_ones_have_their_share(rig: Rig) -> None:
+    wires = []
+    for peer in ("10.0.0.1", "10.0.0.1", "10.0.0.2"):
+        connection, wire = rig.connect(peer)
+        connection.pause_writing()  # the peer reads nothing
+        feed(connection, b"GET /long HTTP/1.1\r\n" + HOST + b"\r\n")
+        wires.append((connection, wire))
+    (reader, wire), (_, refused), (_, other) = wires
+    assert answers(refused)[0][0] == 429
+    assert all(http.PIECE_BYTES < len(one.sent) < 2 * http.PIECE_BYTES for one in (wire, other))
+    assert rig.server.shared.answers.held_bytes == 6 * http.PIECE_BYTES
+    reader.resume_writing()
+    feed(reader, b"GET /no HTTP/1.1\r\n" + HOST + b"\r\n")
+    status, said = answers(wire)[0]
+    assert (status, len(said)) == (200, 3 * http.PIECE_BYTES)
+    other.abort()
+    feed(reader, b"")
+    asyncio.get_event_loop().run_until_complete(asyncio.sleep(0))
+    assert rig.server.shared.answers.held_bytes == 0
 
 
 PIECES = st.sampled_from(
@@ -489,7 +517,7 @@ def test_whatever_comes_every_answer_is_whole_and_nothing_is_held_afterwards(
             assert status in (200, 400, 404, 413, 429, 431)
             assert status == 200 or json.loads(body)["error"]
         wire.abort()
-        assert (rig.server.waiting_bytes, rig.server.unfinished_bytes) == (0, 0)
+        assert (rig.server.shared.waiting.held_bytes, rig.server.unfinished_bytes) == (0, 0)
         assert not rig.server.connections
 
 

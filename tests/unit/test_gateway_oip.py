@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,15 @@ from pipeswitch.errors import InvalidInput
 from pipeswitch.gateway.oip import (
     DATATYPE_OF,
     DATATYPES,
+    LONG_NUMBERS,
+    MAX_NUMBERS,
     InferRequest,
     Output,
     RequestedOutput,
     config,
     decode_request,
     encode_answer,
+    is_long,
     metadata,
     raw_request,
 )
@@ -175,7 +179,7 @@ def test_priority_and_timeout_become_the_servers() -> None:
     ("request_body", "json_bytes", "words"),
     [
         (b"{", None, "no inference request"),
-        (b"[" * 100_000, None, "no inference request"),
+        (b"[" * 60_000, None, "no inference request"),
         (b'{"inputs": 3}', None, "inputs"),
         (b"\xff\xfe{}", None, "no inference request"),
         (body(), 10_000, "the body has"),
@@ -289,3 +293,61 @@ def test_every_dtype_of_the_wire_has_a_datatype() -> None:
     from pipeswitch.programs.layout import ITEM_BYTES
 
     assert DATATYPE_OF.keys() == ITEM_BYTES.keys()
+
+
+def of_data(data: bytes, datatype: str = "FP32", count: int = 4) -> bytes:
+    shape = f'"shape": [{count}], "datatype": "{datatype}"'
+    return b'{"inputs": [{"name": "x", %s, "data": [%s]}]}' % (shape.encode(), data)
+
+
+SIZE = 512 << 10
+DEAREST = {
+    # What a stranger can say that takes the most for each byte: of each kind the shortest words.
+    "numbers": of_data(b"0," * (SIZE // 2) + b"0"),
+    "numbers of the shape": of_data(b"0," * (SIZE // 2) + b"0", count=SIZE // 2 + 1),
+    "fractions for integers": of_data(b"1.5," * (SIZE // 4) + b"0", "INT64", SIZE // 4 + 1),
+    "large integers": of_data(b"99999999999," * (SIZE // 12) + b"0", "INT64", SIZE // 12 + 1),
+    "nothings": of_data(b"null," * (SIZE // 5) + b"0", count=SIZE // 5 + 1),
+    "texts": of_data(b'"",' * (SIZE // 3) + b"0"),
+    "lists": of_data(b"[]," * (SIZE // 3) + b"0"),
+    "rows": of_data(b"[0]," * (SIZE // 4) + b"[0]"),
+    "objects": of_data(b"{}," * (SIZE // 3) + b"0"),
+    "names": whole(parameters={str(n): 0 for n in range(SIZE // 12)}),
+    "outputs": whole(outputs=[{"name": str(n)} for n in range(SIZE // 16)]),
+    "one output": whole(outputs=[{"name": "y"}] * 1000),
+    "inputs": b'{"inputs": [%s]}' % (b'{"name":"","datatype":"","shape":[]},' * (SIZE // 37))[:-1],
+    "not a number": of_data(b"NaN," * (SIZE // 4) + b"0", count=SIZE // 4 + 1),
+}
+
+
+@pytest.mark.parametrize("kind", DEAREST)
+def test_of_each_kind_the_dearest_request_takes_so_much_memory_a_byte(kind: str) -> None:
+    request = DEAREST[kind]
+    tracemalloc.start()
+    try:
+        decode_request(request, None)
+    except (InvalidInput, TooLarge):
+        pass
+    finally:
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak <= 40 * len(request), f"{peak / len(request):.0f} bytes for each"
+
+
+@pytest.mark.parametrize("kind", ["outputs", "one output", "lists", "objects", "names", "inputs"])
+def test_more_parts_than_a_request_has_are_refused(kind: str) -> None:
+    with pytest.raises((InvalidInput, TooLarge)):
+        decode_request(DEAREST[kind], None)
+
+
+def test_an_answer_tells_so_many_numbers_as_text() -> None:
+    asked = decode_request(body(), None)
+    large = Output(name="y", dtype="uint8", shape=(MAX_NUMBERS + 1,), data=bytes(MAX_NUMBERS + 1))
+    with pytest.raises(TooLarge) as refused:
+        encode_answer("m", asked, [large], {})
+    assert "binary_data_output" in refused.value.hint
+    binary = decode_request(whole(parameters={"binary_data_output": True}), None)
+    assert len(encode_answer("m", binary, [large], {})[0]) == 2
+    assert [is_long(one, [large]) for one in (asked, binary)] == [True, False]
+    short = Output(name="y", dtype="uint8", shape=(1,), data=bytes(LONG_NUMBERS))
+    assert not is_long(asked, [short])
