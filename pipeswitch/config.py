@@ -150,8 +150,8 @@ class ServerConfig(_Checked):
         (), "module names and script paths TCP clients may name (shell wildcards)"
     )
     tcp_roles: tuple[str, ...] = _setting(
-        (Role.INFER.value,), "what every TCP client may do: infer, register, operate, code; "
-        "its key may say more", choices=tuple(Role),
+        (Role.INFER.value,), "what every TCP client may do: infer, urgent (priority high), "
+        "register, operate, code; its key may say more", choices=tuple(Role),
     )  # fmt: skip
     auth: str = _setting(
         "auto", "keys: TCP clients need an admitted key (pipeswitch keys); "
@@ -398,8 +398,8 @@ class GatewayConfig(_Checked):
         "installed; off: nowhere", pattern=GATEWAY_PATTERN, example="127.0.0.1:8001",
     )  # fmt: skip
     roles: tuple[str, ...] = _setting(
-        (Role.INFER.value,), "what every caller may do: infer, register, operate, code; its token "
-        "may say more", choices=tuple(Role),
+        (Role.INFER.value,), "what every caller may do: infer, urgent (priority high), register, "
+        "operate, code; its token may say more", choices=tuple(Role),
     )  # fmt: skip
     tokens: str = _setting("", "file of bearer tokens, mode 0600: lines of NAME TOKEN ROLE,ROLE")
     origins: tuple[str, ...] = _setting(

@@ -1,4 +1,4 @@
-"""What a client may do: four roles, and the one that each verb of the wire needs.
+"""What a client may do: five roles, and the one that each verb of the wire needs.
 
 Every client that is let in has ``infer``; the address it came by (``[server] tcp_roles``) and its
 key (``pipeswitch keys``) may add others. The owner's socket has all (docs/adr/0021-roles.md).
@@ -20,6 +20,7 @@ class Role(enum.StrEnum):
     """In order of what they give away."""
 
     INFER = "infer"  # ask models, and list what can be asked
+    URGENT = "urgent"  # ask with priority high, before others' requests; or register such models
     REGISTER = "register"  # bring models, and take one's own away
     OPERATE = "operate"  # the device, the jobs, everybody's models, the server's end
     CODE = "code"  # name code that runs as the server's user: scripts and factories
@@ -27,6 +28,8 @@ class Role(enum.StrEnum):
 
 ALL_ROLES: Final = frozenset(Role)
 LEAST: Final = frozenset({Role.INFER})
+
+URGENT_PRIORITY: Final = "high"  # what ``urgent`` is for
 
 VERB_ROLES: Final[Mapping[str, Role]] = {
     "hello": Role.INFER,

@@ -88,8 +88,8 @@ def server(
 ) -> Iterator[RunningServer]:
     """Start ``pipeswitch serve`` on a free port in a folder of its own; stop it at the end.
 
-    ``tcp_roles`` is what clients through TCP may do: infer, register, operate, code. With ``http``
-    the server has a gateway too.
+    ``tcp_roles`` is what clients through TCP may do: infer, urgent, register, operate, code. With
+    ``http`` the server has a gateway too.
 
     Raises:
         RuntimeError: it did not become ready; carries its output and log.

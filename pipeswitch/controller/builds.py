@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -73,8 +72,6 @@ class Builds:
         self._profile_folders = profile_folders
         self._builders: dict[Epoch, Child] = {}
         self.built_before: dict[bytes, str] = {}  # spec -> digest, from the journal
-        self._started_at_s = time.time()  # wall clock: file times are
-        self._built_at_s: dict[bytes, float] = {}  # by spec: what was uploaded later is another's
 
     def start(self, command: StartBuild) -> None:
         """Fork a builder; a program that the journal knows is on disk already.
@@ -82,8 +79,6 @@ class Builds:
         One that other contracts than ours let through is built anew, of the bytes on disk.
         """
         spec, digest = command.spec, self.built_before.pop(command.spec, None)
-        if digest is None:
-            self._built_at_s[spec] = time.time()
         if digest is not None and (self._places.models / digest / "manifest.json").is_file():
             if self._is_checked(digest):
                 self._built(BuildDone(model=command.model, epoch=command.epoch, digest=digest))
@@ -250,19 +245,9 @@ class Builds:
         self._take(FromBuilder(message=message, manifest=manifest, profiles=found))
 
     def sweep(self, command: SweepPrograms) -> None:
-        """Programs that neither a model nor the journal names, and the gone models' uploads.
+        """Programs that neither a model nor the journal names.
 
         The loop renames, another thread removes: a large file takes its time.
         """
         wanted = command.digests | self._disk.digests()
-        garbage = self._places.take_away(wanted)
-        uploads = self._places.uploads
-        still_named = {path for spec in command.specs for path in files_of(spec)}
-        for spec in command.gone_specs:
-            at_s = self._built_at_s.pop(spec, self._started_at_s)
-            for path in files_of(spec):
-                if path.parent == uploads and path not in still_named:
-                    with contextlib.suppress(OSError):
-                        if path.stat().st_mtime <= at_s:
-                            garbage.append(path)
-        self._remove_files(garbage)
+        self._remove_files(self._places.take_away(wanted))

@@ -613,10 +613,8 @@ class Server:
                     restored=self._effects.builds.manifest_of(entry["digest"]),
                 )
             )
-        nothing: frozenset[bytes] = frozenset()  # is registered yet; the journal's models stay
-        self._effects.builds.sweep(
-            SweepPrograms(digests=frozenset(), specs=nothing, gone_specs=nothing)
-        )
+        # Nothing is registered yet; the journal's models stay.
+        self._effects.builds.sweep(SweepPrograms(digests=frozenset()))
         self._effects.sweep_commits({*self._journal.jobs, *self._journal.ended})
         for name, entry in self._journal.jobs.items():
             self._restore_job(JobName(name), entry)

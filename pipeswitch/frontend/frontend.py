@@ -40,7 +40,7 @@ from ..errors import (
 from ..failpoints import reach
 from ..ipc.messages import ModelName
 from ..lane import Lane
-from ..roles import VERB_ROLES, Role, Standing, in_order
+from ..roles import URGENT_PRIORITY, VERB_ROLES, Role, Standing, in_order
 from ..scheduler.events import (
     Announce,
     Answer,
@@ -482,9 +482,11 @@ class Frontend:
         if version:
             announced = admission.find_version(header.model, version, self._versions)
         admitted = self._admit(header, [len(tensor) for tensor in tensors], announced)
+        if header.priority == URGENT_PRIORITY:
+            client.standing.require(Role.URGENT, "priority high")
         priority = admission.priority_number(header.priority, announced.priority)
         deadline_at_ms = admission.deadline_at_ms(header.deadline_ms, arrived_at_ms)
-        room = self._reserve(client, admitted, announced.tenant)
+        room = self._reserve(caller, admitted, announced.tenant)
         payload = [tensors[item.frame] for item in admitted.inputs]
         pending = self.requests.accept(client, header, room)
         reach("frontend.accepted")
@@ -522,9 +524,9 @@ class Frontend:
             self._fitting[key] = admitted
         return admitted
 
-    def _reserve(self, client: Client, admitted: Admitted, tenant: str) -> Room:
+    def _reserve(self, caller: str, admitted: Admitted, tenant: str) -> Room:
         """Room for a request and its reply, or QueueFull with the numbers."""
-        wanted = (client.session, admitted.input_bytes, admitted.reply_bytes, tenant)
+        wanted = (caller, admitted.input_bytes, admitted.reply_bytes, tenant)
         try:
             return self._pool.reserve(*wanted)
         except QueueFull:
@@ -561,8 +563,9 @@ class Frontend:
         try:
             tensors = [memory[one.offset_bytes :][: one.size_bytes] for one in command.outputs]
             admitted, announced = self._admit_result(command, [len(one) for one in tensors])
+            holder = pending.room.holder if pending.room is not None else ""
             self.requests.clear(pending)  # it holds its share no longer
-            pending.room = self._reserve(pending.client, admitted, announced.tenant)
+            pending.room = self._reserve(holder, admitted, announced.tenant)
         except PipeSwitchError as error:
             self._take(msgspec.structs.replace(prepared, error=error))
             return
@@ -662,8 +665,10 @@ class Frontend:
             piece = read_piece(self._state_directory, asked.job, asked.kind, asked.offset_bytes)
             self._reply(client, header.id, body=piece)
         else:
-            event = asked(self.requests.accept(client, header).token)
+            pending = self.requests.accept(client, header)
+            event = asked(pending.token)
             if isinstance(event, RegisterAsked):
+                pending.uploads = self._uploads.pin(event.spec)
                 named = event.tenant if client.standing.is_owner else ""  # the gateway's caller
                 turns = client.user_id or named or client.session
                 event = msgspec.structs.replace(event, client=turns)
@@ -689,6 +694,7 @@ class Frontend:
             error = admission.model_not_found(pending.model, self._models)
             answer = Answer(token=answer.token, error=error)
         if not answer.more:
+            self._uploads.unpin(pending.uploads)
             outgoing = self.requests.end(pending, answer)
             if outgoing is not None:
                 self._send(client, outgoing)

@@ -3,8 +3,7 @@
 One sealed memfd, mapped here and by every worker (``workers/inference/pool.py``): a payload is
 copied into it once, and a large reply goes to its client from it. An accepted inference holds a
 ``Room``: a slab with its inputs, released when its answer is known, and a slab for its reply,
-released when libzmq has sent it. A client has a share of the pool, so that none can fill it
-alone.
+released when libzmq has sent it. Who asks has a share of the pool, with all sessions.
 
 Owned by the frontend and used by its thread alone, except ``fill``.
 """
@@ -23,10 +22,10 @@ from ..errors import QueueFull
 from ..ipc.messages import SlabTensor
 from ..ipc.sparse import give_back, keep_only
 from ..programs.layout import aligned
+from ..shares import Shares
 from ..wire.slabs import SLAB_ALIGN_BYTES, SlabPool
 from .admission import CheckedInput
 
-SHARES: Final = 2  # a client may hold half of the pool: it can fill its half, never all of it
 NUMPY_BYTES: Final = 64 << 10  # from there on to let other threads run is worth numpy's calls
 _RELEASED: Final = -1  # no slab lies there, so releasing it again is a KeyError
 
@@ -35,7 +34,7 @@ _RELEASED: Final = -1  # no slab lies there, so releasing it again is a KeyError
 class Room:
     """What one request holds of the pool. Offsets are bytes from the pool's start."""
 
-    holder: str  # whose share it is of: a client's session
+    holder: str  # whose share it is of: who asks
     held_bytes: int  # as asked for; slabs are whole pages
     input_offset_bytes: int
     reply_offset_bytes: int
@@ -83,8 +82,8 @@ class RequestPool:
     by one ledger: a slab's pages exist in its tenant's file, and only as long as it is taken
     (ADR 23).
 
-    Invariants (``check``): those of the slabs; no client holds more than a share, or holds bytes
-    while no slab is taken.
+    Invariants (``check``): those of the slabs and the shares; nobody holds bytes while no slab is
+    taken.
     """
 
     def __init__(self, descriptor: int, file_of: Callable[[str], int] | None = None) -> None:
@@ -97,8 +96,8 @@ class RequestPool:
         self._file_of = file_of
         self._files = {"": _File(descriptor)}
         self._slabs = SlabPool(len(self.memory))
-        self._held_bytes: dict[str, int] = {}  # by holder; only of those that hold something
-        self.share_bytes = max(self._slabs.capacity_bytes // SHARES, 1)
+        self._shares = Shares(self._slabs.capacity_bytes)
+        self.share_bytes = max(self._shares.left(""), 1)  # one's that is alone
 
     @property
     def memory(self) -> memoryview:
@@ -124,11 +123,10 @@ class RequestPool:
             QueueFull: over the holder's share, or no hole is large enough; with the numbers.
         """
         wanted_bytes = input_bytes + reply_bytes
-        held_bytes = self._held_bytes.get(holder, 0)
-        if held_bytes + wanted_bytes > self.share_bytes:
+        if wanted_bytes > self._shares.left(holder):
             raise QueueFull(
-                f"this client's waiting requests hold {held_bytes} bytes of the pool, "
-                f"{wanted_bytes} more are over its share of {self.share_bytes}",
+                f"this client's waiting requests hold {self._shares.of(holder)} bytes of the pool, "
+                f"{wanted_bytes} more are over its share of what is free",
                 hint="wait for answers, or raise [server] pool",
                 requested_bytes=wanted_bytes,
             )
@@ -146,7 +144,7 @@ class RequestPool:
                 requested_bytes=wanted_bytes,
                 largest_free_bytes=self._slabs.largest_free_bytes,
             )
-        self._held_bytes[holder] = held_bytes + wanted_bytes
+        self._shares.take(holder, wanted_bytes)
         if self._file_of is not None:
             for offset in (input_offset, reply_offset):
                 self._files[tenant].slabs[offset] = self._slabs.size_of(offset)
@@ -203,11 +201,7 @@ class RequestPool:
         """
         offset, room.reply_offset_bytes = room.reply_offset_bytes, _RELEASED
         self._free(room.tenant, offset)
-        left_bytes = self._held_bytes.get(room.holder, 0) - room.held_bytes
-        if left_bytes:
-            self._held_bytes[room.holder] = left_bytes
-        else:  # perhaps for the second time: a request of no bytes holds a room too
-            self._held_bytes.pop(room.holder, None)
+        self._shares.give(room.holder, room.held_bytes)
 
     # ---- bytes ---------------------------------------------------------------------------------
 
@@ -235,7 +229,7 @@ class RequestPool:
 
     def held_bytes(self, holder: str) -> int:
         """How much of its share a holder has taken."""
-        return self._held_bytes.get(holder, 0)
+        return self._shares.of(holder)
 
     @property
     def capacity_bytes(self) -> int:
@@ -252,10 +246,10 @@ class RequestPool:
     @property
     def is_empty(self) -> bool:
         """No client holds anything."""
-        return not self._slabs.slab_count and not self._held_bytes
+        return not self._slabs.slab_count and not self._shares.held
 
     def check(self) -> None:
         """Assert the invariants."""
         self._slabs.check()
-        assert all(0 <= held <= self.share_bytes for held in self._held_bytes.values())
-        assert len(self._held_bytes) <= self._slabs.slab_count
+        self._shares.check()
+        assert self._slabs.slab_count or not self._shares.held

@@ -34,6 +34,7 @@ class Pending:
     model: ModelName
     client: Client
     room: Room | None = None  # an inference's, in the pool
+    uploads: tuple[str, ...] = ()  # a registration's, which stay until it is answered
     is_copying: bool = False  # its payload is on the way into the pool
     is_cancelled: bool = False  # meanwhile
 

@@ -3,6 +3,10 @@
 One writer thread does all file work, so that a slow disk never blocks the poll loop. A file is
 visible under its sha256 only when every byte arrived, matched and was fsynced. Nothing here is
 parsed: what the bytes mean is the builder's business.
+
+A file stays until the registrations that name it are answered: its program is a copy. What is
+uploaded and never registered goes when its own client needs the room, and with the server. A
+client's files take its share of the folder, and never another's place.
 """
 
 from __future__ import annotations
@@ -15,17 +19,18 @@ import os
 import shutil
 import threading
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import InvalidInput, PipeSwitchError, QueueFull
+from ..errors import HostStoreFull, InvalidInput, PipeSwitchError, QueueFull
 from ..failpoints import reach
 from ..lane import Lane
 from ..machine import sync_directory
-from ..roles import ANYONE
+from ..programs.spec import files_of
+from ..shares import Shares
 from ..wire.frames import CHUNK_BYTES, RequestHeader
 from .admission import Body, tenant_of
 from .disk import PARTIAL, Disk
@@ -36,13 +41,12 @@ _logger = logging.getLogger(__name__)
 CREDIT_CHUNKS: Final = 4  # unanswered chunks a client may have: 16 MiB of our memory
 MAX_QUEUED_CHUNKS: Final = 64  # of all clients together: 256 MiB
 MAX_PARTIALS: Final = 64  # unfinished files of all clients: each holds a descriptor
-MAX_PARTIALS_PER_CLIENT: Final = 16
-MAX_FILES: Final = 1024  # of all clients, whole ones: the oldest go
-MAX_FILES_PER_CLIENT: Final = 256  # of one, before its own oldest go
+MAX_FILES: Final = 1024  # of all clients, whole or not
 KEPT_UPLOADS: Final = 4  # all files together are at most so many of the largest allowed
+FRESH_S: Final = 60.0  # so long a whole file waits for its registration: newer ones are refused
+PROMISE_S: Final = 10.0  # an unfinished one of which nothing comes may lose its place to others
 MIN_FREE_SHARE: Final = 0.02  # of the disk: commits, journal and logs need it more
 MIN_FREE_BYTES: Final = 256 << 20  # enough for them, however large the disk is
-KEEP_S: Final = 24 * 3600.0  # an upload that was not touched for a day is removed at the next start
 KINDS: Final = ("bundle", "safetensors")  # the file's suffix: how the builder reads it
 
 Reply = Callable[[dict[str, Any], PipeSwitchError | None], None]
@@ -50,8 +54,7 @@ Reply = Callable[[dict[str, Any], PipeSwitchError | None], None]
 
 
 _Key = tuple[str, str, str]
-"""Session, client and file name. A client is a key's or token's name, with all its sessions; one
-without is its session. The gateway's one session has many clients."""
+"""Session, client (its tenant) and file name. The gateway's one session has many clients."""
 
 
 @dataclass
@@ -63,6 +66,16 @@ class _Partial:
     file: Any
     written_bytes: int = 0
     hash: Any = field(default_factory=hashlib.sha256)
+    touched_s: float = field(default_factory=time.monotonic)
+
+
+@dataclass
+class _Whole:
+    """A file that may be registered. Owned by the writer thread."""
+
+    client: str
+    size_bytes: int
+    touched_s: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True)
@@ -73,7 +86,6 @@ class _Chunk:
     offset_bytes: int
     data: Any  # a buffer that keeps its memory alive
     reply: Reply
-    tenant: str  # whose share of the disk it takes
 
 
 def _remove(paths: Sequence[Path]) -> None:
@@ -95,17 +107,18 @@ class Uploads:
         self._max_upload_bytes = max_upload_bytes
         self._queued = 0  # chunks handed over and not answered; counted under the lock
         self._lock = threading.Lock()
+        self._pins: Counter[str] = Counter()  # file names in registrations; under the lock, too
         self._partials: dict[_Key, _Partial] = {}
-        self._files: dict[str, deque[Path]] = {}  # by client, whole ones, the oldest first
+        self._whole: dict[str, _Whole] = {}  # by name, the first uploaded first
+        self._bytes = Shares(KEPT_UPLOADS * max_upload_bytes, "bytes of uploads")
+        self._places = Shares(MAX_FILES, "uploads")
+        self._open_places = Shares(MAX_PARTIALS, "unfinished uploads")
         self._writer = Lane("pipeswitch-uploads")
 
     def start(self) -> None:
-        """Make the folder, drop what is half written or old, start the writer."""
+        """Make the folder, drop what another server left, start the writer."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        horizon = time.time() - KEEP_S  # wall clock: file times are
-        for path in self.directory.iterdir():
-            if path.name.startswith(PARTIAL) or path.stat().st_mtime < horizon:
-                path.unlink(missing_ok=True)
+        _remove(list(self.directory.iterdir()))
         self._writer.start()
 
     def stop(self) -> None:
@@ -145,14 +158,25 @@ class Uploads:
             if self._queued >= MAX_QUEUED_CHUNKS:
                 raise QueueFull(f"{self._queued} upload chunks already wait for the disk")
             self._queued += 1
-        key = (session, session if tenant in ("", ANYONE) else tenant, f"{digest}.{kind}")
-        chunk = _Chunk(key, digest, size, offset, data, reply, tenant)
+        chunk = _Chunk((session, tenant, f"{digest}.{kind}"), digest, size, offset, data, reply)
         self._writer.put(functools.partial(self._answer, chunk))
 
     def remove(self, paths: Sequence[Path]) -> None:
         """Files and folders that are of no use any more."""
         if paths:
             self._writer.put(functools.partial(_remove, tuple(paths)))
+
+    def pin(self, spec: bytes) -> tuple[str, ...]:
+        """A registration names files: they stay until ``unpin`` of the same names."""
+        names = tuple(path.name for path in files_of(spec) if path.parent == self.directory)
+        with self._lock:
+            self._pins.update(names)
+        return names
+
+    def unpin(self, names: Sequence[str]) -> None:
+        """It is answered: its program is a copy, or there is none."""
+        if names:
+            self._writer.put(functools.partial(self._unpin, names))
 
     def forget(self, session: str) -> None:
         """The client is gone: its partial files are removed."""
@@ -164,8 +188,23 @@ class Uploads:
         """The partial files of one client, or of all."""
         for key in [key for key in self._partials if session in (None, key[0])]:
             self._drop(key)
-        if session is not None:
-            self._files.pop(session, None)
+
+    def _unpin(self, names: Sequence[str]) -> None:
+        for name in names:
+            with self._lock:
+                self._pins[name] -= 1
+                is_free = not self._pins[name]
+                if is_free:
+                    del self._pins[name]
+            if is_free:
+                self._remove_whole(name)
+
+    def _remove_whole(self, name: str) -> None:
+        found = self._whole.pop(name, None)
+        if found is not None:
+            self._bytes.give(found.client, found.size_bytes)
+            self._places.give(found.client, 1)
+            _remove([self.directory / name])
 
     def _answer(self, chunk: _Chunk) -> None:
         body: dict[str, Any] = {}
@@ -202,16 +241,12 @@ class Uploads:
         """
         digest = chunk.digest
         final = self.directory / chunk.key[-1]
-        if final.is_file():
+        if chunk.key[-1] in self._whole and final.is_file():
             self._drop(chunk.key)
-            os.utime(final)
+            self._whole[chunk.key[-1]].touched_s = time.monotonic()
             return self._progress(chunk.size_bytes, is_complete=True)
         if chunk.offset_bytes == 0:
             self._drop(chunk.key)
-            if len(self._partials) >= MAX_PARTIALS:
-                raise QueueFull(f"{len(self._partials)} uploads are unfinished already")
-            if sum(key[1] == chunk.key[1] for key in self._partials) >= MAX_PARTIALS_PER_CLIENT:
-                raise QueueFull(f"{MAX_PARTIALS_PER_CLIENT} uploads of this client are unfinished")
             self._open(chunk)
         partial = self._partials.get(chunk.key)
         if partial is None or partial.written_bytes != chunk.offset_bytes:
@@ -222,13 +257,14 @@ class Uploads:
         partial.file.flush()  # a full disk is this chunk's error
         partial.hash.update(chunk.data)
         partial.written_bytes += len(chunk.data)
+        partial.touched_s = time.monotonic()
         if partial.written_bytes < partial.size_bytes:
             return self._progress(partial.written_bytes, is_complete=False)
         if partial.hash.hexdigest() != digest:
             raise InvalidInput(
                 f"the upload's digest is {partial.hash.hexdigest()[:12]}…, not {digest[:12]}…"
             )
-        self._publish(chunk.key, final, chunk.tenant)
+        self._publish(chunk.key, final)
         return self._progress(chunk.size_bytes, is_complete=True)
 
     @staticmethod
@@ -236,82 +272,82 @@ class Uploads:
         return {"offset_bytes": offset_bytes, "complete": is_complete, "credit": CREDIT_CHUNKS}
 
     def _open(self, chunk: _Chunk) -> None:
-        self._make_room(chunk.size_bytes, chunk.tenant)
+        """
+        Raises:
+            QueueFull: it is over its client's share of the folder.
+            HostStoreFull: over its share of the disk, or the disk's own.
+        """
         session, client, name = chunk.key
+        self._make_room(client, chunk.size_bytes)
         path = self.directory / f"{PARTIAL}{session}-{client}-{name}"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         file = os.fdopen(descriptor, "wb")
         self._partials[chunk.key] = _Partial(path, chunk.size_bytes, file)
+        self._bytes.take(client, chunk.size_bytes)
+        self._places.take(client, 1)
+        self._open_places.take(client, 1)
         os.ftruncate(descriptor, chunk.size_bytes)  # it counts as what it is going to be
-        self._disk.keep_upload(path.name, chunk.tenant)
+        self._disk.keep_upload(path.name, client)
 
-    def _make_room(self, size_bytes: int, tenant: str) -> None:
-        """For one more file of this size: those that no registration named for longest go.
+    def _make_room(self, client: str, size_bytes: int) -> None:
+        """For one more file. Outcomes, each if those before were not enough:
 
-        Raises:
-            QueueFull: unfinished ones have taken all of it.
-            HostStoreFull: the server's disk, or this tenant's share of it, has no room.
-            PipeSwitchError: the disk has none.
+        1. Its share of folder and disk has room.
+        2. Promises of which nothing comes are dropped, whoever made them.
+        3. Its own files that no registration named for a while go, the oldest first.
+        4. It is refused.
         """
-        limit_bytes = KEPT_UPLOADS * self._max_upload_bytes
-        promised_bytes = size_bytes + sum(p.size_bytes for p in self._partials.values())
-        unwritten_bytes = promised_bytes - sum(p.written_bytes for p in self._partials.values())
-        if promised_bytes > limit_bytes:
-            raise QueueFull(f"unfinished uploads have {limit_bytes} bytes between them")
+        if self._refusal(client, size_bytes) is None:
+            return
+        now_s = time.monotonic()
+        for key, partial in list(self._partials.items()):
+            if now_s - partial.touched_s >= PROMISE_S:
+                self._drop(key)
+        for name, whole in list(self._whole.items()):
+            if (refusal := self._refusal(client, size_bytes)) is None:
+                return
+            is_fresh = now_s - whole.touched_s < FRESH_S
+            if whole.client == client and not is_fresh and name not in self._pins:
+                self._remove_whole(name)
+        if refusal := self._refusal(client, size_bytes):
+            raise refusal
 
-        def has_room() -> bool:
-            disk = shutil.disk_usage(self.directory)
-            kept_free_bytes = min(MIN_FREE_SHARE * disk.total, MIN_FREE_BYTES)
-            is_free = disk.free - unwritten_bytes >= kept_free_bytes
-            is_few = len(kept) < MAX_FILES
-            return (
-                is_free
-                and is_few
-                and promised_bytes + sum(size for _, size, _ in kept) <= limit_bytes
+    def _refusal(self, client: str, size_bytes: int) -> PipeSwitchError | None:
+        wanted = ((self._open_places, 1), (self._places, 1), (self._bytes, size_bytes))
+        for shares, amount in wanted:
+            if refusal := shares.refusal(client, amount):
+                return refusal
+        disk = shutil.disk_usage(self.directory)
+        unwritten_bytes = sum(p.size_bytes - p.written_bytes for p in self._partials.values())
+        kept_free_bytes = min(MIN_FREE_SHARE * disk.total, MIN_FREE_BYTES)
+        if disk.free - unwritten_bytes - size_bytes < kept_free_bytes:
+            return HostStoreFull(
+                f"No space left for an upload of {size_bytes} bytes",
+                hint="free space in the server's state directory",
+                requested_bytes=size_bytes,
             )
+        return self._disk.refusal(client, size_bytes, "an upload")
 
-        kept = [
-            (facts.st_mtime_ns, facts.st_size, entry.path)
-            for entry in os.scandir(self.directory)
-            if not entry.name.startswith(PARTIAL) and (facts := entry.stat())
-        ]
-        kept.sort(reverse=True)
-        while not has_room():
-            if not kept:
-                raise PipeSwitchError(
-                    f"No space left for an upload of {size_bytes} bytes",
-                    hint="free space in the server's state directory",
-                )
-            os.unlink(kept.pop()[2])
-        while refusal := self._disk.refusal(tenant, size_bytes, "an upload"):
-            may_go = [
-                entry
-                for entry in kept
-                if not refusal.tenant or self._disk.owns_upload(tenant, os.path.basename(entry[2]))
-            ]
-            if not may_go:
-                raise refusal
-            kept.remove(may_go[-1])
-            os.unlink(may_go[-1][2])
-
-    def _publish(self, key: _Key, final: Path, tenant: str) -> None:
+    def _publish(self, key: _Key, final: Path) -> None:
         """fsync, rename, fsync the folder: after this the name always means these bytes."""
         partial = self._partials.pop(key)
+        client, name = key[1], key[2]
+        self._open_places.give(client, 1)
+        self._whole[name] = _Whole(client, partial.size_bytes)
         os.fsync(partial.file.fileno())
         partial.file.close()
         reach("upload.publish")
         os.replace(partial.path, final)
-        self._disk.keep_upload(final.name, tenant)
+        self._disk.keep_upload(final.name, client)
         reach("upload.published")
-        files = self._files.setdefault(key[1], deque())
-        files.append(final)
-        if len(files) > MAX_FILES_PER_CLIENT:
-            files.popleft().unlink(missing_ok=True)
         sync_directory(self.directory)
 
     def _drop(self, key: _Key) -> None:
         partial = self._partials.pop(key, None)
         if partial is not None:
+            self._open_places.give(key[1], 1)
+            self._places.give(key[1], 1)
+            self._bytes.give(key[1], partial.size_bytes)
             with contextlib.suppress(OSError):  # on a full disk close fails as well
                 partial.file.close()
             with contextlib.suppress(OSError):  # read-only by now; the next start removes it

@@ -14,7 +14,7 @@ from typing import Any, Final
 from ..errors import InvalidInput
 from ..ipc.messages import JobName, ModelName
 from ..programs.spec import stage_of
-from ..roles import Role, Standing
+from ..roles import URGENT_PRIORITY, Role, Standing
 from ..scheduler.events import (
     DrainAsked,
     Event,
@@ -110,7 +110,10 @@ class Verbs:
             standing.require(Role.CODE, "a factory")
         inputs = body.signature("inputs")
         takes = body.tree("takes", inputs)
-        priority = admission.priority_number(body.text("priority", ""), default=1)
+        urgency = body.text("priority", "")
+        if urgency == URGENT_PRIORITY:
+            standing.require(Role.URGENT, "a model of priority high")
+        priority = admission.priority_number(urgency, default=1)
         is_pinned = body.flag("pin")
         if is_pinned:
             standing.require(Role.OPERATE, "to pin a model")

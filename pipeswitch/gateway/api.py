@@ -20,7 +20,7 @@ import msgspec
 from ..client.client import FINAL_JOB_STATES
 from ..errors import InvalidInput
 from ..frontend.permissions import check_source
-from ..roles import Role, Standing
+from ..roles import URGENT_PRIORITY, Role, Standing
 from ..units import nearest
 from .callers import require_role, told
 from .feed import CONTENT_TYPE, Feed
@@ -274,6 +274,8 @@ class Api:
         given = _of_query(asked) if is_bundle else _registration(asked.body)
         if given.pin:
             require_role(asked.caller, Role.OPERATE, "to pin a model")
+        if given.priority == URGENT_PRIORITY:
+            require_role(asked.caller, Role.URGENT, "a model of priority high")
         if is_bundle:
             source = await self._upstream.upload(asked.body, "bundle", asked.caller.tenant)
         else:

@@ -34,10 +34,11 @@ from .refusals import (
     body_of,
     status_of,
 )
-from .sharing import AGAIN, Shared
+from .sharing import Shared
 
 log = logging.getLogger(__name__)
 
+AGAIN: Final = "send again in a moment"
 LOOK_EVERY_S: Final = 0.5  # at all connections: how exact the limits in seconds are
 LOOKS: Final = 64  # in one turn of the loop
 SCRATCH_BYTES: Final = 16 << 10  # received at once, of all but bodies of known length
@@ -545,7 +546,7 @@ class Connection(asyncio.BufferedProtocol):
             return work
         if not asked.is_compressed:
             return await work(asked.body)
-        most = min(self._limits.body_bytes, shared.waiting.left_bytes(self.peer))
+        most = min(self._limits.body_bytes, shared.waiting.left(self.peer))
         try:
             if len(asked.body) <= INLINE_BYTES:
                 body = _inflated(asked.body, most)

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from ..errors import Cancelled, InvalidInput, ModelNotFound, PipeSwitchError, ServerUnavailable
-from ..roles import Standing
+from ..roles import URGENT_PRIORITY, Role, Standing
 from . import oip
-from .callers import require, told
+from .callers import require, require_role, told
 from .metrics import Metrics
 from .oip import InferRequest, Output, Place
 from .refusals import NotFound
@@ -136,6 +136,8 @@ class Service:
     ) -> tuple[list[Output], dict[str, Any]]:
         """The outputs, and the bill with what the gateway added."""
         require(caller, "infer")
+        if asked.priority == URGENT_PRIORITY:
+            require_role(caller, Role.URGENT, "priority high")
         number = _number(model, version)
         began = time.perf_counter()
         asked, is_placed = await self._filled(caller, asked)

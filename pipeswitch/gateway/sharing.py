@@ -3,62 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, TypeVar
+from typing import TypeVar
 
-from ..errors import QueueFull
+from ..shares import Shares
 
 R = TypeVar("R")
-AGAIN: Final = "send again in a moment"
-
-
-class Room:
-    """Bytes that are held for callers, by address.
-
-    An address may take what leaves as much free for the others: alone it has half, two have a third
-    each. So a crowd of one address never takes the place of another's requests.
-    """
-
-    def __init__(self, size_bytes: int, what: str) -> None:
-        """``what``: is held there, as a refused caller reads it."""
-        self.size_bytes = size_bytes
-        self.held_bytes = 0
-        self._what = what
-        self._held: Counter[str] = Counter()
-
-    def left_bytes(self, address: str) -> int:
-        """How much more an address may take."""
-        return (self.size_bytes - self.held_bytes - self._held[address]) // 2
-
-    def take(self, address: str, size_bytes: int) -> None:
-        """
-        Raises:
-            QueueFull: it would be more than the address may have. What is larger than any share is
-                taken where nothing else is held.
-        """
-        if size_bytes > self.left_bytes(address) and self.held_bytes:
-            raise QueueFull(f"too many bytes of {self._what} are held for this address", hint=AGAIN)
-        self.held_bytes += size_bytes
-        self._held[address] += size_bytes
-
-    @contextlib.contextmanager
-    def holding(self, address: str, size_bytes: int) -> Iterator[None]:
-        """``take``, and ``give`` at the end."""
-        self.take(address, size_bytes)
-        try:
-            yield
-        finally:
-            self.give(address, size_bytes)
-
-    def give(self, address: str, size_bytes: int) -> None:
-        """They are held no more."""
-        self.held_bytes -= size_bytes
-        self._held[address] -= size_bytes
-        if not self._held[address]:
-            del self._held[address]
 
 
 class Shared:
@@ -66,8 +18,10 @@ class Shared:
 
     def __init__(self, waiting_bytes: int, answer_bytes: int) -> None:
         self.aside = Aside()
-        self.waiting = Room(waiting_bytes, "requests without an answer")  # that are whole
-        self.answers = Room(answer_bytes, "answers that are not read")
+        self.waiting = Shares(
+            waiting_bytes, "bytes of requests without an answer"
+        )  # that are whole
+        self.answers = Shares(answer_bytes, "bytes of answers that are not read")
 
 
 class Aside:

@@ -12,6 +12,7 @@ from ..errors import (
     ServerUnavailable,
 )
 from ..ipc.messages import ModelName
+from ..shares import left
 from .core import Core
 from .device import Device
 from .device_state import DeviceState
@@ -130,22 +131,16 @@ class Admission:
         if lost is not None:
             return lost
         queues = [queue for state in states for queue in (state.queue, state.early)]
+        caller, name = event.caller, event.model
         waiting = sum(map(len, queues)) + len(self.stages)
-        if waiting >= core.settings.max_queue:
-            return QueueFull(
-                f"{waiting} requests are waiting, the limit is {core.settings.max_queue}",
-                hint="try again later, or raise [scheduler] max_queue",
-                waiting=waiting,
-            )
-        name = event.model
+        own = sum([queue.held(caller) for queue in queues]) + self.stages.held(caller)
+        if waiting and not left(core.settings.max_queue, waiting, own):
+            return _full("requests", waiting, own, "max_queue", core.settings.max_queue)
         waiting = sum([queue.count(name) for queue in queues]) + self.stages.count(name)
-        if waiting >= core.settings.max_queue_per_model:
-            return QueueFull(
-                f"{waiting} requests for {event.model} are waiting, "
-                f"the limit is {core.settings.max_queue_per_model}",
-                hint="try again later, or raise [scheduler] max_queue_per_model",
-                waiting=waiting,
-            )
+        own = sum([queue.held(caller, name) for queue in queues]) + self.stages.held(caller, name)
+        limit = core.settings.max_queue_per_model
+        if waiting and not left(limit, waiting, own):
+            return _full(f"requests for {name}", waiting, own, "max_queue_per_model", limit)
         return None
 
     def _lost(self, model: Model) -> ServerUnavailable | None:
@@ -235,6 +230,15 @@ class Admission:
         if place.state is not state:
             del state.requests[request.token]
         place.state.take(request, is_early=model.state.state in MODEL_AWAITED)
+
+
+def _full(what: str, waiting: int, own: int, setting: str, limit: int) -> QueueFull:
+    return QueueFull(
+        f"{waiting} {what} are waiting, {own} of them this client's; the limit is {limit}, and a "
+        "client has three quarters of what others leave",
+        hint=f"try again later, or raise [scheduler] {setting}",
+        waiting=waiting,
+    )
 
 
 def changed_on_the_way(name: ModelName) -> ModelNotFound:

@@ -348,8 +348,6 @@ class SweepPrograms(_Told, frozen=True):
     """No build runs, and models are gone: give back what was kept on disk for them alone."""
 
     digests: frozenset[str]  # of the models that stay
-    specs: frozenset[bytes]
-    gone_specs: frozenset[bytes]
 
 
 class CreateCommits(_Told, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator
 
 from ..ipc.messages import ModelName
@@ -28,6 +29,7 @@ class Queue:
         self._lines = Lines(judge) if judge is not None else None
         self._requests: dict[Token, tuple[int, Request]] = {}  # with the number it was added as
         self._of: dict[ModelName, dict[Token, Request]] = {}
+        self._held: Counter[tuple[str, str]] = Counter()  # by caller, of a model and ("") of all
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap; some have left
         self._added = 0
 
@@ -52,6 +54,8 @@ class Queue:
             self._of[request.model] = {}
             self.unchecked[request.model] = None
         self._of[request.model][request.token] = request
+        self._held[request.caller, ""] += 1
+        self._held[request.caller, request.model] += 1
         if self._lines is not None:
             self._lines.add(request, self._added)
         due_at_ms = request.hopeless_at_ms
@@ -68,6 +72,10 @@ class Queue:
         entry = self._requests.pop(request.token, None)
         if entry is None:
             return
+        for key in ((request.caller, ""), (request.caller, request.model)):
+            self._held[key] -= 1
+            if not self._held[key]:
+                del self._held[key]
         same = self._of[request.model]
         del same[request.token]
         if not same:
@@ -90,6 +98,10 @@ class Queue:
         """Rank what has changed."""
         assert self._lines is not None
         self._lines.settle(is_resident, current, view)
+
+    def held(self, caller: str, model: str = "") -> int:
+        """How many of a caller's wait here, of a model or in all."""
+        return self._held[caller, model]
 
     def ahead(self, request: Request) -> tuple[int, int]:
         """How many go before it whatever comes, and the smallest batch among them."""

@@ -74,7 +74,7 @@ class Registry:
         self.registrations: dict[ModelName, Registration] = {}
         self._leaving: dict[ModelName, Model] = {}
         self._builds = builds
-        self._gone_specs: set[bytes] = set()  # of models whose files are to be given back
+        self._has_gone = False  # a model, whose files are to be given back
 
     # -- register -----------------------------------------------------------------------------
 
@@ -191,7 +191,7 @@ class Registry:
         """Finish unregistrations whose model is idle now; start the next builds."""
         for model in list(self._leaving.values()):
             self._finish_unregister(model)
-        if self._gone_specs and self._builds.is_idle:  # a build may have found its program there
+        if self._has_gone and self._builds.is_idle:  # a build may have found its program there
             self._sweep()
         self._builds.pump()
 
@@ -200,11 +200,9 @@ class Registry:
         self._core.emit(
             SweepPrograms(
                 digests=frozenset(m.manifest.digest for m in models if m.manifest is not None),
-                specs=frozenset(one.spec for one in self.registrations.values()),
-                gone_specs=frozenset(self._gone_specs),
             )
         )
-        self._gone_specs.clear()
+        self._has_gone = False
 
     @property
     def is_quiet(self) -> bool:
@@ -437,7 +435,7 @@ class Registry:
         self._machine.store.forget(model)
         del self._machine.models[model.name]
         registration = self.registrations.pop(model.name)
-        self._gone_specs.add(registration.spec)
+        self._has_gone = True
         self._versions.gone(model)
         return registration
 

@@ -83,6 +83,11 @@ class Stages:
         """Requests of a model that are here."""
         return sum(raw.request.model == name for raw in self._raws.values())
 
+    def held(self, caller: str, model: str = "") -> int:
+        """A caller's requests that are here, of a model or all."""
+        raws = [raw.request for raw in self._raws.values() if raw.request.caller == caller]
+        return sum(not model or request.model == model for request in raws)
+
     def tokens(self) -> list[Token]:
         return list(self._raws)
 

@@ -124,8 +124,8 @@ def _check_costs(policy: Policy, view: View, chance: Random) -> None:
 def _check_life(policy: Policy, max_wait_ms: float, chance: Random) -> None:
     """Six models of which two fit: each request is answered, by this policy."""
     settings = SchedulerSettings(
-        arena_bytes=12 * MIB, store_bytes=64 * MIB, words=WORDS, max_queue=REQUESTS,
-        max_queue_per_model=REQUESTS,
+        arena_bytes=12 * MIB, store_bytes=64 * MIB, words=WORDS, max_queue=2 * REQUESTS,
+        max_queue_per_model=2 * REQUESTS,
     )  # fmt: skip
     scheduler = Scheduler(settings, policy, max_wait_ms)
     world = World(scheduler, costs=Costs(to_device=Link(bytes_per_ms=MIB)))

@@ -137,7 +137,7 @@ class _Gate:
         self.feed = Feed()
         operator = Standing(tenant="o", roles=frozenset(Role))
         callers = Callers(
-            roles=[Role.INFER],
+            roles=[Role.INFER, Role.URGENT],
             tokens={TOKEN: operator},
             needs_token=False,
             hosts=frozenset({PEER}),
@@ -203,7 +203,7 @@ class _Gate:
             buffer[:size] = rest[:size]
             connection.buffer_updated(size)
             rest = rest[size:]
-            held = connection.received_bytes, self.server.shared.waiting.held_bytes
+            held = connection.received_bytes, self.server.shared.waiting.held
             if held[0] > LIMITS.body_bytes or held[1] > LIMITS.waiting_bytes:
                 self.escaped.append(f"it holds {held} bytes")
             await _turns(TURNS)
@@ -218,7 +218,7 @@ class _Gate:
                     self.escaped.append(f"a line of a head: {line!r}")
             if head.startswith(b"HTTP/1.1 500"):
                 self.escaped.append("an answer of 500")
-        held = self.server.unfinished_bytes, self.server.shared.waiting.held_bytes
+        held = self.server.unfinished_bytes, self.server.shared.waiting.held
         if held != (0, 0) or self.server.connections or self.feed._readers:
             self.escaped.append(f"it still holds {held} bytes, or a place")
         tasks = asyncio.all_tasks(self.loop) - {asyncio.current_task(self.loop)}

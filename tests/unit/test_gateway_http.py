@@ -24,8 +24,8 @@ HOST = b"Host: 127.0.0.1\r\n"
 LIMITS = Limits(
     head_bytes=2000,
     body_bytes=1000,
-    waiting_bytes=3000,
-    answer_bytes=10 * http.PIECE_BYTES,
+    waiting_bytes=2400,
+    answer_bytes=15 * http.PIECE_BYTES // 2,
     connections=3,
     connections_per_address=2,
 )
@@ -132,7 +132,7 @@ def test_requests_are_read_in_whatever_pieces_they_come(rig: Rig, piece: int) ->
     feed(connection, post("/a", b"x" * 700) + chunked + post("/b", b""), piece)
     assert answers(wire) == [(200, b"/a " + b"x" * 700), (200, b"/c abcde"), (200, b"/b ")]
     assert not wire.is_closed
-    assert rig.server.shared.waiting.held_bytes == 0
+    assert rig.server.shared.waiting.held == 0
 
 
 def test_pipelined_requests_are_answered_in_order_and_no_more_is_read_meanwhile(rig: Rig) -> None:
@@ -153,7 +153,7 @@ def test_a_peer_that_hangs_up_takes_its_requests_back(rig: Rig) -> None:
     wire.abort()
     asyncio.get_event_loop().run_until_complete(asyncio.sleep(0))
     assert rig.cancelled == ["/1"]
-    assert (rig.server.shared.waiting.held_bytes, rig.server.connections) == (0, set())
+    assert (rig.server.shared.waiting.held, rig.server.connections) == (0, set())
 
 
 def test_a_refused_head_ends_the_connection_before_its_body_and_not_without_one(rig: Rig) -> None:
@@ -171,7 +171,7 @@ def test_a_peer_that_sends_very_many_requests_ahead_is_not_parsed_to_the_end(rig
     feed(connection, post("/a", b"") * (http.MAX_AHEAD + 10))
     assert len(rig.asked) < http.MAX_AHEAD
     assert wire.has_ended
-    assert rig.server.shared.waiting.held_bytes == 0
+    assert rig.server.shared.waiting.held == 0
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_a_compressed_body_is_read_as_what_it_was(
         asyncio.get_event_loop().run_until_complete(answered(connection))
     assert answers(wire) == [(200, b"/a " + b"y" * 900), (200, b"/a ")]
     assert not wire.is_closed
-    assert rig.server.shared.waiting.held_bytes == 0
+    assert rig.server.shared.waiting.held == 0
 
 
 async def answered(connection: Connection) -> None:
@@ -270,7 +270,7 @@ def test_a_compressed_body_that_is_none_or_too_large_is_refused(
     ((said, told),) = answers(wire)
     assert (said, words in told.decode()) == (status, True), told
     assert (b"Accept-Encoding: gzip, x-gzip, deflate" in wire.sent) == (status == 415)
-    assert (rig.asked, rig.server.shared.waiting.held_bytes) == ([], 0)
+    assert (rig.asked, rig.server.shared.waiting.held) == ([], 0)
 
 
 def test_what_is_inflated_counts_among_the_bodies_that_wait(rig: Rig) -> None:
@@ -283,7 +283,7 @@ def test_what_is_inflated_counts_among_the_bodies_that_wait(rig: Rig) -> None:
     rig.gate.set()
     asyncio.get_event_loop().run_until_complete(answered(connections[0][0]))
     assert answers(connections[0][1]) == [(200, b"/a " + b"y" * 900)]
-    assert rig.server.shared.waiting.held_bytes == 0
+    assert rig.server.shared.waiting.held == 0
 
 
 def test_a_request_in_a_proxys_form_is_read_as_any(rig: Rig) -> None:
@@ -471,7 +471,7 @@ def test_of_whole_bodies_that_wait_each_address_has_its_share(rig: Rig) -> None:
         connection, wire = rig.connect(peer)
         feed(connection, post("/", b"x" * 1000))
         assert [said for said, _ in answers(wire)] == ([status] if status else [])
-    assert rig.server.shared.waiting.held_bytes == 2000
+    assert rig.server.shared.waiting.held == 2000
 
 
 def test_a_long_answer_leaves_as_it_is_read_and_unread_ones_have_their_share(rig: Rig) -> None:
@@ -484,7 +484,7 @@ def test_a_long_answer_leaves_as_it_is_read_and_unread_ones_have_their_share(rig
     (reader, wire), (_, refused), (_, other) = wires
     assert answers(refused)[0][0] == 429
     assert all(http.PIECE_BYTES < len(one.sent) < 2 * http.PIECE_BYTES for one in (wire, other))
-    assert rig.server.shared.answers.held_bytes == 6 * http.PIECE_BYTES
+    assert rig.server.shared.answers.held == 6 * http.PIECE_BYTES
     reader.resume_writing()
     feed(reader, b"GET /no HTTP/1.1\r\n" + HOST + b"\r\n")
     status, said = answers(wire)[0]
@@ -492,7 +492,7 @@ def test_a_long_answer_leaves_as_it_is_read_and_unread_ones_have_their_share(rig
     other.abort()
     feed(reader, b"")
     asyncio.get_event_loop().run_until_complete(asyncio.sleep(0))
-    assert rig.server.shared.answers.held_bytes == 0
+    assert rig.server.shared.answers.held == 0
 
 
 PIECES = st.sampled_from(
@@ -517,7 +517,7 @@ def test_whatever_comes_every_answer_is_whole_and_nothing_is_held_afterwards(
             assert status in (200, 400, 404, 413, 429, 431)
             assert status == 200 or json.loads(body)["error"]
         wire.abort()
-        assert (rig.server.shared.waiting.held_bytes, rig.server.unfinished_bytes) == (0, 0)
+        assert (rig.server.shared.waiting.held, rig.server.unfinished_bytes) == (0, 0)
         assert not rig.server.connections
 
 

@@ -31,6 +31,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "lane": "",
     "sandbox": "",
     "roles": "errors",
+    "shares": "errors",
     "config": "errors roles units",
     "planning": "",
     "wire": "config errors roles",
@@ -42,7 +43,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "programs/build": "commits errors failpoints ipc programs sandbox units",
     # The decisions.
     "scheduler/policies": "planning",
-    "scheduler": "errors ipc planning programs scheduler/policies",
+    "scheduler": "errors ipc planning programs scheduler/policies shares",
     "simulator": "errors ipc planning programs scheduler scheduler/policies",
     "policies": "config errors scheduler scheduler/policies",
     "watchdog": "policies",
@@ -55,8 +56,8 @@ MAY_IMPORT: Mapping[str, str] = {
     "workers/training/",
     "launch": "failpoints ipc memory_daemon/ programs/build sandbox workers/",
     # The server: clients' bytes to events, commands to deeds.
-    "frontend": "commits config errors failpoints ipc lane machine programs roles scheduler units "
-    "wire",
+    "frontend": "commits config errors failpoints ipc lane machine programs roles scheduler shares "
+    "units wire",
     "controller": "commits config devices errors failpoints frontend inputs ipc lane launch "
     "machine planning policies programs programs/build sandbox scheduler units watchdog wire",
     # Its users.
@@ -66,7 +67,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "testing": "client keeper simulator",
     "benchmarks": "client devices errors ipc job machine planning programs programs/build "
     "scheduler simulator testing wire",
-    "gateway": "client errors frontend ipc programs roles units wire",
+    "gateway": "client errors frontend ipc programs roles shares units wire",
     "cli": "__init__ benchmarks client config devices errors ipc planning policies programs roles "
     "sandbox scheduler simulator units watchdog wire",
     "demo": "__init__ cli client errors job machine programs programs/build testing",

@@ -18,7 +18,7 @@ from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.wire.slabs import SLAB_ALIGN_BYTES as PAGE
 
 PAGES: Final = 16
-SHARE_BYTES: Final = PAGES // 2 * PAGE
+SHARE_BYTES = 3 * PAGES * PAGE // 4  # of one that is alone
 
 
 @pytest.fixture
@@ -119,8 +119,9 @@ def test_one_holder_cannot_have_more_than_its_share_and_another_still_has_its_ow
     refused = refusal(pool, "greedy", 1, 0)
     assert refused.data["requested_bytes"] == 1
     assert f"hold {SHARE_BYTES} bytes" in refused.message
-    pool.reserve("modest", SHARE_BYTES - PAGE, PAGE)
-    assert pool.as_dict()["pool_free_bytes"] == 0
+    rest_bytes = PAGES * PAGE - SHARE_BYTES
+    pool.reserve("modest", 3 * rest_bytes // 4 - PAGE, PAGE)
+    assert 0 < pool.as_dict()["pool_free_bytes"] < rest_bytes
 
 
 def test_a_share_counts_the_bytes_that_were_asked_for_until_the_reply_has_left(
@@ -150,8 +151,9 @@ def test_requests_of_no_bytes_hold_room_as_well(pool: RequestPool) -> None:
 
 
 def test_a_full_pool_is_refused_with_the_numbers(pool: RequestPool) -> None:
-    pool.reserve("a", SHARE_BYTES, 0)  # and a page for the reply of no bytes
-    pool.reserve("b", SHARE_BYTES - 3 * PAGE, PAGE)
+    pool.reserve("a", SHARE_BYTES - 2 * PAGE, 0)  # and a page for the reply of no bytes
+    for _ in range(2):
+        pool.reserve("b", 0, 1)  # what it asks for is little, what it takes are two pages
     refused = refusal(pool, "c", PAGE, PAGE)
     assert refused.data["requested_bytes"] == 2 * PAGE
     assert refused.data["largest_free_bytes"] == PAGE
@@ -159,7 +161,7 @@ def test_a_full_pool_is_refused_with_the_numbers(pool: RequestPool) -> None:
 
 
 def test_inputs_that_fit_without_their_reply_hold_nothing(pool: RequestPool) -> None:
-    pool.reserve("a", SHARE_BYTES, 0)
+    pool.reserve("a", SHARE_BYTES - 4 * PAGE, 0)
     pool.reserve("b", 4 * PAGE, PAGE)
     free_bytes = pool.as_dict()["pool_free_bytes"]
     assert free_bytes == 2 * PAGE
@@ -172,7 +174,7 @@ def test_inputs_that_fit_without_their_reply_hold_nothing(pool: RequestPool) -> 
 
 def test_what_was_refused_is_admitted_when_somebody_else_is_done(pool: RequestPool) -> None:
     held = pool.reserve("a", SHARE_BYTES - PAGE, PAGE)
-    pool.reserve("b", SHARE_BYTES - PAGE, PAGE)
+    pool.reserve("b", PAGE, PAGE)
     refusal(pool, "c", PAGE, PAGE)
     release(pool, held)
     pool.reserve("c", PAGE, PAGE)
@@ -209,7 +211,7 @@ def test_a_client_that_left_holds_its_room_until_its_requests_end_and_none_after
     """Its inputs may still be copied or read; the client in its place has a share anew."""
     left = [pool.reserve("gone", PAGE, PAGE) for _ in range(2)]
     assert pool.held_bytes("gone") == 4 * PAGE
-    back = pool.reserve("back", SHARE_BYTES - PAGE, PAGE)
+    back = pool.reserve("back", SHARE_BYTES // 2, PAGE)
     taken = [(room.input_offset_bytes, room.reply_offset_bytes) for room in (*left, back)]
     assert len({offset for pair in taken for offset in pair}) == 6
     for room in left:

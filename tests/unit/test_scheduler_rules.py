@@ -728,11 +728,40 @@ def test_without_a_limit_a_task_may_compute_for_ever(fleet_model: ModuleType) ->
 
 
 def test_a_full_queue_refuses(fleet_model: ModuleType) -> None:
-    rig = Rig(fleet_model, max_queue=2)
+    rig = Rig(fleet_model, max_queue=1)
     rig.register("a")
-    tokens = [rig.infer("a") for _ in range(5)]
+    tokens = [rig.infer("a") for _ in range(4)]
     assert isinstance(rig.error(tokens[-1]), QueueFull)
     assert tokens[-2] not in rig.answers
+
+
+@pytest.mark.parametrize("limit", ["max_queue", "max_queue_per_model"])
+def test_a_caller_that_fills_the_queue_leaves_places_for_another(
+    fleet_model: ModuleType, limit: str
+) -> None:
+    rig = Rig(fleet_model, **{limit: 16})
+    rig.register("a")
+    flood = [rig.infer("a", caller="greedy") for _ in range(40)]
+    assert [isinstance(rig.error(t), QueueFull) for t in flood if t in rig.answers] == [True] * 26
+    modest = [rig.infer("a", caller="modest") for _ in range(4)]
+    assert [token in rig.answers for token in modest] == [False, False, False, True]
+    assert "3 of them this client's" in rig.error(modest[-1]).message
+
+
+def test_a_tenants_models_leave_another_room_in_the_host_store(fleet_model: ModuleType) -> None:
+    rig = Rig(fleet_model, store_bytes=64 * MIB)
+    refused = []
+    for name in (*(f"greedy.{number}" for number in range(6)), "modest.0"):
+        token = rig.ask_register(name)
+        epoch = rig.commands(ev.StartBuild)[0].epoch
+        rig.built(name, 10, epoch)
+        if token not in rig.answers:
+            rig.stored(name, epoch)
+        else:
+            assert isinstance(rig.error(token), HostStoreFull)
+            refused.append(name)
+        rig.prepared()
+    assert refused == ["greedy.4", "greedy.5"]
 
 
 def test_a_flood_for_one_model_leaves_room_for_the_others(fleet_model: ModuleType) -> None:
