@@ -16,6 +16,7 @@ from ..errors import RegistrationRefused
 from .bundle import Graph, Node, node_references, references
 from .contracts import contracted, guarded
 from .dims import NoExtent, Values, all_values, corners, shape_at, shape_count, values_text
+from .kinds import element, fits, returned
 from .layout import ITEM_BYTES
 from .operators import FRESH, ZEROED, split_target
 from .zeroed import on_zeros
@@ -107,6 +108,32 @@ def _signature(target: str, call: Any, node: Node) -> dict[str, tuple[Any, Any]]
     if missing:
         raise RegistrationRefused(f"operator {target!r}", f"missing {', '.join(missing)}")
     return given
+
+
+def check_kinds(graph: Graph) -> None:
+    """Refuse an argument of another kind than its operator's schema asks for.
+
+    Raises:
+        RegistrationRefused: names node, argument and kind.
+    """
+    kinds = ["Tensor"] * graph.first_node_value
+    for position, node in enumerate(graph.nodes):
+        namespace, name, _ = split_target(node.target)
+        if namespace == "aten":
+            call: Any = resolve(node.target)
+            for key, (entry, value) in _signature(node.target, call, node).items():
+                wanted = str(entry.real_type)
+                if not fits(wanted, value, kinds):
+                    raise RegistrationRefused(
+                        f"node {position} ({node.target})",
+                        f"its argument {key!r} is {wanted}, not {str(value)[:80]}",
+                    )
+            kinds.append(returned(call._schema))
+        elif name == "getitem":
+            of = references(node.args[0]) if node.args else []
+            kinds.append(element(kinds[of[0]]) if of else "nothing")
+        else:
+            kinds.append("int")
 
 
 def mutations(graph: Graph) -> list[tuple[int, frozenset[int]]]:
@@ -207,6 +234,7 @@ class CompiledGraph:
 
         ``look_up`` makes a node's callable of its name; ``resolve``, or something around it.
         """
+        check_kinds(graph)
         positions = [position for span in spans for position in range(*span)]
         if positions != list(range(len(graph.nodes))):
             raise RegistrationRefused("groups", "they do not cover the graph's nodes in order")

@@ -15,12 +15,16 @@ from pipeswitch.programs.bundle import Graph, Node, check_graph
 from pipeswitch.programs.dims import Dim
 from pipeswitch.programs.graph import (
     CompiledGraph,
+    check_kinds,
     check_no_mutation,
     check_on_meta,
     check_shapes,
     mutations,
+    resolve,
 )
+from pipeswitch.programs.kinds import fits
 from pipeswitch.programs.layout import TensorSpec, ValueSpec
+from pipeswitch.programs.operators import OVERLOADS
 from pipeswitch.programs.partition import layers_of_graph
 from pipeswitch.programs.values import tensor_bytes
 from pipeswitch.programs.views import bytes_over, tensor_over
@@ -162,7 +166,9 @@ def test_a_kernel_that_writes_nothing_answers_zeros_and_not_what_was_freed_befor
 
     answers = {}
     for target in ("aten.grid_sampler_3d.default", "aten.relu.default"):
-        compiled = CompiledGraph(graph((target, [X])), [(0, 1)], "cpu", lambda _: writes_nothing)
+        arguments = [X, X, 0, 0, False] if "grid" in target else [X]
+        made = graph((target, arguments))
+        compiled = CompiledGraph(made, [(0, 1)], "cpu", lambda _: writes_nothing)
         freed = [torch.full((1 << 10,), 7.0) for _ in range(64)]
         del freed  # what is allocated next lies where these were
         environment = compiled.start([torch.ones(1, 4)])
@@ -271,3 +277,71 @@ def test_one_row_of_a_column_is_dense_whatever_its_stride() -> None:
     assert bytes(tensor_bytes(one)) == one.numpy().tobytes()
     assert same_bits(one, torch.tensor([2.5]))
     assert not same_bits(one, torch.tensor([1.5]))
+
+
+# --- kinds ---------------------------------------------------------------------------------------
+
+CONSTANTS = {
+    "an integer": 11, "a fraction": 0.5, "a flag": True, "a text": "mean", "nothing": None,
+    "integers": [1], "fractions": [0.5], "a tensor": X, "tensors": [X], "an extent": {"v": 1},
+    "a dtype": {"dtype": "float32"}, "a layout": {"layout": "strided"},
+    "a format": {"memory_format": "contiguous_format"}, "a device": {"device": "target"},
+    "infinity": {"float": "inf"},
+}  # fmt: skip
+FITS = {
+    "int": {"an integer", "an extent"},
+    "bool": {"a flag"},
+    "str": {"a text"},
+    "float": {"a fraction", "an integer", "an extent", "infinity"},
+    "number": {"an integer", "a fraction", "a flag", "an extent", "infinity"},
+    "Tensor": {"a tensor", "an integer", "a fraction", "a flag", "an extent", "infinity"},
+    "List[int]": {"integers", "an integer", "an extent"},
+    "List[float]": {"integers", "fractions", "a fraction", "an integer", "an extent", "infinity"},
+    "List[Tensor]": {"tensors", "integers", "fractions"},
+    "ScalarType": {"a dtype"},
+    "Layout": {"a layout"},
+    "MemoryFormat": {"a format"},
+    "Device": {"a device"},
+    "Generator": set(),  # and whatever torch may yet think of
+}
+
+
+@pytest.mark.parametrize("wanted", FITS)
+def test_an_argument_is_of_the_kind_that_its_schema_has(wanted: str) -> None:
+    kinds = ["Tensor", "int"]
+    found = {name for name, value in CONSTANTS.items() if fits(wanted, value, kinds)}
+    assert found == FITS[wanted]
+    if wanted != "Generator":
+        optional = {
+            n for n, value in CONSTANTS.items() if fits(f"Optional[{wanted}]", value, kinds)
+        }
+        assert optional == found | {"nothing"}
+
+
+@pytest.mark.parametrize("name", sorted(OVERLOADS))
+def test_what_names_a_dtype_a_layout_or_a_device_is_never_a_number(name: str) -> None:
+    """Each operator of the closed list, each argument of such a kind, constant and computed."""
+    tried = 0
+    for overload in OVERLOADS[name]:
+        schema: Any = resolve(f"aten.{name}.{overload}")._schema  # type: ignore[attr-defined]
+        for index, entry in enumerate(schema.arguments):
+            kind = str(entry.real_type).removeprefix("Optional[").removesuffix("]")
+            if kind not in ("ScalarType", "Layout", "MemoryFormat", "Device"):
+                continue
+            for value in (11, {"v": 2}, [11], "float32", True):
+                args = [{"v": 0}] * index if not entry.kwarg_only else [{"v": 0}]
+                node = (f"aten.{name}.{overload}", args, {entry.name: value})
+                with pytest.raises(RegistrationRefused):
+                    check_kinds(graph(("aten.sym_size.int", [X, 0]), node))
+                tried += 1
+    assert tried % 5 == 0
+
+
+def test_a_number_that_depends_on_an_extent_is_no_dtype() -> None:
+    """At the ends of its range it may be that of the rehearsed one."""
+    made = graph(
+        ("aten.sym_size.int", [X, 0]), ("_operator.mod", [{"v": 2}, 2]),
+        ("aten.view.dtype", [X, {"v": 3}]),
+    )  # fmt: skip
+    with pytest.raises(RegistrationRefused, match="argument 'dtype' is ScalarType"):
+        CompiledGraph(made, [(0, 3)], "cpu")

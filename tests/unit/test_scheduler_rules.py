@@ -760,6 +760,7 @@ def test_a_tenants_models_leave_another_room_in_the_host_store(fleet_model: Modu
         else:
             assert isinstance(rig.error(token), HostStoreFull)
             refused.append(name)
+            rig.handle(ev.BuilderExited(model=name, epoch=epoch, status=0))
         rig.prepared()
     assert refused == ["greedy.4", "greedy.5"]
 

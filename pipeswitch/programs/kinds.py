@@ -1,0 +1,69 @@
+"""Which kind of value each argument of a graph is, and which its operator's schema asks for.
+
+Python's callables take a number for a dtype, a layout or a memory format: it is the code of one. A
+number may be computed, so one that is harmless at the shapes that were rehearsed could name another
+dtype between them. Here such kinds are constants of their own tag (``bundle.TAGS``), and what the
+table does not know is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+_TAGS: Final[Mapping[str, str]] = {
+    "ScalarType": "dtype", "Layout": "layout", "MemoryFormat": "memory_format", "Device": "device",
+}  # fmt: skip
+"""Kinds that are constants of their own tag alone."""
+
+_CONSTANTS: Final[Mapping[str, tuple[type, ...]]] = {
+    "int": (int,), "bool": (bool,), "str": (str,), "float": (float, int),
+    "number": (float, int, bool),
+    "Tensor": (float, int, bool),  # a number in the place of a tensor is one
+}  # fmt: skip
+_FROM_EXTENTS: Final = frozenset({"int", "float", "number", "Tensor"})
+_SEVERAL: Final = "List[Tensor]"
+
+
+def returned(schema: Any) -> str:
+    """The kind of a call's value, by its operator's schema."""
+    kinds = [str(result.real_type) for result in schema.returns]
+    return kinds[0] if len(kinds) == 1 else _SEVERAL
+
+
+def element(kind: str) -> str:
+    """Of what ``getitem`` takes out of a value of that kind; nothing fits another one's."""
+    return "Tensor" if kind == _SEVERAL else "nothing"
+
+
+def fits(wanted: str, argument: Any, kinds: list[str]) -> bool:
+    """Whether a node's argument is of the kind that the schema asks for.
+
+    Args:
+        wanted: the schema's, such as ``Optional[List[int]]``.
+        argument: as a bundle has it: a constant, a tagged one, a reference, or a list of those.
+        kinds: of the values before it, by number.
+    """
+    if wanted.startswith("Optional["):
+        return argument is None or fits(wanted[9:-1], argument, kinds)
+    if wanted.startswith("List[") and not _is_reference(argument, wanted, kinds):
+        inner = wanted[5:-1]
+        if isinstance(argument, list | tuple):
+            return all(fits(inner, item, kinds) for item in argument)
+        return inner != "Tensor" and fits(inner, argument, kinds)  # one stands for all
+    if isinstance(argument, dict):
+        return _is_reference(argument, wanted, kinds) or _is_tagged(argument, wanted)
+    return type(argument) in _CONSTANTS.get(wanted, ())  # a bool is no integer here
+
+
+def _is_reference(argument: Any, wanted: str, kinds: list[str]) -> bool:
+    if not isinstance(argument, dict) or "v" not in argument:
+        return False
+    kind = kinds[argument["v"]]
+    return kind == wanted or (kind == "int" and wanted in _FROM_EXTENTS)
+
+
+def _is_tagged(argument: Mapping[str, Any], wanted: str) -> bool:
+    if "float" in argument:
+        return wanted in ("float", "number", "Tensor")
+    return wanted in _TAGS and _TAGS[wanted] in argument
