@@ -64,7 +64,7 @@ def _damaged(folder: Path) -> Path:
 def test_what_does_not_fit_a_clients_share_is_refused_before_it_is_written(tmp_path: Path) -> None:
     """256 KiB of weights, as upload and program: that fits once."""
     example = torch.zeros(1, 256)
-    environment = {"PIPESWITCH_SERVER__MAX_DISK_PER_CLIENT": "1MiB"}
+    environment = {"PIPESWITCH_SERVER__MAX_DISK_PER_CLIENT": "640KiB"}
     options = {"tcp_roles": ("infer", "register"), "environment": environment}
     with (
         server(state_dir=tmp_path, **options) as running,

@@ -114,7 +114,7 @@ TRITON = """
             wanted = None
             if binary_out is not None:
                 wanted = [triton.InferRequestedOutput("y", binary_data=binary_out)]
-            answer = client.infer("mlp", [given], outputs=wanted, request_id="r-1", priority=1,
+            answer = client.infer("mlp", [given], outputs=wanted, request_id="r-1", priority=2,
                                   timeout=20_000_000)
             assert answer.get_response()["id"] == "r-1"
             found["answers"].append(answer.as_numpy("y").tolist())
@@ -306,7 +306,7 @@ GRPC = """
     given = triton.InferInput("x", x.shape, "FP32")
     given.set_data_from_numpy(x)
     wanted = [triton.InferRequestedOutput("y")]
-    answer = client.infer("mlp", [given], outputs=wanted, request_id="r-1", priority=1,
+    answer = client.infer("mlp", [given], outputs=wanted, request_id="r-1", priority=2,
                           timeout=20_000_000)
     assert answer.get_response().id == "r-1"
     found["bill"] = answer.get_response().parameters["total_ms"].double_param
@@ -480,7 +480,7 @@ KSERVE = """
     def request(model, x, datatype="FP32", *, binary):
         given = InferInput("x", list(x.shape), datatype)
         given.set_data_from_numpy(x, binary_data=binary)
-        asked = {"priority": 1, "binary_data_output": binary}
+        asked = {"priority": 2, "binary_data_output": binary}
         return InferRequest(model, [given], request_id="r-1", parameters=asked)
 
     def values(answer):

@@ -163,14 +163,14 @@ def test_an_unknown_model_is_answered_with_the_nearest(
 
 
 def test_a_full_pool_is_queue_full_with_numbers(server: FakeScheduler, client: ps.Client) -> None:
-    server.announce("wide", width=1 << 18)  # 1 MiB in and out; a client's share is 4 MiB
+    server.announce("wide", width=1 << 18)  # 1 MiB in and out; a client's share is 6 MiB
     server.is_holding = True
     x = np.zeros((1, 1 << 18), np.float32)
-    kept = [client.submit("wide", x) for _ in range(2)]
+    kept = [client.submit("wide", x) for _ in range(3)]
     with pytest.raises(ps.QueueFull) as caught:
         client.infer("wide", x)
     assert caught.value.data["requested_bytes"] == 2 << 20
-    for event in server.wait_for(InferArrived, 2):
+    for event in server.wait_for(InferArrived, 3):
         server.finish(event)
     assert all(future.result(DEADLINE_S) for future in kept)
 
@@ -428,8 +428,9 @@ def test_registration_reports_progress_and_ends(server: FakeScheduler, client: p
 
 
 def test_an_upload_arrives_whole_and_is_found_by_its_digest(
-    server: FakeScheduler, client: ps.Client, tmp_path: Path
+    server: FakeScheduler, client: ps.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(server.tcp._uploads, "unpin", lambda names: None)  # it would be removed
     data = os.urandom((9 << 20) + 17)
     (tmp_path / "net.bundle").write_bytes(data)
     client.register("net", tmp_path / "net.bundle")
