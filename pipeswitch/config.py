@@ -300,6 +300,9 @@ class SchedulerConfig(_Checked):
         "off", "deadline: a request whose deadline cannot be met, by what its model took before, "
         "is refused at once", choices=("off", "deadline"),
     )  # fmt: skip
+    default_deadline_ms: float = _setting(
+        "0", "the deadline of requests that name none; 0: none", parse_ms
+    )
     placement: str = _setting(
         "least-finish", "which of several devices a request goes to: where it would compute first, "
         "spread (as many requests everywhere) or pack (on few, the others train)",

@@ -43,11 +43,17 @@ EXIT_WAIT_S: Final = 30.0  # from a server's last answer to its end
 @click.option("--auth", help="keys: TCP clients need a key on loopback too (default: auto).")
 @click.option("--keys-dir", type=click.Path(), help="Made by pipeswitch keys.")
 @click.option("--tcp-roles", metavar="ROLE,ROLE",
-              help="What every TCP client may do: infer (default), register, operate, code.",
+              help="Of every TCP client: infer (default), urgent, register, operate, code.",
 )  # fmt: skip
 @click.option("--standby", type=int, help="Warm workers beside the active one.")
 @click.option("--threads", type=int, help="Compute threads of a worker on the cpu device.")
 @click.option("--policy", help="priority, fifo, edf, sjf, collate, … or module:name of your own.")
+@click.option(
+    "--admission",
+    type=click.Choice(["off", "deadline"]),
+    help="deadline: refuse at once what cannot be answered in time (default: off).",
+)
+@click.option("--default-deadline", help="Of requests that name none: 2s; 0 (default): none.")
 @click.option("--link-gbps", type=float, help="cpu device: model a link of this many GB/s.")
 @click.option("--commit-every", help="How often a job's state is kept: 5s.")
 @click.option("--profiles-dir", type=click.Path(), help="Measured profiles of models.")
@@ -88,7 +94,10 @@ def _flag_tree(flags: dict[str, Any]) -> dict[str, Any]:
         },
         "host": {"store": flags["host_store"]},
         "workers": {"standby": flags["standby"], "threads": flags["threads"]},
-        "scheduler": {"policy": flags["policy"], "commit_every": flags["commit_every"]},
+        "scheduler": {
+            name: flags[name]
+            for name in ("policy", "admission", "default_deadline", "commit_every")
+        },
         "gateway": {
             "http": flags["http"] or off,
             "grpc": flags["grpc"] or off,

@@ -131,6 +131,7 @@ class Frontend:
         state = Path(config.server.state_dir)
         self._state_directory = state
         self.disk = Disk(state, config.server.max_disk, config.server.max_disk_per_client)
+        self._default_deadline_ms = config.scheduler.default_deadline_ms or None
         self._uploads = Uploads(state / "uploads", config.server.max_upload_bytes, self.disk)
         self._copier = Lane("pipeswitch-copy")
         self._verbs = Verbs(
@@ -485,7 +486,10 @@ class Frontend:
         if header.priority == URGENT_PRIORITY:
             client.standing.require(Role.URGENT, "priority high")
         priority = admission.priority_number(header.priority, announced.priority)
-        deadline_at_ms = admission.deadline_at_ms(header.deadline_ms, arrived_at_ms)
+        deadline_ms = header.deadline_ms
+        if deadline_ms is None:
+            deadline_ms = self._default_deadline_ms
+        deadline_at_ms = admission.deadline_at_ms(deadline_ms, arrived_at_ms)
         room = self._reserve(caller, admitted, announced.tenant)
         payload = [tensors[item.frame] for item in admitted.inputs]
         pending = self.requests.accept(client, header, room)

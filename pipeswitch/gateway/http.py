@@ -138,7 +138,8 @@ def refusal(error: PipeSwitchError) -> Answer:
     """An error as it is told: always ``{"error", "code", "hint"}``."""
     status = status_of(error)
     headers = []
-    if status.may_retry:
+    # Of a deadline that could not be met, as was known when it came: later it may be.
+    if status.may_retry or "predicted_ms" in error.data:
         headers.append(("Retry-After", str(RETRY_AFTER_S)))
     if isinstance(error, Unauthenticated):
         headers.append(("WWW-Authenticate", "Bearer"))

@@ -18,7 +18,14 @@ from .device import Device
 from .device_state import DeviceState
 from .endings import batch_of, quarantined
 from .events import CancelAsked, InferArrived, Prepared
-from .forecast import hopeless_at_ms, is_hopeless, is_worth_a_probe, too_late, will_be_measured
+from .forecast import (
+    delays_another,
+    hopeless_at_ms,
+    is_hopeless,
+    is_worth_a_probe,
+    too_late,
+    will_be_measured,
+)
 from .machine import Machine
 from .records import Model, Request
 from .stages import Stages
@@ -90,7 +97,7 @@ class Admission:
         is_early = model.state.state in MODEL_AWAITED
         place, request.placed = self._machine.placing.request(model, request)
         device = place.state
-        if not is_early and is_hopeless(device, request):
+        if not is_early and (is_hopeless(device, request) or delays_another(device, request)):
             request.is_probe = is_worth_a_probe(device, request)
             if not request.is_probe:
                 core.refuse(request.token, too_late(device, request))

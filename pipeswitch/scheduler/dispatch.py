@@ -11,7 +11,7 @@ from .batching import batch_for, begins_at_ms
 from .device_state import DeviceState
 from .endings import quarantined
 from .events import ToWorker
-from .forecast import is_hopeless, too_late
+from .forecast import is_hopeless, note_end, too_late
 from .policies import Waiting
 from .records import NO_EPOCH, Activation, Replica, Request, Worker
 from .residency import Residents
@@ -226,6 +226,7 @@ class Dispatch:
         )
         replica.ahead_epoch = NO_EPOCH
         epoch = core.next_epoch()
+        note_end(device, request)
         for one in batch.requests:
             device.queue.discard(one)
             one.state.apply(TaskEvent.DISPATCHED, f"worker {worker.slot}")

@@ -69,6 +69,9 @@ class Endings:
         ):
             request.state.apply(TaskEvent.FINISHED, "outputs written")
             device.requests.pop(request.token)
+            if request.predicted_end_ms is not None:
+                late_ms = core.now_ms - request.predicted_end_ms
+                device.predictions.ended(late_ms, core.now_ms)
             core.emit(
                 Answer(
                     token=request.token,
@@ -83,10 +86,10 @@ class Endings:
     ) -> None:
         """Its batch is what a profile should be of; a cold one is compared with its prediction."""
         replica.model.last_batch = activation.batch
-        took_ms = message.ended_at_ms - message.turn_at_ms - message.stall_ms
-        self._device.predictions.computed(
-            replica.name, activation.batch, max(0.0, took_ms), self._core.now_ms
-        )
+        # By our clock, from the turn to its answer: that is how long the next one waits for it.
+        now_ms = self._core.now_ms
+        took_ms = max(0.0, now_ms - activation.began_at_ms - message.stall_ms)
+        self._device.predictions.computed(replica.name, activation.batch, took_ms, now_ms)
         self._device.queue.changed(replica.name)
         if not activation.was_resident and not replica.kept_bytes:
             self._device.cold_switches.append(

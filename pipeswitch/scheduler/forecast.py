@@ -1,9 +1,11 @@
-"""When a request could be answered at the earliest, if predictions are exact. Pure.
+"""When a request will be answered, as measured. Pure.
 
-What is counted is certain: the tasks that are dispatched, requests of its own line that go before
-it, its model's copy, itself, each with the least that was measured. What may yet go before it is
-not, nor is the time a job takes to step aside, nor a computation whose length depends on more than
-the batch; so a request that is refused for its deadline would have missed it.
+A request is accepted only if it will be in time, and if none that was accepted before is late for
+it. So what is counted is not the least that was measured. What is dispatched and the request itself
+count with what 95 of 100 did not exceed, what goes before it with the median, and all with a
+margin: how much later dispatched ones ended than was predicted then. What goes before it is known
+where the policy sorts all requests by one thing (``Order.sorts_by``); else those of its own line
+are counted, which is the least.
 
 Measurements may all be of a bad moment. Where they refuse everything none is added, so a request
 is taken as a probe once they are old.
@@ -21,25 +23,62 @@ from .states import Residency
 MARGIN_MS = 0.01  # for sums of floating-point numbers; no prediction is that exact
 
 
-def earliest_end_ms(device: DeviceState, request: Request) -> float:
-    """Of one that comes now, or that waits and is first in its line."""
+def predicted_end_ms(device: DeviceState, request: Request) -> float:
+    """Of one that comes now, or that waits and is next; without a margin."""
     now_ms = device.core.now_ms
-    own_ms = _compute_ms(device, request.model, request.batch)
-    is_waiting = request.token in device.queue
-    count, batch = (0, 1) if is_waiting else device.queue.ahead(request)
-    manifest = device.replicas[request.model].manifest
-    if manifest is not None and manifest.batching is not None:
-        # At the best all runs before its own are full.
-        count = (count * batch + request.batch - 1) // manifest.batching.limit
-    one_ms = _compute_ms(device, request.model, batch)
-    free_ms = free_at_ms(device)
-    ends_ms = free_ms + count * one_ms + own_ms
+    own_ms = _safe_ms(device, request.model, request.batch)
+    ahead_ms = 0.0 if request.token in device.queue else _ahead_ms(device, request)
+    ends_ms = free_at_ms(device) + ahead_ms + own_ms
     if _is_absent(device, request):
         # Groups are computed as they come: the first request ends after the last one came.
-        rest_ms = (count - 1) * one_ms + own_ms if count else 0.0
-        load_ms = device.predictions.least(request.model, request.batch).load_ms
-        ends_ms = max(ends_ms, now_ms + load_ms + rest_ms)
+        load_ms = device.predictions.safe(request.model, request.batch).load_ms
+        is_first = request.token in device.queue or not device.queue.ahead(request)[0]
+        ends_ms = max(ends_ms, now_ms + load_ms + (0.0 if is_first else own_ms))
     return ends_ms
+
+
+def _ahead_ms(device: DeviceState, request: Request) -> float:
+    """What those that go before one that comes now will compute."""
+    queue, sorts_by = device.queue, device.core.judge.sorts_by
+    if not sorts_by:
+        count, batch = queue.ahead(request)
+        return _runs(device, request.model, count * batch, count) * _median_ms(
+            device, request.model, batch
+        )
+    return _all_ms(device, queue.around(request, sorts_by)[0])
+
+
+def _all_ms(device: DeviceState, requests: list[Request]) -> float:
+    """The device's time for all of them: what can be joined is, at the best."""
+    rows: dict[tuple[ModelName, int], int] = {}
+    for one in requests:
+        rows[one.model, one.batch] = rows.get((one.model, one.batch), 0) + 1
+    return sum(
+        _runs(device, model, count * batch, count) * _median_ms(device, model, batch)
+        for (model, batch), count in rows.items()
+    )
+
+
+def _runs(device: DeviceState, model: ModelName, rows: int, count: int) -> int:
+    """In how many runs so many requests of a model are computed at the least."""
+    manifest = device.replicas[model].manifest
+    if manifest is None or manifest.batching is None:
+        return count
+    return -(-rows // manifest.batching.limit)
+
+
+def delays_another(device: DeviceState, request: Request) -> bool:
+    """Whether one that was accepted before would be late if this one went before it."""
+    sorts_by = device.core.judge.sorts_by
+    if not _is_asked(device, request) or sorts_by != "deadline":
+        return False
+    own_ms = _median_ms(device, request.model, request.batch)
+    ends_ms = predicted_end_ms(device, request) + device.predictions.margin_ms
+    for other in device.queue.around(request, sorts_by)[1]:
+        ends_ms += _median_ms(device, other.model, other.batch)
+        if ends_ms - own_ms <= other.due_ms + MARGIN_MS < ends_ms:
+            return True
+    return False
 
 
 def hopeless_at_ms(device: DeviceState, request: Request) -> float | None:
@@ -47,16 +86,30 @@ def hopeless_at_ms(device: DeviceState, request: Request) -> float | None:
     if not _is_asked(device, request):
         return None
     assert request.deadline_at_ms is not None
-    own_ms = _compute_ms(device, request.model, request.batch)
+    own_ms = _safe_ms(device, request.model, request.batch)
     return request.deadline_at_ms - own_ms + MARGIN_MS
 
 
 def is_hopeless(device: DeviceState, request: Request) -> bool:
-    """Whether its deadline cannot be met any more."""
+    """Whether its deadline will not be met; of one that comes, with a margin."""
     if not _is_asked(device, request):
         return False
     assert request.deadline_at_ms is not None
-    return earliest_end_ms(device, request) > request.deadline_at_ms + MARGIN_MS
+    is_waiting = request.token in device.queue
+    margin_ms = 0.0 if is_waiting else device.predictions.margin_ms
+    return predicted_end_ms(device, request) + margin_ms > request.deadline_at_ms + MARGIN_MS
+
+
+def note_end(device: DeviceState, request: Request) -> None:
+    """It is dispatched: its end is compared with what is predicted now. Not a copy's: that waits
+    for its place, too."""
+    is_warm = device.current is None or device.current.was_resident
+    is_there = device.replicas[request.model].residency.state in (
+        Residency.RESIDENT,
+        Residency.PINNED,
+    )
+    if _is_asked(device, request) and is_warm and is_there:
+        request.predicted_end_ms = predicted_end_ms(device, request)
 
 
 def is_worth_a_probe(device: DeviceState, request: Request) -> bool:
@@ -79,10 +132,10 @@ def too_late(device: DeviceState, request: Request) -> DeadlineExceeded:
     """What its client reads; ``predicted_ms`` counts from its arrival."""
     assert request.deadline_at_ms is not None
     allowed_ms = request.deadline_at_ms - request.arrived_at_ms
-    predicted_ms = earliest_end_ms(device, request) - request.arrived_at_ms
+    predicted_ms = predicted_end_ms(device, request) - request.arrived_at_ms
     return DeadlineExceeded(
-        f"the answer would come after {predicted_ms:.0f} ms at the earliest, "
-        f"the deadline is {allowed_ms:.0f} ms",
+        f"the answer would come after {predicted_ms:.0f} ms, or others' too late; the deadline is "
+        f"{allowed_ms:.0f} ms",
         hint="allow more time, or ask again when fewer requests wait",
         predicted_ms=predicted_ms,
         waited_ms=device.core.now_ms - request.arrived_at_ms,
@@ -105,15 +158,25 @@ def free_at_ms(device: DeviceState) -> float:
     for task in (device.current, device.upcoming):
         if task is not None and not task.is_trial:
             begins_ms = task.began_at_ms if task is device.current else free_ms
-            free_ms = max(now_ms, begins_ms + _compute_ms(device, task.model, task.batch))
+            free_ms = max(now_ms, begins_ms + _safe_ms(device, task.model, task.batch))
+            replica = device.replicas[task.model]
+            if replica.is_being_sent:
+                load_ms = device.predictions.safe(task.model, task.batch).load_ms
+                free_ms = max(free_ms, replica.transmit_started_at_ms + load_ms)
     return free_ms
 
 
-def _compute_ms(device: DeviceState, model: ModelName, batch: int) -> float:
-    """At the least. What one length took says nothing of another, and measurements are by batch."""
+def _safe_ms(device: DeviceState, model: ModelName, batch: int) -> float:
+    return device.predictions.safe(model, batch).compute_ms if _is_known(device, model) else 0.0
+
+
+def _median_ms(device: DeviceState, model: ModelName, batch: int) -> float:
+    return device.predictions.predict(model, batch).compute_ms if _is_known(device, model) else 0.0
+
+
+def _is_known(device: DeviceState, model: ModelName) -> bool:
+    """What one length took says nothing of another, and measurements are by batch."""
     replica = device.replicas.get(model)
     if replica is None or replica.manifest is None:
-        return 0.0
-    if any(dim.name != BATCH for dim in replica.manifest.dims):
-        return 0.0
-    return device.predictions.least(model, batch).compute_ms
+        return False
+    return all(dim.name == BATCH for dim in replica.manifest.dims)

@@ -9,6 +9,7 @@ from operator import index
 from typing import Any
 
 from .policies import Policy, Resident, View, Waiting, make_policy
+from .policies.policy import SortsBy
 
 PLAIN = (float, int)
 FAILURES = BaseException  # of a policy: neither its ``sys.exit()`` nor an interrupt ends the server
@@ -31,6 +32,7 @@ class Judge:
 
     def _use(self, policy: Policy) -> None:
         self.patience_ms, self.window = settings_of(policy)
+        self.sorts_by: SortsBy = policy.order.sorts_by
         self.policy = policy
 
     def when_failed(self, failed: Failed) -> None:

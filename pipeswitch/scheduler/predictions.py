@@ -17,12 +17,12 @@ OLD_MS: Final = 5000.0  # so long one measurement is believed, two for twice as 
 class Rolling:
     """The last measurements of one thing, in milliseconds."""
 
-    __slots__ = ("_ordered", "_values", "fresh_at_ms", "least", "p50", "p95")
+    __slots__ = ("_ordered", "_values", "fresh_at_ms", "high", "p50", "p95")
 
     def __init__(self) -> None:
         self._values: deque[float] = deque()
         self._ordered: list[float] = []
-        self.least = self.p50 = self.p95 = self.fresh_at_ms = 0.0
+        self.high = self.p50 = self.p95 = self.fresh_at_ms = 0.0
 
     def add(self, value: float, now_ms: float) -> None:
         """One more; the oldest may go."""
@@ -32,7 +32,7 @@ class Rolling:
             del ordered[bisect.bisect_left(ordered, self._values.popleft())]
         self._values.append(value)
         bisect.insort(ordered, value)
-        self.least = ordered[0]
+        self.high = ordered[int(0.95 * (len(ordered) - 1))]  # one slow one of few is not believed
         self.p50 = ordered[(len(ordered) - 1) // 2]
         self.p95 = ordered[math.ceil(0.95 * len(ordered)) - 1]
 
@@ -76,8 +76,8 @@ class ByBatch:
         return self._of[known].p95 * max(1.0, batch / known)
 
 
-class Least(NamedTuple):
-    """The shortest that was measured, in milliseconds; 0: nothing was yet."""
+class Safe(NamedTuple):
+    """What some 95 of 100 did not exceed, in milliseconds; 0: nothing was measured yet."""
 
     load_ms: float
     compute_ms: float
@@ -89,6 +89,16 @@ class Predictions:
     def __init__(self) -> None:
         self._loads: dict[str, Rolling] = {}
         self._computations: dict[str, ByBatch] = {}
+        self._errors = Rolling()  # of predicted ends; later is positive
+
+    @property
+    def margin_ms(self) -> float:
+        """What ends came later than was predicted, 5 of 100 apart."""
+        return max(0.0, self._errors.high)
+
+    def ended(self, late_ms: float, now_ms: float) -> None:
+        """A request that was accepted has been answered, so much later than was predicted."""
+        self._errors.add(late_ms, now_ms)
 
     def sent(self, model: str, took_ms: float, now_ms: float) -> None:
         """All groups of it were copied to the device."""
@@ -113,12 +123,12 @@ class Predictions:
             known.p95 if known is not None else 0.0,
         )
 
-    def least(self, model: str, batch: int) -> Least:
-        """The same measurements' minima: what it will hardly be faster than."""
+    def safe(self, model: str, batch: int) -> Safe:
+        """The same measurements' high ends: what it will hardly be slower than."""
         loads, known = self._known(model, batch)
-        return Least(
-            loads.least if loads is not None else 0.0,
-            known.least if known is not None else 0.0,
+        return Safe(
+            loads.high if loads is not None else 0.0,
+            known.high if known is not None else 0.0,
         )
 
     def at_most_ms(self, model: str, batch: int) -> float:

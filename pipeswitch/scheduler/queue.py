@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections import Counter
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from .events import Token
 from .judge import Judge
 from .lines import IsResident, Lines
 from .policies import View, Waiting
+from .policies.policy import SortsBy
 from .records import Request
 
 SPARE_DEADLINES = 64  # of requests that have left, before the heap is made anew
@@ -31,6 +33,7 @@ class Queue:
         self._of: dict[ModelName, dict[Token, Request]] = {}
         self._held: Counter[tuple[str, str]] = Counter()  # by caller, of a model and ("") of all
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap; some have left
+        self._due: list[tuple[float, int, Request]] = []  # by deadline, those that have one
         self._added = 0
 
     def __len__(self) -> int:
@@ -58,6 +61,8 @@ class Queue:
         self._held[request.caller, request.model] += 1
         if self._lines is not None:
             self._lines.add(request, self._added)
+        if request.deadline_at_ms is not None:
+            bisect.insort(self._due, (request.deadline_at_ms, self._added, request))
         due_at_ms = request.hopeless_at_ms
         if due_at_ms is None:
             due_at_ms = request.deadline_at_ms
@@ -76,6 +81,9 @@ class Queue:
             self._held[key] -= 1
             if not self._held[key]:
                 del self._held[key]
+        if request.deadline_at_ms is not None:
+            at = (request.deadline_at_ms, entry[0])
+            del self._due[bisect.bisect_left(self._due, at)]
         same = self._of[request.model]
         del same[request.token]
         if not same:
@@ -107,6 +115,13 @@ class Queue:
         """How many go before it whatever comes, and the smallest batch among them."""
         assert self._lines is not None
         return self._lines.ahead(request)
+
+    def around(self, request: Request, sorts_by: SortsBy) -> tuple[list[Request], list[Request]]:
+        """Those that go before one that comes now, and those with deadlines that go behind it."""
+        if sorts_by == "arrival":
+            return [*self], []
+        at = bisect.bisect_right(self._due, (request.due_ms, self._added + 1))
+        return [due[2] for due in self._due[:at]], [due[2] for due in self._due[at:]]
 
     def of_line(self, request: Request) -> Iterator[Request]:
         """Those of its model and priority, itself too, as the policy puts them in order."""

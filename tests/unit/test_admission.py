@@ -14,6 +14,7 @@ from pipeswitch.ipc.messages import ModelName
 from pipeswitch.programs.dims import Dim
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
+from pipeswitch.scheduler.forecast import MARGIN_MS
 from pipeswitch.scheduler.predictions import OLD_MS, Predictions
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.simulator.costs import Costs, Link
@@ -69,7 +70,7 @@ def test_of_a_burst_as_many_are_accepted_as_can_be_in_time_and_the_others_told_a
     error = server.error(refused[0])
     assert isinstance(error, DeadlineExceeded)
     assert error.data["predicted_ms"] == 44.0
-    assert "after 44 ms at the earliest, the deadline is 40 ms" in str(error)
+    assert "after 44 ms" in str(error)
     server.run()
     ends = [server.answers[token][0] - began_ms for token in tokens[:10]]
     assert ends == [4.0 * n for n in range(1, 11)]
@@ -145,7 +146,7 @@ def test_one_slow_copy_does_not_refuse_for_ever() -> None:
     probe = server.ask(0, deadline_ms=500.0)
     server.run()
     assert server.answers[probe][1].error is None
-    assert predictions.least(name, 1).load_ms == COPY_MS
+    assert predictions.safe(name, 1).load_ms == COPY_MS
 
 
 def test_one_slow_batch_does_not_refuse_for_ever_beside_one_that_is_measured() -> None:
@@ -238,3 +239,35 @@ def test_none_is_refused_that_could_have_been_in_time(policy: str, arena_mib: in
             assert is_late or had - server_had, (seed, number, ended_at_ms - at_ms, deadline_ms)
             checked += 1
     assert checked > 10
+
+
+@pytest.mark.parametrize("factor", [1.5, 2.0, 4.0])
+def test_at_overload_all_that_are_accepted_are_in_time_and_the_others_told_when_they_come(
+    factor: float,
+) -> None:
+    """Four models, as often each: 10 ms in the mean. Only those that many others overtake are told
+    later, by their deadline less what they take."""
+    server, rng = Server("edf"), random.Random(11)
+    began_ms, asked = server.now_ms, []
+    while server.now_ms < began_ms + 20_000.0:
+        server.run(server.now_ms + rng.expovariate(factor / 10.0))
+        deadline_ms = rng.uniform(87.0, 121.0)
+        asked.append((server.ask(rng.randrange(4), deadline_ms), server.now_ms, deadline_ms))
+    server.run()
+    ended = [(server.answers[token], at_ms, deadline) for token, at_ms, deadline in asked]
+    served = [one for one in ended if one[0][1].error is None]
+    assert all(end_ms <= at_ms + deadline + MARGIN_MS for (end_ms, _), at_ms, deadline in served)
+    at_once = [one for one in ended if one[0][1].error is not None and one[0][0] == one[1]]
+    assert len(served) + len(at_once) == len(asked), "none was accepted and then refused"
+    spent_us = server.scheduler.machine.devices[0].state.spent_us
+    assert sum(spent_us.values()) / 1000.0 >= 0.95 * 20_000.0
+
+
+def test_one_that_would_make_an_accepted_one_late_is_refused() -> None:
+    server = Server("edf")
+    first = server.ask(2, deadline_ms=20.0)  # 20 ms: it computes at once
+    later = server.ask(2, deadline_ms=43.0)
+    urgent = server.ask(0, deadline_ms=30.0)  # 4 ms: it would go before, and 24 is in time
+    assert isinstance(server.error(urgent), DeadlineExceeded)
+    server.run()
+    assert server.error(first) is None is server.error(later)

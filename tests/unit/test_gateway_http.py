@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("httptools", reason="make installs it")
 
+from pipeswitch.errors import DeadlineExceeded
 from pipeswitch.gateway import http
 from pipeswitch.gateway.http import Answer, Connection, Head, HttpServer, Limits, json_answer
 from tests.fuzz.gateways import Wire
@@ -605,3 +606,12 @@ def test_who_asks_for_the_head_of_a_stream_gets_that_alone(rig: Rig) -> None:
     feed(connection, get(method="HEAD"))
     assert wire.sent.endswith(b"\r\n\r\n")
     assert (wire.has_ended, pieces.is_closed) == (True, True)
+
+
+def test_a_deadline_that_could_not_be_met_may_be_asked_for_again() -> None:
+    for error, is_told in (
+        (DeadlineExceeded("too late", predicted_ms=9.0), True),
+        (DeadlineExceeded("it passed in the queue", waited_ms=9.0), False),
+    ):
+        answer = http.refusal(error)
+        assert (answer.status, "Retry-After" in dict(answer.headers)) == (504, is_told)

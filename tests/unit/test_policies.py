@@ -423,7 +423,7 @@ def test_predictions_are_of_the_last_runs_of_that_batch() -> None:
     assert known.predict("m", 4) == (7.0, 68.0, 97.0)  # of 37 to 100: the last 64
     assert known.predict("m", 8) == known.predict("m", 4)  # at least as long as a smaller one
     assert known.predict("m", 1) == (7.0, 0.0, 0.0)
-    assert known.least("m", 8) == (7.0, 37.0)
+    assert known.safe("m", 8) == (7.0, 96.0)
     known.forget("m")
     assert known.predict("m", 4) == (0.0, 0.0, 0.0)
 
@@ -438,9 +438,9 @@ def test_many_batches_cost_neither_memory_nor_time() -> None:
     tracemalloc.stop()
     assert held_bytes < 1 << 20  # 19 MiB when each was kept
     kept = KEPT_BATCHES - 1  # beside batch 1, which is measured again and again
-    assert known.least("m", 1 << 23).compute_ms == 20_000.0
-    assert known.least("m", 20_001 - kept).compute_ms == 20_001.0 - kept
-    assert known.least("m", 20_000 - kept).compute_ms == 1.0  # of the nearest smaller one
+    assert known.safe("m", 1 << 23).compute_ms == 20_000.0
+    assert known.safe("m", 20_001 - kept).compute_ms == 20_001.0 - kept
+    assert known.safe("m", 20_000 - kept).compute_ms == 1.0  # of the nearest smaller one
 
 
 @pytest.mark.parametrize("setting", [

@@ -9,14 +9,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Final
 
-from .orders import Collate, EarliestDeadline, ShortestFirst
+from .orders import Collate, EarliestDeadline, FirstCome, ShortestFirst
 from .policy import Eviction, Maker, Order, Policy, Prediction, Resident, View, Waiting
 from .priority import Priority, Worth
 from .windowed import ARRANGEMENTS, Windowed
 
 
 def _fifo(*, max_wait_ms: float) -> Policy:
-    return Policy("fifo", Order(), Eviction())
+    return Policy("fifo", FirstCome(), Eviction())
 
 
 def _with(name: str, order: type[Order], *, max_wait_ms: float) -> Policy:

@@ -27,9 +27,17 @@ class Patient(Order):
         return view.now_ms - blocked.arrived_at_ms < self.patience_ms
 
 
+class FirstCome(Order):
+    """First come, first served."""
+
+    sorts_by = "arrival"
+
+
 class EarliestDeadline(Order):
     """The earliest deadline first. One without, or with a late one, counts as if it were due
     after ten times ``max_wait_ms``, so none waits for ever."""
+
+    sorts_by = "deadline"
 
     def __init__(self, *, max_wait_ms: float) -> None:
         self._max_wait_ms = max_wait_ms

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 
 class Waiting(NamedTuple):
@@ -57,6 +57,9 @@ class View:
     residents: Callable[[], tuple[tuple[str, int], ...]] = tuple
 
 
+SortsBy = Literal["", "arrival", "deadline"]
+
+
 class Order:
     """Which request goes next. Derive from it; what is given here is first come, first served.
 
@@ -73,10 +76,13 @@ class Order:
         window: 0, or so many lines that ``arrange`` puts in order at a time. A line in a window
             runs as many requests as waited in it when the window was made, back to back, and no
             later request runs before the window is done.
+        sorts_by: what all requests go by, whatever their models and priorities, if that is so: then
+            admission knows who goes before whom.
     """
 
     patience_ms: float = math.inf
     window: int = 0
+    sorts_by: SortsBy = ""
 
     def key(self, request: Waiting) -> tuple[float, ...]:
         """Its place in its line, the smallest first. It is asked once: whether the model is on the
