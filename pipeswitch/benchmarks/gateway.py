@@ -82,7 +82,7 @@ def _latencies(bench: Run, name: str, size: int, running: RunningServer, client:
         http = stack.enter_context(Http(running.http_address))
         asks["http"] = functools.partial(http.ask, _binary_request(model, x))
         try:
-            asks["grpc"] = stack.enter_context(_grpc(running.grpc_address, model, x))
+            asks["grpc"] = stack.enter_context(grpc_caller(running.grpc_address, model, x))
         except ImportError:
             bench.skip({"grpc": "grpcio is not installed: pip install 'pipeswitch[grpc]'"})
         arms = [Arm(arm, functools.partial(_timed, ask)) for arm, ask in asks.items()]
@@ -158,19 +158,22 @@ class Http:
 
 
 @contextlib.contextmanager
-def _grpc(address: str, model: str, x: Any) -> Iterator[Ask]:
+def grpc_caller(
+    address: str, model: str, x: Any, name: str = "x", token: str = ""
+) -> Iterator[Ask]:
     """Raises ImportError: its library is an extra."""
     import grpc
 
-    request = infer_message(model, x)
+    request = infer_message(model, x, name)
+    who = (("authorization", f"Bearer {token}"),) if token else ()
     with grpc.insecure_channel(address) as channel:
         infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
-        yield lambda: infer(request, timeout=60)
+        yield lambda: infer(request, timeout=60, metadata=who)
 
 
-def infer_message(model: str, x: Any) -> bytes:
+def infer_message(model: str, x: Any, name: str = "x") -> bytes:
     """A ``ModelInferRequest`` with one raw tensor, without a protobuf library between."""
-    tensor = _field(1, b"x") + _field(2, b"FP32")
+    tensor = _field(1, name.encode()) + _field(2, b"FP32")
     tensor += _field(3, b"".join(map(_number, x.shape)))
     return _field(1, model.encode()) + _field(5, tensor) + _field(7, x.tobytes())
 
