@@ -65,14 +65,13 @@ from ..scheduler.fleet import most_workers
 from ..scheduler.scheduler import Scheduler, SchedulerSettings
 from ..scheduler.versions import split_name
 from ..units import PrintableFormatter, format_bytes
-from ..watchdog import LoopWatchdog
+from ..watchdog import LoopWatchdog, Notifier
 from ..wire.private import check_trusted
 from .device import DeviceEffects, Ground
 from .effects import Effects
 from .folders import Places
 from .gateway import Gateway
 from .journal import FILE_NAME, JournalFile
-from .notifier import Notifier
 from .processes import Processes
 from .shared_memory import DeviceShare, Memory, Sizes
 from .stages import StageEffects

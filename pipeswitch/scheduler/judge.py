@@ -123,13 +123,9 @@ def settings_of(policy: Policy) -> tuple[float, int]:
         raise ValueError(f"window is {window!r}, no whole number of lines")
     if isinstance(patience_ms, bool) or not isinstance(patience_ms, PLAIN):
         raise ValueError(f"patience_ms is {patience_ms!r}, no number of milliseconds")
-    try:
-        plain_ms = float(patience_ms)
-    except OverflowError:
-        plain_ms = math.nan
-    if not 0 <= plain_ms <= math.inf:
+    if not 0 <= (patience_ms := float(patience_ms)) <= math.inf:
         raise ValueError(f"patience_ms is {patience_ms!r}, no number from 0 on")
-    return plain_ms, window
+    return patience_ms, window
 
 
 def _numbers(values: tuple[Any, ...]) -> tuple[float, ...]:

@@ -38,18 +38,22 @@ from pipeswitch.scheduler.policies import Eviction, Order, Policy
 
 class Hangs(Order):
     def rank(self, head, view):
-        pathlib.Path(os.environ["REACHED"]).touch()
         while True:
             try:
                 while True:
-                    pass
+                    pathlib.Path(os.environ["REACHED"]).touch()
             except BaseException:
                 pass
 
 def make(*, max_wait_ms):
     return Policy("hangs", Hangs(), Eviction())
 """
-HUNG = 'policy "hangs" has not returned from rank'
+SIMULATE = """
+import sys
+from pipeswitch.cli import main, simulate
+simulate.HANGS_AFTER_S = float(sys.argv.pop(1))
+main.main()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -85,50 +89,21 @@ def test_a_deadline_that_cannot_be_met_is_refused_with_the_prediction(running: C
     assert caught.value.data["predicted_ms"] > 0.1
 
 
-@pytest.fixture
-def hanging(tmp_path: Path) -> dict[str, str]:
-    """An environment in which ``hangs:make`` is a policy."""
+@pytest.mark.parametrize(("limit_s", "status"), [(1, os.EX_SOFTWARE), (999, EXIT_INTERRUPTED)])
+def test_a_policy_that_hangs_a_simulation_is_named_and_may_be_interrupted(
+    limit_s: int, status: int, tmp_path: Path
+) -> None:
     (tmp_path / "hangs.py").write_text(HANGS)
-    return {"PYTHONPATH": str(tmp_path), "REACHED": str(tmp_path / "reached")}
-
-
-def test_a_policy_that_hangs_a_server_is_named(hanging: dict[str, str]) -> None:
-    environment = {**hanging, "PIPESWITCH_SERVER__WATCHDOG": "1s"}
-    with checked_server(
-        args=("--policy", "hangs:make"), environment=environment, settles=False,
-        status=os.EX_SOFTWARE,
-    ) as checked:  # fmt: skip
-        x = torch.zeros(1, WIDTH)
-        checked.client.register("m", mlp(WIDTH, 2, seed=1), example_inputs=(x,))
-        checked.client.submit("m", x)
-        assert checked.running.process.wait(60) == os.EX_SOFTWARE
-        assert HUNG in checked.running.log()
-
-
-def simulating(limit_s: float, environment: dict[str, str]) -> subprocess.Popen[str]:
-    """``pipeswitch simulate`` with the policy; a call of it may take so long."""
-    code = (
-        "import sys; from pipeswitch.cli import main, simulate; "
-        "simulate.HANGS_AFTER_S = float(sys.argv.pop(1)); main.main()"
-    )
-    words = ["simulate", "poisson:40", "--policy", "hangs:make"]
-    return subprocess.Popen(
-        [sys.executable, "-c", code, str(limit_s), *words],
-        env={**os.environ, **environment}, text=True, stderr=subprocess.PIPE,
+    reached = tmp_path / "reached"
+    words = [str(limit_s), "simulate", "poisson:40", "--policy", "hangs:make"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", SIMULATE, *words], text=True, stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "REACHED": str(reached)},
     )  # fmt: skip
-
-
-def test_a_policy_that_hangs_a_simulation_is_named(hanging: dict[str, str]) -> None:
-    process = simulating(1.0, hanging)
+    until(reached.exists, "it hangs", 60)
+    if status == EXIT_INTERRUPTED:
+        process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == os.EX_SOFTWARE
-    assert f"Error: {HUNG}, for 1 s now" in said
-    assert "hangs.py" in said, "its stack"
-
-
-def test_an_interrupt_ends_a_simulation_whatever_its_policy_does(hanging: dict[str, str]) -> None:
-    process = simulating(1e3, hanging)
-    until(Path(hanging["REACHED"]).exists, "it hangs", 60)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode == EXIT_INTERRUPTED
+    assert process.returncode == status
+    named = 'Error: policy "hangs" has not returned from rank, for 1 s now' in said
+    assert named == (status == os.EX_SOFTWARE), said

@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from pipeswitch.config import Config
-from pipeswitch.controller.notifier import Notifier
 from pipeswitch.scheduler.judge import Judge
 from pipeswitch.scheduler.policies import Eviction, Order, Policy, View, Waiting
-from pipeswitch.watchdog import LOOKS, LoopWatchdog, PolicyWatchdog, TurnLooks
+from pipeswitch.watchdog import LOOKS, LoopWatchdog, Notifier, PolicyWatchdog, TurnLooks
 
 UNIT = Path(__file__).parents[2] / "packaging/pipeswitch.service"
 
