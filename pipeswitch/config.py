@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .errors import ConfigError
-from .roles import Role
+from .roles import ANYONE, Role
 from .units import Amount, Keep, nearest, parse_ms, parse_size
 
 DEFAULT_LISTEN: Final = "tcp://127.0.0.1:5555"
@@ -329,8 +329,8 @@ class SchedulerConfig(_Checked):
         "5s", "how often a training job's state is kept, in memory and on disk", parse_ms
     )
     max_compute_ms: float = _setting(
-        "60s", "a request that computes so much longer than its model ever did is taken "
-        "for an endless loop and killed; 0: never", parse_ms,
+        "60s", "a request that computes for longer is taken for an endless loop and killed, after "
+        "up to twice as long if one of its extents took nearly that before; 0: never", parse_ms,
     )  # fmt: skip
     deadline_grace_ms: float = _setting(
         "5s", "a request that computes so long after its deadline is killed", parse_ms
@@ -462,10 +462,15 @@ class Config(_Checked):
     log: LogConfig = field(default_factory=LogConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    tenants: Mapping[str, float] = field(default_factory=dict)  # weights
     models: tuple[ModelConfig, ...] = ()
     profiles_dir: str = ""
 
 
+WEIGHT: Final = _setting(
+    1.0, "of the device's time inside a priority: so many parts for a key or token by its name; "
+    '"*": for all without one, "": for yourself', low=0.01, high=100,
+)  # fmt: skip
 PROFILES_VARIABLE: Final = "PIPESWITCH_PROFILES_DIR"  # the one setting outside the sections
 SECTIONS: Final[Mapping[str, type[_Checked]]] = {
     "server": ServerConfig,
@@ -554,6 +559,20 @@ def parse(
                 complain(f"{title} {key}: is required", section)
         return values
 
+    def read_weights(given: Any) -> dict[str, float]:
+        found = {}
+        if not isinstance(given, Mapping):
+            complain(f"tenants: {given!r} is not a table", "tenants")
+            return {}
+        for name, value in given.items():
+            try:
+                if name not in ("", ANYONE) and not NAME_PATTERN.fullmatch(name):
+                    raise ValueError("is no name of a key or token")
+                found[name] = _read(WEIGHT, value)
+            except ValueError as problem:
+                complain(f"[tenants] {name}: {problem}", f"tenants.{name}")
+        return found
+
     sections = {
         name: read(cls, f"[{name}]", name, raw.get(name, {})) for name, cls in SECTIONS.items()
     }
@@ -571,7 +590,8 @@ def parse(
     profiles_dir = raw.get("profiles_dir", "")
     if not isinstance(profiles_dir, str):
         complain(f"profiles_dir: {profiles_dir!r} is not a text", "profiles_dir")
-    others = [*SECTIONS, "model", "profiles_dir"]
+    tenants = read_weights(raw.get("tenants", {}))
+    others = [*SECTIONS, "tenants", "model", "profiles_dir"]
     for name in raw:
         if name not in others:
             complain(f"[{name}]: unknown section{nearest(name, others)}", name)
@@ -580,6 +600,7 @@ def parse(
         raise ConfigError("\n".join(errors), hint=hint, errors=errors)
     return Config(
         **{name: cls(**sections[name]) for name, cls in SECTIONS.items()},  # type: ignore[arg-type]
+        tenants=tenants,
         models=tuple(ModelConfig(**model) for model in models),
         profiles_dir=profiles_dir,
     )
@@ -700,6 +721,7 @@ def example() -> str:
     lines += ['profiles_dir = ""  # measured profiles of models; empty: those that come along', ""]
     for name, cls in SECTIONS.items():
         lines += [f"[{name}]", *map(_example_line, _settings(cls), _settings(cls).values()), ""]
+    lines += [f"[tenants]  # {WEIGHT.metadata['help']}", "# alice = 1.0", ""]
     lines += ["# [[model]]  # registered when the server starts; repeat for more"]
     shown = {"name": "resnet152", "source": "torchvision:resnet152", "weights": "random:0"}
     for key, item in _settings(ModelConfig).items():
@@ -738,6 +760,7 @@ def schema() -> dict[str, Any]:
         return facts
 
     sections: dict[str, Any] = {name: table(cls) for name, cls in SECTIONS.items()}
+    sections["tenants"] = {"type": "object", "additionalProperties": setting(WEIGHT)}
     sections["model"] = {"type": "array", "items": table(ModelConfig)}
     sections["profiles_dir"] = {"type": "string", "default": ""}
     return {

@@ -369,6 +369,7 @@ class Server:
             max_queue=config.scheduler.max_queue,
             max_queue_per_model=config.scheduler.max_queue_per_model,
             commit_every_ms=config.scheduler.commit_every_ms,
+            weights=config.tenants,
             max_compute_ms=config.scheduler.max_compute_ms,
             deadline_grace_ms=config.scheduler.deadline_grace_ms,
             stop_grace_ms=config.scheduler.stop_grace_ms,

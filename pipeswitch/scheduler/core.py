@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,7 @@ class SchedulerSettings:
     commit_every_ms: float = 5000.0
     stop_grace_ms: float = 30000.0  # a stop inside optimizer.step() may take this long
     evict_grace_ms: float = 30000.0  # commit and unwind, else the worker is killed
-    max_compute_ms: float = 60000.0  # beyond a model's longest run it hangs; 0: it never does
+    max_compute_ms: float = 60000.0  # what computes for longer hangs; 0: it never does
     deadline_grace_ms: float = 5000.0  # a task still running this long after its deadline hangs
     restart_backoff_ms: float = 1000.0
     stages: int = 1  # processes that make requests' inputs
@@ -50,6 +50,7 @@ class SchedulerSettings:
     move_after_ms: float = 0.0  # a job whose device requests hold so long goes on; 0: no
     placement: str = "least-finish"  # which of several devices (policies/placement.py)
     admission: str = "off"  # "deadline": what cannot be answered in time is refused at once
+    weights: Mapping[str, float] = field(default_factory=dict)  # of callers; others have 1
     training: str = "rotate"  # of job_orders: which job has the device next
     look_ahead: bool = True  # the link sends the next request's model while the device computes
     prefix_bytes: int = 0  # of the arena, for prefixes of models that had to leave; 0: none

@@ -254,6 +254,9 @@ class Device:
             assert request.state.state is TaskState.QUEUED, request.state.story
         tasks = [a for a in (state.current, state.upcoming) if a is not None]
         assert len({a.slot for a in tasks}) == len(tasks), "two tasks on one worker"
+        for account in state.accounts:
+            runs = sum(charge.account is account for a in tasks for charge in a.charges)
+            assert account.running == runs, f"{account.caller!r} has {account.running} runs"
         dispatched = {token for a in tasks for token in a.tokens}
         assert set(state.requests) == {r.token for r in waiting} | dispatched, "a request is lost"
         for name in state.early.models():

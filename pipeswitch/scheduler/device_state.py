@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from ..errors import PipeSwitchError
 from ..ipc.messages import BindTenant, JobName, Message, ModelName, Slot
 from ..planning.profile import Profile
+from .accounts import Accounts
 from .core import Core, SchedulerSettings
 from .events import KillWorker, OfDevice, SpawnWorker, ToDaemon, Token, ToWorker
 from .lines import IsResident
@@ -38,6 +39,7 @@ class DeviceState:
     label: str = ""  # its name, where there are several
     replicas: dict[ModelName, Replica] = field(default_factory=dict)
     requests: dict[Token, Request] = field(default_factory=dict)  # live ones
+    accounts: Accounts = field(init=False)
     queue: Queue = field(init=False)  # QUEUED
     early: Queue = field(default_factory=Queue)  # QUEUED too: their model is awaited
     jobs: dict[JobName, Job] = field(default_factory=dict)  # those that are placed here
@@ -60,7 +62,8 @@ class DeviceState:
     spent_us: Counter[str] = field(default_factory=Counter)  # of its time, by kind
 
     def __post_init__(self) -> None:
-        self.queue = Queue(self.core.judge)
+        self.accounts = Accounts(self.settings.weights, self.core.judge.max_wait_ms)
+        self.queue = Queue(self.core.judge, self.accounts)
 
     @property
     def is_ready(self) -> bool:

@@ -6,6 +6,7 @@ import itertools
 
 from ..errors import DeadlineExceeded, OutOfDeviceMemory
 from ..ipc.messages import JobName, JoinedRequest, ModelName, RunInference
+from .accounts import Charge
 from .arena import Arena
 from .batching import batch_for, begins_at_ms
 from .device_state import DeviceState
@@ -69,6 +70,7 @@ class Dispatch:
            lower priority never runs in front of a higher one, and no request is overtaken
            for ever. It looks past ``MOST_BLOCKED`` models, not through the whole queue.
         6. It waits for others to be joined with: meanwhile the next best ones run.
+        7. Its caller had a long run, or has one under way and another may ask first (``Accounts``).
         """
         device = self._device
         if not device.is_daemon_ready:
@@ -76,6 +78,9 @@ class Dispatch:
         self._refuse_the_impossible()
         while device.queue and device.upcoming is None:
             if not self._dispatch_best():
+                for at_ms in device.accounts.rests(self._core.now_ms):  # 7.
+                    if self._core.now_ms < at_ms < self._core.wakeups.next_ms:
+                        self._core.look_again(at_ms)
                 return
 
     def _refuse_the_impossible(self) -> None:
@@ -227,6 +232,11 @@ class Dispatch:
         replica.ahead_epoch = NO_EPOCH
         epoch = core.next_epoch()
         note_end(device, request)
+        charges: tuple[Charge, ...] = ()
+        if not request.trial_batch:
+            ms = device.predictions.predict(replica.name, batch.size).compute_ms
+            rows = [(one.caller, one.batch) for one in batch.requests]
+            charges = device.accounts.charge(rows, ms, core.now_ms)
         for one in batch.requests:
             device.queue.discard(one)
             one.state.apply(TaskEvent.DISPATCHED, f"worker {worker.slot}")
@@ -248,6 +258,7 @@ class Dispatch:
             residency_epoch=replica.residency_epoch,
             is_trial=request.trial_batch > 0,
             kept_bytes=replica.kept_bytes if is_switch else 0,
+            charges=charges,
         )
         device.upcoming = activation
         self._turns.give()  # before the order: the worker must not find an old turn

@@ -45,7 +45,9 @@ class Endings:
             return
         activation, requests, replica = ended
         replica.model.deaths = 0
-        replica.longest_ms = max(replica.longest_ms, core.now_ms - activation.began_at_ms)
+        took_ms = activation.computed_ms(core.now_ms)
+        if 0.0 < core.settings.max_compute_ms < 2 * took_ms:  # as long again may be too long
+            replica.took((activation.batch, requests[0].extents), took_ms)
         worker.deaths = 0
         worker.warm[replica.name] = replica.version  # it has just run it
         self._ended.append((activation, requests, message))
@@ -139,6 +141,7 @@ class Endings:
         device, activation = self._device, self._task(worker, epoch)
         if activation is None:
             return None
+        self._settle(activation)
         # Its turn was raised by the parked worker, whose own message is still on its way; or it
         # failed before it had the turn. Either way it computes no more.
         if activation is device.current:
@@ -149,6 +152,12 @@ class Endings:
         replica = device.replicas[activation.model]
         self._residents.unused(replica)
         return activation, self._requests(activation), replica
+
+    def _settle(self, activation: Activation, *, is_charged: bool = True) -> None:
+        """Its callers pay for it, by our clock: what a worker says of times is not believed."""
+        now_ms = self._core.now_ms
+        took_ms = activation.computed_ms(now_ms) if is_charged else 0.0
+        self._device.accounts.settle(activation.charges, took_ms, now_ms)
 
     def _task(self, worker: Worker, epoch: Epoch) -> Activation | None:
         """The activation of that epoch, if it is this worker's."""
@@ -191,6 +200,7 @@ class Endings:
         replica, requests = device.replicas[activation.model], self._requests(activation)
         request = requests[0]
         self._residents.unused(replica)
+        self._settle(activation, is_charged=had_turn)
         is_blamed = had_turn and begun_epoch in (None, activation.epoch)
         replica.model.deaths += is_blamed
         if not activation.joined:
@@ -244,6 +254,7 @@ class Endings:
         for activation in (device.current, device.upcoming):
             if activation is None:
                 continue
+            self._settle(activation, is_charged=False)
             if activation.is_trial:
                 self._give_up(activation, device.requests[activation.token], None)
                 continue
@@ -343,7 +354,6 @@ def _hung(replica: Replica, activation: Activation) -> DeadlineExceeded:
     return DeadlineExceeded(
         f'"{replica.name}" was killed: {activation.hung_why}',
         hint="set a deadline, or raise [scheduler] max_compute",
-        longest_ms=replica.longest_ms,
     )
 
 

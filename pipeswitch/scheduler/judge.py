@@ -25,7 +25,7 @@ class Judge:
     """
 
     def __init__(self, policy: Policy, max_wait_ms: float) -> None:
-        self._max_wait_ms = max_wait_ms
+        self.max_wait_ms = max_wait_ms
         self._failed: Failed = lambda name, why: None
         self.generation = 0
         self._use(policy)
@@ -98,7 +98,7 @@ class Judge:
             raise error
         self.generation += 1
         name = self.policy.name
-        self._use(make_policy("priority", max_wait_ms=self._max_wait_ms))
+        self._use(make_policy("priority", max_wait_ms=self.max_wait_ms))
         self._failed(name, f"{where} raised {described(error)}")
 
 

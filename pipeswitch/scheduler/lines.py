@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from ..ipc.messages import ModelName
+from .accounts import Account, Accounts
 from .judge import Judge
 from .policies import View, Waiting
 from .records import Request
@@ -19,6 +21,7 @@ Rank = tuple[float, ...]
 Place = tuple[Rank, int, "Line", Waiting]  # of a line among all: its head's rank and number
 Until = tuple[float, int, "Line"]  # when its place must be looked at again
 T = TypeVar("T", Place, Until)
+S = TypeVar("S", Place, Request)
 IsResident = Callable[[ModelName], bool]
 
 
@@ -30,13 +33,14 @@ def _view(request: Request, is_resident: bool = False, is_current: bool = False)
 
 
 class Line:
-    """The waiting requests of one model and one priority, sorted by key and by age."""
+    """The waiting requests of one caller, model and priority, sorted by key and by age."""
 
     __slots__ = (
-        "by_age", "by_key", "entries", "model", "place", "smallest_batch", "until",
+        "account", "by_age", "by_key", "entries", "model", "place", "smallest_batch", "until",
     )  # fmt: skip
 
-    def __init__(self, model: ModelName, smallest_batch: int) -> None:
+    def __init__(self, account: Account, model: ModelName, smallest_batch: int) -> None:
+        self.account = account
         self.model = model
         self.smallest_batch = smallest_batch  # since it was empty
         self.entries: dict[int, tuple[Rank, int, Waiting, Request]] = {}  # by number
@@ -45,6 +49,10 @@ class Line:
         self.place: Place | None = None
         self.until: Until | None = None
 
+    def requests(self) -> Iterator[Request]:
+        """By key."""
+        return (self.entries[number][3] for _, number in self.by_key)
+
     def head(self, now_ms: float, patience_ms: float) -> int:
         """The number of the request that goes first."""
         arrived_at_ms, number = self.by_age[0]
@@ -52,21 +60,25 @@ class Line:
 
 
 class Lines:
-    """All requests that wait, in lines; the lines in the order of their heads.
+    """All requests that wait, in lines; each caller's lines in the order of their heads.
 
-    A line is ranked again when a request comes or leaves, when its model comes to the device or
-    leaves it, when its model starts or ends computing, and when time alone changes its rank.
+    Callers take turns (``Accounts``); which of its own requests goes next is the policy's to say,
+    age and windows included. A line is ranked again when a request comes or leaves, when its model
+    comes to the device or leaves it, when its model starts or ends computing, and when time alone
+    changes its rank.
     """
 
-    def __init__(self, judge: Judge) -> None:
+    def __init__(self, judge: Judge, accounts: Accounts) -> None:
         self._judge = judge
+        self._accounts = accounts
         self._generation = judge.generation
-        self._lines: dict[ModelName, dict[int, Line]] = {}
-        self._ranked: list[Place] = []
+        self._lines: dict[ModelName, dict[tuple[Account, int], Line]] = {}
+        self._ranked: dict[Account, list[Place]] = {}  # of those that wait
         self._until: list[Until] = []
         self._stale: dict[Line, None] = {}
         self._current: ModelName | None = None
-        self._window: list[tuple[Line, int]] = []  # with the last number that belongs to it
+        # Of each caller its window: lines, with the last number that belongs to it.
+        self._windows: dict[Account, list[tuple[Line, int]]] = {}
         self._last_number = 0
 
     def add(self, request: Request, number: int) -> None:
@@ -75,10 +87,14 @@ class Lines:
         key = self._judge.key(waiting)
         self._renew()
         self._last_number = number
+        account = self._accounts.of(request.caller)
+        self._accounts.waits(account, request.priority, request.arrived_at_ms)
         lines = self._lines.setdefault(request.model, {})
-        line = lines.get(request.priority)
+        line = lines.get((account, request.priority))
         if line is None:
-            line = lines[request.priority] = Line(request.model, request.batch)
+            self._ranked.setdefault(account, [])
+            line = Line(account, request.model, request.batch)
+            lines[account, request.priority] = line
         line.entries[number] = (key, number, waiting, request)
         line.smallest_batch = min(line.smallest_batch, request.batch)
         bisect.insort(line.by_key, (key, number))
@@ -87,7 +103,9 @@ class Lines:
 
     def discard(self, request: Request, number: int) -> None:
         """It is in its line."""
-        line = self._lines[request.model][request.priority]
+        account = self._accounts.of(request.caller)
+        self._accounts.leaves(account, request.priority)
+        line = self._lines[request.model][account, request.priority]
         key, *_ = line.entries.pop(number)
         del line.by_key[bisect.bisect_left(line.by_key, (key, number))]
         del line.by_age[bisect.bisect_left(line.by_age, (request.arrived_at_ms, number))]
@@ -95,22 +113,31 @@ class Lines:
         if not line.entries:
             self._take_out(line)
             del self._stale[line]
-            del self._lines[request.model][request.priority]
+            del self._lines[request.model][account, request.priority]
             if not self._lines[request.model]:
                 del self._lines[request.model]
+            if not account.waiting:
+                del self._ranked[account]
+                self._windows.pop(account, None)
 
     def ahead(self, request: Request) -> tuple[int, int]:
         """Those of its line that go before one that comes now, and a batch none is smaller than."""
-        line = self._lines.get(request.model, {}).get(request.priority)
+        account = self._accounts.of(request.caller)
+        line = self._lines.get(request.model, {}).get((account, request.priority))
         if line is None:
             return 0, 1
         key = self._judge.key(_view(request))
         return bisect.bisect_right(line.by_key, (key, self._last_number)), line.smallest_batch
 
     def of_line(self, request: Request) -> Iterator[Request]:
-        """All of its line, itself too, by key."""
-        line = self._lines[request.model][request.priority]
-        return (line.entries[number][3] for _, number in line.by_key)
+        """All of its model and priority, itself too: one of each caller's in turn, by key."""
+        lines = [
+            line
+            for (_, priority), line in self._lines[request.model].items()
+            if priority == request.priority
+        ]
+        lines.sort(key=lambda line: (line.account.tags[request.priority], line.account.turn))
+        return _in_rounds(map(Line.requests, lines))
 
     def changed(self, model: ModelName | None) -> None:
         """It came to the device or left it, or computes, or does no more."""
@@ -120,11 +147,23 @@ class Lines:
     def heads(
         self, is_resident: IsResident, current: ModelName | None, view: View
     ) -> Iterator[tuple[Waiting, Request]]:
-        """The first of each line, best first; until a request comes or leaves."""
+        """The first of each line, best first; until a request comes or leaves.
+
+        Callers of one urgency have one line each in turn, as if each run were as long.
+        """
         self.settle(is_resident, current, view)
-        places = self._in_window(view) if self._judge.window else self._ranked
-        for _, number, line, waiting in places:
-            yield waiting, line.entries[number][3]
+
+        def switch_ms(account: Account) -> float:
+            head = self._ranked[account][0][3]
+            return 0.0 if head.is_resident else view.predict(head.model, head.batch).load_ms
+
+        for same in self._accounts.in_turns(self._ranked, switch_ms, view.now_ms):
+            for _, number, line, waiting in _in_rounds(self._places(one, view) for one in same):
+                yield waiting, line.entries[number][3]
+
+    def _places(self, account: Account, view: View) -> Iterator[Place]:
+        """One caller's, as the policy puts them in order; a window is not made before it is due."""
+        yield from self._in_window(account, view) if self._judge.window else self._ranked[account]
 
     def settle(self, is_resident: IsResident, current: ModelName | None, view: View) -> None:
         """Rank what has changed: after each event, so that no decision has to do it for many."""
@@ -149,7 +188,8 @@ class Lines:
             return
         self._generation = self._judge.generation
         lines = [line for same in self._lines.values() for line in same.values()]
-        self._ranked, self._until, self._window = [], [], []
+        self._ranked, self._until = {line.account: [] for line in lines}, []
+        self._windows = {}
         for line in lines:
             line.place = line.until = None
             line.entries = {
@@ -159,38 +199,44 @@ class Lines:
             line.by_key = sorted((entry[0], number) for number, entry in line.entries.items())
             self._stale[line] = None
 
-    def _in_window(self, view: View) -> list[Place]:
-        """The lines of the window that is under way, or of the next one."""
-        self._window = [
+    def _in_window(self, account: Account, view: View) -> list[Place]:
+        """The lines of its window that is under way, or of the next one."""
+        window = [
             (line, last)
-            for line, last in self._window
+            for line, last in self._windows.get(account, [])
             if line.entries and next(iter(line.entries)) <= last
         ]
-        if not self._window and self._ranked:
-            chosen = self._ranked[: self._judge.window]
+        if not window:
+            chosen = self._ranked[account][: self._judge.window]
             counts = [len(line.entries) for _, _, line, _ in chosen]
             order = self._judge.arrange([place[3] for place in chosen], counts, view)
-            self._window = [(chosen[index][2], self._last_number) for index in order]
-        return [line.place for line, _ in self._window if line.place is not None]
+            window = [(chosen[index][2], self._last_number) for index in order]
+        self._windows[account] = window
+        return [line.place for line, _ in window if line.place is not None]
 
     def check(
         self, requests: list[Request], is_resident: IsResident, current: ModelName | None,
         view: View,
     ) -> None:  # fmt: skip
-        """A look at all requests finds the heads in the same order."""
+        """A look at all requests finds each caller's heads in the same order, and who waits."""
 
         def rank(request: Request) -> Rank:
             shown = _view(request, is_resident(request.model), request.model == current)
             return self._judge.rank(shown, view)
 
         self.settle(is_resident, current, view)
-        found: dict[tuple[ModelName, int], Request] = {}
+        found: dict[tuple[str, ModelName, int], Request] = {}
         for request in sorted(requests, key=rank):
-            found.setdefault((request.model, request.priority), request)
+            found.setdefault((request.caller, request.model, request.priority), request)
         if self._judge.generation != self._generation:
             return  # it failed at these questions
-        heads = [line.entries[number][3] for _, number, line, _ in self._ranked]
-        assert heads == list(found.values()), "another request is first"
+        for account in self._accounts:
+            own = [one for (caller, *_), one in found.items() if caller == account.caller]
+            places = self._ranked.get(account, [])
+            heads = [line.entries[number][3] for _, number, line, _ in places]
+            assert heads == own, "another request is first"
+            waiting = Counter(one.priority for one in requests if one.caller == account.caller)
+            assert account.waiting == waiting, f"{account.caller!r} does not wait with {waiting}"
 
     def _rank(self, line: Line, is_resident: bool, view: View) -> None:
         judge, now_ms = self._judge, view.now_ms
@@ -198,7 +244,7 @@ class Lines:
         shown = line.entries[number][2]
         head = Waiting(*shown[:-2], is_resident=is_resident, is_current=line.model == self._current)
         place = (judge.rank(head, view), number, line, head)
-        line.place = _moved(self._ranked, line.place, place)
+        line.place = _moved(self._ranked[line.account], line.place, place)
         until_ms = judge.stays_until_ms(head, view)
         overdue_at_ms = line.by_age[0][0] + judge.patience_ms
         if overdue_at_ms > now_ms:
@@ -206,7 +252,7 @@ class Lines:
         line.until = _moved(self._until, line.until, (until_ms, number, line))
 
     def _take_out(self, line: Line) -> None:
-        line.place = _moved(self._ranked, line.place, None)
+        line.place = _moved(self._ranked[line.account], line.place, None)
         line.until = _moved(self._until, line.until, None)
 
 
@@ -218,3 +264,16 @@ def _moved(sorted_list: list[T], old: T | None, new: T | None) -> T | None:
         if new is not None:
             bisect.insort(sorted_list, new)
     return new
+
+
+def _in_rounds(streams: Iterable[Iterator[S]]) -> Iterator[S]:
+    """The first of each, then the second of each, and so on."""
+    left = list(streams)
+    while left:
+        going = []
+        for stream in left:
+            for one in stream:
+                yield one
+                going.append(stream)
+                break
+        left = going

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +11,7 @@ import msgspec
 from ..ipc.messages import ModelName
 from ..programs.dims import extent_text
 from ..programs.layout import Manifest, ValueSpec
+from .accounts import Account
 from .core import Core
 from .device import Device
 from .device_state import DeviceState
@@ -24,6 +25,7 @@ from .versions import Versions
 
 DISPATCH_KINDS = ("cold", "prefix", "resident")  # by what of the model had to be sent
 DEVICE_KINDS = ("infer", "switch", "train")
+OWNER = "(owner)"  # a tenant's name here: no key's has such characters
 PRIORITY_NAMES = {0: "high", 1: "normal", 2: "low"}
 
 
@@ -154,6 +156,7 @@ class Listing:
             rows += [self._ps_model(device, replica) for replica in state.replicas.values()]
             rows += [self._ps_job(device, job) for job in state.jobs.values()]
             rows += [self._ps_worker(device, worker) for worker in state.workers.values()]
+            rows += [self._ps_tenant(device, one) for one in state.accounts if one.caller]
             rows.append(
                 self._row(
                     device,
@@ -299,12 +302,24 @@ class Listing:
             pid=worker.pid,
         )
 
+    def _ps_tenant(self, on: Device, account: Account) -> dict[str, Any]:
+        waiting, now_ms = account.waiting.total(), self._core.now_ms
+        state = "active" if account.running else "waiting" if waiting else "idle"
+        why = f"had the device for {account.used_ms / 1000:.1f} s, {waiting} waiting"
+        if not account.running and on.state.accounts.rests_until_ms(account, now_ms) > now_ms:
+            why += ", rests after a long run"
+        return self._row(on, account.caller, "tenant", state, why=why)
+
     def stats(self) -> dict[str, Any]:
         """Counters and sizes; the frontend adds accepted/ok/error/undeliverable/in_flight."""
         core, devices = self._core, self._machine.devices
         store = self._machine.store.regions
         counts = core.counts
         rows = [self._of_device(device) for device in devices]
+        used_s, waiting = defaultdict[str, float](float), Counter[str]()
+        for account in (one for device in devices for one in device.state.accounts):
+            used_s[account.caller or OWNER] += account.used_ms / 1000.0
+            waiting[account.caller or OWNER] += account.waiting.total()
         return {
             "queued": sum(row["queued"] for row in rows),
             "preprocessing": len(self._stages),
@@ -313,6 +328,8 @@ class Listing:
             "device_s": {
                 kind: round(sum(row["device_s"][kind] for row in rows), 6) for kind in DEVICE_KINDS
             },
+            "tenant_s": {name: round(used, 6) for name, used in used_s.items()},
+            "tenant_waiting": dict(waiting),
             "up_s": round((core.now_ms - self.born_at_ms) / 1000.0, 6),
             "preemptions": counts["preemptions"],
             "evictions": counts["evictions"],

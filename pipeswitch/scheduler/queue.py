@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ..ipc.messages import ModelName
+from .accounts import Accounts
 from .events import Token
 from .judge import Judge
 from .lines import IsResident, Lines
@@ -26,9 +27,9 @@ class Queue:
             is pinned has changed.
     """
 
-    def __init__(self, judge: Judge | None = None) -> None:
+    def __init__(self, judge: Judge | None = None, accounts: Accounts | None = None) -> None:
         self.unchecked: dict[ModelName, None] = {}
-        self._lines = Lines(judge) if judge is not None else None
+        self._lines = Lines(judge, accounts) if judge and accounts else None
         self._requests: dict[Token, tuple[int, Request]] = {}  # with the number it was added as
         self._of: dict[ModelName, dict[Token, Request]] = {}
         self._held: Counter[tuple[str, str]] = Counter()  # by caller, of a model and ("") of all
@@ -95,7 +96,7 @@ class Queue:
     def heads(
         self, is_resident: IsResident, current: ModelName | None, view: View
     ) -> Iterator[tuple[Waiting, Request]]:
-        """In the order of the policy: of each model and priority the first request.
+        """In turns, and in the order of the policy: of each caller, model and priority the first.
 
         Only until a request is added or discarded.
         """
@@ -112,7 +113,7 @@ class Queue:
         return self._held[caller, model]
 
     def ahead(self, request: Request) -> tuple[int, int]:
-        """How many go before it whatever comes, and the smallest batch among them."""
+        """How many of its caller's go before it whatever comes, and the smallest batch of them."""
         assert self._lines is not None
         return self._lines.ahead(request)
 
@@ -124,7 +125,7 @@ class Queue:
         return [due[2] for due in self._due[:at]], [due[2] for due in self._due[at:]]
 
     def of_line(self, request: Request) -> Iterator[Request]:
-        """Those of its model and priority, itself too, as the policy puts them in order."""
+        """Those of its model and priority, itself too: of each caller one in turn."""
         assert self._lines is not None
         return self._lines.of_line(request)
 

@@ -69,8 +69,10 @@ class Training:
         self._commits.persist_due()
 
     def _is_device_idle(self) -> bool:
-        device = self._device
-        return device.current is None and device.upcoming is None and not device.queue
+        device, now_ms = self._device, self._core.now_ms
+        if device.current is not None or device.upcoming is not None:
+            return False
+        return not device.queue or all(at_ms > now_ms for at_ms in device.accounts.rests(now_ms))
 
     def _runnable(self) -> list[Job]:
         """Jobs that could have the device, in the order they would get it."""

@@ -22,6 +22,7 @@ class Arrival(NamedTuple):
     at_ms: float
     model: int  # which of the trace's
     deadline_ms: float | None = None  # from then; None: the replay's own
+    caller: str = ""
 
 
 class Trace(NamedTuple):
@@ -73,8 +74,8 @@ def of_services(texts: Sequence[str], *, speed_up: float = 1.0) -> Trace:
 
 
 def of_rows(text: str, *, name: str = "trace", speed_up: float = 1.0) -> tuple[Trace, list[str]]:
-    """A user's own: rows of ``at_ms,model`` under that header, and a ``deadline_ms`` (from the
-    arrival) where there is one; and the models' names.
+    """A user's own: rows of ``at_ms,model`` under that header, a ``deadline_ms`` (from the arrival)
+    where there is one, and who asks; and the models' names.
 
     Raises:
         TraceError: another header, or a row that is not of that form.
@@ -95,7 +96,8 @@ def of_rows(text: str, *, name: str = "trace", speed_up: float = 1.0) -> tuple[T
         if not 0.0 <= at_ms < math.inf or not model or not (deadline_ms or 0.0) >= 0.0:
             raise TraceError(f"line {number}: a time from 0 on and a name are expected")
         place = names.setdefault(model, len(names))
-        found.append(Arrival(at_ms / speed_up, place, deadline_ms))
+        caller = row[3].strip() if len(row) > 3 else ""
+        found.append(Arrival(at_ms / speed_up, place, deadline_ms, caller))
     found.sort(key=lambda arrival: arrival.at_ms)
     return Trace(name, tuple(found), len(names)), list(names)
 

@@ -63,7 +63,12 @@ class SimulatedClients:
         return token
 
     def infer(
-        self, model: ModelName, *, priority: int = 1, deadline_ms: float | None = None
+        self,
+        model: ModelName,
+        *,
+        priority: int = 1,
+        deadline_ms: float | None = None,
+        caller: str = "",
     ) -> ev.Token:
         """A request; the deadline counts from now."""
         token, now_ms = self.token(), self._scene.clock.now_ms
@@ -73,7 +78,7 @@ class SimulatedClients:
                 token=token, request_id=f"r{token}", model=model,
                 digest=program.manifest.digest if program is not None else "", priority=priority,
                 deadline_at_ms=None if deadline_ms is None else now_ms + deadline_ms,
-                inputs=(), reply_offset_bytes=0, reply_bytes=0,
+                inputs=(), reply_offset_bytes=0, reply_bytes=0, caller=caller,
             )
         )  # fmt: skip
         return token

@@ -273,7 +273,8 @@ class _Replay(World):
             deadline_ms = self._setting.slo_ms + model.compute_ms
         # Known before the scheduler is: it may answer at once.
         self._asked[ev.Token(self.clients.last_token + 1)] = (number, arrival, self.now_ms)
-        self.clients.infer(ModelName(model.name), deadline_ms=deadline_ms)
+        name = ModelName(model.name)
+        self.clients.infer(name, deadline_ms=deadline_ms, caller=arrival.caller)
 
     def _train(self, job: PaperJob) -> None:
         self.clients.train(JobName(job.name), job.script())

@@ -64,7 +64,7 @@ class Upstream:
 
     async def ask(self, op: str, model: str = "", **_: Any) -> dict[str, Any]:
         if op == "stats":
-            nested = {"inference": Counter[str](), "dispatches": {}, "device_s": {}}
+            nested = {"inference": Counter[str](), "dispatches": {}, "device_s": {}, "tenant_s": {}}
             return defaultdict(int, nested)
         return {"models": [ROW], "jobs": [], "rows": [], "ready": True, "trace": {}, "model": model}
 

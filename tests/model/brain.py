@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from pipeswitch.scheduler.accounts import Accounts, Charge
 from pipeswitch.scheduler.core import Wakeups
 from pipeswitch.scheduler.device import Device
 from pipeswitch.scheduler.predictions import Predictions
@@ -38,7 +39,7 @@ REPLICA = Codec(Replica, drop=("model", *SHOWN_OF_REPLICA))
 REQUEST = Codec(Request)
 JOB = Codec(Job, drop=SHOWN_OF_JOB, ordered=("place", "epoch", "persist_epoch", "copying_epoch"))
 WORKER = Codec(Worker, drop=("generation",))
-SHOWN_OF_TASK = ("dispatched_at_ms", "was_resident")
+SHOWN_OF_TASK = ("dispatched_at_ms", "was_resident", "charges")  # these are the accounts'
 ACTIVATION = Codec(Activation, drop=SHOWN_OF_TASK)
 
 OF_CORE = ("has_left", "drain_at_ms", "now_ms", "counts", "last_epoch", "wakeups")
@@ -46,6 +47,7 @@ OF_STATE = (
     "replicas", "requests", "queue", "early", "jobs", "workers", "current", "upcoming",
     "training", "daemon_generation", "daemon_pid", "is_daemon_ready", "is_given_up",
     "predictions",  # nothing is measured (see ``Known``)
+    "accounts",
     "served", "spent_us",  # are only shown
     "pinned", "sending",  # follow from the replicas
     "cold_switches",  # for profiles, and nothing is measured in this world
@@ -67,6 +69,50 @@ class Known(Predictions):
 
     def at_most_ms(self, model: str, batch: int) -> float:
         return 1.0
+
+
+class Equal(Accounts):
+    """Every run takes as long; nothing is kept where there is one caller, who has all turns."""
+
+    def __init__(self, is_shared: bool) -> None:
+        super().__init__({}, max_wait_ms=2000.0)
+        self.is_shared = is_shared
+
+    def charge(self, rows: Any, predicted_ms: float, now_ms: float) -> tuple[Charge, ...]:
+        return super().charge(rows, 1.0, now_ms)
+
+    def settle(self, charges: Any, took_ms: float, now_ms: float) -> None:
+        super().settle(charges, sum(charge.ms for charge in charges), now_ms)
+
+    def freeze(self, *tasks: Activation | None) -> Any:
+        if not self.is_shared:
+            return None
+        return (
+            tuple([
+                (a.caller, tuple(sorted(a.tags.items())), a.since_ms, a.turn, a.running,
+                 a.seen_at_ms, a.rests_until_ms) for a in self
+            ]),
+            tuple(sorted(self._clock.items())), tuple(sorted(self._had_at_ms.items())),
+            self._charged_at_ms, self._turns,
+            tuple([tuple([(c.account.caller, *c[1:]) for c in one.charges] if one else ())
+                   for one in tasks]),
+        )  # fmt: skip
+
+    def thaw(self, frozen: Any, *tasks: Activation | None) -> None:
+        """After the queue, which says who waits."""
+        if not self.is_shared:
+            return
+        accounts, clock, had_at_ms, self._charged_at_ms, self._turns, charges = frozen
+        for caller, tags, *rest in accounts:
+            account = self.of(caller)
+            account.tags.update(tags)
+            (account.since_ms, account.turn, account.running, account.seen_at_ms,
+             account.rests_until_ms) = rest  # fmt: skip
+        self._clock.update(clock)
+        self._had_at_ms.update(had_at_ms)
+        for task, parts in zip(tasks, charges, strict=True):
+            if task is not None:
+                task.charges = tuple([Charge(self.of(caller), *part) for caller, *part in parts])
 
 
 class _Records:
@@ -171,6 +217,7 @@ class Brain:
             fleet._daemon_respawn_at_ms,
             tuple([request.token for request in state.early]),
             tuple([replicas.freeze(one, e, name) for name, one in state.replicas.items()]),
+            state.accounts.freeze(state.current, state.upcoming),
         )
 
     def thaw(
@@ -195,9 +242,10 @@ class Brain:
         core, state, fleet = self.scheduler.core, device.state, device.fleet
         (requests, queue, jobs, workers, current, upcoming, state.training, state.is_daemon_ready,
          state.is_given_up, arena, fleet.is_daemon_alive, fleet._daemon_deaths,
-         fleet._daemon_respawn_at_ms, early, replicas) = frozen  # fmt: skip
+         fleet._daemon_respawn_at_ms, early, replicas, accounts) = frozen  # fmt: skip
         state.requests = {t[0]: self._requests.thaw(t, n) for t in requests}
-        state.queue, state.early = Queue(core.judge), Queue()
+        state.accounts = Equal(state.accounts.is_shared)
+        state.queue, state.early = Queue(core.judge, state.accounts), Queue()
         for token in queue:
             state.queue.add(state.requests[token])
         for token in early:
@@ -209,6 +257,7 @@ class Brain:
         state.daemon_generation = generations[0]
         state.current = None if current is None else self._tasks.thaw(current, n)
         state.upcoming = None if upcoming is None else self._tasks.thaw(upcoming, n)
+        state.accounts.thaw(accounts, state.current, state.upcoming)
         state.cold_switches = []
         state.predictions = Known()
         _thaw_regions(device.arena.regions, arena, n)

@@ -46,6 +46,8 @@ class Clients(SimulatedClients):
         self.deadlines: tuple[tuple[int, float], ...] = ()  # token and instant, of open ones
         self.cancelled: tuple[int, ...] = ()  # tokens
         self.drained: tuple[int, float] | None = None  # requests before it, end of the grace
+        self.turns = ""  # the callers of the requests that were dispatched, in order
+        self.waits: tuple[tuple[int, int], ...] = ()  # token, and how many turns were before it
 
     def token(self) -> ev.Token:
         token = ev.Token(self._next_token)
@@ -56,13 +58,13 @@ class Clients(SimulatedClients):
         return (
             tuple(sorted(self.open)), self.asked, self.is_trained, self.is_paused, self.pauses,
             self.cancels, self.hints, self.drains, self.pins, self.moves, self.deadlines,
-            self.cancelled, self.drained,
+            self.cancelled, self.drained, self.turns, self.waits,
         )  # fmt: skip
 
     def thaw(self, frozen: Any) -> None:
         (still_open, self.asked, self.is_trained, self.is_paused, self.pauses, self.cancels,
          self.hints, self.drains, self.pins, self.moves, self.deadlines, self.cancelled,
-         self.drained) = frozen  # fmt: skip
+         self.drained, self.turns, self.waits) = frozen  # fmt: skip
         self.open = set(still_open)
 
     def actions(self) -> list[tuple[Any, ...]]:
@@ -106,7 +108,11 @@ class Clients(SimulatedClients):
         self._next_token = self.asked
         if has_deadline:
             self.deadlines += ((self.asked, self._world.now_ms + DEADLINE_MS),)
-        self.infer(model, deadline_ms=DEADLINE_MS if has_deadline else None)
+        caller = scope.callers[self.asked - 1] if scope.callers else ""
+        if caller:
+            self.waits += ((self.asked, len(self.turns)),)
+        deadline_ms = DEADLINE_MS if has_deadline else None
+        self.infer(model, deadline_ms=deadline_ms, caller=caller)
 
     def do_pause(self) -> None:
         self.pauses, self.is_paused = self.pauses - 1, True
@@ -163,6 +169,20 @@ class Clients(SimulatedClients):
             token = int(one.request_id.removeprefix("r"))
             at_ms = dict(self.deadlines).get(token, math.inf)
             require(self._world.now_ms < at_ms, f"request r{token} is begun after its deadline")
+        if self._world.scope.callers:
+            self._check_turn(int(order.request_id.removeprefix("r")))
+
+    def _check_turn(self, dispatched: int) -> None:
+        """While a caller waits for a turn no other one has two: each takes as long."""
+        callers = self._world.scope.callers
+        caller = callers[dispatched - 1]
+        self.waits = tuple([pair for pair in self.waits if pair[0] != dispatched])
+        for token, before in self.waits:
+            other = callers[token - 1]
+            has_turn = caller in self.turns[max(before, self.turns.rfind(other) + 1) :]
+            is_fair = other == caller or not has_turn
+            require(is_fair, f"r{dispatched} of {caller} goes again, and r{token} waits")
+        self.turns += caller
 
     def waits_for(self, model: ModelName) -> bool:
         """Whether a request for a model is open."""

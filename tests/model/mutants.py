@@ -16,6 +16,7 @@ from pipeswitch.commits.area import HEADER_BYTES, CommitArea
 from pipeswitch.ipc.messages import CommitCopy, StepCommitted
 from pipeswitch.scheduler import dispatch
 from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.accounts import Accounts
 from pipeswitch.scheduler.admission import Admission
 from pipeswitch.scheduler.arena import FREE, Arena
 from pipeswitch.scheduler.commits import Commits as JobCommits
@@ -78,6 +79,8 @@ MOVED = Scope(name="move", steps=2, requests=0, models=1, devices=2, moves=1, ki
               is_coarse=True)  # fmt: skip
 PLACED = Scope(name="place", has_job=False, requests=2, asks="CB", models=3, limited="A",
                devices=2, pins=1, is_coarse=True)  # fmt: skip
+TURNS = Scope(name="turns", has_job=False, requests=5, asks="AAAAB", callers="ggggm", models=2,
+              arena_mib=14, is_coarse=True)  # fmt: skip
 COMMITTED = replace(FAULTLESS, steps=2, requests=0)
 REPEATED = replace(COMMITTED, repeats=1)
 
@@ -369,6 +372,7 @@ MUTANTS = (
            ((Endings, "_queue_again", _only_the_first),)),
     Mutant("a request waits for others without end", replace(JOINED, requests=2),
            ((dispatch, "begins_at_ms", _until_it_is_full),)),
+    Mutant("a turn costs nothing", TURNS, ((Accounts, "charge", lambda *_: ()),)),
     Mutant("a copy ahead takes the place of a model that is waited for", AHEAD,
            ((Arena, "find_place", _place_for_request),)),
     Mutant("a slice is not zeroed for its next owner", KILLED,

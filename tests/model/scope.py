@@ -52,6 +52,7 @@ class Scope:
     limited: str = ""  # models that only the last device may serve
     daemon_restarts: int = 9  # more than can happen; 0: a device whose daemon dies is given up
     asks: str = ""  # the requests' models; empty: in turns
+    callers: str = ""  # who sends each request; empty: one for all
     batch: int = 0  # up to which requests are joined; one waits for others as long as a deadline
     groups: int = 1
     arena_mib: int = 8  # arrival words take 2, the slice 2, a model 4

@@ -20,6 +20,8 @@ QUICK: Final = (
     Scope(name="drain", steps=2, requests=1, models=1, arena_mib=6, drains=1, is_coarse=True),
     Scope(name="prefetch", steps=1, requests=1, models=2, groups=2, hints=1, is_coarse=True),
     Scope(name="join", steps=0, requests=3, models=1, batch=3, is_coarse=True),
+    Scope(name="turns", has_job=False, requests=7, asks="AAAABAB", callers="ggggmkm",
+          models=2, arena_mib=14, is_coarse=True),
     Scope(name="fine", steps=1, requests=1, models=1, groups=2),
     Scope(name="device-lost", has_job=False, requests=2, models=2, devices=2, daemon_kills=1,
           daemon_restarts=0, is_coarse=True),

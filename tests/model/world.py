@@ -24,6 +24,7 @@ from pipeswitch.scheduler.arena import WORDS
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.device import Device
 from pipeswitch.scheduler.jobs import Jobs
+from pipeswitch.scheduler.queue import Queue
 from pipeswitch.scheduler.records import Job
 from pipeswitch.scheduler.regions import Owner
 from pipeswitch.scheduler.scheduler import Scheduler
@@ -34,7 +35,7 @@ from pipeswitch.simulator.programs import program_of
 from pipeswitch.simulator.violation import Violation, require
 from pipeswitch.simulator.world import MOST_SLOTS, key_of
 
-from .brain import Known
+from .brain import Equal, Known
 from .choices import Action
 from .clients import DEADLINE_MS, JOB, Clients
 from .commits import EMPTY, Area
@@ -84,7 +85,9 @@ class World(simulator.World):
         each = [replace(settings, device=f"cpu:{index}") for index in range(scope.devices)]
         scheduler = Scheduler(settings, devices=each)
         for device in scheduler.machine.devices:
-            device.state.predictions = Known()
+            state = device.state
+            state.predictions, state.accounts = Known(), Equal(bool(scope.callers))
+            state.queue = Queue(scheduler.core.judge, state.accounts)
         _leave_the_disk_out(scheduler.machine.jobs)
         self.recall = Recall(scheduler)
         super().__init__(scheduler, choices=self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -15,6 +16,9 @@ from process_tools import Checked, checked_server, eager, is_bit_equal, mlp, unt
 
 from pipeswitch.cli.common import EXIT_INTERRUPTED
 from pipeswitch.errors import DeadlineExceeded
+from pipeswitch.gateway.oip import InferRequest
+from pipeswitch.gateway.upstream import Upstream
+from pipeswitch.wire.frames import WireTensor
 
 WIDTH = 512
 
@@ -107,3 +111,50 @@ def test_a_policy_that_hangs_a_simulation_is_named_and_may_be_interrupted(
     assert process.returncode == status
     named = 'Error: policy "hangs" has not returned from rank, for 1 s now' in said
     assert named == (status == os.EX_SOFTWARE), said
+
+
+def test_a_modest_tenant_is_served_between_a_greedy_ones_requests(running: Checked) -> None:
+    client = running.client
+    client.register("long", Long(), example_inputs=(torch.zeros(1, WIDTH),))
+    for name in ("mine", "theirs"):
+        client.register(name, mlp(WIDTH, 2, seed=3), example_inputs=(torch.zeros(1, WIDTH),))
+        client.infer(name, torch.zeros(1, WIDTH))
+    order = asyncio.run(_order_of(client.address))
+    assert order.count("greedy") == 8 * order.count("modest") == 64
+    assert "modest" not in order[32:], "its last one goes before the greedy one's last half"
+    used_s = client.stats()["tenant_s"]
+    assert min(used_s["greedy"], used_s["modest"], used_s["(owner)"]) > 0.0
+    rows = {row["name"]: row for row in client.ps() if row["kind"] == "tenant"}
+    assert rows.keys() == {"greedy", "modest"}
+
+
+async def _order_of(address: str) -> list[str]:
+    """Who was given a run, in order: all ask while a long run computes, the greedy one first."""
+    upstream = Upstream(address)
+    x = WireTensor(name="", dtype="float32", shape=(1, WIDTH), frame=0)
+    request = InferRequest(id="", inputs=(x,), frames=[bytes(4 * WIDTH)])
+
+    async def ask(tenant: str, model: str) -> tuple[int, str]:
+        _, bill = await upstream.infer(model, 0, request, tenant)
+        return bill["epoch"], tenant
+
+    try:
+        asked = [ask("", "long"), *[ask("greedy", "theirs") for _ in range(64)]]
+        asked += [ask("modest", "mine") for _ in range(8)]
+        return [tenant for _, tenant in sorted(await asyncio.gather(*asked))[1:]]
+    finally:
+        upstream.close()
+
+
+class Long(torch.nn.Module):
+    """Computes for most of a second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.repeat(2048, 1)
+        for _ in range(20):
+            x = self.linear(x)
+        return x[:1]

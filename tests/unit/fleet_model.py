@@ -42,6 +42,7 @@ MIB = 1 << 20
 LAYER_MS = 5.0  # a computed one's; a copied group takes as long as two
 COSTS = Costs(to_device=Link(fixed_ms=10.0))
 PRIORITIES = (0, 1, 1, 2)
+CALLERS = ("", "a", "b")
 JOINED = {  # m2 is code, m3 runs each request alone
     "m0": Batching(limit=4, delay_ms=30.0, is_exact=True),
     "m1": Batching(limit=2, delay_ms=0.0, is_exact=True),
@@ -269,7 +270,8 @@ class World(simulator.World):
         return self.clients.register(name, program, pin=pin, devices=only)
 
     def infer(self, name: str, *, priority: int = 1, deadline_ms: float | None = None) -> int:
-        return self.clients.infer(name, priority=priority, deadline_ms=deadline_ms)
+        caller = CALLERS[self.clients.last_token % len(CALLERS)]
+        return self.clients.infer(name, priority=priority, deadline_ms=deadline_ms, caller=caller)
 
     def profile(self, name: str, batches: tuple[int, ...] = ()) -> int:
         token = self.token()

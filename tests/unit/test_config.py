@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,6 +127,24 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text("= 1")
     with pytest.raises(ConfigError, match="is not TOML"):
         load(tmp_path / "bad.toml", environ={})
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"Alice": 1}, "Alice: is no name"),
+        ({"alice": 0}, "alice: 0.0 is below 0.01"),
+        ({"alice": True}, "alice: True is not a number"),
+        ({"alice": {"b": 1}}, "alice: {'b': 1} is not a number"),
+        (3, "3 is not a table"),
+    ],
+)
+def test_a_weight_is_a_tenants_and_a_number(given: Any, text: str) -> None:
+    assert parse({"tenants": {"alice": 3, "*": "0.5", "": 2}}).tenants == {
+        "alice": 3.0, "*": 0.5, "": 2.0,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        parse({"tenants": given})
 
 
 def test_the_schema_names_every_section() -> None:

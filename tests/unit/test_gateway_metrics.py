@@ -72,7 +72,9 @@ def facts() -> dict[str, Any]:
     settings = SchedulerSettings(
         device="cpu", arena_bytes=8 << 20, store_bytes=8 << 20, words=64, standby=1
     )
-    stats = Scheduler(settings).listing.stats()
+    scheduler = Scheduler(settings)
+    scheduler.machine.devices[0].state.accounts.of("alice").used_ms = 1500.0
+    stats = scheduler.listing.stats()
     own = dict.fromkeys(("malformed", "queue_full", "slow_clients", "clients"), 0)
     counts = Counters(accepted=3, ok=2).as_dict()
     own |= {"pool_capacity_bytes": 10, "pool_free_bytes": 4, "inference": counts}
@@ -97,6 +99,8 @@ def test_an_operator_is_told_of_the_server_and_others_are_not() -> None:
     assert found["pipeswitch_workers", "standby"] == 2
     assert found["pipeswitch_job_step", "j", "running"] == 7
     assert found["pipeswitch_job_suspensions_total", "j"] == 2
+    assert found["pipeswitch_tenant_device_seconds_total", "alice"] == 1.5
+    assert found["pipeswitch_tenant_queued_requests", "alice"] == 0
     assert told(metrics) == {}
 
 

@@ -58,6 +58,7 @@ from pipeswitch.ipc.messages import (
     RunJob,
     Scrub,
     Scrubbed,
+    SlabTensor,
     StepCommitted,
     StopTask,
     StoreFailed,
@@ -204,10 +205,10 @@ class Rig:
     def infer(self, name: str, *, deadline_ms: float | None = None, **fields: Any) -> ev.Token:
         at_ms = None if deadline_ms is None else self.now_ms + deadline_ms
         token = self.token()
-        fields = {"digest": f"digest {name}", "priority": 1, "tenant": self.pool_of(name), **fields}
+        own = {"digest": f"digest {name}", "priority": 1, "tenant": self.pool_of(name)}
         self.handle(ev.InferArrived(
-            token=token, request_id=f"r{token}", model=name, deadline_at_ms=at_ms, inputs=(),
-            reply_offset_bytes=0, reply_bytes=0, **fields))  # fmt: skip
+            token=token, request_id=f"r{token}", model=name, deadline_at_ms=at_ms,
+            reply_offset_bytes=0, reply_bytes=0, **{"inputs": (), **own, **fields}))  # fmt: skip
         return token
 
     def pool_of(self, name: str) -> str:
@@ -662,23 +663,40 @@ def test_a_task_that_hangs_after_its_deadline_is_killed_and_answered_when_reaped
     assert isinstance(rig.error(token), DeadlineExceeded)
 
 
-def test_a_task_that_computes_much_longer_than_its_model_ever_did_is_killed(rig: Rig) -> None:
-    limit_ms = rig.core.settings.max_compute_ms
-    rig.register("a")
-    rig.infer("a")
-    rig.arrived("a")
-    rig.now_ms = 2000.0
-    rig.done()  # its longest run: 2 s
-    token = rig.infer("a")
-    task = rig.state.current
-    ticks = []
+def run_until_killed(rig: Rig, at_ms: float) -> float:
+    """How long the task that computes from then on may do so."""
     while not rig.commands(ev.KillWorker):
         due = rig.scheduler.next_wakeup_ms()
         assert due is not None
-        ticks.append(due)
         rig.tick(due)
-    assert ticks == [limit_ms, 2000.0 + 2000.0 + limit_ms]  # the first task's look comes first
-    assert rig.commands(ev.KillWorker)
+    return rig.now_ms - at_ms
+
+
+@pytest.mark.parametrize(
+    ("took", "extents", "allowed"),
+    [
+        (0.4, (2, 4), 1.0),  # a short run says nothing
+        (0.9, (2, 4), 1.9),
+        (0.9, (3, 4), 1.0),  # of other extents
+        (1.8, (2, 4), 2.0),  # the ceiling: twice the limit, whatever it took before
+    ],
+)
+def test_a_task_may_take_longer_than_the_limit_only_as_one_of_its_extents_did(
+    fleet_model: ModuleType, took: float, extents: tuple[int, int], allowed: float
+) -> None:
+    limit_ms = 1000.0
+    rig = Rig(fleet_model, max_compute_ms=limit_ms)
+    rig.register("a")
+    rig.make_resident("a")
+    of = {"name": "x", "dtype": "float32", "offset_bytes": 0, "size_bytes": 32}
+    for ran_ms in sorted({min(took, 0.9), took}):  # a long one was once allowed to be one
+        began_ms = rig.now_ms
+        rig.infer("a", inputs=(SlabTensor(shape=(2, 4), **of),))
+        rig.now_ms = began_ms + ran_ms * limit_ms
+        rig.done()
+    token = rig.infer("a", inputs=(SlabTensor(shape=extents, **of),))
+    task = rig.state.current
+    assert run_until_killed(rig, rig.now_ms) == allowed * limit_ms
     assert token not in rig.answers, "its worker still writes"
     rig.worker_exits(task.slot)
     assert isinstance(rig.error(token), DeadlineExceeded)

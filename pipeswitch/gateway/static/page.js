@@ -191,7 +191,9 @@ function showModels() {
     if (row.reason || (now?.why && now.why !== "pinned")) told.push(row.reason || now.why);
     element.querySelector(".what").textContent = told.join(", ");
   }, "None is registered: pipeswitch register resnet18 torchvision:resnet18 --weights random:0");
-  $("queue-line").textContent = model.stats?.queued ? `${model.stats.queued} waiting for the device` : "";
+  const queued = model.stats?.queued ? [`${model.stats.queued} waiting for the device`] : [];
+  const tenants = Object.entries(model.stats?.tenant_s ?? {}).map(([name, seconds]) => `${name} had it for ${seconds.toFixed(1)} s`);
+  $("queue-line").textContent = [...queued, ...(tenants.length > 1 ? tenants : [])].join(", ");
 }
 
 async function infer(name, one = null) {

@@ -61,9 +61,10 @@ SortsBy = Literal["", "arrival", "deadline"]
 
 
 class Order:
-    """Which request goes next. Derive from it; what is given here is first come, first served.
+    """Which of a caller's requests goes next; callers take turns. Derive from it; what is given
+    here is first come, first served.
 
-    Requests of one model and one priority stand in a *line*, and only the head of each line is
+    Its requests of one model and one priority stand in a *line*, and only the head of each line is
     ranked: a decision looks at the lines whose head or model has changed, never at the queue.
 
     Order alone decides which request gets memory: one is looked at only after every head that
