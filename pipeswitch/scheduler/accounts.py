@@ -86,6 +86,15 @@ class Accounts:
         account.urgency, account.since_ms = urgency, at_ms
         account.tags[urgency] = max(account.tags[urgency], self._clock[urgency])
 
+    def tag(self, account: Account, urgency: float) -> float:
+        """If it waits, or were to wait, with that urgency."""
+        is_counted = account.urgency == urgency
+        return (
+            account.tags[urgency]
+            if is_counted
+            else max(account.tags[urgency], self._clock[urgency])
+        )
+
     def in_turns(
         self, waiting: Iterable[Account], switch_ms: Callable[[Account], float], now_ms: float
     ) -> list[list[Account]]:

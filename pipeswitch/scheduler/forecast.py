@@ -4,8 +4,8 @@ A request is accepted only if it will be in time, and if none that was accepted 
 it. So what is counted is not the least that was measured. What is dispatched and the request itself
 count with what 95 of 100 did not exceed, what goes before it with the median, and all with a
 margin: how much later dispatched ones ended than was predicted then. What goes before it is known
-where the policy sorts all requests by one thing (``Order.sorts_by``); else those of its own line
-are counted, which is the least.
+where the policy sorts all of a caller's requests by one thing (``Order.sorts_by``), and other
+callers have their turns; else those of its own line are counted, which is the least.
 
 Measurements may all be of a bad moment. Where they refuse everything none is added, so a request
 is taken as a probe once they are old.
@@ -45,7 +45,26 @@ def _ahead_ms(device: DeviceState, request: Request) -> float:
         return _runs(device, request.model, count * batch, count) * _median_ms(
             device, request.model, batch
         )
-    return _all_ms(device, queue.around(request, sorts_by)[0])
+    own_ms = _all_ms(device, queue.around(request, sorts_by)[0])
+    return own_ms + _others_ms(device, request, own_ms)
+
+
+def _others_ms(device: DeviceState, request: Request, own_ms: float) -> float:
+    """What other callers have before its turn: their part of the time, if so much of theirs waits;
+    of a more urgent priority all that does. What they may yet send delays it, and refuses it not.
+    """
+    accounts, urgency, total_ms = device.accounts, request.priority, 0.0
+    account = accounts.of(request.caller)
+    turn = accounts.tag(account, urgency) + own_ms / account.weight
+    waiting: dict[str, list[Request]] = {}
+    for one in device.queue:
+        waiting.setdefault(one.caller, []).append(one)
+    for caller in waiting.keys() - {request.caller}:
+        other, ms = accounts.of(caller), _all_ms(device, waiting[caller])
+        if other.urgency == urgency:
+            ms = min(ms, max(0.0, turn - other.tags[urgency]) * other.weight)
+        total_ms += ms if other.urgency <= urgency else 0.0
+    return total_ms
 
 
 def _all_ms(device: DeviceState, requests: list[Request]) -> float:
@@ -68,7 +87,7 @@ def _runs(device: DeviceState, model: ModelName, rows: int, count: int) -> int:
 
 
 def delays_another(device: DeviceState, request: Request) -> bool:
-    """Whether one that was accepted before would be late if this one went before it."""
+    """Whether one of its caller's that was accepted before would be late if it went before that."""
     sorts_by = device.core.judge.sorts_by
     if not _is_asked(device, request) or sorts_by != "deadline":
         return False

@@ -118,11 +118,12 @@ class Queue:
         return self._lines.ahead(request)
 
     def around(self, request: Request, sorts_by: SortsBy) -> tuple[list[Request], list[Request]]:
-        """Those that go before one that comes now, and those with deadlines that go behind it."""
+        """Its caller's that go before one that comes now, and those with deadlines behind it."""
         if sorts_by == "arrival":
-            return [*self], []
-        at = bisect.bisect_right(self._due, (request.due_ms, self._added + 1))
-        return [due[2] for due in self._due[:at]], [due[2] for due in self._due[at:]]
+            return [one for one in self if one.caller == request.caller], []
+        at = (request.due_ms, self._added + 1)
+        own = [due for due in self._due if due[2].caller == request.caller]
+        return [due[2] for due in own if due <= at], [due[2] for due in own if due > at]
 
     def of_line(self, request: Request) -> Iterator[Request]:
         """Those of its model and priority, itself too: of each caller one in turn."""

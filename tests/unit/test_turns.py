@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -154,6 +155,21 @@ def test_a_joined_run_takes_a_row_of_each_caller_before_a_second_of_one() -> Non
     used_ms = server.pass_ms(400 * RUN_MS)
     assert max(server.took_ms["modest"]) <= 3 * 4 * RUN_MS  # four rows take four times as long
     assert used_ms["modest"] == RUN_MS * len(server.took_ms["modest"])  # for its rows alone
+
+
+@pytest.mark.parametrize("policy", ["fifo", "edf"])
+def test_admission_refuses_nobody_for_what_another_caller_waits_with(policy: str) -> None:
+    server = Server(policy, admission="deadline")
+    for _ in range(OPEN):
+        server.clients.infer(ModelName("a"), caller="greedy", deadline_ms=OPEN * RUN_MS + 1.0)
+    refused = Counter(server.clients.outcomes)
+    for wanted_ms in (4 * RUN_MS, 5 * RUN_MS):  # every other turn is its own
+        server.clients.infer(ModelName("b"), caller="modest", deadline_ms=wanted_ms)
+    assert server.clients.outcomes == refused
+    server.clients.infer(ModelName("b"), caller="modest", deadline_ms=2 * RUN_MS)
+    assert server.clients.outcomes - refused == {"DeadlineExceeded": 1}
+    server.pass_ms(5 * RUN_MS)
+    assert server.clients.outcomes["DeadlineExceeded"] == 1
 
 
 def test_models_that_do_not_fit_together_take_no_more_turns_than_their_copies_are_worth() -> None:
