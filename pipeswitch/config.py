@@ -329,8 +329,8 @@ class SchedulerConfig(_Checked):
         "5s", "how often a training job's state is kept, in memory and on disk", parse_ms
     )
     max_compute_ms: float = _setting(
-        "60s", "a request that computes for longer is taken for an endless loop and killed, after "
-        "up to twice as long if one of its extents took nearly that before; 0: never", parse_ms,
+        "60s", "a request that computes longer is taken for an endless loop and killed; 0: never",
+        parse_ms,
     )  # fmt: skip
     deadline_grace_ms: float = _setting(
         "5s", "a request that computes so long after its deadline is killed", parse_ms
@@ -559,20 +559,6 @@ def parse(
                 complain(f"{title} {key}: is required", section)
         return values
 
-    def read_weights(given: Any) -> dict[str, float]:
-        found = {}
-        if not isinstance(given, Mapping):
-            complain(f"tenants: {given!r} is not a table", "tenants")
-            return {}
-        for name, value in given.items():
-            try:
-                if name not in ("", ANYONE) and not NAME_PATTERN.fullmatch(name):
-                    raise ValueError("is no name of a key or token")
-                found[name] = _read(WEIGHT, value)
-            except ValueError as problem:
-                complain(f"[tenants] {name}: {problem}", f"tenants.{name}")
-        return found
-
     sections = {
         name: read(cls, f"[{name}]", name, raw.get(name, {})) for name, cls in SECTIONS.items()
     }
@@ -590,7 +576,18 @@ def parse(
     profiles_dir = raw.get("profiles_dir", "")
     if not isinstance(profiles_dir, str):
         complain(f"profiles_dir: {profiles_dir!r} is not a text", "profiles_dir")
-    tenants = read_weights(raw.get("tenants", {}))
+    tenants = raw.get("tenants", {})
+    if not isinstance(tenants, Mapping):
+        complain(f"tenants: {tenants!r} is not a table", "tenants")
+        tenants = {}
+    weights = {}
+    for name, value in tenants.items():
+        try:
+            if name not in ("", ANYONE) and not NAME_PATTERN.fullmatch(name):
+                raise ValueError("is no name of a key or token")
+            weights[name] = _read(WEIGHT, value)
+        except ValueError as problem:
+            complain(f"[tenants] {name}: {problem}", f"tenants.{name}")
     others = [*SECTIONS, "tenants", "model", "profiles_dir"]
     for name in raw:
         if name not in others:
@@ -600,7 +597,7 @@ def parse(
         raise ConfigError("\n".join(errors), hint=hint, errors=errors)
     return Config(
         **{name: cls(**sections[name]) for name, cls in SECTIONS.items()},  # type: ignore[arg-type]
-        tenants=tenants,
+        tenants=weights,
         models=tuple(ModelConfig(**model) for model in models),
         profiles_dir=profiles_dir,
     )

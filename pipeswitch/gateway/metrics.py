@@ -188,7 +188,13 @@ class _Server:
         yield dispatches
         yield _gauge("uptime_seconds", "Since the server began", stats["up_s"])
         yield from self._device_time(stats)
-        yield from self._tenants(stats)
+        used = CounterMetricFamily(
+            "pipeswitch_tenant_device_seconds", "Device time of runs, by who asked",
+            labels=["tenant"],
+        )  # fmt: skip
+        for name, seconds in stats["tenant_s"].items():
+            used.add_metric([name], seconds)
+        yield used
         yield _gauge("models", "Registered", stats["models"])
         yield _gauge("clients", "With a session", stats["clients"])
         for part in ("capacity", "free"):
@@ -250,22 +256,6 @@ class _Server:
                 gauge.add_metric([stats["device"]], value)
                 yield gauge
         self._up_s, self._busy_s = up_s, busy_s
-
-    @staticmethod
-    def _tenants(stats: Mapping[str, Any]) -> Iterable[Metric]:
-        times = CounterMetricFamily(
-            "pipeswitch_tenant_device_seconds", "Device time of runs, by who asked",
-            labels=["tenant"],
-        )  # fmt: skip
-        waiting = GaugeMetricFamily(
-            "pipeswitch_tenant_queued_requests", "Waiting for the device, by who asked",
-            labels=["tenant"],
-        )  # fmt: skip
-        for name, used_s in stats["tenant_s"].items():
-            times.add_metric([name], used_s)
-            waiting.add_metric([name], stats["tenant_waiting"][name])
-        yield times
-        yield waiting
 
     @staticmethod
     def _triton(rows: Iterable[Mapping[str, Any]]) -> Iterable[Metric]:

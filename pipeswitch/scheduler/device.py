@@ -255,7 +255,7 @@ class Device:
         tasks = [a for a in (state.current, state.upcoming) if a is not None]
         assert len({a.slot for a in tasks}) == len(tasks), "two tasks on one worker"
         for account in state.accounts:
-            runs = sum(charge.account is account for a in tasks for charge in a.charges)
+            runs = sum(account in task.charge.parts for task in tasks if task.charge)
             assert account.running == runs, f"{account.caller!r} has {account.running} runs"
         dispatched = {token for a in tasks for token in a.tokens}
         assert set(state.requests) == {r.token for r in waiting} | dispatched, "a request is lost"

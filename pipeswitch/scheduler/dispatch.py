@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 from ..errors import DeadlineExceeded, OutOfDeviceMemory
 from ..ipc.messages import JobName, JoinedRequest, ModelName, RunInference
 from .accounts import Charge
 from .arena import Arena
-from .batching import batch_for, begins_at_ms
+from .batching import Batch, batch_for, begins_at_ms
 from .device_state import DeviceState
 from .endings import quarantined
 from .events import ToWorker
@@ -78,9 +79,6 @@ class Dispatch:
         self._refuse_the_impossible()
         while device.queue and device.upcoming is None:
             if not self._dispatch_best():
-                for at_ms in device.accounts.rests(self._core.now_ms):  # 7.
-                    if self._core.now_ms < at_ms < self._core.wakeups.next_ms:
-                        self._core.look_again(at_ms)
                 return
 
     def _refuse_the_impossible(self) -> None:
@@ -218,6 +216,13 @@ class Dispatch:
 
         return min([w for w in self._device.workers.values() if w.is_free], key=order)
 
+    def _charge(self, replica: Replica, batch: Batch) -> Charge:
+        rows = Counter[str]()
+        for one in batch.requests:
+            rows[one.caller] += one.batch
+        predicted = self._device.predictions.predict(replica.name, batch.size)
+        return self._device.accounts.charge(rows, predicted.compute_ms, self._core.now_ms)
+
     def activate(self, request: Request, replica: Replica, *, is_sent: bool) -> Activation:
         """Give the request to a worker, with those that are joined with it.
 
@@ -232,11 +237,7 @@ class Dispatch:
         replica.ahead_epoch = NO_EPOCH
         epoch = core.next_epoch()
         note_end(device, request)
-        charges: tuple[Charge, ...] = ()
-        if not request.trial_batch:
-            ms = device.predictions.predict(replica.name, batch.size).compute_ms
-            rows = [(one.caller, one.batch) for one in batch.requests]
-            charges = device.accounts.charge(rows, ms, core.now_ms)
+        charge = None if request.trial_batch else self._charge(replica, batch)
         for one in batch.requests:
             device.queue.discard(one)
             one.state.apply(TaskEvent.DISPATCHED, f"worker {worker.slot}")
@@ -258,7 +259,7 @@ class Dispatch:
             residency_epoch=replica.residency_epoch,
             is_trial=request.trial_batch > 0,
             kept_bytes=replica.kept_bytes if is_switch else 0,
-            charges=charges,
+            charge=charge,
         )
         device.upcoming = activation
         self._turns.give()  # before the order: the worker must not find an old turn

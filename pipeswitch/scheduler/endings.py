@@ -45,9 +45,6 @@ class Endings:
             return
         activation, requests, replica = ended
         replica.model.deaths = 0
-        took_ms = activation.computed_ms(core.now_ms)
-        if 0.0 < core.settings.max_compute_ms < 2 * took_ms:  # as long again may be too long
-            replica.took((activation.batch, requests[0].extents), took_ms)
         worker.deaths = 0
         worker.warm[replica.name] = replica.version  # it has just run it
         self._ended.append((activation, requests, message))
@@ -155,9 +152,13 @@ class Endings:
 
     def _settle(self, activation: Activation, *, is_charged: bool = True) -> None:
         """Its callers pay for it, by our clock: what a worker says of times is not believed."""
-        now_ms = self._core.now_ms
-        took_ms = activation.computed_ms(now_ms) if is_charged else 0.0
-        self._device.accounts.settle(activation.charges, took_ms, now_ms)
+        core, charge = self._core, activation.charge
+        if charge is not None:
+            took_ms = core.now_ms - (activation.began_at_ms or activation.dispatched_at_ms)
+            took_ms = took_ms if is_charged else 0.0
+            rests_until_ms = self._device.accounts.settle(charge, took_ms, core.now_ms)
+            if rests_until_ms > core.now_ms:
+                core.look_again(rests_until_ms)
 
     def _task(self, worker: Worker, epoch: Epoch) -> Activation | None:
         """The activation of that epoch, if it is this worker's."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
@@ -88,7 +88,8 @@ class Lines:
         self._renew()
         self._last_number = number
         account = self._accounts.of(request.caller)
-        self._accounts.waits(account, request.priority, request.arrived_at_ms)
+        account.seen_at_ms = max(account.seen_at_ms, request.arrived_at_ms)
+        self._accounts.count(account, request.priority, 1)
         lines = self._lines.setdefault(request.model, {})
         line = lines.get((account, request.priority))
         if line is None:
@@ -104,7 +105,7 @@ class Lines:
     def discard(self, request: Request, number: int) -> None:
         """It is in its line."""
         account = self._accounts.of(request.caller)
-        self._accounts.leaves(account, request.priority)
+        self._accounts.count(account, request.priority, -1)
         line = self._lines[request.model][account, request.priority]
         key, *_ = line.entries.pop(number)
         del line.by_key[bisect.bisect_left(line.by_key, (key, number))]
@@ -136,7 +137,7 @@ class Lines:
             for (_, priority), line in self._lines[request.model].items()
             if priority == request.priority
         ]
-        lines.sort(key=lambda line: (line.account.tags[request.priority], line.account.turn))
+        lines.sort(key=lambda line: line.account.tags[request.priority])
         return _in_rounds(map(Line.requests, lines))
 
     def changed(self, model: ModelName | None) -> None:
@@ -157,7 +158,7 @@ class Lines:
             head = self._ranked[account][0][3]
             return 0.0 if head.is_resident else view.predict(head.model, head.batch).load_ms
 
-        for same in self._accounts.in_turns(self._ranked, switch_ms, view.now_ms):
+        for same in self._accounts.in_turns(switch_ms, view.now_ms):
             for _, number, line, waiting in _in_rounds(self._places(one, view) for one in same):
                 yield waiting, line.entries[number][3]
 
@@ -268,12 +269,10 @@ def _moved(sorted_list: list[T], old: T | None, new: T | None) -> T | None:
 
 def _in_rounds(streams: Iterable[Iterator[S]]) -> Iterator[S]:
     """The first of each, then the second of each, and so on."""
-    left = list(streams)
+    left = deque(streams)
     while left:
-        going = []
-        for stream in left:
-            for one in stream:
-                yield one
-                going.append(stream)
-                break
-        left = going
+        for one in left[0]:
+            yield one
+            left.append(left[0])
+            break
+        left.popleft()

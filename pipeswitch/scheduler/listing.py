@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -303,11 +303,9 @@ class Listing:
         )
 
     def _ps_tenant(self, on: Device, account: Account) -> dict[str, Any]:
-        waiting, now_ms = account.waiting.total(), self._core.now_ms
+        waiting = account.waiting.total()
         state = "active" if account.running else "waiting" if waiting else "idle"
         why = f"had the device for {account.used_ms / 1000:.1f} s, {waiting} waiting"
-        if not account.running and on.state.accounts.rests_until_ms(account, now_ms) > now_ms:
-            why += ", rests after a long run"
         return self._row(on, account.caller, "tenant", state, why=why)
 
     def stats(self) -> dict[str, Any]:
@@ -316,10 +314,9 @@ class Listing:
         store = self._machine.store.regions
         counts = core.counts
         rows = [self._of_device(device) for device in devices]
-        used_s, waiting = defaultdict[str, float](float), Counter[str]()
+        used_s = defaultdict[str, float](float)
         for account in (one for device in devices for one in device.state.accounts):
             used_s[account.caller or OWNER] += account.used_ms / 1000.0
-            waiting[account.caller or OWNER] += account.waiting.total()
         return {
             "queued": sum(row["queued"] for row in rows),
             "preprocessing": len(self._stages),
@@ -329,7 +326,6 @@ class Listing:
                 kind: round(sum(row["device_s"][kind] for row in rows), 6) for kind in DEVICE_KINDS
             },
             "tenant_s": {name: round(used, 6) for name, used in used_s.items()},
-            "tenant_waiting": dict(waiting),
             "up_s": round((core.now_ms - self.born_at_ms) / 1000.0, 6),
             "preemptions": counts["preemptions"],
             "evictions": counts["evictions"],

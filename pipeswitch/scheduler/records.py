@@ -51,8 +51,6 @@ from .states import (
 NO_EPOCH = Epoch(0)
 NO_TURN = Turn(0)
 NO_NAME = ModelName("")
-KEPT_EXTENTS = 64  # of each model: clients choose them
-Extents = tuple[int, tuple[tuple[int, ...], ...]]  # of a run: its batch, its first one's inputs
 Version = tuple[str, Plan]  # digest and groups: what a worker has loaded
 
 
@@ -158,16 +156,9 @@ class Replica:
     users: int = 0  # dispatched tasks that read it now
     last_used_at_ms: float = 0.0
     use_count: int = 0
-    longest_ms: dict[Extents, float] = field(default_factory=dict)  # of those that took long
 
     def __post_init__(self) -> None:
         self.residency = StateMachine(f"model {self.name}", Residency.HOST, RESIDENCY_TRANSITIONS)
-
-    def took(self, extents: Extents, ms: float) -> None:
-        """A long run has ended."""
-        self.longest_ms[extents] = max(self.longest_ms.pop(extents, 0.0), ms)
-        if len(self.longest_ms) > KEPT_EXTENTS:
-            del self.longest_ms[next(iter(self.longest_ms))]
 
     @property
     def name(self) -> ModelName:
@@ -245,10 +236,6 @@ class Request:
     def __post_init__(self) -> None:
         first = TaskState.PREPROCESSING if self.is_raw else TaskState.QUEUED
         self.state = StateMachine(f"request {self.request_id}", first, TASK_TRANSITIONS)
-
-    @property
-    def extents(self) -> tuple[tuple[int, ...], ...]:
-        return tuple([tensor.shape for tensor in self.inputs])
 
     @property
     def due_ms(self) -> float:
@@ -424,11 +411,7 @@ class Activation:
     began_at_ms: float = 0.0  # when it was given the turn
     hung_why: str = ""  # it computed for too long: its worker is killed
     preempted: str = ""  # the job that stepped aside for it
-    charges: tuple[Charge, ...] = ()  # to those whose requests it computes
-
-    def computed_ms(self, now_ms: float) -> float:
-        """Since it had the turn; since it was sent, where that was not heard of."""
-        return now_ms - (self.began_at_ms or self.dispatched_at_ms)
+    charge: Charge | None = None  # None: it is a trial
 
     @property
     def turn(self) -> Turn:

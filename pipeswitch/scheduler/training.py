@@ -69,10 +69,11 @@ class Training:
         self._commits.persist_due()
 
     def _is_device_idle(self) -> bool:
-        device, now_ms = self._device, self._core.now_ms
+        """Nothing computes, and nobody has a turn: all that wait rest, if any do."""
+        device = self._device
         if device.current is not None or device.upcoming is not None:
             return False
-        return not device.queue or all(at_ms > now_ms for at_ms in device.accounts.rests(now_ms))
+        return next(device.queue.heads(*device.seen), None) is None
 
     def _runnable(self) -> list[Job]:
         """Jobs that could have the device, in the order they would get it."""

@@ -52,21 +52,17 @@ class Turns:
 
         1. It still computes long after its deadline; joined requests, after the last of theirs.
         2. It has had the turn for ``max_compute_ms``: taken for an endless loop, which would hold
-           the device for ever. It may take longer by what a run of the same extents took, twice as
-           long at the most: whoever sends ever larger ones raises no limit for himself.
+           the device for ever. What its model took before counts not: who sends ever larger
+           requests would raise the limit for himself.
         """
         core, device = self._core, self._device
         activation = device.current
         if activation is None or activation.hung_why:
             return activation
-        settings, limit_ms = core.settings, core.settings.max_compute_ms
+        settings = core.settings
         last_at_ms = max(device.requests[token].due_ms for token in activation.tokens)
         late_at_ms = last_at_ms + settings.deadline_grace_ms
-        if limit_ms and core.now_ms >= activation.began_at_ms + limit_ms:
-            extents = (activation.batch, device.requests[activation.token].extents)
-            longest_ms = device.replicas[activation.model].longest_ms.get(extents, 0.0)
-            limit_ms += min(longest_ms, limit_ms)
-        endless_at_ms = activation.began_at_ms + limit_ms if limit_ms else math.inf
+        endless_at_ms = activation.began_at_ms + (settings.max_compute_ms or math.inf)
         at_ms = min(late_at_ms, endless_at_ms)
         if core.now_ms < at_ms:
             # A look that comes before finds it again: many short tasks leave one, not one each.
@@ -76,6 +72,6 @@ class Turns:
         activation.hung_why = (
             "its task did not end after the deadline"
             if late_at_ms <= endless_at_ms
-            else f"its task computed for more than {limit_ms:.0f} ms"
+            else f"its task computed for {settings.max_compute_ms:.0f} ms"
         )
         return activation

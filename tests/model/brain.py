@@ -39,7 +39,7 @@ REPLICA = Codec(Replica, drop=("model", *SHOWN_OF_REPLICA))
 REQUEST = Codec(Request)
 JOB = Codec(Job, drop=SHOWN_OF_JOB, ordered=("place", "epoch", "persist_epoch", "copying_epoch"))
 WORKER = Codec(Worker, drop=("generation",))
-SHOWN_OF_TASK = ("dispatched_at_ms", "was_resident", "charges")  # these are the accounts'
+SHOWN_OF_TASK = ("dispatched_at_ms", "was_resident", "charge")  # these are the accounts'
 ACTIVATION = Codec(Activation, drop=SHOWN_OF_TASK)
 
 OF_CORE = ("has_left", "drain_at_ms", "now_ms", "counts", "last_epoch", "wakeups")
@@ -72,47 +72,36 @@ class Known(Predictions):
 
 
 class Equal(Accounts):
-    """Every run takes as long; nothing is kept where there is one caller, who has all turns."""
+    """Every run takes as long. Nothing is kept where there is one caller: it has all turns."""
 
     def __init__(self, is_shared: bool) -> None:
-        super().__init__({}, max_wait_ms=2000.0)
+        super().__init__({}, max_wait_ms=1.0)
         self.is_shared = is_shared
 
-    def charge(self, rows: Any, predicted_ms: float, now_ms: float) -> tuple[Charge, ...]:
-        return super().charge(rows, 1.0, now_ms)
-
-    def settle(self, charges: Any, took_ms: float, now_ms: float) -> None:
-        super().settle(charges, sum(charge.ms for charge in charges), now_ms)
+    def settle(self, charge: Charge, took_ms: float, now_ms: float) -> float:
+        return super().settle(charge, charge.ms, now_ms)
 
     def freeze(self, *tasks: Activation | None) -> Any:
-        if not self.is_shared:
-            return None
-        return (
-            tuple([
-                (a.caller, tuple(sorted(a.tags.items())), a.since_ms, a.turn, a.running,
-                 a.seen_at_ms, a.rests_until_ms) for a in self
-            ]),
-            tuple(sorted(self._clock.items())), tuple(sorted(self._had_at_ms.items())),
-            self._charged_at_ms, self._turns,
-            tuple([tuple([(c.account.caller, *c[1:]) for c in one.charges] if one else ())
-                   for one in tasks]),
+        charges = [task.charge if task is not None else None for task in tasks]
+        return self.is_shared and (
+            tuple([(one.caller, tuple(one.tags.items()), one.running) for one in self]),
+            tuple(self._clock.items()),
+            tuple([c and (*c[:2], tuple([(a.caller, part) for a, part in c.parts.items()]))
+                   for c in charges]),
         )  # fmt: skip
 
     def thaw(self, frozen: Any, *tasks: Activation | None) -> None:
         """After the queue, which says who waits."""
-        if not self.is_shared:
-            return
-        accounts, clock, had_at_ms, self._charged_at_ms, self._turns, charges = frozen
-        for caller, tags, *rest in accounts:
+        accounts, clock, charges = frozen or ((), (), ())
+        for caller, tags, running in accounts:
             account = self.of(caller)
             account.tags.update(tags)
-            (account.since_ms, account.turn, account.running, account.seen_at_ms,
-             account.rests_until_ms) = rest  # fmt: skip
+            account.running, account.seen_at_ms = running, 0.0  # no time passes
         self._clock.update(clock)
-        self._had_at_ms.update(had_at_ms)
-        for task, parts in zip(tasks, charges, strict=True):
-            if task is not None:
-                task.charges = tuple([Charge(self.of(caller), *part) for caller, *part in parts])
+        for task, charge in zip(tasks, charges, strict=False):
+            if task is not None and charge is not None:
+                parts = {self.of(caller): part for caller, part in charge[2]}
+                task.charge = Charge(*charge[:2], parts)
 
 
 class _Records:

@@ -372,7 +372,7 @@ MUTANTS = (
            ((Endings, "_queue_again", _only_the_first),)),
     Mutant("a request waits for others without end", replace(JOINED, requests=2),
            ((dispatch, "begins_at_ms", _until_it_is_full),)),
-    Mutant("a turn costs nothing", TURNS, ((Accounts, "charge", lambda *_: ()),)),
+    Mutant("a turn costs nothing", TURNS, ((Accounts, "charge", lambda *_: None),)),
     Mutant("a copy ahead takes the place of a model that is waited for", AHEAD,
            ((Arena, "find_place", _place_for_request),)),
     Mutant("a slice is not zeroed for its next owner", KILLED,

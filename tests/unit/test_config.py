@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -129,22 +127,15 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
         load(tmp_path / "bad.toml", environ={})
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ({"Alice": 1}, "Alice: is no name"),
-        ({"alice": 0}, "alice: 0.0 is below 0.01"),
-        ({"alice": True}, "alice: True is not a number"),
-        ({"alice": {"b": 1}}, "alice: {'b': 1} is not a number"),
-        (3, "3 is not a table"),
-    ],
-)
-def test_a_weight_is_a_tenants_and_a_number(given: Any, text: str) -> None:
-    assert parse({"tenants": {"alice": 3, "*": "0.5", "": 2}}).tenants == {
-        "alice": 3.0, "*": 0.5, "": 2.0,
-    }  # fmt: skip
-    with pytest.raises(ConfigError, match=re.escape(text)):
-        parse({"tenants": given})
+def test_a_weight_is_a_tenants_and_a_number() -> None:
+    given = {"alice": 3.0, "*": "0.5", "": 2}
+    assert parse({"tenants": given}).tenants == {"alice": 3.0, "*": 0.5, "": 2.0}
+    wrong = {"Alice": 1, "a": 0, "b": True, "c": {"d": 1}}
+    with pytest.raises(ConfigError, match="Alice: is no name") as caught:
+        parse({"tenants": wrong})
+    assert len(caught.value.data["errors"]) == len(wrong)
+    with pytest.raises(ConfigError, match="3 is not a table"):
+        parse({"tenants": 3})
 
 
 def test_the_schema_names_every_section() -> None:

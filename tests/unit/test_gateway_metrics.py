@@ -100,7 +100,6 @@ def test_an_operator_is_told_of_the_server_and_others_are_not() -> None:
     assert found["pipeswitch_job_step", "j", "running"] == 7
     assert found["pipeswitch_job_suspensions_total", "j"] == 2
     assert found["pipeswitch_tenant_device_seconds_total", "alice"] == 1.5
-    assert found["pipeswitch_tenant_queued_requests", "alice"] == 0
     assert told(metrics) == {}
 
 
