@@ -150,12 +150,11 @@ class Endings:
         self._residents.unused(replica)
         return activation, self._requests(activation), replica
 
-    def _settle(self, activation: Activation, *, is_charged: bool = True) -> None:
+    def _settle(self, activation: Activation) -> None:
         """Its callers pay for it, by our clock: what a worker says of times is not believed."""
         core, charge = self._core, activation.charge
         if charge is not None:
-            took_ms = core.now_ms - (activation.began_at_ms or activation.dispatched_at_ms)
-            took_ms = took_ms if is_charged else 0.0
+            took_ms = core.now_ms - activation.began_at_ms if activation.began_at_ms else 0.0
             rests_until_ms = self._device.accounts.settle(charge, took_ms, core.now_ms)
             if rests_until_ms > core.now_ms:
                 core.look_again(rests_until_ms)
@@ -201,7 +200,7 @@ class Endings:
         replica, requests = device.replicas[activation.model], self._requests(activation)
         request = requests[0]
         self._residents.unused(replica)
-        self._settle(activation, is_charged=had_turn)
+        self._settle(activation)
         is_blamed = had_turn and begun_epoch in (None, activation.epoch)
         replica.model.deaths += is_blamed
         if not activation.joined:
@@ -255,7 +254,7 @@ class Endings:
         for activation in (device.current, device.upcoming):
             if activation is None:
                 continue
-            self._settle(activation, is_charged=False)
+            self._settle(activation)
             if activation.is_trial:
                 self._give_up(activation, device.requests[activation.token], None)
                 continue

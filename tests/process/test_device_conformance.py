@@ -388,7 +388,10 @@ def finish(child: subprocess.Popen[str], expected: int = 0) -> str:
 
 
 def expect(child: subprocess.Popen[str], text: str) -> None:
-    assert child.stdout.readline().strip() == text
+    said = child.stdout.readline().strip()
+    if not said:  # it has ended, or been killed by its deadline
+        finish(child)
+    assert said == text
 
 
 # ---- transmissions --------------------------------------------------------------------------

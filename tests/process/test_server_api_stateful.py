@@ -803,7 +803,8 @@ class ServerApi(RuleBasedStateMachine):
         with self.stage.material.shut_gate():
             holder = self.client().submit(HOLDER, x, priority="high")
             until(lambda: self.stage.checked.row(HOLDER)["state"] == "active", "it is held")  # 1.
-            behind = self.client().submit(HOLDER, value("poison", 1, 1), priority="high")
+            x = value("poison", 1, 1)  # another caller's: its own might have to give way to them
+            behind = self.client(is_owner=False).submit(HOLDER, x, priority="high")
             self._wait_until_queued(0)
             run = self._queue_up(fates)  # 2.
         outcome, answer = self.ask(only(OK), functools.partial(holder.result, ANSWER_S))

@@ -685,6 +685,16 @@ def test_a_task_that_computes_for_the_limit_is_killed_whatever_its_model_took_be
     assert not rig.sent(RunInference), "an endless loop is not tried again"
 
 
+def test_a_run_that_ends_with_its_worker_is_charged_to_its_caller(rig: Rig) -> None:
+    rig.register("a")
+    rig.make_resident("a")
+    rig.now_ms += 1.0
+    rig.infer("a", caller="greedy")
+    rig.now_ms += 50.0
+    rig.worker_exits(rig.state.current.slot)
+    assert rig.state.accounts.of("greedy").used_ms == 50.0
+
+
 def test_a_model_that_hangs_every_time_is_quarantined(rig: Rig) -> None:
     rig.register("a")
     for _ in range(rig.core.settings.max_deaths):
