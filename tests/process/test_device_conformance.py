@@ -537,7 +537,7 @@ def test_a_cancelled_transmission_stops_and_strands_no_waiter(make_rig: MakeRig)
 
 
 def test_a_transmission_cancelled_in_the_queue_writes_nothing(make_rig: MakeRig) -> None:
-    rig = make_rig(20 * MIB)
+    rig = make_rig(MIB)  # per second: the first is under way for 8 s unless it is cancelled
     rig.fill_store(0, bytes([7]) * (8 * MIB))
     rig.transmit(order(1, MIB, [8 * MIB]))
     rig.transmit(order(2, 20 * MIB, [MIB], first_word=20))
