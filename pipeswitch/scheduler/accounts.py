@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 LONG_MS: Final = 100.0  # of one run: then the device is left to others, if need be idle
+MOST_DEATHS: Final = 3  # of workers, that a caller may cause one soon after the other
+BAR_MS: Final = 1000.0  # after one more; twice as long after the next
+HALF_MS: Final = 60_000.0  # in which half of them are forgotten
 UNKNOWN_MS: Final = 1.0  # charged for a run of which nothing is known, until it has ended
 
 
@@ -31,6 +34,9 @@ class Account:
     running: int = 0  # runs that it has a part in
     seen_at_ms: float = -math.inf  # it asked, or was answered
     rests_until_ms: float = -math.inf
+    deaths: float = 0.0  # of workers, in its runs; they are forgotten by and by
+    died_at_ms: float = -math.inf
+    barred_until_ms: float = -math.inf
 
 
 class Charge(NamedTuple):
@@ -86,6 +92,8 @@ class Accounts:
         by: defaultdict[float, list[Account]] = defaultdict(list)
         for account in self:
             rests = now_ms < account.rests_until_ms
+            if now_ms < account.barred_until_ms:
+                continue
             if account.waiting and not (rests and self._gives_way(account, now_ms)):
                 by[account.urgency].append(account)
         self._had_at_ms = {urgency: self._had_at_ms.get(urgency, now_ms) for urgency in by}
@@ -140,3 +148,15 @@ class Accounts:
             if own_ms >= LONG_MS:
                 account.rests_until_ms = now_ms + own_ms / max(1.0, account.weight)
         return max(account.rests_until_ms for account in charge.parts)
+
+    def died(self, charge: Charge, now_ms: float) -> float:
+        """Its run took a worker with it. A caller that goes on so, with one model after another,
+        has no turn for a while, longer each time (8 to 16 s in the end); until when. The owner is
+        never barred."""
+        account = next(iter(charge.parts))
+        kept = 0.5 ** ((now_ms - account.died_at_ms) / HALF_MS)
+        account.deaths, account.died_at_ms = account.deaths * kept + 1.0, now_ms
+        above = math.ceil(account.deaths) - MOST_DEATHS
+        if account.caller and above > 0:
+            account.barred_until_ms = now_ms + BAR_MS * 2 ** (above - 1)
+        return account.barred_until_ms

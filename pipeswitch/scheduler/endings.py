@@ -203,6 +203,10 @@ class Endings:
         self._settle(activation)
         is_blamed = had_turn and begun_epoch in (None, activation.epoch)
         replica.model.deaths += is_blamed
+        if is_blamed and activation.charge is not None and not activation.joined:
+            barred_until_ms = device.accounts.died(activation.charge, self._core.now_ms)
+            if barred_until_ms > self._core.now_ms:
+                self._core.look_again(barred_until_ms)
         if not activation.joined:
             request.deaths += is_blamed
         elif is_blamed:

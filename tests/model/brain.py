@@ -7,6 +7,7 @@ What all devices share comes first; then each device.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -80,6 +81,9 @@ class Equal(Accounts):
 
     def settle(self, charge: Charge, took_ms: float, now_ms: float) -> float:
         return super().settle(charge, charge.ms, now_ms)
+
+    def died(self, charge: Charge, now_ms: float) -> float:
+        return -math.inf  # no time passes
 
     def freeze(self, *tasks: Activation | None) -> Any:
         charges = [task.charge if task is not None else None for task in tasks]

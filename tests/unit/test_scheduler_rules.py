@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from types import ModuleType
 from typing import Any
@@ -693,6 +694,29 @@ def test_a_run_that_ends_with_its_worker_is_charged_to_its_caller(rig: Rig) -> N
     rig.now_ms += 50.0
     rig.worker_exits(rig.state.current.slot)
     assert rig.state.accounts.of("greedy").used_ms == 50.0
+
+
+@pytest.mark.parametrize("caller", ["mallory", ""])
+def test_a_caller_whose_models_go_on_killing_workers_has_no_turn_for_a_while(
+    rig: Rig, caller: str
+) -> None:
+    """New models do not help; others have their turns meanwhile. The owner is not barred."""
+    rig.register("other", 1)
+    rig.make_resident("other")
+    bars_s = []
+    for name in "abc":
+        rig.register(name, 1)
+        token = rig.infer(name, caller=caller)
+        while token not in rig.answers:
+            if rig.state.current is None:
+                until_ms = rig.state.accounts.of(caller).barred_until_ms
+                bars_s.append(math.ceil((until_ms - rig.now_ms) / 1000.0))
+                rig.infer("other", caller="alice")
+                rig.done()
+                rig.tick(until_ms)
+            rig.worker_restarts(rig.state.current.slot)
+        assert isinstance(rig.error(token), WorkerLost)
+    assert bars_s == ([1, 2, 4, 8, 8] if caller else [])
 
 
 def test_a_model_that_hangs_every_time_is_quarantined(rig: Rig) -> None:
