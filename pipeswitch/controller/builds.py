@@ -13,6 +13,7 @@ import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -59,6 +60,21 @@ def _copied_bytes(spec: bytes) -> int:
         with contextlib.suppress(OSError):  # the builder says it better
             found += path.stat().st_size
     return found
+
+
+_FOLDERS = re.compile(r"(?<![\w./])(?:/[^\s/'\"]+)+/(?=[^\s/'\"])")
+
+
+def without_folders(failed: BuildFailed) -> BuildFailed:
+    """Of absolute paths their last names: where a server keeps its files is not for clients."""
+
+    def cut(value: Any) -> Any:
+        return _FOLDERS.sub("", value) if isinstance(value, str) else value
+
+    return msgspec.structs.replace(
+        failed, message=cut(failed.message), hint=cut(failed.hint),
+        data={key: cut(value) for key, value in failed.data.items()},
+    )  # fmt: skip
 
 
 class Builds:
@@ -136,6 +152,8 @@ class Builds:
                 self._processes.kill(self._builders[command.epoch])
             elif isinstance(message, BuildProgress | BuildFailed):
                 own = {"model": command.model, "epoch": command.epoch}
+                if command.tenant and isinstance(message, BuildFailed):
+                    message = without_folders(message)
                 self._take(FromBuilder(message=msgspec.structs.replace(message, **own)))
             else:
                 log.error("builder of %s sent a %s", command.model, type(message).__name__)

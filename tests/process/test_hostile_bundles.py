@@ -243,3 +243,14 @@ def test_a_program_that_older_contracts_let_through_is_checked_again_at_a_restar
         found = checked.client.infer("kept", np.zeros((2, 4), np.float32))
         assert np.all(found["y"] == 1)
         assert load_manifest(folder).extra["checked_by"] == manifest.extra["checked_by"]
+
+
+def test_a_refusal_tells_a_stranger_no_folder_of_the_servers(
+    running: Checked, stranger: ps.Client, tmp_path: Path
+) -> None:
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(b"\x10\0\0\0\0\0\0\0{not json here}xx")
+    with pytest.raises(ps.RegistrationRefused, match="cannot be read") as refused:
+        stranger.register("m", "torchvision:resnet18", weights=path)
+    assert "safetensors" in refused.value.part
+    assert str(running.running.state_dir) not in f"{refused.value} {refused.value.data}"
