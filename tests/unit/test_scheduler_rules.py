@@ -712,7 +712,6 @@ def test_a_caller_whose_models_go_on_killing_workers_has_no_turn_for_a_while(
     for name in "abc":
         rig.register(name, 1)
         token = rig.infer(name, caller=caller)
-        rig.arrived(name)
         while token not in rig.answers:
             if rig.state.current is None:
                 until_ms = rig.state.accounts.of(caller).barred_until_ms
