@@ -76,6 +76,7 @@ class _Whole:
     client: str
     size_bytes: int
     touched_s: float = field(default_factory=time.monotonic)
+    puts: int = 1  # that were told it is there, and whose registration is not answered yet
 
 
 @dataclass(frozen=True)
@@ -196,8 +197,11 @@ class Uploads:
                 is_free = not self._pins[name]
                 if is_free:
                     del self._pins[name]
-            if is_free:
-                self._remove_whole(name)
+            whole = self._whole.get(name)
+            if whole is not None:
+                whole.puts -= 1
+                if is_free and whole.puts <= 0:  # else another client's registration comes yet
+                    self._remove_whole(name)
 
     def _remove_whole(self, name: str) -> None:
         found = self._whole.pop(name, None)
@@ -243,7 +247,9 @@ class Uploads:
         final = self.directory / chunk.key[-1]
         if chunk.key[-1] in self._whole and final.is_file():
             self._drop(chunk.key)
-            self._whole[chunk.key[-1]].touched_s = time.monotonic()
+            whole = self._whole[chunk.key[-1]]
+            whole.touched_s = time.monotonic()
+            whole.puts += 1
             return self._progress(chunk.size_bytes, is_complete=True)
         if chunk.offset_bytes == 0:
             self._drop(chunk.key)

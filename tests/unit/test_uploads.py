@@ -102,6 +102,18 @@ def test_a_file_stays_as_long_as_a_registration_names_it(
     assert name not in names(writer), "its program is a copy"
 
 
+def test_a_file_that_another_client_was_told_of_stays_for_its_registration(writer: Uploads) -> None:
+    """Else what it was told is there would be gone when it registers it."""
+    (name, _), (same, _) = put(writer, "me", "same"), put(writer, "friend", "same")
+    spec = msgspec.msgpack.encode({"name": "m", "source": str(writer.directory / name)})
+    writer.unpin(writer.pin(spec))
+    put(writer, "me", "other")
+    assert name == same in names(writer)
+    writer.unpin(writer.pin(spec))
+    put(writer, "me", "another")
+    assert name not in names(writer)
+
+
 def test_unfinished_files_have_their_share_and_lose_it_when_nothing_comes(
     writer: Uploads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
