@@ -957,9 +957,10 @@ class ServerApi(RuleBasedStateMachine):
         """
         material, x = self.stage.material, value("small", 1, 0)
         answers = [material.expected(program, 1, 0) for program in ("small", "other", "made")]
-        bundles = {
-            p: self.client().upload(material.source(p)[0], "bundle") for p in ("small", "other")
-        }
+        bundles = {}
+        for program, _ in itertools.product(("small", "other"), orders):
+            source, _ = material.source(program)  # a put for each: with its answer the file may go
+            bundles[program] = self.client().upload(source, "bundle")
         pid = self.stage.checked.daemon_pid()
         futures = []
         for what, name, is_owner in orders:
