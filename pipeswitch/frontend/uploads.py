@@ -4,8 +4,8 @@ One writer thread does all file work, so that a slow disk never blocks the poll 
 visible under its sha256 only when every byte arrived, matched and was fsynced. Nothing here is
 parsed: what the bytes mean is the builder's business.
 
-A file stays until the registrations that name it are answered: its program is a copy. What is
-uploaded and never registered goes when its own client needs the room, and with the server. A
+A file stays until the registrations that name it are answered, one for each ``put`` that was told
+it is there: its program is a copy. What is uploaded and never registered goes when its own client needs the room, and with the server. A
 client's files take its share of the folder, and never another's place.
 """
 

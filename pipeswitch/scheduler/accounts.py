@@ -91,10 +91,9 @@ class Accounts:
         """
         by: defaultdict[float, list[Account]] = defaultdict(list)
         for account in self:
-            rests = now_ms < account.rests_until_ms
-            if now_ms < account.barred_until_ms:
+            if not account.waiting or now_ms < account.barred_until_ms:
                 continue
-            if account.waiting and not (rests and self._gives_way(account, now_ms)):
+            if now_ms >= account.rests_until_ms or not self._gives_way(account, now_ms):
                 by[account.urgency].append(account)
         self._had_at_ms = {urgency: self._had_at_ms.get(urgency, now_ms) for urgency in by}
         for same in by.values():

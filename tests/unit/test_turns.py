@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import partial
 from itertools import combinations, pairwise
 from typing import Any
@@ -111,7 +111,7 @@ def test_while_two_wait_neither_has_more_than_a_run_before_the_other(
     """Each comes when the ones before it have had five runs; predictions may be wrong."""
     accounts = Accounts({str(n): weight for n, weight in enumerate(weights)}, 1e9)
     leads: dict[tuple[Account, Account], list[float]] = {}
-    had: Counter[Account] = Counter()
+    had: defaultdict[Account, float] = defaultdict(float)
     now_ms = 0.0
     for number, run_ms in enumerate(runs_ms):
         if number % 5 == 0 and number // 5 < len(weights):
@@ -120,7 +120,7 @@ def test_while_two_wait_neither_has_more_than_a_run_before_the_other(
         charge = accounts.charge(Counter({first.caller: 1}), run_ms * error, now_ms)
         now_ms += run_ms
         accounts.settle(charge, run_ms, now_ms)
-        had[first] += run_ms / first.weight  # type: ignore[assignment]
+        had[first] += run_ms / first.weight
         for one, other in combinations(accounts, 2):
             leads.setdefault((one, other), []).append(had[one] - had[other])
     for (one, other), known in leads.items():
