@@ -5,8 +5,9 @@ visible under its sha256 only when every byte arrived, matched and was fsynced. 
 parsed: what the bytes mean is the builder's business.
 
 A file stays until the registrations that name it are answered, one for each ``put`` that was told
-it is there: its program is a copy. What is uploaded and never registered goes when its own client needs the room, and with the server. A
-client's files take its share of the folder, and never another's place.
+it is there: its program is a copy. What is uploaded and never registered goes when its own client
+needs the room, and with the server. A client's files take its share of the folder, and never
+another's place.
 """
 
 from __future__ import annotations
