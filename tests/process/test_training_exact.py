@@ -603,6 +603,26 @@ def test_a_job_takes_the_page_faults_of_a_block_once() -> None:
     assert faults < 3 * (48 << 20) // 4096, "20 blocks would take 20 times as many"
 
 
+EARLY = """
+import os, signal
+from workers.training import script
+os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
+script._let_children_be_ended()
+child = os.fork()
+if not child:
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+os.kill(os.getpid(), signal.SIGTERM)
+print("stays")
+"""
+
+
+def test_a_scripts_process_is_ended_before_it_is_itself() -> None:
+    command = [sys.executable, "-c", EARLY]
+    said = subprocess.run(command, capture_output=True, check=True, text=True).stdout
+    assert said.split() == ["-15", "stays"], "a pool would wait for it for ever"
+
+
 def test_the_history_of_lbfgs_has_its_room_from_the_start() -> None:
     host = FakeHost()
     session = begun(host, commit_every_ms=1.0)

@@ -30,7 +30,10 @@ log = logging.getLogger(__name__)
 
 Outcome = Literal["done", "preempted", "failed"]
 KEPT_BYTES: Final = 1 << 30  # blocks up to here come from the heap, and so much of its top is kept
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 MALLOPT_CODES: Final = {"M_MMAP_THRESHOLD": -3, "M_TRIM_THRESHOLD": -1}  # malloc.h
+
+_forking = threading.local()  # the mask of signals to go back to
 
 
 def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
@@ -139,21 +142,33 @@ def _let_children_be_ended() -> None:
     """The script's own processes obey SIGTERM and SIGINT, which this one does not.
 
     An ignored signal stays ignored across exec, and a pool that ends its children with SIGTERM
-    would wait for them for ever; a handler does not, and after a fork it is taken out.
+    would wait for them for ever; a handler does not, and after a fork it is taken out. One that
+    comes before that waits until then.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         signal.signal(number, _stay)
         signal.siginterrupt(number, False)
-    os.register_at_fork(after_in_child=_obey_signals)
+    os.register_at_fork(
+        before=_hold_signals, after_in_parent=_take_signals, after_in_child=_obey_signals
+    )
 
 
 def _stay(number: int, frame: object) -> None:
     """Who leaves when is the controller's decision."""
 
 
+def _hold_signals() -> None:
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def _take_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
 def _obey_signals() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _take_signals()
 
 
 def _redirect_output(path: str) -> None:
