@@ -7,9 +7,9 @@ each. What was received and did not come out as a message is *held* for that one
 1. one without a session may have SESSIONLESS_BYTES held, must say hello within HELLO_S, and
    may send few other messages before;
 2. one with a session may have ``client_bytes`` held, all together ``total_bytes``; over that the
-   largest go first;
-3. over ``max_count`` connections, the one that has waited longest to say hello goes, else the
-   newest.
+   largest go first of the tenant that has most;
+3. over ``max_count`` connections, the one that has waited longest to say hello goes while another
+   waits too; over so many sessions, the newest of the tenant that has most.
 
 Who goes is hung up; an honest client's library connects again by itself.
 """
@@ -52,6 +52,7 @@ class Connection:
     is_subscriber: bool
     is_keyed: bool  # its frames are encrypted
     has_session: bool = False
+    tenant: str = ""  # with a session
     is_ended: bool = False  # by us; libzmq still has messages of it, and closes it soon
     message_count: int = 0  # without a session
     taken_bytes: int = 0  # on the wire, of messages that came out
@@ -137,6 +138,7 @@ class Connections:
         # Of them, clients without a session; oldest first.
         self._waiting: dict[int, Connection] = {}
         self._counts: Counter[bool] = Counter()  # living ones: subscribers (True), clients
+        self._sessions: Counter[str] = Counter()  # living ones, by tenant
         self._round: list[Connection] = []  # still to be looked at
         self._next_at_s = 0.0
         self.hung_up: Counter[str] = Counter()  # by us, and why
@@ -172,9 +174,12 @@ class Connections:
         self._counts[is_subscriber] += 1
         if not is_subscriber:
             self._waiting[fd] = connection
-        if self._counts[is_subscriber] > self._max_count:
-            oldest = next(iter(self._waiting.values()), connection)
-            self._end(connection if is_subscriber else oldest, "too many connections")
+        if self._counts[is_subscriber] <= self._max_count:
+            return
+        if is_subscriber:
+            self._end(connection, "too many connections")
+        elif len(self._waiting) > 1:
+            self._end(next(iter(self._waiting.values())), "too many connections")
 
     def knows(self, fd: int) -> bool:
         """Whether this connection was reported; its first message may come before the news."""
@@ -195,12 +200,22 @@ class Connections:
                 self._end(connection, "too many messages without a session")
         return not connection.is_ended
 
-    def greeted(self, fd: int) -> None:
-        """It has a session now."""
+    def greeted(self, fd: int, tenant: str) -> None:
+        """It has a session of this tenant now."""
         connection = self._connections.get(fd)
-        if connection is not None:
-            connection.has_session = True
-            self._waiting.pop(fd, None)
+        if connection is None or connection.is_ended:
+            return
+        if self._waiting.pop(fd, None) is not None:
+            connection.has_session, connection.tenant = True, tenant
+            self._sessions[tenant] += 1
+        if self._counts[False] > self._max_count:
+            most = self._sessions.most_common(1)[0][0]
+            newest = next(
+                other
+                for other in reversed(self._connections.values())
+                if other.has_session and not other.is_ended and other.tenant == most
+            )
+            self._end(newest, "too many connections")
 
     def disconnected(self, fd: int) -> None:
         """A connection with this number ended; that may be an earlier one's."""
@@ -254,17 +269,16 @@ class Connections:
             self._end(connection, "no hello")
 
     def _shed(self) -> None:
-        """The largest go until all together hold no more than they may."""
-        total_bytes = sum(connection.held_bytes for connection in self._connections.values())
-        if total_bytes <= self._total_bytes:
-            return
-        for connection in sorted(
-            self._connections.values(), key=lambda connection: -connection.held_bytes
-        ):
-            if total_bytes <= self._total_bytes:
-                return
-            total_bytes -= connection.held_bytes
-            self._end(connection, "unfinished messages")
+        """The largest go of who holds most, until all together hold no more than they may."""
+        held = Counter[str]()
+        for connection in self._connections.values():
+            held[connection.tenant] += connection.held_bytes
+        while held.total() > self._total_bytes:
+            most = held.most_common(1)[0][0]
+            ours = (one for one in self._connections.values() if one.tenant == most)
+            largest = max(ours, key=lambda one: one.held_bytes)
+            held[most] -= largest.held_bytes
+            self._end(largest, "unfinished messages")
 
     def _end(self, connection: Connection, cause: str) -> None:
         if connection.is_ended:
@@ -284,6 +298,7 @@ class Connections:
             connection.is_ended = True
             connection.held_bytes = 0
             self._counts[connection.is_subscriber] -= 1
+            self._sessions[connection.tenant] -= connection.has_session
             self._waiting.pop(connection.fd, None)
 
     def _forget(self, connection: Connection) -> None:

@@ -673,9 +673,7 @@ class Frontend:
             event = asked(pending.token)
             if isinstance(event, RegisterAsked):
                 pending.uploads = self._uploads.pin(event.spec)
-                named = event.tenant if client.standing.is_owner else ""  # the gateway's caller
-                turns = client.user_id or named or client.session
-                event = msgspec.structs.replace(event, client=turns)
+                event = msgspec.structs.replace(event, client=event.tenant or client.session)
             self._take(event)
 
     # ---- out -----------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ class Intake:
         """
         client, replaced = self._clients.greet(origin)
         if not origin.listener.is_owner:
-            self.connections.greeted(client.fd)
+            self.connections.greeted(client.fd, client.standing.tenant)
         return client, replaced
 
     def sender(self, origin: Origin, session: str) -> Client:

@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError
 from ..errors import InvalidInput, PipeSwitchError, QueueFull
 from ..ipc.messages import GatewaySettings
 from ..roles import Standing
+from ..shares import Shares
 from ..wire.frames import MAX_TENSORS, WireTensor
 from . import oip
 from .callers import Callers
@@ -98,7 +99,7 @@ class Calls:
         self._service = service
         self._callers = callers
         self._shared = shared
-        self._watchers = 0
+        self._watchers = Shares(MAX_WATCHERS, "watches of the health")
         self._by_address: Counter[str] = Counter()
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
@@ -183,7 +184,7 @@ class Calls:
         Raises:
             QueueFull: its address has half of them.
         """
-        address = str(context.peer()).rpartition(":")[0].partition(":")[2]  # of ipv4:ADDRESS:PORT
+        address = _address(context)
         if self._by_address[address] >= CALLS_PER_ADDRESS:
             raise QueueFull(
                 f"more than {CALLS_PER_ADDRESS} calls of this address", hint="send again"
@@ -246,26 +247,21 @@ class Calls:
     async def _watch(
         self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[Any]:
-        if self._watchers >= MAX_WATCHERS:
-            await _abort(context, QueueFull("too many watch the health", hint="ask Check"))
-            return
-        self._watchers += 1
         try:
-            request = _read(HEALTH["HealthCheckRequest"], await _only(requests))
-            if request.service not in ("", SERVICE):
-                yield HEALTH["HealthCheckResponse"](status=STATUSES["SERVICE_UNKNOWN"])
-                return
-            told = None
-            while True:
-                found = await self._status()
-                if found != told:
-                    told = found
-                    yield found
-                await asyncio.sleep(WATCH_EVERY_S)
+            with self._watchers.holding(_address(context), 1):
+                request = _read(HEALTH["HealthCheckRequest"], await _only(requests))
+                if request.service not in ("", SERVICE):
+                    yield HEALTH["HealthCheckResponse"](status=STATUSES["SERVICE_UNKNOWN"])
+                    return
+                told = None
+                while True:
+                    found = await self._status()
+                    if found != told:
+                        told = found
+                        yield found
+                    await asyncio.sleep(WATCH_EVERY_S)
         except PipeSwitchError as error:
             await _abort(context, error)
-        finally:
-            self._watchers -= 1
 
     async def _reflect(
         self, message: Any, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
@@ -333,6 +329,10 @@ class Calls:
                         yield _to_bytes(failed)
         except PipeSwitchError as error:
             await _abort(context, error)
+
+
+def _address(context: grpc.aio.ServicerContext) -> str:
+    return str(context.peer()).rpartition(":")[0].partition(":")[2]  # of ipv4:ADDRESS:PORT
 
 
 async def _abort(context: grpc.aio.ServicerContext, error: PipeSwitchError) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..errors import QueueFull
 from ..ipc.messages import Epoch
+from ..shares import left
 from .core import Core
 from .events import KillBuild, StartBuild
 from .machine import Machine
@@ -32,12 +33,13 @@ class BuildQueue:
 
     def refusal(self, client: str) -> QueueFull | None:
         """Why a registration of this client may not wait too."""
-        limit = self._core.settings.max_waiting_builds
-        if client and sum(one.client == client for one in self._waiting) >= limit:
-            return QueueFull(f"{limit} registrations of this client wait")
-        limit = self._core.settings.max_waiting_builds_in_all
-        if client and len(self._waiting) >= limit:
-            return QueueFull(f"{limit} registrations wait")
+        size, held = self._core.settings.max_waiting_builds, len(self._waiting)
+        own = sum(one.client == client for one in self._waiting)
+        if client and not left(size, held, own):
+            return QueueFull(
+                f"{own} registrations of this client wait, of {held} in all",
+                hint="wait for them, then register again",
+            )
         return None
 
     def put(self, one: Registration) -> None:

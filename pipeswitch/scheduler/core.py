@@ -30,8 +30,7 @@ class SchedulerSettings:
     max_queue_per_model: int = 256
     max_builds: int = 1  # at once, one for each client
     max_models_per_client: int = 1000
-    max_waiting_builds: int = 256  # of one client
-    max_waiting_builds_in_all: int = 1024  # clients without a key are as many as they connect
+    max_waiting_builds: int = 1024  # a client's share of them: shares.py
     training_cycle_ms: float = 1000.0  # round robin among several jobs
     commit_every_ms: float = 5000.0
     stop_grace_ms: float = 30000.0  # a stop inside optimizer.step() may take this long

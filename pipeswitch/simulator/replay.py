@@ -232,7 +232,7 @@ class _Replay(World):
             store_bytes=sum(aligned(m.size_bytes, REGION_ALIGN_BYTES) for m in models) * 2
             + sum(commits),
             words=words, max_queue=ENDLESS, max_queue_per_model=ENDLESS,
-            max_waiting_builds=len(models), max_waiting_builds_in_all=len(models),
+            max_waiting_builds=4 * len(models) + 4,
             admission=setting.admission, look_ahead=setting.look_ahead, training=setting.training,
         )  # fmt: skip
         super().__init__(

@@ -79,7 +79,7 @@ def test_the_kernel_counts_what_a_connection_sent(rig: Rig) -> None:
 
 def test_what_comes_out_as_messages_is_not_held(rig: Rig) -> None:
     pair = rig.connect()
-    rig.connections.greeted(pair[1].fileno())
+    rig.connections.greeted(pair[1].fileno(), "anyone")
     for _ in range(40):
         rig.send(pair, wire_bytes([bytes(100_000)], False))
         assert rig.connections.took(pair[1].fileno(), [bytes(100_000)], 1.0)
@@ -100,7 +100,7 @@ def test_a_peer_without_a_session_may_have_little_held(rig: Rig) -> None:
 def test_a_session_may_have_its_budget_held_and_no_more(rig: Rig) -> None:
     pairs = [rig.connect(), rig.connect()]
     for pair, size in zip(pairs, (1 << 19, (1 << 20) + (1 << 16)), strict=True):
-        rig.connections.greeted(pair[1].fileno())
+        rig.connections.greeted(pair[1].fileno(), "anyone")
         rig.send(pair, size)
     rig.rounds(1.0)
     assert [rig.is_open(pair) for pair in pairs] == [True, False]
@@ -109,7 +109,7 @@ def test_a_session_may_have_its_budget_held_and_no_more(rig: Rig) -> None:
 def test_all_together_may_hold_the_total_and_the_largest_goes_first(rig: Rig) -> None:
     pairs = [rig.connect() for _ in range(3)]
     for pair, size in zip(pairs, (600 << 10, 1000 << 10, 900 << 10), strict=True):
-        rig.connections.greeted(pair[1].fileno())
+        rig.connections.greeted(pair[1].fileno(), "anyone")
         rig.send(pair, size)
     rig.rounds(1.0)
     assert [rig.is_open(pair) for pair in pairs] == [True, False, True]
@@ -117,7 +117,7 @@ def test_all_together_may_hold_the_total_and_the_largest_goes_first(rig: Rig) ->
 
 def test_heartbeats_over_a_long_time_are_not_held_against_a_peer(rig: Rig) -> None:
     pair = rig.connect(0.0)
-    rig.connections.greeted(pair[1].fileno())
+    rig.connections.greeted(pair[1].fileno(), "anyone")
     for _ in range(20):
         rig.send(pair, 100_000)  # a day of pings
     rig.rounds(86_400.0)
@@ -126,7 +126,7 @@ def test_heartbeats_over_a_long_time_are_not_held_against_a_peer(rig: Rig) -> No
 
 def test_a_peer_that_says_no_hello_goes_and_a_subscriber_need_not(rig: Rig) -> None:
     silent, greeted, reader = rig.connect(), rig.connect(), rig.connect(is_subscriber=True)
-    rig.connections.greeted(greeted[1].fileno())
+    rig.connections.greeted(greeted[1].fileno(), "anyone")
     rig.rounds(HELLO_S - 5)
     assert not rig.connections.hung_up
     rig.rounds(HELLO_S + 1)
@@ -144,7 +144,7 @@ def test_a_flood_without_a_session_is_not_listened_to(rig: Rig) -> None:
 def test_over_the_limit_the_one_that_waits_longest_to_say_hello_goes(rig: Rig) -> None:
     good = [rig.connect() for _ in range(7)]
     for pair in good:
-        rig.connections.greeted(pair[1].fileno())
+        rig.connections.greeted(pair[1].fileno(), "anyone")
     idle = rig.connect()
     late = rig.connect()
     assert not rig.is_open(idle)
@@ -152,13 +152,30 @@ def test_over_the_limit_the_one_that_waits_longest_to_say_hello_goes(rig: Rig) -
     assert all(rig.is_open(pair) for pair in good)
 
 
-def test_over_the_limit_of_sessions_the_newest_goes(rig: Rig) -> None:
-    good = [rig.connect() for _ in range(8)]
-    for pair in good:
-        rig.connections.greeted(pair[1].fileno())
+def test_over_the_limit_of_sessions_the_newest_goes_of_whom_has_most(rig: Rig) -> None:
+    pairs = [rig.connect() for _ in range(8)]
+    for number, pair in enumerate(pairs):
+        rig.connections.greeted(pair[1].fileno(), "modest" if number == 7 else "greedy")
     late = rig.connect()
-    assert not rig.is_open(late)
-    assert all(rig.is_open(pair) for pair in good)
+    assert rig.is_open(late)  # whose it is is not known yet
+    rig.connections.greeted(late[1].fileno(), "modest")
+    assert [rig.is_open(pair) for pair in pairs] == [True] * 6 + [False, True]
+    for _ in range(3):
+        again = rig.connect()
+        rig.connections.greeted(again[1].fileno(), "greedy")
+        assert not rig.is_open(again)
+    assert rig.is_open(late)
+
+
+def test_the_largest_goes_of_whom_holds_most(rig: Rig) -> None:
+    pairs = [rig.connect() for _ in range(4)]
+    sizes = (900 << 10, 600 << 10, 600 << 10, 400 << 10)
+    for pair, size, who in zip(pairs, sizes, ("modest", *["greedy"] * 3), strict=True):
+        rig.connections.greeted(pair[1].fileno(), who)
+        rig.send(pair, size)
+    rig.rounds(1.0)
+    assert rig.is_open(pairs[0])
+    assert sum(map(rig.is_open, pairs)) == 3
 
 
 def test_a_number_that_means_something_else_now_is_left_alone(rig: Rig) -> None:

@@ -30,6 +30,7 @@ from pipeswitch.gateway.protos import DATA_TYPES, HEALTH, INFERENCE, POOL, REFLE
 from pipeswitch.gateway.reflection import SERVICES, described
 from pipeswitch.gateway.refusals import TooLarge, status_of
 from pipeswitch.gateway.sharing import Shared
+from pipeswitch.shares import ALPHA
 from pipeswitch.wire.frames import MAX_TENSORS
 
 
@@ -232,7 +233,11 @@ class _Details:
 
 def test_who_watches_the_health_without_a_token_takes_no_more_than_a_share_of_the_calls() -> None:
     class Context:
-        aborted: list[str]
+        def __init__(self, address: str) -> None:
+            self.address, self.aborted = address, list[str]()
+
+        def peer(self) -> str:
+            return f"ipv4:{self.address}:4711"
 
         async def abort(self, code: Any, text: str, trailing: Any) -> None:
             self.aborted.append(code.name)
@@ -242,25 +247,23 @@ def test_who_watches_the_health_without_a_token_takes_no_more_than_a_share_of_th
             return True
 
     async def watch_all() -> None:
-        calls, context = (
-            Calls(cast(Any, Service()), cast(Any, None), Shared(1 << 20, 1 << 20)),
-            cast(Any, Context()),
-        )
-        context.aborted = []
+        calls = Calls(cast(Any, Service()), cast(Any, None), Shared(1 << 20, 1 << 20))
+        context, other = Context("10.0.0.1"), Context("10.0.0.2")
 
         async def requests() -> AsyncIterator[bytes]:
             yield HEALTH["HealthCheckRequest"]().SerializeToString()
 
-        def watch() -> Any:
-            return calls._watch(requests(), context)
+        def watch(context: Context) -> Any:
+            return calls._watch(requests(), cast(Any, context))
 
-        readers = [watch() for _ in range(MAX_WATCHERS)]
+        readers = [watch(context) for _ in range(MAX_WATCHERS * ALPHA // (ALPHA + 1))]
         for reader in readers:
             assert (await anext(reader)).status == STATUSES["SERVING"]
-        assert [found async for found in watch()] == []
+        assert [found async for found in watch(context)] == []
         assert context.aborted == ["RESOURCE_EXHAUSTED"]
         await readers[0].aclose()
-        assert (await anext(watch())).status == STATUSES["SERVING"]
+        assert (await anext(watch(context))).status == STATUSES["SERVING"]
+        assert (await anext(watch(other))).status == STATUSES["SERVING"]
 
     assert MAX_WATCHERS < MAX_CALLS / 2
     asyncio.run(watch_all())

@@ -1532,12 +1532,13 @@ def test_clients_take_turns_at_builds(rig: Rig) -> None:
     assert order == ["friend", "enemy-1", "enemy-2"]
 
 
-def test_so_many_builds_of_one_client_wait_and_no_more(fleet_model: ModuleType) -> None:
-    rig = Rig(fleet_model, max_waiting_builds=2)
-    for number in range(3):  # one of them runs
+def test_a_clients_builds_that_wait_leave_others_their_share(fleet_model: ModuleType) -> None:
+    rig = Rig(fleet_model, max_waiting_builds=8)
+    for number in range(7):  # one of them runs
         assert rig.ask_register(f"enemy-{number}", client="enemy") not in rig.answers
-    assert isinstance(rig.error(rig.ask_register("enemy-3", client="enemy")), QueueFull)
+    assert isinstance(rig.error(rig.ask_register("enemy-7", client="enemy")), QueueFull)
     assert rig.ask_register("friend", client="friend") not in rig.answers
+    assert rig.ask_register("owners") not in rig.answers
 
 
 def test_a_client_has_so_many_models_and_no_more_and_the_owner_any(
@@ -1555,16 +1556,6 @@ def test_a_client_has_so_many_models_and_no_more_and_the_owner_any(
     assert rig.error(rig.ask_register("enemy.1", client="enemy")) is None  # it has that one
     rig.ask(ev.UnregisterAsked, model="enemy.0", tenant="enemy")
     assert rig.ask_register("enemy.2", client="enemy") not in rig.answers
-
-
-def test_so_many_builds_of_all_clients_wait_and_the_owners_are_not_among_them(
-    fleet_model: ModuleType,
-) -> None:
-    rig = Rig(fleet_model, max_waiting_builds_in_all=2)
-    for number in range(3):  # one of them runs
-        assert rig.ask_register(f"m-{number}", client=f"session {number}") not in rig.answers
-    assert isinstance(rig.error(rig.ask_register("m-3", client="session 3")), QueueFull)
-    assert rig.ask_register("owners") not in rig.answers
 
 
 def test_a_build_that_took_too_long_is_refused_in_words(rig: Rig) -> None:
