@@ -14,6 +14,8 @@ import struct
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from ..ipc.sparse import open_plain
+
 SUFFIX: Final = ".progress"
 _LIFE: Final = struct.Struct("<qqqq")
 _STEP_AT: Final = 3  # its word in the file
@@ -61,7 +63,8 @@ class Progress:
 def read_life(path: Path) -> Life:
     """What a job's process left; of one that never ran the beginning of a life."""
     try:
-        restarts_and_more = _LIFE.unpack(path.read_bytes())
+        with open(path, "rb", opener=open_plain) as file:
+            restarts_and_more = _LIFE.unpack(file.read(_LIFE.size))
     except (OSError, struct.error):
         return Life()
     is_running, *counts = restarts_and_more

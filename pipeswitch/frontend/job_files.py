@@ -9,7 +9,7 @@ from typing import Any, Final
 from ..commits.files import read_record
 from ..errors import ModelNotFound
 from ..ipc.messages import JobName
-from ..ipc.sparse import kept_from
+from ..ipc.sparse import kept_from, open_plain
 
 CHUNK_BYTES: Final = 256 << 10  # small enough to be read between two messages
 TEXTS: Final = {"logs": "log", "history": "history"}
@@ -36,7 +36,7 @@ def read_piece(state: Path, name: JobName, kind: str, offset_bytes: int) -> dict
         path = state / "commits" / name / record.image
         more = {"digest": record.sha256}
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=open_plain) as file:
             end_bytes = os.fstat(file.fileno()).st_size
             begin_bytes = min(offset_bytes, end_bytes)
             kept_bytes = kept_from(file.fileno(), begin_bytes) if kind == "logs" else begin_bytes
@@ -45,7 +45,7 @@ def read_piece(state: Path, name: JobName, kind: str, offset_bytes: int) -> dict
             if is_cut:
                 begin_bytes = kept_bytes + len(file.readline(CHUNK_BYTES))  # the rest of a line
             data = file.read(CHUNK_BYTES)
-    except FileNotFoundError:
+    except OSError:
         raise _nothing(kind, name) from None
     if kind == "state":
         size_bytes = len(data)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import stat
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -56,6 +57,19 @@ def keep_newest(path: str, size_bytes: int) -> None:
         give_back(descriptor, 0, (facts.st_size - size_bytes) // GRAIN_BYTES * GRAIN_BYTES)
     finally:
         os.close(descriptor)
+
+
+def open_plain(path: str, _: int) -> int:
+    """An ``opener`` for what a script may have replaced: a pipe would stop whoever opens it.
+
+    Raises:
+        OSError: there is no such file, or it is no plain one.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise FileNotFoundError(path)
+    return descriptor
 
 
 def kept_from(descriptor: int, position: int) -> int:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeswitch.commits.progress import Life, read_life
+from pipeswitch.errors import ModelNotFound
 from pipeswitch.frontend.job_files import CHUNK_BYTES, CUT, read_piece, whole_characters
 from pipeswitch.ipc.messages import JobName
 from pipeswitch.ipc.sparse import held_bytes, keep_newest
@@ -61,3 +65,14 @@ def test_of_a_long_log_the_newest_stays_and_who_follows_goes_on(tmp_path: Path) 
     assert [int(line.split()[1]) for line in lines] == list(range(first, 20_000))
     assert sum(map(len, lines)) >= kept_bytes // 2
     assert path.stat().st_size == written
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "folder"])
+def test_what_a_script_puts_in_place_of_its_log_is_not_read(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    path, secret = tmp_path / "logs" / "job-j.log", tmp_path / "secret"
+    secret.write_text("not yours")
+    {"fifo": os.mkfifo, "link": lambda at: at.symlink_to(secret), "folder": Path.mkdir}[kind](path)
+    with pytest.raises(ModelNotFound):  # at once: the server would wait for a writer
+        read_piece(tmp_path, JobName("j"), "logs", 0)
+    assert read_life(path) == Life()
