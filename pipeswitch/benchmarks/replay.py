@@ -6,11 +6,16 @@ open loop). Each policy has a server of its own; all of them
 are up, one is asked at a time. Then the simulator replays the very instants at which the requests
 were sent, with the models' measured profiles, and the decisions of both are compared. The picture
 is each policy's 99th percentile over the median of a model that is ready.
+
+Before, and in the simulator alone: six traces that ask for too much of the device, the link or
+both, ``edf`` with admission beside a plain greedy server, exact times in both.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import random
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +38,7 @@ from ..planning.fit import quantile
 from ..planning.profile import Profile
 from ..simulator.arrivals import Arrival, of_functions, poisson
 from ..simulator.costs import Costs, Link
+from ..simulator.reference import greedy
 from ..simulator.replay import (
     Outcome,
     PaperModel,
@@ -65,6 +71,14 @@ ROUNDS: Final = 3
 SLO_MS: Final = 100.0  # beyond a request's computing
 READY_REQUESTS: Final = 50  # one after the other, of one model
 MAKESPAN_WITHIN: Final = 0.10
+PAPER_MODELS: Final = 40
+PAPER_REQUESTS: Final = 1800
+PAPER_MIB, PAPER_MS, PAPER_SIGMA, PAPER_GROUPS = 200.0, 14.0, 0.6, 5  # lognormal
+TRACES: Final = {  # computing time over time, memory over all models, bytes per millisecond
+    "device 1.2": (1.2, 0.25, 12.6e6), "device 1.5": (1.5, 0.4, 12.6e6),
+    "device 2.0": (2.0, 0.5, 50e6), "link": (0.8, 0.15, 6e6),
+    "memory": (1.0, 0.12, 12.6e6), "both": (0.9, 0.15, 12.6e6),
+}  # fmt: skip
 APART: Final = 0.02  # shares in time that are nearer each other are taken for equal
 
 
@@ -86,6 +100,11 @@ class Live:
 def run(bench: Run, _: Sequence[str] = ()) -> None:
     """Start a server for each policy, profile the models, then replay in turns."""
     count = QUICK_REQUESTS if bench.is_quick else REQUESTS
+    for name in list(TRACES)[: 1 if bench.is_quick else None]:
+        bench.say(f"{name}: a greedy server beside the simulated one")
+        ours, theirs = beside_greedy(name, bench.seed, PAPER_REQUESTS)
+        bench.find(f"{name}: in time / a greedy server's", ours[0] / theirs[0])
+        bench.find(f"{name}: computed in time / a greedy server's", ours[1] / theirs[1])
     inputs = {"x": np.full((BATCH, WIDTH), 0.01, np.float32)}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="pipeswitch-bench-")))
@@ -127,6 +146,40 @@ def run(bench: Run, _: Sequence[str] = ()) -> None:
             arms = [Arm(policy, partial(trial, asked, policy)) for policy in POLICIES]
             bench.trial_loop(case, arms, bench.rounds(ROUNDS, 1), warmup=0)
             _find(bench, case)
+
+
+def beside_greedy(
+    name: str, seed: int, count: int
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Of one of ``TRACES``, ours and a greedy server's: the share in time, and its computing."""
+    load, memory, rate = TRACES[name]
+    draw = random.Random(f"{seed} {name}")
+    models = []
+    for number in range(PAPER_MODELS):
+        size = draw.lognormvariate(math.log(PAPER_MIB * MIB), PAPER_SIGMA) / PAPER_GROUPS
+        ms = draw.lognormvariate(math.log(PAPER_MS), PAPER_SIGMA) / PAPER_GROUPS
+        models.append(
+            PaperModel(
+                name=_name(number),
+                layer_bytes=(int(size),) * PAPER_GROUPS,
+                layer_ms=(ms,) * PAPER_GROUPS,
+                plan=tuple(range(PAPER_GROUPS)),
+            )
+        )
+    weights = [1 / (1 + number) for number in range(PAPER_MODELS)]
+    mean_ms = sum(w * m.compute_ms for w, m in zip(weights, models, strict=True)) / sum(weights)
+    asked, at_ms = [], 0.0
+    for _ in range(count):
+        at_ms += draw.expovariate(load / mean_ms)
+        asked.append(Arrival(at_ms, draw.choices(range(PAPER_MODELS), weights)[0]))
+    sizes = [model.size_bytes for model in models]
+    setting = Setting(
+        memory_bytes=max(int(memory * sum(sizes)), 2 * max(sizes)),
+        costs=Costs(to_device=Link(bytes_per_ms=rate, fixed_ms=0.01)), policy="edf",
+        slo_ms=SLO_MS, has_deadlines=True, admission="deadline", is_known=True,
+    )  # fmt: skip
+    ours = replay(setting, models, asked)
+    return (ours.share_in_slo, ours.busy_ms), greedy(setting, models, asked)
 
 
 def recorded(models: Sequence[PaperModel], count: int) -> tuple[Arrival, ...]:

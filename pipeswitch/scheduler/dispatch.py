@@ -15,7 +15,7 @@ from .endings import quarantined
 from .events import ToWorker
 from .forecast import is_hopeless, note_end, too_late
 from .policies import Waiting
-from .records import NO_EPOCH, Activation, Replica, Request, Worker
+from .records import NO_EPOCH, NO_NAME, Activation, Replica, Request, Worker
 from .residency import Residents
 from .states import ModelState, Residency, TaskEvent, WorkerEvent, WorkerState
 from .training import Training
@@ -62,14 +62,14 @@ class Dispatch:
         """Dispatch what can be dispatched. Outcomes:
 
         1. A task waits for its turn already, or nothing is queued: nothing to do.
-        2. The best request's model is on the device, or a place for it is free or can be freed:
-           transmit and activate in the same breath; training is told to stop.
+        2. The best request's model is on the device, or the link and a place for it are free or can
+           be freed: transmit and activate in the same breath; training is told to stop.
         3. Its place is taken by a training slice: that job is evicted; the request waits. So it
            does for a range that is being zeroed, or a copy that was cancelled.
-        4. Its place is taken by models that must stay: it waits.
-        5. While one waits for memory, the next best is tried if the policy lets it overtake: a
-           lower priority never runs in front of a higher one, and no request is overtaken
-           for ever. It looks past ``MOST_BLOCKED`` models, not through the whole queue.
+        4. Its place is taken by models that must stay, or the link by another's copy: it waits.
+        5. While one waits for memory or the link, the next best is tried if the policy lets it
+           overtake: a lower priority never runs in front of a higher one, and no request is
+           overtaken for ever. It looks past ``MOST_BLOCKED`` models, not through the whole queue.
         6. It waits for others to be joined with: meanwhile the next best ones run.
         7. Its caller had a long run, or has one under way and another may ask first (``Accounts``).
         """
@@ -183,9 +183,11 @@ class Dispatch:
             return True
         if replica.residency.state is Residency.ABANDONED:
             return False  # its region is in the way of itself until the copy has ended
+        self._residents.cancel_prefetches()
+        if self._is_link_busy():
+            return False  # 4. Behind another's copy a more urgent one could not overtake it.
         window = arena.find_place(replica, for_request=True)
         if window is None:
-            self._residents.cancel_prefetches()
             return False  # 4.
         obstacles = arena.obstacles(window)
         for region in obstacles:
@@ -193,10 +195,15 @@ class Dispatch:
                 self._training.evict(JobName(region.owner.name), f"memory for {replica.name}")  # 3.
         if obstacles:
             return False
-        self._residents.cancel_prefetches()
         self._residents.transmit(replica, window, f"request {request.request_id}")
         self.activate(request, replica, is_sent=True)
         return True
+
+    def _is_link_busy(self) -> bool:
+        """With a copy for a request; a trial's is in no way, nor one that is cancelled."""
+        device, current = self._device, self._device.current
+        tried = current.model if current is not None and current.is_trial else NO_NAME
+        return any(device.replicas[name].is_on_device for name in device.sending if name != tried)
 
     def _pick_worker(self, replica: Replica) -> Worker:
         """A free worker: one that knows the model, then one that is just learning it, then one

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from statistics import fmean
 from typing import Final
 
@@ -58,6 +59,11 @@ class PaperModel:
     def compute_ms(self) -> float:
         return sum(self.layer_ms)
 
+    def load_ms(self, link: Link) -> float:
+        """Of its copy, group after group."""
+        begins = [*self.plan, len(self.layer_bytes)]
+        return sum(link.copy_ms(sum(self.layer_bytes[a:b])) for a, b in pairwise(begins))
+
     def program(self) -> Program:
         """As the simulated world takes it; sizes go up to whole tensors."""
         sizes = tuple(aligned(size, ALIGNMENT_BYTES) for size in self.layer_bytes)
@@ -100,6 +106,7 @@ class Setting:
         slo_ms: how long a request may take beyond its own computing.
         has_deadlines: whether requests carry that as their deadline; without, a late one is
             computed all the same.
+        is_known: what each model takes is known before it was measured.
     """
 
     memory_bytes: int
@@ -112,6 +119,7 @@ class Setting:
     admission: str = "off"
     look_ahead: bool = True
     training: str = "rotate"
+    is_known: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,6 +251,11 @@ class _Replay(World):
         for model in models:
             self.clients.register(ModelName(model.name), model.program())
         self.run()
+        if setting.is_known:
+            predictions = self.scheduler.machine.devices[0].state.predictions
+            for model in models:
+                predictions.computed(model.name, 1, model.compute_ms, self.now_ms)
+                predictions.sent(model.name, model.load_ms(setting.costs.to_device), self.now_ms)
 
     def replay(self, arrivals: Sequence[Arrival]) -> Outcome:
         begin_ms = self._begin_ms = self.now_ms

@@ -6,6 +6,7 @@ of them goes next, so both sides must serve them in the same order and with the 
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from process_tools import checked_server, finish, mlp, until, write_script
 
+from pipeswitch.client import Client
 from pipeswitch.simulator.arrivals import Arrival
 from pipeswitch.simulator.costs import Costs, Link
 from pipeswitch.simulator.replay import PaperModel, Setting, replay
@@ -21,6 +23,7 @@ from pipeswitch.simulator.training import PaperJob
 WIDTH, DEPTH = 512, 5  # 5 MiB of weights and some: regions of 6 MiB
 MIB = 1 << 20
 ORDER = ["long", "a", "b", "a", "c", "b", "a", "c", "c", "a", "b"]
+APART = 3  # so many come one after the other, the rest at once
 STEPS, STEP_MS = 24, 50.0  # of a job: more than its first cycle of a second
 WIDTHS = {"large": 1024, "small": 64}  # the large one comes first
 TRAINS = """
@@ -45,7 +48,7 @@ DEADLINES_MS = {3: 40e3, 5: 20e3, 8: 10e3, 9: 30e3}  # by number; the others hav
 
 
 class Long(torch.nn.Module):
-    """Computes for most of a second with one small weight."""
+    """Computes for a second with one small weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,14 +56,26 @@ class Long(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.repeat(2048, 1)  # here: a large input would come after the small ones
-        for _ in range(20):
+        for _ in range(40):
             x = self.linear(x)
         return x[:1]
 
 
+class Slow(torch.nn.Module):
+    """Computes for longer than its copy takes: who is there in time is no matter of instants."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.net = mlp(WIDTH, DEPTH, seed)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.net(x.repeat(2048, 1))[:1]
+        return found
+
+
 def models() -> dict[str, tuple[torch.nn.Module, torch.Tensor]]:
     found: dict[str, tuple[torch.nn.Module, torch.Tensor]] = {
-        name: (mlp(WIDTH, DEPTH, seed), torch.zeros(1, WIDTH)) for seed, name in enumerate("abc")
+        name: (Slow(seed), torch.zeros(1, WIDTH)) for seed, name in enumerate("abc")
     }
     return found | {"long": (Long(), torch.zeros(1, WIDTH))}
 
@@ -117,30 +132,42 @@ def _live(policy: str, state: Path) -> tuple[tuple[int, ...], int]:
         until(lambda: {row["state"] for row in client.models()} == {"ready"}, "all are stored")
         # A worker that loads a program takes no request meanwhile: all have loaded all.
         until(lambda: not any(row["why"].startswith("preparing") for row in client.ps()), "standby")
+        client.infer("long", inputs["long"])  # else its copy decides who is there when it is over
         before = client.stats()["switches"]
-        futures = [
-            client.submit(name, inputs[name], deadline_ms=DEADLINES_MS.get(number))
-            for number, name in enumerate(ORDER)
-        ]
+        futures = []
+        for number, name in enumerate(ORDER):
+            deadline_ms = DEADLINES_MS.get(number)
+            futures.append(client.submit(name, inputs[name], deadline_ms=deadline_ms))
+            if number < APART:  # the others' order decides nothing then: there is no more room
+                until(lambda: _is_on_the_device(client, ORDER[: len(futures)]), "it is there")
         timings: list[Any] = [future.result(60.0).timing for future in futures]
         assert timings[0].compute_ms > 50.0  # or what came meanwhile may have come later
         order = sorted(range(len(ORDER)), key=lambda number: timings[number].epoch)
         return tuple(order), client.stats()["switches"] - before
 
 
+def _is_on_the_device(client: Client, names: list[str]) -> bool:
+    where = {row["name"]: row["residency"] for row in client.models()}
+    return client.stats()["inference"]["in_flight"] == len(names) and all(
+        where[name] == "resident" for name in names
+    )
+
+
 def _simulated(policy: str) -> Any:
     names = list(dict.fromkeys(ORDER))
     paper = [
         PaperModel(name=name, layer_bytes=(MIB if name == "long" else 5 * MIB + 4096,),
-                   layer_ms=(500.0 if name == "long" else 1.0,), plan=(0,))
+                   layer_ms=(500.0 if name == "long" else 50.0,), plan=(0,))
         for name in names
     ]  # fmt: skip
-    arrivals = [
-        Arrival(0.01 * number, names.index(name), DEADLINES_MS.get(number))
-        for number, name in enumerate(ORDER)
-    ]
+    arrivals = [Arrival(0.0, names.index("long"))]
+    for number, name in enumerate(ORDER):
+        time_ms = 1e3 + 10.0 * min(number, APART) + 0.01 * number
+        arrivals.append(Arrival(time_ms, names.index(name), DEADLINES_MS.get(number)))
     setting = Setting(
         memory_bytes=14 * MIB, costs=Costs(to_device=Link(bytes_per_ms=float(5 * MIB))),
         policy=policy, max_wait_ms=60e3,
     )  # fmt: skip
-    return replay(setting, paper, arrivals)
+    outcome = replay(setting, paper, arrivals)
+    order = tuple(number - 1 for number in outcome.order if number)
+    return dataclasses.replace(outcome, order=order, switches=outcome.switches - 1)

@@ -101,5 +101,5 @@ def test_one_copy_at_a_time_is_sent_ahead() -> None:
         server.ask(name)
     server.run()
     assert [(at - began_ms, name) for at, name in server.sent] == [
-        (0.0, "long"), (0.0, "short"), (2 * COPY_MS, "next"), (3 * COPY_MS, "other"),
+        (n * COPY_MS, name) for n, name in enumerate(("long", "short", "next", "other"))
     ]  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from pipeswitch.benchmarks.replay import beside_greedy
 from pipeswitch.cli.main import main
 from pipeswitch.scheduler.events import Span
 from pipeswitch.simulator import arrivals, thesis
@@ -343,3 +344,11 @@ def test_the_gaps_are_those_of_the_best_order(monkeypatch: pytest.MonkeyPatch) -
     assert len(found) == len(thesis.CASES) * 6
     assert all(gap.mean >= -1e-9 and math.isclose(gap.mean, gap.worst) for gap in found)
     assert all(abs(g.mean) < 1e-9 for g in found if g.case == "unlimited" and g.rule == "johnson")
+
+
+@pytest.mark.parametrize("name", ["link", "both"])
+def test_beside_a_greedy_server_that_accepts_everything(name: str) -> None:
+    """When copies were queued one behind the other these were 0.92 and 0.98 of its requests."""
+    (share, work_ms), (greedy_share, greedy_ms) = beside_greedy(name, seed=0, count=1800)
+    assert share > 0.95 * greedy_share
+    assert work_ms > 0.99 * greedy_ms

@@ -489,6 +489,8 @@ def test_the_next_request_is_sent_while_the_first_computes(rig: Rig) -> None:
     rig.register("b")
     rig.infer("a")
     rig.infer("b")
+    assert not rig.sent(TransmitModel), "behind a's copy no other could overtake it"
+    rig.arrived("a")
     assert rig.sent(TransmitModel)
     assert rig.sent(RunInference)
     assert not rig.commands(ev.RaiseTurn)
@@ -499,6 +501,7 @@ def test_the_next_request_is_sent_while_the_first_computes(rig: Rig) -> None:
 def test_requests_for_the_computing_model_run_back_to_back(rig: Rig) -> None:
     rig.register("a")
     rig.register("b")
+    rig.make_resident("a", "b")
     rig.infer("a")
     rig.infer("b")
     rig.infer("b")
@@ -514,8 +517,10 @@ def test_a_higher_priority_runs_first(rig: Rig) -> None:
     rig.infer("b")
     rig.infer("c", priority=2)
     rig.infer("d", priority=0)
+    rig.arrived("a")
+    rig.arrived("d")
     rig.done()
-    assert rig.state.upcoming.model == "d"
+    assert rig.state.current.model == "d"
 
 
 def test_low_priority_requests_do_not_protect_their_model_from_a_high_one(
@@ -552,11 +557,11 @@ def test_small_models_overtake_a_large_one_only_until_it_has_waited_too_long(rig
     rig.register("other", 5)
     rig.register("big", 60)
     rig.infer("small")
+    rig.arrived("small")
     rig.infer("big")
     rig.infer("other")
     assert rig.state.upcoming.model == "other"
     rig.now_ms = 2000.0
-    rig.arrived("small")
     rig.done()
     rig.infer("small")
     assert rig.state.upcoming is None
@@ -707,6 +712,7 @@ def test_a_caller_whose_models_go_on_killing_workers_has_no_turn_for_a_while(
     for name in "abc":
         rig.register(name, 1)
         token = rig.infer(name, caller=caller)
+        rig.arrived(name)
         while token not in rig.answers:
             if rig.state.current is None:
                 until_ms = rig.state.accounts.of(caller).barred_until_ms
@@ -1014,6 +1020,7 @@ def test_a_cancelled_hint_is_not_used_before_its_copy_has_ended(rig: Rig) -> Non
     rig.infer("a")
     assert not rig.sent(RunInference), "nobody knows yet whether its groups will arrive"
     rig.arrived("a", is_complete=False)
+    rig.arrived("b")
     assert rig.sent(TransmitModel)
     assert rig.sent(RunInference)
 
