@@ -287,12 +287,18 @@ class Connection(asyncio.BufferedProtocol):
 
     # ---- asyncio's side ------------------------------------------------------------------------
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+    def enter(self, transport: asyncio.BaseTransport) -> bool:
+        """Whether there is room for this peer."""
         self._transport = transport
-        self._transport.set_write_buffer_limits(high=UNREAD_BYTES)
         address = transport.get_extra_info("peername")
         self.peer = str(address[0]) if isinstance(address, tuple) else ""
-        if not self._server.enter(self):
+        return self._server.enter(self)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        is_in = self in self._server.connections or self.enter(transport)  # TLS has let it in
+        self._transport = transport
+        self._transport.set_write_buffer_limits(high=UNREAD_BYTES)
+        if not is_in:
             self._transport.write(_bytes_of(_crowded(), is_kept=False))
             self._is_ending = True
             self._transport.close()

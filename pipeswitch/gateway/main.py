@@ -16,9 +16,9 @@ import os
 import resource
 import signal
 import socket
-import ssl
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -112,9 +112,12 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
             stack.callback(loop.create_task(_follow(Path(settings.tokens), callers)).cancel)
         if settings.http:
             listening = socket.socket(fileno=descriptors[1])
-            server = await loop.create_server(
-                http, sock=listening, ssl=_tls(settings), backlog=ACCEPTS
-            )
+            protocol: Callable[[], asyncio.BaseProtocol] = http
+            if settings.tls_cert:
+                from .tls import Secured, context_of
+
+                protocol = partial(Secured, http, context_of(settings.tls_cert, settings.tls_key))
+            server = await loop.create_server(protocol, sock=listening, backlog=ACCEPTS)
             listening.listen(BACKLOG)
             watch = loop.create_task(http.watch())
             stack.callback(watch.cancel)
@@ -159,15 +162,6 @@ async def _follow(path: Path, callers: Callers) -> None:
             except ConfigError as error:
                 log.error("tokens=unchanged: %s", error)
         await asyncio.sleep(TOKENS_EVERY_S)
-
-
-def _tls(settings: GatewaySettings) -> ssl.SSLContext | None:
-    if not settings.tls_cert:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.load_cert_chain(settings.tls_cert, settings.tls_key)
-    return context
 
 
 def _refuse_huge_pages() -> None:
