@@ -64,18 +64,18 @@ class Long(torch.nn.Module):
 class Slow(torch.nn.Module):
     """Computes for longer than its copy takes: who is there in time is no matter of instants."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, number: int) -> None:
         super().__init__()
-        self.net = mlp(WIDTH, DEPTH, seed)
+        self.net, self.rows = mlp(WIDTH, DEPTH, number), 1024 << number
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.net(x.repeat(2048, 1))[:1]
+        found: torch.Tensor = self.net(x.repeat(self.rows, 1))[:1]
         return found
 
 
 def models() -> dict[str, tuple[torch.nn.Module, torch.Tensor]]:
     found: dict[str, tuple[torch.nn.Module, torch.Tensor]] = {
-        name: (Slow(seed), torch.zeros(1, WIDTH)) for seed, name in enumerate("abc")
+        name: (Slow(number), torch.zeros(1, WIDTH)) for number, name in enumerate("abc")
     }
     return found | {"long": (Long(), torch.zeros(1, WIDTH))}
 
@@ -86,7 +86,7 @@ def state(tmp_path: Path) -> Path:
     return tmp_path / "state"
 
 
-@pytest.mark.parametrize("policy", ["priority", "fifo", "edf", "collate"])
+@pytest.mark.parametrize("policy", ["priority", "fifo", "edf", "sjf", "alternating", "collate"])
 def test_the_live_server_decides_as_the_simulator_does(policy: str, state: Path) -> None:
     live_order, live_switches = _live(policy, state)
     paper = _simulated(policy)
@@ -154,10 +154,10 @@ def _is_on_the_device(client: Client, names: list[str]) -> bool:
 
 
 def _simulated(policy: str) -> Any:
-    names = list(dict.fromkeys(ORDER))
+    names, takes_ms = list(dict.fromkeys(ORDER)), {"long": 500.0, "a": 25.0, "b": 50.0, "c": 100.0}
     paper = [
         PaperModel(name=name, layer_bytes=(MIB if name == "long" else 5 * MIB + 4096,),
-                   layer_ms=(500.0 if name == "long" else 50.0,), plan=(0,))
+                   layer_ms=(takes_ms[name],), plan=(0,))
         for name in names
     ]  # fmt: skip
     arrivals = [Arrival(0.0, names.index("long"))]
