@@ -5,6 +5,7 @@ Both carry the same parts. Owned by who holds the connection's role.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import weakref
@@ -89,8 +90,11 @@ class ZmqLink(Link):
         poller.unregister(self.monitor)
 
     def send(self, parts: Sequence[Any], request_id: str, *, may_share: bool = False) -> None:
+        """Its queue has no limit, so what it does not take finds no connection: libzmq gave the
+        refused one up, and ``news`` says why. A send that waited would wait for ever."""
         is_large = any(len(part) >= ZERO_COPY_BYTES for part in parts[2:])
-        send_frames(self.sock, parts, copy=not is_large)
+        with contextlib.suppress(zmq.Again):
+            send_frames(self.sock, parts, DONTWAIT, copy=not is_large)
 
     def has_arrived(self, ready: Container[Any]) -> bool:
         """Whether ``messages`` has any, by what the poller says."""

@@ -15,6 +15,7 @@ import zmq
 from frontend_rig import DEADLINE_S, FakeScheduler, until
 
 import pipeswitch as ps
+from pipeswitch.client.links import ZmqLink
 from pipeswitch.config import ServerConfig
 from pipeswitch.frontend.listeners import open_listeners
 from pipeswitch.gateway.oip import InferRequest
@@ -172,6 +173,22 @@ def test_an_unknown_key_is_refused_in_words(guarded: Guarded) -> None:
     refused(guarded, "does not admit this client's key", key=str(secret_file))
     with guarded.client() as client:
         assert client.stats()["refused_keys"] >= 1
+
+
+def test_a_refusal_that_comes_before_the_hello_is_one_in_words_too(
+    guarded: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """libzmq gives a refused connection up: from then on the socket takes nothing more."""
+    secret_file, _ = make_pair("stranger", guarded.directory)
+    attach = ZmqLink.attach
+
+    def attach_when_refused(link: ZmqLink, poller: Any) -> None:
+        attach(link, poller)
+        until(lambda: not link.sock.poll(0, zmq.POLLOUT))
+        link.sock.setsockopt(zmq.SNDTIMEO, 1000)  # where a send would block for ever
+
+    monkeypatch.setattr(ZmqLink, "attach", attach_when_refused)
+    refused(guarded, "does not admit this client's key", key=str(secret_file))
 
 
 def test_no_key_is_refused_in_words(guarded: Guarded) -> None:
