@@ -62,7 +62,7 @@ less time than it would have waited for the server."""
 
 
 WAITING: Final = "PIPESWITCH_FORK_SERVER"
-"""In a controller's environment: PID and descriptor of the fork server that a keeper left it."""
+"""In a controller's environment: PID and descriptor of a fork server that is its child already."""
 
 
 def set_process_name(name: str) -> None:
@@ -82,7 +82,7 @@ def without_threads(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class Waiting:
-    """The fork server that a keeper (keeper.py) left this controller as its child, used once."""
+    """The fork server that the tests' keeper left this controller as its child, used once."""
 
     def __init__(self, said: str) -> None:
         self.pid, self._descriptor = map(int, said.split())

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from .client.client import Client
-from .keeper import Keeper, Kept
 from .simulator.contract import check_policy
 
 START_TIMEOUT_S = 60.0
@@ -36,7 +35,7 @@ GATEWAY = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0")
 class RunningServer:
     """A server process and how to reach it."""
 
-    process: subprocess.Popen[str] | Kept
+    process: subprocess.Popen[str]
     ready_line: str
     tcp_address: str
     ipc_address: str
@@ -122,34 +121,9 @@ def server(
             process.stdout.close()
 
 
-@contextlib.contextmanager
-def keep_warm() -> Iterator[None]:
-    """Meanwhile servers are ready in a third of their time: a process (keeper.py) that imported
-    torch once forks for them. For a test session's own conftest.py::
-
-        @pytest.fixture(scope="session", autouse=True)
-        def warm():
-            with pipeswitch.testing.keep_warm():
-                yield
-    """
-    keeper = Keeper()
-    _keepers.append(keeper)
-    try:
-        yield
-    finally:
-        _keepers.remove(keeper)
-        keeper.close()
-
-
-_keepers: list[Keeper] = []
-
-
 def _start(
     command: list[str], folder: str, environment: Mapping[str, str]
-) -> subprocess.Popen[str] | Kept:
-    for keeper in _keepers:
-        if keeper.serves(environment):
-            return keeper.start(command, folder, environment)
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -160,7 +134,7 @@ def _start(
     )
 
 
-def _wait_until_ready(process: subprocess.Popen[str] | Kept, root: Path) -> RunningServer:
+def _wait_until_ready(process: subprocess.Popen[str], root: Path) -> RunningServer:
     """Read the server's lines until it says that it is ready."""
     assert process.stdout is not None
     heard = []
@@ -189,4 +163,4 @@ def _after(words: list[str], scheme: str) -> str:
     return found[0] if found else ""
 
 
-__all__ = ["RunningServer", "check_policy", "keep_warm", "server"]
+__all__ = ["RunningServer", "check_policy", "server"]

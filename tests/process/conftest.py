@@ -1,7 +1,7 @@
 """Fixtures of the tests that start processes.
 
 Tests run in importlib mode, where a test file cannot import its neighbour: the helpers are
-loaded here once, as ``process_tools`` and ``frontend_rig``.
+loaded here once, as ``process_tools``, ``frontend_rig`` and ``keeper``.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pipeswitch.testing import keep_warm
+from pipeswitch import testing
 
-for _name, _file in (("process_tools", "tools.py"), ("frontend_rig", "frontend_rig.py")):
+for _name, _file in (
+    ("process_tools", "tools.py"), ("frontend_rig", "frontend_rig.py"), ("keeper", "keeper.py"),
+):  # fmt: skip
     if _name not in sys.modules:
         _spec = importlib.util.spec_from_file_location(_name, Path(__file__).with_name(_file))
         assert _spec is not None
@@ -41,5 +44,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _warm() -> Iterator[None]:
     """Servers come from one process that imported torch; those with an environment of their own
     start like anyone's."""
-    with keep_warm():
-        yield
+    keeper, start = sys.modules["keeper"].Keeper(), testing._start
+
+    def start_warm(command: list[str], folder: str, environment: Any) -> Any:
+        begins = keeper.start if keeper.serves(environment) else start
+        return begins(command, folder, environment)
+
+    testing._start = start_warm
+    yield
+    testing._start = start
+    keeper.close()

@@ -63,8 +63,7 @@ MAY_IMPORT: Mapping[str, str] = {
     # Its users.
     "client": "commits errors programs programs/build wire",
     "__init__": "client errors job",
-    "keeper": "launch",
-    "testing": "client keeper simulator",
+    "testing": "client simulator",
     "benchmarks": "client devices errors ipc job machine planning programs programs/build "
     "scheduler simulator testing wire",
     "gateway": "client errors frontend ipc programs roles shares units wire",

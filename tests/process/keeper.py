@@ -1,9 +1,9 @@
 """A process that has imported what servers import, so that the next server has it at once.
 
-Most of a server's start is its fork server's ``import torch``. Who starts many servers
-(``pipeswitch.testing.keep_warm``) keeps one such process. For each start it forks twice: a process
-that executes the server's command, a controller like any other, and before that this one's child,
-which waits to become its fork server. A fork server that replaces a dead one imports for itself.
+Most of a server's start is its fork server's ``import torch``, and the tests start hundreds. For
+each start this process forks twice: a process that executes the server's command, a controller like
+any other, and before that this one's child, which waits to become its fork server. A fork server
+that replaces a dead one imports for itself.
 
 What an import reads (``OMP_NUM_THREADS``) is the keeper's: a server comes from it only if its
 environment is the keeper's but for names that begin as in ``READ_LATE``. The folders of its
@@ -25,8 +25,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NoReturn, TextIO
 
-from . import launch
-from .launch import close_others, import_for_children, without_threads
+from pipeswitch import launch
+from pipeswitch.launch import close_others, import_for_children, without_threads
 
 READ_LATE: Final = (
     "PIPESWITCH_", "XDG_RUNTIME_DIR", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TMPDIR",
@@ -121,7 +121,7 @@ class Keeper:
     def _begin(self) -> None:
         descriptor = self._theirs.fileno()
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "pipeswitch.keeper", str(descriptor)],
+            [sys.executable, "-P", __file__, str(descriptor)],
             pass_fds=(descriptor,),
             env=without_threads({**self._environment, ROOM: "." * ROOM_BYTES}),
         )
