@@ -164,8 +164,9 @@ def listening(pids: set[int]) -> set[str]:
     inodes = set()
     for pid in pids:
         for entry in Path("/proc", str(pid), "fd").iterdir():
-            with_type = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(entry))
-            inodes |= {with_type[1]} if with_type else set()
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                with_type = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(entry))
+                inodes |= {with_type[1]} if with_type else set()
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path("/proc/net", table).read_text().splitlines()[1:]:
