@@ -100,8 +100,8 @@ class Arena:
         if kind == "scrub":
             return SOON_FREE  # 3.
         if kind == "slice":
-            job = device.jobs[JobName(name)]
-            if job.slot is None or job.state.state not in COMPUTING:
+            job = device.jobs.get(JobName(name))  # None: it was removed, its process leaves
+            if job is None or job.slot is None or job.state.state not in COMPUTING:
                 return JOB_LEAVES  # 3.
             return (float(region.size_bytes), 0.0, 0.0, 0.0) if for_request else None  # 4.
         model_name = ModelName(name)

@@ -336,9 +336,9 @@ class Training:
     def evict(self, name: JobName, cause: str) -> None:
         """Ask a job on a worker to commit its last step and unwind; not while its process copies
         its state to another device, which it then does there if it is still wanted."""
-        core, job = self._core, self._device.jobs[name]
-        if not job.state.allows(TaskEvent.EVICT_REQUESTED) or job.slot is None:
-            return
+        core, job = self._core, self._device.jobs.get(name)
+        if job is None or not job.state.allows(TaskEvent.EVICT_REQUESTED) or job.slot is None:
+            return  # its process is about to leave
         if job.move.state is MoveState.COPYING:
             return
         job.state.apply(TaskEvent.EVICT_REQUESTED, cause)

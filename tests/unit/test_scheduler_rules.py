@@ -2164,6 +2164,20 @@ def test_only_a_job_that_is_over_is_removed(rig: Rig) -> None:
     assert isinstance(rig.error(rig.job_asked("cifar", "rm")), ModelNotFound)
 
 
+def test_a_removed_jobs_slice_is_in_the_way_until_its_process_is_reaped(rig: Rig) -> None:
+    job = rig.start_training(mib=40)
+    slot = rig.job_ends(job, "failed")
+    assert rig.error(rig.job_asked("cifar", "rm")) is None
+    rig.register("a", 40)
+    token = rig.infer("a")  # looks at what lies in its way
+    assert not rig.sent(TransmitModel)
+    rig.worker_exits(slot, 0)
+    (scrub,) = rig.sent(Scrub)
+    rig.daemon(Scrubbed(epoch=scrub.epoch))
+    assert rig.sent(TransmitModel)
+    assert token not in rig.answers
+
+
 def test_the_next_server_has_the_record_of_an_ended_job(rig: Rig, fleet_model: ModuleType) -> None:
     job = rig.start_training()
     rig.job_ends(job, "failed")
