@@ -37,8 +37,7 @@ from ..wire.frames import (
     decode_reply,
     encode_header,
 )
-from ..wire.local import local_path
-from .links import AnyLink, LocalLink, Watcher
+from .links import AnyLink, StreamLink, Watcher
 
 logger = logging.getLogger(__name__)
 
@@ -95,10 +94,9 @@ class Calls:
         Args:
             timeout_s: how long a server may take to answer the first hello.
             watcher: what tells when there is something to read or write.
-            shared_memory: an ``ipc://`` server is spoken to by its plain socket.
+            shared_memory: with an ``ipc://`` server.
         """
-        path = address.removeprefix("ipc://")
-        self._local = local_path(path) if shared_memory and path != address else None
+        self._may_share = shared_memory and address.startswith("ipc://")
         wait_s = as_wait_s(timeout_s)
         self._timeout_s = MAX_WAIT_S if wait_s is None else wait_s
         self.address = address
@@ -107,6 +105,7 @@ class Calls:
         self._prefix = secrets.token_hex(4)
         self._numbers = itertools.count(1)
         self._link: AnyLink | None = None
+        self._waits_until_s = 0.0  # for a server that is not there; 0: no longer
 
     # ---- what a driver has of its own ----------------------------------------------------------
 
@@ -114,9 +113,13 @@ class Calls:
         """What a caller waits for: a future of whichever kind; cancelled, it calls ``_cancel``."""
         raise NotImplementedError
 
-    def _open_remote(self, hello: dict[str, Any]) -> AnyLink | None:
-        """Where no server listens at the plain socket; None: there is none, calls are failed."""
+    def _absent(self, hello_until_s: float) -> None:
+        """No server listens now; it may be waited for until then."""
         raise NotImplementedError
+
+    def _explained(self, error: RemoteProtocolError) -> PipeSwitchError:
+        """The server sent nonsense: what its calls fail with."""
+        return error
 
     # ---- one call ------------------------------------------------------------------------------
 
@@ -165,7 +168,8 @@ class Calls:
             return
         self._calls[call.header["id"]] = call
         if self._link is None:
-            self._open()
+            if not self._waits_until_s:
+                self._open()
         elif self._link.session:
             self._send(self._link, call)
 
@@ -217,17 +221,16 @@ class Calls:
             "hello_id": f"{self._prefix}-hello-{next(self._numbers)}",
             "hello_until_s": hello_until_s or time.monotonic() + self._timeout_s,
         }
-        link = self._open_local(hello) or self._open_remote(hello)
-        if link is not None:
-            self._greet(link)
-
-    def _open_local(self, hello: dict[str, Any]) -> LocalLink | None:
-        if self._local is None:
-            return None
         try:
-            return LocalLink.open(self._local, **hello)
+            link = self._connect(hello)
         except OSError:
-            return None
+            self._absent(hello["hello_until_s"])
+            return
+        self._greet(link)
+
+    def _connect(self, hello: dict[str, Any]) -> AnyLink:
+        """Raises OSError: no server listens there now."""
+        return StreamLink.open(self.address, may_share=self._may_share, **hello)
 
     def _greet(self, link: AnyLink) -> None:
         self._link = link
@@ -258,6 +261,9 @@ class Calls:
         link = self._link
         hello_until_s = link.hello_until_s if link is not None and not link.session else None
         self._shut()
+        if hello_until_s is not None:
+            self._absent(hello_until_s)
+            return
         for call in list(self._calls.values()):
             call.tries += call.is_sent
             if call.is_sent and (not call.is_safe or call.tries >= MAX_TRIES):
@@ -269,7 +275,7 @@ class Calls:
                     ),
                 )
             call.is_sent = False
-        self._open(hello_until_s)
+        self._open()
 
     def _greet_again(self) -> None:
         for call in self._calls.values():
@@ -299,9 +305,9 @@ class Calls:
                 if self._link is not link:
                     return
         except RemoteProtocolError as error:
-            refusal = error
-            self._fail_all(lambda: refusal)
+            refusal = self._explained(error)
             self._shut()
+            self._fail_all(lambda: refusal)
         except EOFError:
             self._broken()
 
@@ -310,15 +316,6 @@ class Calls:
             refusal = _error(header)
             self._shut()
             self._fail_all(lambda: refusal)
-            return
-        better = (
-            None
-            if link.is_local
-            else self._open_local({"hello_id": link.hello_id, "hello_until_s": link.hello_until_s})
-        )
-        if better is not None:  # the server came after us
-            self._shut()
-            self._greet(better)
             return
         link.session, link.facts = header.session, header.body
         for call in list(self._calls.values()):

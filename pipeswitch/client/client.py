@@ -60,7 +60,7 @@ class Client:
         key: this client's ``.key_secret`` file; default: ``PIPESWITCH_KEY``. TCP only.
         server_key: the server's public key, or its file; default: ``PIPESWITCH_SERVER_KEY``.
         shared_memory: hand tensors of 64 KiB or more to a server of this user's in memory that
-            both map; False: through ZeroMQ, as to any other server.
+            both map; False: through the socket, as to any other server.
 
     Every verb raises an error of ``pipeswitch.errors``: ``ServerUnavailable`` when none answers,
     ``PermissionDenied`` when the server does not know the key.

@@ -19,14 +19,23 @@ from typing import Any, Final
 
 import zmq
 
-from ..errors import Cancelled, InvalidInput, PermissionDenied, ServerUnavailable
+from ..errors import (
+    Cancelled,
+    InvalidInput,
+    PermissionDenied,
+    PipeSwitchError,
+    RemoteProtocolError,
+    ServerUnavailable,
+)
+from ..wire.frames import ZMTP
 from ..wire.keys import ClientKeys
 from .calls import Calls
 from .links import AnyLink, ZmqLink
 
 CLOSE_FLUSH_MS: Final = 200
+AGAIN_S: Final = 0.05  # between looks for a server that is not there
 CLOSE_WAIT_S: Final = 1.0  # for the context: a subscription that a caller still holds keeps it
-MAX_BROKEN_HANDSHAKES: Final = 3  # in a row with keys: it is not a server that just restarts
+MAX_BROKEN_HANDSHAKES: Final = 3  # in a row: it is not a server that just restarts
 _BROKEN: Final = int(zmq.EVENT_DISCONNECTED)
 _SHAKEN: Final = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _UNKNOWN_KEY: Final = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
@@ -91,6 +100,7 @@ class Connection(Calls):
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._posts: deque[Callable[[], None]] = deque()
         self._poller.register(self._wake, zmq.POLLIN)
+        self._again_at_s = 0.0
         self._is_closing = False
         self._lock = threading.Lock()  # of _is_closing against late posts
         self._role = threading.Lock()  # its holder owns socket, link, poller and calls
@@ -212,7 +222,7 @@ class Connection(Calls):
     def _run(self) -> None:
         """The background thread: hello at once, then I/O whenever calls are under way."""
         with self._holding():
-            if self._link is None:  # else a caller was here first
+            if self._link is None and not self._waits_until_s:  # else a caller was here first
                 self._guard(self._open)
         while True:
             with self._holding():
@@ -241,7 +251,7 @@ class Connection(Calls):
     @property
     def _is_idle(self) -> bool:
         """Nothing to send, nothing to wait for: neither an answer nor the hello's."""
-        is_settled = self._link is None or bool(self._link.session)
+        is_settled = not self._waits_until_s if self._link is None else bool(self._link.session)
         return is_settled and not self._calls and not self._posts
 
     def _turn(self) -> None:
@@ -256,39 +266,57 @@ class Connection(Calls):
             os.eventfd_read(self._wake)
         if link is not None and link.has_arrived(ready):
             self._receive(link)
-        if self._link is link and link is not None and link.has_news(ready):
+        if self._link is link and isinstance(link, ZmqLink) and link.has_news(ready):
             self._watch(link)
         link = self._link
         if link is not None and not link.session and time.monotonic() > link.hello_until_s:
             self._unavailable()
+        elif link is None and self._waits_until_s and time.monotonic() > self._again_at_s:
+            self._look_again()
         while self._posts:
             self._posts.popleft()()
 
-    def _poll_ms(self) -> int | None:
-        if self._link is None or self._link.session:
-            return None
-        return max(0, round((self._link.hello_until_s - time.monotonic()) * 1000)) + 1
+    def _look_again(self) -> None:
+        """For the server that was not there."""
+        until_s, self._waits_until_s = self._waits_until_s, 0.0
+        if time.monotonic() > until_s:
+            self._unavailable()
+        else:
+            self._open(until_s)
 
-    def _open_remote(self, hello: dict[str, Any]) -> AnyLink | None:
-        """libzmq waits for a server where none listens now."""
+    def _poll_ms(self) -> int | None:
+        link = self._link
+        if link is None and self._waits_until_s:
+            until_s = self._again_at_s
+        elif link is None or link.session:
+            return None
+        else:
+            until_s = link.hello_until_s
+        return max(0, round((until_s - time.monotonic()) * 1000)) + 1
+
+    def _connect(self, hello: dict[str, Any]) -> AnyLink:
+        if self.keys is None:
+            return super()._connect(hello)
         try:
             return ZmqLink.open(self.context, self.address, self.keys, _WATCHED, **hello)
         except zmq.ZMQError as error:
-            reason = error.strerror
-            self._fail_all(
-                lambda: ServerUnavailable(
-                    f"{self.address!r} is not an address: {reason}",
-                    hint="PIPESWITCH_HOST=tcp://127.0.0.1:5555",
-                )
-            )
-            return None
+            raise OSError(error.errno, error.strerror) from None
 
-    def _watch(self, link: AnyLink) -> None:
+    def _absent(self, hello_until_s: float) -> None:
+        self._waits_until_s = hello_until_s
+        self._again_at_s = time.monotonic() + AGAIN_S
+
+    def _explained(self, error: RemoteProtocolError) -> PipeSwitchError:
+        if error.data.get("reason") != ZMTP:
+            return error
+        return PermissionDenied(f"{self.address}: the server asks for a key", hint=_BRING)
+
+    def _watch(self, link: ZmqLink) -> None:
         """What became of the connection:
 
         1. the peer let us in;
-        2. it asks for a key that we do not have, or knows ours not, or is not who we expect:
-           waiting would not change that;
+        2. it knows our key not, or asks for none, or is not who we expect: waiting would not
+           change that;
         3. it is gone: with a session, or before its hello was answered, a new one is opened.
            One that never came to be is tried again by libzmq itself.
         """
@@ -297,14 +325,13 @@ class Connection(Calls):
                 link.is_shaken = True
             elif event == _UNKNOWN_KEY:
                 self._refused("the server does not admit this client's key", _ADMIT)
-            elif event == _OTHER_MECHANISM and self.keys is None:
-                self._refused("the server asks for a key", _BRING)
             elif event == _OTHER_MECHANISM:
                 self._refused("the server asks for no key", "leave key and server_key out")
-            elif event == _HANDSHAKE_CUT and self.keys is not None:
+            elif event == _HANDSHAKE_CUT:
                 link.cut_count += 1
                 if link.cut_count >= MAX_BROKEN_HANDSHAKES:
-                    self._refused("its key is not the one given, or it is full", _EXPECT)
+                    text = "its key is not the one given, it asks for none, or it is full"
+                    self._refused(text, _EXPECT)
             elif event == _BROKEN and link.is_shaken:
                 self._broken()
             if self._link is not link:

@@ -1,4 +1,4 @@
-"""Ways to a server: libzmq's, and the owner's plain socket with its share (docs/adr/0029).
+"""Ways to a server: a plain stream, the owner's with a share; with keys libzmq's (docs/adr/0038).
 
 Both carry the same parts. Owned by who holds the connection's role.
 """
@@ -11,14 +11,12 @@ import socket
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final, Protocol
 
 import zmq
 
 from ..wire.frames import INLINE, pack_table
 from ..wire.keys import ClientKeys
-from ..wire.local import SHARED_BYTES, Share, Stream
 from ..wire.sockets import (
     DONTWAIT,
     Caps,
@@ -29,6 +27,7 @@ from ..wire.sockets import (
     send_frames,
     watch_connections,
 )
+from ..wire.stream import SHARED_BYTES, Share, Stream, keep_alive, local_path
 
 MAX_REPLY_BYTES: Final = 1 << 32  # of one frame; the server we chose is trusted more than a client
 ZERO_COPY_BYTES: Final = 64 << 10
@@ -52,8 +51,6 @@ class Link:
     hello_until_s: float
     session: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
-    is_shaken: bool = False  # the peer speaks ZeroMQ and let us in
-    cut_count: int = 0  # handshakes that the peer broke off
 
 
 @dataclass(kw_only=True, eq=False)
@@ -62,11 +59,12 @@ class ZmqLink(Link):
 
     sock: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
-    is_local: bool = False
+    is_shaken: bool = False  # the peer let us in
+    cut_count: int = 0  # handshakes that it broke off
 
     @staticmethod
     def open(
-        context: zmq.Context[Any], address: str, keys: ClientKeys | None, events: int, **hello: Any
+        context: zmq.Context[Any], address: str, keys: ClientKeys, events: int, **hello: Any
     ) -> ZmqLink:
         """
         Raises:
@@ -124,11 +122,12 @@ class ZmqLink(Link):
 
 
 @dataclass(kw_only=True, eq=False)
-class LocalLink(Link):
-    """The plain socket. Asks for a share with the first large tensor, which goes without one."""
+class StreamLink(Link):
+    """A plain socket. Asks the owner's for a share with the first large tensor, which goes without
+    one."""
 
     stream: Stream
-    is_local: bool = True
+    may_share: bool
     _poller: Watcher | None = None
     _is_watched: bool = False  # by the poller, for writing
     _has_asked: bool = False
@@ -138,21 +137,33 @@ class LocalLink(Link):
     _taken_count: int = 0  # of the server's parts in the share
 
     @staticmethod
-    def open(path: Path, **hello: Any) -> LocalLink:
-        """
+    def open(address: str, *, may_share: bool, **hello: Any) -> StreamLink:
+        """``tcp://host:port`` is not connected yet, and may never be: ``messages`` says so.
+
         Raises:
-            OSError: no server listens there now.
+            OSError: no server listens there now, or it is no address.
         """
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        scheme, _, where = address.partition("://")
+        target: Any
+        if scheme == "ipc":
+            sock, target = socket.socket(socket.AF_UNIX), str(local_path(where))
+        else:
+            host, _, port = where.rpartition(":")
+            # A name that has both, like localhost, would lead to one the server does not listen on.
+            family = socket.AF_INET6 if "[" in host else socket.AF_INET
+            *_, target = socket.getaddrinfo(host.strip("[]"), port, family, socket.SOCK_STREAM)[0]
+            sock = socket.socket(family)
+            keep_alive(sock)
         try:
             sock.setblocking(False)
-            sock.connect(str(path))
+            with contextlib.suppress(BlockingIOError):  # it takes a moment: POLLOUT says when
+                sock.connect(target)
         except OSError:
             sock.close()
             raise
-        stream = Stream(sock, MAX_REPLY_BYTES, takes_descriptors=True)
+        stream = Stream(sock, MAX_REPLY_BYTES, takes_descriptors=may_share)
         _streams.add(stream)
-        return LocalLink(stream=stream, **hello)
+        return StreamLink(stream=stream, may_share=may_share, **hello)
 
     def attach(self, poller: Watcher) -> None:
         self._poller = poller
@@ -166,7 +177,7 @@ class LocalLink(Link):
         """``may_share``: the server takes its tensors out of the share."""
         table, inline = [], []
         places = self._places.get(request_id, {})  # staged
-        if may_share and not places:
+        if may_share and self.may_share and not places:
             self.stage(parts[2:], request_id)()
             places = self._places.get(request_id, {})
         for number, part in enumerate(parts[1:]):
@@ -184,6 +195,8 @@ class LocalLink(Link):
             What copies them there, on any thread; the request is sent after that.
         """
         share, copies = self.stream.share, []
+        if not self.may_share:
+            return lambda: None
         for number, part in enumerate(tensors, 1):
             if len(part) < SHARED_BYTES:
                 continue
@@ -217,9 +230,6 @@ class LocalLink(Link):
 
     def has_arrived(self, ready: Container[Any]) -> bool:
         return self.stream.fileno() in ready
-
-    def has_news(self, ready: Container[Any]) -> bool:
-        return False
 
     def messages(self) -> Iterator[Sequence[Any]]:
         """The parts of what has arrived; tensors of the share are copied out of it.
@@ -260,9 +270,6 @@ class LocalLink(Link):
         self._taken_count += 1
         return memoryview(kept)
 
-    def news(self) -> Iterable[tuple[int, int]]:
-        return ()
-
     def answered(self, request_id: str) -> None:
         """The server has what it was sent: its room in the share is free."""
         share = self.stream.share
@@ -276,7 +283,7 @@ class LocalLink(Link):
         self.stream.close()
 
 
-AnyLink = ZmqLink | LocalLink
+AnyLink = ZmqLink | StreamLink
 
 
 def _copy(target: Any, source: Any) -> None:

@@ -13,7 +13,7 @@ import zmq
 
 from ..errors import Cancelled, no_server
 from .calls import Calls
-from .links import AnyLink, LocalLink
+from .links import AnyLink, StreamLink
 
 INLINE_BYTES: Final = 1 << 20  # copied by the loop itself; more, by a thread meanwhile
 
@@ -78,7 +78,7 @@ class LoopConnection(Calls):
         call = self._call(op, **options)
         link, request_id = self._link, call.header["id"]
         is_large = sum(map(len, call.frames)) > INLINE_BYTES
-        if not (is_large and isinstance(link, LocalLink) and link.session):
+        if not (is_large and isinstance(link, StreamLink) and link.session):
             self._guard(lambda: self._begin(call))
             return await call.future
         copying = asyncio.create_task(asyncio.to_thread(link.stage(call.frames, request_id)))
@@ -103,9 +103,8 @@ class LoopConnection(Calls):
     def _new_future(self, request_id: str) -> asyncio.Future[Any]:
         return _Answer(lambda: self._cancel(request_id))
 
-    def _open_remote(self, hello: dict[str, Any]) -> AnyLink | None:
+    def _absent(self, hello_until_s: float) -> None:
         self._fail_all(lambda: no_server(self.address))
-        return None
 
     def _greet(self, link: AnyLink) -> None:
         super()._greet(link)

@@ -185,12 +185,17 @@ class Connections:
         """Whether this connection was reported; its first message may come before the news."""
         return fd in self._connections
 
-    def took(self, fd: int, frames: Sequence[Any], now_s: float) -> bool:
-        """A whole message of this connection came out of libzmq; False: do not look at it."""
+    def is_keyed(self, fd: int) -> bool:
+        """Its frames are encrypted."""
+        return fd in self._connections and self._connections[fd].is_keyed
+
+    def took(self, fd: int, size_bytes: int, now_s: float) -> bool:
+        """A whole message of this connection has come, so large on the wire; False: do not look
+        at it."""
         connection = self._connections.get(fd)
         if connection is None or connection.is_ended:
             return False
-        connection.taken_bytes += wire_bytes(frames, connection.is_keyed)
+        connection.taken_bytes += size_bytes
         if not connection.has_session:
             connection.message_count += 1
             allowed = SESSIONLESS_MESSAGES + SESSIONLESS_MESSAGES_PER_S * (

@@ -15,6 +15,7 @@ import functools
 import logging
 import os
 import re
+import select
 import selectors
 import time
 from collections import deque
@@ -65,8 +66,8 @@ from .disk import Disk
 from .intake import Intake, ZmqOrigin, read_subscriptions
 from .job_files import read_piece
 from .listeners import Listener, Listeners, open_listeners
-from .local import POOL_PARTS, LocalDoor, LocalPeer, Shares
 from .outbox import RELEASE_WAIT_MS, Outbox
+from .peers import POOL_PARTS, Door, Shares, StreamPeer
 from .replies import envelope_id, reply_frames, told, wrong_version
 from .request_pool import RequestPool, Room
 from .requests import Pending, Requests
@@ -144,8 +145,8 @@ class Frontend:
         self._intake = Intake(config.server, self._clients, now_ms)
         self._outbox = Outbox(max(self._pool.share_bytes, self._max_message_bytes))
         self.requests = Requests(self._pool, now_ms)
-        self._peers: set[LocalPeer] = set()  # connections of the owner's plain socket
-        self._turns: set[LocalPeer] = set()  # of them, those that may have something to read
+        self._peers: set[StreamPeer] = set()  # connections of the owner's plain socket
+        self._turns: set[StreamPeer] = set()  # of them, those that may have something to read
         self._selector: selectors.BaseSelector | None = None  # that they are registered with
         self._dropped_count = 0  # clients that did not read
         self._calls: deque[Callable[[], None]] = deque()  # from the copier and the upload writer
@@ -169,29 +170,29 @@ class Frontend:
         self._context: zmq.Context[Any] = zmq.Context()
         try:
             self._listeners = open_listeners(self._context, self._config.server)
-            self._door = self._open_door(self._listeners)
         except PipeSwitchError:
             self._context.term()
             os.close(self._wake)
             raise
+        size_bytes = self._pool.capacity_bytes // POOL_PARTS if self._config.server.shares else 0
+        self._shares = Shares(size_bytes)
+        self._doors = [
+            Door(listener.stream, listener, self._max_message_bytes, self._shares)
+            for listener in self._listeners.all
+            if listener.stream is not None
+        ]
         self._sockets = self._listeners.sockets
         self._stirred = set(self._sockets)  # may have something to read: see wait_s
         self._uploads.start()
         self._copier.start()
         return self._listeners
 
-    def _open_door(self, listeners: Listeners) -> LocalDoor:
-        size_bytes = self._pool.capacity_bytes // POOL_PARTS if self._config.server.shares else 0
-        try:
-            return LocalDoor(listeners.ipc, Shares(size_bytes), self._max_message_bytes)
-        except PipeSwitchError:
-            listeners.close()
-            raise
-
     def watch(self, selector: selectors.BaseSelector) -> None:
         """Register what ends a wait; each key's data is a callable, as the loop expects."""
         self._selector = selector
-        selector.register(self._door, selectors.EVENT_READ, self._welcome)
+        for door in self._doors:
+            welcome = functools.partial(self._welcome, door)
+            selector.register(door, selectors.EVENT_READ, welcome)
         for sock in self._sockets:
             stir = functools.partial(self._stirred.add, sock)
             selector.register(sock, selectors.EVENT_READ, stir)
@@ -200,7 +201,8 @@ class Frontend:
     def unwatch(self, selector: selectors.BaseSelector) -> None:
         """Before ``close``."""
         self._selector = None
-        selector.unregister(self._door)
+        for door in self._doors:
+            selector.unregister(door)
         for peer in self._peers:
             selector.unregister(peer)
         for sock in self._sockets:
@@ -214,7 +216,6 @@ class Frontend:
         self._finish()
         for peer in list(self._peers):
             self._part(peer)
-        self._door.close()
         self._listeners.close()
         self._context.term()
         os.close(self._wake)
@@ -316,12 +317,16 @@ class Frontend:
         while not self._outbox.is_idle and self._now_ms() < until_ms:
             for client in self._outbox.sweep(self._now_ms()):
                 self._drop(client, SLOW)
-            # A client that leaves ends the wait.
-            self._listeners.tcp.monitor.poll(int(BUSY_POLL_MS))
+            waiting = select.poll()
+            for peer in self._peers:
+                if peer.wants_write:
+                    waiting.register(peer, select.POLLOUT)
+            waiting.poll(BUSY_POLL_MS)
         for client in self._clients.all():
             self._outbox.drop(client)
         for listener in self._listeners.all:
-            listener.router.setsockopt(zmq.LINGER, STOP_FLUSH_MS)
+            if listener.router is not None:
+                listener.router.setsockopt(zmq.LINGER, STOP_FLUSH_MS)
 
     # ---- in ------------------------------------------------------------------------------------
 
@@ -366,20 +371,21 @@ class Frontend:
         except PipeSwitchError as error:
             self._refuse(origin, client, request_id, error)
 
-    # ---- the owner's plain socket --------------------------------------------------------------
+    # ---- the plain sockets ---------------------------------------------------------------------
 
-    def _welcome(self) -> None:
-        """Connections that wait at it."""
+    def _welcome(self, door: Door) -> None:
+        """Connections that wait at one."""
         if self._selector is None:
             return
-        for peer in self._door.accept():
+        for peer in door.accept():
             self._peers.add(peer)
+            self._intake.welcome(peer)
             peer.on_change = functools.partial(self._follow, peer)
             self._selector.register(
                 peer, selectors.EVENT_READ, functools.partial(self._turns.add, peer)
             )
 
-    def _follow(self, peer: LocalPeer) -> None:
+    def _follow(self, peer: StreamPeer) -> None:
         """Have the loop woken when it can go on sending, as long as it has to."""
         if self._selector is None:
             return
@@ -388,11 +394,13 @@ class Frontend:
         if key.events != events:
             self._selector.modify(peer, events, key.data)
 
-    def _hear_peer(self, peer: LocalPeer) -> None:
+    def _hear_peer(self, peer: StreamPeer) -> None:
         """What came by one connection; who sends nonsense, or is gone, is forgotten."""
         cause = ""
         try:
             for message in peer.messages():
+                if not self._intake.hears(peer, message):
+                    return  # it is being hung up: its end follows
                 self._hear_parts(peer, message.parts, is_shared=bool(message.shared))
         except EOFError:
             cause = "disconnected"
@@ -405,11 +413,12 @@ class Frontend:
                 self._drop(client, cause)
             self._part(peer)
 
-    def _part(self, peer: LocalPeer) -> None:
+    def _part(self, peer: StreamPeer) -> None:
         """Its connection ends."""
         if peer in self._peers:
             self._peers.remove(peer)
             self._turns.discard(peer)
+            self._intake.part(peer)
             if self._selector is not None:
                 self._selector.unregister(peer)
         peer.close()
@@ -719,7 +728,7 @@ class Frontend:
             "hung_up": dict(connections.hung_up),
             "refused_keys": allowed.refused_count if allowed is not None else 0,
             **self._pool.as_dict(),
-            **self._door.shares.as_dict(),
+            **self._shares.as_dict(),
         }
 
     def _reply(self, client: Client, request_id: str, **fields: Any) -> None:
@@ -739,7 +748,7 @@ class Frontend:
             origin.send_now(reply_frames(request_id, **fields))
 
     def _send(self, client: Client, outgoing: Outgoing) -> None:
-        if client.peer is None:
+        if client.peer is None and client.listener.router is not None:
             self._stirred.add(client.listener.router)
         if client.is_gone:
             outgoing.on_lost()
@@ -754,9 +763,10 @@ class Frontend:
         self._clients.remove(client)
         self._outbox.drop(client)
         if cause in (SLOW, REVOKED):
-            if isinstance(client.peer, LocalPeer):
+            if isinstance(client.peer, StreamPeer):
                 self._part(client.peer)
-            hang_up(client.fd, client.inode)
+            else:
+                hang_up(client.fd, client.inode)
             self._dropped_count += cause == SLOW
         _logger.info(
             "client=%s gone cause=%s waiting=%d", client.session[:8], cause, len(client.requests)

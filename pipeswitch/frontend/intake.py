@@ -21,9 +21,11 @@ from ..errors import PermissionDenied, RemoteProtocolError
 from ..roles import Standing
 from ..wire.frames import MAX_TENSORS
 from ..wire.sockets import DONTWAIT, MORE, is_readable, next_events
+from ..wire.stream import Message
 from .clients import Client, ClientTable, Origin
-from .connections import Connections
+from .connections import Connections, wire_bytes
 from .listeners import ACCEPTED, Listener, Listeners
+from .peers import StreamPeer
 
 _logger = logging.getLogger(__name__)
 
@@ -63,7 +65,10 @@ class Intake:
         for listener in listeners.all:
             if listener.monitor not in stirred and listener.readers not in stirred:
                 continue
-            for event, fd in next_events(listener.monitor, BURST_EVENTS):
+            monitored = (
+                [] if listener.monitor is None else next_events(listener.monitor, BURST_EVENTS)
+            )
+            for event, fd in monitored:
                 if event != ACCEPTED:
                     gone += self._clients.disconnected(listener, fd, now_ms)
                 self._note(listener, event, fd, now_ms)
@@ -120,25 +125,42 @@ class Intake:
                 self._note(listener, ACCEPTED, fd, self._now_ms())
             self.connections.end(fd, cause)
 
+    def welcome(self, peer: StreamPeer) -> None:
+        """A connection came without libzmq."""
+        self._note(peer.listener, ACCEPTED, peer.fileno(), self._now_ms())
+
+    def part(self, peer: StreamPeer) -> None:
+        """It ends."""
+        if not peer.listener.is_owner:
+            self.connections.disconnected(peer.fileno())
+
+    def hears(self, peer: StreamPeer, message: Message) -> bool:
+        """Whether to look at a message; not while its connection is being hung up."""
+        now_s = self._now_ms() / 1000
+        return peer.listener.is_owner or self.connections.took(
+            peer.fileno(), message.size_bytes, now_s
+        )
+
     # ---- messages ------------------------------------------------------------------------------
 
     def messages(self, listener: Listener) -> Iterator[list[zmq.Frame]]:
         """Whole messages that wait at a listener: routing id and parts."""
+        router = listener.router
         for _ in range(BURST_MESSAGES):
-            if not is_readable(listener.router):
+            if router is None or not is_readable(router):
                 return
-            begun = self._overlong.pop(listener.router, None)
-            frames = begun or [_next_frame(listener)]
+            begun = self._overlong.pop(router, None)
+            frames = begun or [_next_frame(router)]
             for _ in range(BURST_PARTS):
                 if not frames[-1].more:
                     break
-                frame = _next_frame(listener)  # a message comes whole
+                frame = _next_frame(router)  # a message comes whole
                 if len(frames) < MAX_TENSORS + 4:
                     frames.append(frame)
                 else:
                     frames[-1] = frame  # too many: only the last one's `more` matters now
             if frames[-1].more:
-                self._overlong[listener.router] = frames  # the others get their turn
+                self._overlong[router] = frames  # the others get their turn
                 if begun is None:  # once: its descriptor's number may be another's by and by
                     self._hang_up(listener, frames[0], "too many parts")
                 return
@@ -156,7 +178,8 @@ class Intake:
         now_ms = self._now_ms()
         if not self.connections.knows(fd):
             self._note(listener, ACCEPTED, fd, now_ms)
-        return self.connections.took(fd, frames[1:], now_ms / 1000) or not self.connections.knows(
+        size_bytes = wire_bytes(frames[1:], self.connections.is_keyed(fd))
+        return self.connections.took(fd, size_bytes, now_ms / 1000) or not self.connections.knows(
             fd
         )
 
@@ -169,6 +192,8 @@ class Intake:
         client, replaced = self._clients.greet(origin)
         if not origin.listener.is_owner:
             self.connections.greeted(client.fd, client.standing.tenant)
+        if isinstance(origin, StreamPeer):
+            origin.greeted()
         return client, replaced
 
     def sender(self, origin: Origin, session: str) -> Client:
@@ -208,8 +233,8 @@ def read_subscriptions(listener: Listener) -> None:
             listener.publisher.recv(DONTWAIT)
 
 
-def _next_frame(listener: Listener) -> zmq.Frame:
-    frame: zmq.Frame = listener.router.recv(DONTWAIT, copy=False)
+def _next_frame(router: zmq.Socket[bytes]) -> zmq.Frame:
+    frame: zmq.Frame = router.recv(DONTWAIT, copy=False)
     return frame
 
 
@@ -264,6 +289,9 @@ class ZmqOrigin:
         return _known_descriptor(self.frame)
 
     def send_now(self, frames: list[Any]) -> None:
+        router = self.listener.router
+        if router is None:
+            return
         with contextlib.suppress(zmq.ZMQError):
-            self.listener.router.send(self.routing_id, MORE | DONTWAIT)
-            self.listener.router.send_multipart(frames, DONTWAIT)
+            router.send(self.routing_id, MORE | DONTWAIT)
+            router.send_multipart(frames, DONTWAIT)

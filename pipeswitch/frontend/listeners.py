@@ -1,16 +1,18 @@
-"""Where clients come in: a TCP address and the owner's ipc socket, each with its event publisher.
+"""Where clients come in: a TCP address and the owner's sockets, each with its event publisher.
 
-TCP is open on loopback; where other machines can reach it, or the owner says so, each client
-needs a CURVE key that is on the allow-list. What it may do there is said by the listener and its
-key. The ipc socket lies in a folder that is the owner's alone, so what reaches it is the owner's:
-that listener gives every role, and asks for no key.
+TCP is a plain stream on loopback; where other machines can reach it, or the owner says so, it is
+ZeroMQ, and each client needs a CURVE key that is on the allow-list. What it may do there is said by
+the listener and its key. The owner's sockets lie in a folder that is the owner's alone, so what
+reaches them is the owner's: that listener gives every role, and asks for no key.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +28,7 @@ from ..wire.addresses import is_live, is_loopback, parse_listen
 from ..wire.keys import EVENTS_DOMAIN, AllowList, KeyFolder, ServerKeys
 from ..wire.private import private_directory
 from ..wire.sockets import (
+    BACKLOG_CONNECTIONS,
     ZAP_DOMAIN,
     Caps,
     make_publisher,
@@ -33,6 +36,7 @@ from ..wire.sockets import (
     require_keys,
     watch_connections,
 )
+from ..wire.stream import local_path
 
 _logger = logging.getLogger(__name__)
 
@@ -44,10 +48,11 @@ _WATCHED: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 @dataclass(frozen=True, kw_only=True)
 class Listener:
-    """One bound ROUTER with its event publisher, and the monitors of their connections."""
+    """An address with its event publisher, and the monitors of libzmq's connections."""
 
-    router: zmq.Socket[bytes]
-    monitor: zmq.Socket[bytes]
+    stream: socket.socket | None = None  # listens; its clients come without libzmq
+    router: zmq.Socket[bytes] | None = None
+    monitor: zmq.Socket[bytes] | None = None
     publisher: zmq.Socket[bytes]
     readers: zmq.Socket[bytes]  # the publisher's monitor
     address: str
@@ -111,23 +116,27 @@ class Listeners:
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
-        """All that can become readable."""
+        """Those of libzmq that can become readable."""
         return [
             sock
             for listener in self.all
             for sock in (listener.router, listener.monitor, listener.publisher, listener.readers)
+            if sock is not None
         ]
 
     def close(self) -> None:
         """Close every socket and remove the ipc files."""
         for listener in self.all:
+            if listener.stream is not None:
+                listener.stream.close()
             for sock, monitor in (
                 (listener.router, listener.monitor),
                 (listener.publisher, listener.readers),
             ):
-                sock.disable_monitor()
-                monitor.close(0)
-                sock.close(0)
+                if sock is not None and monitor is not None:
+                    sock.disable_monitor()
+                    monitor.close(0)
+                    sock.close(0)
         if self._authenticator is not None:
             self._authenticator.stop()
         for path in self._paths:
@@ -193,22 +202,24 @@ def open_listeners(context: zmq.Context[Any], config: ServerConfig) -> Listeners
         if access is not None:  # it must answer before a client can ask
             authenticator = _start_authenticator(context, access)
             undo.callback(authenticator.stop)
-        tcp, ipc, ipc_events = (
-            make_router(context, caps), make_router(context, caps), make_publisher(context)
-        )  # fmt: skip
-        for sock in (tcp, ipc, ipc_events):
+        ipc, ipc_events = make_router(context, caps), make_publisher(context)
+        for sock in (ipc, ipc_events):
             undo.callback(sock.close, 0)
-        tcp_events, port = _bind_tcp(context, tcp, host, port, access)
+        tcp, tcp_events, port = _bind_tcp(context, caps, host, port, access)
+        undo.callback(tcp.close)
         undo.callback(tcp_events.close, 0)
         paths = _bind_ipc(config, ipc, ipc_events, port)
+        local = local_path(str(paths[0]))
+        stream = _unix(local)
         undo.pop_all()
     shown = f"[{host}]" if ":" in host else host
     addresses = [f"tcp://{shown}:{port}", f"tcp://{shown}:{port + 1}"]
     return Listeners(
         tcp=_listener(
-            tcp,
+            tcp if isinstance(tcp, zmq.Socket) else None,
             tcp_events,
             addresses,
+            stream=tcp if isinstance(tcp, socket.socket) else None,
             is_owner=False,
             roles=parse_roles(config.tcp_roles),
             allowed=access.allowed if access is not None else None,
@@ -217,27 +228,30 @@ def open_listeners(context: zmq.Context[Any], config: ServerConfig) -> Listeners
             ipc,
             ipc_events,
             [f"ipc://{path}" for path in paths],
+            stream=stream,
             is_owner=True,
             roles=OWNER.roles,
         ),
         warnings=_warnings(config, access),
         _authenticator=authenticator,
-        _paths=paths,
+        _paths=[*paths, local],
     )
 
 
 def _listener(
-    router: zmq.Socket[bytes],
+    router: zmq.Socket[bytes] | None,
     publisher: zmq.Socket[bytes],
     addresses: Sequence[str],
     *,
+    stream: socket.socket | None,
     is_owner: bool,
     roles: frozenset[Role],
     allowed: AllowList | None = None,
 ) -> Listener:
     return Listener(
+        stream=stream,
         router=router,
-        monitor=watch_connections(router, _WATCHED),
+        monitor=watch_connections(router, _WATCHED) if router is not None else None,
         publisher=publisher,
         readers=watch_connections(publisher, _WATCHED),
         address=addresses[0],
@@ -257,46 +271,85 @@ def _start_authenticator(context: zmq.Context[Any], access: Access) -> ThreadAut
 
 
 def _bind_tcp(
-    context: zmq.Context[Any],
-    router: zmq.Socket[bytes],
-    host: str,
-    port: int,
-    access: Access | None,
-) -> tuple[zmq.Socket[bytes], int]:
-    """Bind the router and, on the next port, the publisher; port 0 tries until a pair is free."""
-    shown = host
-    if ":" in host:
-        router.setsockopt(zmq.IPV6, 1)
-        shown = f"[{host}]"
-    if access is not None:
-        require_keys(router, access.keys)
+    context: zmq.Context[Any], caps: Caps, host: str, port: int, access: Access | None
+) -> tuple[socket.socket | zmq.Socket[bytes], zmq.Socket[bytes], int]:
+    """What listens and, on the next port, the publisher; port 0 tries until a pair is free."""
+    shown = f"[{host}]" if ":" in host else host
     for tries_left in reversed(range(1 if port else PORT_TRIES)):
-        publisher = make_publisher(context)
-        publisher.setsockopt(zmq.IPV6, int(":" in host))
-        if access is not None:
-            require_keys(publisher, access.keys, EVENTS_DOMAIN)
-        address = f"tcp://{shown}:{port or '*'}"
-        bound = ""
-        try:
-            router.bind(address)
-            bound = router.getsockopt_string(zmq.LAST_ENDPOINT)
-            first = int(bound.rpartition(":")[2])
-            address = f"tcp://{shown}:{first + 1}"
-            publisher.bind(address)
-        except zmq.ZMQError as error:
-            publisher.close(0)
-            if bound:
-                router.unbind(bound)
-            if tries_left and error.errno == zmq.EADDRINUSE:
-                continue
-            raise _bind_failed(address, error) from None
-        else:
-            return publisher, first
+        with contextlib.ExitStack() as undo:
+            address = f"tcp://{shown}:{port or '*'}"
+            try:
+                sock, first = (
+                    _stream(host, port)
+                    if access is None
+                    else _router(context, caps, host, address, access)
+                )
+                undo.callback(sock.close)
+                address = f"tcp://{shown}:{first + 1}"
+                publisher = make_publisher(context)
+                undo.callback(publisher.close, 0)
+                publisher.setsockopt(zmq.IPV6, int(":" in host))
+                if access is not None:
+                    require_keys(publisher, access.keys, EVENTS_DOMAIN)
+                publisher.bind(address)
+            except (OSError, zmq.ZMQError) as error:
+                if tries_left and error.errno == errno.EADDRINUSE:
+                    continue
+                raise _bind_failed(address, error) from None
+            undo.pop_all()
+            return sock, publisher, first
     raise AssertionError("unreachable: the last try raises")
 
 
-def _bind_failed(address: str, error: zmq.ZMQError) -> PipeSwitchError:
-    if error.errno == zmq.EADDRINUSE:
+def _stream(host: str, port: int) -> tuple[socket.socket, int]:
+    """Listens; raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    address = ("" if host == "*" else host, port)
+    sock = socket.create_server(address, family=family, backlog=BACKLOG_CONNECTIONS)
+    sock.setblocking(False)
+    return sock, sock.getsockname()[1]
+
+
+def _unix(path: Path) -> socket.socket:
+    """The same, at a path that no server has; a dead one's file is removed.
+
+    Raises:
+        PipeSwitchError: another server listens there, or it cannot be bound.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if is_live(path):
+            raise PipeSwitchError(f"{path} is in use", hint="another server has it")
+        path.unlink(missing_ok=True)
+        sock.setblocking(False)
+        sock.bind(str(path))
+        sock.listen(BACKLOG_CONNECTIONS)
+    except OSError as error:
+        sock.close()
+        raise PipeSwitchError(f"cannot listen on {path}: {error.strerror}") from None
+    except PipeSwitchError:
+        sock.close()
+        raise
+    return sock
+
+
+def _router(
+    context: zmq.Context[Any], caps: Caps, host: str, address: str, access: Access
+) -> tuple[zmq.Socket[bytes], int]:
+    """The same of libzmq's, where keys are asked for; raises zmq.ZMQError."""
+    router = make_router(context, caps)
+    router.setsockopt(zmq.IPV6, int(":" in host))
+    require_keys(router, access.keys)
+    try:
+        router.bind(address)
+    except zmq.ZMQError:
+        router.close(0)
+        raise
+    return router, int(router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+
+def _bind_failed(address: str, error: OSError | zmq.ZMQError) -> PipeSwitchError:
+    if error.errno == errno.EADDRINUSE:
         return PipeSwitchError(
             f"{address} is in use",
             hint="stop the other server (pipeswitch stop) or choose --listen tcp://127.0.0.1:6555; "

@@ -75,6 +75,7 @@ class Outbox:
             client.peer.transmit(outgoing)
             return None
         router = client.listener.router
+        assert router is not None
         router.send(client.routing_id, MORE | DONTWAIT)
         is_tracked = outgoing.is_zero_copy
         tracker = send_frames(

@@ -1,7 +1,7 @@
 """The only module that knows bytes: frames of the client protocol, packets between processes.
 
-Client protocol (docs/protocol.md): ZeroMQ multipart ``[b"PSW1"][msgpack header][tensor]…``; at the
-owner's plain socket the same parts behind a table of their sizes.
+Client protocol (docs/protocol.md): parts ``[b"PSW1"][msgpack header][tensor]…``, on a stream behind
+a table of their sizes; with keys a ZeroMQ message.
 Internal: one ``SOCK_SEQPACKET`` packet per message, msgpack of a tagged struct, descriptors by
 ``SCM_RIGHTS``. Nothing is ever unpickled. Decoders raise RemoteProtocolError and nothing else.
 """
@@ -25,7 +25,9 @@ BODY_TENSOR: Final = "body"  # what a body that is too large for a header travel
 CHUNK_BYTES: Final = 4 << 20  # of an upload, at most
 MAX_NESTING: Final = 64  # of free-form fields: what was decoded must be encodable and printable
 
+ZMTP: Final = "zmtp"  # the reason: the peer begins as libzmq does, not as a stream
 INLINE: Final = (1 << 64) - 1  # a part's place: behind the table, and not in the share
+_ZMTP_BYTE: Final = 0xFF
 _STREAM: Final = Struct("<4sIQ")  # magic, how many parts, parts in the share that were taken
 _PART: Final = Struct("<QQ")  # size and place
 
@@ -203,11 +205,12 @@ def read_table(data: Any, max_part_bytes: int) -> Table | None:
     Raises:
         RemoteProtocolError: it is none, or a part is too large.
     """
+    if bytes(data[:4]) != MAGIC[: len(data)]:
+        reason = ZMTP if data[0] == _ZMTP_BYTE else "magic"
+        raise RemoteProtocolError("a message on a stream begins with its magic", reason=reason)
     if len(data) < _STREAM.size:
         return None
-    magic, count, taken_count = _STREAM.unpack_from(data)
-    if magic != MAGIC:
-        raise RemoteProtocolError("not a PipeSwitch message: a table begins with its magic")
+    _, count, taken_count = _STREAM.unpack_from(data)
     if count > MAX_TENSORS + 1:
         raise RemoteProtocolError(f"{count} parts are over {MAX_TENSORS + 1}")
     end = _STREAM.size + count * _PART.size

@@ -14,6 +14,7 @@ from typing import Any, Final
 import zmq
 
 from .keys import ClientKeys, ServerKeys
+from .stream import KEEPALIVE_COUNT, KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S
 
 # Plain numbers: libzmq's enums cost microseconds at each use.
 DONTWAIT: Final = int(zmq.DONTWAIT)
@@ -24,9 +25,6 @@ _MONITOR_EVENT: Final = Struct("=HI")  # what happened, and to which descriptor 
 
 HEARTBEAT_INTERVAL_MS: Final = 2_000
 HEARTBEAT_TIMEOUT_MS: Final = 10_000
-KEEPALIVE_IDLE_S: Final = 10  # of TCP: then a probe every KEEPALIVE_INTERVAL_S
-KEEPALIVE_INTERVAL_S: Final = 5
-KEEPALIVE_COUNT: Final = 4  # unanswered ones, and the connection is gone
 HANDSHAKE_LIMIT_MS: Final = 5_000
 SEND_QUEUE_MESSAGES: Final = 16  # per peer; what does not fit waits under our own byte budget
 RECEIVE_QUEUE_MESSAGES: Final = 16  # per peer

@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-import zmq
 
 from pipeswitch.errors import PipeSwitchError
-from pipeswitch.wire.frames import MAGIC
-from pipeswitch.wire.sockets import Caps, make_dealer
+from tests.raw_peer import raw_peer
 
 from ..process.tools import kill, until
 from .stage import DEVICES, Stage
@@ -190,22 +188,16 @@ def _client_with(number: int) -> Any:
 
 
 def _garbage(stage: Stage, generator: random.Random) -> bool:
-    """Frames that are none, and bytes that are not even ZeroMQ."""
-    context: zmq.Context[Any] = zmq.Context()
+    """Messages that are none, and bytes that are not even that."""
     try:
-        dealer = make_dealer(context, Caps(max_message_bytes=1 << 20))
-        dealer.connect(stage.address)
-        for _ in range(20):
-            frames = [MAGIC] if generator.random() < 0.5 else []
-            frames += [generator.randbytes(generator.randrange(300)) for _ in range(3)]
-            dealer.send_multipart(frames)
+        with raw_peer(stage.address) as peer:
+            for _ in range(20):
+                peer.send(*(generator.randbytes(generator.randrange(300)) for _ in range(3)))
         host, _, port = stage.address.removeprefix("tcp://").rpartition(":")
         with socket.create_connection((host, int(port)), timeout=5) as plain:
             plain.sendall(generator.randbytes(4096))
     except OSError:
         return False
-    finally:
-        context.destroy(200)
     return True
 
 

@@ -8,15 +8,13 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 import torch
-import zmq
 
 from pipeswitch.client.client import Client, Task
 from pipeswitch.errors import (
@@ -29,13 +27,12 @@ from pipeswitch.errors import (
     TaskFailed,
 )
 from pipeswitch.wire.frames import (
-    MAGIC,
     RequestHeader,
     WireTensor,
     decode_reply,
     encode_header,
 )
-from pipeswitch.wire.sockets import Caps, make_dealer
+from tests.raw_peer import RawPeer, ask
 
 from ..process.tools import eager, is_bit_equal, mlp, run_plain, write_script
 from .history import Outcome
@@ -231,7 +228,7 @@ class Load:
 
     def _raw(self, generator: random.Random) -> None:
         """A client of our own that sees every reply: the SDK would hide a second one."""
-        with raw_client(self._stage.address) as raw:
+        with contextlib.closing(RawClient(self._stage.address)) as raw:
             number = 0
             while not self._stop.wait(generator.uniform(0.02, 0.1)):
                 number += 1
@@ -294,73 +291,53 @@ class Load:
 
 
 class RawClient:
-    """Hello, ask, and every reply as it comes; says hello again when the server is a new one."""
+    """Hello, ask, and every reply as it comes; comes again when the connection ended."""
 
-    def __init__(self, sock: zmq.Socket[bytes]) -> None:
-        self._sock = sock
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._peer: RawPeer | None = None
         self._session = ""
-        self._numbers = 0
         self._answered: set[str] = set()
 
+    def close(self) -> None:
+        if self._peer is not None:
+            self._peer.close()
+            self._peer = None
+
     def ask(self, request_id: str, model: str) -> None:
-        if not self._session:
-            self._hello()
         payload = np.full((1, WIDTH), 0.5, np.float32)
         tensor = WireTensor(name="", dtype="float32", shape=(1, WIDTH), frame=0)
-        header = RequestHeader(
-            v=1, id=request_id, op="infer", model=model, session=self._session, inputs=(tensor,)
-        )
-        self._sock.send_multipart([MAGIC, encode_header(header), payload.tobytes()])
+        with contextlib.suppress(OSError, EOFError):
+            peer = self._greeted()
+            header = RequestHeader(
+                v=1, id=request_id, op="infer", model=model, session=self._session, inputs=(tensor,)
+            )
+            peer.send(encode_header(header), payload.tobytes())
 
-    def _hello(self) -> None:
-        self._numbers += 1
-        header = RequestHeader(v=1, id=f"hello-{self._numbers}", op="hello")
-        self._sock.send_multipart([MAGIC, encode_header(header)])
-        ends_at_s = time.monotonic() + CONTROLLER_GRACE_S
-        while time.monotonic() < ends_at_s:
-            reply = self._receive(500)
-            if reply is not None and reply.id == header.id:
-                self._session = reply.session
-                return
-            if reply is None and time.monotonic() + 0.5 < ends_at_s:
-                self._sock.send_multipart([MAGIC, encode_header(header)])
-
-    def _receive(self, wait_ms: int) -> Any:
-        if not self._sock.poll(wait_ms):
-            return None
-        with contextlib.suppress(msgspec.DecodeError):
-            return decode_reply(self._sock.recv_multipart())
-        return None
+    def _greeted(self) -> RawPeer:
+        if self._peer is None:
+            self._peer = RawPeer(self._address)
+            self._session = ask(self._peer, op="hello").session
+        return self._peer
 
     def listen(self, request_id: str, stop: threading.Event) -> list[str]:
         """What came until this request was answered; late second answers are found next time."""
         kinds: list[str] = []
         ends_at_s = time.monotonic() + CONTROLLER_GRACE_S
-        while time.monotonic() < ends_at_s:
-            reply = self._receive(500)
+        while self._peer is not None and time.monotonic() < ends_at_s:
+            try:
+                message = self._peer.next_message(0.5)
+            except EOFError:
+                break
+            reply = None if message is None else decode_reply(message.parts)
             if reply is None or reply.more or not reply.id.startswith("raw-"):
                 continue
             if reply.id in self._answered:
                 kinds.append("duplicate")
                 continue
-            if reply.error is not None and reply.error.data.get("reason") == "unknown_session":
-                self._session = ""  # the server is a new one: it never accepted this
-                return [*kinds, "never accepted"]
             self._answered.add(reply.id)
             kinds.append("ok" if reply.error is None else reply.error.type)
             if reply.id == request_id:
                 return kinds
-        self._session = ""
+        self.close()
         return [*kinds, "no answer to a raw request"]
-
-
-@contextlib.contextmanager
-def raw_client(address: str) -> Iterator[RawClient]:
-    context: zmq.Context[Any] = zmq.Context()
-    sock = make_dealer(context, Caps(max_message_bytes=1 << 24))
-    sock.connect(address)
-    try:
-        yield RawClient(sock)
-    finally:
-        sock.close(0)
-        context.term()

@@ -1,84 +1,103 @@
-"""What a client can send: the frames of one message through the real frontend.
+"""What a client can send: the bytes of a stream, through a socket to the real frontend.
 
-Only libzmq is not there: a listener's router keeps nothing, and a message's frames say what libzmq
-would say of their connection. Every request that is accepted is answered at once afterwards, so
-that each input finds the frontend as the first one did; what it then still holds is an escape.
+Frames that begin with the magic travel behind a table that fits them; others are the bytes
+themselves, as a stranger would send them. Every request that is accepted is answered at once
+afterwards, so that each input finds the frontend as the first one did; what it then still holds is
+an escape.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import queue
+import select
+import socket
 import tempfile
+import weakref
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from pipeswitch.config import Config, ServerConfig
 from pipeswitch.errors import ServerUnavailable
-from pipeswitch.frontend.clients import Client
 from pipeswitch.frontend.frontend import Frontend
-from pipeswitch.frontend.intake import ZmqOrigin
 from pipeswitch.frontend.listeners import Listener
-from pipeswitch.frontend.local import Shares
+from pipeswitch.frontend.peers import Shares, StreamPeer
 from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.ipc.messages import ModelName
 from pipeswitch.roles import Role
 from pipeswitch.scheduler.events import Announce, Answer, Event, InferArrived
 from pipeswitch.wire.frames import (
+    INLINE,
     MAGIC,
     RequestHeader,
     WireTensor,
     decode_reply,
     encode_header,
+    pack_table,
 )
+from pipeswitch.wire.stream import Stream
 
 from .target import MSGPACK_FRAMES, Target, join_frames, split_frames
 from .worlds import manifest_of
 
 POOL_BYTES = 1 << 20
-ROUTE = b"\0\1\2\3\4"  # as libzmq makes them
 SESSION = "S" * 32  # stands in an input for the session that the frontend made up
 WAITING = "waiting"  # the id of a request that has no answer yet
 FAMILIAR = bytes([0x57])  # a first frame of this one byte: through the owner's listener
 CLOCK_MS = 1e6
 
 
-class _Frame:
-    """A received frame, as far as the frontend looks at one."""
-
-    def __init__(self, data: bytes) -> None:
-        self.buffer = memoryview(data)
-
-    def __len__(self) -> int:
-        return len(self.buffer)
-
-    def get(self, option: Any) -> Any:
-        return 0x7FFF_FFFF  # a descriptor that is no connection
-
-
-class _Router:
-    """A socket whose peer reads everything. What it sent last is kept, to be read back."""
-
-    def __init__(self) -> None:
-        self.sent: list[bytes] = []
-
-    def send(self, frame: Any, flags: int = 0, copy: bool = True) -> None:
-        self.sent.append(bytes(frame))
-
-    def send_multipart(self, frames: Any, flags: int = 0, copy: bool = True,
-                       track: bool = False) -> None:  # fmt: skip
-        self.sent += [bytes(frame) for frame in frames]
-
-
 def _listener(*, is_owner: bool) -> Listener:
-    address = "ipc:///owner" if is_owner else "tcp://127.0.0.1:5555"
-    router: Any = _Router()
+    """With a socket that listens: the kernel is asked about its connections."""
+    stream = socket.create_server(("127.0.0.1", 0))
+    address = "ipc:///owner" if is_owner else f"tcp://127.0.0.1:{stream.getsockname()[1]}"
+    publisher: Any = None
     return Listener(
-        router=router, monitor=router, publisher=router, readers=router, address=address,
+        stream=stream, publisher=publisher, readers=publisher, address=address,
         events_address=f"{address}6", is_owner=is_owner, roles=frozenset(Role),
     )  # fmt: skip
+
+
+class _Connection:
+    """Both ends of one that has said hello."""
+
+    def __init__(self, gate: _Gate, listener: Listener) -> None:
+        assert listener.stream is not None
+        self._gate = gate
+        self.theirs = socket.create_connection(listener.stream.getsockname())
+        ours, _ = listener.stream.accept()
+        self._peer = StreamPeer(ours, listener, 1, gate._max_message_bytes, gate._shares)
+        gate._peers.add(self._peer)
+        gate._intake.welcome(self._peer)
+        self.client, _ = gate._intake.greet(self._peer)
+
+    def __enter__(self) -> _Connection:
+        return self
+
+    def hear(self) -> None:
+        """All that has come."""
+        is_heard = False
+        while not is_heard:
+            self._gate._hear_peer(self._peer)
+            is_heard = self._peer.is_closed or not (
+                self._peer.wants_turn or select.select([self._peer], [], [], 0)[0]
+            )
+
+    def read_replies(self) -> None:
+        """What is answered is of the protocol itself."""
+        stream = Stream(self.theirs, 1 << 30)
+        with contextlib.suppress(EOFError):
+            while found := stream.receive(16):
+                for message in found:
+                    if message.parts:
+                        decode_reply(message.parts[:2])
+
+    def __exit__(self, *_: object) -> None:
+        self._gate._drop(self.client, "the next one begins anew")
+        self._gate._part(self._peer)
+        self.theirs.close()
 
 
 class _Gate(Frontend):
@@ -102,43 +121,37 @@ class _Gate(Frontend):
             "Listeners", (), {"tcp": self.stranger, "all": (self.stranger, self.owner)}
         )
         self._listeners = listeners
-        door: Any = SimpleNamespace(shares=Shares(0))
-        self._door = door
+        self._shares = Shares(0)
         for name in ("m", "resnet-50"):
             model = ModelName(name)
             announced = Announce(model=model, manifest=manifest_of(), priority=1)
             self.perform(announced)
-        self._known: dict[Listener, Client] = {}
+        for listener in (self.owner, self.stranger):
+            assert listener.stream is not None
+            weakref.finalize(self, listener.stream.close)
 
     def hear(self, frames: list[bytes]) -> list[Event]:
-        """One message; the events that came of it."""
+        """One message, or bytes, by a connection of its own; the events that came of it."""
         is_owner = frames[:1] == [FAMILIAR]
-        listener = self.owner if is_owner else self.stranger
-        client = self._client(listener)
-        parts = [
-            frame.replace(SESSION.encode(), client.session.encode())
-            for frame in (frames[1:] if is_owner else frames)
-        ]
-        received: list[Any] = [_Frame(ROUTE), *map(_Frame, parts)]
-        self._hear_message(listener, received)
-        events, self.taken[:] = list(self.taken), []
-        self._clean_up(listener)
+        with _Connection(self, self.owner if is_owner else self.stranger) as known:
+            header = RequestHeader(v=1, op="infer", id=WAITING, model="m")
+            self.requests.accept(known.client, header)
+            session = known.client.session.encode()
+            frames = frames[1:] if is_owner else frames
+            parts = [frame.replace(SESSION.encode(), session) for frame in frames]
+            if parts[:1] == [MAGIC]:
+                parts[0] = pack_table([(len(part), INLINE) for part in parts[1:]])
+            known.theirs.sendall(b"".join(parts))
+            known.hear()
+            events, self.taken[:] = list(self.taken), []
+            self._clean_up()
+            known.read_replies()
+        if not self._pool.is_empty or self.requests.counts.in_flight:
+            raise AssertionError("a request that was answered still holds something")
         return events
 
-    def _client(self, listener: Listener) -> Client:
-        """A client that has said hello, with one request that waits."""
-        client = self._known.get(listener)
-        if client is None or client.is_gone:
-            frame: Any = _Frame(ROUTE)
-            origin = ZmqOrigin(listener=listener, frame=frame, routing_id=ROUTE)
-            client, _ = self._clients.greet(origin)
-            self._known[listener] = client
-        if WAITING not in client.requests:
-            self.requests.accept(client, RequestHeader(v=1, op="infer", id=WAITING, model="m"))
-        return client
-
-    def _clean_up(self, listener: Listener) -> None:
-        """Answer everything, then see that nothing is held."""
+    def _clean_up(self) -> None:
+        """Answer everything."""
         while True:
             try:
                 work: Any = self._uploads._writer._queue.get_nowait()
@@ -152,16 +165,6 @@ class _Gate(Frontend):
             self._calls.popleft()()
         for token in self.requests.tokens():
             self._answer(Answer(token=token, error=ServerUnavailable("it is only a test")))
-        router: Any = listener.router
-        sent, router.sent = router.sent, []
-        for at, frame in enumerate(sent):
-            if frame == MAGIC:  # what is answered is of the protocol itself
-                decode_reply(sent[at : at + 2])
-        for client in self._clients.all():
-            if client is not self._known[client.listener]:
-                self._drop(client, "said hello")
-        if not self._pool.is_empty or self.requests.counts.in_flight:
-            raise AssertionError("a request that was answered still holds something")
         os.eventfd_write(self._wake, 1)
         os.eventfd_read(self._wake)
 
@@ -199,8 +202,17 @@ def _message(*tensors: bytes, is_owner: bool = False, **fields: Any) -> bytes:
     return join_frames([FAMILIAR, *parts] if is_owner else parts)
 
 
+def _bytes(*messages: bytes) -> bytes:
+    """As they travel, one behind the other."""
+    whole = b""
+    for message in messages:
+        _, *parts = split_frames(message)
+        whole += b"".join([pack_table([(len(part), INLINE) for part in parts]), *parts])
+    return join_frames([whole[at : at + 0xFFFF] for at in range(0, len(whole), 0xFFFF)])
+
+
 def seeds() -> list[bytes]:
-    """Each verb once as it should be."""
+    """Each verb once as it should be; then bytes that are messages, and some that are none."""
     x = WireTensor(name="x", dtype="float32", shape=(2, 4), frame=0)
     mask = WireTensor(name="mask", dtype="bool", shape=(2, 2), frame=1)
     infer: dict[str, Any] = {"op": "infer", "model": "m", "inputs": (x, mask)}
@@ -229,6 +241,13 @@ def seeds() -> list[bytes]:
         _message(op="ping", body={"deep": True}),
         _message(op="stop", body={"drain_ms": 10.0}),
         _message(op="infer", v=2, model="m"),
+        _bytes(_message(bytes(32), bytes(4), **infer), _message(op="models"), _message(op="ping")),
+        _bytes(_message(op="ps"))[:60],
+        join_frames([pack_table([(8, INLINE), (1 << 40, INLINE)])]),
+        join_frames([pack_table([(8, INLINE), (8, 0)]), bytes(8)]),
+        join_frames([pack_table([])]),
+        join_frames([FAMILIAR, pack_table([]), pack_table([(1, INLINE)], 1)]),
+        join_frames([b"\xff" + bytes(8) + b"\x7f\x03"]),
     ]  # fmt: skip
 
 

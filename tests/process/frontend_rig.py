@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import zmq
 
 import pipeswitch as ps
 from pipeswitch.config import Config, ServerConfig
@@ -41,7 +39,6 @@ from pipeswitch.scheduler.events import (
     TrainAsked,
     UnregisterAsked,
 )
-from pipeswitch.wire.frames import MAGIC, RequestHeader, decode_reply, encode_header
 
 POOL_BYTES = 8 << 20
 DEADLINE_S = 10.0
@@ -209,28 +206,3 @@ def assert_balanced(tcp: Frontend) -> None:
     counters = tcp.requests.counts
     assert counters.accepted == counters.ok + counters.error + counters.undeliverable
     assert tcp._pool.is_empty
-
-
-@contextlib.contextmanager
-def raw_dealer(
-    address: str, routing_id: bytes | None = None, receive_queue: int = 100
-) -> Iterator[zmq.Socket[bytes]]:
-    context: zmq.Context[Any] = zmq.Context()
-    sock = context.socket(zmq.DEALER)
-    sock.setsockopt(zmq.LINGER, 0)
-    sock.setsockopt(zmq.RCVHWM, receive_queue)
-    sock.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
-    if routing_id is not None:
-        sock.setsockopt(zmq.ROUTING_ID, routing_id)
-    sock.connect(address)
-    try:
-        yield sock
-    finally:
-        sock.close()
-        context.term()
-
-
-def ask(sock: zmq.Socket[bytes], *frames: bytes, **fields: Any) -> Any:
-    header = RequestHeader(**{"v": 1, "id": "1", **fields})
-    sock.send_multipart([MAGIC, encode_header(header), *frames])
-    return decode_reply(sock.recv_multipart())

@@ -17,7 +17,6 @@ from pipeswitch.frontend.connections import (
     hang_up,
     received_bytes,
     socket_inode,
-    wire_bytes,
 )
 
 
@@ -81,8 +80,8 @@ def test_what_comes_out_as_messages_is_not_held(rig: Rig) -> None:
     pair = rig.connect()
     rig.connections.greeted(pair[1].fileno(), "anyone")
     for _ in range(40):
-        rig.send(pair, wire_bytes([bytes(100_000)], False))
-        assert rig.connections.took(pair[1].fileno(), [bytes(100_000)], 1.0)
+        rig.send(pair, 100_000)
+        assert rig.connections.took(pair[1].fileno(), 100_000, 1.0)
     rig.rounds(2.0)
     assert rig.is_open(pair)
 
@@ -136,7 +135,7 @@ def test_a_peer_that_says_no_hello_goes_and_a_subscriber_need_not(rig: Rig) -> N
 
 def test_a_flood_without_a_session_is_not_listened_to(rig: Rig) -> None:
     pair = rig.connect()
-    heard = [rig.connections.took(pair[1].fileno(), [b"?"], 0.0) for _ in range(100)]
+    heard = [rig.connections.took(pair[1].fileno(), 1, 0.0) for _ in range(100)]
     assert heard.count(True) == SESSIONLESS_MESSAGES
     assert not rig.is_open(pair)
 

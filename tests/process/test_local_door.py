@@ -23,11 +23,11 @@ from frontend_rig import FakeScheduler, assert_balanced, until
 
 import pipeswitch as ps
 from pipeswitch.client import looped
-from pipeswitch.client.links import LocalLink
+from pipeswitch.client.links import StreamLink
 from pipeswitch.client.tensors import from_reply, to_frames
-from pipeswitch.frontend.local import MAX_SHARES, LocalPeer, Shares
+from pipeswitch.frontend.peers import MAX_SHARES, Shares, StreamPeer
 from pipeswitch.wire.frames import INLINE, MAGIC, RequestHeader, encode_header, pack_table
-from pipeswitch.wire.local import Message, Share, Stream, local_path
+from pipeswitch.wire.stream import Message, Share, Stream, local_path
 
 WIDTH = 1 << 15  # 128 KiB a row: it goes to the share
 HALF = 1 << 20  # of the rig's share
@@ -51,7 +51,7 @@ def rows(count: int, seed: int = 0) -> Any:
 
 
 def shares(server: FakeScheduler) -> int:
-    return server.tcp._door.shares.count
+    return server.tcp._shares.count
 
 
 class Raw:
@@ -122,11 +122,11 @@ def peer(server: FakeScheduler) -> Iterator[Raw]:
 
 def test_answers_are_the_same_by_every_way_and_the_callers_own(server: FakeScheduler) -> None:
     address = server.listeners.ipc.address
-    with ps.Client(address) as ours, ps.Client(address, shared_memory=False) as zeromq:
+    with ps.Client(address) as ours, ps.Client(address, shared_memory=False) as plain:
         kept = []
         for seed, count in enumerate((1, 8, 3, 1)):  # 8 rows have no room in the share
             x = rows(count, seed)
-            for client in (ours, zeromq):
+            for client in (ours, plain):
                 y = client.infer("double", x)["y"]
                 kept.append((y, 2 * x))
                 assert y.flags.writeable
@@ -135,8 +135,6 @@ def test_answers_are_the_same_by_every_way_and_the_callers_own(server: FakeSched
         assert all(
             y.tobytes() == wanted.tobytes() for y, wanted in kept
         )  # no later one wrote there
-        assert isinstance(ours._connection._link, LocalLink)
-        assert not isinstance(zeromq._connection._link, LocalLink)
         assert ours.stats()["shares"] == 1
     until(lambda: not shares(server))
     assert_balanced(server.tcp)
@@ -207,7 +205,7 @@ def test_a_client_goes_on_with_the_next_server(tmp_path: Path) -> None:
             try:
                 for seed in range(3):
                     assert (client.infer("double", rows(2, seed))["y"] == 2 * rows(2, seed)).all()
-                assert isinstance(client._connection._link, LocalLink)
+                assert isinstance(client._connection._link, StreamLink)
                 assert shares(server) == 1
             except BaseException:
                 server.close()
@@ -245,7 +243,7 @@ def test_an_event_loop_asks_by_itself_takes_back_and_goes_on_with_the_next_serve
         server.is_holding = False
         assert await is_doubled(8)
         link = connection._link
-        assert isinstance(link, LocalLink)
+        assert isinstance(link, StreamLink)
         assert not link._places
         server.close()
         assert_balanced(server.tcp)
@@ -271,7 +269,7 @@ def test_a_client_that_is_there_before_its_server_gets_the_plain_socket(tmp_path
         server = started(tmp_path)
         try:
             assert isinstance(future.exception(), ps.ModelNotFound)
-            assert isinstance(client._connection._link, LocalLink)
+            assert isinstance(client._connection._link, StreamLink)
         finally:
             server.close()
 
@@ -407,7 +405,7 @@ def test_a_second_hello_does_not_change_what_is_on_its_way(
 def test_a_share_is_brought_when_there_is_room_for_it(server: FakeScheduler) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        peer = LocalPeer(ours, server.listeners.ipc, 1, 1 << 20, Shares(2 * HALF))
+        peer = StreamPeer(ours, server.listeners.ipc, 1, 1 << 20, Shares(2 * HALF))
         client = Stream(theirs, 1 << 20, takes_descriptors=True)
         message = pack_table([(1000, INLINE)]) + bytes(1000)
         sent_count = 0

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import pickle
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,68 +15,33 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from frontend_rig import DEADLINE_S, FakeScheduler, ask, raw_dealer, until
+from frontend_rig import DEADLINE_S, FakeScheduler, until
 
 import pipeswitch as ps
 from pipeswitch.scheduler.events import InferArrived
-from pipeswitch.wire.frames import MAGIC, WireTensor, decode_reply
+from pipeswitch.wire.frames import INLINE, WireTensor, decode_reply, pack_table
 from tests.process.bombs import pickled
+from tests.raw_peer import RawPeer, ask, raw_peer
 
 X = np.ones((1, 4), np.float32)
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\0" + bytes(31)
-READY_BODY = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
 TENSOR = {"name": "x", "dtype": "float32", "shape": [1, 4], "frame": 0}
-READY = bytes([4, len(READY_BODY)]) + READY_BODY
 
 
-class RawPeer:
-    """A peer that speaks ZMTP 3 by hand, so that a message can be cut anywhere."""
-
-    def __init__(self, address: str) -> None:
-        host, _, port = address.removeprefix("tcp://").rpartition(":")
-        self.sock = socket.create_connection((host, int(port)), timeout=DEADLINE_S)
-        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.sock.sendall(GREETING + READY)
-        self.session = ""
-        self._stream = self.sock.makefile("rb")
-        self._stream.read(len(GREETING))
-        self._frame()  # the server's READY: before it, our messages would be no messages
-
-    def _frame(self) -> tuple[int, bytes]:
-        flags = self._stream.read(1)[0]
-        is_long = flags & 2
-        size = int.from_bytes(self._stream.read(8 if is_long else 1), "big")
-        return flags, self._stream.read(size)
-
-    def ask(self, *frames: bytes, **fields: Any) -> Any:
-        """Send a request whole; its reply."""
-        self.sock.sendall(as_bytes(*frames, **fields))
-        return self.reply()
-
-    def reply(self) -> Any:
-        return decode_reply(self.receive())
-
-    def receive(self) -> list[bytes]:
-        """The frames of the next message."""
-        frames, flags = [], 1
-        while flags & 1:
-            flags, frame = self._frame()
-            frames.append(frame)
-        return frames
-
-    def close(self) -> None:
-        self._stream.close()
-        self.sock.close()
+def asked(peer: RawPeer, *frames: bytes, **fields: Any) -> Any:
+    """Send a request whole; its reply."""
+    peer.sock.sendall(as_bytes(*frames, **fields))
+    return decode_reply(peer.hear())
 
 
 def as_bytes(*frames: bytes, **fields: Any) -> bytes:
-    """A request as ZMTP 3 sends it."""
-    header = msgspec.msgpack.encode({"v": 1, "id": "1", **fields})
-    *first, last = [MAGIC, header, *frames]
-    return b"".join(
-        bytes([more | 2]) + struct.pack(">Q", len(frame)) + frame
-        for more, frame in [*((1, frame) for frame in first), (0, last)]
-    )
+    """A request as it travels."""
+    parts = [msgspec.msgpack.encode({"v": 1, "id": "1", **fields}), *frames]
+    return b"".join([pack_table([(len(part), INLINE) for part in parts]), *parts])
+
+
+def connected(server: FakeScheduler, timeout_s: float = DEADLINE_S) -> socket.socket:
+    host, _, port = server.listeners.tcp.address.removeprefix("tcp://").rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=timeout_s)
 
 
 @pytest.fixture
@@ -100,16 +63,19 @@ def peers(server: FakeScheduler) -> Iterator[list[RawPeer]]:
 def test_shadowmq_a_pickle_in_any_frame_stays_bytes(server: FakeScheduler, tmp_path: Path) -> None:
     target = tmp_path / "unpickled"
     raw = pickled(target)
-    with raw_dealer(server.listeners.tcp.address) as sock:
-        for frames in ([raw], [MAGIC, raw], [raw, raw], [MAGIC, raw, raw]):
-            sock.send_multipart(frames)
+    with connected(server) as sock:
+        sock.sendall(raw)
+        assert is_cut(sock)
+    with raw_peer(server.listeners.tcp.address) as sock:
+        for frames in ([raw], [raw, raw]):
+            sock.send(*frames)
         session = ask(sock, op="hello").session
         x = WireTensor(name="x", dtype="float32", shape=(1, 4), frame=0)
         reply = ask(sock, raw, op="infer", model="m", session=session, inputs=(x,))
         assert reply.error.type == "InvalidInput"
         header = {"v": 1, "id": "2", "op": "train", "session": session, "body": {"args": raw}}
-        sock.send_multipart([MAGIC, msgspec.msgpack.encode(header)])
-        assert decode_reply(sock.recv_multipart()).error.type in (
+        sock.send(msgspec.msgpack.encode(header))
+        assert decode_reply(sock.hear()).error.type in (
             "InvalidInput", "RemoteProtocolError",
         )  # fmt: skip
     assert not target.exists()
@@ -126,6 +92,8 @@ def sizes(pid: int | str = "self") -> tuple[int, int]:
 
 def is_cut(sock: socket.socket) -> bool:
     """Whether the server ends this connection, within its deadline."""
+    if not sock.gettimeout():  # it has a timeout, or does not block
+        sock.settimeout(DEADLINE_S)
     with contextlib.suppress(ConnectionError):
         while sock.recv(4096):
             pass
@@ -135,11 +103,10 @@ def is_cut(sock: socket.socket) -> bool:
 def test_zeromq_eight_gigabytes_declared_and_ten_bytes_sent_cost_nothing(
     server: FakeScheduler,
 ) -> None:
-    host, port = server.listeners.tcp.address.removeprefix("tcp://").split(":")
     before = sizes()
     for _ in range(8):
-        with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as sock:
-            sock.sendall(GREETING + READY + b"\x02" + struct.pack(">Q", 8 << 30) + bytes(10))
+        with connected(server) as sock:
+            sock.sendall(pack_table([(10, INLINE), (8 << 30, INLINE)]) + bytes(10))
             assert is_cut(sock)
     virtual, resident = sizes()
     assert virtual - before[0] < 1 << 30
@@ -148,20 +115,24 @@ def test_zeromq_eight_gigabytes_declared_and_ten_bytes_sent_cost_nothing(
         assert client.infer("m", X)["y"][0, 0] == 2.0
 
 
-def test_zeromq_a_message_that_never_ends_is_cut(server: FakeScheduler) -> None:
-    host, port = server.listeners.tcp.address.removeprefix("tcp://").split(":")
-    part = b"\x03" + struct.pack(">Q", 16 << 10) + bytes(16 << 10)  # and more will come
-    with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as sock:
-        sock.sendall(GREETING + READY)
-        heard = b""
-        while b"READY" not in heard:  # before it, our messages would be no messages
-            heard += sock.recv(4096)
-        sock.settimeout(1.0)
-        with contextlib.suppress(OSError):  # reset, broken pipe, or no end takes any more
-            for _ in range(10_000):  # 160 MB
-                sock.sendall(part)
+def test_messages_that_never_end_are_cut_when_they_hold_much(tmp_path: Path) -> None:
+    server = FakeScheduler(tmp_path, max_message_bytes=64 << 20, pool_bytes=1 << 20)
+    peers = [RawPeer(server.listeners.tcp.address) for _ in range(3)]
+    try:
+        for peer in peers:
+            asked(peer, op="hello")
+            peer.sock.sendall(pack_table([(10, INLINE), (64 << 20, INLINE)]))
+            peer.sock.sendall(bytes(900 << 10))  # each may have that much, and two together
         until(lambda: server.tcp._intake.connections.hung_up)
-    assert server.tcp._intake.connections.hung_up == {"unfinished messages": 1}
+        for peer in peers:
+            with contextlib.suppress(OSError):  # reset, broken pipe, or no end takes any more
+                for _ in range(1_000):  # 60 MB
+                    peer.sock.sendall(bytes(60 << 10))
+        until(lambda: server.tcp._intake.connections.hung_up["unfinished messages"] == 3)
+    finally:
+        for peer in peers:
+            peer.close()
+        server.close()
 
 
 def test_pipeswitch_requests_that_arrive_in_turns_byte_by_byte_are_not_mixed_up(
@@ -169,7 +140,7 @@ def test_pipeswitch_requests_that_arrive_in_turns_byte_by_byte_are_not_mixed_up(
 ) -> None:
     """In the original, names and data of two clients meet in two queues."""
     server.announce("other")
-    sessions = [peer.ask(op="hello").session for peer in peers]
+    sessions = [asked(peer, op="hello").session for peer in peers]
     data = [np.full((1, 4), n, np.float32) for n in (1, 2)]
     messages = [
         as_bytes(x.tobytes(), op="infer", model=model, session=session, inputs=[TENSOR])
@@ -179,7 +150,7 @@ def test_pipeswitch_requests_that_arrive_in_turns_byte_by_byte_are_not_mixed_up(
         for peer, message in zip(peers, messages, strict=True):
             peer.sock.sendall(message[cut : cut + 1])
     for peer, x in zip(peers, data, strict=True):
-        assert peer.receive()[2] == (2 * x).tobytes()
+        assert peer.hear()[2] == (2 * x).tobytes()
     seen = [event.model for event in server.seen if isinstance(event, InferArrived)]
     assert sorted(seen) == ["m", "other"]
 
@@ -189,9 +160,9 @@ def test_pipeswitch_another_number_of_bytes_than_declared_reaches_no_model(
     server: FakeScheduler, peers: list[RawPeer], came: tuple[int, ...]
 ) -> None:
     """The original asks a client for a length, up to 4 GiB, and does not look how much it read."""
-    session = peers[0].ask(op="hello").session
+    session = asked(peers[0], op="hello").session
     frames = [bytes(size) for size in came]
-    reply = peers[0].ask(*frames, op="infer", model="m", session=session, inputs=[TENSOR])
+    reply = asked(peers[0], *frames, op="infer", model="m", session=session, inputs=[TENSOR])
     assert reply.error.type in ("InvalidInput", "RemoteProtocolError")
     assert not server.seen
 
@@ -200,9 +171,8 @@ def test_pipeswitch_a_client_that_names_a_model_and_vanishes_holds_nobody_up(
     server: FakeScheduler,
 ) -> None:
     """In the original, the scheduler then waits for that client's data for ever."""
-    host, port = server.listeners.tcp.address.removeprefix("tcp://").split(":")
-    with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as sock:
-        sock.sendall(GREETING + READY + b"\x01\x04PSW1")
+    with connected(server) as sock:
+        sock.sendall(as_bytes(bytes(16), op="infer", model="m", inputs=[TENSOR])[:-10])
     with ps.Client(server.listeners.tcp.address) as client:
         assert client.infer("m", X)["y"][0, 0] == 2.0
 
@@ -241,78 +211,57 @@ def test_zeromq_a_flood_and_a_reset_do_not_abort_the_server() -> None:
 
 def test_zeromq_one_byte_more_than_allowed_is_cut_before_it_is_sent(server: FakeScheduler) -> None:
     """CVE-2026-55646: a body is read first, and its size looked at afterwards."""
-    peer = RawPeer(server.listeners.tcp.address)
-    limit = peer.ask(op="ping").body["max_message_bytes"]
-    peer.sock.sendall(b"\x02" + struct.pack(">Q", limit + 1) + bytes(10))
-    assert is_cut(peer.sock)
-    peer.close()
+    with raw_peer(server.listeners.tcp.address) as peer:
+        limit = asked(peer, op="hello").body["max_message_bytes"]
+        peer.sock.sendall(pack_table([(10, INLINE), (limit + 1, INLINE)]) + bytes(10))
+        assert is_cut(peer.sock)
 
 
-def test_triton_a_message_of_very_many_parts_holds_nobody_up(
-    server: FakeScheduler, peers: list[RawPeer], monkeypatch: pytest.MonkeyPatch
+def test_triton_a_message_of_very_many_parts_is_refused_by_its_table(
+    server: FakeScheduler, peers: list[RawPeer]
 ) -> None:
     """In Triton, very many small chunks of one request end the server."""
     hostile, good = peers
-    for peer in peers:
-        peer.session = peer.ask(op="hello").session
-    turns = itertools.count()
-    step = server.tcp.step
-    monkeypatch.setattr(server.tcp, "step", lambda: (next(turns), step()))
-    hostile.sock.sendall(b"\x01\x00" * 200_000 + b"\x00\x00")
+    session = asked(good, op="hello").session
+    hostile.sock.sendall(b"PSW1" + (1_000_000).to_bytes(4, "little") + bytes(64 << 10))
     assert is_cut(hostile.sock)
-    x = X.tobytes()
-    reply = good.ask(x, op="infer", model="m", session=good.session, inputs=[TENSOR])
+    reply = asked(good, X.tobytes(), op="infer", model="m", session=session, inputs=[TENSOR])
     assert reply.status == "ok"
-    assert next(turns) > 200  # of the loop, while that one message was read
-    assert server.tcp._intake.connections.hung_up == {"too many parts": 1}
 
 
 def a_web_page_posts(*requests: dict[str, Any]) -> bytes:
-    """What a browser sends for ``fetch(url, {method: "POST", body})``.
-
-    To libzmq the ``P`` is the length of a ZMTP 1 frame. The address is chosen so that another
-    frame ends where the headers do, and the body holds whole messages.
-    """
-    body = b""
-    for request in requests:
-        header = msgspec.msgpack.encode({"v": 1, "id": "1", **request})
-        for more, frame in ((1, MAGIC), (0, header)):
-            body += bytes([1 + len(frame), more]) + frame
+    """What a browser sends for ``fetch(url, {method: "POST", body})``."""
+    body = b"".join(as_bytes(**request) for request in requests)
     lines = f" HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    first = b"POST /".ljust(1 + ord("P"), b"A")
-    return first + b"~" + b"B" * (ord("~") - len(lines)) + lines + body
+    return b"POST /PSW1" + lines + body
 
 
 def test_ray_a_web_page_on_this_machine_commands_nothing(server: FakeScheduler) -> None:
     """CVE-2025-62593: a page in a local browser talks to a port that asks for nothing."""
-    host, _, port = server.listeners.tcp.address.removeprefix("tcp://").rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as browser:
+    with connected(server) as browser:
         browser.sendall(
             a_web_page_posts({"op": "hello"}, {"op": "stop"}, {"op": "train", "session": "x"})
         )
-        until(lambda: server.tcp._intake.malformed_count >= 2)
+        assert is_cut(browser)
         with ps.Client(server.listeners.tcp.address) as client:
             assert client.infer("m", X)["y"][0, 0] == 2.0
     assert all(isinstance(event, InferArrived) for event in server.seen)
 
 
-def test_uvicorn_half_a_handshake_is_cut_however_slowly_it_goes_on(
+def test_uvicorn_half_a_message_is_cut_however_slowly_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slow loris: uvicorn keeps connections whose headers never end."""
-    monkeypatch.setattr("pipeswitch.wire.sockets.HANDSHAKE_LIMIT_MS", 300)
+    monkeypatch.setattr("pipeswitch.frontend.connections.HELLO_S", 0.3)
     server = FakeScheduler(tmp_path)
-    host, _, port = server.listeners.tcp.address.removeprefix("tcp://").rpartition(":")
+    hello = as_bytes(op="hello", model="m" * 1000)
     with contextlib.ExitStack() as stack:
         stack.callback(server.close)
-        silent = [
-            stack.enter_context(socket.create_connection((host, int(port)), timeout=DEADLINE_S))
-            for _ in range(20)
-        ]
+        silent = [stack.enter_context(connected(server)) for _ in range(20)]
         for sock in silent:
-            sock.sendall(GREETING[:20])
-        slow = stack.enter_context(socket.create_connection((host, int(port)), timeout=0.05))
-        assert any(is_cut_after(slow, GREETING[n : n + 1]) for n in range(len(GREETING)))
+            sock.sendall(hello[:20])
+        slow = stack.enter_context(connected(server, 0.05))
+        assert any(is_cut_after(slow, hello[n : n + 1]) for n in range(len(hello)))
         assert all(is_cut(sock) for sock in silent)
 
 

@@ -17,8 +17,7 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
-import zmq
-from frontend_rig import FakeScheduler, ask, raw_dealer
+from frontend_rig import FakeScheduler
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,8 +30,9 @@ from pipeswitch.programs.layout import ITEM_BYTES, ValueSpec
 from pipeswitch.programs.operators import ALLOWED
 from pipeswitch.programs.spec import BuildSpec
 from pipeswitch.scheduler.events import Query
-from pipeswitch.wire.frames import MAGIC, Op, decode_reply
+from pipeswitch.wire.frames import Op, decode_reply
 from tests.process.bombs import pickled
+from tests.raw_peer import RawPeer, ask, raw_peer
 
 ROOT = Path(__file__).parents[2]
 TENSOR = {"name": "x", "dtype": "float32", "shape": [1, 4], "frame": 0}
@@ -50,14 +50,14 @@ def server(tmp_path: Path) -> Iterator[FakeScheduler]:
 class Stranger:
     """A client whose headers may hold anything."""
 
-    def __init__(self, sock: zmq.Socket[bytes]) -> None:
+    def __init__(self, sock: RawPeer) -> None:
         self._sock = sock
         self._session = ask(sock, op="hello").session
 
     def ask(self, *frames: bytes, **fields: Any) -> Any:
         header = {"v": 1, "id": "1", "session": self._session, **fields}
-        self._sock.send_multipart([MAGIC, msgspec.msgpack.encode(header), *frames])
-        return decode_reply(self._sock.recv_multipart())
+        self._sock.send(msgspec.msgpack.encode(header), *frames)
+        return decode_reply(self._sock.hear())
 
     def put(self, data: bytes, digest: str, size: int, offset: int = 0) -> Any:
         body = {"digest": digest, "size_bytes": size, "offset_bytes": offset}
@@ -66,7 +66,7 @@ class Stranger:
 
 @pytest.fixture
 def stranger(server: FakeScheduler) -> Iterator[Stranger]:
-    with raw_dealer(server.listeners.tcp.address) as sock:
+    with raw_peer(server.listeners.tcp.address) as sock:
         yield Stranger(sock)
 
 
@@ -278,12 +278,12 @@ def test_a_clients_text_starts_no_line_of_its_own_in_the_log(
     text = "x\nERROR forged\r\x1b[2J"
     with (
         caplog.at_level(logging.DEBUG, "pipeswitch"),
-        raw_dealer(server.listeners.tcp.address) as sock,
+        raw_peer(server.listeners.tcp.address) as sock,
     ):
         for op in (text, "infer", "show"):
             header = {"v": 1, "id": "1", "op": op, "model": text, "session": text}
-            sock.send_multipart([MAGIC, msgspec.msgpack.encode(header)])
-            assert decode_reply(sock.recv_multipart()).error is not None
+            sock.send(msgspec.msgpack.encode(header))
+            assert decode_reply(sock.hear()).error is not None
         session = ask(sock, op="hello").session
         assert ask(sock, op="show", id="2", model=text, session=session) is not None
         assert ask(sock, op="infer", id="3", model=text, session=session).error is not None

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from frontend_rig import FakeScheduler, ask, raw_dealer, until
+from frontend_rig import FakeScheduler, until
 
 import pipeswitch as ps
 from pipeswitch.frontend.clients import Counters
@@ -22,6 +22,7 @@ from pipeswitch.testing import RunningServer, server
 from pipeswitch.wire.frames import decode_reply
 from pipeswitch.wire.keys import KeyFolder, client_keys, make_pair
 from pipeswitch.wire.sockets import make_subscriber
+from tests.raw_peer import ask, raw_peer
 
 X = np.ones((1, 4), np.float32)
 DIGEST = "0" * 64
@@ -44,7 +45,7 @@ def test_without_a_key_a_verb_is_served_when_its_role_is_the_addresss(
     fake = FakeScheduler(tmp_path, tcp_roles=(role.value,), allow_code=("pkg.*",))
     fake.announce("m")
     try:
-        with raw_dealer(fake.listeners.tcp.address) as sock:
+        with raw_peer(fake.listeners.tcp.address) as sock:
             session = ask(sock, op="hello").session
             for number, (verb, needed) in enumerate(VERB_ROLES.items()):
                 if verb in SILENT:
@@ -53,7 +54,7 @@ def test_without_a_key_a_verb_is_served_when_its_role_is_the_addresss(
                 before = len(fake.seen)
                 reply = ask(sock, session=session, id=f"{number}", **fields)
                 while reply.more:
-                    reply = decode_reply(sock.recv_multipart())
+                    reply = decode_reply(sock.hear())
                 is_denied = reply.error is not None and reply.error.type == "PermissionDenied"
                 assert is_denied == (needed not in (Role.INFER, role)), (verb, reply.error)
                 if is_denied:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import zmq
 from process_tools import (
     Checked,
     checked_server,
@@ -22,13 +21,11 @@ from process_tools import (
 )
 
 from pipeswitch.wire.frames import (
-    MAGIC,
     RequestHeader,
     WireTensor,
-    decode_reply,
     encode_header,
 )
-from pipeswitch.wire.sockets import Caps, make_dealer
+from tests.raw_peer import RawPeer, ask, raw_peer
 
 WIDTH = 512
 DEPTH = 5  # 5 MiB of weights and some: regions of 6 MiB
@@ -160,13 +157,13 @@ def test_a_client_that_never_reads_holds_nobody_up(
     expected = eager(modules["a"], value(0.5))
     batch = 64  # 128 KiB in and out
     before = running.stats()["inference"]["accepted"]
-    with raw_client(running, receive_queue=1) as (deaf, session):
+    with deaf_client(running) as (deaf, session):
         x = WireTensor(name="x", dtype="float32", shape=(batch, WIDTH), frame=0)
         for number in range(100):
             header = RequestHeader(
                 v=1, id=str(number), op="infer", model="a", session=session, inputs=(x,)
             )
-            deaf.send_multipart([MAGIC, encode_header(header), bytes(4 * batch * WIDTH)])
+            deaf.send(encode_header(header), bytes(4 * batch * WIDTH))
         until(lambda: running.stats()["inference"]["accepted"] >= before + 100, "all were accepted")
         for _ in range(20):
             assert is_bit_equal(running.client.infer("a", value(0.5))["y"], expected)
@@ -174,19 +171,10 @@ def test_a_client_that_never_reads_holds_nobody_up(
 
 
 @contextlib.contextmanager
-def raw_client(running: Checked, receive_queue: int) -> Iterator[tuple[zmq.Socket[bytes], str]]:
-    """A bare socket that has said hello, and its session."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    sock = make_dealer(context, Caps(max_message_bytes=1 << 20))
-    sock.setsockopt(zmq.RCVHWM, receive_queue)
-    try:
-        sock.connect(running.running.tcp_address)
-        sock.send_multipart([MAGIC, encode_header(RequestHeader(v=1, id="h", op="hello"))])
-        assert sock.poll(10_000)
-        yield sock, decode_reply(sock.recv_multipart()).session
-    finally:
-        sock.close(0)
-        context.term()
+def deaf_client(running: Checked) -> Iterator[tuple[RawPeer, str]]:
+    """One that has said hello and reads no more, and its session."""
+    with raw_peer(running.running.tcp_address, receive_bytes=4096) as peer:
+        yield peer, ask(peer, op="hello").session
 
 
 def test_a_client_in_the_middle_of_a_large_upload_holds_nobody_up(

@@ -16,19 +16,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import zmq
-from frontend_rig import (
-    DEADLINE_S,
-    FakeScheduler,
-    ask,
-    assert_balanced,
-    raw_dealer,
-    until,
-)
+from frontend_rig import DEADLINE_S, FakeScheduler, assert_balanced, until
 
 import pipeswitch as ps
 from pipeswitch.client.connection import Connection
 from pipeswitch.config import Config
+from pipeswitch.frontend.connections import SESSIONLESS_BYTES
 from pipeswitch.frontend.frontend import Frontend
 from pipeswitch.ipc.messages import SlabTensor
 from pipeswitch.lane import Lane
@@ -43,12 +36,15 @@ from pipeswitch.scheduler.events import (
     TrainAsked,
 )
 from pipeswitch.wire.frames import (
-    MAGIC,
+    INLINE,
+    MAX_HEADER_BYTES,
     RequestHeader,
     WireTensor,
     decode_reply,
     encode_header,
+    pack_table,
 )
+from tests.raw_peer import RawPeer, ask, raw_peer
 
 
 def has_ipv6() -> bool:
@@ -275,42 +271,25 @@ def test_an_output_outside_of_its_slab_is_not_sent(
 def test_a_client_that_leaves_has_its_requests_taken_back(server: FakeScheduler) -> None:
     server.announce("m")
     server.is_holding = True
-    with raw_dealer(server.listeners.tcp.address) as sock:
+    with raw_peer(server.listeners.tcp.address) as sock:
         session = ask(sock, op="hello").session
         x = WireTensor(name="x", dtype="float32", shape=(1, 4), frame=0)
         header = RequestHeader(v=1, id="2", op="infer", model="m", session=session, inputs=(x,))
-        sock.send_multipart([MAGIC, encode_header(header), bytes(16)])
+        sock.send(encode_header(header), bytes(16))
         server.wait_for(InferArrived)
     server.wait_for(CancelAsked)
     until(lambda: server.tcp.requests.counts.undeliverable == 1)
     assert server.tcp.requests.counts.in_flight == 0
 
 
-def test_a_stolen_routing_id_gets_no_late_answer(server: FakeScheduler) -> None:
-    server.announce("m")
-    server.is_holding = True
-    context: zmq.Context[Any] = zmq.Context()
-    with raw_dealer(server.listeners.tcp.address) as sock:
+def test_a_session_is_of_its_connection_alone(server: FakeScheduler) -> None:
+    with raw_peer(server.listeners.tcp.address) as sock:
         session = ask(sock, op="hello").session
-        routing_id = server.tcp._clients.all()[0].routing_id
-        x = WireTensor(name="x", dtype="float32", shape=(1, 4), frame=0)
-        header = RequestHeader(v=1, id="2", op="infer", model="m", session=session, inputs=(x,))
-        sock.send_multipart([MAGIC, encode_header(header), bytes(16)])
-        (event,) = server.wait_for(InferArrived)
-        server.held.clear()  # it is running: not taken back when its client leaves
-    server.wait_for(CancelAsked)
-    with raw_dealer(server.listeners.tcp.address, routing_id) as impostor:
-        assert ask(impostor, op="ping", id="p").id == "p"
-        server.finish(event)
-        assert ask(impostor, op="ping", id="q").id == "q"  # nothing came in between
-    assert server.tcp.requests.counts.undeliverable == 1
-    context.term()
-
-
-def test_a_chosen_routing_id_is_refused(server: FakeScheduler) -> None:
-    with raw_dealer(server.listeners.tcp.address, b"chosen") as sock:
-        reply = ask(sock, op="hello")
-    assert reply.error.type == "RemoteProtocolError"
+        with raw_peer(server.listeners.tcp.address) as thief:
+            assert ask(thief, op="hello").session != session
+            reply = ask(thief, op="stats", session=session)
+        assert reply.error.data["reason"] == "unknown_session"
+        assert ask(sock, op="stats", session=session).status == "ok"
 
 
 def test_a_reader_that_never_reads_is_dropped(
@@ -321,15 +300,16 @@ def test_a_reader_that_never_reads_is_dropped(
     x = WireTensor(name="x", dtype="float32", shape=(1, 1 << 18), frame=0)
     numbers = itertools.count()
 
-    def send_more(sock: zmq.Socket[bytes], session: str) -> bool:
+    def send_more(sock: RawPeer, session: str) -> bool:
         header = RequestHeader(
             v=1, id=str(next(numbers)), op="infer", model="wide", session=session, inputs=(x,)
         )
-        with contextlib.suppress(zmq.Again):
-            sock.send_multipart([MAGIC, encode_header(header), bytes(1 << 20)], zmq.DONTWAIT)
+        with contextlib.suppress(OSError):
+            if sock.stream.flush():
+                sock.send(encode_header(header), bytes(1 << 20))
         return len(server.tcp._clients) == 0
 
-    with raw_dealer(server.listeners.tcp.address, receive_queue=1) as sock:
+    with raw_peer(server.listeners.tcp.address, receive_bytes=4096) as sock:
         session = ask(sock, op="hello", id="h").session
         until(lambda: send_more(sock, session))
     with ps.Client(server.listeners.tcp.address) as other:
@@ -342,30 +322,56 @@ def test_a_reader_that_never_reads_is_dropped(
 
 
 @pytest.mark.parametrize(
-    ("frames", "text"),
+    ("fields", "text"),
     [
-        ([MAGIC, msgspec.msgpack.encode({"v": 9, "id": "1", "op": "x"})], "version 9"),
-        ([MAGIC, msgspec.msgpack.encode({"v": 1, "id": "1", "op": "x"})], "malformed"),
-        ([MAGIC, msgspec.msgpack.encode({"v": 1, "id": "1", "op": "ps"}), b"?"], "tensor frame"),
-        ([MAGIC, msgspec.msgpack.encode({"v": 1, "id": "1", "op": "ps"})], "say hello"),
+        ({"v": 9, "op": "x"}, "version 9"),
+        ({"v": 1, "op": "x"}, "malformed"),
+        ({"v": 1, "op": "ps", "inputs": [{"name": "x"}]}, "malformed"),
+        ({"v": 1, "op": "ps"}, "say hello"),
     ],
 )
 def test_nonsense_with_an_id_gets_one_typed_error(
-    server: FakeScheduler, frames: list[bytes], text: str
+    server: FakeScheduler, fields: dict[str, Any], text: str
 ) -> None:
-    with raw_dealer(server.listeners.tcp.address) as sock:
-        sock.send_multipart(frames)
-        reply = decode_reply(sock.recv_multipart())
+    with raw_peer(server.listeners.tcp.address) as sock:
+        sock.send(msgspec.msgpack.encode({"id": "1", **fields}))
+        reply = decode_reply(sock.hear())
     assert (reply.id, reply.status) == ("1", "error")
     assert text in reply.error.message
 
 
 def test_nonsense_without_an_id_is_counted_and_the_server_goes_on(server: FakeScheduler) -> None:
-    with raw_dealer(server.listeners.tcp.address) as sock:
-        for frames in ([b""], [b"GET / HTTP/1.1"], [MAGIC], [MAGIC, b"\xc1"], [b""] * 500):
-            sock.send_multipart(frames)
+    with raw_peer(server.listeners.tcp.address) as sock:
+        for parts in ([b""], [b"\xc1"], [b"\x80", b""], [b""] * 20):
+            sock.send(*parts)
         assert ask(sock, op="ping").body["device"] == "cpu"
-    assert server.tcp._intake.malformed_count == 5
+    assert server.tcp._intake.malformed_count == 4
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\n",
+        b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE",  # of ZeroMQ
+        b"\x01\x00\x05\x01PSW1\x03\x00ab",  # of its first version
+        b"PSW1" + b"\xff" * 12,
+        pack_table([(MAX_HEADER_BYTES + 1, INLINE)]),
+        pack_table([(10, INLINE), (SESSIONLESS_BYTES, INLINE)]),  # that much needs a session
+        pack_table([(10, INLINE), (10, 0)]),
+        pack_table([]),  # only the owner's may share memory
+    ],
+)
+def test_what_is_no_message_ends_its_connection_and_no_other(
+    server: FakeScheduler, client: ps.Client, data: bytes
+) -> None:
+    server.announce("m")
+    with raw_peer(server.listeners.tcp.address) as sock:
+        sock.sock.send(data)
+        with pytest.raises(EOFError):
+            sock.hear()
+    x = np.ones((1, 4), np.float32)
+    assert np.array_equal(client.infer("m", x)["y"], x * 2)
+    assert server.tcp._intake.malformed_count == 1
 
 
 SHAPES = [
@@ -384,7 +390,7 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_hostile_shapes_are_refused(server: FakeScheduler, shape: tuple[int, ...]) -> None:
     server.announce("m")
-    with raw_dealer(server.listeners.tcp.address) as sock:
+    with raw_peer(server.listeners.tcp.address) as sock:
         session = ask(sock, op="hello").session
         x = WireTensor(name="x", dtype="float32", shape=shape, frame=0)
         reply = ask(sock, bytes(16), op="infer", model="m", session=session, inputs=(x,))
@@ -442,7 +448,7 @@ def test_an_upload_arrives_whole_and_is_found_by_its_digest(
 
 
 def test_a_wrong_digest_leaves_nothing(server: FakeScheduler) -> None:
-    with raw_dealer(server.listeners.tcp.address) as sock:
+    with raw_peer(server.listeners.tcp.address) as sock:
         session = ask(sock, op="hello").session
         body = {"digest": "0" * 64, "size_bytes": 3, "offset_bytes": 0}
         reply = ask(sock, b"abc", op="put", session=session, body=body)
@@ -608,15 +614,3 @@ def test_a_restarted_server_answers_what_is_safe_to_send_again(tmp_path: Path) -
             assert c.infer("m", np.ones((1, 4), np.float32))["y"][0, 0] == 2.0
         finally:
             second.close()
-
-
-def test_a_peer_of_zmtp_1_is_refused_and_harms_nobody(
-    server: FakeScheduler, client: ps.Client
-) -> None:
-    server.announce("m")
-    host, _, port = server.listeners.tcp.address.removeprefix("tcp://").rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as old:
-        old.sendall(b"\x01\x00" + b"\x05\x01PSW1" + b"\x03\x00ab")  # anonymous; two frames
-        until(lambda: server.tcp._intake.malformed_count)
-        x = np.ones((1, 4), np.float32)
-        assert np.array_equal(client.infer("m", x)["y"], x * 2)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipeswitch.errors import RemoteProtocolError
 from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.wire.frames import INLINE, MAX_HEADER_BYTES, MAX_TENSORS, pack_table, read_table
-from pipeswitch.wire.local import Share, Stream
+from pipeswitch.wire.stream import Share, Stream
 
 MAX_BYTES = 1 << 20
 HALF = 1 << 20

@@ -1,9 +1,9 @@
-"""The owner's plain socket: clients on this machine, without libzmq between (docs/adr/0029).
+"""The plain stream sockets: the owner's, and TCP where no keys are asked for (docs/adr/0038).
 
 A peer is what stands for one connection. It hands on the messages that come, as ``Intake`` does
-those of ZeroMQ, and takes ``Outgoing`` ones. What it has of its own is the share: a tensor that
-comes in it is copied once, into its request's slab, since the client can still change it; answers
-are copied to it a piece at a time, so that the loop never stands still for a large one.
+those of ZeroMQ, and takes ``Outgoing`` ones. The owner's may have a share: a tensor that comes in
+it is copied once, into its request's slab, since the client can still change it; answers are
+copied to it a piece at a time, so that the loop never stands still for a large one.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from typing import Any, Final
 import numpy as np
 import zmq
 
-from ..errors import PipeSwitchError, RemoteProtocolError
+from ..errors import RemoteProtocolError
 from ..ipc.board import sealed_memfd
 from ..roles import Standing
-from ..wire.addresses import is_live
-from ..wire.frames import INLINE, pack_table
-from ..wire.local import SHARED_BYTES, Message, Share, Stream, local_path
-from ..wire.sockets import BACKLOG_CONNECTIONS
+from ..wire.frames import INLINE, MAX_HEADER_BYTES, pack_table
+from ..wire.stream import SHARED_BYTES, Message, Share, Stream, keep_alive
 from .clients import Outgoing
+from .connections import SESSIONLESS_BYTES
 from .listeners import Listener
 
 _logger = logging.getLogger(__name__)
@@ -67,15 +66,17 @@ class Shares:
         return {"shares": self.count, "share_bytes": self._size_bytes}
 
 
-class LocalPeer:
+class StreamPeer:
     """One connection. ``routing_id`` names it, as libzmq names those of its own."""
 
     def __init__(
         self, sock: socket.socket, listener: Listener, number: int, limit: int, shares: Shares
     ) -> None:
         self._stream = Stream(sock, limit)
+        self._max_bytes = MAX_HEADER_BYTES + limit
+        self._stream.max_bytes = self._max_bytes if listener.is_owner else SESSIONLESS_BYTES
         self.listener = listener
-        self.routing_id = b"local" + number.to_bytes(8, "little")
+        self.routing_id = b"peer" + number.to_bytes(8, "little")
         self._shares = shares
         self._has_share = self._owes_share = False
         self._is_mapped = False  # the client wrote into the share: it has our half of it too
@@ -99,7 +100,7 @@ class LocalPeer:
         return self._stream.is_sending or self._owes_share
 
     @property
-    def peer(self) -> LocalPeer:
+    def peer(self) -> StreamPeer:
         return self
 
     def standing(self) -> Standing:
@@ -110,8 +111,11 @@ class LocalPeer:
         return ""
 
     def descriptor(self) -> int:
-        """None that libzmq would name."""
-        return -1
+        return self.fileno()
+
+    def greeted(self) -> None:
+        """It has a session: its messages may be large."""
+        self._stream.max_bytes = self._max_bytes
 
     # ---- in ------------------------------------------------------------------------------------
 
@@ -130,6 +134,8 @@ class LocalPeer:
             self._is_mapped |= bool(message.shared)
             if message.parts:
                 yield message
+            elif not self.listener.is_owner:
+                raise RemoteProtocolError("no memory is shared with other machines")
             else:
                 self._owes_share = not self._has_share
                 self._bring_share()
@@ -241,55 +247,38 @@ class LocalPeer:
             self._stream.close()
 
 
-class LocalDoor:
-    """The listening socket beside the owner's ipc one."""
+class Door:
+    """A listening socket."""
 
-    def __init__(self, listener: Listener, shares: Shares, max_part_bytes: int) -> None:
-        """Bind and listen; a dead server's file is removed.
-
-        Raises:
-            PipeSwitchError: another server listens there, or it cannot be bound.
-        """
+    def __init__(self, sock: socket.socket, listener: Listener, limit: int, shares: Shares) -> None:
+        """``limit``: bytes of a message's tensors."""
         self.shares = shares
         self._listener = listener
-        self._max_part_bytes = max_part_bytes
-        self._path = local_path(listener.address.removeprefix("ipc://"))
+        self._limit = limit
         self._count = 0
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            if is_live(self._path):
-                raise PipeSwitchError(f"{self._path} is in use", hint="another server has it")
-            self._path.unlink(missing_ok=True)
-            self._socket.setblocking(False)
-            self._socket.bind(str(self._path))
-            self._socket.listen(BACKLOG_CONNECTIONS)
-        except OSError as error:
-            self._socket.close()
-            raise PipeSwitchError(f"cannot listen on {self._path}: {error.strerror}") from None
-        except PipeSwitchError:
-            self._socket.close()
-            raise
+        self._socket = sock
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def accept(self) -> Iterator[LocalPeer]:
-        """Connections that wait. Only this user's: the folder is closed to others, who could have
-        been handed a connection all the same."""
+    def accept(self) -> Iterator[StreamPeer]:
+        """Connections that wait. At the owner's only this user's: the folder is closed to others,
+        who could have been handed a connection all the same."""
         for _ in range(BURST_PEERS):
             try:
                 sock, _ = self._socket.accept()
             except OSError:  # none, or no descriptor is left: the others wait in the backlog
                 return
-            if not is_ours(sock):
+            if not self._listener.is_owner:
+                keep_alive(sock)
+            elif not is_ours(sock):
                 sock.close()
                 continue
             self._count += 1
-            yield LocalPeer(sock, self._listener, self._count, self._max_part_bytes, self.shares)
+            yield StreamPeer(sock, self._listener, self._count, self._limit, self.shares)
 
     def close(self) -> None:
         self._socket.close()
-        self._path.unlink(missing_ok=True)
 
 
 def is_ours(sock: socket.socket) -> bool:

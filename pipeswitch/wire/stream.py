@@ -1,7 +1,7 @@
-"""The owner's plain unix socket, at both ends: whole messages, and memory that both share.
+"""A plain stream socket, at both ends: whole messages, and memory that both share.
 
-Beside the ZeroMQ socket ``NAME.sock`` lies ``NAME.sock.local`` (docs/adr/0029). It carries the same
-parts, without libzmq's threads; and, since it passes descriptors, a share: a sealed memfd of two
+It carries a message's parts behind a table of their sizes (docs/protocol.md), over TCP or the
+owner's unix socket. The latter passes descriptors, so there can be a share: a sealed memfd of two
 halves, one that the client writes and one that the server does. A tensor of SHARED_BYTES or more
 goes there when there is room, and through the socket otherwise.
 """
@@ -19,15 +19,29 @@ from typing import Any, Final
 import msgspec
 
 from ..errors import RemoteProtocolError
-from .frames import INLINE, MAGIC, Table, pack_table, read_table
+from .frames import (
+    INLINE,
+    MAGIC,
+    MAX_HEADER_BYTES,
+    MAX_TENSORS,
+    Table,
+    pack_table,
+    read_table,
+)
 from .slabs import SlabPool
 
 SHARED_BYTES: Final = 64 << 10  # below, a copy through the socket costs as little
+FIRST_READ_BYTES: Final = 4 << 10  # a table has 1,056 at most; more once so much has come
 READ_BYTES: Final = 64 << 10  # at a time, of messages that are not known yet
-LARGE_READ_BYTES: Final = 1 << 20  # at a time, of a large part
+LARGE_READ_BYTES: Final = 1 << 20  # at a time, of large parts: others have their turn then
+KEEPALIVE_IDLE_S: Final = 10  # of TCP: then a probe every KEEPALIVE_INTERVAL_S
+KEEPALIVE_INTERVAL_S: Final = 5
+KEEPALIVE_COUNT: Final = 4  # unanswered ones, and the connection is gone
+UNACKNOWLEDGED_MS: Final = 30_000  # so long, and it is gone too
 _CONTROL_BYTES: Final = socket.CMSG_SPACE(4)
 _CLOSE_ON_EXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
 _NO_SIGNAL: Final = int(socket.MSG_NOSIGNAL)
+ALIGN_BYTES: Final = 64  # where a part begins in its message's buffer
 MAX_BUFFERS: Final = 1024  # in one call; the kernel refuses more (UIO_MAXIOV)
 
 
@@ -40,6 +54,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     """One that has come whole."""
 
     parts: list[Any]  # buffers, as of a ZeroMQ message: magic, header, tensors; none: see Share
+    size_bytes: int  # through the socket
     taken_count: int
     shared: frozenset[int]  # which parts lie in the share, where the peer can still change them
     descriptors: tuple[int, ...] = ()
@@ -98,11 +113,12 @@ class Stream:
         self._socket = sock
         self._max_part_bytes = max_part_bytes
         self._takes_descriptors = takes_descriptors
+        self.max_bytes = MAX_HEADER_BYTES + MAX_TENSORS * max_part_bytes  # of a message
         self.share: Share | None = None
-        self._buffer = bytearray(READ_BYTES)
+        self._buffer = bytearray(FIRST_READ_BYTES)
         self._start = self._end = 0  # what of it is not parsed yet
         self._message: Message | None = None  # whose parts are being read
-        self._unread: deque[memoryview] = deque()  # of them
+        self._unread: deque[memoryview] = deque()  # what is still to come of it
         self._descriptors: tuple[int, ...] = ()
         self._unsent: list[Any] = []
         self.has_more = False  # a whole message may have come that was not returned yet
@@ -159,7 +175,7 @@ class Stream:
     # ---- in ------------------------------------------------------------------------------------
 
     def receive(self, at_most: int) -> list[Message]:
-        """Read once, without waiting; whole messages that have come.
+        """Read without waiting; whole messages that have come.
 
         Raises:
             EOFError: the peer is gone.
@@ -167,27 +183,44 @@ class Stream:
         """
         messages = self._parse(at_most)
         if not messages:  # else the end of the connection would hide them
+            is_begun = bool(self._unread)
             self._read()
             messages = self._parse(at_most)
+            if self._unread and not is_begun:
+                self._read()  # more of it has come than a table has room for
+                messages += self._parse(at_most - len(messages))
         self.has_more = len(messages) == at_most
         return messages
 
     def _read(self) -> None:
         try:
-            if self._unread:
-                target = self._unread[0]
-                size = self._socket.recv_into(target, min(len(target), LARGE_READ_BYTES))
-                self._unread[0] = target[size:]
-                if not self._unread[0]:
-                    self._unread.popleft()
-            else:
-                size = self._read_some()
+            size = self._read_parts() if self._unread else self._read_some()
         except BlockingIOError:
             return
-        except ConnectionError:
+        except OSError:
             size = 0
         if not size:
             raise EOFError("the peer is gone")
+
+    def _read_parts(self) -> int:
+        """Of a message that is known: as long as more comes, up to LARGE_READ_BYTES. A window that
+        this opens is filled again while it is read."""
+        total = 0
+        while self._unread and total < LARGE_READ_BYTES:
+            target = self._unread[0]
+            try:
+                size = self._socket.recv_into(target)
+            except BlockingIOError:
+                if not total:
+                    raise
+                break
+            if not size:
+                break  # what has come is not whole: the next read says that it ended
+            total += size
+            self._unread[0] = target[size:]
+            if not self._unread[0]:
+                self._unread.popleft()
+        return total
 
     def _read_some(self) -> int:
         """Into the buffer, which has room: a table and a header's begin are much smaller."""
@@ -195,6 +228,8 @@ class Stream:
             left = self._buffer[self._start : self._end]
             self._buffer[: len(left)] = left
             self._start, self._end = 0, len(left)
+        if self._end > len(self._buffer) // 2 and len(self._buffer) < READ_BYTES:
+            self._buffer += bytes(READ_BYTES - len(self._buffer))
         target = memoryview(self._buffer)[self._end :]
         if not self._takes_descriptors:
             size = self._socket.recv_into(target)
@@ -224,9 +259,19 @@ class Stream:
         return messages
 
     def _begin(self, table: Table, buffer: memoryview) -> Message:
-        """Its parts, each a buffer of its own, as far as they have come."""
+        """Its parts: those through the socket are views of one buffer, as far as they have come.
+
+        Raises:
+            RemoteProtocolError: they are too large together, or a place is not in the share.
+        """
+        inline = [size for size, place in table.parts if place == INLINE]
+        size_bytes = sum(inline)
+        if size_bytes > self.max_bytes:
+            raise RemoteProtocolError(f"a message of {size_bytes} bytes is over {self.max_bytes}")
+        room = sum([size + -size % ALIGN_BYTES for size in inline])
+        body = memoryview(bytearray(room)) if room <= READ_BYTES else _pages(room)
         parts: list[Any] = [MAGIC] if table.parts else []
-        shared = set()
+        shared, at = set(), 0
         for size, place in table.parts:
             if place != INLINE:
                 if self.share is None:
@@ -235,30 +280,48 @@ class Stream:
                 parts.append(self.share.find(place, size))
                 continue
             here = min(size, self._end - self._start)
-            if here == size:
-                parts.append(bytearray(buffer[self._start : self._start + size]))
-            else:
-                part = _pages(size)
-                part[:here] = buffer[self._start : self._start + here]
+            part = body[at : at + size]
+            part[:here] = buffer[self._start : self._start + here]
+            parts.append(part)
+            if here < size:
                 self._unread.append(part[here:])
-                parts.append(part)
             self._start += here
+            at += size + -size % ALIGN_BYTES
         descriptors, self._descriptors = self._descriptors, ()
         return Message(
             parts=parts,
+            size_bytes=table.size_bytes + size_bytes,
             taken_count=table.taken_count,
             shared=frozenset(shared),
             descriptors=descriptors,
         )
 
 
+def keep_alive(sock: socket.socket) -> None:
+    """A TCP connection: nothing waits to be sent, and a machine that is gone is noticed."""
+    for level, option, value in (
+        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_COUNT),
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS),
+    ):
+        sock.setsockopt(level, option, value)
+
+
 def _pages(size_bytes: int) -> memoryview:
     """Memory that is taken as it is written: a table alone costs none, and no time to clear it.
+
+    The allocator's, not the kernel's: what the last message left is taken again.
 
     Raises:
         RemoteProtocolError: there is not that much.
     """
+    import numpy as np
+
     try:
-        return memoryview(mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-    except OSError as error:
-        raise RemoteProtocolError(f"no memory for {size_bytes} bytes: {error.strerror}") from None
+        memory: Any = np.empty(size_bytes, dtype=np.uint8)
+    except (MemoryError, ValueError):
+        raise RemoteProtocolError(f"no memory for {size_bytes} bytes") from None
+    return memoryview(memory)

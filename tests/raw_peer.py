@@ -1,0 +1,81 @@
+"""A client of a plain stream that says what it likes."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from pipeswitch.wire.frames import (
+    INLINE,
+    RequestHeader,
+    decode_reply,
+    encode_header,
+    pack_table,
+)
+from pipeswitch.wire.stream import Message, Stream, local_path
+
+DEADLINE_S = 10.0
+
+
+class RawPeer:
+    """Blocks until what it sends has left, and until what it waits for has come."""
+
+    def __init__(self, address: str, receive_bytes: int = 0) -> None:
+        """``receive_bytes``: of the kernel's buffer."""
+        scheme, _, where = address.partition("://")
+        is_local = scheme == "ipc"
+        self.sock = socket.socket(socket.AF_UNIX if is_local else socket.AF_INET)
+        if receive_bytes:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        host, _, port = where.rpartition(":")
+        self.sock.connect(str(local_path(where)) if is_local else (host, int(port)))
+        self.stream = Stream(self.sock, 1 << 30, takes_descriptors=is_local)
+
+    def send(self, *parts: Any) -> None:
+        """A header and tensors."""
+        self.stream.put(pack_table([(len(part), INLINE) for part in parts]), parts)
+        give_up_at_s = time.monotonic() + DEADLINE_S
+        while not self.stream.flush():
+            assert time.monotonic() < give_up_at_s, "the server does not read"
+            select.select([], [self.sock], [], 0.1)
+
+    def next_message(self, within_s: float = DEADLINE_S) -> Message | None:
+        """None: none came. EOFError: it was cut."""
+        give_up_at_s = time.monotonic() + within_s
+        while True:
+            if found := self.stream.receive(1):
+                return found[0]
+            left_s = give_up_at_s - time.monotonic()
+            if (
+                not self.stream.has_more
+                and not select.select([self.sock], [], [], max(0, left_s))[0]
+            ):
+                return None
+
+    def hear(self) -> list[Any]:
+        """The parts of the next message. EOFError: it was cut."""
+        message = self.next_message()
+        assert message is not None, "nothing came"
+        return message.parts
+
+    def close(self) -> None:
+        self.stream.close()
+
+
+@contextlib.contextmanager
+def raw_peer(address: str, receive_bytes: int = 0) -> Iterator[RawPeer]:
+    made = RawPeer(address, receive_bytes)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def ask(peer: RawPeer, *tensors: bytes, **fields: Any) -> Any:
+    """Send a request; the next reply's header."""
+    peer.send(encode_header(RequestHeader(**{"v": 1, "id": "1", **fields})), *tensors)
+    return decode_reply(peer.hear())
