@@ -24,9 +24,7 @@ from .units import Amount, Keep, nearest, parse_ms, parse_size
 
 DEFAULT_LISTEN: Final = "tcp://127.0.0.1:5555"
 _PORT: Final = r"\*|[0-9]{1,4}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-4]"
-LISTEN_PATTERN: Final = (
-    rf"tcp://([^:/\s]+|\[[^\]\s]+\]):({_PORT})"  # the port after it is taken too
-)
+LISTEN_PATTERN: Final = rf"tcp://([^:/\s]+|\[[^\]\s]+\]):({_PORT})"
 GATEWAY_PATTERN: Final = rf"auto|off|([^:/\s]+|\[[^\]\s]+\]):({_PORT})"
 ORIGIN_PATTERN: Final = r"https?://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9]+)?"  # as browsers write it
 NAME_PATTERN: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
@@ -115,7 +113,7 @@ class ServerConfig(_Checked):
     """``[server]``: the doors and what may come through them."""
 
     listen: str = _setting(
-        DEFAULT_LISTEN, "where clients connect; events are published on the next port",
+        DEFAULT_LISTEN, "where clients connect",
         pattern=LISTEN_PATTERN, example=DEFAULT_LISTEN,
     )  # fmt: skip
     name: str = _setting(

@@ -53,10 +53,11 @@ VERB_ROLES: Final[Mapping[str, Role]] = {
     "jobs": Role.OPERATE,
     "job": Role.OPERATE,
     "trace": Role.OPERATE,
+    "events": Role.OPERATE,  # they tell what all clients do
     "stop": Role.OPERATE,
     "train": Role.CODE,
 }
-"""Of every verb. Events need ``operate``: they tell what all clients do."""
+"""Of every verb."""
 
 MODEL_FACTS: Final = frozenset(
     {

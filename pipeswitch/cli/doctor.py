@@ -225,20 +225,17 @@ def _sandbox() -> list[Finding]:
 
 def _ports(config: Config) -> list[Finding]:
     host, port = parse_listen(config.server.listen)
-    found = []
-    for number in (port, port + 1):
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, number))
-            except OSError as error:
-                advice = "a server runs there already, or choose --listen"
-                found.append(Finding(f"port {number}", "warn", f"{error.strerror}", advice))
-            else:
-                found.append(Finding(f"port {number}", "ok", "free"))
-    found.append(Finding("client address", "ok", default_address(os.environ)))
-    return found
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            advice = "a server runs there already, or choose --listen"
+            found = Finding(f"port {port}", "warn", f"{error.strerror}", advice)
+        else:
+            found = Finding(f"port {port}", "ok", "free")
+    return [found, Finding("client address", "ok", default_address(os.environ))]
 
 
 def _copy_speed() -> list[Finding]:

@@ -9,10 +9,6 @@ import os
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-import zmq
-import zmq.asyncio
-
-from ..wire.frames import unpack_dict
 from .client import CONNECT_TIMEOUT_S, Client, Progress, Task
 from .tensors import Result
 
@@ -97,7 +93,6 @@ class AsyncClient(_Awaited[Client]):
     about = _awaited(Client.about)
     ping = _awaited(Client.ping)
     stop_server = _awaited(Client.stop_server)
-    subscribe = _awaited(Client.subscribe)
 
     def submit(self, model: str, inputs: Any = None, /, **options: Any) -> asyncio.Future[Result]:
         """Send a request now; await the future for its Result."""
@@ -121,17 +116,21 @@ class AsyncClient(_Awaited[Client]):
 
     async def events(self, *topics: str) -> AsyncIterator[dict[str, Any]]:
         """Records as the server publishes them; ``async for``, until the caller stops."""
-        plain = await self.subscribe(*topics)
-        subscriber: zmq.asyncio.Socket = zmq.asyncio.Socket.from_socket(plain)
+        loop, news = asyncio.get_running_loop(), asyncio.Event()
+
+        def on_news() -> None:
+            loop.call_soon_threadsafe(news.set)
+
+        subscription = await asyncio.to_thread(self._awaits.subscribe, *topics, on_news=on_news)
         try:
-            while True:
-                topic, body = await subscriber.recv_multipart()
-                yield {"topic": topic.decode("utf-8", "replace"), **unpack_dict(body)}
-        except zmq.ContextTerminated:
-            return  # the client was closed
+            while not subscription.is_over:
+                news.clear()
+                while (record := subscription.take(0)) is not None:
+                    yield record
+                if not subscription.is_over:
+                    await news.wait()
         finally:
-            subscriber.close(0)
-            plain.close(0)
+            await asyncio.to_thread(subscription.close)
 
 
 class AsyncTask(_Awaited[Task]):

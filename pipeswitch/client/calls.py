@@ -346,6 +346,7 @@ class Calls:
 
     def _progressed(self, call: _Call, body: dict[str, Any]) -> None:
         """Tell the caller; an error of its callback is its answer, and no one else's."""
+        call.tries = 0
         try:
             if call.on_progress is not None:
                 call.on_progress(body)

@@ -13,33 +13,30 @@ import json
 import os
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
-import zmq
-
 from ..errors import (
-    Cancelled,
     InvalidInput,
     ModelNotFound,
-    PermissionDenied,
     RegistrationRefused,
     ServerUnavailable,
 )
 from ..programs.nesting import Tree, flatten
-from ..wire.addresses import as_seen_from, default_address, full_address
-from ..wire.frames import CHUNK_BYTES, unpack_dict
+from ..wire.addresses import default_address, full_address
+from ..wire.frames import CHUNK_BYTES
 from ..wire.keys import keys_from
-from ..wire.sockets import connect, make_subscriber
 from .calls import Reply, as_wait_s
 from .connection import Connection
+from .events import Subscription
 from .tensors import Result, Signature, from_reply, to_frames
 
 CONNECT_TIMEOUT_S: Final = 2.5
 PING_TIMEOUT_S: Final = 5.0  # a whole server answers in milliseconds, a silent part costs 1 s
-LOG_POLL_MS: Final = 500  # between looks at a log that is followed when no event came
+LOG_WAIT_S: Final = 0.5  # between looks at a log that is followed when no event came
 
 Progress = Callable[[str, float], None]
 """Called with a stage's name and the fraction of the whole, 0 to 1."""
@@ -80,6 +77,7 @@ class Client:
         if not self.address.startswith("ipc://"):  # the owner's listener asks for none
             keys = keys_from(key, server_key, os.environ)
         self._connection = Connection(self.address, timeout_s, keys, shared_memory=shared_memory)
+        self._subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
 
     def __enter__(self) -> Client:
         return self
@@ -88,7 +86,9 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """End the connection; what still waits for an answer ends in Cancelled."""
+        """End the connection; what still waits for an answer ends in Cancelled, events end."""
+        for subscription in list(self._subscriptions):
+            subscription.close()
         self._connection.close()
 
     # ---- inference -----------------------------------------------------------------------------
@@ -558,31 +558,15 @@ class Client:
             *topics: prefixes: ``switch. model. job. worker. queue.``
             timeout_s: end after this long without a record; None: never.
         """
-        wait_s = as_wait_s(timeout_s)
-        records = _records(self.subscribe(*topics), wait_s)
-        next(records)  # one that is never looked at closes its socket too
+        records = _records(self.subscribe(*topics), as_wait_s(timeout_s))
+        next(records)  # one that is never looked at closes its connection too
         return records
 
-    def subscribe(self, *topics: str) -> zmq.Socket[bytes]:
-        """The bare subscription behind ``events``: ``[topic, msgpack]``; the caller closes it."""
-        about = self.about()
-        if "operate" not in about["roles"]:
-            has = ", ".join(about["roles"])
-            raise PermissionDenied(
-                f'events need the role "operate", and this client has {has}',
-                hint="use the server's ipc socket, or on its machine: pipeswitch keys roles NAME "
-                "--role operate; without keys: start it with --tcp-roles infer,operate",
-                role="operate",
-            )
-        address = as_seen_from(self.address, str(about["events"]))
-        try:
-            subscriber = make_subscriber(self._connection.context, self._connection.keys)
-        except zmq.ContextTerminated:
-            raise Cancelled("this client is closed") from None
-        for topic in topics or ("",):
-            subscriber.subscribe(topic)
-        connect(subscriber, address)
-        return subscriber
+    def subscribe(self, *topics: str, on_news: Callable[[], None] = lambda: None) -> Subscription:
+        """What is behind ``events``; the caller closes it. ``on_news``: as of ``Subscription``."""
+        made = Subscription(self._connection.another(), topics, on_news)
+        self._subscriptions.add(made)
+        return made
 
     def _ask(
         self, op: str, *, model: str = "", body: dict[str, Any] | None = None, is_safe: bool = True
@@ -639,7 +623,7 @@ class Task:
 
     def logs(self, follow: bool = False) -> Iterator[str]:
         """The log from its start, in pieces; ``follow`` goes on until the job is over."""
-        subscriber = self._client.subscribe("job.")
+        news = self._client.subscribe("job.") if follow else None
         offset = 0
         try:
             while True:
@@ -655,11 +639,12 @@ class Task:
                         break
                 if is_over:
                     return
-                subscriber.poll(LOG_POLL_MS)
-                while subscriber.poll(0):  # any news will do: the log itself is read
-                    subscriber.recv_multipart()
+                if news is not None and news.take(LOG_WAIT_S):
+                    while news.take(0):  # any news will do: the log itself is read
+                        continue
         finally:
-            subscriber.close(0)
+            if news is not None:
+                news.close()
 
     def history(self) -> list[dict[str, Any]]:
         """All that its ``job.log`` reported, by step: ``{"step": 3, "loss": 0.5}``.
@@ -771,17 +756,11 @@ def _report(progress: Progress | None, stage: str, fraction: float) -> None:
         progress(stage, fraction)
 
 
-def _records(subscriber: zmq.Socket[bytes], timeout_s: float | None) -> Iterator[dict[str, Any]]:
+def _records(subscription: Subscription, timeout_s: float | None) -> Iterator[dict[str, Any]]:
     """Records, behind an empty one: a generator that was not begun would not end either."""
     try:
         yield {}
-        while True:
-            wait_ms = None if timeout_s is None else round(timeout_s * 1000)
-            if not subscriber.poll(wait_ms):
-                return
-            topic, body = subscriber.recv_multipart()
-            yield {"topic": topic.decode("utf-8", "replace"), **unpack_dict(body)}
-    except zmq.ContextTerminated:
-        return  # the client was closed by another thread
+        while (record := subscription.take(timeout_s)) is not None:
+            yield record
     finally:
-        subscriber.close(0)
+        subscription.close()

@@ -34,7 +34,6 @@ from .links import AnyLink, ZmqLink
 
 CLOSE_FLUSH_MS: Final = 200
 AGAIN_S: Final = 0.05  # between looks for a server that is not there
-CLOSE_WAIT_S: Final = 1.0  # for the context: a subscription that a caller still holds keeps it
 MAX_BROKEN_HANDSHAKES: Final = 3  # in a row: it is not a server that just restarts
 _BROKEN: Final = int(zmq.EVENT_DISCONNECTED)
 _SHAKEN: Final = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -107,11 +106,11 @@ class Connection(Calls):
         self._holder = 0  # the thread that has it
         self._needed = threading.Event()  # the background thread must take the role
         self._thread = threading.Thread(target=self._run, name="pipeswitch-client", daemon=True)
-        # The context waits for its last socket, and a subscription is its reader's to close.
-        self._ending = threading.Thread(
-            target=self.context.term, name="pipeswitch-client-end", daemon=True
-        )
         self._thread.start()
+
+    def another(self) -> Connection:
+        """To the same server, as the same client, without a share."""
+        return Connection(self.address, self._timeout_s, self.keys, shared_memory=False)
 
     # ---- any thread ----------------------------------------------------------------------------
 
@@ -181,8 +180,7 @@ class Connection(Calls):
     def close(self) -> None:
         """Stop the thread; calls without an answer end in Cancelled. Idempotent.
 
-        Subscriptions end too, at their next look; who holds one without looking does not hold
-        this up. From a future's callback it returns at once, and the rest follows.
+        From a future's callback it returns at once, and the rest follows.
         """
         if os.getpid() != self._pid:
             return  # the socket and its thread are the parent's
@@ -194,7 +192,6 @@ class Connection(Calls):
         if self._holder == threading.get_ident():
             return
         self._thread.join()
-        self._ending.join(CLOSE_WAIT_S)
 
     def _post(self, action: Callable[[], None], *, is_quiet: bool = False) -> None:
         with self._lock:
@@ -237,7 +234,7 @@ class Connection(Calls):
             self._shut(CLOSE_FLUSH_MS)
         with self._lock:  # who closes us has written to it
             os.close(self._wake)
-        self._ending.start()
+        self.context.term()
 
     @contextlib.contextmanager
     def _holding(self) -> Iterator[None]:

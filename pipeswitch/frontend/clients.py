@@ -123,6 +123,7 @@ class Client:
     fd: int
     inode: int  # of the connection's socket: tells a reused descriptor number from this one
     requests: dict[str, Token] = field(default_factory=dict)  # that wait for their final answer
+    readings: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of events: their topics
     backlog: deque[Outgoing] = field(default_factory=deque)
     unsent_bytes: int = 0
     upload_chunks: int = 0

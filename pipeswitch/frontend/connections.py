@@ -49,7 +49,6 @@ class Connection:
     fd: int
     inode: int  # tells it from a later connection with the same descriptor number
     since_s: float
-    is_subscriber: bool
     is_keyed: bool  # its frames are encrypted
     has_session: bool = False
     tenant: str = ""  # with a session
@@ -137,7 +136,7 @@ class Connections:
         self._connections: dict[int, Connection] = {}  # by descriptor number
         # Of them, clients without a session; oldest first.
         self._waiting: dict[int, Connection] = {}
-        self._counts: Counter[bool] = Counter()  # living ones: subscribers (True), clients
+        self._count = 0  # of living ones
         self._sessions: Counter[str] = Counter()  # living ones, by tenant
         self._round: list[Connection] = []  # still to be looked at
         self._next_at_s = 0.0
@@ -153,7 +152,6 @@ class Connections:
         port: int,
         now_s: float,
         *,
-        is_subscriber: bool = False,
         is_keyed: bool = False,
     ) -> None:
         """A connection to ``port`` was accepted, or is heard of first by its message."""
@@ -165,20 +163,13 @@ class Connections:
             self._forget(known)
         if not inode:
             return  # it has ended already
-        connection = Connection(
-            fd=fd, inode=inode, since_s=now_s, is_subscriber=is_subscriber, is_keyed=is_keyed
-        )
+        connection = Connection(fd=fd, inode=inode, since_s=now_s, is_keyed=is_keyed)
         if not self._connections:
             self._next_at_s = now_s + ROUND_S
         self._connections[fd] = connection
-        self._counts[is_subscriber] += 1
-        if not is_subscriber:
-            self._waiting[fd] = connection
-        if self._counts[is_subscriber] <= self._max_count:
-            return
-        if is_subscriber:
-            self._end(connection, "too many connections")
-        elif len(self._waiting) > 1:
+        self._count += 1
+        self._waiting[fd] = connection
+        if self._count > self._max_count and len(self._waiting) > 1:
             self._end(next(iter(self._waiting.values())), "too many connections")
 
     def knows(self, fd: int) -> bool:
@@ -213,7 +204,7 @@ class Connections:
         if self._waiting.pop(fd, None) is not None:
             connection.has_session, connection.tenant = True, tenant
             self._sessions[tenant] += 1
-        if self._counts[False] > self._max_count:
+        if self._count > self._max_count:
             most = self._sessions.most_common(1)[0][0]
             newest = next(
                 other
@@ -233,13 +224,6 @@ class Connections:
         connection = self._connections.get(fd)
         if connection is not None:
             self._end(connection, cause)
-
-    def end_subscribers(self) -> None:
-        """A key was revoked: all are hung up, those with a good key come again."""
-        for connection in [
-            connection for connection in self._connections.values() if connection.is_subscriber
-        ]:
-            self._end(connection, "a key was revoked")
 
     def wait_s(self, now_s: float) -> float | None:
         """Until ``tick`` has something to do; None: never."""
@@ -302,7 +286,7 @@ class Connections:
         if not connection.is_ended:
             connection.is_ended = True
             connection.held_bytes = 0
-            self._counts[connection.is_subscriber] -= 1
+            self._count -= 1
             self._sessions[connection.tenant] -= connection.has_session
             self._waiting.pop(connection.fd, None)
 

@@ -56,14 +56,14 @@ from ..scheduler.events import (
     TakeResult,
 )
 from ..scheduler.versions import split_name
-from ..wire.frames import VERSION, RequestHeader, WireTensor, decode_request, pack_dict
-from ..wire.sockets import DONTWAIT, is_readable, send_frames
+from ..wire.frames import VERSION, RequestHeader, WireTensor, decode_request
+from ..wire.sockets import is_readable
 from . import admission
 from .admission import Admitted, Body
 from .clients import Client, ClientTable, Origin, Outgoing
 from .connections import hang_up
 from .disk import Disk
-from .intake import Intake, ZmqOrigin, read_subscriptions
+from .intake import Intake, ZmqOrigin
 from .job_files import read_piece
 from .listeners import Listener, Listeners, open_listeners
 from .outbox import RELEASE_WAIT_MS, Outbox
@@ -78,6 +78,8 @@ _logger = logging.getLogger(__name__)
 
 INLINE_COPY_BYTES: Final = 1 << 20  # about 0.1 ms: what a hop to another thread and back costs
 MAX_CLIENT_REQUESTS: Final = 4096  # unanswered ones of one client
+MAX_READINGS: Final = 16  # of events, by one client
+READER_BYTES: Final = 1 << 20  # of events that wait for who does not read
 MAX_FITTING: Final = 256  # shapes of all models that are not checked again
 BUSY_POLL_MS: Final = 2.0  # while a socket is full or libzmq still reads from the pool
 STOP_FLUSH_MS: Final = 1000
@@ -148,12 +150,14 @@ class Frontend:
         self._peers: set[StreamPeer] = set()  # connections of the owner's plain socket
         self._turns: set[StreamPeer] = set()  # of them, those that may have something to read
         self._selector: selectors.BaseSelector | None = None  # that they are registered with
+        self._readers: set[Client] = set()  # of events
         self._dropped_count = 0  # clients that did not read
         self._calls: deque[Callable[[], None]] = deque()  # from the copier and the upload writer
         self._ops: dict[str, Callable[[Client, RequestHeader, Sequence[Any]], None]] = {
             "infer": self._infer,
             "prefetch": self._prefetch,
             "cancel": self._cancel,
+            "events": self._events,
             "put": self._put,
         }
 
@@ -262,8 +266,6 @@ class Frontend:
             if listener.router in self._stirred:
                 for frames in self._intake.messages(listener):
                     self._hear_message(listener, frames)
-            if listener.publisher in self._stirred:
-                read_subscriptions(listener)
         for peer in list(self._turns):
             self._hear_peer(peer)
             if not peer.wants_turn:
@@ -279,14 +281,9 @@ class Frontend:
         match posted:
             case Answer():
                 self._answer(posted)
-            case Publish(topic=topic, body=body):
-                frames = [topic.encode(), pack_dict(body)]
-                for listener in self._listeners.all:
-                    if not listener.has_events:
-                        continue
-                    self._stirred.add(listener.publisher)
-                    with contextlib.suppress(zmq.Again):
-                        send_frames(listener.publisher, frames, DONTWAIT)
+            case Publish():
+                for client in list(self._readers):
+                    self._tell(client, posted)
             case Announce():
                 self._fitting.clear()
                 base = posted.base or posted.model
@@ -297,6 +294,14 @@ class Frontend:
                 left = {k: one for k, one in self._versions.items() if one.model != model}
                 self._versions = left
                 self._models = {k: one for k, one in self._models.items() if one.model != model}
+
+    def _tell(self, reader: Client, published: Publish) -> None:
+        """An event, to each of its subscriptions; who does not read misses some."""
+        for request_id, topics in list(reader.readings.items()):
+            is_wanted = published.topic.startswith(topics) and reader.standing.may_operate
+            if is_wanted and reader.unsent_bytes <= READER_BYTES:
+                body = {"topic": published.topic, **published.body}
+                self._reply(reader, request_id, body=body, more=True)
 
     def tidy_pool(self, tenant: str) -> None:
         """A worker of that tenant is reaped."""
@@ -428,7 +433,7 @@ class Frontend:
         if role is None:
             raise InvalidInput(f"{header.op} is not served by this release")
         perform = self._ops.get(header.op, self._ask)
-        if header.id in client.requests:
+        if header.id in client.requests or header.id in client.readings:
             raise InvalidInput(f"request id {header.id!r} is already waiting for its answer")
         if len(client.requests) >= MAX_CLIENT_REQUESTS:
             raise QueueFull(f"{len(client.requests)} requests of this client wait already")
@@ -461,7 +466,6 @@ class Frontend:
             "server": "pipeswitch",
             "protocol": VERSION,
             "pid": os.getpid(),
-            "events": listener.events_address,
             "accepts_code": is_code_named and Role.CODE in standing.roles,
             "is_owner": listener.is_owner,
             "roles": in_order(standing.roles),
@@ -645,9 +649,23 @@ class Frontend:
         request_id = body.text("id")
         body.done()
         token = client.requests.get(request_id)
+        is_reading = client.readings.pop(request_id, None) is not None
         if token is not None:
             self._take_back(self.requests.waiting(token))
-        self._reply(client, header.id, body={"found": token is not None})
+        elif is_reading:
+            self._reply(client, request_id, error=Cancelled("these events were cancelled"))
+        self._reply(client, header.id, body={"found": token is not None or is_reading})
+
+    def _events(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
+        """From now on each is a reply of which more follow, until it is cancelled."""
+        body = Body("events", header.body)
+        topics = body.texts("topics")
+        body.done()
+        if len(client.readings) >= MAX_READINGS:
+            raise QueueFull(f"this client reads events {MAX_READINGS} times already")
+        client.readings[header.id] = topics or ("",)
+        self._readers.add(client)
+        self._reply(client, header.id, more=True)  # they begin
 
     def _put(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
         if len(tensors) > 1:
@@ -761,6 +779,7 @@ class Frontend:
         if client.is_gone:
             return
         self._clients.remove(client)
+        self._readers.discard(client)
         self._outbox.drop(client)
         if cause in (SLOW, REVOKED):
             if isinstance(client.peer, StreamPeer):

@@ -53,7 +53,6 @@ class Intake:
         self.malformed_count = 0  # messages that were not of the protocol
         self._complaints: deque[float] = deque()  # when they were written
         self._overlong: dict[zmq.Socket[bytes], list[zmq.Frame]] = {}  # still being read
-        self._readers: frozenset[bytes] = frozenset()  # of events, when it was last looked at
         self._keys_look_at_ms = 0.0
 
     # ---- connections ---------------------------------------------------------------------------
@@ -63,17 +62,12 @@ class Intake:
         now_ms = self._now_ms()
         gone = self._clients.settle_suspects(now_ms) if self._clients.has_suspects else []
         for listener in listeners.all:
-            if listener.monitor not in stirred and listener.readers not in stirred:
+            if listener.monitor is None or listener.monitor not in stirred:
                 continue
-            monitored = (
-                [] if listener.monitor is None else next_events(listener.monitor, BURST_EVENTS)
-            )
-            for event, fd in monitored:
+            for event, fd in next_events(listener.monitor, BURST_EVENTS):
                 if event != ACCEPTED:
                     gone += self._clients.disconnected(listener, fd, now_ms)
                 self._note(listener, event, fd, now_ms)
-            for event, fd in next_events(listener.readers, BURST_EVENTS):
-                self._note(listener, event, fd, now_ms, is_subscriber=True)
         return gone
 
     def revoked(self, listeners: Listeners) -> list[Client]:
@@ -89,10 +83,6 @@ class Intake:
             return []
         self._keys_look_at_ms = now_ms + KEYS_LOOK_MS
         standings = listeners.tcp.allowed.standings()
-        readers = frozenset(key for key, standing in standings.items() if standing.may_operate)
-        if self._readers - readers:
-            self.connections.end_subscribers()
-        self._readers = readers
         revoked = []
         for client in [client for client in self._clients.all() if client.user_id]:
             client.standing = client.listener.standing(client.user_id)
@@ -100,18 +90,15 @@ class Intake:
                 revoked.append(client)
         return revoked
 
-    def _note(
-        self, listener: Listener, event: int, fd: int, now_ms: float, *, is_subscriber: bool = False
-    ) -> None:
+    def _note(self, listener: Listener, event: int, fd: int, now_ms: float) -> None:
         """A connection came or went; the owner's own are not limited."""
         if listener.is_owner:
             return
         if event == ACCEPTED:
             self.connections.accepted(
                 fd,
-                int(listener.events_local if is_subscriber else listener.local),
+                int(listener.local),
                 now_ms / 1000,
-                is_subscriber=is_subscriber,
                 is_keyed=listener.allowed is not None,
             )
         else:
@@ -224,13 +211,6 @@ class Intake:
                 self.malformed_count,
                 error.message[:200],
             )
-
-
-def read_subscriptions(listener: Listener) -> None:
-    """XPUB hands us subscriptions; libzmq applies them itself, nothing else is to be done."""
-    with contextlib.suppress(zmq.Again):
-        for _ in range(BURST_MESSAGES):
-            listener.publisher.recv(DONTWAIT)
 
 
 def _next_frame(router: zmq.Socket[bytes]) -> zmq.Frame:

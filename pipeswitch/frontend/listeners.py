@@ -1,4 +1,4 @@
-"""Where clients come in: a TCP address and the owner's sockets, each with its event publisher.
+"""Where clients come in: a TCP address and the owner's sockets.
 
 TCP is a plain stream on loopback; where other machines can reach it, or the owner says so, it is
 ZeroMQ, and each client needs a CURVE key that is on the allow-list. What it may do there is said by
@@ -13,7 +13,6 @@ import errno
 import functools
 import logging
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -25,13 +24,12 @@ from ..config import ServerConfig
 from ..errors import ConfigError, PipeSwitchError
 from ..roles import ANYONE, OWNER, Role, Standing, in_order, parse_roles
 from ..wire.addresses import is_live, is_loopback, parse_listen
-from ..wire.keys import EVENTS_DOMAIN, AllowList, KeyFolder, ServerKeys
+from ..wire.keys import AllowList, KeyFolder, ServerKeys
 from ..wire.private import private_directory
 from ..wire.sockets import (
     BACKLOG_CONNECTIONS,
     ZAP_DOMAIN,
     Caps,
-    make_publisher,
     make_router,
     require_keys,
     watch_connections,
@@ -40,31 +38,22 @@ from ..wire.stream import local_path
 
 _logger = logging.getLogger(__name__)
 
-MAX_SOCKET_PATH: Final = 100  # sun_path has 108 bytes, ".events" and the NUL included
-PORT_TRIES: Final = 50  # for port 0: the next port must be free too
+MAX_SOCKET_PATH: Final = 100  # sun_path has 108 bytes, ".local" and the NUL included
 ACCEPTED: Final = int(zmq.EVENT_ACCEPTED)
 _WATCHED: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listener:
-    """An address with its event publisher, and the monitors of libzmq's connections."""
+    """An address, and the monitor of libzmq's connections."""
 
     stream: socket.socket | None = None  # listens; its clients come without libzmq
     router: zmq.Socket[bytes] | None = None
     monitor: zmq.Socket[bytes] | None = None
-    publisher: zmq.Socket[bytes]
-    readers: zmq.Socket[bytes]  # the publisher's monitor
     address: str
-    events_address: str
     is_owner: bool  # every client that comes in here is the server's owner
     roles: frozenset[Role]  # of clients without a key
     allowed: AllowList | None = None  # the keys that may come in; None: no key is asked for
-
-    @property
-    def has_events(self) -> bool:
-        """Whether one that can subscribe may: where keys are asked for, they were looked at."""
-        return self.allowed is not None or Role.OPERATE in self.roles
 
     def standing(self, user_id: str) -> Standing:
         """Of the client that proved to have this key; of one that proved none."""
@@ -79,11 +68,6 @@ class Listener:
     def local(self) -> int | str:
         """The router's own end as its connections name it: TCP port or path."""
         return _local(self.address)
-
-    @functools.cached_property
-    def events_local(self) -> int | str:
-        """The publisher's."""
-        return _local(self.events_address)
 
 
 def _local(address: str) -> int | str:
@@ -120,7 +104,7 @@ class Listeners:
         return [
             sock
             for listener in self.all
-            for sock in (listener.router, listener.monitor, listener.publisher, listener.readers)
+            for sock in (listener.router, listener.monitor)
             if sock is not None
         ]
 
@@ -129,14 +113,10 @@ class Listeners:
         for listener in self.all:
             if listener.stream is not None:
                 listener.stream.close()
-            for sock, monitor in (
-                (listener.router, listener.monitor),
-                (listener.publisher, listener.readers),
-            ):
-                if sock is not None and monitor is not None:
-                    sock.disable_monitor()
-                    monitor.close(0)
-                    sock.close(0)
+            if listener.router is not None and listener.monitor is not None:
+                listener.router.disable_monitor()
+                listener.monitor.close(0)
+                listener.router.close(0)
         if self._authenticator is not None:
             self._authenticator.stop()
         for path in self._paths:
@@ -202,23 +182,19 @@ def open_listeners(context: zmq.Context[Any], config: ServerConfig) -> Listeners
         if access is not None:  # it must answer before a client can ask
             authenticator = _start_authenticator(context, access)
             undo.callback(authenticator.stop)
-        ipc, ipc_events = make_router(context, caps), make_publisher(context)
-        for sock in (ipc, ipc_events):
-            undo.callback(sock.close, 0)
-        tcp, tcp_events, port = _bind_tcp(context, caps, host, port, access)
+        ipc = make_router(context, caps)
+        undo.callback(ipc.close, 0)
+        tcp, port = _bind_tcp(context, caps, host, port, access)
         undo.callback(tcp.close)
-        undo.callback(tcp_events.close, 0)
-        paths = _bind_ipc(config, ipc, ipc_events, port)
-        local = local_path(str(paths[0]))
+        path = _bind_ipc(config, ipc, port)
+        local = local_path(str(path))
         stream = _unix(local)
         undo.pop_all()
     shown = f"[{host}]" if ":" in host else host
-    addresses = [f"tcp://{shown}:{port}", f"tcp://{shown}:{port + 1}"]
     return Listeners(
         tcp=_listener(
             tcp if isinstance(tcp, zmq.Socket) else None,
-            tcp_events,
-            addresses,
+            f"tcp://{shown}:{port}",
             stream=tcp if isinstance(tcp, socket.socket) else None,
             is_owner=False,
             roles=parse_roles(config.tcp_roles),
@@ -226,22 +202,20 @@ def open_listeners(context: zmq.Context[Any], config: ServerConfig) -> Listeners
         ),
         ipc=_listener(
             ipc,
-            ipc_events,
-            [f"ipc://{path}" for path in paths],
+            f"ipc://{path}",
             stream=stream,
             is_owner=True,
             roles=OWNER.roles,
         ),
         warnings=_warnings(config, access),
         _authenticator=authenticator,
-        _paths=[*paths, local],
+        _paths=[path, local],
     )
 
 
 def _listener(
     router: zmq.Socket[bytes] | None,
-    publisher: zmq.Socket[bytes],
-    addresses: Sequence[str],
+    address: str,
     *,
     stream: socket.socket | None,
     is_owner: bool,
@@ -252,10 +226,7 @@ def _listener(
         stream=stream,
         router=router,
         monitor=watch_connections(router, _WATCHED) if router is not None else None,
-        publisher=publisher,
-        readers=watch_connections(publisher, _WATCHED),
-        address=addresses[0],
-        events_address=addresses[1],
+        address=address,
         is_owner=is_owner,
         roles=roles,
         allowed=allowed,
@@ -264,41 +235,22 @@ def _listener(
 
 def _start_authenticator(context: zmq.Context[Any], access: Access) -> ThreadAuthenticator:
     authenticator = ThreadAuthenticator(context, log=logging.getLogger(f"{__name__}.zap"))
-    for domain in (ZAP_DOMAIN, EVENTS_DOMAIN):
-        authenticator.configure_curve_callback(domain, access.allowed)
+    authenticator.configure_curve_callback(ZAP_DOMAIN, access.allowed)
     authenticator.start()
     return authenticator
 
 
 def _bind_tcp(
     context: zmq.Context[Any], caps: Caps, host: str, port: int, access: Access | None
-) -> tuple[socket.socket | zmq.Socket[bytes], zmq.Socket[bytes], int]:
-    """What listens and, on the next port, the publisher; port 0 tries until a pair is free."""
-    shown = f"[{host}]" if ":" in host else host
-    for tries_left in reversed(range(1 if port else PORT_TRIES)):
-        with contextlib.ExitStack() as undo:
-            address = f"tcp://{shown}:{port or '*'}"
-            try:
-                sock, first = (
-                    _stream(host, port)
-                    if access is None
-                    else _router(context, caps, host, address, access)
-                )
-                undo.callback(sock.close)
-                address = f"tcp://{shown}:{first + 1}"
-                publisher = make_publisher(context)
-                undo.callback(publisher.close, 0)
-                publisher.setsockopt(zmq.IPV6, int(":" in host))
-                if access is not None:
-                    require_keys(publisher, access.keys, EVENTS_DOMAIN)
-                publisher.bind(address)
-            except (OSError, zmq.ZMQError) as error:
-                if tries_left and error.errno == errno.EADDRINUSE:
-                    continue
-                raise _bind_failed(address, error) from None
-            undo.pop_all()
-            return sock, publisher, first
-    raise AssertionError("unreachable: the last try raises")
+) -> tuple[socket.socket | zmq.Socket[bytes], int]:
+    """What listens, and the port."""
+    address = f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}"
+    try:
+        if access is None:
+            return _stream(host, port)
+        return _router(context, caps, host, address, access)
+    except (OSError, zmq.ZMQError) as error:
+        raise _bind_failed(address, error) from None
 
 
 def _stream(host: str, port: int) -> tuple[socket.socket, int]:
@@ -352,16 +304,13 @@ def _bind_failed(address: str, error: OSError | zmq.ZMQError) -> PipeSwitchError
     if error.errno == errno.EADDRINUSE:
         return PipeSwitchError(
             f"{address} is in use",
-            hint="stop the other server (pipeswitch stop) or choose --listen tcp://127.0.0.1:6555; "
-            "the port after it is needed too",
+            hint="stop the other server (pipeswitch stop) or choose --listen tcp://127.0.0.1:6555",
         )
     return ConfigError(f"cannot listen on {address}: {error.strerror}")
 
 
-def _bind_ipc(
-    config: ServerConfig, router: zmq.Socket[bytes], publisher: zmq.Socket[bytes], port: int
-) -> list[Path]:
-    """Bind ``<name>.sock`` and ``<name>.sock.events``; a dead server's files are removed."""
+def _bind_ipc(config: ServerConfig, router: zmq.Socket[bytes], port: int) -> Path:
+    """Bind ``<name>.sock``; a dead server's file is removed."""
     directory = private_directory(Path(config.runtime_dir), "[server] runtime_dir")
     path = directory / f"{config.name or port}.sock"
     if len(str(path).encode()) > MAX_SOCKET_PATH:
@@ -369,16 +318,13 @@ def _bind_ipc(
             f"{path} is too long for a socket ({MAX_SOCKET_PATH} bytes)",
             hint="set [server] runtime_dir to a shorter folder",
         )
-    paths = [path, path.with_name(f"{path.name}.events")]
-    for one in paths:
-        if one.exists():
-            if is_live(one):
-                raise PipeSwitchError(f"{one} is in use", hint="another server has that name")
-            _logger.info("socket=%s removed cause=dead_server", one)
-            one.unlink()
-    for sock, one in zip((router, publisher), paths, strict=True):
-        try:
-            sock.bind(f"ipc://{one}")
-        except zmq.ZMQError as error:
-            raise _bind_failed(f"ipc://{one}", error) from None
-    return paths
+    if path.exists():
+        if is_live(path):
+            raise PipeSwitchError(f"{path} is in use", hint="another server has that name")
+        _logger.info("socket=%s removed cause=dead_server", path)
+        path.unlink()
+    try:
+        router.bind(f"ipc://{path}")
+    except zmq.ZMQError as error:
+        raise _bind_failed(f"ipc://{path}", error) from None
+    return path

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
-import threading
 from collections.abc import Callable
 from typing import Any, Final
-
-import zmq
 
 from ..client.calls import Reply
 from ..client.looped import LoopConnection
 from ..errors import ServerUnavailable
-from ..wire.frames import CHUNK_BYTES, unpack_dict
-from ..wire.sockets import connect, make_subscriber
+from ..wire.frames import CHUNK_BYTES
 from .oip import InferRequest, Output
 
 HELLO_S: Final = 2.0  # a server that is there answers within this
+EVENTS_AGAIN_S: Final = 0.5  # when the server is gone: it may come back
 AGAIN: Final = "send again when it is back"
 
 Take = Callable[[str, dict[str, Any]], None]
@@ -29,12 +27,14 @@ class Upstream:
 
     def __init__(self, address: str) -> None:
         self._connection = LoopConnection(address, HELLO_S)
-        self._context: zmq.Context[Any] = zmq.Context()  # of the events
-        self._is_followed = False
+        self._events = LoopConnection(address, HELLO_S)
+        self._following: asyncio.Task[None] | None = None
 
     def close(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
         self._connection.close()
-        self._context.term()
+        self._events.close()
 
     async def infer(
         self, model: str, version: int, asked: InferRequest, tenant: str
@@ -90,23 +90,25 @@ class Upstream:
         """Have ``take`` called with all events from now on; only the first call counts.
 
         Raises:
-            ServerUnavailable: the server does not say where they are.
+            ServerUnavailable: there is no server now.
         """
-        if self._is_followed:
+        if self._following is not None:
             return
-        self._is_followed = True  # before the wait: others may ask meanwhile
-        try:
-            address = str((await self.ask("ping"))["events"])
-        except BaseException:
-            self._is_followed = False
-            raise
-        subscriber = make_subscriber(self._context, None)
-        subscriber.subscribe("")
-        connect(subscriber, address)
-        loop = asyncio.get_running_loop()
-        threading.Thread(
-            target=_read, args=(subscriber, loop, take), name="pipeswitch-events", daemon=True
-        ).start()
+        await self.ask("ping")
+        if self._following is None:
+            self._following = asyncio.create_task(self._follow(take))
+
+    async def _follow(self, take: Take) -> None:
+        """By a connection of their own: no answer waits behind them."""
+
+        def took(record: dict[str, Any]) -> None:
+            if record:
+                take(str(record.pop("topic")), record)
+
+        while True:
+            with contextlib.suppress(ServerUnavailable):
+                await self._events.ask("events", on_progress=took)
+            await asyncio.sleep(EVENTS_AGAIN_S)
 
     async def _ask(self, op: str, **fields: Any) -> Reply:
         """
@@ -119,18 +121,6 @@ class Upstream:
         except ServerUnavailable as error:
             raise ServerUnavailable("the server does not answer", hint=AGAIN) from error
         return reply
-
-
-def _read(subscriber: zmq.Socket[bytes], loop: asyncio.AbstractEventLoop, take: Take) -> None:
-    """Hand each event to the loop, until the connection's context ends."""
-    try:
-        while True:
-            topic, body = subscriber.recv_multipart()
-            loop.call_soon_threadsafe(take, topic.decode("utf-8", "replace"), unpack_dict(body))
-    except zmq.ContextTerminated:
-        return
-    finally:
-        subscriber.close(0)
 
 
 def _body(**fields: Any) -> dict[str, Any]:

@@ -58,18 +58,6 @@ def full_address(named: str) -> str:
     return f"tcp://{rest}" if has_port else f"tcp://{rest}:{DEFAULT_LISTEN.rpartition(':')[2]}"
 
 
-def as_seen_from(address: str, told: str) -> str:
-    """An address that a server told its client at ``address``: "every interface" means that one.
-
-    >>> as_seen_from("tcp://gpu1:5555", "tcp://0.0.0.0:5556")
-    'tcp://gpu1:5556'
-    """
-    host, _, port = told.rpartition(":")
-    if host not in ("tcp://0.0.0.0", "tcp://[::]", "tcp://*"):
-        return told
-    return f"{address.rpartition(':')[0]}:{port}"
-
-
 def is_live(path: Path) -> bool:
     """Whether a server listens on this unix socket; a dead server's file does not count."""
     if not path.is_socket():

@@ -28,7 +28,6 @@ HEARTBEAT_TIMEOUT_MS: Final = 10_000
 HANDSHAKE_LIMIT_MS: Final = 5_000
 SEND_QUEUE_MESSAGES: Final = 16  # per peer; what does not fit waits under our own byte budget
 RECEIVE_QUEUE_MESSAGES: Final = 16  # per peer
-SUBSCRIBER_QUEUE_MESSAGES: Final = 10_000  # small records; a slow subscriber misses some
 BACKLOG_CONNECTIONS: Final = 512
 ZAP_DOMAIN: Final = "pipeswitch"  # what our authenticator answers for
 
@@ -99,30 +98,14 @@ def connect(sock: zmq.Socket[bytes], address: str) -> None:
     sock.connect(address)
 
 
-def make_publisher(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
-    """The server's event publisher; what comes in are subscriptions, a few bytes each."""
-    caps = Caps(max_message_bytes=4096, send_queue=SUBSCRIBER_QUEUE_MESSAGES)
-    return make_socket(context, zmq.XPUB, caps)
-
-
-def make_subscriber(context: zmq.Context[Any], keys: ClientKeys | None) -> zmq.Socket[bytes]:
-    """A client's end of the events."""
-    caps = Caps(max_message_bytes=1 << 20, receive_queue=SUBSCRIBER_QUEUE_MESSAGES)
-    sock = make_socket(context, zmq.SUB, caps)
-    sock.setsockopt(zmq.RECONNECT_IVL, 50)
-    if keys is not None:
-        present_keys(sock, keys)
-    return sock
-
-
-def require_keys(sock: zmq.Socket[bytes], keys: ServerKeys, domain: str = ZAP_DOMAIN) -> None:
+def require_keys(sock: zmq.Socket[bytes], keys: ServerKeys) -> None:
     """Before binding: each peer is asked for a key, and the authenticator about that key.
 
     Without an authenticator that answers, no client comes in (ZAP_ENFORCE_DOMAIN).
     """
     sock.setsockopt(zmq.CURVE_SERVER, 1)
     sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-    sock.setsockopt_string(zmq.ZAP_DOMAIN, domain)
+    sock.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
     sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 

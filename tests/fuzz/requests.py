@@ -53,11 +53,7 @@ def _listener(*, is_owner: bool) -> Listener:
     """With a socket that listens: the kernel is asked about its connections."""
     stream = socket.create_server(("127.0.0.1", 0))
     address = "ipc:///owner" if is_owner else f"tcp://127.0.0.1:{stream.getsockname()[1]}"
-    publisher: Any = None
-    return Listener(
-        stream=stream, publisher=publisher, readers=publisher, address=address,
-        events_address=f"{address}6", is_owner=is_owner, roles=frozenset(Role),
-    )  # fmt: skip
+    return Listener(stream=stream, address=address, is_owner=is_owner, roles=frozenset(Role))
 
 
 class _Connection:
@@ -237,6 +233,7 @@ def seeds() -> list[bytes]:
         *(_message(op="job", body={"name": "job", "action": action})
           for action in ("show", "pause", "resume", "cancel", "wait", "logs")),
         _message(op="trace", body={"seconds": 1.0}),
+        _message(op="events", body={"topics": ["job."]}),
         _message(op="profile", model="m", body={"batches": [1, 2]}),
         _message(op="ping", body={"deep": True}),
         _message(op="stop", body={"drain_ms": 10.0}),

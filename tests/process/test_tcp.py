@@ -499,21 +499,51 @@ def test_logs_are_paged_at_characters(server: FakeScheduler, client: ps.Client) 
 def first_event(server: FakeScheduler, client: ps.Client) -> dict[str, Any]:
     """Of the topic ``switch.``, while two topics are published."""
     events = client.events("switch.", timeout_s=DEADLINE_S)
-    publishing = threading.Event()
+    server.post(Publish(topic="job.step", body={"n": 1}))
+    server.post(Publish(topic="switch.m", body={"n": 2}))
+    found = next(events)
+    events.close()  # type: ignore[attr-defined]
+    return found
 
-    def publish() -> None:
-        while not publishing.wait(0.01):  # a subscription takes effect when the server read it
-            server.post(Publish(topic="job.step", body={"n": 1}))
-            server.post(Publish(topic="switch.m", body={"n": 2}))
 
-    thread = threading.Thread(target=publish)
-    thread.start()
+def test_events_go_on_with_the_next_server_and_end_with_the_client(tmp_path: Path) -> None:
+    first = FakeScheduler(tmp_path)
+    client = ps.Client(first.listeners.ipc.address, timeout_s=DEADLINE_S)
+    events = client.events("switch.")
+    first.close()
+    second = FakeScheduler(tmp_path)
     try:
-        return next(events)
+        until(lambda: second.tcp._readers)
+        second.post(Publish(topic="switch.m", body={"n": 2}))
+        assert next(events) == {"topic": "switch.m", "n": 2}
+        client.close()
+        assert next(events, None) is None
+        until(lambda: not second.tcp._readers)
     finally:
-        publishing.set()
-        thread.join()
-        events.close()  # type: ignore[attr-defined]
+        second.close()
+
+
+def test_who_does_not_read_events_misses_some_and_holds_up_nothing(server: FakeScheduler) -> None:
+    with raw_peer(server.listeners.tcp.address, receive_bytes=4096) as deaf:
+        session = ask(deaf, op="hello").session
+        assert ask(deaf, op="events", id="e", session=session).more
+        for number in range(40):
+            server.post(Publish(topic="job.t", body={"text": "x" * 200_000, "n": number}))
+        (client,) = server.tcp._readers
+        assert client.unsent_bytes < 2 << 20
+        server.post(Publish(topic="job.t", body={"n": "missed"}))
+        found = [decode_reply(deaf.hear()).body["n"]]
+        while found[-1] != "last":
+            server.post(Publish(topic="job.t", body={"n": "last"}))
+            found.append(decode_reply(deaf.hear()).body["n"])
+        assert 4 < len(set(found)) < 40
+        assert "missed" not in found
+        header = RequestHeader(v=1, id="c", op="cancel", session=session, body={"id": "e"})
+        deaf.send(encode_header(header))
+        until(lambda: not decode_reply(deaf.hear()).more)
+        assert decode_reply(deaf.hear()).body == {"found": True}
+        server.post(Publish(topic="job.t", body={}))
+        assert ask(deaf, op="ping").id == "1"
 
 
 def test_a_subscription_that_is_never_looked_at_is_closed(client: ps.Client) -> None:

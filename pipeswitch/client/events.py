@@ -1,0 +1,78 @@
+"""The server's events, as they come, by a connection of their own: no answer waits behind them."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from ..errors import Cancelled, PipeSwitchError
+from .connection import Connection
+
+KEPT_RECORDS: Final = 10_000  # of who does not read; then the oldest are missed
+
+
+class Subscription:
+    """Records that were published since it was made. Its reader closes it."""
+
+    def __init__(
+        self, connection: Connection, topics: Sequence[str], on_news: Callable[[], None]
+    ) -> None:
+        """Returns when the server has it; the connection is this one's from now on.
+
+        Args:
+            on_news: called in another thread when there is something to take, or no more.
+
+        Raises:
+            PipeSwitchError: there is no server, or it refuses.
+        """
+        self._connection = connection
+        self._records: deque[dict[str, Any]] = deque(maxlen=KEPT_RECORDS)
+        self._on_news = on_news
+        self._changed = threading.Condition()
+        self._is_made = self.is_over = False
+        self._call = connection.request(
+            "events", body={"topics": list(topics)}, on_progress=self._took, is_safe=True
+        )
+        self._call.add_done_callback(lambda _: self._ended())
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_made or self.is_over)
+        if not self._is_made:
+            self.close()
+            self._call.result()
+
+    def _took(self, record: dict[str, Any]) -> None:
+        with self._changed:
+            self._is_made = True
+            if record:  # the first one says that it is made
+                self._records.append(record)
+            self._changed.notify_all()
+        self._on_news()
+
+    def _ended(self) -> None:
+        with self._changed:
+            self.is_over = True
+            self._changed.notify_all()
+        self._on_news()
+
+    def take(self, timeout_s: float | None = None) -> dict[str, Any] | None:
+        """The next record; None: none came in that time, or it is closed.
+
+        Raises:
+            PipeSwitchError: the server is gone for good, or ended it.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._records or self.is_over, timeout_s)
+            if self._records:
+                return self._records.popleft()
+        error = self._call.exception() if self.is_over else None
+        if isinstance(error, PipeSwitchError) and not isinstance(error, Cancelled):
+            raise error
+        return None
+
+    def close(self) -> None:
+        """What was not taken yet is gone. Idempotent; from any thread."""
+        self._connection.close()
+        with self._changed:
+            self._records.clear()
