@@ -55,6 +55,7 @@ VERB_ROLES: Final[Mapping[str, Role]] = {
     "trace": Role.OPERATE,
     "events": Role.OPERATE,  # they tell what all clients do
     "stop": Role.OPERATE,
+    "caller": Role.CODE,  # and only at the owner's socket
     "train": Role.CODE,
 }
 """Of every verb."""

@@ -16,7 +16,7 @@ from pipeswitch.wire.frames import (
     encode_header,
     pack_table,
 )
-from pipeswitch.wire.stream import Message, Stream, local_path
+from pipeswitch.wire.stream import Message, Stream
 
 DEADLINE_S = 10.0
 
@@ -32,7 +32,7 @@ class RawPeer:
         if receive_bytes:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
         host, _, port = where.rpartition(":")
-        self.sock.connect(str(local_path(where)) if is_local else (host, int(port)))
+        self.sock.connect(where if is_local else (host, int(port)))
         self.stream = Stream(self.sock, 1 << 30, takes_descriptors=is_local)
 
     def send(self, *parts: Any) -> None:

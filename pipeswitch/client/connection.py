@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, Final
-
-import zmq
 
 from ..errors import (
     Cancelled,
@@ -30,17 +29,10 @@ from ..errors import (
 from ..wire.frames import ZMTP
 from ..wire.keys import ClientKeys
 from .calls import Calls
-from .links import AnyLink, ZmqLink
+from .links import Link
 
 CLOSE_FLUSH_MS: Final = 200
 AGAIN_S: Final = 0.05  # between looks for a server that is not there
-MAX_BROKEN_HANDSHAKES: Final = 3  # in a row: it is not a server that just restarts
-_BROKEN: Final = int(zmq.EVENT_DISCONNECTED)
-_SHAKEN: Final = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-_UNKNOWN_KEY: Final = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-_OTHER_MECHANISM: Final = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
-_HANDSHAKE_CUT: Final = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
-_WATCHED: Final = _BROKEN | _SHAKEN | _UNKNOWN_KEY | _OTHER_MECHANISM | _HANDSHAKE_CUT
 
 
 class _Answer(Future[Any]):
@@ -71,12 +63,10 @@ class _Answer(Future[Any]):
         return super().exception(timeout)
 
 
-_ADMIT: Final = "on the server: pipeswitch keys admit NAME KEY"
 _BRING: Final = (
     "key= and server_key=, or PIPESWITCH_KEY and PIPESWITCH_SERVER_KEY; "
     "the server's owner makes them: pipeswitch keys client NAME"
 )
-_EXPECT: Final = "on the server: pipeswitch keys server --show"
 
 
 class Connection(Calls):
@@ -91,14 +81,18 @@ class Connection(Calls):
         shared_memory: bool = True,
     ) -> None:
         """As ``Calls``."""
-        self._poller = zmq.Poller()
+        self._context: Any = None  # with keys, libzmq's
+        self._poller: Any = select.poll()
+        if keys is not None:
+            import zmq
+
+            self._context, self._poller = zmq.Context(), zmq.Poller()
         super().__init__(address, timeout_s, self._poller, shared_memory=shared_memory)
         self.keys = keys
-        self.context: zmq.Context[Any] = zmq.Context()
         self._pid = os.getpid()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._posts: deque[Callable[[], None]] = deque()
-        self._poller.register(self._wake, zmq.POLLIN)
+        self._poller.register(self._wake, select.POLLIN)
         self._again_at_s = 0.0
         self._is_closing = False
         self._lock = threading.Lock()  # of _is_closing against late posts
@@ -234,7 +228,8 @@ class Connection(Calls):
             self._shut(CLOSE_FLUSH_MS)
         with self._lock:  # who closes us has written to it
             os.close(self._wake)
-        self.context.term()
+        if self._context is not None:
+            self._context.term()
 
     @contextlib.contextmanager
     def _holding(self) -> Iterator[None]:
@@ -263,7 +258,7 @@ class Connection(Calls):
             os.eventfd_read(self._wake)
         if link is not None and link.has_arrived(ready):
             self._receive(link)
-        if self._link is link and isinstance(link, ZmqLink) and link.has_news(ready):
+        if self._link is link and link is not None and link.has_news(ready):
             self._watch(link)
         link = self._link
         if link is not None and not link.session and time.monotonic() > link.hello_until_s:
@@ -291,13 +286,12 @@ class Connection(Calls):
             until_s = link.hello_until_s
         return max(0, round((until_s - time.monotonic()) * 1000)) + 1
 
-    def _connect(self, hello: dict[str, Any]) -> AnyLink:
+    def _connect(self, hello: dict[str, Any]) -> Link:
         if self.keys is None:
             return super()._connect(hello)
-        try:
-            return ZmqLink.open(self.context, self.address, self.keys, _WATCHED, **hello)
-        except zmq.ZMQError as error:
-            raise OSError(error.errno, error.strerror) from None
+        from .keyed import ZmqLink
+
+        return ZmqLink.open(self._context, self.address, self.keys, **hello)
 
     def _absent(self, hello_until_s: float) -> None:
         self._waits_until_s = hello_until_s
@@ -308,29 +302,15 @@ class Connection(Calls):
             return error
         return PermissionDenied(f"{self.address}: the server asks for a key", hint=_BRING)
 
-    def _watch(self, link: ZmqLink) -> None:
-        """What became of the connection:
+    def _watch(self, link: Link) -> None:
+        """What became of a connection with keys."""
+        from . import keyed
 
-        1. the peer let us in;
-        2. it knows our key not, or asks for none, or is not who we expect: waiting would not
-           change that;
-        3. it is gone: with a session, or before its hello was answered, a new one is opened.
-           One that never came to be is tried again by libzmq itself.
-        """
-        for event, _ in link.news():
-            if event == _SHAKEN:
-                link.is_shaken = True
-            elif event == _UNKNOWN_KEY:
-                self._refused("the server does not admit this client's key", _ADMIT)
-            elif event == _OTHER_MECHANISM:
-                self._refused("the server asks for no key", "leave key and server_key out")
-            elif event == _HANDSHAKE_CUT:
-                link.cut_count += 1
-                if link.cut_count >= MAX_BROKEN_HANDSHAKES:
-                    text = "its key is not the one given, it asks for none, or it is full"
-                    self._refused(text, _EXPECT)
-            elif event == _BROKEN and link.is_shaken:
+        for event in link.news():
+            if event == keyed.BROKEN:
                 self._broken()
+            else:
+                self._refused(event, keyed.HINTS[event])
             if self._link is not link:
                 return  # thrown away, its monitor too
 

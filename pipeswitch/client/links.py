@@ -1,46 +1,32 @@
-"""Ways to a server: a plain stream, the owner's with a share; with keys libzmq's (docs/adr/0038).
+"""Ways to a server: a plain stream, the owner's with a share; with keys see ``keyed``.
 
-Both carry the same parts. Owned by who holds the connection's role.
+Owned by who holds the connection's role.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-import zmq
-
 from ..wire.frames import INLINE, pack_table
-from ..wire.keys import ClientKeys
-from ..wire.sockets import (
-    DONTWAIT,
-    Caps,
-    connect,
-    is_readable,
-    make_dealer,
-    next_events,
-    send_frames,
-    watch_connections,
-)
-from ..wire.stream import SHARED_BYTES, Share, Stream, keep_alive, local_path
+from ..wire.stream import SHARED_BYTES, Share, Stream, keep_alive
 
 MAX_REPLY_BYTES: Final = 1 << 32  # of one frame; the server we chose is trusted more than a client
-ZERO_COPY_BYTES: Final = 64 << 10
-MAX_EVENTS: Final = 16  # of a connection, at one look
 BURST_MESSAGES: Final = 16
 
 
 class Watcher(Protocol):
-    """``zmq.Poller``, or an event loop in its place."""
+    """``select.poll``, with keys ``zmq.Poller``, or an event loop in its place."""
 
-    def register(self, socket: Any, flags: int = ...) -> None: ...
+    def register(self, fd: Any, eventmask: int = ..., /) -> None: ...
 
-    def unregister(self, socket: Any) -> None: ...
+    def unregister(self, fd: Any, /) -> None: ...
 
 
 @dataclass(kw_only=True, eq=False)
@@ -52,73 +38,43 @@ class Link:
     session: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
 
-
-@dataclass(kw_only=True, eq=False)
-class ZmqLink(Link):
-    """libzmq connects, and tries again by itself."""
-
-    sock: zmq.Socket[bytes]
-    monitor: zmq.Socket[bytes]
-    is_shaken: bool = False  # the peer let us in
-    cut_count: int = 0  # handshakes that it broke off
-
-    @staticmethod
-    def open(
-        context: zmq.Context[Any], address: str, keys: ClientKeys, events: int, **hello: Any
-    ) -> ZmqLink:
-        """
-        Raises:
-            zmq.ZMQError: it is not an address.
-        """
-        sock = make_dealer(context, Caps(max_message_bytes=MAX_REPLY_BYTES), keys)
-        link = ZmqLink(sock=sock, monitor=watch_connections(sock, events), **hello)
-        try:
-            connect(sock, address)
-        except zmq.ZMQError:
-            link.close(0)
-            raise
-        return link
-
     def attach(self, poller: Watcher) -> None:
-        poller.register(self.sock, zmq.POLLIN)
-        poller.register(self.monitor, zmq.POLLIN)
+        """Have it tell when there is something to read."""
+        raise NotImplementedError
 
     def detach(self, poller: Watcher) -> None:
-        poller.unregister(self.sock)
-        poller.unregister(self.monitor)
+        raise NotImplementedError
 
     def send(self, parts: Sequence[Any], request_id: str, *, may_share: bool = False) -> None:
-        """Its queue has no limit, so what it does not take finds no connection: libzmq gave the
-        refused one up, and ``news`` says why. A send that waited would wait for ever."""
-        is_large = any(len(part) >= ZERO_COPY_BYTES for part in parts[2:])
-        with contextlib.suppress(zmq.Again):
-            send_frames(self.sock, parts, DONTWAIT, copy=not is_large)
+        """``may_share``: the server takes its tensors out of the share."""
+        raise NotImplementedError
 
     def has_arrived(self, ready: Container[Any]) -> bool:
         """Whether ``messages`` has any, by what the poller says."""
-        return self.sock in ready
-
-    def has_news(self, ready: Container[Any]) -> bool:
-        """Whether ``news`` has any."""
-        return self.monitor in ready
+        raise NotImplementedError
 
     def messages(self) -> Iterator[Sequence[Any]]:
-        """The parts of what has arrived."""
-        while is_readable(self.sock):
-            frames = self.sock.recv_multipart(DONTWAIT, copy=False)
-            yield [frame.buffer for frame in frames]
+        """The parts of what has arrived.
 
-    def news(self) -> Iterable[tuple[int, int]]:
-        """What became of the connection, as libzmq's monitor has it."""
-        return next_events(self.monitor, MAX_EVENTS)
+        Raises:
+            EOFError: the server is gone.
+            RemoteProtocolError: it sent nonsense.
+        """
+        raise NotImplementedError
 
     def answered(self, request_id: str) -> None:
         """Its final reply has come."""
 
+    def has_news(self, ready: Container[Any]) -> bool:
+        """Whether ``news`` has any."""
+        return False
+
+    def news(self) -> Iterator[str]:
+        """What became of the connection, as ``keyed`` names it."""
+        yield from ()
+
     def close(self, linger_ms: int) -> None:
-        self.sock.disable_monitor()
-        self.monitor.close(0)
-        self.sock.close(linger_ms)
+        raise NotImplementedError
 
 
 @dataclass(kw_only=True, eq=False)
@@ -146,7 +102,7 @@ class StreamLink(Link):
         scheme, _, where = address.partition("://")
         target: Any
         if scheme == "ipc":
-            sock, target = socket.socket(socket.AF_UNIX), str(local_path(where))
+            sock, target = socket.socket(socket.AF_UNIX), where
         else:
             host, _, port = where.rpartition(":")
             # A name that has both, like localhost, would lead to one the server does not listen on.
@@ -167,14 +123,13 @@ class StreamLink(Link):
 
     def attach(self, poller: Watcher) -> None:
         self._poller = poller
-        poller.register(self.stream.fileno(), zmq.POLLIN)
+        poller.register(self.stream.fileno(), select.POLLIN)
 
     def detach(self, poller: Watcher) -> None:
         poller.unregister(self.stream.fileno())
         self._poller = None
 
     def send(self, parts: Sequence[Any], request_id: str, *, may_share: bool = False) -> None:
-        """``may_share``: the server takes its tensors out of the share."""
         table, inline = [], []
         places = self._places.get(request_id, {})  # staged
         if may_share and self.may_share and not places:
@@ -224,7 +179,7 @@ class StreamLink(Link):
         except OSError:
             return  # it is gone: there is nothing more to read either, which says so
         if self.stream.is_sending != was_sending and self._poller is not None:
-            events = zmq.POLLIN | (zmq.POLLOUT if self.stream.is_sending else 0)
+            events = select.POLLIN | (select.POLLOUT if self.stream.is_sending else 0)
             self._poller.register(self.stream.fileno(), events)
             self._is_watched = self.stream.is_sending
 
@@ -232,12 +187,7 @@ class StreamLink(Link):
         return self.stream.fileno() in ready
 
     def messages(self) -> Iterator[Sequence[Any]]:
-        """The parts of what has arrived; tensors of the share are copied out of it.
-
-        Raises:
-            EOFError: the server is gone.
-            RemoteProtocolError: it sent nonsense.
-        """
+        """Tensors of the share are copied out of it."""
         if self.stream.is_sending:
             self._flush()
         while True:
@@ -281,9 +231,6 @@ class StreamLink(Link):
         """What the socket does not take at once is lost."""
         self._flush()
         self.stream.close()
-
-
-AnyLink = ZmqLink | StreamLink
 
 
 def _copy(target: Any, source: Any) -> None:

@@ -6,14 +6,13 @@ For a server of this machine alone, at its plain socket.
 from __future__ import annotations
 
 import asyncio
+import select
 from collections.abc import Callable
 from typing import Any, Final
 
-import zmq
-
 from ..errors import Cancelled, no_server
 from .calls import Calls
-from .links import AnyLink, StreamLink
+from .links import Link, StreamLink
 
 INLINE_BYTES: Final = 1 << 20  # copied by the loop itself; more, by a thread meanwhile
 
@@ -41,15 +40,15 @@ class _Loop:
     def __init__(self, on_ready: Callable[[], None]) -> None:
         self._on_ready = on_ready
 
-    def register(self, socket: Any, flags: int = zmq.POLLIN) -> None:
+    def register(self, socket: Any, flags: int = select.POLLIN, /) -> None:
         loop = asyncio.get_running_loop()
         loop.add_reader(socket, self._on_ready)
-        if flags & zmq.POLLOUT:
+        if flags & select.POLLOUT:
             loop.add_writer(socket, self._on_ready)
         else:
             loop.remove_writer(socket)
 
-    def unregister(self, socket: Any) -> None:
+    def unregister(self, socket: Any, /) -> None:
         loop = asyncio.get_running_loop()
         loop.remove_reader(socket)
         loop.remove_writer(socket)
@@ -106,11 +105,11 @@ class LoopConnection(Calls):
     def _absent(self, hello_until_s: float) -> None:
         self._fail_all(lambda: no_server(self.address))
 
-    def _greet(self, link: AnyLink) -> None:
+    def _greet(self, link: Link) -> None:
         super()._greet(link)
         asyncio.get_running_loop().call_later(self._timeout_s, self._look, link)
 
-    def _look(self, link: AnyLink) -> None:
+    def _look(self, link: Link) -> None:
         """The time for a hello's answer is over."""
         if self._link is link and not link.session:
             self._unavailable()

@@ -20,13 +20,14 @@ import ssl
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from ..config import GatewayConfig
 from ..errors import ConfigError, PipeSwitchError
 from ..ipc.channel import Channel, channel_pair
-from ..ipc.messages import GatewaySettings
+from ..ipc.messages import GatewaySettings, KeyedSettings
 from ..wire.addresses import is_loopback
 from ..wire.tokens import OWNER_FILE, owner_token, read_tokens
 from .processes import open_log
@@ -51,6 +52,14 @@ def command(descriptor: int) -> list[str]:
     return [sys.executable, "-P", "-m", "pipeswitch.gateway.main", str(descriptor)]
 
 
+@dataclass(frozen=True)
+class Keyed:
+    """A socket that listens, stays open here, and is the gateway's to accept at."""
+
+    sock: socket.socket
+    settings: KeyedSettings
+
+
 class Gateway:
     """One process at most; owned by the controller's loop."""
 
@@ -71,6 +80,7 @@ class Gateway:
         self._root = root
         self._log_path = log_path
         self._sockets: dict[str, socket.socket] = {}  # by protocol
+        self._keyed: Keyed | None = None  # where clients come in with keys
         self._lock = -1
         self._server_address = ""
         self._process: subprocess.Popen[bytes] | None = None
@@ -91,14 +101,22 @@ class Gateway:
             ConfigError: one cannot be had, or would be open to other machines without tokens.
         """
         wanted = {name: getattr(self._config, name) for name in DEFAULTS}
-        if all(address == "off" for address in wanted.values()):
-            return
-        self._check_safe([address for address in wanted.values() if address not in ("auto", "off")])
-        owner_token(self._token_path)
-        self._lock = _take_over(self._root / LOCK_FILE)
+        is_off = all(address == "off" for address in wanted.values())
+        if not is_off:
+            named = [address for address in wanted.values() if address not in ("auto", "off")]
+            self._check_safe(named)
+            owner_token(self._token_path)
+        if not is_off or (self._root / LOCK_FILE).exists():  # a former one may have our ports
+            self._lock = _take_over(self._root / LOCK_FILE)
         for name, address in wanted.items():
             if address != "off":
                 self._bind(name, address)
+
+    def serve_keyed(self, keyed: Keyed) -> None:
+        """Have clients with keys accepted there, too."""
+        self._keyed = keyed
+        if self._lock < 0:
+            self._lock = _take_over(self._root / LOCK_FILE)
 
     @property
     def _token_path(self) -> Path:
@@ -171,7 +189,7 @@ class Gateway:
     def start(self, server_address: str) -> None:
         """Start it, if there is anything to serve; ``server_address``: of the owner's socket."""
         self._server_address = server_address
-        if self._sockets:
+        if self._sockets or self._keyed is not None:
             self._spawn()
 
     def wait_s(self) -> float | None:
@@ -213,9 +231,10 @@ class Gateway:
         with contextlib.suppress(OSError):  # a full disk: the next server cannot end this one then
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, str(process.pid).encode(), 0)
-        http = self._sockets.get("http")
+        sockets = [self._sockets.get("http"), None if self._keyed is None else self._keyed.sock]
+        numbers = [one.fileno() for one in sockets if one is not None]
         with contextlib.suppress(BrokenPipeError):  # its exit follows
-            ours.send(self._settings(), [self._lock, *([http.fileno()] if http else [])])
+            ours.send(self._settings(), [self._lock, *numbers])
         log.info("gateway=started pid=%d %s", process.pid, " ".join(self.addresses))
 
     def _settings(self) -> GatewaySettings:
@@ -240,6 +259,7 @@ class Gateway:
             tls_key=config.tls_key,
             max_body_bytes=config.max_body_bytes,
             max_connections=config.max_connections,
+            keyed=None if self._keyed is None else self._keyed.settings,
         )
 
     def _exited(self) -> None:

@@ -70,7 +70,7 @@ from ..wire.private import check_trusted
 from .device import DeviceEffects, Ground
 from .effects import Effects
 from .folders import Places
-from .gateway import Gateway
+from .gateway import Gateway, Keyed
 from .journal import FILE_NAME, JournalFile
 from .processes import Processes
 from .shared_memory import DeviceShare, Memory, Sizes
@@ -427,10 +427,13 @@ class Server:
 
     def run(self) -> int:
         """Serve until Leave. This thread alone owns the scheduler's state."""
+        self._gateway.open()  # a former one gives its ports back
         self._listeners = self._frontend.open()  # a port in use is known before anything is forked
         # Children inherit it: a Client() in a training script is one of its own server.
         os.environ["PIPESWITCH_HOST"] = self._listeners.ipc.address
-        self._gateway.open()
+        settings = self._listeners.keyed(self._config.server)
+        if settings is not None:
+            self._gateway.serve_keyed(Keyed(self._listeners.tcp.sock, settings))
         self._frontend.owner_facts = self._gateway.facts
         for warning in [*self._listeners.warnings, *self._gateway.warnings]:
             log.warning("%s", warning)

@@ -2,10 +2,9 @@
 
 It owns the sockets and runs in the controller's one loop (docs/adr/0009). It decides nothing
 about models or devices: a message that is well formed and allowed becomes an event for the
-scheduler, an answer becomes a message. Its parts: ``Intake`` (what comes in), ``RequestPool`` (the
-memory of inputs and replies), ``Requests`` (what is owed), ``ClientTable`` and ``Outbox`` (to whom,
-and on its way), ``LocalDoor`` (clients of this machine that share memory). The protocol:
-docs/protocol.md.
+scheduler, an answer becomes a message. Its parts: ``RequestPool`` (the
+memory of inputs and replies), ``Requests`` (what is owed), ``StreamPeer`` and ``Outbox`` (to whom,
+and on its way), ``Connections`` (what strangers may hold). The protocol: docs/protocol.md.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import contextlib
 import functools
 import logging
 import os
-import re
 import select
 import selectors
 import time
@@ -24,7 +22,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import zmq
 
 from ..config import Config
 from ..errors import (
@@ -41,7 +38,7 @@ from ..errors import (
 from ..failpoints import reach
 from ..ipc.messages import ModelName
 from ..lane import Lane
-from ..roles import URGENT_PRIORITY, VERB_ROLES, Role, Standing, in_order
+from ..roles import URGENT_PRIORITY, VERB_ROLES, Role, Standing, in_order, parse_roles
 from ..scheduler.events import (
     Announce,
     Answer,
@@ -57,17 +54,16 @@ from ..scheduler.events import (
 )
 from ..scheduler.versions import split_name
 from ..wire.frames import VERSION, RequestHeader, WireTensor, decode_request
-from ..wire.sockets import is_readable
 from . import admission
 from .admission import Admitted, Body
-from .clients import Client, ClientTable, Origin, Outgoing
-from .connections import hang_up
+from .clients import Client, Outgoing
+from .complaints import Complaints
+from .connections import Connections
 from .disk import Disk
-from .intake import Intake, ZmqOrigin
 from .job_files import read_piece
 from .listeners import Listener, Listeners, open_listeners
-from .outbox import RELEASE_WAIT_MS, Outbox
-from .peers import POOL_PARTS, Door, Shares, StreamPeer
+from .outbox import Outbox
+from .peers import POOL_PARTS, Shares, StreamPeer, accept
 from .replies import envelope_id, reply_frames, told, wrong_version
 from .request_pool import RequestPool, Room
 from .requests import Pending, Requests
@@ -81,11 +77,10 @@ MAX_CLIENT_REQUESTS: Final = 4096  # unanswered ones of one client
 MAX_READINGS: Final = 16  # of events, by one client
 READER_BYTES: Final = 1 << 20  # of events that wait for who does not read
 MAX_FITTING: Final = 256  # shapes of all models that are not checked again
-BUSY_POLL_MS: Final = 2.0  # while a socket is full or libzmq still reads from the pool
+BACKLOG_LOOK_S: Final = 0.1  # at who does not read, though nothing happens
+STOP_LOOK_MS: Final = 2.0
 STOP_FLUSH_MS: Final = 1000
-SLOW: Final = "slow or gone"  # why a client is dropped that the monitor has not reported
-REVOKED: Final = "its key was revoked"
-_ROUTING_ID: Final = re.compile(rb"\0[\s\S]{4}")  # as libzmq makes them itself
+SLOW: Final = "slow or gone"  # why a client is dropped whose end was not read
 
 LISTINGS: Final = ("models", "show", "stats")  # with ``infer``; less is told then
 MODEL_VERBS: Final = ("show", "load", "unload", "unregister", "rollback")
@@ -143,11 +138,18 @@ class Frontend:
         self._models: dict[str, Announce] = {}  # the current versions
         self._versions: dict[tuple[str, int], Announce] = {}  # all of them
         self._fitting: dict[Hashable, Admitted] = {}  # shapes that were checked, by model and sizes
-        self._clients = ClientTable()
-        self._intake = Intake(config.server, self._clients, now_ms)
+        self._clients: dict[str, Client] = {}  # by session
+        self.connections = Connections(
+            max_count=config.server.max_connections,
+            client_bytes=config.server.pool_bytes,  # more than its requests could ever take
+            total_bytes=2 * config.server.pool_bytes,
+        )
+        self.complaints = Complaints(now_ms)
+        shares_bytes = self._pool.capacity_bytes // POOL_PARTS if config.server.shares else 0
+        self._memory_shares = Shares(shares_bytes)
         self._outbox = Outbox(max(self._pool.share_bytes, self._max_message_bytes))
         self.requests = Requests(self._pool, now_ms)
-        self._peers: set[StreamPeer] = set()  # connections of the owner's plain socket
+        self._peers: set[StreamPeer] = set()
         self._turns: set[StreamPeer] = set()  # of them, those that may have something to read
         self._selector: selectors.BaseSelector | None = None  # that they are registered with
         self._readers: set[Client] = set()  # of events
@@ -158,6 +160,7 @@ class Frontend:
             "prefetch": self._prefetch,
             "cancel": self._cancel,
             "events": self._events,
+            "caller": self._caller,
             "put": self._put,
         }
 
@@ -170,23 +173,8 @@ class Frontend:
             ConfigError: an address or folder cannot be used.
             PipeSwitchError: a port or the ipc name is in use.
         """
+        self._listeners = open_listeners(self._config.server)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._context: zmq.Context[Any] = zmq.Context()
-        try:
-            self._listeners = open_listeners(self._context, self._config.server)
-        except PipeSwitchError:
-            self._context.term()
-            os.close(self._wake)
-            raise
-        size_bytes = self._pool.capacity_bytes // POOL_PARTS if self._config.server.shares else 0
-        self._shares = Shares(size_bytes)
-        self._doors = [
-            Door(listener.stream, listener, self._max_message_bytes, self._shares)
-            for listener in self._listeners.all
-            if listener.stream is not None
-        ]
-        self._sockets = self._listeners.sockets
-        self._stirred = set(self._sockets)  # may have something to read: see wait_s
         self._uploads.start()
         self._copier.start()
         return self._listeners
@@ -194,23 +182,18 @@ class Frontend:
     def watch(self, selector: selectors.BaseSelector) -> None:
         """Register what ends a wait; each key's data is a callable, as the loop expects."""
         self._selector = selector
-        for door in self._doors:
-            welcome = functools.partial(self._welcome, door)
-            selector.register(door, selectors.EVENT_READ, welcome)
-        for sock in self._sockets:
-            stir = functools.partial(self._stirred.add, sock)
-            selector.register(sock, selectors.EVENT_READ, stir)
+        for listener in self._listeners.ours:
+            welcome = functools.partial(self._welcome, listener)
+            selector.register(listener.sock, selectors.EVENT_READ, welcome)
         selector.register(self._wake, selectors.EVENT_READ, self._hear)
 
     def unwatch(self, selector: selectors.BaseSelector) -> None:
         """Before ``close``."""
         self._selector = None
-        for door in self._doors:
-            selector.unregister(door)
+        for listener in self._listeners.ours:
+            selector.unregister(listener.sock)
         for peer in self._peers:
             selector.unregister(peer)
-        for sock in self._sockets:
-            selector.unregister(sock)
         selector.unregister(self._wake)
 
     def close(self) -> None:
@@ -221,7 +204,6 @@ class Frontend:
         for peer in list(self._peers):
             self._part(peer)
         self._listeners.close()
-        self._context.term()
         os.close(self._wake)
         self._pool.close()
 
@@ -237,35 +219,18 @@ class Frontend:
     # ---- the loop's part -----------------------------------------------------------------------
 
     def wait_s(self) -> float | None:
-        """How long the loop may wait; None: until a descriptor wakes it.
-
-        A libzmq descriptor tells of a *change*, and any use of its socket may swallow that: a
-        socket that was used since the last wait has to be asked (zmq_getsockopt(3), ZMQ_FD).
-        """
-        is_quiet = self._outbox.is_idle and not self._clients.has_suspects
-        if not is_quiet:
-            self._stirred.update(self._sockets)
-        for sock in [sock for sock in self._stirred if not is_readable(sock)]:
-            self._stirred.discard(sock)
-        if self._calls or self._stirred or self._turns or self._outbox.wants_turn:
+        """How long the loop may wait; None: until a descriptor wakes it."""
+        if self._calls or self._turns or self._outbox.wants_turn:
             return 0.0
-        return (
-            self._intake.connections.wait_s(self._now_ms() / 1000)
-            if is_quiet
-            else BUSY_POLL_MS / 1000
-        )
+        waits_s = self.connections.wait_s(self._now_ms() / 1000)
+        if self._outbox.is_idle:
+            return waits_s
+        return BACKLOG_LOOK_S if waits_s is None else min(waits_s, BACKLOG_LOOK_S)
 
     def step(self) -> None:
-        """One turn. Who left is learnt before anything is sent or received."""
-        if self._stirred or self._clients.has_suspects:
-            for client in self._intake.gone(self._listeners, self._stirred):
-                self._drop(client, "disconnected")
+        """One turn."""
         while self._calls:
             self._calls.popleft()()
-        for listener in self._listeners.all:
-            if listener.router in self._stirred:
-                for frames in self._intake.messages(listener):
-                    self._hear_message(listener, frames)
         for peer in list(self._turns):
             self._hear_peer(peer)
             if not peer.wants_turn:
@@ -273,8 +238,8 @@ class Frontend:
         if not self._outbox.is_idle:
             for client in self._outbox.sweep(self._now_ms()):
                 self._drop(client, SLOW)
-        for client in self._intake.revoked(self._listeners):
-            self._drop(client, REVOKED)
+        if self.connections:
+            self.connections.tick(self._now_ms() / 1000)
 
     def perform(self, posted: Posted) -> None:
         """Carry out a command of the scheduler's, now."""
@@ -326,33 +291,17 @@ class Frontend:
             for peer in self._peers:
                 if peer.wants_write:
                     waiting.register(peer, select.POLLOUT)
-            waiting.poll(BUSY_POLL_MS)
-        for client in self._clients.all():
+            waiting.poll(STOP_LOOK_MS)
+        for client in self._clients.values():
             self._outbox.drop(client)
-        for listener in self._listeners.all:
-            if listener.router is not None:
-                listener.router.setsockopt(zmq.LINGER, STOP_FLUSH_MS)
 
     # ---- in ------------------------------------------------------------------------------------
 
-    def _hear_message(self, listener: Listener, frames: Sequence[zmq.Frame]) -> None:
-        """One message of libzmq's. Nothing a client sends may raise out of here."""
-        origin = ZmqOrigin(listener, frames[0], bytes(frames[0].buffer))
-        parts = [frame.buffer for frame in frames[1:]]
-        try:
-            if not self._intake.admits(listener, frames):
-                return
-            if not _ROUTING_ID.fullmatch(origin.routing_id):
-                raise RemoteProtocolError(
-                    "a client must not choose its routing id", hint="leave ZMQ_ROUTING_ID unset"
-                )
-        except PipeSwitchError as error:
-            self._refuse(origin, None, envelope_id(parts), error)
-        else:
-            self._hear_parts(origin, parts)
+    def _hear_parts(self, peer: StreamPeer, parts: Sequence[Any], *, is_shared: bool) -> None:
+        """One message. Nothing a client sends may raise out of here.
 
-    def _hear_parts(self, origin: Origin, parts: Sequence[Any], *, is_shared: bool = False) -> None:
-        """One message, by whatever socket. ``is_shared``: its sender can still change tensors."""
+        ``is_shared``: its sender can still change tensors.
+        """
         reach("frontend.message")
         request_id = ""
         client: Client | None = None
@@ -364,27 +313,34 @@ class Frontend:
                 raise wrong_version(parts) or error from None
             request_id = header.id
             if header.op == "hello":
-                self._hello(origin, header)
+                self._hello(peer, header)
             elif header.op == "ping" and not header.body:
-                body = self._about(origin.listener, origin.standing())
-                self._reply_now(origin, header.id, body=body)
+                self._reply_now(peer, header.id, body=self._about(peer.standing))
+            elif header.op == "caller" and not header.session:
+                peer.standing = _caller_of(peer.standing, header)
             else:
-                client = self._intake.sender(origin, header.session)
+                client = peer.client
+                if client is None or client.session != header.session or client.is_gone:
+                    client = None
+                    raise RemoteProtocolError(
+                        "this session is not known here: say hello first", reason="unknown_session"
+                    )
                 if is_shared and header.op != "infer":
                     raise RemoteProtocolError("only an inference's tensors lie in the share")
                 self._dispatch(client, header, parts[2:])
         except PipeSwitchError as error:
-            self._refuse(origin, client, request_id, error)
+            self._refuse(peer, client, request_id, error)
 
-    # ---- the plain sockets ---------------------------------------------------------------------
+    # ---- connections ---------------------------------------------------------------------
 
-    def _welcome(self, door: Door) -> None:
-        """Connections that wait at one."""
+    def _welcome(self, listener: Listener) -> None:
+        """Connections that wait there."""
         if self._selector is None:
             return
-        for peer in door.accept():
+        for peer in accept(listener, self._max_message_bytes, self._memory_shares):
             self._peers.add(peer)
-            self._intake.welcome(peer)
+            if not peer.is_owners:
+                self.connections.add(peer, self._now_ms() / 1000)
             peer.on_change = functools.partial(self._follow, peer)
             self._selector.register(
                 peer, selectors.EVENT_READ, functools.partial(self._turns.add, peer)
@@ -404,18 +360,17 @@ class Frontend:
         cause = ""
         try:
             for message in peer.messages():
-                if not self._intake.hears(peer, message):
+                if not (peer.is_owners or self.connections.took(peer, self._now_ms() / 1000)):
                     return  # it is being hung up: its end follows
                 self._hear_parts(peer, message.parts, is_shared=bool(message.shared))
         except EOFError:
             cause = "disconnected"
         except RemoteProtocolError as error:
-            self._intake.complain(peer.listener, error)
+            self.complaints.add(peer.standing.tenant, error)
             cause = "nonsense"
         if cause:
-            client = self._clients.at(peer)
-            if client is not None:
-                self._drop(client, cause)
+            if peer.client is not None:
+                self._drop(peer.client, cause)
             self._part(peer)
 
     def _part(self, peer: StreamPeer) -> None:
@@ -423,7 +378,7 @@ class Frontend:
         if peer in self._peers:
             self._peers.remove(peer)
             self._turns.discard(peer)
-            self._intake.part(peer)
+            self.connections.remove(peer)
             if self._selector is not None:
                 self._selector.unregister(peer)
         peer.close()
@@ -445,45 +400,57 @@ class Frontend:
             raise
 
     def _refuse(
-        self, origin: Origin, client: Client | None, request_id: str, error: PipeSwitchError
+        self, peer: StreamPeer, client: Client | None, request_id: str, error: PipeSwitchError
     ) -> None:
         """A typed error when there is an id to answer to; otherwise counted and dropped."""
         if isinstance(error, RemoteProtocolError):
-            self._intake.complain(origin.listener, error)
+            self.complaints.add(peer.standing.tenant, error)
         if not request_id:
             return
         if client is not None:
             self._reply(client, request_id, error=error)
         else:
-            self._reply_now(origin, request_id, error=error)
+            self._reply_now(peer, request_id, error=error)
 
     # ---- verbs ---------------------------------------------------------------------------------
 
-    def _about(self, listener: Listener, standing: Standing) -> dict[str, Any]:
+    def _about(self, standing: Standing) -> dict[str, Any]:
         """What every client may know."""
-        is_code_named = listener.is_owner or bool(self._config.server.allow_code)
+        is_code_named = standing.is_owner or bool(self._config.server.allow_code)
         return {
             "server": "pipeswitch",
             "protocol": VERSION,
             "pid": os.getpid(),
             "accepts_code": is_code_named and Role.CODE in standing.roles,
-            "is_owner": listener.is_owner,
+            "is_owner": standing.is_owner,
             "roles": in_order(standing.roles),
             "max_message_bytes": self._max_message_bytes,
             "credit": CREDIT_CHUNKS,
             "ready": self._is_ready(),
             **self._facts,
-            **(self.owner_facts if listener.is_owner else {}),
+            **(self.owner_facts if standing.is_owner else {}),
         }
 
-    def _hello(self, origin: Origin, header: RequestHeader) -> None:
-        if origin.peer is not None and self._clients.at(origin) is not None:
+    def _hello(self, peer: StreamPeer, header: RequestHeader) -> None:
+        if peer.client is not None:
             # Its answer may have left by half: the rest points at the room that it would give back.
             raise RemoteProtocolError("this connection has said hello", hint="open another one")
-        client, replaced = self._intake.greet(origin)
-        if replaced is not None:
-            self._drop(replaced, "said hello again")
-        self._reply(client, header.id, body=self._about(origin.listener, client.standing))
+        client = Client(peer=peer, standing=peer.standing)
+        self._clients[client.session] = client
+        peer.greeted(client)
+        if not peer.is_owners:
+            self.connections.greeted(peer, client.standing.tenant)
+        self._reply(client, header.id, body=self._about(client.standing))
+
+    def _caller(self, client: Client, header: RequestHeader, _: Sequence[Any]) -> None:
+        """The roles of one for whom the owner's process speaks are others now."""
+        told = _caller_of(client.standing, header)
+        for peer in self._peers:
+            if peer.is_owners and peer.standing.tenant == told.tenant:
+                peer.standing = told
+                if peer.client is not None:
+                    peer.client.standing = told
+        self._reply(client, header.id)
 
     def _infer(self, client: Client, header: RequestHeader, tensors: Sequence[Any]) -> None:
         arrived_at_ms, version, caller = self._now_ms(), 0, client.standing.tenant
@@ -543,12 +510,7 @@ class Frontend:
 
     def _reserve(self, caller: str, admitted: Admitted, tenant: str) -> Room:
         """Room for a request and its reply, or QueueFull with the numbers."""
-        wanted = (caller, admitted.input_bytes, admitted.reply_bytes, tenant)
-        try:
-            return self._pool.reserve(*wanted)
-        except QueueFull:
-            self._outbox.release(RELEASE_WAIT_MS)  # a reply that was just read is still in it
-            return self._pool.reserve(*wanted)
+        return self._pool.reserve(caller, admitted.input_bytes, admitted.reply_bytes, tenant)
 
     def _copy(self, payload: Sequence[Any], pending: Pending, event: InferArrived) -> None:
         """On the copier's thread: a large payload into the pool."""
@@ -732,21 +694,18 @@ class Frontend:
 
     def _completed(self, body: dict[str, Any]) -> dict[str, Any]:
         """What ``stats`` tells, with what only this thread knows: counters, clients, pool."""
-        allowed, connections = self._listeners.tcp.allowed, self._intake.connections
-        self._outbox.release(RELEASE_WAIT_MS)  # who asks after an answer sees it counted
         return {
             **body,
             **self.requests.counts.as_dict(),
             "inference": self.requests.inference.as_dict(),
             "clients": len(self._clients),
-            "malformed": self._intake.malformed_count,
+            "malformed": self.complaints.count,
             "queue_full": self.requests.queue_full_count,
             "slow_clients": self._dropped_count,
-            "connections": len(connections),
-            "hung_up": dict(connections.hung_up),
-            "refused_keys": allowed.refused_count if allowed is not None else 0,
+            "connections": len(self.connections),
+            "hung_up": dict(self.connections.hung_up),
             **self._pool.as_dict(),
-            **self._shares.as_dict(),
+            **self._memory_shares.as_dict(),
         }
 
     def _reply(self, client: Client, request_id: str, **fields: Any) -> None:
@@ -754,20 +713,17 @@ class Frontend:
         frames = reply_frames(request_id, client.session, **fields)
         self._send(client, Outgoing(frames=frames, since_ms=self._now_ms()))
 
-    def _reply_now(self, origin: Origin, request_id: str, **fields: Any) -> None:
+    def _reply_now(self, peer: StreamPeer, request_id: str, **fields: Any) -> None:
         """To a connection, with a session or without.
 
-        The plain socket takes nothing while an answer is on its way: a session's waits behind it.
+        It takes nothing while an answer is on its way: a session's waits behind it.
         """
-        client = self._clients.at(origin) if origin.peer is not None else None
-        if client is not None:
-            self._reply(client, request_id, **fields)
+        if peer.client is not None and not peer.client.is_gone:
+            self._reply(peer.client, request_id, **fields)
         else:
-            origin.send_now(reply_frames(request_id, **fields))
+            peer.send_now(reply_frames(request_id, **fields))
 
     def _send(self, client: Client, outgoing: Outgoing) -> None:
-        if client.peer is None and client.listener.router is not None:
-            self._stirred.add(client.listener.router)
         if client.is_gone:
             outgoing.on_lost()
             outgoing.on_released()
@@ -778,15 +734,14 @@ class Frontend:
         """The client is gone, or is to be: its waiting requests are taken back. Idempotent."""
         if client.is_gone:
             return
-        self._clients.remove(client)
+        client.is_gone = True  # late answers to it are undeliverable from now on
+        del self._clients[client.session]
         self._readers.discard(client)
         self._outbox.drop(client)
-        if cause in (SLOW, REVOKED):
+        if cause == SLOW:
             if isinstance(client.peer, StreamPeer):
                 self._part(client.peer)
-            else:
-                hang_up(client.fd, client.inode)
-            self._dropped_count += cause == SLOW
+            self._dropped_count += 1
         _logger.info(
             "client=%s gone cause=%s waiting=%d", client.session[:8], cause, len(client.requests)
         )
@@ -796,3 +751,19 @@ class Frontend:
             if pending.op in ("infer", "register", "publish", "profile"):
                 self._take_back(pending)
         client.requests.clear()
+
+
+def _caller_of(standing: Standing, header: RequestHeader) -> Standing:
+    """For whom the owner's process speaks from now on.
+
+    Raises:
+        PermissionDenied: another's does not.
+    """
+    if not standing.is_owner:
+        raise PermissionDenied("only the owner's socket names another caller")
+    body = Body("caller", header.body)
+    tenant, roles = body.text("tenant"), parse_roles(body.texts("roles"))
+    body.done()
+    if not tenant:
+        raise InvalidInput("caller: tenant must not be empty")
+    return Standing(tenant=tenant, roles=roles)

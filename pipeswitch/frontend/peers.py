@@ -1,13 +1,14 @@
-"""The plain stream sockets: the owner's, and TCP where no keys are asked for (docs/adr/0038).
+"""Connections of clients, each a plain stream (docs/adr/0038).
 
-A peer is what stands for one connection. It hands on the messages that come, as ``Intake`` does
-those of ZeroMQ, and takes ``Outgoing`` ones. The owner's may have a share: a tensor that comes in
-it is copied once, into its request's slab, since the client can still change it; answers are
-copied to it a piece at a time, so that the loop never stands still for a large one.
+A peer is what stands for one connection: it hands on the messages that come, and takes ``Outgoing``
+ones. The owner's may have a share: a tensor that comes in it is copied once, into its request's
+slab, since the client can still change it; answers are copied to it a piece at a time, so that the
+loop never stands still for a large one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -17,15 +18,14 @@ from struct import Struct
 from typing import Any, Final
 
 import numpy as np
-import zmq
 
 from ..errors import RemoteProtocolError
 from ..ipc.board import sealed_memfd
 from ..roles import Standing
 from ..wire.frames import INLINE, MAX_HEADER_BYTES, pack_table
 from ..wire.stream import SHARED_BYTES, Message, Share, Stream, keep_alive
-from .clients import Outgoing
-from .connections import SESSIONLESS_BYTES
+from .clients import Client, Outgoing
+from .connections import SESSIONLESS_BYTES, Connection
 from .listeners import Listener
 
 _logger = logging.getLogger(__name__)
@@ -66,17 +66,19 @@ class Shares:
         return {"shares": self.count, "share_bytes": self._size_bytes}
 
 
-class StreamPeer:
-    """One connection. ``routing_id`` names it, as libzmq names those of its own."""
+class StreamPeer(Connection):
+    """One connection."""
 
     def __init__(
-        self, sock: socket.socket, listener: Listener, number: int, limit: int, shares: Shares
+        self, sock: socket.socket, standing: Standing, max_bytes: int, shares: Shares
     ) -> None:
-        self._stream = Stream(sock, limit)
-        self._max_bytes = MAX_HEADER_BYTES + limit
-        self._stream.max_bytes = self._max_bytes if listener.is_owner else SESSIONLESS_BYTES
-        self.listener = listener
-        self.routing_id = b"peer" + number.to_bytes(8, "little")
+        """``max_bytes``: of a message's tensors, in a session."""
+        self._stream = Stream(sock, max_bytes)
+        self.standing = standing  # who comes by it, with a session or without
+        self._max_bytes = MAX_HEADER_BYTES + max_bytes
+        self.is_owners = standing.is_owner  # also where the owner's process speaks for another
+        self._stream.max_bytes = self._max_bytes if self.is_owners else SESSIONLESS_BYTES
+        self.client: Client | None = None  # its session's
         self._shares = shares
         self._has_share = self._owes_share = False
         self._is_mapped = False  # the client wrote into the share: it has our half of it too
@@ -99,23 +101,16 @@ class StreamPeer:
     def wants_write(self) -> bool:
         return self._stream.is_sending or self._owes_share
 
-    @property
-    def peer(self) -> StreamPeer:
-        return self
-
-    def standing(self) -> Standing:
-        return self.listener.standing("")
-
-    def user_id(self) -> str:
-        """No key is asked for here."""
-        return ""
-
-    def descriptor(self) -> int:
-        return self.fileno()
-
-    def greeted(self) -> None:
+    def greeted(self, client: Client) -> None:
         """It has a session: its messages may be large."""
+        self.client = client
         self._stream.max_bytes = self._max_bytes
+
+    def held_bytes(self, now_s: float) -> int:
+        return -1 if self.is_closed else self._stream.held_bytes
+
+    def hang_up(self) -> None:
+        self._stream.hang_up()
 
     # ---- in ------------------------------------------------------------------------------------
 
@@ -134,7 +129,7 @@ class StreamPeer:
             self._is_mapped |= bool(message.shared)
             if message.parts:
                 yield message
-            elif not self.listener.is_owner:
+            elif not self.is_owners:
                 raise RemoteProtocolError("no memory is shared with other machines")
             else:
                 self._owes_share = not self._has_share
@@ -172,30 +167,28 @@ class StreamPeer:
 
     # ---- out -----------------------------------------------------------------------------------
 
-    def transmit(self, outgoing: Outgoing) -> None:
-        """Send a message, or go on with it.
+    def transmit(self, outgoing: Outgoing) -> bool:
+        """Send a message, or go on with it; False: not all has left, call again with the same.
 
         Raises:
-            zmq.Again: some of it has not left; call again with the same.
-            zmq.ZMQError: the client is gone.
+            OSError: it is gone.
         """
         if self.is_closed:
-            raise zmq.ZMQError(zmq.EHOSTUNREACH)
+            raise BrokenPipeError
         if outgoing is not self._begun:
             self._begin(outgoing.frames)
             self._begun = outgoing
         if not self._copy_piece() or not self._flush():
-            raise zmq.Again
+            return False
         self._begun = None
+        return True
 
     def send_now(self, frames: Sequence[Any]) -> None:
         """To a client without a session; nothing is kept for one that does not read."""
         if not self.is_closed and self._begun is None and not self._stream.is_sending:
             self._put([(len(part), INLINE) for part in frames[1:]], frames[1:])
-            try:
+            with contextlib.suppress(OSError):
                 self._flush()
-            except zmq.ZMQError:
-                return
 
     def _begin(self, frames: Sequence[Any]) -> None:
         share = self._stream.share if self._is_mapped else None
@@ -228,10 +221,7 @@ class StreamPeer:
 
     def _flush(self) -> bool:
         was_sending = self._stream.is_sending
-        try:
-            is_flushed = self._stream.flush()
-        except OSError:
-            raise zmq.ZMQError(zmq.EHOSTUNREACH) from None
+        is_flushed = self._stream.flush()
         if was_sending and is_flushed:
             self._bring_share()
         self.on_change()
@@ -247,38 +237,20 @@ class StreamPeer:
             self._stream.close()
 
 
-class Door:
-    """A listening socket."""
-
-    def __init__(self, sock: socket.socket, listener: Listener, limit: int, shares: Shares) -> None:
-        """``limit``: bytes of a message's tensors."""
-        self.shares = shares
-        self._listener = listener
-        self._limit = limit
-        self._count = 0
-        self._socket = sock
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def accept(self) -> Iterator[StreamPeer]:
-        """Connections that wait. At the owner's only this user's: the folder is closed to others,
-        who could have been handed a connection all the same."""
-        for _ in range(BURST_PEERS):
-            try:
-                sock, _ = self._socket.accept()
-            except OSError:  # none, or no descriptor is left: the others wait in the backlog
-                return
-            if not self._listener.is_owner:
-                keep_alive(sock)
-            elif not is_ours(sock):
-                sock.close()
-                continue
-            self._count += 1
-            yield StreamPeer(sock, self._listener, self._count, self._limit, self.shares)
-
-    def close(self) -> None:
-        self._socket.close()
+def accept(listener: Listener, max_bytes: int, shares: Shares) -> Iterator[StreamPeer]:
+    """Connections that wait there. At the owner's only this user's: the folder is closed to others,
+    who could have been handed a connection all the same."""
+    for _ in range(BURST_PEERS):
+        try:
+            sock, _ = listener.sock.accept()
+        except OSError:  # none, or no descriptor is left: the others wait in the backlog
+            return
+        if not listener.standing.is_owner:
+            keep_alive(sock)
+        elif not is_ours(sock):
+            sock.close()
+            continue
+        yield StreamPeer(sock, listener.standing, max_bytes, shares)
 
 
 def is_ours(sock: socket.socket) -> bool:

@@ -3,7 +3,7 @@
 One sealed memfd, mapped here and by every worker (``workers/inference/pool.py``): a payload is
 copied into it once, and a large reply goes to its client from it. An accepted inference holds a
 ``Room``: a slab with its inputs, released when its answer is known, and a slab for its reply,
-released when libzmq has sent it. Who asks has a share of the pool, with all sessions.
+released when it has left. Who asks has a share of the pool, with all sessions.
 
 Owned by the frontend and used by its thread alone, except ``fill``.
 """
@@ -109,7 +109,7 @@ class RequestPool:
         return self._files[room.tenant].memory
 
     def close(self) -> None:
-        """Unmap. What is still with libzmq keeps the mapping until it is sent."""
+        """Unmap. What still waits to be sent keeps the mapping."""
         for file in self._files.values():
             file.close()
         self._files.clear()

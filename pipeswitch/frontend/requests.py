@@ -1,7 +1,8 @@
 """Accepted requests: each is owed exactly one final answer, and counted once (invariant I1).
 
 From its acceptance a request is pending, until its final answer becomes a message. It is counted
-``ok`` or ``error`` when libzmq has taken that message, ``undeliverable`` when its client is gone.
+``ok`` or ``error`` when the kernel has taken that message, ``undeliverable`` when its client is
+gone.
 Owned by the frontend.
 """
 
@@ -17,7 +18,7 @@ from ..failpoints import reach
 from ..ipc.messages import ModelName
 from ..scheduler.events import Answer, Token
 from ..wire.frames import RequestHeader
-from .clients import ZERO_COPY_BYTES, Client, Counters, Outcome, Outgoing
+from .clients import Client, Counters, Outcome, Outgoing
 from .replies import answer_frames, output_outside
 from .request_pool import RequestPool, Room
 
@@ -127,7 +128,6 @@ class Requests:
             on_sent=lambda: self._settle(pending, outcome),
             on_lost=lambda: self._settle(pending, "undeliverable"),
             on_released=lambda: self._release(pending),
-            is_zero_copy=any(len(frame) >= ZERO_COPY_BYTES for frame in frames),
         )
 
     def _checked(self, pending: Pending, answer: Answer) -> Answer:

@@ -34,6 +34,7 @@ from .api import Api
 from .callers import Callers
 from .feed import Feed
 from .http import HttpServer, Limits
+from .keyed import KeyedDoor
 from .regions import Regions
 from .rest import Rest
 from .service import Service
@@ -73,9 +74,12 @@ def main(descriptor: int) -> None:
     wake_when_orphaned()
     _refuse_huge_pages()
     disable_created_metrics()  # each counter's time of birth: twice the page for nothing
-    _raise_open_files_limit(settings.max_connections + SPARE_FILES)
+    keyed = settings.keyed
+    connections = settings.max_connections + (2 * keyed.max_connections if keyed else 0)
+    _raise_open_files_limit(connections + SPARE_FILES)
     # Beyond it a request fails, or this process, which is started again: never the machine.
     most_bytes = MEMORY_BYTES + MEMORY_BODIES * settings.max_body_bytes
+    most_bytes += 2 * (keyed.client_bytes + keyed.max_message_bytes) if keyed else 0
     resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
     asyncio.run(_serve(settings, channel, descriptors))
 
@@ -88,10 +92,16 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
 
     def orphaned() -> None:
         loop.remove_reader(channel.fileno())
+        if door is not None:
+            door.close()  # there is no server to speak to, and the next one wants the port
         loop.call_later(ORPHAN_S, is_over.set)
 
     loop.add_reader(channel.fileno(), orphaned)  # the controller sends no more: it is gone
     upstream = Upstream(settings.address)
+    door: KeyedDoor | None = None
+    if settings.keyed is not None:
+        door = KeyedDoor(descriptors[-1], settings.keyed, settings.address)
+        door.open()
     # Without a token to show, all callers are on this machine.
     regions = None if settings.needs_token else Regions(settings.max_body_bytes)
     service = Service(upstream, has_nv_metrics=settings.nv_metrics, regions=regions)
@@ -106,6 +116,8 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
     http = HttpServer(Rest(service, callers, api, Page(), shared.aside), limits, shared)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(upstream.close)
+        if door is not None:
+            stack.callback(door.close)
         if regions is not None:
             stack.callback(regions.close)
         if settings.tokens:

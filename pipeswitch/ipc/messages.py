@@ -679,11 +679,22 @@ class StageFailed(Message, frozen=True):
 # ---- controller -> gateway ------------------------------------------------------------------
 
 
+class KeyedSettings(Message, frozen=True):
+    """inside GatewaySettings: where clients with keys come in."""
+
+    address: str  # that its socket has
+    keys_dir: str
+    roles: tuple[str, ...]  # of every key
+    max_message_bytes: int
+    max_connections: int
+    client_bytes: int  # held of one client's unfinished messages; twice as much of all
+
+
 class GatewaySettings(Message, frozen=True):
     """What a gateway is started with.
 
-    Descriptors: what keeps two gateways out of one state directory, and, with ``http``, the socket
-    it listens on.
+    Descriptors: what keeps two gateways out of one state directory; with ``http`` and ``keyed`` the
+    socket of each.
     """
 
     address: str  # of the owner's socket
@@ -701,6 +712,7 @@ class GatewaySettings(Message, frozen=True):
     nv_metrics: bool = False
     tls_cert: str = ""  # file
     tls_key: str = ""  # file
+    keyed: KeyedSettings | None = None
 
 
 AnyMessage = (
@@ -713,5 +725,5 @@ AnyMessage = (
     | EvictTask | MoveTask | Moved | CommitStep | StepCommitted | PublishStep | PublishAnswered
     | PublishCopied | JobReport | JobEnded | Ping | Pong | Exit
     | BuildSettings | BuildProgress | BuildDone | BuildFailed | StageSettings | CheckStage
-    | StageReady | RunStage | StageDone | StageFailed | GatewaySettings
+    | StageReady | RunStage | StageDone | StageFailed | GatewaySettings | KeyedSettings
 )  # fmt: skip

@@ -35,7 +35,7 @@ Op = Literal[
     "hello", "infer", "prefetch", "cancel", "put", "register", "publish", "rollback", "unregister",
     "load", "unload",
     "models", "show", "ps", "train", "job", "jobs", "stats", "trace", "profile", "plan",
-    "events", "ping", "stop",
+    "events", "caller", "ping", "stop",
 ]  # fmt: skip
 Status = Literal["ok", "error", "progress"]
 

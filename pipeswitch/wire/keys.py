@@ -25,6 +25,8 @@ from ..roles import LEAST, Role, Standing, in_order, parse_roles
 from .private import check_private, check_secret, check_trusted, private_directory
 
 KEY_CHARACTERS: Final = 40  # 32 bytes in Z85
+_Z85_KEY: Final = re.compile(rb"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
+_KEY_LINE: Final = re.compile(rb'^\s*(public|secret)-key\s*=\s*"([^"]*)"', re.MULTILINE)
 SETTING: Final = "[server] keys_dir"
 SERVER_NAME: Final = "server"
 ROLES_LINE: Final = re.compile(r'^\s*roles = "([a-z ]*)"$', re.MULTILINE)
@@ -104,27 +106,28 @@ def keys_from(
 
 
 def _checked(key: bytes, shown: object) -> bytes:
-    from zmq.utils import z85
-
-    with contextlib.suppress(ValueError, KeyError, ArithmeticError):
-        if len(key) == KEY_CHARACTERS and len(z85.decode(key)) == 32:
-            return key
+    if _Z85_KEY.fullmatch(key):
+        return key
     raise InvalidInput(f"{shown} is neither a key of {KEY_CHARACTERS} characters nor a key's file")
 
 
 def _read(path: Path) -> tuple[bytes, bytes | None]:
-    """Public and secret key of a certificate file.
+    """Public and secret key of a certificate file, as ``zmq.auth`` writes them.
 
     Raises:
         InvalidInput: it cannot be read, or what it holds is no key.
     """
-    from zmq.auth import load_certificate
-
     try:
-        public, secret = load_certificate(path)
-    except (OSError, ValueError) as error:
+        found = dict(_KEY_LINE.findall(path.read_bytes()))
+    except OSError as error:
         raise InvalidInput(f"{path} is not a key's file: {error}") from None
-    return _checked(public, path), None if secret is None else _checked(secret, path)
+    if b"public" not in found:
+        raise InvalidInput(f"{path} is not a key's file: it holds no public key")
+    secret = found.get(b"secret")
+    return (
+        _checked(found[b"public"], path),
+        None if secret is None else _checked(secret, path),
+    )
 
 
 class KeyFolder:

@@ -9,11 +9,11 @@ goes there when there is room, and through the socket otherwise.
 from __future__ import annotations
 
 import array
+import contextlib
 import mmap
 import socket
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -43,11 +43,6 @@ _CLOSE_ON_EXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
 _NO_SIGNAL: Final = int(socket.MSG_NOSIGNAL)
 ALIGN_BYTES: Final = 64  # where a part begins in its message's buffer
 MAX_BUFFERS: Final = 1024  # in one call; the kernel refuses more (UIO_MAXIOV)
-
-
-def local_path(ipc_path: str) -> Path:
-    """The plain socket beside a ZeroMQ one."""
-    return Path(f"{ipc_path}.local")
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,6 +125,17 @@ class Stream:
         """Idempotent. Parts that were handed out keep the share's mapping."""
         self._socket.close()
         self.share = None
+
+    def hang_up(self) -> None:
+        """Both ends read its end; what came before is read first."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of a message that has come in part."""
+        begun = self._message.size_bytes if self._message is not None else 0
+        return begun - sum(map(len, self._unread)) + self._end - self._start
 
     # ---- out -----------------------------------------------------------------------------------
 

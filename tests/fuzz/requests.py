@@ -26,7 +26,7 @@ from pipeswitch.frontend.listeners import Listener
 from pipeswitch.frontend.peers import Shares, StreamPeer
 from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.ipc.messages import ModelName
-from pipeswitch.roles import Role
+from pipeswitch.roles import ANYONE, OWNER, Role, Standing
 from pipeswitch.scheduler.events import Announce, Answer, Event, InferArrived
 from pipeswitch.wire.frames import (
     INLINE,
@@ -50,24 +50,26 @@ CLOCK_MS = 1e6
 
 
 def _listener(*, is_owner: bool) -> Listener:
-    """With a socket that listens: the kernel is asked about its connections."""
-    stream = socket.create_server(("127.0.0.1", 0))
-    address = "ipc:///owner" if is_owner else f"tcp://127.0.0.1:{stream.getsockname()[1]}"
-    return Listener(stream=stream, address=address, is_owner=is_owner, roles=frozenset(Role))
+    sock = socket.create_server(("127.0.0.1", 0))
+    standing = OWNER if is_owner else Standing(tenant=ANYONE, roles=frozenset(Role))
+    return Listener(sock=sock, address="", standing=standing)
 
 
 class _Connection:
     """Both ends of one that has said hello."""
 
     def __init__(self, gate: _Gate, listener: Listener) -> None:
-        assert listener.stream is not None
         self._gate = gate
-        self.theirs = socket.create_connection(listener.stream.getsockname())
-        ours, _ = listener.stream.accept()
-        self._peer = StreamPeer(ours, listener, 1, gate._max_message_bytes, gate._shares)
+        self.theirs = socket.create_connection(listener.sock.getsockname())
+        ours, _ = listener.sock.accept()
+        limit = gate._max_message_bytes
+        self._peer = StreamPeer(ours, listener.standing, limit, gate._memory_shares)
         gate._peers.add(self._peer)
-        gate._intake.welcome(self._peer)
-        self.client, _ = gate._intake.greet(self._peer)
+        if not self._peer.is_owners:
+            gate.connections.add(self._peer, CLOCK_MS / 1000)
+        gate._hello(self._peer, RequestHeader(v=1, op="hello", id="h"))
+        assert self._peer.client is not None
+        self.client = self._peer.client
 
     def __enter__(self) -> _Connection:
         return self
@@ -110,21 +112,15 @@ class _Gate(Frontend):
         descriptor = sealed_memfd("fuzz-pool", POOL_BYTES)
         super().__init__(config, descriptor, self.taken.append, now_ms=lambda: CLOCK_MS)
         os.close(descriptor)
-        self._stirred = set()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.owner, self.stranger = _listener(is_owner=True), _listener(is_owner=False)
-        listeners: Any = type(
-            "Listeners", (), {"tcp": self.stranger, "all": (self.stranger, self.owner)}
-        )
-        self._listeners = listeners
-        self._shares = Shares(0)
+        self._memory_shares = Shares(0)
         for name in ("m", "resnet-50"):
             model = ModelName(name)
             announced = Announce(model=model, manifest=manifest_of(), priority=1)
             self.perform(announced)
         for listener in (self.owner, self.stranger):
-            assert listener.stream is not None
-            weakref.finalize(self, listener.stream.close)
+            weakref.finalize(self, listener.sock.close)
 
     def hear(self, frames: list[bytes]) -> list[Event]:
         """One message, or bytes, by a connection of its own; the events that came of it."""
@@ -234,6 +230,8 @@ def seeds() -> list[bytes]:
           for action in ("show", "pause", "resume", "cancel", "wait", "logs")),
         _message(op="trace", body={"seconds": 1.0}),
         _message(op="events", body={"topics": ["job."]}),
+        _message(op="caller", body={"tenant": "a", "roles": ["infer"]}, is_owner=True),
+        _message(op="caller", session="", body={"tenant": "a", "roles": ["operate"]}),
         _message(op="profile", model="m", body={"batches": [1, 2]}),
         _message(op="ping", body={"deep": True}),
         _message(op="stop", body={"drain_ms": 10.0}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
 import selectors
@@ -17,8 +18,9 @@ import numpy as np
 import pipeswitch as ps
 from pipeswitch.config import Config, ServerConfig
 from pipeswitch.frontend.frontend import Frontend, Posted
+from pipeswitch.gateway.keyed import KeyedDoor
 from pipeswitch.ipc.board import sealed_memfd
-from pipeswitch.ipc.messages import ModelName, SlabTensor
+from pipeswitch.ipc.messages import KeyedSettings, ModelName, SlabTensor
 from pipeswitch.programs.dims import Dim
 from pipeswitch.programs.layout import Manifest, ValueSpec
 from pipeswitch.roles import Role
@@ -94,6 +96,27 @@ class FakeScheduler:
         self.pool = np.frombuffer(self._mapped(), dtype=np.uint8)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
+        self.door: KeyedDoor | None = None
+        keyed = self.listeners.keyed(self.config.server)
+        if keyed is not None:
+            self._open_door(keyed)
+
+    def _open_door(self, settings: KeyedSettings) -> None:
+        """The gateway's, on a loop of its own."""
+        is_open = threading.Event()
+
+        async def serve() -> None:
+            self._door_loop, self._door_ends = asyncio.get_running_loop(), asyncio.Event()
+            descriptor = os.dup(self.listeners.tcp.sock.fileno())
+            self.door = KeyedDoor(descriptor, settings, self.listeners.ipc.address)
+            self.door.open()
+            is_open.set()
+            await self._door_ends.wait()
+            self.door.close()
+
+        self._door_thread = threading.Thread(target=lambda: asyncio.run(serve()))
+        self._door_thread.start()
+        assert is_open.wait(DEADLINE_S)
 
     def _mapped(self) -> Any:
         return mmap.mmap(self.pool_descriptor, 0)
@@ -187,6 +210,9 @@ class FakeScheduler:
         self.tcp._call_soon(end)
         self._may_end.set()
         self._thread.join(DEADLINE_S)
+        if self.door is not None:
+            self._door_loop.call_soon_threadsafe(self._door_ends.set)
+            self._door_thread.join(DEADLINE_S)
         assert not self._thread.is_alive()
         os.close(self.pool_descriptor)
 

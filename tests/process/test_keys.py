@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,11 +15,13 @@ import numpy as np
 import pytest
 import zmq
 from frontend_rig import DEADLINE_S, FakeScheduler, until
+from process_tools import checked_server
 
 import pipeswitch as ps
-from pipeswitch.client.links import ZmqLink
+from pipeswitch.client.keyed import ZmqLink
 from pipeswitch.config import ServerConfig
 from pipeswitch.frontend.listeners import open_listeners
+from pipeswitch.gateway import keyed
 from pipeswitch.gateway.oip import InferRequest
 from pipeswitch.gateway.upstream import Upstream
 from pipeswitch.roles import ANYONE
@@ -63,20 +66,16 @@ def test_the_listener_opens_only_with_what_it_needs(
         runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path),
     )  # fmt: skip
     needs_keys = auth == "keys" or bind in BINDS[2:]
-    context: zmq.Context[Any] = zmq.Context()
-    try:
-        if not needs_keys or state == STATES[2]:
-            listeners = open_listeners(context, config)
-            assert (listeners.tcp.allowed is not None) == needs_keys
-            assert listeners.ipc.allowed is None
-            listeners.close()
-        else:
-            with pytest.raises(ps.ConfigError, match="needs clients' keys") as caught:
-                open_listeners(context, config)
-            assert f"pipeswitch keys --keys-dir {folder.path} server" in caught.value.hint
-            assert ("other machines can reach it" in caught.value.message) == (bind in BINDS[2:])
-    finally:
-        context.term()
+    if not needs_keys or state == STATES[2]:
+        listeners = open_listeners(config)
+        assert listeners.tcp.needs_keys == needs_keys
+        assert not listeners.ipc.needs_keys
+        listeners.close()
+    else:
+        with pytest.raises(ps.ConfigError, match="needs clients' keys") as caught:
+            open_listeners(config)
+        assert f"pipeswitch keys --keys-dir {folder.path} server" in caught.value.hint
+        assert ("other machines can reach it" in caught.value.message) == (bind in BINDS[2:])
 
 
 def test_an_address_of_this_machines_own_needs_keys_too(tmp_path: Path) -> None:
@@ -87,10 +86,8 @@ def test_an_address_of_this_machines_own_needs_keys_too(tmp_path: Path) -> None:
     config = ServerConfig(
         listen=f"tcp://{address}:0", runtime_dir=str(tmp_path / "r"), state_dir=str(tmp_path)
     )
-    context: zmq.Context[Any] = zmq.Context()
     with pytest.raises(ps.ConfigError, match="the server has no key"):
-        open_listeners(context, config)
-    context.term()
+        open_listeners(config)
 
 
 class Guarded:
@@ -125,7 +122,7 @@ def guarded(tmp_path: Path) -> Iterator[Guarded]:
 def test_an_admitted_client_is_served(guarded: Guarded) -> None:
     with guarded.client() as client:
         assert client.infer("m", X)["y"][0, 0] == 2.0
-        assert client.stats()["refused_keys"] == 0
+        assert guarded.fake.door.allowed.refused_count == 0
 
 
 def test_keys_may_come_from_the_environment(
@@ -173,7 +170,8 @@ def test_an_unknown_key_is_refused_in_words(guarded: Guarded) -> None:
     secret_file, _ = make_pair("stranger", guarded.directory)
     refused(guarded, "does not admit this client's key", key=str(secret_file))
     with guarded.client() as client:
-        assert client.stats()["refused_keys"] >= 1
+        assert client.stats()
+    assert guarded.fake.door.allowed.refused_count >= 1
 
 
 def test_a_refusal_that_comes_before_the_hello_is_one_in_words_too(
@@ -261,56 +259,145 @@ def test_a_revoked_readers_events_end(guarded: Guarded) -> None:
         assert not fake.tcp._readers
 
 
-def test_a_session_belongs_to_the_key_that_made_it(guarded: Guarded) -> None:
-    """Who learns another's session, and takes the routing id, still has another key."""
+def raw_ask(sock: zmq.Socket[bytes], **fields: Any) -> Any:
+    header = RequestHeader(**{"v": 1, "id": "1", **fields})
+    sock.send_multipart([MAGIC, encode_header(header)])
+    assert sock.poll(DEADLINE_S * 1000), fields
+    return decode_reply(sock.recv_multipart())
+
+
+@pytest.fixture
+def dealer(guarded: Guarded) -> Iterator[Callable[..., zmq.Socket[bytes]]]:
+    """Makes bare clients, by key."""
     context: zmq.Context[Any] = zmq.Context()
-    caps = Caps(max_message_bytes=1 << 20)
-    keys = client_keys(guarded.key, guarded.server_key)
-    thief_keys = client_keys(guarded.admit("thief"), guarded.server_key)
+    made: list[zmq.Socket[bytes]] = []
 
-    def ask(sock: zmq.Socket[bytes], **fields: Any) -> Any:
-        tensors = [X.tobytes()] if fields.get("inputs") else []
-        header = RequestHeader(**{"v": 1, "id": "1", **fields})
-        sock.send_multipart([MAGIC, encode_header(header), *tensors])
-        assert sock.poll(DEADLINE_S * 1000), fields
-        return decode_reply(sock.recv_multipart())
+    def make(key: str, routing_id: bytes = b"") -> zmq.Socket[bytes]:
+        keys = client_keys(key, guarded.server_key)
+        sock = make_dealer(context, Caps(max_message_bytes=1 << 30), keys)
+        sock.setsockopt(zmq.RCVHWM, 1)
+        if routing_id:
+            sock.setsockopt(zmq.ROUTING_ID, routing_id)
+        sock.connect(guarded.address)
+        made.append(sock)
+        return sock
 
-    victim = make_dealer(context, caps, keys)
-    victim.connect(guarded.address)
-    session = ask(victim, op="hello").session
-    routing_id = guarded.fake.tcp._clients.all()[0].routing_id
-    victim.close(0)
-    until(lambda: not guarded.fake.tcp._clients.all())
-    guarded.fake.tcp._clients._by_session[session] = _ghost(guarded, routing_id, session)
-    thief = make_dealer(context, caps, thief_keys)
-    thief.setsockopt(zmq.ROUTING_ID, routing_id)
-    thief.connect(guarded.address)
-    x = WireTensor(name="x", dtype="float32", shape=(1, 4), frame=0)
-    reply = ask(thief, op="infer", model="m", session=session, inputs=(x,))
-    assert reply.error.data["reason"] == "unknown_session"
-    assert not [e for e in guarded.fake.seen if isinstance(e, InferArrived)]
-    del guarded.fake.tcp._clients._by_session[session]
-    thief.close(0)
+    yield make
+    for sock in made:
+        sock.close(0)
     context.term()
 
 
-def _ghost(guarded: Guarded, routing_id: bytes, session: str) -> Any:
-    """The victim's session as it is while its connection's end has not been noticed."""
-    from pipeswitch.frontend.clients import Client
+def test_a_session_belongs_to_the_key_that_made_it(guarded: Guarded, dealer: Any) -> None:
+    victim, thief = dealer(guarded.key), dealer(guarded.admit("thief"))
+    session = raw_ask(victim, op="hello").session
+    for op in ("stats", "models"):
+        assert raw_ask(thief, op=op, session=session).error.data["reason"] == "unknown_session"
+    assert raw_ask(thief, op="hello").session != session
+    assert raw_ask(victim, op="stats", session=session).status == "ok"
 
-    public = guarded.folder.clients()["a"].decode()
-    return Client(
-        listener=guarded.fake.listeners.tcp, routing_id=routing_id, session=session, fd=0, inode=0,
-        standing=guarded.fake.listeners.tcp.standing(public), user_id=public,
-    )  # fmt: skip
+
+@pytest.mark.parametrize(
+    "case", ["routing id", "no magic", "many parts", "endless parts", "naming"]
+)
+def test_who_lies_to_the_door_is_hung_up_and_the_others_are_served(
+    guarded: Guarded, dealer: Any, case: str
+) -> None:
+    with guarded.client() as client:
+        assert client.infer("m", X)["y"][0, 0] == 2.0
+        liar = dealer(guarded.admit("liar"), b"chosen" if case == "routing id" else b"")
+        name = RequestHeader(v=1, op="caller", id="1", body={"tenant": "a", "roles": ["code"]})
+        liar.send_multipart({
+            "routing id": [MAGIC, b"x"],
+            "no magic": [b"GET", b"x"],
+            "many parts": [MAGIC, *[b"x"] * 80],
+            "endless parts": [MAGIC, *[b"x"] * 3000],
+            "naming": [MAGIC, encode_header(name)],
+        }[case])  # fmt: skip
+        if case == "naming":
+            assert liar.poll(DEADLINE_S * 1000)
+            assert decode_reply(liar.recv_multipart()).error.type == "PermissionDenied"
+            assert raw_ask(liar, op="hello").body["roles"] == client.about()["roles"]
+        else:
+            until(lambda: guarded.fake.door.connections.hung_up)
+        assert client.infer("m", X)["y"][0, 0] == 2.0
 
 
 def test_nobody_comes_in_when_the_authenticator_is_gone(guarded: Guarded) -> None:
-    authenticator = guarded.fake.listeners._authenticator
-    authenticator.stop()
+    guarded.fake.door._authenticator.stop()
     with guarded.client(timeout_s=1.0) as client, pytest.raises(ps.PipeSwitchError):
         client.models()
-    assert not guarded.fake.tcp._clients.all()
+    assert not guarded.fake.tcp._clients
+
+
+def test_a_client_that_does_not_read_holds_up_its_own_answers_alone(
+    guarded: Guarded, dealer: Any
+) -> None:
+    deaf = dealer(guarded.key)
+    session = raw_ask(deaf, op="hello").session
+    header = {"v": 1, "op": "trace", "session": session}
+    for number in range(20):  # 2 MB each
+        deaf.send_multipart([MAGIC, encode_header(RequestHeader(**header, id=str(number)))])
+    with guarded.client() as client:
+        for _ in range(20):
+            assert client.infer("m", X)["y"][0, 0] == 2.0
+    heard = {decode_reply(deaf.recv_multipart()).id for _ in range(20) if deaf.poll(2_000)}
+    assert heard == {str(number) for number in range(20)}
+
+
+# ---- what libzmq holds -------------------------------------------------------------------------
+
+
+class Pair:
+    """Both ends of a TCP connection; ``caller`` is the door's."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.port = listener.getsockname()[1]
+            self.theirs = socket.create_connection(("127.0.0.1", self.port))
+            self.ours, _ = listener.accept()
+        number = self.ours.fileno()
+        self.caller = keyed.Caller(number, keyed.connection_inode(number, self.port))
+
+    def send(self, size: int) -> None:
+        self.theirs.sendall(bytes(size))
+        while size:
+            size -= len(self.ours.recv(size))
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    with made.theirs, made.ours:
+        yield made
+
+
+def test_what_the_kernel_received_and_is_no_message_yet_is_held(pair: Pair) -> None:
+    pair.send(keyed.wire_bytes([bytes(100_000)]))
+    assert keyed.received_bytes(pair.ours.fileno()) == keyed.wire_bytes([bytes(100_000)])
+    assert pair.caller.held_bytes(0.0) > 100_000
+    pair.caller.taken_bytes += keyed.wire_bytes([bytes(100_000)])
+    assert pair.caller.held_bytes(0.0) == 0
+    pair.send(1_000_000)  # a day of pings
+    assert pair.caller.held_bytes(86_400.0) == 0
+
+
+def test_who_is_hung_up_reads_the_end(pair: Pair) -> None:
+    pair.caller.hang_up()
+    assert pair.theirs.recv(1) == b""
+
+
+def test_a_number_that_means_something_else_now_is_left_alone(pair: Pair) -> None:
+    number = pair.ours.fileno()
+    left, right = socket.socketpair()
+    os.dup2(left.fileno(), number)  # another one's channel took the number
+    assert keyed.connection_inode(number, pair.port) == 0
+    assert pair.caller.held_bytes(0.0) == -1
+    pair.caller.hang_up()
+    assert right.send(b"x") == 1
+    assert left.recv(1) == b"x"
+    left.close()
+    right.close()
 
 
 def test_every_interface_with_keys_serves_with_its_events(tmp_path: Path) -> None:
@@ -335,7 +422,7 @@ def test_a_thousand_refusals_leave_nothing(guarded: Guarded) -> None:
             sock.close()
     with guarded.client() as client:
         assert client.infer("m", X)["y"][0, 0] == 2.0
-    until(lambda: len(guarded.fake.tcp._intake.connections) == 0)
+    until(lambda: len(guarded.fake.tcp.connections) == 0)
     try:
         until(lambda: len(set(descriptors()) - before) <= 4)
     except AssertionError:
@@ -347,3 +434,22 @@ def descriptors() -> Iterator[tuple[str, str]]:
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             yield name, os.readlink(f"/proc/self/fd/{name}")
+
+
+def test_a_door_that_dies_is_opened_again_and_clients_go_on(tmp_path: Path) -> None:
+    """The whole server, without HTTP: its gateway is there for the keys alone."""
+    folder = KeyFolder(tmp_path / "keys").open()
+    options = {"server_key": folder.make_server().public.decode()}
+    options["key"], public = make_pair("a", tmp_path)
+    folder.admit("a", public, ["operate"])
+    with (
+        checked_server(args=("--auth", "keys", "--keys-dir", str(folder.path))) as checked,
+        checked.running.client(tcp=True, **options) as client,
+    ):
+        assert not client.about()["is_owner"]
+        assert "libzmq" not in Path("/proc", str(checked.pid), "maps").read_text()
+        lock = checked.running.state_dir / "gateway.lock"
+        first = int(lock.read_text())
+        os.kill(first, signal.SIGKILL)
+        assert client.models() == []
+        assert int(lock.read_text()) != first

@@ -26,8 +26,9 @@ from pipeswitch.client import looped
 from pipeswitch.client.links import StreamLink
 from pipeswitch.client.tensors import from_reply, to_frames
 from pipeswitch.frontend.peers import MAX_SHARES, Shares, StreamPeer
+from pipeswitch.roles import OWNER
 from pipeswitch.wire.frames import INLINE, MAGIC, RequestHeader, encode_header, pack_table
-from pipeswitch.wire.stream import Message, Share, Stream, local_path
+from pipeswitch.wire.stream import Message, Share, Stream
 
 WIDTH = 1 << 15  # 128 KiB a row: it goes to the share
 HALF = 1 << 20  # of the rig's share
@@ -51,7 +52,7 @@ def rows(count: int, seed: int = 0) -> Any:
 
 
 def shares(server: FakeScheduler) -> int:
-    return server.tcp._shares.count
+    return server.tcp._memory_shares.count
 
 
 class Raw:
@@ -59,7 +60,7 @@ class Raw:
 
     def __init__(self, server: FakeScheduler) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.connect(str(local_path(server.listeners.ipc.address.removeprefix("ipc://"))))
+        self.sock.connect(server.listeners.ipc.address.removeprefix("ipc://"))
         self.stream = Stream(self.sock, 1 << 30, takes_descriptors=True)
         self.session = ""
         self.memory = -1
@@ -405,7 +406,7 @@ def test_a_second_hello_does_not_change_what_is_on_its_way(
 def test_a_share_is_brought_when_there_is_room_for_it(server: FakeScheduler) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        peer = StreamPeer(ours, server.listeners.ipc, 1, 1 << 20, Shares(2 * HALF))
+        peer = StreamPeer(ours, OWNER, 1 << 20, Shares(2 * HALF))
         client = Stream(theirs, 1 << 20, takes_descriptors=True)
         message = pack_table([(1000, INLINE)]) + bytes(1000)
         sent_count = 0
@@ -464,7 +465,7 @@ print(len(sock.recv(1)))
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
 def test_another_user_is_hung_up_though_the_folder_lets_it_in(server: FakeScheduler) -> None:
-    path = local_path(server.listeners.ipc.address.removeprefix("ipc://"))
+    path = Path(server.listeners.ipc.address.removeprefix("ipc://"))
     path.chmod(0o777)
     for folder in list(path.parents)[:-1]:
         folder.chmod(0o755)

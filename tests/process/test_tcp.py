@@ -345,7 +345,7 @@ def test_nonsense_without_an_id_is_counted_and_the_server_goes_on(server: FakeSc
         for parts in ([b""], [b"\xc1"], [b"\x80", b""], [b""] * 20):
             sock.send(*parts)
         assert ask(sock, op="ping").body["device"] == "cpu"
-    assert server.tcp._intake.malformed_count == 4
+    assert server.tcp.complaints.count == 4
 
 
 @pytest.mark.parametrize(
@@ -371,7 +371,7 @@ def test_what_is_no_message_ends_its_connection_and_no_other(
             sock.hear()
     x = np.ones((1, 4), np.float32)
     assert np.array_equal(client.infer("m", x)["y"], x * 2)
-    assert server.tcp._intake.malformed_count == 1
+    assert server.tcp.complaints.count == 1
 
 
 SHAPES = [

@@ -2,30 +2,57 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
-
-import zmq
+from typing import Any
 
 from pipeswitch.frontend.clients import Client, Outgoing
-from pipeswitch.frontend.outbox import RELEASE_WAIT_MS, Outbox
+from pipeswitch.frontend.outbox import SLOW_CLIENT_MS, Outbox
+from pipeswitch.roles import OWNER
 
 
-class Unread:
-    """A message that its reader leaves lying."""
+class FullPeer:
+    """A connection whose reader leaves everything lying, until it reads."""
 
-    done = False
-    waits = 0
+    wants_turn = False
+    is_full = True
 
-    def wait(self, timeout: float) -> None:
-        self.waits += 1
-        raise zmq.NotDone
+    def transmit(self, outgoing: Outgoing) -> bool:
+        return not self.is_full
+
+    def close(self) -> None:
+        pass
 
 
-def test_the_loop_waits_once_and_not_at_every_question_for_a_reply_that_is_not_read() -> None:
-    outbox, unread, client = Outbox(1 << 20), Unread(), cast(Client, object())
-    tracker: Any = unread
-    outbox._tracked.append((tracker, client, Outgoing(frames=[b"x"], since_ms=0.0)))
-    for _ in range(100):
-        outbox.release(RELEASE_WAIT_MS)
-    assert unread.waits == 1
-    assert not outbox.is_idle
+def rig(budget_bytes: int = 100) -> tuple[Outbox, FullPeer, Client, list[str], Any]:
+    outbox, peer, said = Outbox(budget_bytes), FullPeer(), list[str]()
+    client = Client(peer=peer, standing=OWNER)
+
+    def send(now_ms: float = 0.0) -> bool:
+        outgoing = Outgoing(
+            frames=[b"x" * 40],
+            since_ms=now_ms,
+            on_sent=lambda: said.append("sent"),
+            on_lost=lambda: said.append("lost"),
+        )
+        return outbox.send(client, outgoing, now_ms)
+
+    return outbox, peer, client, said, send
+
+
+def test_what_does_not_leave_waits_in_order_and_leaves_when_it_is_read() -> None:
+    outbox, peer, client, said, send = rig()
+    assert [send(), send()] == [True, True]
+    assert (outbox.is_idle, client.unsent_bytes, said) == (False, 80, [])
+    peer.is_full = False
+    assert outbox.sweep(1.0) == []
+    assert (outbox.is_idle, client.unsent_bytes, said) == (True, 0, ["sent", "sent"])
+
+
+def test_a_client_over_its_budget_or_too_slow_is_dropped_and_its_answers_are_lost() -> None:
+    outbox, _, client, said, send = rig()
+    assert [send(), send(), send()] == [True, True, False]
+    outbox.drop(client)
+    assert (outbox.is_idle, client.unsent_bytes, said) == (True, 0, ["lost"] * 3)
+    outbox, _, client, said, send = rig()
+    assert send(0.0)
+    assert outbox.sweep(SLOW_CLIENT_MS) == []
+    assert outbox.sweep(SLOW_CLIENT_MS + 1) == [client]
