@@ -11,19 +11,9 @@ from typing import Any, Final
 import zmq
 
 from ..wire.keys import ClientKeys
-from ..wire.sockets import (
-    DONTWAIT,
-    Caps,
-    connect,
-    is_readable,
-    make_dealer,
-    next_events,
-    send_frames,
-    watch_connections,
-)
+from ..wire.sockets import DONTWAIT, ZERO_COPY_BYTES, is_readable, make_dealer, next_events
 from .links import MAX_REPLY_BYTES, Link, Watcher
 
-ZERO_COPY_BYTES: Final = 64 << 10
 MAX_EVENTS: Final = 16  # of a connection, at one look
 MAX_BROKEN_HANDSHAKES: Final = 3  # in a row: it is not a server that just restarts
 BROKEN: Final = "broken"
@@ -35,12 +25,14 @@ HINTS: Final = {
     NO_KEY: "leave key and server_key out",
     OTHER_KEY: "on the server: pipeswitch keys server --show",
 }
-_BROKEN: Final = int(zmq.EVENT_DISCONNECTED)
 _SHAKEN: Final = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-_UNKNOWN_KEY: Final = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-_OTHER_MECHANISM: Final = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
-_HANDSHAKE_CUT: Final = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
-_WATCHED: Final = _BROKEN | _SHAKEN | _UNKNOWN_KEY | _OTHER_MECHANISM | _HANDSHAKE_CUT
+_CUT: Final = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+_ENDS: Final = {
+    int(zmq.EVENT_DISCONNECTED): BROKEN,
+    int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): UNKNOWN_KEY,
+    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): NO_KEY,
+    _CUT: OTHER_KEY,
+}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -58,10 +50,14 @@ class ZmqLink(Link):
         Raises:
             OSError: it is not an address.
         """
-        sock = make_dealer(context, Caps(max_message_bytes=MAX_REPLY_BYTES), keys)
-        link = ZmqLink(sock=sock, monitor=watch_connections(sock, _WATCHED), **hello)
+        sock = make_dealer(context, MAX_REPLY_BYTES, keys)
+        monitor = sock.get_monitor_socket(_SHAKEN | sum(_ENDS))
+        link = ZmqLink(sock=sock, monitor=monitor, **hello)
+        # IPv6 only where it is written as a number: else a name that has both, like ``localhost``,
+        # would lead to an address the server does not listen on.
+        sock.setsockopt(zmq.IPV6, int("[" in address))
         try:
-            connect(sock, address)
+            sock.connect(address)
         except zmq.ZMQError as error:
             link.close(0)
             raise OSError(error.errno, error.strerror) from None
@@ -80,42 +76,33 @@ class ZmqLink(Link):
         refused one up, and ``news`` says why. A send that waited would wait for ever."""
         is_large = any(len(part) >= ZERO_COPY_BYTES for part in parts[2:])
         with contextlib.suppress(zmq.Again):
-            send_frames(self.sock, parts, DONTWAIT, copy=not is_large)
+            self.sock.send_multipart(parts, DONTWAIT, copy=not is_large)
 
     def has_arrived(self, ready: Container[Any]) -> bool:
-        """Whether ``messages`` has any, by what the poller says."""
         return self.sock in ready
 
     def has_news(self, ready: Container[Any]) -> bool:
-        """Whether ``news`` has any."""
         return self.monitor in ready
 
     def messages(self) -> Iterator[Sequence[Any]]:
-        """The parts of what has arrived."""
         while is_readable(self.sock):
             frames = self.sock.recv_multipart(DONTWAIT, copy=False)
             yield [frame.buffer for frame in frames]
 
     def news(self) -> Iterator[str]:
-        """What became of the connection:
+        """How the connection ended:
 
         1. BROKEN: it is gone. One that never came to be is tried again by libzmq itself;
         2. the others: it asks for no key, or knows ours not, or is not who we expect: waiting
            would not change that.
         """
         for event, _ in next_events(self.monitor, MAX_EVENTS):
-            if event == _SHAKEN:
-                self.is_shaken = True
-            elif event == _UNKNOWN_KEY:
-                yield UNKNOWN_KEY
-            elif event == _OTHER_MECHANISM:
-                yield NO_KEY
-            elif event == _HANDSHAKE_CUT:
-                self.cut_count += 1
-                if self.cut_count >= MAX_BROKEN_HANDSHAKES:
-                    yield OTHER_KEY
-            elif event == _BROKEN and self.is_shaken:
-                yield BROKEN
+            self.is_shaken |= event == _SHAKEN
+            self.cut_count += event == _CUT
+            is_sure = self.cut_count >= MAX_BROKEN_HANDSHAKES if event == _CUT else True
+            end = _ENDS.get(event)
+            if end is not None and is_sure and (end != BROKEN or self.is_shaken):
+                yield end
 
     def close(self, linger_ms: int) -> None:
         self.sock.disable_monitor()

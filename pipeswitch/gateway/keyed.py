@@ -18,7 +18,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from struct import Struct
 from typing import Any, Final
@@ -26,7 +26,7 @@ from typing import Any, Final
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from ..errors import PipeSwitchError, RemoteProtocolError
+from ..errors import ConfigError, PipeSwitchError, RemoteProtocolError
 from ..frontend.connections import ROUND_S, Connection, Connections
 from ..ipc.messages import KeyedSettings
 from ..roles import Standing, in_order, parse_roles
@@ -43,13 +43,10 @@ from ..wire.keys import AllowList, KeyFolder
 from ..wire.sockets import (
     DONTWAIT,
     ZAP_DOMAIN,
-    Caps,
+    ZERO_COPY_BYTES,
     is_readable,
     make_router,
     next_events,
-    require_keys,
-    send_frames,
-    watch_connections,
 )
 from ..wire.stream import Stream
 from .upstream import Upstream
@@ -58,16 +55,13 @@ log = logging.getLogger(__name__)
 
 KEYS_LOOK_S: Final = 1.0  # between looks at the allow-list, for clients that are in already
 AGAIN_S: Final = 0.005  # until a client that does not read is tried again
-BURST_MESSAGES: Final = 16  # in one turn, before the answers and HTTP get theirs
-BURST_PARTS: Final = 1_000  # of one message: libzmq bounds neither their number nor their memory
+BURST_FRAMES: Final = 256  # in one turn, before the answers and HTTP get theirs
 BURST_EVENTS: Final = 32
 MAX_WAITING_BYTES: Final = 64 << 20  # for the server to read: then no more is taken from clients
 MAX_ANSWER_BYTES: Final = 1 << 32  # of one part; the server is trusted
-ZERO_COPY_BYTES: Final = 64 << 10
 HEARTBEAT_BYTES_PER_S: Final = 128  # pings and pongs come out as no message
-REVOKED: Final = "a key was revoked"
-_WATCHED: Final = int(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
 _ACCEPTED: Final = int(zmq.EVENT_ACCEPTED)
+_WATCHED: Final = _ACCEPTED | int(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
 _SRCFD: Final = int(zmq.SRCFD)
 _ROUTING_ID: Final = re.compile(rb"\0[\s\S]{4}")  # as libzmq makes them itself
 _TCP_INFO_BYTES: Final = 136
@@ -84,15 +78,13 @@ class Caller(Connection):
         self.fd = fd
         self.inode = inode  # tells it from a later connection with the same descriptor number
         self.taken_bytes = 0  # on the wire, of messages that came out
-        self.routing_id = b""
-        self.key = b""
-        self.standing = Standing(tenant="?", roles=frozenset())
+        self.routing_id = self.key = b""
+        self.standing: Standing | None = None
         self.stream: Stream | None = None
-        self.parked: list[Any] = []  # an answer that libzmq does not take yet
         self.waiting_bytes = 0  # for the server to read
 
     def held_bytes(self, now_s: float) -> int:
-        if socket_inode(self.fd) != self.inode:
+        if inode_of(self.fd) != self.inode:
             return -1
         received = received_bytes(self.fd) - self.taken_bytes
         return max(0, received - int(HEARTBEAT_BYTES_PER_S * (now_s - self.since_s)))
@@ -102,23 +94,21 @@ class Caller(Connection):
 
         The descriptor is duplicated first, then compared: it cannot become another one between.
         """
-        with contextlib.suppress(OSError):
-            duplicate = os.dup(self.fd)
-            with socket.socket(fileno=duplicate) as sock:
-                if os.fstat(duplicate).st_ino == self.inode:
-                    sock.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError), held(self.fd) as sock:
+            if inode_of(sock.fileno()) == self.inode:
+                sock.shutdown(socket.SHUT_RDWR)
 
 
 class KeyedDoor:
     """The ROUTER, its clients, and a stream for each. Owned by the loop's thread."""
 
     def __init__(self, descriptor: int, settings: KeyedSettings, address: str) -> None:
-        """
+        """Within the running loop.
+
         Args:
             descriptor: of the socket that listens; this one's from now on.
             address: of the owner's socket.
         """
-        self._settings = settings
         self._path = address.removeprefix("ipc://")
         self._port = int(settings.address.rpartition(":")[2])
         self._upstream = Upstream(address)
@@ -131,34 +121,27 @@ class KeyedDoor:
         )
         self._by_fd: dict[int, Caller] = {}
         self._callers: dict[bytes, Caller] = {}  # by routing id: those with a stream
-        self._begun: list[zmq.Frame] = []  # a message of too many parts, still being read
+        self._frames: list[zmq.Frame] = []  # of the message that is read now
         self._waiting_bytes = 0
         self._is_stirred = False
-        self._tasks: list[asyncio.Task[None]] = []
         keys = folder.server()
         if keys is None:
-            raise RemoteProtocolError("the server has no key")
+            raise ConfigError(f"{settings.keys_dir} has no key of the server")
         self._context: zmq.Context[Any] = zmq.Context()
         self._authenticator = ThreadAuthenticator(self._context, log=log)
         self._authenticator.start()  # it must answer before a client can ask
         self._authenticator.configure_curve_callback(ZAP_DOMAIN, self.allowed)
-        self._router = make_router(
-            self._context, Caps(max_message_bytes=settings.max_message_bytes)
-        )
+        self._router = make_router(self._context, settings.max_message_bytes, keys)
         self._router.setsockopt(zmq.IPV6, int("[" in settings.address))
-        require_keys(self._router, keys)
         self._router.setsockopt(zmq.USE_FD, descriptor)
-        self._monitor = watch_connections(self._router, _WATCHED)
+        self._monitor = self._router.get_monitor_socket(_WATCHED)
         self._router.bind(settings.address)
-        self._numbers: list[Any] = [sock.get(zmq.FD) for sock in (self._router, self._monitor)]
-
-    def open(self) -> None:
-        """Within the running loop."""
         self._loop = asyncio.get_running_loop()
+        self._numbers: list[Any] = [sock.get(zmq.FD) for sock in (self._router, self._monitor)]
         for number in self._numbers:
             self._loop.add_reader(number, self._stir)
-        for look, pause_s in ((self._look_at_keys, KEYS_LOOK_S), (self._look, ROUND_S)):
-            self._tasks.append(self._loop.create_task(_again(look, pause_s)))
+        looks = ((self._look_at_keys, KEYS_LOOK_S), (self._look, ROUND_S))
+        self._tasks = [self._loop.create_task(_again(look, s)) for look, s in looks]
         self._stir()
 
     def close(self) -> None:
@@ -188,178 +171,130 @@ class KeyedDoor:
             self._loop.call_soon(self._turn)
 
     def _turn(self) -> None:
+        """Some news of connections, and some frames."""
         self._is_stirred = False
         if self._router.closed:
             return
         for event, fd in next_events(self._monitor, BURST_EVENTS):
-            self._note(event, fd)
-        for _ in range(BURST_MESSAGES):
-            if self._waiting_bytes > MAX_WAITING_BYTES or not is_readable(self._router):
+            self._caller_at(fd, is_new=event == _ACCEPTED)
+        for _ in range(BURST_FRAMES):
+            if self._waiting_bytes > MAX_WAITING_BYTES:
+                return  # ``_flush`` goes on
+            if not is_readable(self._router):
                 break
-            frames = self._next_message()
-            if frames is not None:
+            frame: zmq.Frame = self._router.recv(DONTWAIT, copy=False)
+            if len(self._frames) < MAX_TENSORS + 4:  # of more only the count matters
+                self._frames.append(frame)
+            if not frame.more:
+                frames, self._frames = self._frames, []
                 self._hear(frames)
-        has_more = self._waiting_bytes <= MAX_WAITING_BYTES and is_readable(self._router)
-        if has_more or is_readable(self._monitor):
+        if is_readable(self._router) or is_readable(self._monitor):
             self._stir()
 
-    def _note(self, event: int, fd: int) -> None:
-        """A connection came, or one with this number went, which may be an earlier one."""
-        known = self._by_fd.get(fd)
-        if known is not None and socket_inode(fd) != known.inode:
-            self._forget(known)
-        if event == _ACCEPTED:
-            self._caller_at(fd)
-
-    def _caller_at(self, fd: int) -> Caller | None:
-        """The news of a connection may come after its first message."""
-        inode = connection_inode(fd, self._port)
+    def _caller_at(self, fd: int, *, is_new: bool = True) -> Caller | None:
+        """Of a connection that came, or is heard of first by its message. One with this number that
+        ended is forgotten."""
+        inode = inode_of(fd, self._port)
         known = self._by_fd.get(fd)
         if known is not None and known.inode == inode:
             return known
         if known is not None:
             self._forget(known)
-        if not inode:
-            return None  # it has ended already
+        if not inode or not is_new:
+            return None
         caller = self._by_fd[fd] = Caller(fd, inode)
         self.connections.add(caller, time.monotonic())
         return caller
 
-    def _next_message(self) -> list[zmq.Frame] | None:
-        """None: it has too many parts; they are dropped as they come, a burst at a time."""
-        frames = self._begun or [_next_frame(self._router)]
-        is_new = not self._begun
-        for _ in range(BURST_PARTS):
-            if not frames[-1].more:
-                break
-            frame = _next_frame(self._router)  # a message comes whole
-            if len(frames) < MAX_TENSORS + 4:
-                frames.append(frame)
-            else:
-                frames[-1] = frame  # too many: only the last one's `more` matters now
-        if frames[-1].more:
-            self._begun = frames
-            caller = self._caller_at(_descriptor(frames[0])) if is_new else None
-            if caller is not None:  # once: its number may be another's by and by
-                self.connections.end(caller, "too many parts")
-            return None
-        was_begun, self._begun = bool(self._begun), []
-        return None if was_begun else frames
-
     def _hear(self, frames: Sequence[zmq.Frame]) -> None:
         """A whole message: to the server, by its sender's stream."""
-        routing_id = bytes(frames[0].buffer)
-        caller = self._callers.get(routing_id) or self._admit(routing_id, frames[0])
-        if caller is None or caller.is_ended or caller.stream is None:
+        routing_id, *parts = (frame.buffer for frame in frames)
+        caller = self._callers.get(bytes(routing_id)) or self._admit(frames[0])
+        if caller is None or caller.is_ended:
             return
-        parts = [frame.buffer for frame in frames[1:]]
         caller.taken_bytes += wire_bytes(parts)
-        if len(parts) < 2 or len(parts) > MAX_TENSORS + 2 or bytes(parts[0]) != MAGIC:
+        if not 2 <= len(parts) <= MAX_TENSORS + 2 or bytes(parts[0]) != MAGIC:
             self.connections.end(caller, "nonsense")
-            return
-        self._put(caller, parts[1:])
+        else:
+            self._put(caller, parts[1:])
 
-    def _admit(self, routing_id: bytes, frame: zmq.Frame) -> Caller | None:
+    def _admit(self, first: zmq.Frame) -> Caller | None:
         """A client's first message: who it is, and a stream to the server for it."""
-        caller = self._caller_at(_descriptor(frame))
+        try:
+            caller, key = self._caller_at(int(first.get(_SRCFD))), str(first.get("User-Id"))
+        except (zmq.ZMQError, KeyError):
+            return None
         if caller is None or caller.is_ended:
             return None
-        try:
-            caller.key = str(frame.get("User-Id")).encode()
-        except (zmq.ZMQError, KeyError):
-            caller.key = b""
-        standing = self.allowed.standings().get(caller.key)
-        if standing is None or not _ROUTING_ID.fullmatch(routing_id):
-            self.connections.end(
-                caller, "no key" if standing is None else "a routing id of its own"
-            )
+        caller.routing_id, caller.key = bytes(first.buffer), key.encode()
+        caller.standing = self.allowed.standings().get(caller.key)
+        if caller.standing is None or not _ROUTING_ID.fullmatch(caller.routing_id):
+            self.connections.end(caller, "no key, or a routing id of its own")
             return None
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.setblocking(False)
             sock.connect(self._path)
-        except OSError as error:
+        except OSError:
             sock.close()
-            log.warning("client=%s refused cause=%r", standing.tenant, error.strerror)
-            self.connections.end(caller, "no server")
+            self.connections.end(caller, "the server does not answer")
             return None
         caller.stream = Stream(sock, MAX_ANSWER_BYTES)
-        caller.standing = standing
-        caller.routing_id = routing_id
-        self._callers[routing_id] = caller
-        self.connections.greeted(caller, standing.tenant)
-        self._loop.add_reader(sock, self._answers, caller)
-        header = RequestHeader(v=VERSION, op="caller", id="caller", body=_told(standing))
+        self._callers[caller.routing_id] = caller
+        self.connections.greeted(caller, caller.standing.tenant)
+        self._loop.add_reader(sock, self._answers, caller, caller.stream)
+        header = RequestHeader(v=VERSION, op="caller", id="caller", body=_told(caller.standing))
         self._put(caller, [encode_header(header)])
         return caller
 
     def _put(self, caller: Caller, parts: Sequence[Any]) -> None:
-        stream = caller.stream
-        if stream is None:
-            return
-        stream.put(pack_table([(len(part), INLINE) for part in parts]), parts)
-        size_bytes = sum(map(len, parts))
-        caller.waiting_bytes += size_bytes
-        self._waiting_bytes += size_bytes
-        self._flush(caller)
+        if caller.stream is not None:
+            sizes = [len(part) for part in parts]
+            caller.stream.put(pack_table([(size, INLINE) for size in sizes]), parts)
+            caller.waiting_bytes += sum(sizes)
+            self._waiting_bytes += sum(sizes)
+            self._flush(caller, caller.stream)
 
-    def _flush(self, caller: Caller) -> None:
-        stream = caller.stream
-        if stream is None:
-            return
-        try:
-            is_flushed = stream.flush()
-        except OSError:
-            return  # it is gone: to read it says so
-        if is_flushed:
+    def _flush(self, caller: Caller, stream: Stream) -> None:
+        with contextlib.suppress(OSError):  # it is gone: to read it says so
+            if not stream.flush():
+                self._loop.add_writer(stream.fileno(), self._flush, caller, stream)
+                return
+            self._loop.remove_writer(stream.fileno())
             self._waiting_bytes -= caller.waiting_bytes
             caller.waiting_bytes = 0
-            self._loop.remove_writer(stream.fileno())
             self._stir()
-        else:
-            self._loop.add_writer(stream.fileno(), self._flush, caller)
 
     # ---- from the server -----------------------------------------------------------------------
 
-    def _answers(self, caller: Caller) -> None:
-        stream = caller.stream
-        if stream is None or caller.parked:
-            return
+    def _answers(self, caller: Caller, stream: Stream) -> None:
+        """A message that has come. The reader rests until it is sent."""
         try:
-            messages = stream.receive(1)
+            messages = stream.receive(1) if caller.stream is stream else []
         except (EOFError, RemoteProtocolError):
             self.connections.end(caller, "the server hung up")
             self._part(caller)
             return
-        for message in messages:
-            caller.parked = [caller.routing_id, *message.parts]
-            self._send(caller)
-        if stream.has_more and not caller.parked:
-            self._loop.call_soon(self._answers, caller)
+        if messages:
+            self._loop.remove_reader(stream.fileno())
+            self._send(caller, stream, [caller.routing_id, *messages[0].parts])
 
-    def _send(self, caller: Caller) -> None:
-        """What was parked. A client that does not read holds up its own stream alone."""
-        if caller.stream is None or self._router.closed:
+    def _send(self, caller: Caller, stream: Stream, frames: list[Any]) -> None:
+        """A client that does not read holds up its own stream alone."""
+        if caller.stream is not stream:
             return
-        is_large = any(len(part) >= ZERO_COPY_BYTES for part in caller.parked)
+        is_large = any(len(frame) >= ZERO_COPY_BYTES for frame in frames)
         try:
-            send_frames(self._router, caller.parked, DONTWAIT, copy=not is_large)
+            self._router.send_multipart(frames, DONTWAIT, copy=not is_large)
         except zmq.Again:
-            self._loop.remove_reader(caller.stream.fileno())
-            self._loop.call_later(AGAIN_S, self._resume, caller)
-            return
+            self._loop.call_later(AGAIN_S, self._send, caller, stream, frames)
         except zmq.ZMQError:  # EHOSTUNREACH: ROUTER_MANDATORY tells us
             self._part(caller)
-            return
-        caller.parked = []
-        self._stir()
-
-    def _resume(self, caller: Caller) -> None:
-        if caller.stream is not None:
-            self._send(caller)
-        if caller.stream is not None and not caller.parked:
-            self._loop.add_reader(caller.stream.fileno(), self._answers, caller)
-            self._answers(caller)
+        else:
+            self._stir()
+            self._loop.add_reader(stream.fileno(), self._answers, caller, stream)
+            if stream.has_more:
+                self._loop.call_soon(self._answers, caller, stream)
 
     # ---- ends ----------------------------------------------------------------------------------
 
@@ -369,8 +304,7 @@ class KeyedDoor:
         if stream is None:
             return
         self._waiting_bytes -= caller.waiting_bytes
-        caller.waiting_bytes = 0
-        self._callers.pop(caller.routing_id, None)
+        del self._callers[caller.routing_id]
         self._loop.remove_reader(stream.fileno())
         self._loop.remove_writer(stream.fileno())
         stream.close()
@@ -380,16 +314,16 @@ class KeyedDoor:
         """Its connection has ended."""
         self._part(caller)
         self.connections.remove(caller)
-        if self._by_fd.get(caller.fd) is caller:
-            del self._by_fd[caller.fd]
+        del self._by_fd[caller.fd]
 
     async def _look(self) -> None:
-        """At what connections hold, and at those that ended unnoticed."""
+        """At what connections hold, and at those that have ended."""
         self.connections.tick(time.monotonic())
-        for caller in [one for one in self._by_fd.values() if one.is_ended]:
-            self._part(caller)
-            if socket_inode(caller.fd) != caller.inode:
+        for caller in list(self._by_fd.values()):
+            if inode_of(caller.fd) != caller.inode:
                 self._forget(caller)
+            elif caller.is_ended:
+                self._part(caller)
 
     async def _look_at_keys(self) -> None:
         """A key that was revoked ends its connections; roles that changed are told."""
@@ -398,7 +332,7 @@ class KeyedDoor:
         for caller in list(self._callers.values()):
             now = standings.get(caller.key)
             if now is None:
-                self.connections.end(caller, REVOKED)
+                self.connections.end(caller, "its key was revoked")
                 self._part(caller)
             elif now != caller.standing:
                 caller.standing = changed[now.tenant] = now
@@ -417,63 +351,47 @@ def _told(standing: Standing) -> dict[str, Any]:
     return {"tenant": standing.tenant, "roles": in_order(standing.roles)}
 
 
-def _next_frame(router: zmq.Socket[bytes]) -> zmq.Frame:
-    frame: zmq.Frame = router.recv(DONTWAIT, copy=False)
-    return frame
+def inode_of(fd: int, port: int = 0) -> int:
+    """The identity of the socket behind a descriptor number; 0 when there is none, or it is no
+    connection to that port.
 
-
-def _descriptor(routing_frame: zmq.Frame) -> int:
-    """Of the connection a message came by; -1 where libzmq does not know it."""
+    A number is reused at once after its connection ends, and what is looked at here may be hung up
+    later: it must never be anything else of this process.
+    """
     try:
-        return int(routing_frame.get(_SRCFD))
-    except zmq.ZMQError:
-        return -1
-
-
-def socket_inode(fd: int) -> int:
-    """The identity of the socket behind a descriptor number; 0 when there is none."""
-    try:
-        return os.fstat(fd).st_ino
-    except OSError:
+        inode = os.fstat(fd).st_ino
+        if not port:
+            return inode
+        with held(fd) as sock:
+            is_ours = os.fstat(sock.fileno()).st_ino == inode and sock.getsockname()[1] == port
+            return inode if is_ours else 0
+    except (OSError, IndexError):
         return 0
 
 
-def connection_inode(fd: int, port: int) -> int:
-    """The identity of a connection to this port; 0 when the number means something else by now.
-
-    A number is reused at once after its connection ends, and what is looked at here may be hung
-    up later: it must be a connection of this port, and never anything else of this process.
-    """
-    with contextlib.suppress(OSError), os.fdopen(os.dup(fd), "rb", buffering=0) as held:
-        sock = socket.socket(fileno=held.fileno())
+@contextlib.contextmanager
+def held(fd: int) -> Iterator[socket.socket]:
+    """The socket of that number now, whatever becomes of the number. OSError: it is none."""
+    with os.fdopen(os.dup(fd), "rb", buffering=0) as file:
+        sock = socket.socket(fileno=file.fileno())
         try:
-            name = sock.getsockname()
-            if not isinstance(name, str) and name[1] == port:
-                return os.fstat(held.fileno()).st_ino
+            yield sock
         finally:
             sock.detach()
-    return 0
 
 
 def received_bytes(fd: int) -> int:
     """What the kernel has received on a TCP connection; 0 when it does not say."""
-    sock = None
     try:
-        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=fd)
-        facts = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        with held(fd) as sock:
+            facts = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     except OSError:
         return 0
-    finally:
-        if sock is not None:
-            sock.detach()  # it is libzmq's
     received: int = _RECEIVED.unpack_from(facts, _RECEIVED_AT)[0] if len(facts) > 128 else 0
     return received
 
 
 def wire_bytes(frames: Sequence[Any]) -> int:
     """What a message of these frames was on the wire, with keys."""
-    total = 0
-    for frame in frames:
-        size = len(frame) + _CURVE_BYTES
-        total += size + (9 if size > _LONG_FRAME else 2)
-    return total
+    sizes = [len(frame) + _CURVE_BYTES for frame in frames]
+    return sum([size + (9 if size > _LONG_FRAME else 2) for size in sizes])

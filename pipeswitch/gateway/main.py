@@ -101,7 +101,6 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
     door: KeyedDoor | None = None
     if settings.keyed is not None:
         door = KeyedDoor(descriptors[-1], settings.keyed, settings.address)
-        door.open()
     # Without a token to show, all callers are on this machine.
     regions = None if settings.needs_token else Regions(settings.max_body_bytes)
     service = Service(upstream, has_nv_metrics=settings.nv_metrics, regions=regions)

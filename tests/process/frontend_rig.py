@@ -109,7 +109,6 @@ class FakeScheduler:
             self._door_loop, self._door_ends = asyncio.get_running_loop(), asyncio.Event()
             descriptor = os.dup(self.listeners.tcp.sock.fileno())
             self.door = KeyedDoor(descriptor, settings, self.listeners.ipc.address)
-            self.door.open()
             is_open.set()
             await self._door_ends.wait()
             self.door.close()

@@ -34,7 +34,7 @@ from pipeswitch.wire.frames import (
     encode_header,
 )
 from pipeswitch.wire.keys import KeyFolder, client_keys, make_pair
-from pipeswitch.wire.sockets import Caps, make_dealer
+from pipeswitch.wire.sockets import make_dealer
 
 X = np.ones((1, 4), np.float32)
 
@@ -274,7 +274,7 @@ def dealer(guarded: Guarded) -> Iterator[Callable[..., zmq.Socket[bytes]]]:
 
     def make(key: str, routing_id: bytes = b"") -> zmq.Socket[bytes]:
         keys = client_keys(key, guarded.server_key)
-        sock = make_dealer(context, Caps(max_message_bytes=1 << 30), keys)
+        sock = make_dealer(context, 1 << 30, keys)
         sock.setsockopt(zmq.RCVHWM, 1)
         if routing_id:
             sock.setsockopt(zmq.ROUTING_ID, routing_id)
@@ -357,7 +357,7 @@ class Pair:
             self.theirs = socket.create_connection(("127.0.0.1", self.port))
             self.ours, _ = listener.accept()
         number = self.ours.fileno()
-        self.caller = keyed.Caller(number, keyed.connection_inode(number, self.port))
+        self.caller = keyed.Caller(number, keyed.inode_of(number, self.port))
 
     def send(self, size: int) -> None:
         self.theirs.sendall(bytes(size))
@@ -391,7 +391,7 @@ def test_a_number_that_means_something_else_now_is_left_alone(pair: Pair) -> Non
     number = pair.ours.fileno()
     left, right = socket.socketpair()
     os.dup2(left.fileno(), number)  # another one's channel took the number
-    assert keyed.connection_inode(number, pair.port) == 0
+    assert keyed.inode_of(number, pair.port) == 0
     assert pair.caller.held_bytes(0.0) == -1
     pair.caller.hang_up()
     assert right.send(b"x") == 1

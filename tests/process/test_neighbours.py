@@ -179,9 +179,9 @@ def test_pipeswitch_a_client_that_names_a_model_and_vanishes_holds_nobody_up(
 
 FLOODED = """
 import socket, sys, time, zmq
-from pipeswitch.wire.sockets import Caps, make_router
+from pipeswitch.wire.sockets import make_router
 context = zmq.Context()
-router = make_router(context, Caps(max_message_bytes=1 << 20))
+router = make_router(context, 1 << 20)
 port = router.bind_to_random_port("tcp://127.0.0.1")
 body = b"\\x05READY\\x0bSocket-Type\\0\\0\\0\\x06DEALER"
 peer = socket.create_connection(("127.0.0.1", port))
