@@ -93,6 +93,7 @@ class AsyncClient(_Awaited[Client]):
     about = _awaited(Client.about)
     ping = _awaited(Client.ping)
     stop_server = _awaited(Client.stop_server)
+    subscribe = _awaited(Client.subscribe)
 
     def submit(self, model: str, inputs: Any = None, /, **options: Any) -> asyncio.Future[Result]:
         """Send a request now; await the future for its Result."""
@@ -121,7 +122,7 @@ class AsyncClient(_Awaited[Client]):
         def on_news() -> None:
             loop.call_soon_threadsafe(news.set)
 
-        subscription = await asyncio.to_thread(self._awaits.subscribe, *topics, on_news=on_news)
+        subscription = await self.subscribe(*topics, on_news=on_news)
         try:
             while not subscription.is_over:
                 news.clear()

@@ -15,6 +15,7 @@ Who goes is hung up; an honest client's library connects again by itself.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from typing import Final
 
@@ -60,7 +61,7 @@ class Connections:
         self._count = 0  # of those that we have not ended
         self._sessions: Counter[str] = Counter()  # of those, by tenant
         self._round: list[Connection] = []  # still to be looked at
-        self._next_at_s = 0.0
+        self.next_at_s = math.inf  # when ``tick`` has something to do
         self.hung_up: Counter[str] = Counter()  # by us, and why
 
     def __len__(self) -> int:
@@ -70,7 +71,7 @@ class Connections:
     def add(self, one: Connection, now_s: float) -> None:
         one.since_s = now_s
         if not self._connections:
-            self._next_at_s = now_s + ROUND_S
+            self.next_at_s = now_s + ROUND_S
         self._connections[one] = self._waiting[one] = None
         self._count += 1
         if self._count > self._max_count and len(self._waiting) > 1:
@@ -107,20 +108,17 @@ class Connections:
             self._leave(one)
             del self._connections[one]
 
-    def wait_s(self, now_s: float) -> float | None:
-        """Until ``tick`` has something to do; None: never."""
-        return max(0.0, self._next_at_s - now_s) if self._connections else None
-
     def tick(self, now_s: float) -> None:
         """Look at the next few connections when it is time."""
-        if not self._connections or now_s < self._next_at_s:
+        if now_s < self.next_at_s:
             return
         if not self._round:
             self._shed()
             self._round = list(self._connections)
         for _ in range(min(SLICE, len(self._round))):
             self._look(self._round.pop(), now_s)
-        self._next_at_s = now_s + ROUND_S / (1 + len(self._connections) // SLICE)
+        wait_s = ROUND_S / (1 + len(self._connections) // SLICE) if self._connections else math.inf
+        self.next_at_s = now_s + wait_s
 
     def _look(self, one: Connection, now_s: float) -> None:
         if one not in self._connections or one.is_ended:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import select
 import selectors
@@ -220,11 +221,14 @@ class Frontend:
 
     def wait_s(self) -> float | None:
         """How long the loop may wait; None: until a descriptor wakes it."""
-        if self._calls or self._turns or self._outbox.wants_turn:
+        if self._calls or self._turns:
             return 0.0
-        waits_s = self.connections.wait_s(self._now_ms() / 1000)
-        if self._outbox.is_idle:
+        until_s = self.connections.next_at_s
+        waits_s = None if until_s == math.inf else max(0.0, until_s - self._now_ms() / 1000)
+        if not self._outbox.backlogged:
             return waits_s
+        if self._outbox.wants_turn:
+            return 0.0
         return BACKLOG_LOOK_S if waits_s is None else min(waits_s, BACKLOG_LOOK_S)
 
     def step(self) -> None:
@@ -235,10 +239,10 @@ class Frontend:
             self._hear_peer(peer)
             if not peer.wants_turn:
                 self._turns.discard(peer)
-        if not self._outbox.is_idle:
+        if self._outbox.backlogged:
             for client in self._outbox.sweep(self._now_ms()):
                 self._drop(client, SLOW)
-        if self.connections:
+        if self.connections.next_at_s != math.inf:
             self.connections.tick(self._now_ms() / 1000)
 
     def perform(self, posted: Posted) -> None:
@@ -284,7 +288,7 @@ class Frontend:
             error = ServerUnavailable("the server stopped", hint="pipeswitch serve")
             self._answer(Answer(token=token, error=error))
         until_ms = self._now_ms() + STOP_FLUSH_MS
-        while not self._outbox.is_idle and self._now_ms() < until_ms:
+        while self._outbox.backlogged and self._now_ms() < until_ms:
             for client in self._outbox.sweep(self._now_ms()):
                 self._drop(client, SLOW)
             waiting = select.poll()
@@ -348,12 +352,9 @@ class Frontend:
 
     def _follow(self, peer: StreamPeer) -> None:
         """Have the loop woken when it can go on sending, as long as it has to."""
-        if self._selector is None:
-            return
-        key = self._selector.get_key(peer)
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.wants_write else 0)
-        if key.events != events:
-            self._selector.modify(peer, events, key.data)
+        if self._selector is not None and peer in self._peers:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.wants_write else 0)
+            self._selector.modify(peer, events, functools.partial(self._turns.add, peer))
 
     def _hear_peer(self, peer: StreamPeer) -> None:
         """What came by one connection; who sends nonsense, or is gone, is forgotten."""

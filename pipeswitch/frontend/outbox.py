@@ -14,16 +14,12 @@ class Outbox:
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
-        self._backlogged: set[Client] = set()
-
-    @property
-    def is_idle(self) -> bool:
-        return not self._backlogged
+        self.backlogged: set[Client] = set()  # whose socket is full
 
     @property
     def wants_turn(self) -> bool:
         """A message would go on without waiting for its socket."""
-        return any(one.peer.wants_turn for one in self._backlogged)
+        return any(one.peer.wants_turn for one in self.backlogged)
 
     def send(self, client: Client, outgoing: Outgoing, now_ms: float) -> bool:
         """Send a message, or keep it. False: over budget or gone, drop the client."""
@@ -41,7 +37,7 @@ class Outbox:
             outgoing = client.backlog[0]
             try:
                 if not client.peer.transmit(outgoing):
-                    self._backlogged.add(client)
+                    self.backlogged.add(client)
                     return True
             except OSError:
                 return False
@@ -49,12 +45,12 @@ class Outbox:
             client.unsent_bytes -= outgoing.size_bytes
             outgoing.on_sent()
             outgoing.on_released()
-        self._backlogged.discard(client)
+        self.backlogged.discard(client)
         return True
 
     def drop(self, client: Client) -> None:
         """The client is gone: what it did not take is lost."""
-        self._backlogged.discard(client)
+        self.backlogged.discard(client)
         while client.backlog:
             outgoing = client.backlog.popleft()
             client.unsent_bytes -= outgoing.size_bytes
@@ -65,6 +61,6 @@ class Outbox:
         """Retry what was refused; the clients that are to be dropped."""
         return [
             client
-            for client in list(self._backlogged)
+            for client in list(self.backlogged)
             if not (self._flush(client) and self._is_fast_enough(client, now_ms))
         ]

@@ -87,6 +87,7 @@ class StreamPeer(Connection):
         self._begun: Outgoing | None = None  # leaves now
         self._pieces: deque[tuple[memoryview, Any]] = deque()  # of it, to be copied: to and from
         self.is_closed = False
+        self.wants_write = False  # it would go on when its socket is writable
         self.on_change: Callable[[], None] = lambda: None  # ``wants_write`` is another
 
     def fileno(self) -> int:
@@ -97,9 +98,11 @@ class StreamPeer(Connection):
         """There is something to do without waiting for the socket."""
         return not self.is_closed and (self._stream.has_more or bool(self._pieces))
 
-    @property
-    def wants_write(self) -> bool:
-        return self._stream.is_sending or self._owes_share
+    def _changed(self) -> None:
+        wants_write = self._stream.is_sending or self._owes_share
+        if wants_write != self.wants_write:
+            self.wants_write = wants_write
+            self.on_change()
 
     def greeted(self, client: Client) -> None:
         """It has a session: its messages may be large."""
@@ -121,7 +124,8 @@ class StreamPeer(Connection):
             EOFError: it is gone.
             RemoteProtocolError: it sent nonsense.
         """
-        self._bring_share()
+        if self._owes_share:
+            self._bring_share()
         for message in self._stream.receive(BURST_MESSAGES):
             if self.is_closed:  # by what an earlier one led to
                 return
@@ -163,7 +167,7 @@ class StreamPeer(Connection):
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
-        self.on_change()
+        self._changed()
 
     # ---- out -----------------------------------------------------------------------------------
 
@@ -224,7 +228,7 @@ class StreamPeer(Connection):
         is_flushed = self._stream.flush()
         if was_sending and is_flushed:
             self._bring_share()
-        self.on_change()
+        self._changed()
         return is_flushed
 
     def close(self) -> None:

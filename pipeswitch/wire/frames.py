@@ -97,7 +97,6 @@ def _plain(value: Any) -> Any:
 encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 _request_decoder = msgspec.msgpack.Decoder(RequestHeader)
 _reply_decoder = msgspec.msgpack.Decoder(ReplyHeader)
-_dict_decoder = msgspec.msgpack.Decoder(dict[str, Any])
 
 
 def encode_header(header: RequestHeader | ReplyHeader) -> bytes:
@@ -173,15 +172,8 @@ def decode_reply(frames: Sequence[Any]) -> ReplyHeader:
 
 
 def pack_dict(value: dict[str, Any]) -> bytes:
-    """msgpack of a plain mapping (event topics, opaque settings)."""
+    """msgpack of a plain mapping."""
     return encoder.encode(value)
-
-
-def unpack_dict(data: Any) -> dict[str, Any]:
-    """Inverse of ``pack_dict``; RemoteProtocolError on anything else."""
-    value = decode_with(_dict_decoder, data, "mapping")
-    assert isinstance(value, dict)
-    return value
 
 
 class Table(NamedTuple):

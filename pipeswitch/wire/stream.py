@@ -256,6 +256,8 @@ class Stream:
                 messages.append(self._message)
                 self._message = None
                 continue
+            if self._start == self._end:
+                break
             with memoryview(self._buffer) as buffer:
                 table = read_table(buffer[self._start : self._end], self._max_part_bytes)
                 if table is None:

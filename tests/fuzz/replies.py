@@ -1,8 +1,7 @@
-"""What a server, or a peer in its place, can send to a client; and its events."""
+"""What a server, or a peer in its place, can send to a client."""
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 from pipeswitch.client.calls import _error, _reply
@@ -16,7 +15,6 @@ from pipeswitch.wire.frames import (
     decode_reply,
     encode_header,
     pack_dict,
-    unpack_dict,
 )
 
 from .target import MSGPACK_FRAMES, Target, join_frames, split_frames
@@ -25,7 +23,7 @@ BILL = {"queue_ms": 1.0, "switch_ms": 2.0, "resident": True, "preempted": "job",
 
 
 def run(data: bytes) -> None:
-    """Frames of one reply as the connection takes them; the second one is an event as well."""
+    """Frames of one reply as the connection takes them."""
     frames = split_frames(data)
     try:
         header = decode_reply(frames)
@@ -40,8 +38,6 @@ def run(data: bytes) -> None:
             result.timing.as_dict()
     except RemoteProtocolError:
         pass
-    with contextlib.suppress(RemoteProtocolError):
-        unpack_dict(frames[1] if len(frames) > 1 else data)
 
 
 def _frames(*tensors: bytes, **fields: Any) -> bytes:
