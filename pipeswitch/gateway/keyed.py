@@ -58,6 +58,7 @@ AGAIN_S: Final = 0.005  # until a client that does not read is tried again
 BURST_FRAMES: Final = 256  # in one turn, before the answers and HTTP get theirs
 BURST_EVENTS: Final = 32
 MAX_WAITING_BYTES: Final = 64 << 20  # for the server to read: then no more is taken from clients
+STREAM_BYTES: Final = 4 << 20  # of the kernel's buffer, if it gives so much
 MAX_ANSWER_BYTES: Final = 1 << 32  # of one part; the server is trusted
 HEARTBEAT_BYTES_PER_S: Final = 128  # pings and pongs come out as no message
 _ACCEPTED: Final = int(zmq.EVENT_ACCEPTED)
@@ -82,6 +83,7 @@ class Caller(Connection):
         self.standing: Standing | None = None
         self.stream: Stream | None = None
         self.waiting_bytes = 0  # for the server to read
+        self.is_full = False  # it does not read an answer, which is tried again
 
     def held_bytes(self, now_s: float) -> int:
         if inode_of(self.fd) != self.inode:
@@ -123,7 +125,6 @@ class KeyedDoor:
         self._callers: dict[bytes, Caller] = {}  # by routing id: those with a stream
         self._frames: list[zmq.Frame] = []  # of the message that is read now
         self._waiting_bytes = 0
-        self._is_stirred = False
         keys = folder.server()
         if keys is None:
             raise ConfigError(f"{settings.keys_dir} has no key of the server")
@@ -139,10 +140,10 @@ class KeyedDoor:
         self._loop = asyncio.get_running_loop()
         self._numbers: list[Any] = [sock.get(zmq.FD) for sock in (self._router, self._monitor)]
         for number in self._numbers:
-            self._loop.add_reader(number, self._stir)
+            self._loop.add_reader(number, self._turn)
         looks = ((self._look_at_keys, KEYS_LOOK_S), (self._look, ROUND_S))
         self._tasks = [self._loop.create_task(_again(look, s)) for look, s in looks]
-        self._stir()
+        self._loop.call_soon(self._turn)
 
     def close(self) -> None:
         """Idempotent."""
@@ -166,13 +167,11 @@ class KeyedDoor:
     def _stir(self) -> None:
         """A descriptor of libzmq's tells of a *change*, and any use of its socket may swallow that:
         what was used is looked at again (zmq_getsockopt(3), ZMQ_FD)."""
-        if not self._is_stirred:
-            self._is_stirred = True
+        if is_readable(self._router) or is_readable(self._monitor):
             self._loop.call_soon(self._turn)
 
     def _turn(self) -> None:
         """Some news of connections, and some frames."""
-        self._is_stirred = False
         if self._router.closed:
             return
         for event, fd in next_events(self._monitor, BURST_EVENTS):
@@ -188,8 +187,7 @@ class KeyedDoor:
             if not frame.more:
                 frames, self._frames = self._frames, []
                 self._hear(frames)
-        if is_readable(self._router) or is_readable(self._monitor):
-            self._stir()
+        self._stir()
 
     def _caller_at(self, fd: int, *, is_new: bool = True) -> Caller | None:
         """Of a connection that came, or is heard of first by its message. One with this number that
@@ -234,6 +232,7 @@ class KeyedDoor:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.setblocking(False)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, STREAM_BYTES)
             sock.connect(self._path)
         except OSError:
             sock.close()
@@ -261,40 +260,51 @@ class KeyedDoor:
                 self._loop.add_writer(stream.fileno(), self._flush, caller, stream)
                 return
             self._loop.remove_writer(stream.fileno())
-            self._waiting_bytes -= caller.waiting_bytes
-            caller.waiting_bytes = 0
-            self._stir()
+            self._waited(caller)
+
+    def _waited(self, caller: Caller) -> None:
+        """What it sent has gone on, or is lost; clients are read again."""
+        was_full = self._waiting_bytes > MAX_WAITING_BYTES
+        self._waiting_bytes -= caller.waiting_bytes
+        caller.waiting_bytes = 0
+        if was_full:
+            self._loop.call_soon(self._turn)
 
     # ---- from the server -----------------------------------------------------------------------
 
     def _answers(self, caller: Caller, stream: Stream) -> None:
-        """A message that has come. The reader rests until it is sent."""
+        """A message that has come."""
         try:
-            messages = stream.receive(1) if caller.stream is stream else []
+            can_send = caller.stream is stream and not caller.is_full
+            messages = stream.receive(1) if can_send else []
         except (EOFError, RemoteProtocolError):
             self.connections.end(caller, "the server hung up")
             self._part(caller)
             return
         if messages:
-            self._loop.remove_reader(stream.fileno())
             self._send(caller, stream, [caller.routing_id, *messages[0].parts])
 
     def _send(self, caller: Caller, stream: Stream, frames: list[Any]) -> None:
-        """A client that does not read holds up its own stream alone."""
+        """A client that does not read holds up its own stream alone: its reader rests."""
         if caller.stream is not stream:
             return
         is_large = any(len(frame) >= ZERO_COPY_BYTES for frame in frames)
         try:
             self._router.send_multipart(frames, DONTWAIT, copy=not is_large)
         except zmq.Again:
+            caller.is_full = True
+            self._loop.remove_reader(stream.fileno())
             self._loop.call_later(AGAIN_S, self._send, caller, stream, frames)
+            return
         except zmq.ZMQError:  # EHOSTUNREACH: ROUTER_MANDATORY tells us
             self._part(caller)
-        else:
-            self._stir()
+            return
+        self._stir()
+        if caller.is_full:
+            caller.is_full = False
             self._loop.add_reader(stream.fileno(), self._answers, caller, stream)
-            if stream.has_more:
-                self._loop.call_soon(self._answers, caller, stream)
+        if stream.has_more:
+            self._loop.call_soon(self._answers, caller, stream)
 
     # ---- ends ----------------------------------------------------------------------------------
 
@@ -303,12 +313,11 @@ class KeyedDoor:
         stream, caller.stream = caller.stream, None
         if stream is None:
             return
-        self._waiting_bytes -= caller.waiting_bytes
+        self._waited(caller)
         del self._callers[caller.routing_id]
         self._loop.remove_reader(stream.fileno())
         self._loop.remove_writer(stream.fileno())
         stream.close()
-        self._stir()
 
     def _forget(self, caller: Caller) -> None:
         """Its connection has ended."""
