@@ -37,7 +37,10 @@ class RawPeer:
 
     def send(self, *parts: Any) -> None:
         """A header and tensors."""
-        self.stream.put(pack_table([(len(part), INLINE) for part in parts]), parts)
+        self.put(pack_table([(len(part), INLINE) for part in parts]), *parts)
+
+    def put(self, table: bytes, *parts: Any) -> None:
+        self.stream.put(table, parts)
         give_up_at_s = time.monotonic() + DEADLINE_S
         while not self.stream.flush():
             assert time.monotonic() < give_up_at_s, "the server does not read"
@@ -56,11 +59,15 @@ class RawPeer:
             ):
                 return None
 
-    def hear(self) -> list[Any]:
-        """The parts of the next message. EOFError: it was cut."""
+    def next(self) -> Message:
+        """EOFError: it was cut."""
         message = self.next_message()
         assert message is not None, "nothing came"
-        return message.parts
+        return message
+
+    def hear(self) -> list[Any]:
+        """The parts of ``next``."""
+        return self.next().parts
 
     def close(self) -> None:
         self.stream.close()

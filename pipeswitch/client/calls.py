@@ -37,7 +37,7 @@ from ..wire.frames import (
     decode_reply,
     encode_header,
 )
-from .links import Link, StreamLink, Watcher
+from .links import AnyLink, StreamLink, Watcher
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class Calls:
         self._calls: dict[str, _Call] = {}  # by request id, oldest first
         self._prefix = secrets.token_hex(4)
         self._numbers = itertools.count(1)
-        self._link: Link | None = None
+        self._link: AnyLink | None = None
         self._waits_until_s = 0.0  # for a server that is not there; 0: no longer
 
     # ---- what a driver has of its own ----------------------------------------------------------
@@ -173,7 +173,7 @@ class Calls:
         elif self._link.session:
             self._send(self._link, call)
 
-    def _send(self, link: Link, call: _Call) -> None:
+    def _send(self, link: AnyLink, call: _Call) -> None:
         """Not a frame that the server cuts the connection at, and with it all that is under way."""
         size_bytes, limit_bytes = sum(map(len, call.frames)), link.facts.get("max_message_bytes")
         if isinstance(limit_bytes, int) and size_bytes > limit_bytes:
@@ -188,7 +188,7 @@ class Calls:
             self._fail(call, InvalidInput(f"{op}: what was given cannot be sent: {error}"))
 
     @staticmethod
-    def _transmit(link: Link, fields: dict[str, Any], frames: Sequence[Any]) -> None:
+    def _transmit(link: AnyLink, fields: dict[str, Any], frames: Sequence[Any]) -> None:
         header = RequestHeader(**fields, session=link.session)
         parts = [MAGIC, encode_header(header), *frames]
         link.send(parts, header.id, may_share=header.op == "infer")
@@ -228,11 +228,11 @@ class Calls:
             return
         self._greet(link)
 
-    def _connect(self, hello: dict[str, Any]) -> Link:
+    def _connect(self, hello: dict[str, Any]) -> AnyLink:
         """Raises OSError: no server listens there now."""
         return StreamLink.open(self.address, may_share=self._may_share, **hello)
 
-    def _greet(self, link: Link) -> None:
+    def _greet(self, link: AnyLink) -> None:
         self._link = link
         link.attach(self._watcher)
         self._transmit(link, {"v": VERSION, "op": "hello", "id": link.hello_id}, ())
@@ -292,7 +292,7 @@ class Calls:
 
     # ---- what arrives ----------------------------------------------------------------------------
 
-    def _receive(self, link: Link) -> None:
+    def _receive(self, link: AnyLink) -> None:
         try:
             for parts in link.messages():
                 header = decode_reply(parts)
@@ -311,7 +311,7 @@ class Calls:
         except EOFError:
             self._broken()
 
-    def _greeted(self, link: Link, header: ReplyHeader) -> None:
+    def _greeted(self, link: AnyLink, header: ReplyHeader) -> None:
         if header.error is not None:
             refusal = _error(header)
             self._shut()

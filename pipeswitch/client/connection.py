@@ -29,7 +29,7 @@ from ..errors import (
 from ..wire.frames import ZMTP
 from ..wire.keys import ClientKeys
 from .calls import Calls
-from .links import Link
+from .links import AnyLink
 
 CLOSE_FLUSH_MS: Final = 200
 AGAIN_S: Final = 0.05  # between looks for a server that is not there
@@ -286,7 +286,7 @@ class Connection(Calls):
             until_s = link.hello_until_s
         return max(0, round((until_s - time.monotonic()) * 1000)) + 1
 
-    def _connect(self, hello: dict[str, Any]) -> Link:
+    def _connect(self, hello: dict[str, Any]) -> AnyLink:
         if self.keys is None:
             return super()._connect(hello)
         from .keyed import ZmqLink
@@ -302,7 +302,7 @@ class Connection(Calls):
             return error
         return PermissionDenied(f"{self.address}: the server asks for a key", hint=_BRING)
 
-    def _watch(self, link: Link) -> None:
+    def _watch(self, link: AnyLink) -> None:
         """What became of a connection with keys."""
         from . import keyed
 

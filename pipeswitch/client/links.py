@@ -12,10 +12,13 @@ import socket
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from ..wire.frames import INLINE, pack_table
 from ..wire.stream import SHARED_BYTES, Share, Stream, keep_alive
+
+if TYPE_CHECKING:
+    from .keyed import ZmqLink
 
 MAX_REPLY_BYTES: Final = 1 << 32  # of one frame; the server we chose is trusted more than a client
 BURST_MESSAGES: Final = 16
@@ -38,30 +41,6 @@ class Link:
     session: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def attach(self, poller: Watcher) -> None:
-        """Have it tell when there is something to read."""
-        raise NotImplementedError
-
-    def detach(self, poller: Watcher) -> None:
-        raise NotImplementedError
-
-    def send(self, parts: Sequence[Any], request_id: str, *, may_share: bool = False) -> None:
-        """``may_share``: the server takes its tensors out of the share."""
-        raise NotImplementedError
-
-    def has_arrived(self, ready: Container[Any]) -> bool:
-        """Whether ``messages`` has any, by what the poller says."""
-        raise NotImplementedError
-
-    def messages(self) -> Iterator[Sequence[Any]]:
-        """The parts of what has arrived.
-
-        Raises:
-            EOFError: the server is gone.
-            RemoteProtocolError: it sent nonsense.
-        """
-        raise NotImplementedError
-
     def answered(self, request_id: str) -> None:
         """Its final reply has come."""
 
@@ -70,11 +49,8 @@ class Link:
         return False
 
     def news(self) -> Iterator[str]:
-        """What became of the connection, as ``keyed`` names it."""
+        """How the connection ended, as ``keyed`` names it."""
         yield from ()
-
-    def close(self, linger_ms: int) -> None:
-        raise NotImplementedError
 
 
 @dataclass(kw_only=True, eq=False)
@@ -130,6 +106,7 @@ class StreamLink(Link):
         self._poller = None
 
     def send(self, parts: Sequence[Any], request_id: str, *, may_share: bool = False) -> None:
+        """``may_share``: the server takes its tensors out of the share."""
         table, inline = [], []
         places = self._places.get(request_id, {})  # staged
         if may_share and self.may_share and not places:
@@ -187,7 +164,12 @@ class StreamLink(Link):
         return self.stream.fileno() in ready
 
     def messages(self) -> Iterator[Sequence[Any]]:
-        """Tensors of the share are copied out of it."""
+        """The parts of what has arrived; tensors of the share are copied out of it.
+
+        Raises:
+            EOFError: the server is gone.
+            RemoteProtocolError: it sent nonsense.
+        """
         if self.stream.is_sending:
             self._flush()
         while True:
@@ -231,6 +213,9 @@ class StreamLink(Link):
         """What the socket does not take at once is lost."""
         self._flush()
         self.stream.close()
+
+
+AnyLink: TypeAlias = "StreamLink | ZmqLink"
 
 
 def _copy(target: Any, source: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ..errors import Cancelled, no_server
 from .calls import Calls
-from .links import Link, StreamLink
+from .links import AnyLink, StreamLink
 
 INLINE_BYTES: Final = 1 << 20  # copied by the loop itself; more, by a thread meanwhile
 
@@ -105,11 +105,11 @@ class LoopConnection(Calls):
     def _absent(self, hello_until_s: float) -> None:
         self._fail_all(lambda: no_server(self.address))
 
-    def _greet(self, link: Link) -> None:
+    def _greet(self, link: AnyLink) -> None:
         super()._greet(link)
         asyncio.get_running_loop().call_later(self._timeout_s, self._look, link)
 
-    def _look(self, link: Link) -> None:
+    def _look(self, link: AnyLink) -> None:
         """The time for a hello's answer is over."""
         if self._link is link and not link.session:
             self._unavailable()

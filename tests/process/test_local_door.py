@@ -28,7 +28,8 @@ from pipeswitch.client.tensors import from_reply, to_frames
 from pipeswitch.frontend.peers import MAX_SHARES, Shares, StreamPeer
 from pipeswitch.roles import OWNER
 from pipeswitch.wire.frames import INLINE, MAGIC, RequestHeader, encode_header, pack_table
-from pipeswitch.wire.stream import Message, Share, Stream
+from pipeswitch.wire.stream import Share, Stream
+from tests.raw_peer import RawPeer
 
 WIDTH = 1 << 15  # 128 KiB a row: it goes to the share
 HALF = 1 << 20  # of the rig's share
@@ -55,53 +56,45 @@ def shares(server: FakeScheduler) -> int:
     return server.tcp._memory_shares.count
 
 
-class Raw:
-    """A peer that says what it likes."""
+class Raw(RawPeer):
+    """A peer with a session and a share."""
 
     def __init__(self, server: FakeScheduler) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.connect(server.listeners.ipc.address.removeprefix("ipc://"))
-        self.stream = Stream(self.sock, 1 << 30, takes_descriptors=True)
+        super().__init__(server.listeners.ipc.address)
         self.session = ""
         self.memory = -1
 
-    def send(
+    def say(
         self, *tensors: Any, places: tuple[int, ...] = (), taken: int = 0, **fields: Any
     ) -> None:
         header = self.header(**fields)
         table = [(len(header), INLINE)]
         table += zip(map(len, tensors), places or [INLINE] * len(tensors), strict=True)
         inline = [t for t, (_, place) in zip(tensors, table[1:], strict=True) if place == INLINE]
-        self.stream.put(pack_table(table, taken), [header, *inline])
-        assert self.stream.flush()
+        self.put(pack_table(table, taken), header, *inline)
 
     def header(self, **fields: Any) -> bytes:
         return encode_header(RequestHeader(v=1, id="1", session=self.session, **fields))
 
-    def hear(self) -> Message:
-        found: list[Message] = []
-        until(lambda: found or found.extend(self.stream.receive(1)) or found)
-        return found[0]
-
     def greeted(self, *, with_share: bool = True) -> Raw:
         import msgspec
 
-        self.send(op="hello")
-        self.session = msgspec.msgpack.decode(self.hear().parts[1])["session"]
+        self.say(op="hello")
+        self.session = msgspec.msgpack.decode(self.hear()[1])["session"]
         if with_share:
             self.stream.put(pack_table(()))
             self.stream.flush()
-            (self.memory,) = self.hear().descriptors
+            (self.memory,) = self.next().descriptors
             self.stream.share = Share(self.memory, is_servers=False)
         return self
 
     def infer(self, place: int, size: int = 4 * WIDTH, **fields: Any) -> None:
         x = {"name": "", "dtype": "float32", "shape": (size // (4 * WIDTH), WIDTH), "frame": 0}
         inputs: Any = (x,)
-        self.send(bytes(size), places=(place,), op="infer", model="double", inputs=inputs, **fields)
+        self.say(bytes(size), places=(place,), op="infer", model="double", inputs=inputs, **fields)
 
     def close(self) -> None:
-        self.sock.close()
+        super().close()
         if self.memory >= 0:
             os.close(self.memory)
 
@@ -307,7 +300,7 @@ def test_what_a_client_changes_after_it_asked_does_not_count(
     own[:] = bytes(4 * WIDTH)
     (held,) = server.held
     server.finish(held)
-    (y,) = peer.hear().parts[2:]
+    (y,) = peer.hear()[2:]
     assert (np.frombuffer(y, dtype=np.float32) == 2).all()
 
 
@@ -332,7 +325,7 @@ def _lie(peer: Raw, what: str) -> None:
         case "a header in the share":
             peer.sock.send(pack_table([(10, 0)]))
         case "parts taken that were not lent":
-            peer.send(op="ping", taken=1)
+            peer.say(op="ping", taken=1)
         case "a part too large":
             peer.sock.send(pack_table([(10, INLINE), (1 << 40, INLINE)]))
         case "parts without end":
@@ -384,9 +377,9 @@ def _with_an_answer_that_waits(server: FakeScheduler, peer: Raw) -> Any:
 
 def test_a_ping_behind_a_large_answer_is_answered(server: FakeScheduler, peer: Raw) -> None:
     wanted = _with_an_answer_that_waits(server, peer)
-    peer.send(op="ping")
-    peer.send(op="stats")
-    answers = [peer.hear().parts for _ in range(3)]
+    peer.say(op="ping")
+    peer.say(op="stats")
+    answers = [peer.hear() for _ in range(3)]
     assert bytes(answers[0][2]) == wanted.tobytes()
     assert b"protocol" in bytes(answers[1][1])
     assert b"malformed" in bytes(answers[2][1])
@@ -396,11 +389,11 @@ def test_a_second_hello_does_not_change_what_is_on_its_way(
     server: FakeScheduler, peer: Raw
 ) -> None:
     wanted = _with_an_answer_that_waits(server, peer)
-    peer.send(op="hello")
+    peer.say(op="hello")
     with ps.Client(server.listeners.ipc.address) as other:
         other.infer("double", rows(8, seed=1))  # it would get the room of the answer
-    assert bytes(peer.hear().parts[2]) == wanted.tobytes()
-    assert b"hello" in bytes(peer.hear().parts[1])
+    assert bytes(peer.hear()[2]) == wanted.tobytes()
+    assert b"hello" in bytes(peer.hear()[1])
 
 
 def test_a_share_is_brought_when_there_is_room_for_it(server: FakeScheduler) -> None:
@@ -430,8 +423,8 @@ def test_a_share_is_brought_when_there_is_room_for_it(server: FakeScheduler) -> 
 
 def test_only_an_inference_may_name_a_place(server: FakeScheduler, peer: Raw) -> None:
     peer.greeted()
-    peer.send(bytes(100), places=(0,), op="put", body={"digest": "0" * 64})
-    assert b"only an inference" in bytes(peer.hear().parts[1])
+    peer.say(bytes(100), places=(0,), op="put", body={"digest": "0" * 64})
+    assert b"only an inference" in bytes(peer.hear()[1])
 
 
 def test_descriptors_that_a_peer_sends_are_closed(server: FakeScheduler, peer: Raw) -> None:
@@ -440,7 +433,7 @@ def test_descriptors_that_a_peer_sends_are_closed(server: FakeScheduler, peer: R
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [peer.memory] * 50))]
     header = encode_header(RequestHeader(v=1, op="ping", id="1"))
     peer.sock.sendmsg([pack_table([(len(header), INLINE)]) + header], rights)
-    assert peer.hear().parts[0] == MAGIC
+    assert peer.hear()[0] == MAGIC
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -450,8 +443,8 @@ def test_a_client_that_could_not_map_its_share_is_answered_through_the_socket(
     peer.greeted()
     peer.stream.share = None
     x: Any = ({"name": "", "dtype": "float32", "shape": (1, WIDTH), "frame": 0},)
-    peer.send(bytes(4 * WIDTH), op="infer", model="double", inputs=x)
-    assert bytes(peer.hear().parts[2]) == bytes(4 * WIDTH)
+    peer.say(bytes(4 * WIDTH), op="infer", model="double", inputs=x)
+    assert bytes(peer.hear()[2]) == bytes(4 * WIDTH)
 
 
 STRANGER = """
