@@ -299,7 +299,8 @@ class KeyedDoor:
         except zmq.ZMQError:  # EHOSTUNREACH: ROUTER_MANDATORY tells us
             self._part(caller)
             return
-        self._stir()
+        finally:
+            self._stir()
         if caller.is_full:
             caller.is_full = False
             self._loop.add_reader(stream.fileno(), self._answers, caller, stream)
@@ -381,12 +382,14 @@ def inode_of(fd: int, port: int = 0) -> int:
 @contextlib.contextmanager
 def held(fd: int) -> Iterator[socket.socket]:
     """The socket of that number now, whatever becomes of the number. OSError: it is none."""
-    with os.fdopen(os.dup(fd), "rb", buffering=0) as file:
-        sock = socket.socket(fileno=file.fileno())
-        try:
-            yield sock
-        finally:
-            sock.detach()
+    duplicate = os.dup(fd)
+    try:
+        sock = socket.socket(fileno=duplicate)
+    except OSError:
+        os.close(duplicate)
+        raise
+    with sock:
+        yield sock
 
 
 def received_bytes(fd: int) -> int:

@@ -400,6 +400,20 @@ def test_a_number_that_means_something_else_now_is_left_alone(pair: Pair) -> Non
     right.close()
 
 
+def test_a_number_that_is_no_socket_leaves_no_descriptor(tmp_path: Path) -> None:
+    folder = os.open(tmp_path, os.O_RDONLY)
+    wake = os.eventfd(0)
+    try:
+        before = set(descriptors())
+        for number in (folder, wake, 10_000):
+            assert keyed.inode_of(number, 5555) == 0
+            assert keyed.received_bytes(number) == 0
+        assert set(descriptors()) == before
+    finally:
+        os.close(folder)
+        os.close(wake)
+
+
 def test_every_interface_with_keys_serves_with_its_events(tmp_path: Path) -> None:
     guarded = Guarded(tmp_path, listen="tcp://0.0.0.0:0")
     try:
