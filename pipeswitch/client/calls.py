@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import InvalidStateError
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 
@@ -37,9 +37,14 @@ from ..wire.frames import (
     decode_reply,
     encode_header,
 )
-from .links import AnyLink, StreamLink, Watcher
+from .links import StreamLink, Watcher
+
+if TYPE_CHECKING:
+    from .keyed import ZmqLink
 
 logger = logging.getLogger(__name__)
+
+AnyLink: TypeAlias = "StreamLink | ZmqLink"
 
 MAX_TRIES: Final = 3  # of a safe call over broken connections
 MAX_WAIT_S: Final = 2_000_000.0  # a poll counts milliseconds in 31 bits; longer is for ever

@@ -28,8 +28,7 @@ from ..errors import (
 )
 from ..wire.frames import ZMTP
 from ..wire.keys import ClientKeys
-from .calls import Calls
-from .links import AnyLink
+from .calls import AnyLink, Calls
 
 CLOSE_FLUSH_MS: Final = 200
 AGAIN_S: Final = 0.05  # between looks for a server that is not there

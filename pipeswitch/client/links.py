@@ -12,13 +12,10 @@ import socket
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol
 
 from ..wire.frames import INLINE, pack_table
 from ..wire.stream import SHARED_BYTES, Share, Stream, keep_alive
-
-if TYPE_CHECKING:
-    from .keyed import ZmqLink
 
 MAX_REPLY_BYTES: Final = 1 << 32  # of one frame; the server we chose is trusted more than a client
 BURST_MESSAGES: Final = 16
@@ -213,9 +210,6 @@ class StreamLink(Link):
         """What the socket does not take at once is lost."""
         self._flush()
         self.stream.close()
-
-
-AnyLink: TypeAlias = "StreamLink | ZmqLink"
 
 
 def _copy(target: Any, source: Any) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from ..errors import Cancelled, no_server
-from .calls import Calls
-from .links import AnyLink, StreamLink
+from .calls import AnyLink, Calls
+from .links import StreamLink
 
 INLINE_BYTES: Final = 1 << 20  # copied by the loop itself; more, by a thread meanwhile
 

@@ -320,7 +320,7 @@ class Frontend:
                 self._hello(peer, header)
             elif header.op == "ping" and not header.body:
                 self._reply_now(peer, header.id, body=self._about(peer.standing))
-            elif header.op == "caller" and not header.session:
+            elif header.op == "caller" and peer.client is None:
                 peer.standing = _caller_of(peer.standing, header)
             else:
                 client = peer.client

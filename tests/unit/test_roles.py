@@ -28,7 +28,7 @@ from pipeswitch.roles import (
     parse_roles,
 )
 from pipeswitch.wire.frames import Op
-from pipeswitch.wire.keys import EVENTS_DOMAIN, AllowList, KeyFolder, make_pair
+from pipeswitch.wire.keys import AllowList, KeyFolder, make_pair
 
 ROOT = Path(__file__).parents[2]
 STRANGER = Standing(tenant=ANYONE)
@@ -134,15 +134,6 @@ def test_a_file_that_is_called_like_clients_without_keys_admits_nobody(folder: K
     public = admitted(folder, "a")
     (folder.clients_path / "a.key").rename(folder.clients_path / f"{ANYONE}.key")
     assert not AllowList(folder).callback("pipeswitch", public)
-
-
-def test_events_are_for_operators(folder: KeyFolder) -> None:
-    reader, other = admitted(folder, "a", "operate"), admitted(folder, "b", "register")
-    allowed = AllowList(folder)
-    assert allowed.callback("pipeswitch", other)
-    assert allowed.callback(EVENTS_DOMAIN, reader)
-    assert not allowed.callback(EVENTS_DOMAIN, other)
-    assert AllowList(folder, parse_roles(["operate"])).callback(EVENTS_DOMAIN, other)
 
 
 def test_an_address_adds_its_roles_to_those_of_each_key(folder: KeyFolder) -> None:
