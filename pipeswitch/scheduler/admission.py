@@ -13,7 +13,7 @@ from ..errors import (
 )
 from ..ipc.messages import ModelName
 from ..shares import left
-from .core import Core
+from .core import DUE, PLACES, QUEUE, TURN, WORKERS, Core
 from .device import Device
 from .device_state import DeviceState
 from .endings import batch_of, quarantined
@@ -108,7 +108,7 @@ class Admission:
         device.take(request, is_early=is_early)
         for at_ms in (request.hopeless_at_ms, request.deadline_at_ms):
             if at_ms is not None:
-                core.look_again(at_ms)
+                core.look_again(at_ms, DUE)
                 break
 
     def _of_a_version_that_is_there(self, event: InferArrived) -> InferArrived:
@@ -173,7 +173,6 @@ class Admission:
         """Its bytes are in the host store: requests that came before are dispatched in order."""
         for device in self._machine.devices:
             for request in device.state.early.of(model.name):
-                device.state.early.discard(request)
                 self._place(device.state, request)
 
     def not_stored(self, model: Model, error: PipeSwitchError) -> None:
@@ -182,7 +181,7 @@ class Admission:
             for request in device.state.early.of(model.name):
                 device.state.refuse(request, TaskEvent.ERROR, error)
 
-    def rehome(self) -> None:
+    def rehome(self) -> int:
         """What waits where no memory daemon is goes to where one is.
 
         Not before the workers there are reaped: one of them may still write a request's outputs.
@@ -192,8 +191,9 @@ class Admission:
         for device in self._machine.devices if len(states) > 1 else ():
             self._avoid_pinned(device)
         ready = [state.is_daemon_ready for state in states]
+        wants = QUEUE | PLACES if len(states) > 1 else 0
         if all(ready) or not any(ready):
-            return
+            return wants
         for state in states:
             if not state.is_daemon_ready and not state.has_processes:
                 for request in (*state.queue, *state.early):
@@ -201,9 +201,8 @@ class Admission:
                     if lost is not None:
                         state.refuse(request, TaskEvent.ERROR, lost)
                         continue
-                    state.queue.discard(request)
-                    state.early.discard(request)
                     self._place(state, request)
+        return wants
 
     def _avoid_pinned(self, device: Device) -> None:
         state = device.state
@@ -212,31 +211,35 @@ class Admission:
             if device.arena.may_take(state.replicas[name], requests[0].size_bytes):
                 continue
             for request in requests:
-                state.queue.discard(request)
                 self._place(state, request)
 
-    def relieve(self) -> None:
+    def relieve(self) -> int:
         """What came last and waits for a task's end goes to a device that has nothing to do, where
         it would compute sooner: the others are then less far from their turn."""
         states = [device.state for device in self._machine.devices]
-        if len(states) == 1 or all(state.is_busy or not state.is_ready for state in states):
-            return
+        if len(states) == 1:
+            return 0
+        wants = QUEUE | TURN | PLACES | WORKERS
+        if all(state.is_busy or not state.is_ready for state in states):
+            return wants
         for state in states:
             request = state.last_waiting if state.current is not None else None
-            if request is None:
-                continue
-            model = self._machine.models[request.model]
-            if self._machine.placing.request(model, request)[0].state is not state:
-                state.queue.discard(request)
+            if request is not None:
                 self._place(state, request)
+        return wants
 
     def _place(self, state: DeviceState, request: Request) -> None:
-        """One that waited there already."""
+        """One that waited there already; where it is best off there, it keeps its place."""
         model = self._machine.models[request.model]
-        place, request.placed = self._machine.placing.request(model, request)
-        if place.state is not state:
-            del state.requests[request.token]
-        place.state.take(request, is_early=model.state.state in MODEL_AWAITED)
+        place, placed = self._machine.placing.request(model, request)
+        is_early = model.state.state in MODEL_AWAITED
+        if place.state is state and is_early == (request.token in state.early):
+            return
+        request.placed = placed
+        state.queue.discard(request)
+        state.early.discard(request)
+        del state.requests[request.token]
+        place.state.take(request, is_early=is_early)
 
 
 def _full(what: str, waiting: int, own: int, setting: str, limit: int) -> QueueFull:

@@ -12,7 +12,7 @@ from ..errors import PipeSwitchError
 from ..ipc.messages import BindTenant, JobName, Message, ModelName, Slot
 from ..planning.profile import Profile
 from .accounts import Accounts
-from .core import Core, SchedulerSettings
+from .core import PLACES, QUEUE, TURN, WORKERS, Core, SchedulerSettings
 from .events import KillWorker, OfDevice, SpawnWorker, ToDaemon, Token, ToWorker
 from .lines import IsResident
 from .policies import View
@@ -139,6 +139,7 @@ class DeviceState:
         """A model comes to the device, or leaves it, or is pinned there: ranks follow from it."""
         before = replica.residency.state
         after = replica.residency.apply(event, cause)
+        self.core.touched |= PLACES | QUEUE
         self.queue.changed(replica.name)
         self.sending.pop(replica.name, None)
         if replica.is_being_sent:
@@ -152,11 +153,13 @@ class DeviceState:
     def take(self, request: Request, *, is_early: bool = False) -> None:
         """It waits here from now on; an early one until its model is in the host store."""
         self.requests[request.token] = request
+        self.core.touched |= QUEUE
         (self.early if is_early else self.queue).add(request)
 
     def refuse(self, request: Request, event: TaskEvent, error: PipeSwitchError) -> None:
         """A request's bad end: it waits no more and reads why."""
         request.state.apply(event, type(error).__name__)
+        self.core.touched |= QUEUE
         self.queue.discard(request)
         self.early.discard(request)
         self.requests.pop(request.token)
@@ -166,6 +169,7 @@ class DeviceState:
     def spawn(self, worker: Worker) -> None:
         """A fresh process for its slot; the one that is there is killed."""
         self.reset(worker)
+        self.core.touched |= WORKERS
         self.emit(SpawnWorker(slot=worker.slot, generation=worker.generation))
 
     @staticmethod
@@ -216,4 +220,5 @@ class DeviceState:
         if worker.state.allows(WorkerEvent.KILLED):
             worker.state.apply(WorkerEvent.KILLED, reason)
             worker.kill_reason, worker.is_blamed = reason, blame
+            self.core.touched |= WORKERS | TURN
             self.emit(KillWorker(slot=worker.slot, generation=worker.generation, reason=reason))

@@ -10,6 +10,7 @@ from ..ipc.messages import JobName, JoinedRequest, ModelName, RunInference
 from .accounts import Charge
 from .arena import Arena
 from .batching import Batch, batch_for, begins_at_ms
+from .core import DUE, PLACES, QUEUE, TURN
 from .device_state import DeviceState
 from .endings import quarantined
 from .events import ToWorker
@@ -116,7 +117,7 @@ class Dispatch:
             if len(blocked) == MOST_BLOCKED or not all(
                 core.judge.may_overtake(view, other, now) for other in blocked
             ):
-                return False  # 5.
+                break  # 5.
             model = device.replicas[request.model].model
             if model.state.state is ModelState.QUARANTINED:  # for what it did on another device
                 device.refuse(request, TaskEvent.ERROR, quarantined(model))
@@ -129,6 +130,9 @@ class Dispatch:
             if self._dispatch(request):
                 return True
             blocked.append(view)
+        # Time alone may change who goes first, and who may overtake.
+        again_at_ms = device.accounts.again_at_ms
+        self._look_again(min(again_at_ms, device.queue.until_ms) if blocked else again_at_ms)
         return False
 
     def _is_held(self, request: Request) -> bool:
@@ -138,15 +142,25 @@ class Dispatch:
         if replica.built.batching is None:
             return False
         at_ms = begins_at_ms(device, replica, batch_for(device, replica, request))
-        if core.now_ms < at_ms < core.wakeups.next_ms:  # a look that comes before finds it again
-            core.look_again(at_ms)
+        self._look_again(at_ms)
         return core.now_ms < at_ms
 
-    def keep_order(self) -> None:
+    def _look_again(self, at_ms: float) -> None:
+        """Unless a look that comes before finds it again."""
+        if self._core.now_ms < at_ms < self._core.wakeups.first_ms(DUE):
+            self._core.look_again(at_ms, DUE)
+
+    def keep_order(self) -> int:
         """Rank what has changed, also while nothing can be dispatched."""
         self._device.queue.settle(*self._device.seen)
+        return QUEUE | TURN | PLACES
 
-    def look_ahead(self) -> None:
+    def look_ahead(self) -> int:
+        """The next request's model comes while others compute."""
+        self._look_ahead()
+        return QUEUE | TURN | PLACES
+
+    def _look_ahead(self) -> None:
         """The link is idle, a task computes and another has its turn next: send the model of the
         next request that has none on the device. Only where it fits beside what is used, pinned
         or waited for; the request is dispatched later, in its own order."""
@@ -243,6 +257,7 @@ class Dispatch:
         )
         replica.ahead_epoch = NO_EPOCH
         epoch = core.next_epoch()
+        core.touched |= QUEUE | TURN
         note_end(device, request)
         charge = None if request.trial_batch else self._charge(replica, batch)
         for one in batch.requests:

@@ -16,6 +16,7 @@ from ..ipc.messages import Epoch, InferenceDone, InferenceFailed, SlabTensor
 from ..programs.dims import BATCH
 from ..programs.layout import Manifest
 from .batching import failed
+from .core import DUE, MEASURED
 from .device_state import DeviceState
 from .events import Answer
 from .records import Activation, ColdSwitch, EndedTrial, Model, Replica, Request, Worker
@@ -54,6 +55,7 @@ class Endings:
             requests[0].state.apply(TaskEvent.FINISHED, "measured")
             device.requests.pop(activation.token)
             device.ended_trial = EndedTrial(activation, message)
+            core.touched |= MEASURED
             return
         if activation.joined:
             replica.model.failed_joins = 0
@@ -91,6 +93,7 @@ class Endings:
         self._device.predictions.computed(replica.name, activation.batch, took_ms, now_ms)
         self._device.queue.changed(replica.name)
         if not activation.was_resident and not replica.kept_bytes:
+            self._core.touched |= MEASURED
             self._device.cold_switches.append(
                 ColdSwitch(
                     model=replica.name,
@@ -157,7 +160,7 @@ class Endings:
             took_ms = core.now_ms - activation.began_at_ms if activation.began_at_ms else 0.0
             rests_until_ms = self._device.accounts.settle(charge, took_ms, core.now_ms)
             if rests_until_ms > core.now_ms:
-                core.look_again(rests_until_ms)
+                core.look_again(rests_until_ms, DUE)
 
     def _task(self, worker: Worker, epoch: Epoch) -> Activation | None:
         """The activation of that epoch, if it is this worker's."""
@@ -180,6 +183,7 @@ class Endings:
         request.state.apply(TaskEvent.ERROR, type(error).__name__)
         device.requests.pop(request.token)
         device.ended_trial = EndedTrial(activation, error=error)
+        self._core.touched |= MEASURED
 
     def worker_died(self, worker: Worker, status: int, begun_epoch: int | None) -> None:
         """Its process is reaped: dispatch the request again, or give up on it.
@@ -206,7 +210,7 @@ class Endings:
         if is_blamed and activation.charge is not None and not activation.joined:
             barred_until_ms = device.accounts.died(activation.charge, self._core.now_ms)
             if barred_until_ms > self._core.now_ms:
-                self._core.look_again(barred_until_ms)
+                self._core.look_again(barred_until_ms, DUE)
         if not activation.joined:
             request.deaths += is_blamed
         elif is_blamed:

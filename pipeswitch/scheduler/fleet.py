@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..ipc.messages import ForgetModel, JobName, ModelName, ModelPrepared, PrepareModel, Slot
+from .core import MEASURED, QUEUE, TURN, WORKERS
 from .device_state import DeviceState
 from .events import SpawnDaemon, ToWorker, Warn
 from .records import NO_TURN, Worker
@@ -84,21 +85,27 @@ class Fleet:
 
     # -- workers ------------------------------------------------------------------------------
 
-    def pump(self) -> None:
+    def pump(self) -> int:
         """Respawn what is missing and due; let standbys prepare what they do not know yet."""
         core, device = self._core, self._device
         if not self.is_daemon_alive and self._daemon_respawn_at_ms is not None:
             if device.has_processes:
-                return
+                return WORKERS
             if core.now_ms >= self._daemon_respawn_at_ms:
                 self._spawn_daemon()
             else:
-                core.look_again(self._daemon_respawn_at_ms)
-            return
-        if device.is_daemon_ready:
-            self._spawn_missing()
-            self._prepare_idle()
-            self._keep_one_unbound()
+                core.look_again(self._daemon_respawn_at_ms, WORKERS)
+            return WORKERS
+        if not device.is_daemon_ready:
+            return WORKERS
+        self._spawn_missing()
+        self._prepare_idle()
+        self._keep_one_unbound()
+        workers = device.workers.values()
+        is_idle = not core.settings.separates_tenants and all(
+            worker.job is not None or worker.complete_at == core.edition for worker in workers
+        )
+        return WORKERS if is_idle else WORKERS | QUEUE | TURN | MEASURED
 
     def _wanted_slots(self) -> int:
         """1 active + N standby; suspended workers do not count as standbys."""
@@ -116,7 +123,7 @@ class Fleet:
             if worker.is_alive:
                 continue
             if worker.respawn_at_ms is not None and core.now_ms < worker.respawn_at_ms:
-                core.look_again(worker.respawn_at_ms)
+                core.look_again(worker.respawn_at_ms, WORKERS)
                 continue
             worker.state.apply(WorkerEvent.RESPAWNED, f"generation {worker.generation + 1}")
             device.spawn(worker)

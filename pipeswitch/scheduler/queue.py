@@ -108,6 +108,12 @@ class Queue:
         assert self._lines is not None
         self._lines.settle(is_resident, current, view)
 
+    @property
+    def until_ms(self) -> float:
+        """When time alone changes a rank next."""
+        assert self._lines is not None
+        return self._lines.until_ms
+
     def held(self, caller: str, model: str = "") -> int:
         """How many of a caller's wait here, of a model or in all."""
         return self._held[caller, model]

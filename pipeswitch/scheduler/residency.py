@@ -7,6 +7,7 @@ from ..planning.grouping import Plan
 from ..programs.groups import regrouped
 from ..programs.layout import REGION_ALIGN_BYTES, aligned
 from .arena import WHOLE, Arena, Rest
+from .core import PLACES, QUEUE, TURN, WORKERS
 from .device_state import DeviceState
 from .records import Replica
 from .regions import Window
@@ -70,6 +71,7 @@ class Residents:
             replica.first_word = words.offset_bytes
         replica.manifest, replica.plan = manifest, plan
         self._core.edition += 1
+        self._core.touched |= WORKERS
         return True
 
     def transmit(self, replica: Replica, window: Window, cause: str) -> Epoch:
@@ -264,24 +266,29 @@ class Residents:
                 self._device.move(replica, ResidencyEvent.ABANDONED, "a request needs the link")
                 device.tell_daemon(CancelTransmit(epoch=replica.residency_epoch))
 
-    def bring_pinned(self) -> None:
+    def bring_pinned(self) -> int:
         """Pinned models that are not on the device come back when nothing waits for the link."""
         core, device = self._core, self._device
+        if not core.pins:
+            return 0
         if device.queue or device.upcoming is not None or not device.is_daemon_ready:
-            return
-        for replica in device.replicas.values():
+            return QUEUE | TURN | PLACES
+        for name in core.pins:
+            replica = device.replicas.get(name)
             if (
-                replica.model.want_pinned
+                replica is not None
+                and replica.model.want_pinned
                 and device.may_serve(replica.model)
                 and replica.model.state.state is ModelState.READY
                 and replica.residency.state in (Residency.HOST, Residency.PARTIAL)
             ):
                 if core.now_ms < replica.retry_at_ms:
-                    core.look_again(replica.retry_at_ms)
+                    core.look_again(replica.retry_at_ms, PLACES)
                     continue
                 window = self._arena.find_place(replica, for_request=False)
                 if window is not None and not self._arena.obstacles(window):
                     self.transmit(replica, window, "pinned")
+        return QUEUE | TURN | PLACES
 
     def refused(self, epoch: Epoch, reason: str) -> None:
         """The daemon refused a copy, or failed at it: no other answer to it will come."""

@@ -19,7 +19,7 @@ from ..errors import (
 )
 from ..ipc.messages import Epoch, ModelName, RunStage, Slot, StageDone, StageFailed, StageReady
 from ..programs.stages import Stage
-from .core import Core
+from .core import QUEUE, STAGES, Core
 from .events import (
     FromStage,
     KillStage,
@@ -97,7 +97,7 @@ class Stages:
         """It was admitted; ``prepared`` gives it back."""
         self._raws[request.token] = Raw(request, stage, born, tenant)
         if request.deadline_at_ms is not None:
-            self._core.look_again(request.deadline_at_ms)
+            self._core.look_again(request.deadline_at_ms, STAGES)
         self.advance()
 
     def prepared(self, event: Prepared) -> Request | None:
@@ -152,6 +152,7 @@ class Stages:
     def _refuse(self, raw: Raw, event: TaskEvent, error: PipeSwitchError) -> None:
         request = raw.request
         request.state.apply(event, type(error).__name__)
+        self._core.touched |= QUEUE
         del self._raws[request.token]
         error.request_id = request.request_id
         self._core.refuse(request.token, error)
@@ -215,13 +216,13 @@ class Stages:
                 self._refuse(raw, TaskEvent.ERROR, _lost(raw, event.status))
         elif is_blamed and not was_called:  # of itself, not of a function
             process.respawn_at_ms = core.now_ms + core.settings.restart_backoff_ms
-            core.look_again(process.respawn_at_ms)
+            core.look_again(process.respawn_at_ms, STAGES)
         if not process.is_copied:
             process.token = None
         core.counts["stage_restarts"] += 1
         self.advance()
 
-    def advance(self) -> None:
+    def advance(self) -> int:
         """Give each free process the most urgent request that waits."""
         self._expire()
         held = {process.token for process in self.processes}
@@ -239,6 +240,7 @@ class Stages:
                 process.generation = self._core.next_epoch()
                 process.state.apply(WorkerEvent.RESPAWNED)
                 self._core.emit(SpawnStage(slot=process.slot, generation=process.generation))
+        return STAGES
 
     def _call(self, process: Process, raw: Raw) -> None:
         core = self._core
@@ -248,7 +250,7 @@ class Stages:
         call = RunStage(epoch=process.epoch, function=raw.stage.function, inputs=raw.request.inputs)
         core.emit(ToStage(slot=process.slot, message=call, tenant=raw.tenant))
         if core.settings.max_stage_ms:
-            core.look_again(core.now_ms + core.settings.max_stage_ms)
+            core.look_again(core.now_ms + core.settings.max_stage_ms, STAGES)
 
     def _expire(self) -> None:
         """1. A deadline has passed, of one whose inputs are not being copied; 2. a call hangs."""

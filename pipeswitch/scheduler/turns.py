@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from ..ipc.messages import Turn
+from .core import HUNG
 from .device_state import DeviceState
 from .events import RaiseTurn
 from .records import Activation
@@ -66,8 +67,8 @@ class Turns:
         at_ms = min(late_at_ms, endless_at_ms)
         if core.now_ms < at_ms:
             # A look that comes before finds it again: many short tasks leave one, not one each.
-            if at_ms < core.wakeups.next_ms:
-                core.look_again(at_ms)
+            if at_ms < core.wakeups.first_ms(HUNG):
+                core.look_again(at_ms, HUNG)
             return None
         activation.hung_why = (
             "its task did not end after the deadline"

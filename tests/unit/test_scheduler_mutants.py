@@ -157,10 +157,10 @@ SHOWN_BY = {  # a life that did is tried before all others
 
 
 def request_placed_anew_before_the_reap(patch: Patch) -> None:
-    def rehome(self: Admission) -> None:
+    def rehome(self: Admission) -> int:
         with patch.context() as while_it_looks:
             while_it_looks.setattr(DeviceState, "has_processes", False)
-            _original_rehome(self)
+            return _original_rehome(self)
 
     patch.setattr(Admission, "rehome", rehome)
 

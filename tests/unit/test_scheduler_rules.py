@@ -42,6 +42,7 @@ from pipeswitch.ipc.messages import (
     InferenceDone,
     InferenceFailed,
     JobEnded,
+    JobReport,
     LeaseGranted,
     LeaseRefused,
     LeaseRequest,
@@ -1092,7 +1093,8 @@ def test_the_timeline_and_the_accounts_have_all_of_a_turn_that_outlasts_its_cycl
     job = rig.start_training()
     spans = []
     for at_ms in (1000.0, 2000.0, 2500.0):
-        rig.tick(at_ms)
+        rig.now_ms = at_ms
+        rig.worker(job.slot, JobReport(epoch=job.epoch, kind="progress", values={}))
         spans += rig.commands(ev.Span)
     rig.infer("a")
     rig.park(job, rig.state.upcoming.turn)
