@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from pipeswitch.benchmarks.replay import beside_greedy
+from benchmarks.replay import beside_greedy
 from pipeswitch.cli.main import main
 from pipeswitch.scheduler.events import Span
 from pipeswitch.simulator import arrivals, thesis
