@@ -38,7 +38,6 @@ from pipeswitch.planning.fit import quantile
 from pipeswitch.planning.profile import Profile
 from pipeswitch.simulator.arrivals import Arrival, of_functions, poisson
 from pipeswitch.simulator.costs import Costs, Link
-from pipeswitch.simulator.reference import greedy
 from pipeswitch.simulator.replay import (
     Outcome,
     PaperModel,
@@ -51,6 +50,7 @@ from pipeswitch.simulator.replay import (
 from pipeswitch.testing import server
 
 from .models import MIB
+from .reference import greedy
 from .trials import Arm, Numbers, Run, now_ms
 
 ADMISSION: Final = (

@@ -1,14 +1,84 @@
-"""The thesis' worked example, and how far its orders and their rivals are from the best. Pure."""
+"""The thesis' worked example, and how far its orders and their rivals are from the best.
+
+    python -m benchmarks.thesis [--windows 40]
+
+Prints the example; with ``--windows`` the orders of so many random windows instead.
+"""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-from ..planning.windows import RULES, Job, Memory, Order, exhaustive, makespan_ms
+from rich.table import Table
+
+from pipeswitch.cli import views
+from pipeswitch.planning.windows import (
+    UNLIMITED,
+    Job,
+    Memory,
+    Order,
+    alternating,
+    fifo,
+    ga,
+    johnson,
+    makespan_ms,
+    neh,
+)
+
+
+def sjf(jobs: Sequence[Job]) -> Order:
+    """The shortest next, where a model that the order has loaded costs no load."""
+    left, order, loaded = list(range(len(jobs))), [], set[str]()
+    while left:
+        ready = [i for i in left if _is_ready(jobs, i, left)]
+
+        def needs_ms(i: int) -> float:
+            return jobs[i].compute_ms + (0.0 if jobs[i].model in loaded else jobs[i].load_ms)
+
+        index = min(ready, key=needs_ms)
+        left.remove(index)
+        order.append(index)
+        loaded.add(jobs[index].model)
+    return tuple(order)
+
+
+def exhaustive(jobs: Sequence[Job], memory: Memory = UNLIMITED) -> Order:
+    """The best of all orders; for ten jobs at most, by the factorial."""
+    best: tuple[float, Order] = (math.inf, ())
+
+    def extend(order: Order, left: tuple[int, ...]) -> None:
+        nonlocal best
+        if not left:
+            best = min(best, (makespan_ms(jobs, order, memory), order))
+        for index in left:
+            if _is_ready(jobs, index, left):
+                extend((*order, index), tuple(i for i in left if i != index))
+
+    extend((), tuple(range(len(jobs))))
+    return best[1]
+
+
+def _is_ready(jobs: Sequence[Job], index: int, left: Sequence[int]) -> bool:
+    """Whether no earlier job of its client is left."""
+    client = jobs[index].client
+    return not client or not any(i < index and jobs[i].client == client for i in left)
+
+
+RULES: Final[dict[str, Callable[[Sequence[Job], Memory], Order]]] = {
+    "fifo": lambda jobs, memory: fifo(jobs),
+    "sjf": lambda jobs, memory: sjf(jobs),
+    "alternating": lambda jobs, memory: alternating(jobs),
+    "johnson": lambda jobs, memory: johnson(jobs),
+    "neh": neh,
+    "ga": ga,
+}
+"""Every way to order a window, by its name."""
 
 EXAMPLE: Final = (
     Job(model="A", load_ms=120.0, compute_ms=500.0),
@@ -65,14 +135,12 @@ class Gap:
     worst: float
 
 
-def gaps(instances: int, watch: Callable[[float], None] | None = None) -> Iterator[Gap]:
+def gaps(instances: int) -> Iterator[Gap]:
     """Each case, ratio and rule over random instances; the same ones at each call."""
     cells = [(case, ratio) for case in CASES for ratio in RATIOS]
-    for number, (case, ratio) in enumerate(cells):
+    for case, ratio in cells:
         found: dict[str, list[float]] = {name: [] for name in RULES}
         for seed in range(instances):
-            if watch is not None:
-                watch((number + seed / instances) / len(cells))
             jobs, memory = instance(Random(seed), case, ratio)
             best_ms = makespan_ms(jobs, exhaustive(jobs, memory), memory)
             for name in RULES:
@@ -108,3 +176,28 @@ def order_by(name: str, jobs: Sequence[Job], memory: Memory) -> Order:
     for begin in range(0, len(jobs), size):
         order += [begin + i for i in RULES[name](jobs[begin : begin + size], memory)]
     return tuple(order)
+
+
+def _example_table() -> Table:
+    rows = [dataclasses.asdict(total) for total in example()]
+    return views.table(rows, ("way", "order", "total_ms"))
+
+
+def _gaps_table(instances: int) -> Table:
+    cells: dict[tuple[str, float], dict[str, str]] = {}
+    for gap in gaps(instances):
+        row = cells.setdefault((gap.case, gap.ratio), {"case": gap.case, "ratio": f"{gap.ratio:g}"})
+        row[gap.rule] = f"{gap.mean:.1f} / {gap.worst:.0f}"
+    views.echo(f"makespan over the best order's, mean / worst of {instances} windows, percent\n")
+    return views.table(list(cells.values()), ("case", "ratio", *RULES))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--windows", type=int, default=0)
+    windows = parser.parse_args().windows
+    views.console().print(_gaps_table(windows) if windows else _example_table())
+
+
+if __name__ == "__main__":
+    main()

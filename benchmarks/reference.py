@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .arrivals import Arrival
-from .replay import NEAR_MS, PaperModel, Setting
+from pipeswitch.simulator.arrivals import Arrival
+from pipeswitch.simulator.replay import NEAR_MS, PaperModel, Setting
 
 
 @dataclass(slots=True)
