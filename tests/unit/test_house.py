@@ -65,7 +65,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "__init__": "client errors job",
     "testing": "client simulator",
     "gateway": "client errors frontend ipc programs roles shares units wire",
-    "cli": "__init__ client config devices errors ipc planning policies programs roles "
+    "cli": "__init__ client config devices errors ipc machine planning policies programs roles "
     "sandbox scheduler simulator units watchdog wire",
     "demo": "__init__ cli client errors job machine programs programs/build testing",
     "demo_digits": "demo",

@@ -20,10 +20,10 @@ from pipeswitch.errors import InvalidInput, OutOfDeviceMemory
 from pipeswitch.inputs.randomness import RandomState
 from pipeswitch.programs.layout import aligned
 
+from .host import JobHost
 from .layout import history_bytes, sparse_gradient_bytes
 from .objects import TrainedObjects, load_options, options_of
 from .place import PAST, Position, SavedImage
-from .protocols import CommitHost
 from .slice import TrainingSlice
 from .snapshot import Captured, DataState, captured
 from .torch_private import mark_optimizer_called, optimizer_was_called, version
@@ -52,7 +52,7 @@ class Committer:
     """Captures points of one bound slice, writes their images, restores them."""
 
     def __init__(
-        self, host: CommitHost, layout: TrainingSlice, past: Mapping[int, bytes], device: str
+        self, host: JobHost, layout: TrainingSlice, past: Mapping[int, bytes], device: str
     ) -> None:
         self._host = host
         self._layout = layout
