@@ -62,7 +62,7 @@ class Committer:
         self._copies_gradients = False
         self._has_state = False
         self._in_flight: Point | None = None
-        self._tensors_json: dict[bool, bytes] = {}
+        self._tensors_json = b""
         self.committed: Point | None = None
         self.last_duration_ms = 0.0
         for phase, image in past.items():
@@ -160,7 +160,7 @@ class Committer:
 
     def _adopt(self) -> None:
         if self._layout.adopt_optimizer_state():
-            self._tensors_json.clear()
+            self._tensors_json = b""
 
     def _copy_gradients(self, gradients: list[tuple[str, torch.Tensor, int]]) -> None:
         for name, gradient, _ in gradients:
@@ -201,8 +201,8 @@ class Committer:
             return dump_json({**base, **more})
         if not self._tensors_json:
             base = {name: place.entry() for name, place in self._layout.places.items()}
-            self._tensors_json[False] = dump_json(base)
-        return self._tensors_json[False]
+            self._tensors_json = dump_json(base)
+        return self._tensors_json
 
     def _refuse_growth(self, needed_bytes: int) -> None:
         if needed_bytes > self._layout.state.capacity_bytes:
@@ -264,7 +264,7 @@ class Committer:
         for key, optimizer in self._objects.optimizers.items():
             self._restore_optimizer(saved, key, optimizer)
         self._layout.adopt_optimizer_state()
-        self._tensors_json.clear()
+        self._tensors_json = b""
         flags = zip(self._objects.parameters.values(), saved.values["requires_grad"], strict=True)
         for parameter, flag in flags:
             parameter.requires_grad_(bool(flag))
