@@ -312,6 +312,9 @@ class SchedulerConfig(_Checked):
         "0", "a job whose device computes requests for so long moves to one that is idle; 0: it "
         "waits", parse_ms,
     )  # fmt: skip
+    look_ahead: bool = _setting(
+        True, "send the next request's model while the device computes, where it fits"
+    )
     training: str = _setting(
         "rotate", "which of several jobs trains next: rotate (in turns), fair (the least of the "
         "device's time so far), srtf (the one that ends first), pack (the smallest)",

@@ -111,6 +111,8 @@ class Hardware:
 @click.option("--max-wait", default="2s", show_default=True, help="As the server's max_wait.")
 @click.option("--admission/--no-admission", default=False,
               help="Refuse at once what cannot meet its deadline.")  # fmt: skip
+@click.option("--look-ahead/--no-look-ahead", default=True,
+              help="The link works ahead while the device computes.")  # fmt: skip
 @click.option("--deadlines/--no-deadlines", default=False,
               help="Requests carry it: one that waited longer is not computed.")  # fmt: skip
 @click.option("--speed-up", metavar="NUMBER", help="Of the trace (azure: 20, others: 1).")
@@ -152,7 +154,7 @@ def _ends_all_the_same() -> Iterator[None]:
 def _compare(
     name: str, as_json: bool, *, models: str, from_server: bool, policies: str, device: str,
     memory: str | None, slo: str, max_wait: str, deadlines: bool, speed_up: str | None,
-    admission: bool, requests: int | None, seed: int, plot: str | None,
+    admission: bool, look_ahead: bool, requests: int | None, seed: int, plot: str | None,
     timeline: str | None, jobs: Sequence[str], training: str, batch: int | None, batch_delay: str,
     batch_row: str | None,
 ) -> None:  # fmt: skip
@@ -187,7 +189,7 @@ def _compare(
     needed = {**sizes, **{f"job {job.name}": job.memory_bytes for job in trains}}
     settings = [
         (label, Setting(memory_bytes=size_bytes, costs=costs, training=order,
-                        policy=policy, slo_ms=slo_ms,
+                        policy=policy, slo_ms=slo_ms, look_ahead=look_ahead,
                         own=None if policy == SERIAL
                         else find_policy(policy, max_wait_ms=max_wait_ms),
                         has_deadlines=deadlines or admission,

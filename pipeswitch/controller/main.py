@@ -362,6 +362,7 @@ class Server:
             max_builds=MAX_BUILDS,
             max_models_per_client=config.server.max_models_per_client,
             admission=config.scheduler.admission,
+            look_ahead=config.scheduler.look_ahead,
             training=config.scheduler.training,
             placement=config.scheduler.placement,
             move_after_ms=config.scheduler.move_after_ms,

@@ -51,6 +51,7 @@ class SchedulerSettings:
     admission: str = "off"  # "deadline": what cannot be answered in time is refused at once
     weights: Mapping[str, float] = field(default_factory=dict)  # of callers; others have 1
     training: str = "rotate"  # of job_orders: which job has the device next
+    look_ahead: bool = True  # the link sends the next request's model while the device computes
     prefix_bytes: int = 0  # of the arena, for prefixes of models that had to leave; 0: none
     identity: Identity = UNKNOWN_DEVICE  # what profiles are measured on
     unix_offset_ms: float = 0.0  # from the scheduler's clock to the calendar

@@ -193,6 +193,7 @@ class Device:
         """Everything else that can be done now."""
         self.advance()
         self.dispatch.keep_order()
+        self.dispatch.look_ahead()
         self.profiling.pump()
         self.training.pump()
         self.residents.bring_pinned()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 from ..errors import DeadlineExceeded, OutOfDeviceMemory
-from ..ipc.messages import JobName, JoinedRequest, RunInference
+from ..ipc.messages import JobName, JoinedRequest, ModelName, RunInference
 from .accounts import Charge
 from .arena import Arena
 from .batching import Batch, batch_for, begins_at_ms
@@ -14,12 +15,13 @@ from .endings import quarantined
 from .events import ToWorker
 from .forecast import is_hopeless, note_end, too_late
 from .policies import Waiting
-from .records import NO_NAME, Activation, Replica, Request, Worker
+from .records import NO_EPOCH, NO_NAME, Activation, Replica, Request, Worker
 from .residency import Residents
 from .states import ModelState, Residency, TaskEvent, WorkerEvent, WorkerState
 from .training import Training
 from .turns import Turns
 
+MOST_AHEAD = 4  # requests among which the next cold one is looked for
 MOST_BLOCKED = 8  # models without memory that are looked past, each at the price of a search
 
 
@@ -144,6 +146,26 @@ class Dispatch:
         """Rank what has changed, also while nothing can be dispatched."""
         self._device.queue.settle(*self._device.seen)
 
+    def look_ahead(self) -> None:
+        """The link is idle, a task computes and another has its turn next: send the model of the
+        next request that has none on the device. Only where it fits beside what is used, pinned
+        or waited for; the request is dispatched later, in its own order."""
+        device = self._device
+        is_ahead = device.current is not None and device.upcoming is not None
+        if not is_ahead or device.sending or not device.settings.look_ahead:
+            return
+        if not device.is_daemon_ready:
+            return
+        for view, _ in itertools.islice(device.queue.heads(*device.seen), MOST_AHEAD):
+            replica = device.replicas[ModelName(view.model)]
+            if replica.is_on_device or self._core.now_ms < replica.retry_at_ms:
+                continue
+            window = self._arena.find_place(replica, for_request=False)
+            if window is not None and not self._arena.obstacles(window):
+                self._residents.transmit(replica, window, "it is next")
+                replica.ahead_epoch = replica.residency_epoch
+            return
+
     def _has_worker(self) -> bool:
         """A worker could begin. One that loads a program cannot, perhaps for seconds: it is given
         a task only where no task's end makes another one free before."""
@@ -211,11 +233,15 @@ class Dispatch:
     def activate(self, request: Request, replica: Replica, *, is_sent: bool) -> Activation:
         """Give the request to a worker, with those that are joined with it.
 
-        ``is_sent``: its model was sent for it just now, a switch.
+        ``is_sent``: its model was sent for it just now; sent ahead for it, that is a switch too.
         """
         core, device, manifest = self._core, self._device, replica.built
         batch = batch_for(device, replica, request)
         worker = self._pick_worker(replica)
+        is_switch = is_sent or (
+            replica.ahead_epoch != NO_EPOCH and replica.ahead_epoch == replica.residency_epoch
+        )
+        replica.ahead_epoch = NO_EPOCH
         epoch = core.next_epoch()
         note_end(device, request)
         charge = None if request.trial_batch else self._charge(replica, batch)
@@ -239,7 +265,7 @@ class Dispatch:
             was_resident=replica.residency.state in (Residency.RESIDENT, Residency.PINNED),
             residency_epoch=replica.residency_epoch,
             is_trial=request.trial_batch > 0,
-            kept_bytes=replica.kept_bytes if is_sent else 0,
+            kept_bytes=replica.kept_bytes if is_switch else 0,
             charge=charge,
         )
         device.upcoming = activation
@@ -270,9 +296,9 @@ class Dispatch:
             activation.preempted = device.training
             self._training.stop(device.training, activation.turn, activation.slot)
         if not activation.is_trial:
-            kind = "resident" if not is_sent else "prefix" if activation.kept_bytes else "cold"
+            kind = "resident" if not is_switch else "prefix" if activation.kept_bytes else "cold"
             core.counts[f"{kind}_dispatches"] += 1
-        if is_sent and not activation.is_trial:
+        if is_switch and not activation.is_trial:
             core.counts["switches"] += 1
             device.publish(
                 "switch.started",

@@ -150,6 +150,7 @@ class Replica:
     transmit_started_at_ms: float = 0.0
     transmit_ended_at_ms: float = 0.0
     transmission: TransmitEnded | None = None  # the last complete one
+    ahead_epoch: Epoch = NO_EPOCH  # of a copy that was sent ahead of its request
     is_prefetch: bool = False  # in flight only because of a hint: may be cancelled
     retry_at_ms: float = 0.0  # after a transmission that broke off
     users: int = 0  # dispatched tasks that read it now

@@ -117,6 +117,7 @@ class Setting:
     slo_ms: float = 100.0
     has_deadlines: bool = False
     admission: str = "off"
+    look_ahead: bool = True
     training: str = "rotate"
     is_known: bool = False
 
@@ -240,7 +241,7 @@ class _Replay(World):
             + sum(commits),
             words=words, max_queue=ENDLESS, max_queue_per_model=ENDLESS,
             max_waiting_builds=4 * len(models) + 4,
-            admission=setting.admission, training=setting.training,
+            admission=setting.admission, look_ahead=setting.look_ahead, training=setting.training,
         )  # fmt: skip
         super().__init__(
             Scheduler(settings, setting.own or setting.policy, setting.max_wait_ms),

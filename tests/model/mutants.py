@@ -45,6 +45,7 @@ _handle = Scheduler.handle
 _from_worker = Device.from_worker
 _end = Endings._end
 _queue_again = Endings._queue_again
+_find_place = Arena.find_place
 _done = Endings.done
 _request_died = Endings.worker_died
 _give = Turns.give
@@ -69,6 +70,8 @@ DEADLINE = replace(PREEMPTED, requests=2, deadlines=1)
 CANCELLED = replace(PREEMPTED, requests=2, cancels=1)
 DRAINED = replace(PREEMPTED, requests=0, drains=1)
 JOINED = replace(FAULTLESS, steps=0, requests=3, batch=2, is_coarse=True)
+AHEAD = Scope(name="ahead-full", steps=0, requests=4, asks="AABC", models=3, arena_mib=10,
+              is_coarse=True)  # fmt: skip
 HINTED = replace(PREEMPTED, models=2, groups=2, hints=1)
 LOST = Scope(name="device-lost", has_job=False, requests=2, models=2, devices=2, daemon_kills=1,
              daemon_restarts=0, is_coarse=True)  # fmt: skip
@@ -279,6 +282,10 @@ def _until_it_is_full(device: Any, replica: Any, batch: Any) -> float:
     return 0.0 if batch.is_full or not replica.is_on_device else math.inf
 
 
+def _place_for_request(self: Arena, replica: Any, *, for_request: bool) -> Any:
+    return _find_place(self, replica, for_request=True)
+
+
 def _on_both(self: Admission, state: DeviceState, request: Any) -> None:
     _place(self, state, request)
     state.requests.setdefault(request.token, request)
@@ -366,6 +373,8 @@ MUTANTS = (
     Mutant("a request waits for others without end", replace(JOINED, requests=2),
            ((dispatch, "begins_at_ms", _until_it_is_full),)),
     Mutant("a turn costs nothing", TURNS, ((Accounts, "charge", lambda *_: None),)),
+    Mutant("a copy ahead takes the place of a model that is waited for", AHEAD,
+           ((Arena, "find_place", _place_for_request),)),
     Mutant("a slice is not zeroed for its next owner", KILLED,
            ((Slices, "release", _not_zeroed),)),
     Mutant("what waits on a lost device stays there", LOST, ((Admission, "rehome", _spare),)),

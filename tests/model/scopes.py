@@ -31,6 +31,9 @@ QUICK: Final = (
 )  # fmt: skip
 FULL: Final = (
     Scope(name="join-kill", steps=0, requests=4, models=1, batch=2, kills=1, is_coarse=True),
+    Scope(name="ahead-full", steps=0, requests=4, asks="AABC", models=3, arena_mib=10,
+          is_coarse=True),
+    Scope(name="ahead", steps=0, requests=3, models=3, arena_mib=18, is_coarse=True),
     Scope(name="two-models", steps=2, requests=2, models=2, kills=1, is_coarse=True),
     Scope(name="late", steps=1, requests=1, models=1, kills=1, late=1, is_coarse=True),
     Scope(name="fine-kill", steps=1, requests=0, models=1, kills=1),

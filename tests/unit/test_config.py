@@ -112,9 +112,9 @@ def test_a_list_may_come_from_the_environment() -> None:
 
 
 def test_true_and_false_may_come_from_the_environment() -> None:
-    environ = {"HOME": "/h", "PIPESWITCH_SERVER__SHARES": "false"}
+    environ = {"HOME": "/h", "PIPESWITCH_SCHEDULER__LOOK_AHEAD": "false"}
     config = load(environ=environ | {"PIPESWITCH_GATEWAY__BEHIND_PROXY": "true"})
-    assert (config.server.shares, config.gateway.behind_proxy) == (False, True)
+    assert (config.scheduler.look_ahead, config.gateway.behind_proxy) == (False, True)
     with pytest.raises(ConfigError, match="'yes' is not true or false"):
         load(environ={"PIPESWITCH_GATEWAY__BEHIND_PROXY": "yes"})
 
