@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_type_hints
 
 from .errors import ConfigError
 from .roles import ANYONE, Role
@@ -473,16 +473,9 @@ WEIGHT: Final = _setting(
 )  # fmt: skip
 PROFILES_VARIABLE: Final = "PIPESWITCH_PROFILES_DIR"  # the one setting outside the sections
 SECTIONS: Final[Mapping[str, type[_Checked]]] = {
-    "server": ServerConfig,
-    "device": DeviceConfig,
-    "host": HostConfig,
-    "workers": WorkersConfig,
-    "preprocess": PreprocessConfig,
-    "scheduler": SchedulerConfig,
-    "jobs": JobsConfig,
-    "log": LogConfig,
-    "security": SecurityConfig,
-    "gateway": GatewayConfig,
+    name: kind
+    for name, kind in get_type_hints(Config).items()
+    if isinstance(kind, type) and issubclass(kind, _Checked)
 }
 
 
