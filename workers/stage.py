@@ -17,7 +17,7 @@ import signal
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -37,8 +37,10 @@ from pipeswitch.ipc.messages import (
 from pipeswitch.programs.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
 from pipeswitch.sandbox.confine import WORST
 from pipeswitch.units import nearest
+from pipeswitch.wire.frames import MAX_TENSORS
 
 Function = Callable[..., Any]
+MAX_NAME: Final = 128  # of an input
 
 
 class Unusable(Exception):
@@ -133,11 +135,15 @@ def _place(returned: Any, memory: memoryview) -> tuple[SlabTensor, ...]:
         Unusable: it is something else, or too large.
     """
     named = returned if isinstance(returned, Mapping) else {"": returned}
+    if len(named) > MAX_TENSORS:
+        raise Unusable(f"it returned {len(named)} arrays, a model takes {MAX_TENSORS} at most")
     placed, at = [], 0
     for name, value in named.items():
-        if not isinstance(name, str) or not isinstance(value, np.ndarray):
-            what = f"a dict with {name!r}: {type(value).__name__}" if named is returned else (
-                f"a {type(value).__name__}")  # fmt: skip
+        is_name = isinstance(name, str) and len(name) <= MAX_NAME and name.isprintable()
+        if not is_name or not isinstance(value, np.ndarray):
+            what = f"a {type(value).__name__}"
+            if named is returned:
+                what = f"a dict with {repr(name)[:80]}: {type(value).__name__}"
             raise Unusable(f"it returned {what}, not a numpy array or a dict of them by name")
         if value.dtype.name not in ITEM_BYTES:
             raise Unusable(f"it returned {name or 'an array'} of dtype {value.dtype}")
