@@ -17,7 +17,7 @@ import signal
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,10 +37,9 @@ from pipeswitch.ipc.messages import (
 from pipeswitch.programs.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
 from pipeswitch.sandbox.confine import WORST
 from pipeswitch.units import nearest
-from pipeswitch.wire.frames import MAX_TENSORS
 
 Function = Callable[..., Any]
-MAX_NAME: Final = 128  # of an input
+MAX_ARRAYS, MAX_NAME = 64, 128  # of a model's inputs
 
 
 class Unusable(Exception):
@@ -135,8 +134,8 @@ def _place(returned: Any, memory: memoryview) -> tuple[SlabTensor, ...]:
         Unusable: it is something else, or too large.
     """
     named = returned if isinstance(returned, Mapping) else {"": returned}
-    if len(named) > MAX_TENSORS:
-        raise Unusable(f"it returned {len(named)} arrays, a model takes {MAX_TENSORS} at most")
+    if len(named) > MAX_ARRAYS:
+        raise Unusable(f"it returned {len(named)} arrays, a model takes {MAX_ARRAYS} at most")
     placed, at = [], 0
     for name, value in named.items():
         is_name = isinstance(name, str) and len(name) <= MAX_NAME and name.isprintable()
