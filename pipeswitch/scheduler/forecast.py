@@ -78,6 +78,13 @@ def _all_ms(device: DeviceState, requests: list[Request]) -> float:
     )
 
 
+def waiting_ms(device: DeviceState, model: ModelName, caller: str) -> tuple[int, int]:
+    """What a model's requests that wait will compute, and this caller's of them."""
+    requests = device.queue.of(model)
+    own = [one for one in requests if one.caller == caller]
+    return round(_all_ms(device, requests)), round(_all_ms(device, own))
+
+
 def _runs(device: DeviceState, model: ModelName, rows: int, count: int) -> int:
     """In how many runs so many requests of a model are computed at the least."""
     manifest = device.replicas[model].manifest

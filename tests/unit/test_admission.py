@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeswitch.errors import DeadlineExceeded
+from pipeswitch.errors import DeadlineExceeded, QueueFull
 from pipeswitch.ipc.messages import ModelName
 from pipeswitch.programs.dims import Dim
 from pipeswitch.scheduler import events as ev
@@ -74,6 +74,27 @@ def test_of_a_burst_as_many_are_accepted_as_can_be_in_time_and_the_others_told_a
     server.run()
     ends = [server.answers[token][0] - began_ms for token in tokens[:10]]
     assert ends == [4.0 * n for n in range(1, 11)]
+
+
+def test_what_waits_for_a_model_is_bounded_in_time() -> None:
+    server = Server(admission="off", max_queue_time_ms=40.0)
+    flood = [server.ask(2, deadline_ms=None) for _ in range(9)]  # 20 ms each
+    full = [server.error(token) for token in flood[4:]]
+    assert not any(server.error(token) for token in flood[:4]), "two are dispatched"
+    assert {type(error) for error in full} == {QueueFull}
+    assert str(full[0]).startswith("40 ms of requests for m2 are waiting, 40 of them")
+    assert "max_queue_time" in full[0].hint
+    assert not any(server.error(server.ask(0, deadline_ms=None)) for _ in range(8)), "4 ms each"
+    server.run()
+    assert server.error(server.ask(2, deadline_ms=None)) is None
+
+
+def test_what_waits_for_a_model_may_be_anothers_but_for_the_rest_of_the_time() -> None:
+    server = Server(admission="off", max_queue_time_ms=80.0)
+    asked = [server.clients.infer(ModelName("m0"), caller="greedy") for _ in range(40)]
+    assert [server.error(token) is None for token in asked].index(False) == 2 + 15  # of 20
+    other = [server.clients.infer(ModelName("m0"), caller="modest") for _ in range(5)]
+    assert [server.error(token) is None for token in other] == [True] * 4 + [False]
 
 
 def test_without_admission_all_are_taken() -> None:
