@@ -48,8 +48,8 @@ def bench(
     """Measure this machine (none named: all).
 
     switch, throughput, pipeline, memory, workers, state, interference, request-path, gateway,
-    crowd, training, devices, shared-input, decisions, replay, batching; switchflow (its figures:
-    some of these again, and one more)
+    crowd, overload, training, devices, shared-input, decisions, replay, batching; switchflow (its
+    figures: some of these again, and one more)
     """
     run = part("pipeswitch.cli.bench", "run")
     chosen = [model for model in models.split(",") if model]
