@@ -36,21 +36,17 @@ def predicted_end_ms(device: DeviceState, request: Request) -> float:
 
 
 def _end(device: DeviceState, request: Request) -> tuple[float, float]:
-    """When it ends in the mean, and the squares of how far the runs until then scatter; 0 of one
-    that is next."""
+    """When it ends in the mean, and the squares of what runs until then take more (next: 0)."""
     now_ms, is_next = device.core.now_ms, request.token in device.queue
-    own_ms, own_square = _all_ms(device, [request])
-    if is_next:
-        ahead_ms = own_square = square = 0.0
-    else:
-        ahead_ms, square = _ahead_ms(device, request)
+    own_ms, spread_ms = _run_ms(device, request.model, request.batch)
+    ahead_ms, square = (0.0, 0.0) if is_next else _ahead_ms(device, request)
     ends_ms = free_at_ms(device, is_safe=not is_next) + ahead_ms + own_ms
     if _is_absent(device, request):
         # Groups are computed as they come: the first request ends after the last one came.
         load_ms = device.predictions.safe(request.model, request.batch).load_ms
         is_first = is_next or not device.queue.ahead(request)[0]
         ends_ms = max(ends_ms, now_ms + load_ms + (0.0 if is_first else own_ms))
-    return ends_ms, square + own_square
+    return ends_ms, 0.0 if is_next else square + spread_ms**2
 
 
 def _ahead_ms(device: DeviceState, request: Request) -> tuple[float, float]:

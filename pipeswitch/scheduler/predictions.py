@@ -17,28 +17,28 @@ OLD_MS: Final = 5000.0  # so long one measurement is believed, two for twice as 
 class Rolling:
     """The last measurements of one thing, in milliseconds."""
 
-    __slots__ = ("_ordered", "_sum", "_values", "fresh_at_ms", "high", "mean", "p50", "p95")
+    __slots__ = ("_ordered", "_values", "fresh_at_ms", "high", "p50", "p95")
 
     def __init__(self) -> None:
         self._values: deque[float] = deque()
         self._ordered: list[float] = []
-        self.high = self.mean = self.p50 = self.p95 = self.fresh_at_ms = self._sum = 0.0
+        self.high = self.p50 = self.p95 = self.fresh_at_ms = 0.0
 
     def add(self, value: float, now_ms: float) -> None:
         """One more; the oldest may go."""
         self.fresh_at_ms = now_ms
         ordered = self._ordered
         if len(ordered) == KEPT:
-            oldest = self._values.popleft()
-            del ordered[bisect.bisect_left(ordered, oldest)]
-            self._sum -= oldest
-        self._sum += value
+            del ordered[bisect.bisect_left(ordered, self._values.popleft())]
         self._values.append(value)
         bisect.insort(ordered, value)
         self.high = ordered[int(0.95 * (len(ordered) - 1))]  # one slow one of few is not believed
         self.p50 = ordered[(len(ordered) - 1) // 2]
-        self.mean = self._sum / len(ordered)
         self.p95 = ordered[math.ceil(0.95 * len(ordered)) - 1]
+
+    def mean(self) -> float:
+        """A few slow ones are not believed here either."""
+        return min(self.high, sum(self._ordered) / len(self._ordered))
 
     def is_old(self, now_ms: float) -> bool:
         """Whether it is time to measure again: a single slow one may have been a bad moment, and
@@ -134,7 +134,7 @@ class Predictions:
         return Safe(
             loads.high if loads is not None else 0.0,
             known.high if known is not None else 0.0,
-            min(known.mean, known.high) if known is not None else 0.0,
+            known.mean() if known is not None else 0.0,
         )
 
     def at_most_ms(self, model: str, batch: int) -> float:
