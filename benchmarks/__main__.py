@@ -31,6 +31,7 @@ BENCHMARKS: Final = {
     "request-path": "request_path",
     "gateway": "gateway",
     "crowd": "crowd",
+    "overload": "overload",
     "training": "training",
     "devices": "devices",
     "shared-input": "shared_input",

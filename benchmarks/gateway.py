@@ -81,7 +81,7 @@ def _latencies(bench: Run, name: str, size: int, running: RunningServer, client:
     asks: dict[str, Ask] = {"own": lambda: client.infer(model, x)}
     with contextlib.ExitStack() as stack:
         http = stack.enter_context(Http(running.http_address))
-        asks["http"] = functools.partial(http.ask, _binary_request(model, x))
+        asks["http"] = functools.partial(http.ask, binary_request(model, x))
         try:
             asks["grpc"] = stack.enter_context(grpc_caller(running.grpc_address, model, x))
         except ImportError:
@@ -100,7 +100,8 @@ def _timed(ask: Ask) -> Numbers:
     return {"total_ms": now_ms() - began_ms}
 
 
-def _binary_request(model: str, x: Any) -> bytes:
+def binary_request(model: str, x: Any, timeout_us: int = 0) -> bytes:
+    """Tensors behind the JSON, and so in the answer."""
     head = json.dumps(
         {
             "inputs": [
@@ -109,7 +110,7 @@ def _binary_request(model: str, x: Any) -> bytes:
                     "parameters": {"binary_data_size": x.nbytes},
                 }
             ],
-            "parameters": {"binary_data_output": True},
+            "parameters": {"binary_data_output": True, "timeout": timeout_us},
         }
     ).encode()  # fmt: skip
     lines = f"Inference-Header-Content-Length: {len(head)}\r\n"
@@ -172,11 +173,13 @@ def grpc_caller(
         yield lambda: infer(request, timeout=60, metadata=who)
 
 
-def infer_message(model: str, x: Any, name: str = "x") -> bytes:
+def infer_message(model: str, x: Any, name: str = "x", timeout_us: int = 0) -> bytes:
     """A ``ModelInferRequest`` with one raw tensor, without a protobuf library between."""
     tensor = _field(1, name.encode()) + _field(2, b"FP32")
     tensor += _field(3, b"".join(map(_number, x.shape)))
-    return _field(1, model.encode()) + _field(5, tensor) + _field(7, x.tobytes())
+    timeout = _field(1, b"timeout") + _field(2, b"\x10" + _number(timeout_us))
+    tensor = _field(4, timeout) + _field(5, tensor) + _field(7, x.tobytes())
+    return _field(1, model.encode()) + tensor
 
 
 def _field(number: int, data: bytes) -> bytes:

@@ -324,6 +324,9 @@ class SchedulerConfig(_Checked):
     max_queue_per_model: int = _setting(
         256, "of them for one model: a flood for one leaves room for the others", low=1
     )
+    max_queue_time_ms: float = _setting(
+        "0", "what waits for one model times what it takes, as measured; 0: no limit", parse_ms
+    )
     max_wait_ms: float = _setting("2s", "after this a waiting request goes first", parse_ms)
     commit_every_ms: float = _setting(
         "5s", "how often a training job's state is kept, in memory and on disk", parse_ms

@@ -24,6 +24,7 @@ from .forecast import (
     is_hopeless,
     is_worth_a_probe,
     too_late,
+    waiting_ms,
     will_be_measured,
 )
 from .machine import Machine
@@ -148,6 +149,12 @@ class Admission:
         limit = core.settings.max_queue_per_model
         if waiting and not left(limit, waiting, own):
             return _full(f"requests for {name}", waiting, own, "max_queue_per_model", limit)
+        if waiting and core.settings.max_queue_time_ms:  # a request waits where that is shortest
+            places = [state for state in states if state.may_serve(model) and not state.is_given_up]
+            waiting, own = min(waiting_ms(state, name, caller) for state in places)
+            limit = round(core.settings.max_queue_time_ms)
+            if waiting and not left(limit, waiting, own):
+                return _full(f"ms of requests for {name}", waiting, own, "max_queue_time", limit)
         return None
 
     def _lost(self, model: Model) -> ServerUnavailable | None:

@@ -58,6 +58,7 @@ class SchedulerSettings:
     standby: int = 2  # beside the active one; at least one is kept, or none could step in
     max_queue: int = 512
     max_queue_per_model: int = 256
+    max_queue_time_ms: float = 0.0  # of computing that waits for one model; 0: no limit
     max_builds: int = 1  # at once, one for each client
     max_models_per_client: int = 1000
     max_waiting_builds: int = 1024  # a client's share of them: shares.py
