@@ -1,4 +1,4 @@
-"""``python -m benchmarks overload``: more requests than the device can compute, and what admission makes of them.
+"""``overload``: more requests than the device can compute, and what admission makes of them.
 
 ``edf`` with ``--admission deadline``, one model, deadlines of 10 to 20 of its runs. Each door has
 Poisson arrivals at 1.5, 2 and 4 times the capacity (a closed loop, just before), from a process of

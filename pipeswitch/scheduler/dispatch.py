@@ -172,7 +172,10 @@ class Dispatch:
             return
         for view, _ in itertools.islice(device.queue.heads(*device.seen), MOST_AHEAD):
             replica = device.replicas[ModelName(view.model)]
-            if replica.is_on_device or self._core.now_ms < replica.retry_at_ms:
+            if replica.is_on_device:
+                continue
+            if self._core.now_ms < replica.retry_at_ms:
+                self._core.look_again(replica.retry_at_ms, PLACES)
                 continue
             window = self._arena.find_place(replica, for_request=False)
             if window is not None and not self._arena.obstacles(window):
