@@ -41,6 +41,7 @@ class Admission:
         self._core = core
         self._versions = versions
         self._machine = machine
+        self._states = [device.state for device in machine.devices]
         self.stages = Stages(core)
 
     def arrived(self, event: InferArrived) -> None:
@@ -92,18 +93,21 @@ class Admission:
             self._queue(request, model)
 
     def _queue(self, request: Request, model: Model) -> None:
-        """It waits for a device, unless its answer would come too late."""
+        """It waits for a device, unless it has one at once, or its answer would come too late."""
         core = self._core
         request.batch = batch_of(model.built, request.inputs)
         is_early = model.state.state in MODEL_AWAITED
         place, request.placed = self._machine.placing.request(model, request)
         device = place.state
-        if not is_early and (is_hopeless(device, request) or delays_another(device, request)):
-            request.is_probe = is_worth_a_probe(device, request)
-            if not request.is_probe:
-                core.refuse(request.token, too_late(device, request))
+        if device.settings.admission == "off":
+            if not is_early and place.dispatch.at_once(request):
                 return
-        if not is_early:
+        elif not is_early:
+            if is_hopeless(device, request) or delays_another(device, request):
+                request.is_probe = is_worth_a_probe(device, request)
+                if not request.is_probe:
+                    core.refuse(request.token, too_late(device, request))
+                    return
             will_be_measured(device, request)
         request.hopeless_at_ms = hopeless_at_ms(device, request)
         device.take(request, is_early=is_early)
@@ -124,9 +128,9 @@ class Admission:
         return replace(event, model=current.name, digest=current.manifest.digest)
 
     def _refusal(self, event: InferArrived) -> PipeSwitchError | None:
-        core, states = self._core, [device.state for device in self._machine.devices]
+        core = self._core
         model = self._machine.models.get(event.model)
-        if core.is_draining or core.has_left:
+        if core.drain_at_ms is not None or core.has_left:
             return ServerUnavailable("the server is draining", hint="try again when it is back")
         if model is None or model.state.state is ModelState.LEAVING:
             return ModelNotFound(f'no model "{event.model}"', hint="pipeswitch models")
@@ -138,6 +142,17 @@ class Admission:
         lost = self._lost(model)
         if lost is not None:
             return lost
+        for state in self._states:
+            if state.queue.requests or state.early.requests:
+                break
+        else:
+            if not self.stages.waits:
+                return None  # whatever the limits are
+        return self._full(event, model)
+
+    def _full(self, event: InferArrived, model: Model) -> QueueFull | None:
+        """Why it may not wait beside those that do."""
+        core, states = self._core, self._states
         queues = [queue for state in states for queue in (state.queue, state.early)]
         caller, name = event.caller, event.model
         waiting = sum(map(len, queues)) + len(self.stages)
@@ -159,9 +174,9 @@ class Admission:
 
     def _lost(self, model: Model) -> ServerUnavailable | None:
         """Why it is served no more: each device that may is given up."""
-        states = [device.state for device in self._machine.devices]
-        if any(state.may_serve(model) and not state.is_given_up for state in states):
-            return None
+        for state in self._states:
+            if not state.is_given_up and state.may_serve(model):
+                return None
         return ServerUnavailable(
             f'"{model.name}" is limited to {", ".join(model.devices)}, which this server has lost',
             hint="restart the server, or register the model without devices",

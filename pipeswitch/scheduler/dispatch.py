@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from typing import Final
 
 from ..errors import DeadlineExceeded, OutOfDeviceMemory
 from ..ipc.messages import JobName, JoinedRequest, ModelName, RunInference
 from .accounts import Charge
 from .arena import Arena
 from .batching import Batch, batch_for, begins_at_ms
-from .core import DUE, PLACES, QUEUE, TURN
+from .core import DUE, HUNG, PLACES, QUEUE, TURN
 from .device_state import DeviceState
 from .endings import quarantined
 from .events import ToWorker
@@ -22,6 +23,8 @@ from .states import ModelState, Residency, TaskEvent, WorkerEvent, WorkerState
 from .training import Training
 from .turns import Turns
 
+IN_PLACE: Final = (Residency.RESIDENT, Residency.PINNED)
+READY: Final = ModelState.READY
 MOST_AHEAD = 4  # requests among which the next cold one is looked for
 MOST_BLOCKED = 8  # models without memory that are looked past, each at the price of a search
 
@@ -43,6 +46,8 @@ class Dispatch:
     def expire(self) -> None:
         """Answer queued requests whose deadline has passed, or can no longer be met."""
         core, device = self._core, self._device
+        if not device.queue.requests and not device.early.requests:
+            return
         for request in (*device.queue.expired(core.now_ms), *device.early.expired(core.now_ms)):
             assert request.deadline_at_ms is not None
             if core.now_ms < request.deadline_at_ms:
@@ -62,6 +67,7 @@ class Dispatch:
     def pump(self) -> None:
         """Dispatch what can be dispatched. Outcomes:
 
+        0. It was dispatched when it came (``at_once``).
         1. A task waits for its turn already, or nothing is queued: nothing to do.
         2. The best request's model is on the device, or the link and a place for it are free or can
            be freed: transmit and activate in the same breath; training is told to stop.
@@ -77,8 +83,9 @@ class Dispatch:
         device = self._device
         if not device.is_daemon_ready:
             return
-        self._refuse_the_impossible()
-        while device.queue and device.upcoming is None:
+        if device.queue.unchecked:
+            self._refuse_the_impossible()
+        while device.queue.requests and device.upcoming is None:
             if not self._dispatch_best():
                 return
 
@@ -86,7 +93,7 @@ class Dispatch:
         """Requests whose model does not fit beside what is pinned: waiting would not help."""
         device = self._device
         unchecked, device.queue.unchecked = device.queue.unchecked, {}
-        if not unchecked or not device.pinned:
+        if not device.pinned:
             return  # the store took none that is larger than the arena
         for name in unchecked:
             replica = device.replicas[name]
@@ -152,12 +159,14 @@ class Dispatch:
 
     def keep_order(self) -> int:
         """Rank what has changed, also while nothing can be dispatched."""
-        self._device.queue.settle(*self._device.seen)
+        if self._device.queue.requests:
+            self._device.queue.settle(*self._device.seen)
         return QUEUE | TURN | PLACES
 
     def look_ahead(self) -> int:
         """The next request's model comes while others compute."""
-        self._look_ahead()
+        if self._device.queue.requests:
+            self._look_ahead()
         return QUEUE | TURN | PLACES
 
     def _look_ahead(self) -> None:
@@ -247,24 +256,73 @@ class Dispatch:
         predicted = self._device.predictions.predict(replica.name, batch.size)
         return self._device.accounts.charge(rows, predicted.compute_ms, self._core.now_ms)
 
+    def at_once(self, request: Request) -> bool:
+        """Give a request that comes to a worker without a look at the order: outcome 0 of ``pump``.
+
+        Nothing waits, computes or trains, its model lies on the device and is loaded in a worker
+        that is free, and it is not to be joined with others: it would be the next one whatever the
+        policy says. False: it waits like any other, if only for a moment.
+        """
+        core, device, replica = self._core, self._device, self._device.replicas[request.model]
+        if device.queue.requests or device.current is not None or device.upcoming is not None:
+            return False
+        if device.training is not None or not device.is_daemon_ready:
+            return False
+        if replica.residency.state not in IN_PLACE or replica.model.state.state is not READY:
+            return False
+        if replica.built.batching is not None or request.due_ms <= core.now_ms:
+            return False
+        account = device.accounts.of(request.caller)
+        if core.now_ms < max(account.rests_until_ms, account.barred_until_ms):
+            return False
+        version, found = replica.version, None
+        for worker in device.workers.values():
+            if worker.may_raise:
+                return False  # see ``Turns.give``
+            is_ready = worker.state.state is WorkerState.STANDBY and worker.preparing is None
+            if found is None and is_ready and worker.warm.get(replica.name) == version:
+                found = worker
+        if found is None or (
+            not device.fits(found, is_code=replica.is_code, tenant=core.tenant_of(replica.model))
+        ):
+            return False
+        device.requests[request.token] = request
+        median_ms = device.predictions.predict(replica.name, request.batch).compute_ms
+        charge = device.accounts.charge_alone(
+            account, request.priority, median_ms, request.arrived_at_ms, core.now_ms
+        )
+        # Nobody but the watch for hanging tasks, and what looks at other devices, waits for this.
+        core.touched |= HUNG | (TURN if device.label else 0)
+        self._begin([request], request.batch, replica, found, charge, is_switch=False)
+        return True
+
     def activate(self, request: Request, replica: Replica, *, is_sent: bool) -> Activation:
         """Give the request to a worker, with those that are joined with it.
 
         ``is_sent``: its model was sent for it just now; sent ahead for it, that is a switch too.
         """
-        core, device, manifest = self._core, self._device, replica.built
+        core, device = self._core, self._device
         batch = batch_for(device, replica, request)
         worker = self._pick_worker(replica)
         is_switch = is_sent or (
             replica.ahead_epoch != NO_EPOCH and replica.ahead_epoch == replica.residency_epoch
         )
-        replica.ahead_epoch = NO_EPOCH
-        epoch = core.next_epoch()
         core.touched |= QUEUE | TURN
         note_end(device, request)
         charge = None if request.trial_batch else self._charge(replica, batch)
         for one in batch.requests:
             device.queue.discard(one)
+        return self._begin(batch.requests, batch.size, replica, worker, charge, is_switch=is_switch)
+
+    def _begin(
+        self, requests: list[Request], size: int, replica: Replica, worker: Worker,
+        charge: Charge | None, *, is_switch: bool,
+    ) -> Activation:  # fmt: skip
+        """They wait no more: the worker computes them, when it has the turn."""
+        core, device, manifest, request = self._core, self._device, replica.built, requests[0]
+        replica.ahead_epoch = NO_EPOCH
+        epoch = core.next_epoch()
+        for one in requests:
             one.state.apply(TaskEvent.DISPATCHED, f"worker {worker.slot}")
         tenant = core.tenant_of(replica.model)
         device.claim(worker, is_code=replica.is_code, tenant=tenant)
@@ -276,8 +334,8 @@ class Dispatch:
             epoch=epoch,
             slot=worker.slot,
             token=request.token,
-            joined=tuple(one.token for one in batch.requests[1:]),
-            batch=batch.size,
+            joined=tuple([one.token for one in requests[1:]]),
+            batch=size,
             model=replica.name,
             dispatched_at_ms=core.now_ms,
             was_resident=replica.residency.state in (Residency.RESIDENT, Residency.PINNED),
@@ -304,7 +362,7 @@ class Dispatch:
                     reply_offset_bytes=request.reply_offset_bytes,
                     reply_bytes=request.reply_bytes,
                     plan=replica.plan,
-                    joined=tuple(map(_joined, batch.requests[1:])),
+                    joined=tuple(map(_joined, requests[1:])),
                     trial_batch=request.trial_batch,
                     is_code=replica.is_code,
                 ),

