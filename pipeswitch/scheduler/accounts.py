@@ -170,7 +170,7 @@ class Accounts:
             account.seen_at_ms = self._had_at_ms[charge.urgency] = now_ms
             if own_ms >= LONG_MS:
                 account.rests_until_ms = now_ms + own_ms / max(1.0, account.weight)
-        return max(account.rests_until_ms for account in charge.parts)
+        return max([account.rests_until_ms for account in charge.parts])
 
     def died(self, charge: Charge, now_ms: float) -> float:
         """Its run took a worker with it. A caller that goes on so, with one model after another,

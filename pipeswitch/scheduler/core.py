@@ -38,12 +38,14 @@ class Part:
     Attributes:
         ask: does it, and returns the bits of what it waits for next.
         wants: what it said last.
+        is_urgent: ``Scheduler.decide`` has asked it already.
     """
 
-    __slots__ = ("ask", "wants")
+    __slots__ = ("ask", "is_urgent", "wants")
 
-    def __init__(self, ask: Callable[[], int]) -> None:
+    def __init__(self, ask: Callable[[], int], *, is_urgent: bool = False) -> None:
         self.ask = ask
+        self.is_urgent = is_urgent
         self.wants = ALL
 
 

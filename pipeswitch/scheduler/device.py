@@ -194,7 +194,7 @@ class Device:
     def parts(self) -> list[Part]:
         """All that may have something to do, in the order in which they are asked."""
         return [
-            Part(self.advance),
+            Part(self.advance, is_urgent=True),
             Part(self.dispatch.keep_order),
             Part(self.dispatch.look_ahead),
             Part(self.profiling.pump),

@@ -275,19 +275,18 @@ class Dispatch:
         account = device.accounts.of(request.caller)
         if core.now_ms < max(account.rests_until_ms, account.barred_until_ms):
             return False
-        version, found = replica.version, None
+        name, version, found = request.model, replica.version, None
         for worker in device.workers.values():
             if worker.may_raise:
                 return False  # see ``Turns.give``
             is_ready = worker.state.state is WorkerState.STANDBY and worker.preparing is None
-            if found is None and is_ready and worker.warm.get(replica.name) == version:
+            if found is None and is_ready and worker.warm.get(name) == version:
                 found = worker
-        if found is None or (
-            not device.fits(found, is_code=replica.is_code, tenant=core.tenant_of(replica.model))
-        ):
+        # What runs code, and for whom, is the process' own since it was loaded there.
+        if found is None:
             return False
         device.requests[request.token] = request
-        median_ms = device.predictions.predict(replica.name, request.batch).compute_ms
+        median_ms = device.predictions.predict(name, request.batch).compute_ms
         charge = device.accounts.charge_alone(
             account, request.priority, median_ms, request.arrived_at_ms, core.now_ms
         )
@@ -320,12 +319,13 @@ class Dispatch:
     ) -> Activation:  # fmt: skip
         """They wait no more: the worker computes them, when it has the turn."""
         core, device, manifest, request = self._core, self._device, replica.built, requests[0]
+        name, is_code = replica.name, manifest.mode == "module"
         replica.ahead_epoch = NO_EPOCH
         epoch = core.next_epoch()
         for one in requests:
             one.state.apply(TaskEvent.DISPATCHED, f"worker {worker.slot}")
         tenant = core.tenant_of(replica.model)
-        device.claim(worker, is_code=replica.is_code, tenant=tenant)
+        device.claim(worker, is_code=is_code, tenant=tenant)
         worker.state.apply(WorkerEvent.ACTIVATED, f"request {request.request_id}")
         worker.task_epoch = epoch
         replica.users += 1
@@ -336,7 +336,7 @@ class Dispatch:
             token=request.token,
             joined=tuple([one.token for one in requests[1:]]),
             batch=size,
-            model=replica.name,
+            model=name,
             dispatched_at_ms=core.now_ms,
             was_resident=replica.residency.state in (Residency.RESIDENT, Residency.PINNED),
             residency_epoch=replica.residency_epoch,
@@ -352,7 +352,7 @@ class Dispatch:
                 message=RunInference(
                     epoch=epoch,
                     request_id=request.request_id,
-                    model=replica.name,
+                    model=name,
                     digest=manifest.digest,
                     directory=core.settings.program_dir(manifest.digest),
                     arena_offset_bytes=replica.home_bytes,
@@ -364,7 +364,7 @@ class Dispatch:
                     plan=replica.plan,
                     joined=tuple(map(_joined, requests[1:])),
                     trial_batch=request.trial_batch,
-                    is_code=replica.is_code,
+                    is_code=is_code,
                 ),
             )
         )

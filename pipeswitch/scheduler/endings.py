@@ -164,8 +164,10 @@ class Endings:
 
     def _task(self, worker: Worker, epoch: Epoch) -> Activation | None:
         """The activation of that epoch, if it is this worker's."""
-        tasks = (self._device.current, self._device.upcoming)
-        return next((a for a in tasks if a and (a.epoch, a.slot) == (epoch, worker.slot)), None)
+        for task in (self._device.current, self._device.upcoming):
+            if task is not None and (task.epoch, task.slot) == (epoch, worker.slot):
+                return task
+        return None
 
     def _requests(self, activation: Activation) -> list[Request]:
         """Those that it computes, in the order of their rows."""

@@ -137,6 +137,7 @@ class Scheduler:
         self.pings = Pings(self.core, self.machine)
         self.listing = Listing(self.core, self.machine, self.versions, self.admission.stages)
         self._parts = self._in_order()
+        self._seen = 0  # the bits that the urgent parts have seen, and no others yet
 
     def _in_order(self) -> tuple[Part, ...]:
         """All that may have something to do after an event, in the order they are asked in."""
@@ -182,6 +183,7 @@ class Scheduler:
             self._take(event)
             is_urgent = isinstance(event, InferArrived | FromWorker | Prepared | Tick)
             if is_urgent and core.touched & URGENT:
+                self._seen, core.touched = core.touched, 0
                 for device in self.machine.devices:
                     device.advance()
         return self._take_out()
@@ -455,13 +457,15 @@ class Scheduler:
     def _pump(self) -> None:
         """Ask the parts that wait for something that was touched, until nothing more follows."""
         core = self.core
-        while core.touched:
+        while core.touched or self._seen:
+            seen, self._seen = self._seen, 0
             touched, core.touched = core.touched, 0
             for part in self._parts:
                 if core.has_left:
                     core.touched = 0
                     return
-                if part.wants & (touched | core.touched):
+                new = touched | core.touched
+                if part.wants & (new if part.is_urgent else new | seen):
                     part.wants = part.ask() | REST
 
     # -- invariants ---------------------------------------------------------------------------

@@ -162,7 +162,7 @@ class Brain:
             "core": OF_CORE, "state": OF_STATE, "fleet": OF_FLEET, "machine": ("models",),
         }  # fmt: skip
         parts = [*vars(scheduler).items(), ("store", machine.store)]
-        parts = [(name, part) for name, part in parts if name != "_parts"]  # asked anew in ``thaw``
+        parts = [(name, part) for name, part in parts if not name.startswith("_")]
         parts += [part for device in machine.devices for part in vars(device).items()]
         self._still = [(part, Still(part, *known.get(name, ()))) for name, part in parts]
         self._models = _Records(MODEL, *machine.models.items())
