@@ -12,7 +12,7 @@ from typing import Any, Final
 from ..errors import PipeSwitchError
 from ..ipc.messages import Epoch, ModelName
 from ..planning.profile import UNKNOWN_DEVICE, Identity
-from .events import Answer, Command, Publish, Span, Token
+from .events import Answer, Command, Publish, Token
 from .judge import Judge
 from .records import Model
 
@@ -183,21 +183,6 @@ class Core:
 
     def publish(self, topic: str, /, **body: Any) -> None:
         self.emit(Publish(topic=topic, body={"at_ms": self.now_ms, **body}))
-
-    def span(
-        self, track: str, name: str, begin_ms: float, end_ms: float, flow: int = 0, **args: Any
-    ) -> None:
-        """A finished interval for the timeline."""
-        self.emit(
-            Span(
-                track=track,
-                name=name,
-                begin_ms=begin_ms,
-                end_ms=max(begin_ms, end_ms),
-                args=args,
-                flow=flow,
-            )
-        )
 
     def tenant_of(self, model: Model) -> str:
         """Whose workers serve it: where tenants are separate, its owner's."""

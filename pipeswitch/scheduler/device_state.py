@@ -13,7 +13,7 @@ from ..ipc.messages import BindTenant, JobName, Message, ModelName, Slot
 from ..planning.profile import Profile
 from .accounts import Accounts
 from .core import PLACES, QUEUE, TURN, WORKERS, Core, SchedulerSettings
-from .events import KillWorker, OfDevice, SpawnWorker, ToDaemon, Token, ToWorker
+from .events import KillWorker, OfDevice, Span, Spans, SpawnWorker, ToDaemon, Token, ToWorker
 from .lines import IsResident
 from .policies import View
 from .predictions import Predictions
@@ -105,9 +105,19 @@ class DeviceState:
         """An event on this device; where there are several it is named."""
         self.core.publish(topic, **(body | {"device": self.label} if self.label else body))
 
-    def span(self, track: str, /, *fields: Any, **args: Any) -> None:
-        """``Core.span`` on a track of this device."""
-        self.core.span(f"{self.label} {track}".lstrip(), *fields, **args)
+    def span(
+        self, track: str, name: str, begin_ms: float, end_ms: float, flow: int = 0, **args: Any
+    ) -> None:
+        """A finished interval for the timeline, on a track of this device."""
+        one = Span(
+            track=self.track(track), name=name, begin_ms=begin_ms, end_ms=max(begin_ms, end_ms),
+            args=args, flow=flow,
+        )  # fmt: skip
+        self.core.emit(Spans(spans=[one]))
+
+    def track(self, name: str) -> str:
+        """Of the timeline: of this device, where there are several."""
+        return f"{self.label} {name}" if self.label else name
 
     def spend(self, kind: str, ms: float) -> None:
         """Device time of one kind, which is over: train, infer, or switch (waiting for a model)."""

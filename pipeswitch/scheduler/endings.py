@@ -18,7 +18,7 @@ from ..programs.layout import Manifest
 from .batching import failed
 from .core import DUE, MEASURED
 from .device_state import DeviceState
-from .events import Answer
+from .events import Answer, Span, Spans
 from .records import Activation, ColdSwitch, EndedTrial, Model, Replica, Request, Worker
 from .residency import Residents
 from .states import ModelEvent, ModelState, TaskEvent, WorkerEvent
@@ -107,7 +107,7 @@ class Endings:
     def trace_ended(self) -> None:
         """The timeline of what was answered: after its answer, which must not wait for it."""
         for activation, requests, message in self._ended:
-            _trace(self._device, activation, requests, message)
+            self._core.emit(_trace(self._device, activation, requests, message))
         self._ended.clear()
 
     def failed(self, worker: Worker, message: InferenceFailed) -> None:
@@ -326,30 +326,26 @@ def _bill(
 
 def _trace(
     device: DeviceState, activation: Activation, requests: list[Request], message: InferenceDone
-) -> None:
+) -> Spans:
     """Its intervals on the timeline; what is joined waits for itself."""
-    track = f"worker {activation.slot}"
-    flow = activation.epoch
-    for request in requests:
-        name = f"queue {request.request_id} {activation.model}"
-        device.span("scheduler", name, request.arrived_at_ms, activation.dispatched_at_ms)
+    scheduler, track = device.track("scheduler"), device.track(f"worker {activation.slot}")
+    began_ms, flow = activation.dispatched_at_ms, activation.epoch
     more = f" and {len(activation.joined)} more" if activation.joined else ""
     name = f"{requests[0].request_id}{more} {activation.model}"
-    device.span(
-        "scheduler",
-        f"switch {name}",
-        activation.dispatched_at_ms,
-        message.first_group_at_ms,
-        flow=flow,
-        preempted=activation.preempted,
-        resident=activation.was_resident,
-    )
-    device.span(
-        track, name, message.turn_at_ms, message.ended_at_ms, flow=flow, stall_ms=message.stall_ms
-    )
     pairs = zip(message.group_begins_at_ms, message.group_ends_at_ms, strict=False)
-    for index, (begin, end) in enumerate(pairs):
-        device.span(track, f"group {index}", begin, end)
+    return Spans(spans=[
+        *[Span(track=scheduler, name=f"queue {one.request_id} {activation.model}",
+               begin_ms=one.arrived_at_ms, end_ms=max(one.arrived_at_ms, began_ms))
+          for one in requests],
+        Span(track=scheduler, name=f"switch {name}", begin_ms=began_ms, flow=flow,
+             end_ms=max(began_ms, message.first_group_at_ms),
+             args={"preempted": activation.preempted, "resident": activation.was_resident}),
+        Span(track=track, name=name, begin_ms=message.turn_at_ms, flow=flow,
+             end_ms=max(message.turn_at_ms, message.ended_at_ms),
+             args={"stall_ms": message.stall_ms}),
+        *[Span(track=track, name=f"group {index}", begin_ms=begin, end_ms=max(begin, end))
+          for index, (begin, end) in enumerate(pairs)],
+    ])  # fmt: skip
 
 
 def _worker_lost(replica: Replica, deaths: int, status: int) -> WorkerLost:

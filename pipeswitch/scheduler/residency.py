@@ -9,6 +9,7 @@ from ..programs.layout import REGION_ALIGN_BYTES, aligned
 from .arena import WHOLE, Arena, Rest
 from .core import PLACES, QUEUE, TURN, WORKERS
 from .device_state import DeviceState
+from .events import Span, Spans
 from .records import Replica
 from .regions import Window
 from .states import ModelState, Residency, ResidencyEvent
@@ -178,12 +179,15 @@ class Residents:
         replica.transmit_ended_at_ms = message.ended_at_ms
         core.counts["transmitted_bytes"] += message.copied_bytes
         core.counts["transmissions"] += 1
-        begin = message.started_at_ms
         groups = replica.manifest.groups if replica.manifest is not None else ()
-        for index, (group, end) in enumerate(zip(groups, message.group_ends_at_ms, strict=False)):
-            device.span("copy", f"{replica.name} group {index}", begin, end, flow=message.epoch,
-                        bytes=group.size_bytes)  # fmt: skip
-            begin = end
+        ends_ms, track = message.group_ends_at_ms, device.track("copy")
+        begins_ms = (message.started_at_ms, *ends_ms)
+        core.emit(Spans(spans=[
+            Span(track=track, name=f"{message.model} group {index}", begin_ms=begin,
+                 end_ms=max(begin, end), args={"bytes": group.size_bytes}, flow=message.epoch)
+            for index, (group, begin, end) in enumerate(
+                zip(groups, begins_ms, ends_ms, strict=False))
+        ]))  # fmt: skip
         if message.is_complete:
             self._device.move(replica, ResidencyEvent.ARRIVED, "all groups copied")
             if replica.model.want_pinned:

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from benchmarks import thesis
 from benchmarks.replay import beside_greedy
 from pipeswitch.cli.main import main
-from pipeswitch.scheduler.events import Span
+from pipeswitch.scheduler.events import Spans
 from pipeswitch.simulator import arrivals
 from pipeswitch.simulator.arrivals import Arrival, TraceError
 from pipeswitch.simulator.costs import Costs, Link
@@ -112,14 +112,14 @@ def test_a_model_larger_than_the_memory_is_an_error() -> None:
 
 
 def test_the_timeline_and_the_watcher_are_told() -> None:
-    spans: list[Span] = []
+    told: list[Spans] = []
     counts: list[int] = []
     setting = Setting(memory_bytes=100 * PER_MS, costs=LINK)
     trace = arrivals.poisson(20.0, count=1000, model_count=2, seed=3)
     models = [whole("a", 5.0, 5.0), whole("b", 5.0, 5.0)]
-    outcome = replay(setting, models, trace.arrivals, watch=counts.append, take_span=spans.append)
+    outcome = replay(setting, models, trace.arrivals, watch=counts.append, take_span=told.append)
     assert counts == [500, 1000]
-    assert {span.track for span in spans} > {"scheduler", "copy"}
+    assert {span.track for one in told for span in one.spans} > {"scheduler", "copy"}
     assert sorted(outcome.order) == list(range(1000))
 
 
