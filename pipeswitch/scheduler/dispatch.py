@@ -116,7 +116,7 @@ class Dispatch:
         core, device = self._core, self._device
         if not self._has_worker():
             return False  # one will be clean, reaped, prepared or respawned: that pumps again
-        now = device.view
+        now, is_link_busy = device.view, False
         blocked: list[Waiting] = []
         for view, request in device.queue.heads(*device.seen):
             if any(view.model == other.model for other in blocked):
@@ -134,8 +134,14 @@ class Dispatch:
                 return True  # another one is first now
             if self._is_held(request):
                 continue  # 6.
-            if self._dispatch(request):
+            replica = device.replicas[request.model]
+            if replica.is_on_device:
+                self.activate(request, replica, is_sent=False)
                 return True
+            if not is_link_busy:
+                if self._send(request, replica):
+                    return True
+                is_link_busy = self._is_link_busy()
             blocked.append(view)
         # Time alone may change who goes first, and who may overtake.
         again_at_ms = device.accounts.again_at_ms
@@ -200,13 +206,9 @@ class Dispatch:
             bool(free) and self._device.current is None
         )
 
-    def _dispatch(self, request: Request) -> bool:
-        """Dispatch a request if its model is on the device or can be sent now."""
-        device, arena = self._device, self._arena
-        replica = device.replicas[request.model]
-        if replica.is_on_device:
-            self.activate(request, replica, is_sent=False)
-            return True
+    def _send(self, request: Request, replica: Replica) -> bool:
+        """Dispatch a request if its model can be sent now."""
+        arena = self._arena
         if replica.residency.state is Residency.ABANDONED:
             return False  # its region is in the way of itself until the copy has ended
         self._residents.cancel_prefetches()

@@ -101,26 +101,23 @@ class Fleet:
         self._spawn_missing()
         self._prepare_idle()
         self._keep_one_unbound()
-        workers = device.workers.values()
-        is_idle = not core.settings.separates_tenants and all(
-            worker.job is not None or worker.complete_at == core.edition for worker in workers
-        )
-        return WORKERS if is_idle else WORKERS | QUEUE | TURN | MEASURED
+        for worker in device.workers.values():
+            if worker.job is None and worker.complete_at != core.edition:
+                return WORKERS | QUEUE | TURN | MEASURED
+        return WORKERS | QUEUE | TURN if core.settings.separates_tenants else WORKERS
 
     def _wanted_slots(self) -> int:
         """1 active + N standby; suspended workers do not count as standbys."""
-        suspended = sum(
-            worker.state.state is WorkerState.SUSPENDED for worker in self._device.workers.values()
-        )
+        workers = self._device.workers.values()
+        suspended = sum([worker.state.state is WorkerState.SUSPENDED for worker in workers])
         return most_workers(self._device.settings.standby) - MAX_IN_PLACE + suspended
 
     def _spawn_missing(self) -> None:
         core, device = self._core, self._device
-        while len(device.workers) < self._wanted_slots():
-            slot = Slot(len(device.workers))
-            device.workers[slot] = Worker(slot)
+        for number in range(len(device.workers), self._wanted_slots()):
+            device.workers[Slot(number)] = Worker(Slot(number))
         for worker in device.workers.values():
-            if worker.is_alive:
+            if worker.state.state is not WorkerState.DEAD:
                 continue
             if worker.respawn_at_ms is not None and core.now_ms < worker.respawn_at_ms:
                 core.look_again(worker.respawn_at_ms, WORKERS)

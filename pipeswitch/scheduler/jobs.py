@@ -17,7 +17,7 @@ from ..errors import (
 from ..ipc.messages import Epoch, JobName, JobReport
 from . import limits
 from .commits import Commits
-from .core import JOBS, QUEUE, TURN, WORKERS, Core
+from .core import ALL, JOBS, QUEUE, TURN, WORKERS, Core
 from .device_state import DeviceState
 from .events import CountSharers, JobAsked, Journal, RemoveJob, Token, TrainAsked
 from .records import Job
@@ -82,7 +82,7 @@ class Jobs:
                 self._answer_movers(job)
         self._count_sharers()
         self._forget_old()
-        return JOBS
+        return 0  # a turn more or less of a job changes nothing here
 
     def _count_sharers(self) -> None:
         before = self._sharers
@@ -128,7 +128,7 @@ class Jobs:
         """It is another device's from now on, and what it committed; also for the next server."""
         home, target = self.home(job), self.homes[index]
         home.commits.leaves(job)
-        self._core.touched |= JOBS
+        self._core.touched = ALL
         del home.state.jobs[job.name]
         self._enters(job, target)
         target.commits.enters(job)
@@ -366,7 +366,7 @@ class Jobs:
         """Nothing of a job that is over stays."""
         home = self.home(job)
         home.commits.forget(job)
-        self._core.touched |= JOBS
+        self._core.touched = ALL
         self._core.emit(RemoveJob(job=job.name))
         del home.state.jobs[job.name]
 
@@ -383,7 +383,7 @@ class Jobs:
             gone = [job for job in over if now_ms >= job.ended_at_ms + settings.keep_jobs_ms]
             for job in over[len(gone) : len(gone) + 1]:
                 left_ms = job.ended_at_ms + settings.keep_jobs_ms - now_ms
-                core.look_again(core.now_ms + left_ms, JOBS)
+                core.look_again(core.now_ms + left_ms)
         for job in gone:
             if not job.is_persisting and not job.exporters:
                 self._remove(job)

@@ -242,6 +242,8 @@ class Training:
 
     def _make_place(self) -> None:
         """Where all places are taken, one job leaves for the next in the queue, its turn over."""
+        if len(self._device.jobs) <= MAX_IN_PLACE:
+            return
         in_place, queued = self._in_place(), self._device.jobs.values()
         waiting = [job for job in queued if job.state.state is TaskState.QUEUED]
         is_leaving = any(job.state.state is TaskState.EVICTING for job in in_place)
