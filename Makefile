@@ -18,7 +18,7 @@ LINTED := $(CODE) tests docs benchmarks
 # Tests start hundreds of processes of this code: it is compiled once, whatever the image says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo check unit test test-long lint bench-quick chaos fuzz model models reliability gpu clean
+.PHONY: help demo check unit test test-long lint bench-quick bench chaos fuzz model models reliability gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets.
@@ -53,7 +53,10 @@ lint: $(STAMP)  ## ruff, its formatter, the bans, mypy.
 	$(BIN)/mypy
 
 bench-quick: $(STAMP)  ## Short runs of all benchmarks, results in out/.
-	$(BIN)/pipeswitch bench --quick --out out
+	$(BIN)/python -m benchmarks --quick --out out
+
+bench: $(STAMP)  ## One benchmark: make bench NAME=switch ARGS='--trials 5'; benchmarks/README.md names them.
+	$(BIN)/python -m benchmarks $(NAME) $(ARGS)
 
 chaos: $(STAMP)  ## Random faults under load: make chaos MINUTES=10 SEED=7 (POLICY=each FAULTS=20: with each policy); report in out/chaos.json.
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED) --policy $(POLICY) --faults $(FAULTS) --out out/chaos.json
@@ -81,7 +84,7 @@ reliability: $(STAMP)  ## The long tests of reliability one after the other, the
 	$(BIN)/python -m pytest -q tests/unit/test_docs.py -k reliability || status=1; exit $$status
 
 gpu:  ## Prove the cuda device on this machine's GPU (9 minutes at most).
-	$(GPU_PYTHON) benchmarks/gpu.py $(GPU_ARGS)
+	$(GPU_PYTHON) -m benchmarks.gpu $(GPU_ARGS)
 
 clean:  ## Remove everything that was made here, the environment included.
 	rm -rf $(VENV) $(OUT) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,10 +1,10 @@
 """One command that proves the cuda device on a GPU: ``make gpu``.
 
-    python benchmarks/gpu.py [--out DIR] [--budget 540] [--dry-run] [stage …]
+    python -m benchmarks.gpu [--out DIR] [--budget 540] [--dry-run] [stage …]
 
 Stages, each in a process of its own with its own time limit, so that one that hangs or crashes
 costs nothing but itself: environment and self-test, device conformance, tests/gpu, switches of
-four models, training, soak, and ``gpu_probe.py`` with the time that is left. After each stage
+four models, training and soak. After each stage
 ``gpu-<name>-<date>.json`` and ``.md`` are written anew into ``--out`` (benchmarks/results). Exit
 status is 0 when every stage ended well, 3 without a GPU. ``--dry-run`` runs every stage's program;
 without a GPU each says that it needs one.
@@ -34,9 +34,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpu_common import MARK, NEEDS_A_GPU, ROOT, RUNGS
+from .gpu_common import MARK, NEEDS_A_GPU, ROOT, RUNGS
 
-HERE = Path(__file__).resolve().parent
 BUDGET_S = 540.0
 LEAST_S = 8.0  # left for a stage, or it is not begun
 TAIL = 3000  # characters of a stage's other output that are kept when it fails
@@ -56,16 +55,15 @@ class Stage:
 
 STAGES = (
     # The first import of torch on a cold disk may take a minute, and everything hangs on this one.
-    Stage("environment", 150, ("gpu_environment.py",)),
-    Stage("conformance", 100, ("gpu_tests.py", "conformance")),
-    Stage("tests", 120, ("gpu_tests.py", "tests")),
-    Stage("switch-resnet152", 75, ("gpu_switch.py", "resnet152")),
-    Stage("switch-bert-base", 60, ("gpu_switch.py", "bert-base")),
-    Stage("soak", 70, ("gpu_soak.py",)),
-    Stage("training", 80, ("gpu_training.py",)),
-    Stage("switch-inception_v3", 60, ("gpu_switch.py", "inception_v3")),
-    Stage("switch-vit_l_16", 90, ("gpu_switch.py", "vit_l_16")),
-    Stage("probe", 240, ("gpu_probe.py", "--rest")),
+    Stage("environment", 150, ("-m", "benchmarks.gpu_environment")),
+    Stage("conformance", 100, ("-m", "benchmarks.gpu_tests", "conformance")),
+    Stage("tests", 120, ("-m", "benchmarks.gpu_tests", "tests")),
+    Stage("switch-resnet152", 75, ("-m", "benchmarks.gpu_switch", "resnet152")),
+    Stage("switch-bert-base", 60, ("-m", "benchmarks.gpu_switch", "bert-base")),
+    Stage("soak", 70, ("-m", "benchmarks.gpu_soak")),
+    Stage("training", 80, ("-m", "benchmarks.gpu_training")),
+    Stage("switch-inception_v3", 60, ("-m", "benchmarks.gpu_switch", "inception_v3")),
+    Stage("switch-vit_l_16", 90, ("-m", "benchmarks.gpu_switch", "vit_l_16")),
 )
 
 
@@ -85,18 +83,14 @@ class Outcome:
         return next((result[key] for result in self.results if key in result), None)
 
 
-def run_stage(stage: Stage, left_s: float, environment: dict[str, str], folder: Path) -> Outcome:
+def run_stage(stage: Stage, left_s: float, environment: dict[str, str]) -> Outcome:
     """Run one stage to its end or to its limit; what it told until then is kept."""
     limit_s = min(stage.limit_s, left_s)
-    program, *words = stage.command
-    command = [sys.executable, str(HERE / program), *words]
-    if stage.name == "probe":
-        command += ["--out", str(folder / "gpu-probe.json"), "--budget", f"{limit_s - 5:.0f}"]
     began_s, began_at_s = time.monotonic(), time.time()
     mark = f"{os.getpid()}-{stage.name}-{began_at_s}"
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, env={**environment, MARK_OF_A_STAGE: mark},
+            [sys.executable, *stage.command], cwd=ROOT, env={**environment, MARK_OF_A_STAGE: mark},
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
@@ -243,8 +237,8 @@ def _commit() -> str:
 
 
 def child_environment() -> dict[str, str]:
-    """The checkout, this folder and the tests' stand-ins are importable in every child."""
-    path = [str(ROOT), str(HERE), str(ROOT / "tests/fakes"), os.environ.get("PYTHONPATH", "")]
+    """The checkout and the tests' stand-ins are importable in every child."""
+    path = [str(ROOT), str(ROOT / "tests/fakes"), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(part for part in path if part),
@@ -255,7 +249,7 @@ def child_environment() -> dict[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="prove the cuda device on a GPU")
     parser.add_argument("stages", nargs="*", help=" ".join(stage.name for stage in STAGES))
-    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds in all")
     parser.add_argument("--dry-run", action="store_true", help="try the plumbing")
     options = parser.parse_args()
@@ -273,7 +267,7 @@ def main() -> int:
 def run_all(wanted: Sequence[Stage], folder: Path, budget_s: float, *, stops_early: bool) -> int:
     """All stages in order; the exit status."""
     ends_at_s = time.monotonic() + budget_s
-    report = Report(folder, "python benchmarks/gpu.py " + " ".join(sys.argv[1:]))
+    report = Report(folder, "python -m benchmarks.gpu " + " ".join(sys.argv[1:]))
     environment = child_environment()
     heartbeat = threading.Timer(budget_s + 30, os._exit, (124,))  # whatever happens, it ends
     heartbeat.daemon = True
@@ -285,7 +279,7 @@ def run_all(wanted: Sequence[Stage], folder: Path, budget_s: float, *, stops_ear
             outcome = Outcome(stage.name, "skipped", tail="no time left")
         else:
             print(f"== {stage.name} (at most {min(stage.limit_s, left_s):.0f} s)", flush=True)
-            outcome = run_stage(stage, left_s, environment, folder)
+            outcome = run_stage(stage, left_s, environment)
         paths = report.add(outcome)
         _tell(outcome)
         rungs = outcome.first("rungs")

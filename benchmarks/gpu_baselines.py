@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from gpu_common import is_fake, now_ms
+from .gpu_common import is_fake, now_ms
 
 STARTED_AT_MS = now_ms()
 
@@ -45,7 +45,7 @@ class Arms:
                 batch: [self._pinned(torch.from_numpy(arrays[n][:batch])) for n in arrays.files]
                 for batch in order["batches"]
             }
-        self.stream = None if is_fake() else torch.cuda.Stream()
+        self.stream = None if is_fake() else torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.resident = self._copy_of_module().to(self.device)
         self.graphs: dict[int, tuple[Any, list[Any], Any]] = {}
         tensors = [*self.module.parameters(), *self.module.buffers()]
@@ -141,7 +141,7 @@ def save_weights(module: Any, path: str) -> None:
     """For stop-and-start: all tensors, buffers that are not persistent included."""
     from safetensors.torch import save_file
 
-    from pipeswitch.benchmarks.child import _named_tensors
+    from .child import _named_tensors
 
     tensors, seen = {}, set()
     for name, tensor in _named_tensors(module):
@@ -158,8 +158,8 @@ def once(order: dict[str, Any]) -> None:
     import torch
     from safetensors.torch import load_file
 
-    from pipeswitch.benchmarks import plain
-    from pipeswitch.benchmarks.child import _assign
+    from . import plain
+    from .child import _assign
 
     device = "cpu" if is_fake() else "cuda"
     imported_ms = now_ms()

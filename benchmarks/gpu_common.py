@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 
 MARK = "RESULT "
 NEEDS_A_GPU = 3  # exit status of a stage that found none
@@ -92,12 +91,12 @@ def models() -> dict[str, GpuModel]:
     import importlib.util
 
     if is_fake():
-        tiny = GpuModel("tiny", "gpu_models:tiny", 0, {"x": ((8, 64), "float32")})
+        tiny = GpuModel("tiny", "benchmarks.gpu_models:tiny", 0, {"x": ((8, 64), "float32")})
         return {tiny.name: tiny}
     has_transformers = importlib.util.find_spec("transformers") is not None
     bert = GpuModel(
         "bert-base",
-        "hf:bert-base-uncased" if has_transformers else "gpu_models:bert_base_like",
+        "hf:bert-base-uncased" if has_transformers else "benchmarks.gpu_models:bert_base_like",
         440 * MIB,
         {} if has_transformers else {"x": ((8, 128, 768), "float32")},
         target=1.7,

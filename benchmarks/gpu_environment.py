@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from gpu_common import is_fake, now_ms, package, put, require_gpu
+from .gpu_common import is_fake, now_ms, package, put, require_gpu
 
 TORCH = """
 import time
@@ -119,7 +119,9 @@ def _selftest(device: dict[str, Any]) -> int:
         put(**{f"selftest {name}": how})
     if "complaints" in found:
         put(selftest_stderr=found["complaints"]["text"])
-    outcomes = {n: Outcome(found[n]["is_ok"], found[n]["text"]) for n in TESTS if n in found}
+    outcomes: dict[str, Outcome] = {
+        n: Outcome(found[n]["is_ok"], found[n]["text"]) for n in TESTS if n in found
+    }
     try:
         ladder = choose(Wishes(), outcomes)
     except ConfigError as error:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gpu_common import MIB, is_fake, now_ms, package, percentiles, put, require_gpu
-from gpu_common import rung_environment as rungs
+
+from .gpu_common import MIB, is_fake, now_ms, package, percentiles, put, require_gpu
+from .gpu_common import rung_environment as rungs
 
 SWITCHES = 2000
 SETTLE = 60  # before the first look: every worker has captured, caches have their size
@@ -19,7 +20,8 @@ def main() -> None:
     require_gpu()
     from pipeswitch.testing import server
 
-    model = ("gpu_models:tiny", {"x": ((8, 64), "float32")}, 0)
+    model: tuple[str, dict[str, tuple[tuple[int, ...], str]], int]
+    model = ("benchmarks.gpu_models:tiny", {"x": ((8, 64), "float32")}, 0)
     if not is_fake():
         model = ("torchvision:resnet18", {"x": ((1, 3, 224, 224), "float32")}, 48 * MIB)
     source, inputs, room_bytes = model

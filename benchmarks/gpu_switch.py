@@ -17,9 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gpu_common import (
+from .gpu_common import (
     MIB,
-    ROOT,
     GpuModel,
     is_fake,
     models,
@@ -179,9 +178,8 @@ def _stop_and_start(model: GpuModel, order: dict[str, Any], baselines: _Baseline
 
 
 def _spawn(verb: str, order: dict[str, Any]) -> subprocess.Popen[str]:
-    program = str(ROOT / "benchmarks/gpu_baselines.py")
     return subprocess.Popen(
-        [sys.executable, program, verb, json.dumps(order)],
+        [sys.executable, "-m", "benchmarks.gpu_baselines", verb, json.dumps(order)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
     )  # fmt: skip
 

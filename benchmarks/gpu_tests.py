@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from gpu_common import ROOT, put, require_gpu
+from .gpu_common import ROOT, put, require_gpu
 
 STACKS_S = 40
 

@@ -48,7 +48,7 @@ def main() -> None:
         if number == options.warm_up:
             _synchronize(device)
             began_s = time.monotonic()
-        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+        torch.nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
     _synchronize(device)

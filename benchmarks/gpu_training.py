@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gpu_common import ROOT, is_fake, percentiles, put, require_gpu, rung_environment
 
-SCRIPT = ROOT / "benchmarks/gpu_train_script.py"
+from .gpu_common import is_fake, percentiles, put, require_gpu, rung_environment
+
+SCRIPT = "benchmarks.gpu_train_script"
 ROUNDS = 2
 REQUESTS = 40
 EVENTS_S = 0.3  # after the last request, for the last event
@@ -33,7 +34,7 @@ def main() -> None:
         ) as running,
         running.client() as client,
     ):  # fmt: skip
-        source = "pipeswitch.benchmarks.factories:small_mlp"
+        source = "benchmarks.factories:small_mlp"
         client.register("tiny", source, weights="random:0", inputs={"x": ((1, 64), "float32")})
         try:
             _tax(client, Path(folder))
@@ -56,11 +57,11 @@ def _tax(client: Any, folder: Path) -> None:
         record = folder / f"plain-{number}.json"
         device = ["--device", "cpu" if is_fake() else "cuda"]
         subprocess.run(
-            [sys.executable, str(SCRIPT), *_words(record, steps), *device], check=True, timeout=120
+            [sys.executable, "-m", SCRIPT, *_words(record, steps), *device], check=True, timeout=120
         )
         found["plain"].append(json.loads(record.read_text())["step_ms"])
         record = folder / f"job-{number}.json"
-        task = client.train(str(SCRIPT), name=f"tax-{number}", args=_words(record, steps))
+        task = client.train(f"{SCRIPT}:main", name=f"tax-{number}", args=_words(record, steps))
         task.wait()
         found["job"].append(json.loads(record.read_text())["step_ms"])
     tax = min(found["job"]) / min(found["plain"]) - 1
@@ -69,7 +70,7 @@ def _tax(client: Any, folder: Path) -> None:
 
 def _preemption(client: Any) -> None:
     """Requests at random moments of a job that goes on; the worker's own clock of each stop."""
-    task = client.train(str(SCRIPT), name="endless", args=_words(None, 1_000_000))
+    task = client.train(f"{SCRIPT}:main", name="endless", args=_words(None, 1_000_000))
     _until_it_trains(task)
     stops: list[float] = []
     is_over = threading.Event()

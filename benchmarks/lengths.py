@@ -1,6 +1,6 @@
 """A length that was never asked for, against a model registered at exactly that length.
 
-    python benchmarks/lengths.py [--layers 4] [--width 256] [--rounds 200]
+    python -m benchmarks.lengths [--layers 4] [--width 256] [--rounds 200]
 
 One encoder on one server: once with the length open, and once more for each tried length with it
 fixed. Requests alternate between the two. Prints one JSON line for each length: the first request

@@ -1,13 +1,246 @@
-"""Write the results that pages show: ``python benchmarks/readme.py [--check]``."""
+"""The results that pages show, written from the files in ``benchmarks/results``: never typed.
+
+README has one table and one picture; ``benchmarks/results/README.md`` has the rest, and every
+target that is missed. What stands between the two marks of a page is replaced; a test checks that
+it is what the newest results say. Pure but for ``newest`` and ``main``, which read files.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Final
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+BEGIN: Final = "<!-- results: written by python -m benchmarks.readme, do not edit -->"
+END: Final = "<!-- end of results -->"
+SWITCH_ARMS: Final = (
+    "ready", "resident", "cold", "pipeswitch-style", "serial", "to-device", "stop-and-start",
+)  # fmt: skip
+DEMO: Final = "demo"
+SECOND_MS: Final = 1000.0
 
-from pipeswitch.benchmarks.readme import main
+Document = Mapping[str, Any]
+Results = Mapping[str, tuple[str, Document]]
+"""By benchmark: its file's name and content."""
+
+
+def newest(folder: Path) -> dict[str, tuple[str, Document]]:
+    """By benchmark of the cpu device: the newest result's file name and content.
+
+    Names are ``<what>_cpu_<date>.json``. Other devices' results have a page of their own.
+    """
+    found: dict[str, tuple[str, Document]] = {}
+    for path in sorted(folder.glob("*_cpu_*.json"), key=lambda each: each.stem.rpartition("_")[2]):
+        found[path.stem.partition("_")[0]] = (path.name, json.loads(path.read_text("utf-8")))
+    return found
+
+
+def front_page(results: Results) -> list[str]:
+    """The paragraphs of README: the switch, the demo in a sentence, how many targets are met."""
+    parts = []
+    if "switch" in results:
+        parts.append(switch_table(*results["switch"]))
+    if DEMO in results:
+        parts.append(demo_sentence(*results[DEMO]))
+    judged = [row for _, document in _measured(results).values() for row in _judged(document)]
+    if judged:
+        met = sum(row["is_met"] for row in judged)
+        parts.append(
+            f"{met} of {len(judged)} targets are met. Which, how the others are missed, and how "
+            "quiet the machine was: [benchmarks/results/README.md](benchmarks/results/README.md)."
+        )
+    return parts
+
+
+def results_page(results: Results) -> list[str]:
+    """The paragraphs of ``benchmarks/results/README.md``: the demo's bill, all targets."""
+    parts = []
+    if DEMO in results:
+        parts.append(demo_table(*results[DEMO]))
+    measured = _measured(results)
+    if measured:
+        parts += [target_table(measured), missed_table(measured)]
+    return parts
+
+
+PAGES: Final[Mapping[str, Callable[[Results], list[str]]]] = {
+    "README.md": front_page,
+    "benchmarks/results/README.md": results_page,
+}
+"""Every page with a section of results, and what makes its paragraphs."""
+
+
+def replaced(page: str, paragraphs: Sequence[str]) -> str:
+    """The page with these paragraphs between its marks.
+
+    Raises:
+        ValueError: it does not have the two marks, once each and in order.
+    """
+    if page.count(BEGIN) != 1 or page.count(END) != 1:
+        raise ValueError(f"the page needs one {BEGIN!r} and one {END!r}")
+    head, _, rest = page.partition(BEGIN)
+    _, mark, tail = rest.partition(END)
+    if not mark:
+        raise ValueError(f"{END!r} comes before {BEGIN!r}")
+    return head + "\n\n".join([BEGIN, *paragraphs, END]) + tail
+
+
+def demo_sentence(file: str, demo: Document) -> str:
+    """``make demo`` in one sentence."""
+    ours, training = demo["pipeswitch"], demo["training"]
+    same = "bit-equal" if demo["largest_difference"] == 0 else "not equal"
+    return (
+        f"`make demo`, {ours['count']} requests for {len(demo['plan']['models'])} models on a "
+        f"device that holds two: p50 {_ms(ours['p50_ms'])}; {_ms(demo['ready_model']['p50_ms'])} "
+        f"with models that are always loaded, {_ms(demo['stop_and_start']['p50_ms'])} with a "
+        f"process per request. The training job beside it lost {training['steps_lost']} steps; "
+        f"all answers were {same} to the plain models' "
+        f"([{file}](benchmarks/results/{file}))."
+    )
+
+
+def demo_table(file: str, demo: Document) -> str:
+    """``make demo``: three ways to answer the same requests."""
+    ours, machine = demo["pipeswitch"], demo["machine"]
+    bill = " | ".join(
+        _ms(ours[f"{part}_ms"]) for part in ("queue", "switch", "copy", "stall", "compute")
+    )
+    rows = [f"| pipeswitch | {_ms(ours['p50_ms'])} | {_ms(ours['p99_ms'])} | {bill} |"]
+    for key, name in (
+        ("ready_model", "ready model (lower bound)"),
+        ("stop_and_start", "stop-and-start"),
+    ):
+        both = f"{_ms(demo[key]['p50_ms'])} | {_ms(demo[key]['p99_ms'])}"
+        rows.append(f"| {name} | {both} | | | | | |")
+    training = demo["training"]
+    switched = ours["count"] - ours["resident_count"]
+    same = "bit-equal" if demo["largest_difference"] == 0 else "not equal"
+    return "\n".join(
+        [
+            f"**`make demo`** on {machine['cores']} cores ({machine['cpu']}), "
+            f"{demo['threads']} compute thread(s), torch {machine['torch']}: {ours['count']} "
+            f"requests for {len(demo['plan']['models'])} models, of which the device holds two, "
+            "beside a training job.",
+            "",
+            "| | p50 | p99 | queue | switch | copy | stall | compute |",
+            "|---|---|---|---|---|---|---|---|",
+            *rows,
+            "",
+            f"{switched} of {ours['count']} requests switched a model in, "
+            f"{ours['preempted_count']} preempted the job. Training lost "
+            f"{training['steps_lost']} steps and kept {training['kept_percent']:.0f} % of its "
+            "speed while requests held the device for "
+            f"{training['device_time_of_requests_percent']:.0f} % of the time. All answers were "
+            f"compared with the plain models': {same}. ([{file}]({file}))",
+        ]
+    )
+
+
+def switch_table(file: str, document: Document) -> str:
+    """One request that preempts training, p50 and p99 by model and way to serve it."""
+    rows = {
+        (row["case"], row["arm"]): row for row in document["summary"] if row["number"] == "total_ms"
+    }
+    cases = list(dict.fromkeys(case for case, _ in rows))
+    arms = [arm for arm in SWITCH_ARMS if any((case, arm) in rows for case in cases)]
+    command = document["command"].replace("pipeswitch bench", "python -m benchmarks")  # once
+    lines = [
+        f"**`{command}`**: a request that preempts training, p50 (p99), "
+        f"{_where(document)}. *Ready* has nothing beside it; *resident* and *cold* are "
+        "PipeSwitch with the model on the device, and not.",
+        "",
+        f"| | {' | '.join(cases)} |",
+        "|---" * (len(cases) + 1) + "|",
+    ]
+    for arm in arms:
+        cells = [_p50_p99(rows.get((case, arm))) for case in cases]
+        lines.append(f"| {arm} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"([{file}](benchmarks/results/{file}))"])
+
+
+def target_table(results: Results) -> str:
+    """How many targets each benchmark meets, of which commit, and whether the machine was quiet."""
+    lines = [
+        "**Targets** of the newest result of each benchmark.",
+        "",
+        "| benchmark | commit | machine | targets met |",
+        "|---|---|---|---|",
+    ]
+    for name, (file, document) in sorted(results.items()):
+        judged = _judged(document)
+        met = f"{sum(row['is_met'] for row in judged)} of {len(judged)}" if judged else "none set"
+        quiet = "not quiet" if document.get("warnings") else "quiet"
+        page = f"[{name}]({file.removesuffix('.json')}.md)"
+        lines.append(f"| {page} | {_commit(document)} | {quiet} | {met} |")
+    return "\n".join(lines)
+
+
+def missed_table(results: Results) -> str:
+    """Every target that is missed."""
+    lines = [
+        "**Missed**, all of them:",
+        "",
+        "| benchmark | what | measured | target |",
+        "|---|---|---|---|",
+    ]
+    for name, (_, document) in sorted(results.items()):
+        lines += [
+            f"| {name} | {row['name']} | {_value(row)} | {row['target']} |"
+            for row in _judged(document)
+            if not row["is_met"]
+        ]
+    return "\n".join(lines)
+
+
+def _measured(results: Results) -> Results:
+    return {name: found for name, found in results.items() if "findings" in found[1]}
+
+
+def _judged(document: Document) -> list[Mapping[str, Any]]:
+    return [row for row in document["findings"] if row["is_met"] is not None]
+
+
+def _commit(document: Document) -> str:
+    facts = document["facts"]
+    return f"{facts['commit'][:7]}{' with changes' if facts.get('dirty') else ''}"
+
+
+def _where(document: Document) -> str:
+    facts = document["facts"]
+    quick = "quick, " if document["is_quick"] else ""
+    return f"{quick}{facts['cores']} cores ({facts['cpu']}), commit {_commit(document)}"
+
+
+def _p50_p99(row: Mapping[str, Any] | None) -> str:
+    return "" if row is None else f"{_ms(row['p50'])} ({_ms(row['p99'])})"
+
+
+def _ms(value_ms: float) -> str:
+    """Three digits, in seconds from one second up."""
+    if value_ms >= SECOND_MS:
+        return f"{value_ms / SECOND_MS:.2f} s"
+    return f"{value_ms:.0f} ms" if value_ms >= 10 else f"{value_ms:.1f} ms"
+
+
+def _value(row: Mapping[str, Any]) -> str:
+    return f"{row['value']:.3g} {row['unit']}".strip()
+
+
+def main(root: Path, arguments: Sequence[str]) -> int:
+    """Rewrite the pages of a checkout; with ``--check`` only say (1) that one is stale."""
+    results = newest(root / "benchmarks" / "results")
+    is_stale = False
+    for name, paragraphs in PAGES.items():
+        path = root / name
+        before = path.read_text("utf-8")
+        after = replaced(before, paragraphs(results))
+        is_stale |= after != before
+        if "--check" not in arguments:
+            path.write_text(after, "utf-8")
+    return int(is_stale and "--check" in arguments)
+
 
 if __name__ == "__main__":
-    sys.exit(main(Path(__file__).resolve().parent.parent, sys.argv[1:]))
+    sys.exit(main(Path(__file__).resolve().parents[1], sys.argv[1:]))

@@ -1,6 +1,6 @@
 """Draw the README's picture again: ``python docs/picture.py`` writes ``images/switch.svg``.
 
-It shows the newest result of ``pipeswitch bench switch``; a test compares it with that file.
+It shows the newest result of ``python -m benchmarks switch``; a test compares it with that file.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_type_hints
 
 from .errors import ConfigError
 from .roles import ANYONE, Role
@@ -322,6 +322,9 @@ class SchedulerConfig(_Checked):
     max_queue_per_model: int = _setting(
         256, "of them for one model: a flood for one leaves room for the others", low=1
     )
+    max_queue_time_ms: float = _setting(
+        "0", "what waits for one model times what it takes, as measured; 0: no limit", parse_ms
+    )
     max_wait_ms: float = _setting("2s", "after this a waiting request goes first", parse_ms)
     commit_every_ms: float = _setting(
         "5s", "how often a training job's state is kept, in memory and on disk", parse_ms
@@ -471,16 +474,9 @@ WEIGHT: Final = _setting(
 )  # fmt: skip
 PROFILES_VARIABLE: Final = "PIPESWITCH_PROFILES_DIR"  # the one setting outside the sections
 SECTIONS: Final[Mapping[str, type[_Checked]]] = {
-    "server": ServerConfig,
-    "device": DeviceConfig,
-    "host": HostConfig,
-    "workers": WorkersConfig,
-    "preprocess": PreprocessConfig,
-    "scheduler": SchedulerConfig,
-    "jobs": JobsConfig,
-    "log": LogConfig,
-    "security": SecurityConfig,
-    "gateway": GatewayConfig,
+    name: kind
+    for name, kind in get_type_hints(Config).items()
+    if isinstance(kind, type) and issubclass(kind, _Checked)
 }
 
 

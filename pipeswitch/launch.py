@@ -14,11 +14,9 @@ import contextlib
 import ctypes
 import gc
 import importlib
-import json
 import os
 import selectors
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -61,10 +59,6 @@ IDLE_S: Final = 10.0
 less time than it would have waited for the server."""
 
 
-WAITING: Final = "PIPESWITCH_FORK_SERVER"
-"""In a controller's environment: PID and descriptor of a fork server that is its child already."""
-
-
 def set_process_name(name: str) -> None:
     """Name of this process's main thread in ``ps``; 15 characters remain."""
     with contextlib.suppress(OSError, AttributeError):
@@ -79,24 +73,6 @@ def command(descriptor: int) -> list[str]:
 def without_threads(environment: Mapping[str, str]) -> dict[str, str]:
     """Of a process that forks: OpenBLAS would start its threads as it is imported."""
     return {"OPENBLAS_NUM_THREADS": "1", **environment}
-
-
-class Waiting:
-    """The fork server that the tests' keeper left this controller as its child, used once."""
-
-    def __init__(self, said: str) -> None:
-        self.pid, self._descriptor = map(int, said.split())
-
-    def begin(self, channel: int, log_file: int, environment: Mapping[str, str]) -> None:
-        with socket.socket(fileno=self._descriptor) as door:
-            socket.send_fds(door, [json.dumps(dict(environment)).encode()], [channel, log_file])
-
-    def wait(self) -> int:
-        """Its exit status, once it has ended."""
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
 
 
 class ForkServer:

@@ -55,13 +55,17 @@ class Shares:
             requested=amount,
         )
 
-    def take(self, holder: str, amount: int) -> None:
+    def check_room(self, holder: str, amount: int) -> None:
         """
         Raises:
             QueueFull: see ``refusal``.
         """
         if refusal := self.refusal(holder, amount):
             raise refusal
+
+    def take(self, holder: str, amount: int) -> None:
+        """Raises as ``check_room``."""
+        self.check_room(holder, amount)
         self.held += amount
         self._of[holder] += amount
 

@@ -39,6 +39,7 @@ from pipeswitch.sandbox.confine import WORST
 from pipeswitch.units import nearest
 
 Function = Callable[..., Any]
+MAX_ARRAYS, MAX_NAME = 64, 128  # of a model's inputs
 
 
 class Unusable(Exception):
@@ -133,11 +134,15 @@ def _place(returned: Any, memory: memoryview) -> tuple[SlabTensor, ...]:
         Unusable: it is something else, or too large.
     """
     named = returned if isinstance(returned, Mapping) else {"": returned}
+    if len(named) > MAX_ARRAYS:
+        raise Unusable(f"it returned {len(named)} arrays, a model takes {MAX_ARRAYS} at most")
     placed, at = [], 0
     for name, value in named.items():
-        if not isinstance(name, str) or not isinstance(value, np.ndarray):
-            what = f"a dict with {name!r}: {type(value).__name__}" if named is returned else (
-                f"a {type(value).__name__}")  # fmt: skip
+        is_name = isinstance(name, str) and len(name) <= MAX_NAME and name.isprintable()
+        if not is_name or not isinstance(value, np.ndarray):
+            what = f"a {type(value).__name__}"
+            if named is returned:
+                what = f"a dict with {repr(name)[:80]}: {type(value).__name__}"
             raise Unusable(f"it returned {what}, not a numpy array or a dict of them by name")
         if value.dtype.name not in ITEM_BYTES:
             raise Unusable(f"it returned {name or 'an array'} of dtype {value.dtype}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,9 +56,7 @@ def check_folder(option: str, path: Path) -> None:
 
 def checked_plot(path: Path) -> str:
     """Before a long run, too; a name without an ending is a PNG's."""
-    from ..benchmarks.plots import is_available
-
-    if not is_available():
+    if importlib.util.find_spec("matplotlib") is None:
         raise InvalidInput("--plot needs matplotlib", hint="pip install 'pipeswitch[bench]'")
     from matplotlib.backend_bases import FigureCanvasBase
 

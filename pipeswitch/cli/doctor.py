@@ -18,6 +18,7 @@ from ..devices import choosing
 from ..devices.cuda import ladder as cuda_ladder
 from ..errors import PipeSwitchError
 from ..ipc import board
+from ..machine import available_bytes, cpu_count
 from ..sandbox.confine import missing
 from ..units import format_bytes
 from ..wire.addresses import default_address, parse_listen
@@ -146,33 +147,10 @@ def _cuda_advice(test: str) -> str:
     return "the server uses what works instead; [device] in the config can name it"
 
 
-def _meminfo(key: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) << 10
-    return 0
-
-
-def cgroup_limit_bytes() -> int | None:
-    """The memory limit of this process's control group (v2 or v1); None when there is none."""
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < 1 << 60:
-            return int(text)
-    return None
-
-
 def _memory() -> list[Finding]:
-    total, available = _meminfo("MemTotal"), _meminfo("MemAvailable")
-    limit = cgroup_limit_bytes()
-    usable = min(available, limit) if limit is not None else available
-    text = f"{format_bytes(available)} of {format_bytes(total)} available"
-    if limit is not None:
-        text += f", the control group allows {format_bytes(limit)}"
-    if usable < LOW_MEMORY_BYTES:
+    available = available_bytes()
+    text = f"{format_bytes(available)} available, within the control group's limit"
+    if available < LOW_MEMORY_BYTES:
         return [Finding("memory", "warn", text, "serve few models: --arena and --host-store small")]
     return [Finding("memory", "ok", text)]
 
@@ -255,7 +233,7 @@ def _copy_speed() -> list[Finding]:
 
 def _limits() -> list[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    cores = len(os.sched_getaffinity(0))
+    cores = cpu_count()
     found = [Finding("cores", "ok" if cores > 1 else "warn", str(cores),
                      "" if cores > 1 else "copy and compute share one core")]  # fmt: skip
     if soft < LOW_FILES:

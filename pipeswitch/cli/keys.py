@@ -119,7 +119,8 @@ def keys_pair(name: str, out: str, as_json: bool) -> None:
     _print(row, lines, as_json)
 
 
-@keys.command("admit")
+# A key may begin with "-".
+@keys.command("admit", context_settings={"ignore_unknown_options": True})
 @name_argument
 @click.argument("key")
 @roles_option

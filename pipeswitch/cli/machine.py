@@ -1,4 +1,4 @@
-"""The verbs that need no server: demonstrate, measure and check this machine, write a setting."""
+"""The verbs that need no server: demonstrate and check this machine, write a setting."""
 
 from __future__ import annotations
 
@@ -26,36 +26,6 @@ def demo(out: str, ui: bool, as_json: bool) -> None:
     if ui:
         sys.exit(part("pipeswitch.demo.run", "show")())
     sys.exit(part("pipeswitch.demo.run", "run")(Path(out), as_json=as_json))
-
-
-@click.command()
-@click.argument("names", nargs=-1, metavar="[NAME]...")
-@click.option("--models", default="", help="Such as resnet152,inception_v3,bert-base,mlp.")
-@click.option("--quick", is_flag=True, help="Under two minutes each, few trials.")
-@click.option("--trials", type=click.IntRange(min=0), default=0, help="Rounds of each case.")
-@click.option("--out", type=click.Path(file_okay=False), help="A folder for the reports.")
-@click.option("--seed", type=int, default=0, show_default=True)
-@json_option
-def bench(
-    names: tuple[str, ...],
-    models: str,
-    quick: bool,
-    trials: int,
-    out: str | None,
-    seed: int,
-    as_json: bool,
-) -> None:
-    """Measure this machine (none named: all).
-
-    switch, throughput, pipeline, memory, workers, state, interference, request-path, gateway,
-    crowd, training, devices, shared-input, decisions, replay, batching; switchflow (its figures:
-    some of these again, and one more)
-    """
-    run = part("pipeswitch.cli.bench", "run")
-    chosen = [model for model in models.split(",") if model]
-    folder = Path(out) if out else None
-    options = {"is_quick": quick, "trials": trials, "as_json": as_json, "seed": seed}
-    sys.exit(run(names, models=chosen, out=folder, **options))
 
 
 @click.command()

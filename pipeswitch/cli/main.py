@@ -109,7 +109,7 @@ VERBS = (
     infer.infer,
     jobs.train, jobs.jobs,
     keys,
-    machine.demo, machine.bench, machine.doctor, machine.config, machine.completion,
+    machine.demo, machine.doctor, machine.config, machine.completion,
 )  # fmt: skip
 for verb in VERBS:
     main.add_command(verb)

@@ -28,7 +28,7 @@ from ..planning.fit import MIB
 from ..policies import find_policy
 from ..programs.layout import Batching
 from ..scheduler.timeline import Timeline
-from ..simulator import arrivals, thesis
+from ..simulator import arrivals
 from ..simulator.costs import Costs, Link
 from ..simulator.replay import (
     Outcome,
@@ -127,16 +127,10 @@ def simulate(trace: str, as_json: bool, **options: Any) -> None:
 
     TRACE is azure (49,317 requests of 100 functions), azure-llm, poisson:RATE (a second), a file
     with the lines at_ms,model, or none (for jobs alone). The scheduler is the server's, the device
-    is computed. Two more need no device: thesis (its worked example), windows (its orders against
-    the best one).
+    is computed.
     """
-    if trace == "thesis":
-        _print_example(as_json)
-    elif trace == "windows":
-        _print_gaps(options["requests"] or 40, as_json)
-    else:
-        with _ends_all_the_same():
-            _compare(trace, as_json, **options)
+    with _ends_all_the_same():
+        _compare(trace, as_json, **options)
 
 
 @contextlib.contextmanager
@@ -308,7 +302,7 @@ def _trace(
     if not Path(name).is_file():
         raise InvalidInput(
             f"no trace {name!r}: neither a file nor a name",
-            hint="azure, azure-llm, poisson:RATE, none, thesis, windows, or a file of at_ms,model",
+            hint="azure, azure-llm, poisson:RATE, none, or a file of at_ms,model",
         )
     try:
         return arrivals.of_rows(_file(name), name=Path(name).name, speed_up=speed_up)
@@ -586,27 +580,3 @@ def _draw(path: Path, runs: Sequence[Run], facts: dict[str, Any]) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
-
-
-def _print_example(as_json: bool) -> None:
-    rows = [msgspec.to_builtins(total) for total in thesis.example()]
-    if as_json:
-        views.print_json(rows)
-    else:
-        views.console().print(views.table(rows, ("way", "order", "total_ms")))
-
-
-def _print_gaps(instances: int, as_json: bool) -> None:
-    with views.progress_bar(not as_json, "all orders of every instance") as watch:
-        shown = None if watch is None else (lambda part: watch("", part))
-        found = list(thesis.gaps(instances, shown))
-    if as_json:
-        views.print_json([msgspec.to_builtins(gap) for gap in found])
-        return
-    rules = list(dict.fromkeys(gap.rule for gap in found))
-    cells: dict[tuple[str, float], dict[str, Any]] = {}
-    for gap in found:
-        row = cells.setdefault((gap.case, gap.ratio), {"case": gap.case, "ratio": f"{gap.ratio:g}"})
-        row[gap.rule] = f"{gap.mean:.1f} / {gap.worst:.0f}"
-    views.echo(f"makespan over the best order's, mean / worst of {instances} instances, percent\n")
-    views.console().print(views.table(list(cells.values()), ("case", "ratio", *rules)))

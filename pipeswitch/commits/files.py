@@ -23,11 +23,13 @@ import msgspec
 
 from ..errors import RemoteProtocolError
 from ..failpoints import reach
+from ..ipc.sparse import open_plain
 from ..machine import sync_directory
 from .area import MAX_STEP, CommitArea, create_area
 from .image import LENGTH, safetensors_head
 
 RECORD_NAME: Final = "commit.json"
+MAX_RECORD_BYTES: Final = 4096
 PIECE_BYTES: Final = 4 << 20
 _IMAGE: Final = re.compile(r"commit-\d+-\d+\.safetensors(\.tmp)?")
 _OURS: Final = re.compile(r"commit-\d+-\d+\.safetensors(\.tmp)?|commit\.json\.tmp")
@@ -91,9 +93,12 @@ def read_record(directory: Path) -> CommitRecord | None:
         RemoteProtocolError: it is not one of ours.
     """
     try:
-        data = (directory / RECORD_NAME).read_bytes()
+        with open(directory / RECORD_NAME, "rb", opener=open_plain) as file:
+            data = file.read(MAX_RECORD_BYTES)
     except FileNotFoundError:
         return None
+    except OSError as error:  # a script may have put something else there
+        raise RemoteProtocolError(str(error)) from None
     try:
         record = msgspec.json.decode(data, type=CommitRecord)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
@@ -147,7 +152,7 @@ def remove_unnamed(directory: Path) -> None:
     kept = record.image if record is not None else ""
     for path in directory.iterdir():
         if _OURS.fullmatch(path.name) and path.name != kept:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # it is gone, or a script made a folder of it
                 path.unlink()
 
 
@@ -155,7 +160,7 @@ def _head_bytes(path: Path, record: CommitRecord) -> int:
     """What stands in front of the image; the file must end with the image."""
     try:
         actual_bytes = path.stat().st_size
-        with path.open("rb") as file:
+        with open(path, "rb", opener=open_plain) as file:
             start = file.read(LENGTH.size)
     except FileNotFoundError:
         raise RemoteProtocolError(f"{path} is missing") from None
@@ -170,7 +175,7 @@ def _head_bytes(path: Path, record: CommitRecord) -> int:
 def _read_into(path: Path, head_bytes: int, image: memoryview, record: CommitRecord) -> None:
     digest = hashlib.sha256()
     position = 0
-    with path.open("rb", buffering=0) as file:
+    with open(path, "rb", buffering=0, opener=open_plain) as file:
         digest.update(file.read(head_bytes))
         while position < len(image):
             count = file.readinto(image[position : position + PIECE_BYTES])

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InvalidInput, RemoteProtocolError
+from ..ipc.sparse import open_plain
 from .files import CommitRecord, read_record
 from .image import LENGTH, SAFETENSORS_DTYPES, parse_image
 
@@ -126,7 +127,7 @@ def read_image(path: Path) -> memoryview:
         InvalidInput: the file is no such file.
         OSError: it cannot be read.
     """
-    with path.open("rb") as file:
+    with open(path, "rb", opener=open_plain) as file:
         size_bytes = os.fstat(file.fileno()).st_size
         start = file.read(LENGTH.size)
         head_bytes = LENGTH.size + (LENGTH.unpack(start)[0] if len(start) == LENGTH.size else 0)

@@ -46,7 +46,7 @@ from ..scheduler.events import (
     RemoveJob,
     Retract,
     SaveProfile,
-    Span,
+    Spans,
     SpawnDaemon,
     SpawnStage,
     SpawnWorker,
@@ -118,7 +118,7 @@ class Effects:
                 self._answer(command)
             case Publish() | Announce() | Retract():
                 self._frontend.perform(command)
-            case Span():
+            case Spans():
                 self.timeline.add(command)
             case StartBuild():
                 self.builds.start(command)

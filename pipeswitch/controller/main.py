@@ -368,6 +368,7 @@ class Server:
             move_after_ms=config.scheduler.move_after_ms,
             max_queue=config.scheduler.max_queue,
             max_queue_per_model=config.scheduler.max_queue_per_model,
+            max_queue_time_ms=config.scheduler.max_queue_time_ms,
             commit_every_ms=config.scheduler.commit_every_ms,
             weights=config.tenants,
             max_compute_ms=config.scheduler.max_compute_ms,

@@ -23,7 +23,7 @@ from ..errors import RemoteProtocolError
 from ..failpoints import reach
 from ..ipc.channel import Channel, channel_pair, encode_message
 from ..ipc.messages import ChildExited, Exit, Fork, Forked, ForkServerReady, Message
-from ..launch import WAITING, Waiting, command, without_threads
+from ..launch import command, without_threads
 from ..sandbox.environment import harmless
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Processes:
         self._failed_starts = 0
         self._is_stopping = False
         self._log_path, self._log_bytes = log_path, log_bytes
-        self._server: subprocess.Popen[bytes] | Waiting | None = None
+        self._server: subprocess.Popen[bytes] | None = None
         self._server_channel: Channel | None = None
         self._is_server_ready = False
         self._is_start_due = False
@@ -104,14 +104,8 @@ class Processes:
         self._server_channel = ours
         self._selector.register(ours, selectors.EVENT_READ, self._from_server)
 
-    def _spawn(self, descriptor: int) -> subprocess.Popen[bytes] | Waiting:
-        waiting = os.environ.pop(WAITING, None)
-        environment = without_threads(harmless(os.environ))
+    def _spawn(self, descriptor: int) -> subprocess.Popen[bytes]:
         with open_log(self._log_path) as log_file:
-            if waiting is not None:
-                server = Waiting(waiting)
-                server.begin(descriptor, log_file.fileno(), environment)
-                return server
             return subprocess.Popen(
                 command(descriptor),
                 pass_fds=(descriptor,),
@@ -119,7 +113,7 @@ class Processes:
                 stdout=log_file,
                 stderr=log_file,
                 start_new_session=True,  # a Ctrl-C at the terminal is the controller's to handle
-                env=environment,
+                env=without_threads(harmless(os.environ)),
             )
 
     def _start_failed(self, error: OSError) -> None:

@@ -1,7 +1,7 @@
 """Which device a server uses, and how: asked once, when it starts, in a process of its own.
 
 The controller makes no CUDA context and imports no bindings. Where there is no driver library at
-all this module knows at once; everything else the self-test program says (``cuda_selftest.py``).
+all this module knows at once; everything else the self-test program says (``cuda/selftest.py``).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..commits.files import read_record
-from ..errors import ModelNotFound
+from ..errors import ModelNotFound, RemoteProtocolError
 from ..ipc.messages import JobName
 from ..ipc.sparse import kept_from, open_plain
 
@@ -30,7 +30,10 @@ def read_piece(state: Path, name: JobName, kind: str, offset_bytes: int) -> dict
     more: dict[str, Any] = {}
     path = state / "logs" / f"job-{name}.{TEXTS.get(kind)}"
     if kind == "state":
-        record = read_record(state / "commits" / name)
+        try:
+            record = read_record(state / "commits" / name)
+        except RemoteProtocolError:  # a script has put something else there
+            record = None
         if record is None:
             raise _nothing(kind, name)
         path = state / "commits" / name / record.image

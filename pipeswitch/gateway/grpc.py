@@ -155,11 +155,11 @@ class Calls:
                         yield answer
                 return
             except PipeSwitchError as error:
-                failed: PipeSwitchError = error
+                told = _told(error)
             except Exception as error:
                 log.exception("call=%s failed", name)
-                failed = as_ours(error)
-            await _abort(context, failed)
+                told = _told(as_ours(error))
+            await context.abort(*told)
 
         return grpc.stream_stream_rpc_method_handler(call)
 
@@ -261,7 +261,7 @@ class Calls:
                         yield found
                     await asyncio.sleep(WATCH_EVERY_S)
         except PipeSwitchError as error:
-            await _abort(context, error)
+            await context.abort(*_told(error))
 
     async def _reflect(
         self, message: Any, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
@@ -272,7 +272,7 @@ class Calls:
                 async for data in requests:
                     yield described(_read(message, data))
         except PipeSwitchError as error:
-            await _abort(context, error)
+            await context.abort(*_told(error))
 
     async def _status(self) -> Any:
         word = "SERVING" if await self._service.is_ready() else "NOT_SERVING"
@@ -304,6 +304,8 @@ class Calls:
             request, asked = await self._shared.aside.run(address, read_infer, rest, raw)
         model = request.model_name
         outputs, bill = await self._service.infer(caller, model, request.model_version, asked)
+        size_bytes = sum(len(output.data) for output in outputs)
+        self._shared.answers.check_room(address, size_bytes)  # before it is copied
         return encode_answer(model, asked, outputs, bill)
 
     async def _stream(
@@ -322,23 +324,25 @@ class Calls:
                     try:
                         async with self._answered(streamed, caller, address, data) as answer:
                             yield answer
+                        continue
                     except PipeSwitchError as error:
-                        failed = response(error_message=str(error))
-                        if request_id := _id_of(data):
-                            failed.infer_response.id = request_id
-                        yield _to_bytes(failed)
+                        failed = response(error_message=_told(error)[1])
+                    if request_id := _id_of(data):
+                        failed.infer_response.id = request_id
+                    del data  # nothing large is held while nobody reads this
+                    yield _to_bytes(failed)
         except PipeSwitchError as error:
-            await _abort(context, error)
+            await context.abort(*_told(error))
 
 
 def _address(context: grpc.aio.ServicerContext) -> str:
     return str(context.peer()).rpartition(":")[0].partition(":")[2]  # of ipv4:ADDRESS:PORT
 
 
-async def _abort(context: grpc.aio.ServicerContext, error: PipeSwitchError) -> Any:
-    """Raises what ends the call with the error's code; its name is in the trailing metadata."""
+def _told(error: PipeSwitchError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
+    """What ``abort`` ends a call with: code, text, and the error's name as trailing metadata."""
     code = grpc.StatusCode[status_of(error).grpc]
-    await context.abort(code, str(error), (("pipeswitch-code", type(error).__name__),))
+    return code, str(error), (("pipeswitch-code", type(error).__name__),)
 
 
 async def _only(requests: AsyncIterator[bytes]) -> bytes:

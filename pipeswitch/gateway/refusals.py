@@ -99,7 +99,9 @@ _OURS: Final = Status(500, "INTERNAL")  # the model's own code, or a bug: Worker
 
 
 def status_of(error: PipeSwitchError) -> Status:
-    """How ``error`` is told: as the nearest of its classes that the table has."""
+    """How ``error`` is told: as the nearest of its classes that the table has. Its frames are let
+    go: they hold the request and the answer, and often ``error``, until a search for garbage."""
+    error.__traceback__ = None
     for cls in type(error).__mro__:
         if cls in _STATUSES:
             return _STATUSES[cls]

@@ -7,6 +7,7 @@ page exists in its owner's file alone, so together they hold no more than one fi
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import os
 import stat
@@ -68,7 +69,7 @@ def open_plain(path: str, _: int) -> int:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise FileNotFoundError(path)
+        raise OSError(errno.EINVAL, "no plain file", path)
     return descriptor
 
 

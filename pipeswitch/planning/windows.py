@@ -11,7 +11,7 @@ simulator (``run``); Johnson 1954 (``johnson``); Nawaz, Enscore and Ham 1983 (``
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Final
@@ -143,22 +143,6 @@ def fifo(jobs: Sequence[Job]) -> Order:
     return in_order_of_clients(jobs, sorted(range(len(jobs)), key=lambda i: jobs[i].arrived_at_ms))
 
 
-def sjf(jobs: Sequence[Job]) -> Order:
-    """The shortest next, where a model that the order has loaded costs no load."""
-    left, order, loaded = list(range(len(jobs))), [], set[str]()
-    while left:
-        ready = [i for i in left if _is_ready(jobs, i, left)]
-
-        def needs_ms(i: int) -> float:
-            return jobs[i].compute_ms + (0.0 if jobs[i].model in loaded else jobs[i].load_ms)
-
-        index = min(ready, key=needs_ms)
-        left.remove(index)
-        order.append(index)
-        loaded.add(jobs[index].model)
-    return tuple(order)
-
-
 def alternating(jobs: Sequence[Job]) -> Order:
     """The thesis' scheduler: the largest weight, the smallest, the second largest, and so on.
 
@@ -283,28 +267,6 @@ def mutated(jobs: Sequence[Job], order: Order, probability: float, chance: Rando
     return (*rest[:at], index, *rest[at:]) if _fits(jobs, rest, index, at) else order
 
 
-def exhaustive(jobs: Sequence[Job], memory: Memory = UNLIMITED) -> Order:
-    """The best of all orders; for ten jobs at most, by the factorial."""
-    best: tuple[float, Order] = (math.inf, ())
-
-    def extend(order: Order, left: tuple[int, ...]) -> None:
-        nonlocal best
-        if not left:
-            best = min(best, (makespan_ms(jobs, order, memory), order))
-        for index in left:
-            if _is_ready(jobs, index, left):
-                extend((*order, index), tuple(i for i in left if i != index))
-
-    extend((), tuple(range(len(jobs))))
-    return best[1]
-
-
-def _is_ready(jobs: Sequence[Job], index: int, left: Sequence[int]) -> bool:
-    """Whether no earlier job of its client is left."""
-    client = jobs[index].client
-    return not client or not any(i < index and jobs[i].client == client for i in left)
-
-
 def _fits(jobs: Sequence[Job], order: Sequence[int], index: int, at: int) -> bool:
     """Whether its client's order holds with the job at that place."""
     client = jobs[index].client
@@ -312,14 +274,3 @@ def _fits(jobs: Sequence[Job], order: Sequence[int], index: int, at: int) -> boo
         return True
     before = all(i < index for i in order[:at] if jobs[i].client == client)
     return before and all(i > index for i in order[at:] if jobs[i].client == client)
-
-
-RULES: Final[dict[str, Callable[[Sequence[Job], Memory], Order]]] = {
-    "fifo": lambda jobs, memory: fifo(jobs),
-    "sjf": lambda jobs, memory: sjf(jobs),
-    "alternating": lambda jobs, memory: alternating(jobs),
-    "johnson": lambda jobs, memory: johnson(jobs),
-    "neh": neh,
-    "ga": ga,
-}
-"""Every way to order a window, by its name."""

@@ -48,13 +48,18 @@ class Charge(NamedTuple):
 
 
 class Accounts:
-    """Of all callers that ever asked: they have keys or tokens, which the owner makes."""
+    """Of all callers that ever asked: they have keys or tokens, which the owner makes.
+
+    Attributes:
+        again_at_ms: when one that gave way in the last ``in_turns`` may do so no more.
+    """
 
     def __init__(self, weights: Mapping[str, float], max_wait_ms: float) -> None:
         self._weights = weights
         self._max_wait_ms = max_wait_ms
         self._of: dict[str, Account] = {}
         self._clock: defaultdict[float, float] = defaultdict(float)  # by urgency, as the next one
+        self.again_at_ms = math.inf
         self._had_at_ms: dict[float, float] = {}  # a turn, or nobody who waits for one
 
     def __iter__(self) -> Iterator[Account]:
@@ -89,6 +94,7 @@ class Accounts:
         ``switch_ms``: to bring the model it wants to the device. Others go before it for so long:
         models that do not fit together would else change places for each request.
         """
+        self.again_at_ms = math.inf
         by: defaultdict[float, list[Account]] = defaultdict(list)
         for account in self:
             if not account.waiting or now_ms < account.barred_until_ms:
@@ -112,13 +118,18 @@ class Accounts:
         """Whether one that had less is there and may ask: who waits for his answers has nothing in
         the queue when the run after another one's is chosen, or when a long one has ended."""
         tag = account.tags[account.urgency]
-        return any(
-            not one.waiting
-            and (one.running or now_ms < one.seen_at_ms + self._max_wait_ms)
-            and self.tag(one, account.urgency) <= tag
+        others = [
+            one
             for one in self
             if one is not account
-        )
+            and not one.waiting
+            and (one.running or now_ms < one.seen_at_ms + self._max_wait_ms)
+            and self.tag(one, account.urgency) <= tag
+        ]
+        if others:
+            until_ms = max(one.seen_at_ms for one in others) + self._max_wait_ms
+            self.again_at_ms = min(self.again_at_ms, until_ms)
+        return bool(others)
 
     def charge(self, rows: Counter[str], predicted_ms: float, now_ms: float) -> Charge:
         """A run is dispatched, in the turn of the first; its requests are counted as waiting yet.
@@ -135,6 +146,19 @@ class Accounts:
             account.running += 1
         return Charge(urgency, ms, parts)
 
+    def charge_alone(
+        self, account: Account, priority: int, predicted_ms: float, arrived_at_ms: float,
+        now_ms: float,
+    ) -> Charge:  # fmt: skip
+        """As ``charge``, for one that never waited, when nobody waits."""
+        urgency, ms, tag = float(priority), predicted_ms or UNKNOWN_MS, account.tags[priority]
+        tag = max(tag, self._clock[urgency])
+        account.seen_at_ms = max(account.seen_at_ms, arrived_at_ms)
+        self._clock[urgency], self._had_at_ms = tag, {urgency: now_ms}
+        account.tags[urgency] = tag + ms / account.weight
+        account.running += 1
+        return Charge(urgency, ms, {account: 1.0})
+
     def settle(self, charge: Charge, took_ms: float, now_ms: float) -> float:
         """The run is over. Who had a long one rests for as long, or as its weight allows; until
         when, if any does."""
@@ -146,7 +170,7 @@ class Accounts:
             account.seen_at_ms = self._had_at_ms[charge.urgency] = now_ms
             if own_ms >= LONG_MS:
                 account.rests_until_ms = now_ms + own_ms / max(1.0, account.weight)
-        return max(account.rests_until_ms for account in charge.parts)
+        return max([account.rests_until_ms for account in charge.parts])
 
     def died(self, charge: Charge, now_ms: float) -> float:
         """Its run took a worker with it. A caller that goes on so, with one model after another,

@@ -13,7 +13,7 @@ from ..errors import (
 )
 from ..ipc.messages import ModelName
 from ..shares import left
-from .core import Core
+from .core import DUE, PLACES, QUEUE, TURN, WORKERS, Core
 from .device import Device
 from .device_state import DeviceState
 from .endings import batch_of, quarantined
@@ -24,6 +24,7 @@ from .forecast import (
     is_hopeless,
     is_worth_a_probe,
     too_late,
+    waiting_ms,
     will_be_measured,
 )
 from .machine import Machine
@@ -40,6 +41,7 @@ class Admission:
         self._core = core
         self._versions = versions
         self._machine = machine
+        self._states = [device.state for device in machine.devices]
         self.stages = Stages(core)
 
     def arrived(self, event: InferArrived) -> None:
@@ -91,24 +93,27 @@ class Admission:
             self._queue(request, model)
 
     def _queue(self, request: Request, model: Model) -> None:
-        """It waits for a device, unless its answer would come too late."""
+        """It waits for a device, unless it has one at once, or its answer would come too late."""
         core = self._core
         request.batch = batch_of(model.built, request.inputs)
         is_early = model.state.state in MODEL_AWAITED
         place, request.placed = self._machine.placing.request(model, request)
         device = place.state
-        if not is_early and (is_hopeless(device, request) or delays_another(device, request)):
-            request.is_probe = is_worth_a_probe(device, request)
-            if not request.is_probe:
-                core.refuse(request.token, too_late(device, request))
+        if device.settings.admission == "off":
+            if not is_early and place.dispatch.at_once(request):
                 return
-        if not is_early:
+        elif not is_early:
+            if is_hopeless(device, request) or delays_another(device, request):
+                request.is_probe = is_worth_a_probe(device, request)
+                if not request.is_probe:
+                    core.refuse(request.token, too_late(device, request))
+                    return
             will_be_measured(device, request)
         request.hopeless_at_ms = hopeless_at_ms(device, request)
         device.take(request, is_early=is_early)
         for at_ms in (request.hopeless_at_ms, request.deadline_at_ms):
             if at_ms is not None:
-                core.look_again(at_ms)
+                core.look_again(at_ms, DUE)
                 break
 
     def _of_a_version_that_is_there(self, event: InferArrived) -> InferArrived:
@@ -123,9 +128,9 @@ class Admission:
         return replace(event, model=current.name, digest=current.manifest.digest)
 
     def _refusal(self, event: InferArrived) -> PipeSwitchError | None:
-        core, states = self._core, [device.state for device in self._machine.devices]
+        core = self._core
         model = self._machine.models.get(event.model)
-        if core.is_draining or core.has_left:
+        if core.drain_at_ms is not None or core.has_left:
             return ServerUnavailable("the server is draining", hint="try again when it is back")
         if model is None or model.state.state is ModelState.LEAVING:
             return ModelNotFound(f'no model "{event.model}"', hint="pipeswitch models")
@@ -137,6 +142,17 @@ class Admission:
         lost = self._lost(model)
         if lost is not None:
             return lost
+        for state in self._states:
+            if state.queue.requests or state.early.requests:
+                break
+        else:
+            if not self.stages.waits:
+                return None  # whatever the limits are
+        return self._full(event, model)
+
+    def _full(self, event: InferArrived, model: Model) -> QueueFull | None:
+        """Why it may not wait beside those that do."""
+        core, states = self._core, self._states
         queues = [queue for state in states for queue in (state.queue, state.early)]
         caller, name = event.caller, event.model
         waiting = sum(map(len, queues)) + len(self.stages)
@@ -148,13 +164,19 @@ class Admission:
         limit = core.settings.max_queue_per_model
         if waiting and not left(limit, waiting, own):
             return _full(f"requests for {name}", waiting, own, "max_queue_per_model", limit)
+        if waiting and core.settings.max_queue_time_ms:  # a request waits where that is shortest
+            places = [state for state in states if state.may_serve(model) and not state.is_given_up]
+            waiting, own = min(waiting_ms(state, name, caller) for state in places)
+            limit = round(core.settings.max_queue_time_ms)
+            if waiting and not left(limit, waiting, own):
+                return _full(f"ms of requests for {name}", waiting, own, "max_queue_time", limit)
         return None
 
     def _lost(self, model: Model) -> ServerUnavailable | None:
         """Why it is served no more: each device that may is given up."""
-        states = [device.state for device in self._machine.devices]
-        if any(state.may_serve(model) and not state.is_given_up for state in states):
-            return None
+        for state in self._states:
+            if not state.is_given_up and state.may_serve(model):
+                return None
         return ServerUnavailable(
             f'"{model.name}" is limited to {", ".join(model.devices)}, which this server has lost',
             hint="restart the server, or register the model without devices",
@@ -173,7 +195,6 @@ class Admission:
         """Its bytes are in the host store: requests that came before are dispatched in order."""
         for device in self._machine.devices:
             for request in device.state.early.of(model.name):
-                device.state.early.discard(request)
                 self._place(device.state, request)
 
     def not_stored(self, model: Model, error: PipeSwitchError) -> None:
@@ -182,7 +203,7 @@ class Admission:
             for request in device.state.early.of(model.name):
                 device.state.refuse(request, TaskEvent.ERROR, error)
 
-    def rehome(self) -> None:
+    def rehome(self) -> int:
         """What waits where no memory daemon is goes to where one is.
 
         Not before the workers there are reaped: one of them may still write a request's outputs.
@@ -192,8 +213,9 @@ class Admission:
         for device in self._machine.devices if len(states) > 1 else ():
             self._avoid_pinned(device)
         ready = [state.is_daemon_ready for state in states]
+        wants = QUEUE | PLACES if len(states) > 1 else 0
         if all(ready) or not any(ready):
-            return
+            return wants
         for state in states:
             if not state.is_daemon_ready and not state.has_processes:
                 for request in (*state.queue, *state.early):
@@ -201,9 +223,8 @@ class Admission:
                     if lost is not None:
                         state.refuse(request, TaskEvent.ERROR, lost)
                         continue
-                    state.queue.discard(request)
-                    state.early.discard(request)
                     self._place(state, request)
+        return wants
 
     def _avoid_pinned(self, device: Device) -> None:
         state = device.state
@@ -212,31 +233,35 @@ class Admission:
             if device.arena.may_take(state.replicas[name], requests[0].size_bytes):
                 continue
             for request in requests:
-                state.queue.discard(request)
                 self._place(state, request)
 
-    def relieve(self) -> None:
+    def relieve(self) -> int:
         """What came last and waits for a task's end goes to a device that has nothing to do, where
         it would compute sooner: the others are then less far from their turn."""
         states = [device.state for device in self._machine.devices]
-        if len(states) == 1 or all(state.is_busy or not state.is_ready for state in states):
-            return
+        if len(states) == 1:
+            return 0
+        wants = QUEUE | TURN | PLACES | WORKERS
+        if all(state.is_busy or not state.is_ready for state in states):
+            return wants
         for state in states:
             request = state.last_waiting if state.current is not None else None
-            if request is None:
-                continue
-            model = self._machine.models[request.model]
-            if self._machine.placing.request(model, request)[0].state is not state:
-                state.queue.discard(request)
+            if request is not None:
                 self._place(state, request)
+        return wants
 
     def _place(self, state: DeviceState, request: Request) -> None:
-        """One that waited there already."""
+        """One that waited there already; where it is best off there, it keeps its place."""
         model = self._machine.models[request.model]
-        place, request.placed = self._machine.placing.request(model, request)
-        if place.state is not state:
-            del state.requests[request.token]
-        place.state.take(request, is_early=model.state.state in MODEL_AWAITED)
+        place, placed = self._machine.placing.request(model, request)
+        is_early = model.state.state in MODEL_AWAITED
+        if place.state is state and is_early == (request.token in state.early):
+            return
+        request.placed = placed
+        state.queue.discard(request)
+        state.early.discard(request)
+        del state.requests[request.token]
+        place.state.take(request, is_early=is_early)
 
 
 def _full(what: str, waiting: int, own: int, setting: str, limit: int) -> QueueFull:

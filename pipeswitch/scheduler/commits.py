@@ -17,6 +17,7 @@ from ..ipc.messages import (
     StepCommitted,
 )
 from .arena import Arena
+from .core import JOBS
 from .device_state import DeviceState
 from .events import CreateCommits, DropCommits, ToWorker
 from .records import NO_EPOCH, Job, Worker
@@ -140,7 +141,7 @@ class Commits:
             if job.move.state is MoveState.COPYING:
                 continue  # another device's daemon will
             if core.now_ms < job.persist_due_at_ms:
-                core.look_again(job.persist_due_at_ms)
+                core.look_again(job.persist_due_at_ms, JOBS)
                 continue
             job.is_persisting = True
             job.persist_epoch = job.epoch

@@ -5,16 +5,48 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from ..errors import PipeSwitchError
-from ..ipc.messages import Epoch
+from ..ipc.messages import Epoch, ModelName
 from ..planning.profile import UNKNOWN_DEVICE, Identity
-from .events import Answer, Command, Publish, Span, Token
+from .events import Answer, Command, Publish, Token
 from .judge import Judge
 from .records import Model
+
+# What may be another since the parts were asked last (docs/adr/0038-agenda.md).
+QUEUE: Final = 1  # the requests that wait, and their order
+TURN: Final = 2  # what is dispatched, computes, or has ended
+WORKERS: Final = 4  # which processes there are, and what they have loaded
+PLACES: Final = 8  # what lies on a device, or is on its way there
+JOBS: Final = 16
+MEASURED: Final = 32  # what profiles are made of
+STAGES: Final = 64
+PINGS: Final = 128
+DUE: Final = 256  # it is time for a request: to be dispatched, or to be refused
+HUNG: Final = 512  # it is time to see whether a task hangs
+REST: Final = 1024  # all that has no bit of its own
+ALL: Final = 2 * REST - 1
+URGENT: Final = QUEUE | TURN | WORKERS | PLACES | JOBS | DUE  # what a device's next task hangs on
+
+
+class Part:
+    """One that may have something to do after an event, and says after which.
+
+    Attributes:
+        ask: does it, and returns the bits of what it waits for next.
+        wants: what it said last.
+        is_urgent: ``Scheduler.decide`` has asked it already.
+    """
+
+    __slots__ = ("ask", "is_urgent", "wants")
+
+    def __init__(self, ask: Callable[[], int], *, is_urgent: bool = False) -> None:
+        self.ask = ask
+        self.is_urgent = is_urgent
+        self.wants = ALL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +60,7 @@ class SchedulerSettings:
     standby: int = 2  # beside the active one; at least one is kept, or none could step in
     max_queue: int = 512
     max_queue_per_model: int = 256
+    max_queue_time_ms: float = 0.0  # of computing that waits for one model; 0: no limit
     max_builds: int = 1  # at once, one for each client
     max_models_per_client: int = 1000
     max_waiting_builds: int = 1024  # a client's share of them: shares.py
@@ -68,32 +101,48 @@ class SchedulerSettings:
 
 
 class Wakeups:
-    """Instants at which the scheduler wants to be called though no event comes, in milliseconds."""
+    """Instants at which the scheduler wants to be called though no event comes, in milliseconds,
+    each with the bits of what it is for."""
 
-    def __init__(self, instants: Iterable[float] = ()) -> None:
-        self._known = set(instants)
-        self._heap = sorted(self._known)
+    def __init__(self, instants: Iterable[tuple[float, int]] = ()) -> None:
+        self._known: set[tuple[float, int]] = set()
+        self._heap: list[tuple[float, int]] = []
+        self._first: dict[int, float] = {}  # by bits; a later one of the same may be there as well
+        for at_ms, bits in instants:
+            self.add(at_ms, bits)
 
     def __len__(self) -> int:
         return len(self._heap)
 
-    def add(self, at_ms: float) -> None:
-        if at_ms not in self._known:
-            self._known.add(at_ms)
-            heapq.heappush(self._heap, at_ms)
+    def add(self, at_ms: float, bits: int = ALL) -> None:
+        if (at_ms, bits) not in self._known:
+            self._known.add((at_ms, bits))
+            heapq.heappush(self._heap, (at_ms, bits))
+            if at_ms < self.first_ms(bits):
+                self._first[bits] = at_ms
 
-    def forget_until(self, now_ms: float) -> None:
-        """Those have come."""
-        while self._heap and self._heap[0] <= now_ms:
-            self._known.remove(heapq.heappop(self._heap))
+    def forget_until(self, now_ms: float) -> int:
+        """Those have come; the bits of all of them."""
+        due = 0
+        while self._heap and self._heap[0][0] <= now_ms:
+            at_ms, bits = entry = heapq.heappop(self._heap)
+            self._known.remove(entry)
+            due |= bits
+            if self._first.get(bits) == at_ms:
+                del self._first[bits]
+        return due
+
+    def first_ms(self, bits: int) -> float:
+        """For just these; infinity when none is known."""
+        return self._first.get(bits, math.inf)
 
     @property
     def next_ms(self) -> float:
         """Infinity when only events matter."""
-        return self._heap[0] if self._heap else math.inf
+        return self._heap[0][0] if self._heap else math.inf
 
     @property
-    def all_ms(self) -> tuple[float, ...]:
+    def all(self) -> tuple[tuple[float, int], ...]:
         """In order."""
         return tuple(sorted(self._heap))
 
@@ -112,6 +161,8 @@ class Core:
     out: list[Command] = field(default_factory=list)
     last_epoch: int = 0
     edition: int = 0  # grows when a model becomes ready or gets other groups
+    touched: int = ALL  # the bits of what changed since the parts were asked
+    pins: dict[ModelName, None] = field(default_factory=dict)  # models to be pinned, maybe no more
     wakeups: Wakeups = field(default_factory=Wakeups)
 
     def next_epoch(self) -> Epoch:
@@ -133,21 +184,6 @@ class Core:
     def publish(self, topic: str, /, **body: Any) -> None:
         self.emit(Publish(topic=topic, body={"at_ms": self.now_ms, **body}))
 
-    def span(
-        self, track: str, name: str, begin_ms: float, end_ms: float, flow: int = 0, **args: Any
-    ) -> None:
-        """A finished interval for the timeline."""
-        self.emit(
-            Span(
-                track=track,
-                name=name,
-                begin_ms=begin_ms,
-                end_ms=max(begin_ms, end_ms),
-                args=args,
-                flow=flow,
-            )
-        )
-
     def tenant_of(self, model: Model) -> str:
         """Whose workers serve it: where tenants are separate, its owner's."""
         return model.tenant if self.settings.separates_tenants else ""
@@ -156,6 +192,6 @@ class Core:
     def is_draining(self) -> bool:
         return self.drain_at_ms is not None
 
-    def look_again(self, at_ms: float) -> None:
-        """Ask for a Tick at that instant."""
-        self.wakeups.add(at_ms)
+    def look_again(self, at_ms: float, bits: int = ALL) -> None:
+        """Ask for a Tick at that instant, and for a look at these things then."""
+        self.wakeups.add(at_ms, bits)

@@ -25,7 +25,7 @@ from ..ipc.messages import (
 )
 from .arena import Arena
 from .commits import Commits
-from .core import Core, SchedulerSettings
+from .core import HUNG, TURN, URGENT, Core, Part, SchedulerSettings
 from .device_state import DeviceState
 from .dispatch import Dispatch
 from .endings import Endings
@@ -122,6 +122,7 @@ class Device:
                 job = self.state.job_of(worker, message.epoch)
                 if job is not None:
                     self.jobs.report(job, message)
+                    self.training.reported(job)
             case JobEnded() as message:
                 self.training.ended(worker, message)
                 self.turns.give()
@@ -183,28 +184,32 @@ class Device:
 
     # -- after every event --------------------------------------------------------------------
 
-    def advance(self) -> None:
+    def advance(self) -> int:
         """The urgent part: the device is given its next task."""
         self.dispatch.expire()
         self.dispatch.pump()
         self.turns.give()
+        return URGENT
 
-    def pump(self) -> None:
-        """Everything else that can be done now."""
-        self.advance()
-        self.dispatch.keep_order()
-        self.dispatch.look_ahead()
-        self.profiling.pump()
-        self.training.pump()
-        self.residents.bring_pinned()
-        self.slices.scrub_again()
-        self._kill_hung()
-        self.fleet.pump()
+    def parts(self) -> list[Part]:
+        """All that may have something to do, in the order in which they are asked."""
+        return [
+            Part(self.advance, is_urgent=True),
+            Part(self.dispatch.keep_order),
+            Part(self.dispatch.look_ahead),
+            Part(self.profiling.pump),
+            Part(self.training.pump),
+            Part(self.residents.bring_pinned),
+            Part(self.slices.scrub_again),
+            Part(self._kill_hung),
+            Part(self.fleet.pump),
+        ]
 
-    def _kill_hung(self) -> None:
+    def _kill_hung(self) -> int:
         hung = self.turns.hung()
         if hung is not None:
             self.state.kill(self.state.workers[hung.slot], hung.hung_why)
+        return TURN | HUNG
 
     # -- the end ------------------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ from ..errors import PipeSwitchError
 from ..ipc.messages import BindTenant, JobName, Message, ModelName, Slot
 from ..planning.profile import Profile
 from .accounts import Accounts
-from .core import Core, SchedulerSettings
-from .events import KillWorker, OfDevice, SpawnWorker, ToDaemon, Token, ToWorker
+from .core import PLACES, QUEUE, TURN, WORKERS, Core, SchedulerSettings
+from .events import KillWorker, OfDevice, Span, Spans, SpawnWorker, ToDaemon, Token, ToWorker
 from .lines import IsResident
 from .policies import View
 from .predictions import Predictions
@@ -105,9 +105,19 @@ class DeviceState:
         """An event on this device; where there are several it is named."""
         self.core.publish(topic, **(body | {"device": self.label} if self.label else body))
 
-    def span(self, track: str, /, *fields: Any, **args: Any) -> None:
-        """``Core.span`` on a track of this device."""
-        self.core.span(f"{self.label} {track}".lstrip(), *fields, **args)
+    def span(
+        self, track: str, name: str, begin_ms: float, end_ms: float, flow: int = 0, **args: Any
+    ) -> None:
+        """A finished interval for the timeline, on a track of this device."""
+        one = Span(
+            track=self.track(track), name=name, begin_ms=begin_ms, end_ms=max(begin_ms, end_ms),
+            args=args, flow=flow,
+        )  # fmt: skip
+        self.core.emit(Spans(spans=[one]))
+
+    def track(self, name: str) -> str:
+        """Of the timeline: of this device, where there are several."""
+        return f"{self.label} {name}" if self.label else name
 
     def spend(self, kind: str, ms: float) -> None:
         """Device time of one kind, which is over: train, infer, or switch (waiting for a model)."""
@@ -139,6 +149,7 @@ class DeviceState:
         """A model comes to the device, or leaves it, or is pinned there: ranks follow from it."""
         before = replica.residency.state
         after = replica.residency.apply(event, cause)
+        self.core.touched |= PLACES | QUEUE
         self.queue.changed(replica.name)
         self.sending.pop(replica.name, None)
         if replica.is_being_sent:
@@ -152,11 +163,13 @@ class DeviceState:
     def take(self, request: Request, *, is_early: bool = False) -> None:
         """It waits here from now on; an early one until its model is in the host store."""
         self.requests[request.token] = request
+        self.core.touched |= QUEUE
         (self.early if is_early else self.queue).add(request)
 
     def refuse(self, request: Request, event: TaskEvent, error: PipeSwitchError) -> None:
         """A request's bad end: it waits no more and reads why."""
         request.state.apply(event, type(error).__name__)
+        self.core.touched |= QUEUE
         self.queue.discard(request)
         self.early.discard(request)
         self.requests.pop(request.token)
@@ -166,6 +179,7 @@ class DeviceState:
     def spawn(self, worker: Worker) -> None:
         """A fresh process for its slot; the one that is there is killed."""
         self.reset(worker)
+        self.core.touched |= WORKERS
         self.emit(SpawnWorker(slot=worker.slot, generation=worker.generation))
 
     @staticmethod
@@ -216,4 +230,5 @@ class DeviceState:
         if worker.state.allows(WorkerEvent.KILLED):
             worker.state.apply(WorkerEvent.KILLED, reason)
             worker.kill_reason, worker.is_blamed = reason, blame
+            self.core.touched |= WORKERS | TURN
             self.emit(KillWorker(slot=worker.slot, generation=worker.generation, reason=reason))

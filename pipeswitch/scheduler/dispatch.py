@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from typing import Final
 
 from ..errors import DeadlineExceeded, OutOfDeviceMemory
 from ..ipc.messages import JobName, JoinedRequest, ModelName, RunInference
 from .accounts import Charge
 from .arena import Arena
 from .batching import Batch, batch_for, begins_at_ms
+from .core import DUE, HUNG, PLACES, QUEUE, TURN
 from .device_state import DeviceState
 from .endings import quarantined
 from .events import ToWorker
@@ -21,6 +23,8 @@ from .states import ModelState, Residency, TaskEvent, WorkerEvent, WorkerState
 from .training import Training
 from .turns import Turns
 
+IN_PLACE: Final = (Residency.RESIDENT, Residency.PINNED)
+READY: Final = ModelState.READY
 MOST_AHEAD = 4  # requests among which the next cold one is looked for
 MOST_BLOCKED = 8  # models without memory that are looked past, each at the price of a search
 
@@ -42,6 +46,8 @@ class Dispatch:
     def expire(self) -> None:
         """Answer queued requests whose deadline has passed, or can no longer be met."""
         core, device = self._core, self._device
+        if not device.queue.requests and not device.early.requests:
+            return
         for request in (*device.queue.expired(core.now_ms), *device.early.expired(core.now_ms)):
             assert request.deadline_at_ms is not None
             if core.now_ms < request.deadline_at_ms:
@@ -61,6 +67,7 @@ class Dispatch:
     def pump(self) -> None:
         """Dispatch what can be dispatched. Outcomes:
 
+        0. It was dispatched when it came (``at_once``).
         1. A task waits for its turn already, or nothing is queued: nothing to do.
         2. The best request's model is on the device, or the link and a place for it are free or can
            be freed: transmit and activate in the same breath; training is told to stop.
@@ -76,8 +83,9 @@ class Dispatch:
         device = self._device
         if not device.is_daemon_ready:
             return
-        self._refuse_the_impossible()
-        while device.queue and device.upcoming is None:
+        if device.queue.unchecked:
+            self._refuse_the_impossible()
+        while device.queue.requests and device.upcoming is None:
             if not self._dispatch_best():
                 return
 
@@ -85,7 +93,7 @@ class Dispatch:
         """Requests whose model does not fit beside what is pinned: waiting would not help."""
         device = self._device
         unchecked, device.queue.unchecked = device.queue.unchecked, {}
-        if not unchecked or not device.pinned:
+        if not device.pinned:
             return  # the store took none that is larger than the arena
         for name in unchecked:
             replica = device.replicas[name]
@@ -108,7 +116,7 @@ class Dispatch:
         core, device = self._core, self._device
         if not self._has_worker():
             return False  # one will be clean, reaped, prepared or respawned: that pumps again
-        now = device.view
+        now, is_link_busy = device.view, False
         blocked: list[Waiting] = []
         for view, request in device.queue.heads(*device.seen):
             if any(view.model == other.model for other in blocked):
@@ -116,7 +124,7 @@ class Dispatch:
             if len(blocked) == MOST_BLOCKED or not all(
                 core.judge.may_overtake(view, other, now) for other in blocked
             ):
-                return False  # 5.
+                break  # 5.
             model = device.replicas[request.model].model
             if model.state.state is ModelState.QUARANTINED:  # for what it did on another device
                 device.refuse(request, TaskEvent.ERROR, quarantined(model))
@@ -126,9 +134,18 @@ class Dispatch:
                 return True  # another one is first now
             if self._is_held(request):
                 continue  # 6.
-            if self._dispatch(request):
+            replica = device.replicas[request.model]
+            if replica.is_on_device:
+                self.activate(request, replica, is_sent=False)
                 return True
+            if not is_link_busy:
+                if self._send(request, replica):
+                    return True
+                is_link_busy = self._is_link_busy()
             blocked.append(view)
+        # Time alone may change who goes first, and who may overtake.
+        again_at_ms = device.accounts.again_at_ms
+        self._look_again(min(again_at_ms, device.queue.until_ms) if blocked else again_at_ms)
         return False
 
     def _is_held(self, request: Request) -> bool:
@@ -138,15 +155,27 @@ class Dispatch:
         if replica.built.batching is None:
             return False
         at_ms = begins_at_ms(device, replica, batch_for(device, replica, request))
-        if core.now_ms < at_ms < core.wakeups.next_ms:  # a look that comes before finds it again
-            core.look_again(at_ms)
+        self._look_again(at_ms)
         return core.now_ms < at_ms
 
-    def keep_order(self) -> None:
-        """Rank what has changed, also while nothing can be dispatched."""
-        self._device.queue.settle(*self._device.seen)
+    def _look_again(self, at_ms: float) -> None:
+        """Unless a look that comes before finds it again."""
+        if self._core.now_ms < at_ms < self._core.wakeups.first_ms(DUE):
+            self._core.look_again(at_ms, DUE)
 
-    def look_ahead(self) -> None:
+    def keep_order(self) -> int:
+        """Rank what has changed, also while nothing can be dispatched."""
+        if self._device.queue.requests:
+            self._device.queue.settle(*self._device.seen)
+        return QUEUE | TURN | PLACES
+
+    def look_ahead(self) -> int:
+        """The next request's model comes while others compute."""
+        if self._device.queue.requests:
+            self._look_ahead()
+        return QUEUE | TURN | PLACES
+
+    def _look_ahead(self) -> None:
         """The link is idle, a task computes and another has its turn next: send the model of the
         next request that has none on the device. Only where it fits beside what is used, pinned
         or waited for; the request is dispatched later, in its own order."""
@@ -158,7 +187,10 @@ class Dispatch:
             return
         for view, _ in itertools.islice(device.queue.heads(*device.seen), MOST_AHEAD):
             replica = device.replicas[ModelName(view.model)]
-            if replica.is_on_device or self._core.now_ms < replica.retry_at_ms:
+            if replica.is_on_device:
+                continue
+            if self._core.now_ms < replica.retry_at_ms:
+                self._core.look_again(replica.retry_at_ms, PLACES)
                 continue
             window = self._arena.find_place(replica, for_request=False)
             if window is not None and not self._arena.obstacles(window):
@@ -174,13 +206,9 @@ class Dispatch:
             bool(free) and self._device.current is None
         )
 
-    def _dispatch(self, request: Request) -> bool:
-        """Dispatch a request if its model is on the device or can be sent now."""
-        device, arena = self._device, self._arena
-        replica = device.replicas[request.model]
-        if replica.is_on_device:
-            self.activate(request, replica, is_sent=False)
-            return True
+    def _send(self, request: Request, replica: Replica) -> bool:
+        """Dispatch a request if its model can be sent now."""
+        arena = self._arena
         if replica.residency.state is Residency.ABANDONED:
             return False  # its region is in the way of itself until the copy has ended
         self._residents.cancel_prefetches()
@@ -230,26 +258,76 @@ class Dispatch:
         predicted = self._device.predictions.predict(replica.name, batch.size)
         return self._device.accounts.charge(rows, predicted.compute_ms, self._core.now_ms)
 
+    def at_once(self, request: Request) -> bool:
+        """Give a request that comes to a worker without a look at the order: outcome 0 of ``pump``.
+
+        Nothing waits, computes or trains, its model lies on the device and is loaded in a worker
+        that is free, and it is not to be joined with others: it would be the next one whatever the
+        policy says. False: it waits like any other, if only for a moment.
+        """
+        core, device, replica = self._core, self._device, self._device.replicas[request.model]
+        if device.queue.requests or device.current is not None or device.upcoming is not None:
+            return False
+        if device.training is not None or not device.is_daemon_ready:
+            return False
+        if replica.residency.state not in IN_PLACE or replica.model.state.state is not READY:
+            return False
+        if replica.built.batching is not None or request.due_ms <= core.now_ms:
+            return False
+        account = device.accounts.of(request.caller)
+        if core.now_ms < max(account.rests_until_ms, account.barred_until_ms):
+            return False
+        name, version, found = request.model, replica.version, None
+        for worker in device.workers.values():
+            if worker.may_raise:
+                return False  # see ``Turns.give``
+            is_ready = worker.state.state is WorkerState.STANDBY and worker.preparing is None
+            if found is None and is_ready and worker.warm.get(name) == version:
+                found = worker
+        # What runs code, and for whom, is the process' own since it was loaded there.
+        if found is None:
+            return False
+        device.requests[request.token] = request
+        median_ms = device.predictions.predict(name, request.batch).compute_ms
+        charge = device.accounts.charge_alone(
+            account, request.priority, median_ms, request.arrived_at_ms, core.now_ms
+        )
+        # Nobody but the watch for hanging tasks, and what looks at other devices, waits for this.
+        core.touched |= HUNG | (TURN if device.label else 0)
+        self._begin([request], request.batch, replica, found, charge, is_switch=False)
+        return True
+
     def activate(self, request: Request, replica: Replica, *, is_sent: bool) -> Activation:
         """Give the request to a worker, with those that are joined with it.
 
         ``is_sent``: its model was sent for it just now; sent ahead for it, that is a switch too.
         """
-        core, device, manifest = self._core, self._device, replica.built
+        core, device = self._core, self._device
         batch = batch_for(device, replica, request)
         worker = self._pick_worker(replica)
         is_switch = is_sent or (
             replica.ahead_epoch != NO_EPOCH and replica.ahead_epoch == replica.residency_epoch
         )
-        replica.ahead_epoch = NO_EPOCH
-        epoch = core.next_epoch()
+        core.touched |= QUEUE | TURN
         note_end(device, request)
         charge = None if request.trial_batch else self._charge(replica, batch)
         for one in batch.requests:
             device.queue.discard(one)
+        return self._begin(batch.requests, batch.size, replica, worker, charge, is_switch=is_switch)
+
+    def _begin(
+        self, requests: list[Request], size: int, replica: Replica, worker: Worker,
+        charge: Charge | None, *, is_switch: bool,
+    ) -> Activation:  # fmt: skip
+        """They wait no more: the worker computes them, when it has the turn."""
+        core, device, manifest, request = self._core, self._device, replica.built, requests[0]
+        name, is_code = replica.name, manifest.mode == "module"
+        replica.ahead_epoch = NO_EPOCH
+        epoch = core.next_epoch()
+        for one in requests:
             one.state.apply(TaskEvent.DISPATCHED, f"worker {worker.slot}")
         tenant = core.tenant_of(replica.model)
-        device.claim(worker, is_code=replica.is_code, tenant=tenant)
+        device.claim(worker, is_code=is_code, tenant=tenant)
         worker.state.apply(WorkerEvent.ACTIVATED, f"request {request.request_id}")
         worker.task_epoch = epoch
         replica.users += 1
@@ -258,9 +336,9 @@ class Dispatch:
             epoch=epoch,
             slot=worker.slot,
             token=request.token,
-            joined=tuple(one.token for one in batch.requests[1:]),
-            batch=batch.size,
-            model=replica.name,
+            joined=tuple([one.token for one in requests[1:]]),
+            batch=size,
+            model=name,
             dispatched_at_ms=core.now_ms,
             was_resident=replica.residency.state in (Residency.RESIDENT, Residency.PINNED),
             residency_epoch=replica.residency_epoch,
@@ -276,7 +354,7 @@ class Dispatch:
                 message=RunInference(
                     epoch=epoch,
                     request_id=request.request_id,
-                    model=replica.name,
+                    model=name,
                     digest=manifest.digest,
                     directory=core.settings.program_dir(manifest.digest),
                     arena_offset_bytes=replica.home_bytes,
@@ -286,9 +364,9 @@ class Dispatch:
                     reply_offset_bytes=request.reply_offset_bytes,
                     reply_bytes=request.reply_bytes,
                     plan=replica.plan,
-                    joined=tuple(map(_joined, batch.requests[1:])),
+                    joined=tuple(map(_joined, requests[1:])),
                     trial_batch=request.trial_batch,
-                    is_code=replica.is_code,
+                    is_code=is_code,
                 ),
             )
         )

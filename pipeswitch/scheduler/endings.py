@@ -16,8 +16,9 @@ from ..ipc.messages import Epoch, InferenceDone, InferenceFailed, SlabTensor
 from ..programs.dims import BATCH
 from ..programs.layout import Manifest
 from .batching import failed
+from .core import DUE, MEASURED
 from .device_state import DeviceState
-from .events import Answer
+from .events import Answer, Span, Spans
 from .records import Activation, ColdSwitch, EndedTrial, Model, Replica, Request, Worker
 from .residency import Residents
 from .states import ModelEvent, ModelState, TaskEvent, WorkerEvent
@@ -54,6 +55,7 @@ class Endings:
             requests[0].state.apply(TaskEvent.FINISHED, "measured")
             device.requests.pop(activation.token)
             device.ended_trial = EndedTrial(activation, message)
+            core.touched |= MEASURED
             return
         if activation.joined:
             replica.model.failed_joins = 0
@@ -91,6 +93,7 @@ class Endings:
         self._device.predictions.computed(replica.name, activation.batch, took_ms, now_ms)
         self._device.queue.changed(replica.name)
         if not activation.was_resident and not replica.kept_bytes:
+            self._core.touched |= MEASURED
             self._device.cold_switches.append(
                 ColdSwitch(
                     model=replica.name,
@@ -104,7 +107,7 @@ class Endings:
     def trace_ended(self) -> None:
         """The timeline of what was answered: after its answer, which must not wait for it."""
         for activation, requests, message in self._ended:
-            _trace(self._device, activation, requests, message)
+            self._core.emit(_trace(self._device, activation, requests, message))
         self._ended.clear()
 
     def failed(self, worker: Worker, message: InferenceFailed) -> None:
@@ -157,12 +160,14 @@ class Endings:
             took_ms = core.now_ms - activation.began_at_ms if activation.began_at_ms else 0.0
             rests_until_ms = self._device.accounts.settle(charge, took_ms, core.now_ms)
             if rests_until_ms > core.now_ms:
-                core.look_again(rests_until_ms)
+                core.look_again(rests_until_ms, DUE)
 
     def _task(self, worker: Worker, epoch: Epoch) -> Activation | None:
         """The activation of that epoch, if it is this worker's."""
-        tasks = (self._device.current, self._device.upcoming)
-        return next((a for a in tasks if a and (a.epoch, a.slot) == (epoch, worker.slot)), None)
+        for task in (self._device.current, self._device.upcoming):
+            if task is not None and (task.epoch, task.slot) == (epoch, worker.slot):
+                return task
+        return None
 
     def _requests(self, activation: Activation) -> list[Request]:
         """Those that it computes, in the order of their rows."""
@@ -180,6 +185,7 @@ class Endings:
         request.state.apply(TaskEvent.ERROR, type(error).__name__)
         device.requests.pop(request.token)
         device.ended_trial = EndedTrial(activation, error=error)
+        self._core.touched |= MEASURED
 
     def worker_died(self, worker: Worker, status: int, begun_epoch: int | None) -> None:
         """Its process is reaped: dispatch the request again, or give up on it.
@@ -206,7 +212,7 @@ class Endings:
         if is_blamed and activation.charge is not None and not activation.joined:
             barred_until_ms = device.accounts.died(activation.charge, self._core.now_ms)
             if barred_until_ms > self._core.now_ms:
-                self._core.look_again(barred_until_ms)
+                self._core.look_again(barred_until_ms, DUE)
         if not activation.joined:
             request.deaths += is_blamed
         elif is_blamed:
@@ -320,30 +326,26 @@ def _bill(
 
 def _trace(
     device: DeviceState, activation: Activation, requests: list[Request], message: InferenceDone
-) -> None:
+) -> Spans:
     """Its intervals on the timeline; what is joined waits for itself."""
-    track = f"worker {activation.slot}"
-    flow = activation.epoch
-    for request in requests:
-        name = f"queue {request.request_id} {activation.model}"
-        device.span("scheduler", name, request.arrived_at_ms, activation.dispatched_at_ms)
+    scheduler, track = device.track("scheduler"), device.track(f"worker {activation.slot}")
+    began_ms, flow = activation.dispatched_at_ms, activation.epoch
     more = f" and {len(activation.joined)} more" if activation.joined else ""
     name = f"{requests[0].request_id}{more} {activation.model}"
-    device.span(
-        "scheduler",
-        f"switch {name}",
-        activation.dispatched_at_ms,
-        message.first_group_at_ms,
-        flow=flow,
-        preempted=activation.preempted,
-        resident=activation.was_resident,
-    )
-    device.span(
-        track, name, message.turn_at_ms, message.ended_at_ms, flow=flow, stall_ms=message.stall_ms
-    )
     pairs = zip(message.group_begins_at_ms, message.group_ends_at_ms, strict=False)
-    for index, (begin, end) in enumerate(pairs):
-        device.span(track, f"group {index}", begin, end)
+    return Spans(spans=[
+        *[Span(track=scheduler, name=f"queue {one.request_id} {activation.model}",
+               begin_ms=one.arrived_at_ms, end_ms=max(one.arrived_at_ms, began_ms))
+          for one in requests],
+        Span(track=scheduler, name=f"switch {name}", begin_ms=began_ms, flow=flow,
+             end_ms=max(began_ms, message.first_group_at_ms),
+             args={"preempted": activation.preempted, "resident": activation.was_resident}),
+        Span(track=track, name=name, begin_ms=message.turn_at_ms, flow=flow,
+             end_ms=max(message.turn_at_ms, message.ended_at_ms),
+             args={"stall_ms": message.stall_ms}),
+        *[Span(track=track, name=f"group {index}", begin_ms=begin, end_ms=max(begin, end))
+          for index, (begin, end) in enumerate(pairs)],
+    ])  # fmt: skip
 
 
 def _worker_lost(replica: Replica, deaths: int, status: int) -> WorkerLost:

@@ -412,7 +412,7 @@ class Publish(_Told, frozen=True):
     body: dict[str, Any]
 
 
-class Span(_Told, frozen=True):
+class Span(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """A named interval for the timeline. ``track``: scheduler, copy, or ``worker N``."""
 
     track: str
@@ -421,6 +421,12 @@ class Span(_Told, frozen=True):
     end_ms: float
     args: dict[str, Any] = {}
     flow: int = 0  # epoch: draws arrows request -> switch -> groups
+
+
+class Spans(_Told, frozen=True):
+    """What is over, for the timeline: a run with its groups, a copy with its, a training cycle."""
+
+    spans: list[Span]
 
 
 class Journal(_Told, frozen=True):
@@ -464,7 +470,7 @@ class Leave(_Told, frozen=True):
 Command = (
     ToDaemon | ToWorker | RaiseTurn | SpawnDaemon | SpawnWorker | KillWorker | StartBuild
     | KillBuild | CreateCommits | DropCommits | CountSharers | RemoveJob | Announce | Retract
-    | Answer | Publish | Span | DropPublished | Journal | SweepPrograms | StopTrial | SaveProfile
+    | Answer | Publish | Spans | DropPublished | Journal | SweepPrograms | StopTrial | SaveProfile
     | Warn | Leave | HandOver | SpawnStage | ToStage | KillStage | TakeResult
 )  # fmt: skip
 OfDevice = (

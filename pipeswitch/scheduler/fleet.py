@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..ipc.messages import ForgetModel, JobName, ModelName, ModelPrepared, PrepareModel, Slot
+from .core import MEASURED, QUEUE, TURN, WORKERS
 from .device_state import DeviceState
 from .events import SpawnDaemon, ToWorker, Warn
 from .records import NO_TURN, Worker
@@ -84,39 +85,42 @@ class Fleet:
 
     # -- workers ------------------------------------------------------------------------------
 
-    def pump(self) -> None:
+    def pump(self) -> int:
         """Respawn what is missing and due; let standbys prepare what they do not know yet."""
         core, device = self._core, self._device
         if not self.is_daemon_alive and self._daemon_respawn_at_ms is not None:
             if device.has_processes:
-                return
+                return WORKERS
             if core.now_ms >= self._daemon_respawn_at_ms:
                 self._spawn_daemon()
             else:
-                core.look_again(self._daemon_respawn_at_ms)
-            return
-        if device.is_daemon_ready:
-            self._spawn_missing()
-            self._prepare_idle()
-            self._keep_one_unbound()
+                core.look_again(self._daemon_respawn_at_ms, WORKERS)
+            return WORKERS
+        if not device.is_daemon_ready:
+            return WORKERS
+        self._spawn_missing()
+        self._prepare_idle()
+        self._keep_one_unbound()
+        for worker in device.workers.values():
+            if worker.job is None and worker.complete_at != core.edition:
+                return WORKERS | QUEUE | TURN | MEASURED
+        return WORKERS | QUEUE | TURN if core.settings.separates_tenants else WORKERS
 
     def _wanted_slots(self) -> int:
         """1 active + N standby; suspended workers do not count as standbys."""
-        suspended = sum(
-            worker.state.state is WorkerState.SUSPENDED for worker in self._device.workers.values()
-        )
+        workers = self._device.workers.values()
+        suspended = sum([worker.state.state is WorkerState.SUSPENDED for worker in workers])
         return most_workers(self._device.settings.standby) - MAX_IN_PLACE + suspended
 
     def _spawn_missing(self) -> None:
         core, device = self._core, self._device
-        while len(device.workers) < self._wanted_slots():
-            slot = Slot(len(device.workers))
-            device.workers[slot] = Worker(slot)
+        for number in range(len(device.workers), self._wanted_slots()):
+            device.workers[Slot(number)] = Worker(Slot(number))
         for worker in device.workers.values():
-            if worker.is_alive:
+            if worker.state.state is not WorkerState.DEAD:
                 continue
             if worker.respawn_at_ms is not None and core.now_ms < worker.respawn_at_ms:
-                core.look_again(worker.respawn_at_ms)
+                core.look_again(worker.respawn_at_ms, WORKERS)
                 continue
             worker.state.apply(WorkerEvent.RESPAWNED, f"generation {worker.generation + 1}")
             device.spawn(worker)

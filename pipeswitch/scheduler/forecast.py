@@ -1,9 +1,11 @@
 """When a request will be answered, as measured. Pure.
 
 A request is accepted only if it will be in time, and if none that was accepted before is late for
-it. So what is counted is not the least that was measured. What is dispatched and the request itself
-count with what 95 of 100 did not exceed, what goes before it with the median, and all with a
-margin: how much later dispatched ones ended than was predicted then. What goes before it is known
+it. So what is counted is not the least that was measured. Of what is dispatched that is what 95 of
+100 did not exceed; of what goes before it and of itself the mean, and ``SURE`` times the root of
+the sum of squares of what 95 of 100 took more; and a margin: how much later dispatched ones ended
+than was predicted then. Of one that waits means alone count: it was promised an answer, and is
+dropped when that will probably be late. What goes before it is known
 where the policy sorts all of a caller's requests by one thing (``Order.sorts_by``), and other
 callers have their turns; else those of its own line are counted, which is the least.
 
@@ -13,6 +15,9 @@ is taken as a probe once they are old.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+
 from ..errors import DeadlineExceeded
 from ..ipc.messages import ModelName
 from ..programs.dims import BATCH
@@ -20,33 +25,40 @@ from .device_state import DeviceState
 from .records import Request
 from .states import Residency
 
+SURE = 2.0  # times what 95 of 100 sums do not exceed: a slow moment lasts for many runs together
 MARGIN_MS = 0.01  # for sums of floating-point numbers; no prediction is that exact
 
 
 def predicted_end_ms(device: DeviceState, request: Request) -> float:
     """Of one that comes now, or that waits and is next; without a margin."""
-    now_ms = device.core.now_ms
-    own_ms = _safe_ms(device, request.model, request.batch)
-    ahead_ms = 0.0 if request.token in device.queue else _ahead_ms(device, request)
-    ends_ms = free_at_ms(device) + ahead_ms + own_ms
+    ends_ms, square = _end(device, request)
+    return ends_ms + SURE * math.sqrt(square)
+
+
+def _end(device: DeviceState, request: Request) -> tuple[float, float]:
+    """When it ends in the mean, and the squares of what runs until then take more (next: 0)."""
+    now_ms, is_next = device.core.now_ms, request.token in device.queue
+    own_ms, spread_ms = _run_ms(device, request.model, request.batch)
+    ahead_ms, square = (0.0, 0.0) if is_next else _ahead_ms(device, request)
+    ends_ms = free_at_ms(device, is_safe=not is_next) + ahead_ms + own_ms
     if _is_absent(device, request):
         # Groups are computed as they come: the first request ends after the last one came.
         load_ms = device.predictions.safe(request.model, request.batch).load_ms
-        is_first = request.token in device.queue or not device.queue.ahead(request)[0]
+        is_first = is_next or not device.queue.ahead(request)[0]
         ends_ms = max(ends_ms, now_ms + load_ms + (0.0 if is_first else own_ms))
-    return ends_ms
+    return ends_ms, 0.0 if is_next else square + spread_ms**2
 
 
-def _ahead_ms(device: DeviceState, request: Request) -> float:
-    """What those that go before one that comes now will compute."""
+def _ahead_ms(device: DeviceState, request: Request) -> tuple[float, float]:
+    """What those that go before one that comes now will compute, and the squares."""
     queue, sorts_by = device.queue, device.core.judge.sorts_by
     if not sorts_by:
         count, batch = queue.ahead(request)
-        return _runs(device, request.model, count * batch, count) * _median_ms(
-            device, request.model, batch
-        )
-    own_ms = _all_ms(device, queue.around(request, sorts_by)[0])
-    return own_ms + _others_ms(device, request, own_ms)
+        runs = _runs(device, request.model, count * batch, count)
+        mean_ms, spread_ms = _run_ms(device, request.model, batch)
+        return runs * mean_ms, runs * spread_ms**2
+    own_ms, square = _all_ms(device, queue.around(request, sorts_by)[0])
+    return own_ms + _others_ms(device, request, own_ms), square
 
 
 def _others_ms(device: DeviceState, request: Request, own_ms: float) -> float:
@@ -60,22 +72,28 @@ def _others_ms(device: DeviceState, request: Request, own_ms: float) -> float:
     for one in device.queue:
         waiting.setdefault(one.caller, []).append(one)
     for caller in waiting.keys() - {request.caller}:
-        other, ms = accounts.of(caller), _all_ms(device, waiting[caller])
+        other, (ms, _) = accounts.of(caller), _all_ms(device, waiting[caller])
         if other.urgency == urgency:
             ms = min(ms, max(0.0, turn - other.tags[urgency]) * other.weight)
         total_ms += ms if other.urgency <= urgency else 0.0
     return total_ms
 
 
-def _all_ms(device: DeviceState, requests: list[Request]) -> float:
-    """The device's time for all of them: what can be joined is, at the best."""
-    rows: dict[tuple[ModelName, int], int] = {}
-    for one in requests:
-        rows[one.model, one.batch] = rows.get((one.model, one.batch), 0) + 1
-    return sum(
-        _runs(device, model, count * batch, count) * _median_ms(device, model, batch)
-        for (model, batch), count in rows.items()
-    )
+def _all_ms(device: DeviceState, requests: list[Request]) -> tuple[float, float]:
+    """The device's time for all of them, and the squares: what can be joined is, at the best."""
+    total_ms = square = 0.0
+    for (model, batch), count in Counter((one.model, one.batch) for one in requests).items():
+        mean_ms, spread_ms = _run_ms(device, model, batch)
+        runs = _runs(device, model, count * batch, count)
+        total_ms, square = total_ms + runs * mean_ms, square + runs * spread_ms**2
+    return total_ms, square
+
+
+def waiting_ms(device: DeviceState, model: ModelName, caller: str) -> tuple[int, int]:
+    """What a model's requests that wait will compute, and this caller's of them."""
+    requests = device.queue.of(model)
+    own = [one for one in requests if one.caller == caller]
+    return round(_all_ms(device, requests)[0]), round(_all_ms(device, own)[0])
 
 
 def _runs(device: DeviceState, model: ModelName, rows: int, count: int) -> int:
@@ -91,21 +109,24 @@ def delays_another(device: DeviceState, request: Request) -> bool:
     sorts_by = device.core.judge.sorts_by
     if not _is_asked(device, request) or sorts_by != "deadline":
         return False
-    own_ms = _median_ms(device, request.model, request.batch)
-    ends_ms = predicted_end_ms(device, request) + device.predictions.margin_ms
+    own_ms, _ = _run_ms(device, request.model, request.batch)
+    ends_ms, square = _end(device, request)
+    ends_ms += device.predictions.margin_ms
     for other in device.queue.around(request, sorts_by)[1]:
-        ends_ms += _median_ms(device, other.model, other.batch)
-        if ends_ms - own_ms <= other.due_ms + MARGIN_MS < ends_ms:
+        mean_ms, spread_ms = _run_ms(device, other.model, other.batch)
+        ends_ms, square = ends_ms + mean_ms, square + spread_ms**2
+        late_ms = ends_ms + SURE * math.sqrt(square) - other.due_ms - MARGIN_MS
+        if 0.0 < late_ms <= own_ms:
             return True
     return False
 
 
 def hopeless_at_ms(device: DeviceState, request: Request) -> float | None:
-    """From when on it cannot be in time even if it was dispatched at once; None: no deadline."""
+    """From when on it will hardly be in time even if dispatched at once; None: no deadline."""
     if not _is_asked(device, request):
         return None
     assert request.deadline_at_ms is not None
-    own_ms = _safe_ms(device, request.model, request.batch)
+    own_ms, _ = _run_ms(device, request.model, request.batch)
     return request.deadline_at_ms - own_ms + MARGIN_MS
 
 
@@ -171,13 +192,14 @@ def _is_absent(device: DeviceState, request: Request) -> bool:
     return device.replicas[request.model].residency.state is Residency.HOST
 
 
-def free_at_ms(device: DeviceState) -> float:
-    """When the dispatched tasks have computed."""
+def free_at_ms(device: DeviceState, *, is_safe: bool = True) -> float:
+    """When the dispatched tasks have computed, in the mean or (safe) hardly later."""
     now_ms = free_ms = device.core.now_ms
     for task in (device.current, device.upcoming):
         if task is not None and not task.is_trial:
             begins_ms = task.began_at_ms if task is device.current else free_ms
-            free_ms = max(now_ms, begins_ms + _safe_ms(device, task.model, task.batch))
+            mean_ms, spread_ms = _run_ms(device, task.model, task.batch)
+            free_ms = max(now_ms, begins_ms + mean_ms + is_safe * spread_ms)
             replica = device.replicas[task.model]
             if replica.is_being_sent:
                 load_ms = device.predictions.safe(task.model, task.batch).load_ms
@@ -185,12 +207,12 @@ def free_at_ms(device: DeviceState) -> float:
     return free_ms
 
 
-def _safe_ms(device: DeviceState, model: ModelName, batch: int) -> float:
-    return device.predictions.safe(model, batch).compute_ms if _is_known(device, model) else 0.0
-
-
-def _median_ms(device: DeviceState, model: ModelName, batch: int) -> float:
-    return device.predictions.predict(model, batch).compute_ms if _is_known(device, model) else 0.0
+def _run_ms(device: DeviceState, model: ModelName, batch: int) -> tuple[float, float]:
+    """One run in the mean, and how much longer 95 of 100 take at most; zeros: not known."""
+    if not _is_known(device, model):
+        return 0.0, 0.0
+    safe = device.predictions.safe(model, batch)
+    return safe.mean_ms, safe.compute_ms - safe.mean_ms
 
 
 def _is_known(device: DeviceState, model: ModelName) -> bool:

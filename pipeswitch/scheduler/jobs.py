@@ -17,7 +17,7 @@ from ..errors import (
 from ..ipc.messages import Epoch, JobName, JobReport
 from . import limits
 from .commits import Commits
-from .core import Core
+from .core import ALL, JOBS, QUEUE, TURN, WORKERS, Core
 from .device_state import DeviceState
 from .events import CountSharers, JobAsked, Journal, RemoveJob, Token, TrainAsked
 from .records import Job
@@ -65,13 +65,13 @@ class Jobs:
         """Of a job on the books."""
         return next(home for home in self.homes if home.state.jobs.get(job.name) is job)
 
-    def pump(self) -> None:
+    def pump(self) -> int:
         """Accept who waited for another one's end; let go of what is kept no longer."""
         waiting, self._after_others = self._after_others, []
         for event in waiting:
             self.train(event)
         if next(iter(self), None) is None:
-            return
+            return 0
         for job in self:
             self.home(job).commits.save_last(job)
             if job.exporters and not Commits.is_unsaved(job):
@@ -82,6 +82,7 @@ class Jobs:
                 self._answer_movers(job)
         self._count_sharers()
         self._forget_old()
+        return 0  # a turn more or less of a job changes nothing here
 
     def _count_sharers(self) -> None:
         before = self._sharers
@@ -92,14 +93,14 @@ class Jobs:
             if before[group] != self._sharers[group]:
                 self._core.emit(CountSharers(group=group, jobs=self._sharers[group]))
 
-    def rehome(self) -> None:
+    def rehome(self) -> int:
         """A job that waits for its device may wait for another one; what it committed goes with it.
 
         Not while anything of its last dispatch is under way: a process that is not reaped, a commit
         that is copied or written. One that is over leaves a lost device only.
         """
         if len(self.homes) == 1:
-            return
+            return 0
         counts = self._counts()
         for home in self.homes:
             for job in list(home.state.jobs.values()):
@@ -114,6 +115,7 @@ class Jobs:
                     if job.state.state not in TASK_FINAL:
                         counts[home.state.index] -= 1
                         counts[target] += 1
+        return QUEUE | TURN | WORKERS | JOBS
 
     def _counts(self) -> list[int]:
         """Of each device, the jobs there that are not over."""
@@ -126,6 +128,7 @@ class Jobs:
         """It is another device's from now on, and what it committed; also for the next server."""
         home, target = self.home(job), self.homes[index]
         home.commits.leaves(job)
+        self._core.touched = ALL
         del home.state.jobs[job.name]
         self._enters(job, target)
         target.commits.enters(job)
@@ -363,6 +366,7 @@ class Jobs:
         """Nothing of a job that is over stays."""
         home = self.home(job)
         home.commits.forget(job)
+        self._core.touched = ALL
         self._core.emit(RemoveJob(job=job.name))
         del home.state.jobs[job.name]
 
@@ -438,6 +442,8 @@ class Jobs:
         values = {str(key): value for key, value in message.values.items()}
         if message.kind == "progress":
             self._progress(job, values)
+            if len(self.home(job).state.jobs) > 1:  # which of them is next may follow from it
+                self._core.touched |= JOBS
         elif message.kind == "nan_loss":
             job.why = f"{values.get('name')} was {values.get('value')} at step {values.get('step')}"
         elif message.kind in ("warning", "commit_failed"):

@@ -84,7 +84,10 @@ class Judge:
 
     def cost(self, resident: Resident, view: View) -> tuple[float, ...]:
         try:
-            cost = _numbers(self.policy.eviction.cost(resident, view))
+            cost = self.policy.eviction.cost(resident, view)
+            if type(cost) is tuple and len(cost) == 1 and type(cost[0]) is float and cost[0] >= 0.0:
+                return cost  # as ours are: one for each region, in each search
+            cost = _numbers(cost)
             if min(cost, default=0.0) < 0.0:
                 raise ValueError(f"{cost} is below 0")
             return cost

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
@@ -182,6 +183,11 @@ class Lines:
             for line in stale:
                 self._rank(line, is_resident(line.model), view)
             self._renew()
+
+    @property
+    def until_ms(self) -> float:
+        """When time alone changes a rank next."""
+        return self._until[0][0] if self._until else math.inf
 
     def _renew(self) -> None:
         """The policy has failed: all that it said is void."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..ipc.messages import ModelName
-from .core import Core, SchedulerSettings
+from .core import MEASURED, Core, SchedulerSettings
 from .device import Device
 from .jobs import Jobs
 from .placing import Placing
@@ -18,6 +18,7 @@ class Machine:
 
     def __init__(self, core: Core, devices: Sequence[SchedulerSettings] = ()) -> None:
         """``devices``: the settings of each; none: one device, as ``core.settings`` say."""
+        self._core = core
         self.models: dict[ModelName, Model] = {}
         self.served: dict[ModelName, Served] = {}  # by the name that requests use
         self.store = Store(core)
@@ -49,7 +50,7 @@ class Machine:
         allowed = [d for d in self.devices if model is not None and d.state.may_serve(model)]
         return next((d for d in allowed if d.state.is_daemon_ready), (allowed or self.devices)[0])
 
-    def share_profiles(self) -> None:
+    def share_profiles(self) -> int:
         """What was measured on a device holds for all of its kind."""
         for device in self.devices:
             found, device.state.measured[:] = list(device.state.measured), []
@@ -59,6 +60,8 @@ class Machine:
                     is_same = other.state.settings.identity == identity
                     if other is not device and is_same and name in other.state.replicas:
                         other.plans.use(other.state.replicas[name], profile)
+                        self._core.touched |= MEASURED
+        return MEASURED
 
     def shown(self, model: Model) -> Replica:
         """Its replica where it is, or is about to be; else that of the first device."""

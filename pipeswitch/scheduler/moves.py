@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from ..errors import OutOfDeviceMemory
 from ..ipc.messages import JobName, Moved, MoveTask, Slot, Turn
-from .core import Core
+from .core import JOBS, PLACES, QUEUE, TURN, WORKERS, Core
 from .device import Device
 from .events import HandOver, ToWorker
 from .jobs import Jobs
@@ -36,13 +36,14 @@ class Moves:
         self._devices = devices
         self._jobs = jobs
 
-    def pump(self) -> None:
+    def pump(self) -> int:
         """Take each move one step on."""
         if len(self._devices) == 1:
-            return
+            return 0
         for device in self._devices:
             for job in list(device.state.jobs.values()):
                 self._look(device, job)
+        return QUEUE | TURN | WORKERS | PLACES | JOBS if any(self._jobs) else 0
 
     def _look(self, device: Device, job: Job) -> None:
         state = job.move.state
@@ -59,6 +60,8 @@ class Moves:
             job.move.apply(MoveEvent.ASK, f"to device {target}")
             job.target = target
             self._begin(device, job)
+        if job.move.state is not state:
+            self._core.touched |= JOBS
 
     def _wanted(self, device: Device, job: Job) -> int | None:
         """Where it is to go: where its user sent it, else to an idle device when requests have held
@@ -72,7 +75,7 @@ class Moves:
             return None
         due_ms = max(job.parked_at_ms, job.move_asked_at_ms) + after_ms
         if core.now_ms < due_ms:
-            core.look_again(due_ms)
+            core.look_again(due_ms, JOBS)
             return None
         others = (one for one in self._devices if self._is_idle(one) and self._may_take(one, job))
         return next((one.state.index for one in others), None)
@@ -174,7 +177,7 @@ class Moves:
         elif core.now_ms >= late_at_ms:
             device.state.kill(worker, "did not move")
         else:
-            core.look_again(late_at_ms)
+            core.look_again(late_at_ms, JOBS)
 
     def moved(self, device: Device, worker: Worker, message: Moved) -> None:
         """Its process has nothing of the old device any more. What it said before was read before;

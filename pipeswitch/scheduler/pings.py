@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import ServerUnavailable
-from .core import Core
+from .core import PINGS, Core
 from .events import Token
 from .health import SILENT_AFTER_MS
 from .machine import Machine
@@ -25,7 +25,7 @@ class Pings:
     def asked(self, token: Token) -> None:
         self._waiting.append(token)
 
-    def pump(self) -> None:
+    def pump(self) -> int:
         """Answer a round that is complete or has waited long enough; begin the next."""
         self._conclude()
         if not self._answering and self._waiting:
@@ -34,6 +34,7 @@ class Pings:
             for device in self._devices:
                 device.health.ask()
             self._conclude()  # no process may be there to be asked
+        return PINGS
 
     def _conclude(self) -> None:
         core = self._core
@@ -42,7 +43,7 @@ class Pings:
         silent_at_ms = self._asked_at_ms + SILENT_AFTER_MS
         is_complete = all(device.health.is_complete for device in self._devices)
         if not is_complete and core.now_ms < silent_at_ms:
-            core.look_again(silent_at_ms)
+            core.look_again(silent_at_ms, PINGS)
             return
         tokens, self._answering = self._answering, []
         body = self._report()

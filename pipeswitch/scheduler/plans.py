@@ -12,6 +12,7 @@ from ..planning.grouping import Plan
 from ..planning.planned import plan_of, predict
 from ..planning.profile import Found, Profile
 from ..programs.groups import layer_bytes
+from .core import MEASURED
 from .device_state import DeviceState
 from .events import SaveProfile, Warn
 from .records import ColdSwitch, Replica
@@ -30,6 +31,11 @@ class Plans:
         self._device = device
         self._residents = residents
         self._wanted: dict[ModelName, None] = {}  # models with a next plan
+
+    @property
+    def is_busy(self) -> bool:
+        """A plan waits to be cut, or a copy's times are awaited."""
+        return bool(self._wanted or self._device.cold_switches)
 
     def found(self, replica: Replica, profiles: tuple[Found, ...]) -> None:
         """A program was built: use the first profile that is of it and of this device.
@@ -81,6 +87,7 @@ class Plans:
         """In force as soon as it can be cut."""
         replica.next_plan = (plan, source, why)
         self._wanted[replica.name] = None
+        self._core.touched |= MEASURED
 
     def plan_of(self, profile: Profile) -> tuple[Plan, int]:
         """Its groups, and how many of them are worth keeping on the device."""

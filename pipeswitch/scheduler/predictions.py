@@ -36,6 +36,10 @@ class Rolling:
         self.p50 = ordered[(len(ordered) - 1) // 2]
         self.p95 = ordered[math.ceil(0.95 * len(ordered)) - 1]
 
+    def mean(self) -> float:
+        """A few slow ones are not believed here either."""
+        return min(self.high, sum(self._ordered) / len(self._ordered))
+
     def is_old(self, now_ms: float) -> bool:
         """Whether it is time to measure again: a single slow one may have been a bad moment, and
         the more say the same the longer that holds."""
@@ -81,6 +85,7 @@ class Safe(NamedTuple):
 
     load_ms: float
     compute_ms: float
+    mean_ms: float  # of many computations each
 
 
 class Predictions:
@@ -129,6 +134,7 @@ class Predictions:
         return Safe(
             loads.high if loads is not None else 0.0,
             known.high if known is not None else 0.0,
+            known.mean() if known is not None else 0.0,
         )
 
     def at_most_ms(self, model: str, batch: int) -> float:

@@ -22,6 +22,7 @@ from ..planning.measuring import Measurement, Program, Run, Trial
 from ..planning.planned import predict
 from ..programs.groups import cut, layer_bytes
 from ..programs.layout import Manifest
+from .core import ALL, MEASURED
 from .device_state import DeviceState
 from .events import Answer, ProfileAsked, SaveProfile, Token
 from .plans import Plans
@@ -118,7 +119,7 @@ class Profiling:
         if self._session is not None:
             self._fail(self._session, error)
 
-    def pump(self) -> None:
+    def pump(self) -> int:
         """Take results, make room for requests, begin the next trial when nothing else waits."""
         self._plans.watch_switches(self._measured)
         self._take_ended_trial()
@@ -133,7 +134,12 @@ class Profiling:
             if self._session is session:
                 break
         self._plans.apply(self._measured)
-        self._device.measuring = self._session.replica.name if self._session is not None else None
+        before, session = self._device.measuring, self._session
+        self._device.measuring = session.replica.name if session is not None else None
+        if before != self._device.measuring:
+            self._core.touched |= MEASURED
+        is_busy = session or self._waiting or self._plans.is_busy
+        return ALL if is_busy else MEASURED
 
     @property
     def _measured(self) -> Replica | None:
@@ -260,6 +266,7 @@ class Profiling:
         self._end(session)
         self._plans.use(replica, profile)
         self._device.measured.append((replica.name, profile))
+        core.touched |= MEASURED
         self._device.publish("model.profiled", model=replica.name, digest=profile.digest)
         for token in session.tokens:
             core.answer(token, profile=msgspec.to_builtins(profile))

@@ -38,7 +38,7 @@ from ..ipc.messages import (
 )
 from ..programs.layout import BUNDLE_FILE
 from ..programs.matching import match
-from .core import Core
+from .core import ALL, Core
 from .device_state import DeviceState
 from .events import DropPublished, PublishAsked, Token, ToWorker
 from .machine import Machine
@@ -151,7 +151,7 @@ class Publishing:
 
     # -- what happens to them ------------------------------------------------------------------
 
-    def pump(self) -> None:
+    def pump(self) -> int:
         """Begin what can be begun, end what is over."""
         for name, line in list(self._lines.items()):
             for one in list(line):
@@ -163,6 +163,7 @@ class Publishing:
                 self._build(line[0])
             if not line:
                 del self._lines[name]
+        return ALL if self._lines else 0
 
     def _is_awaited(self, name: ModelName) -> bool:
         model = self._versions.current(name)

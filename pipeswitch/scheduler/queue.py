@@ -30,7 +30,7 @@ class Queue:
     def __init__(self, judge: Judge | None = None, accounts: Accounts | None = None) -> None:
         self.unchecked: dict[ModelName, None] = {}
         self._lines = Lines(judge, accounts) if judge and accounts else None
-        self._requests: dict[Token, tuple[int, Request]] = {}  # with the number it was added as
+        self.requests: dict[Token, tuple[int, Request]] = {}  # with the number it was added as
         self._of: dict[ModelName, dict[Token, Request]] = {}
         self._held: Counter[tuple[str, str]] = Counter()  # by caller, of a model and ("") of all
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap; some have left
@@ -38,22 +38,22 @@ class Queue:
         self._added = 0
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self.requests)
 
     def __iter__(self) -> Iterator[Request]:
-        return (request for _, request in self._requests.values())
+        return (request for _, request in self.requests.values())
 
     def __contains__(self, token: Token) -> bool:
-        return token in self._requests
+        return token in self.requests
 
     def get(self, token: Token) -> Request | None:
         """The request of that token, if it waits here."""
-        return self._requests[token][1] if token in self._requests else None
+        return self.requests[token][1] if token in self.requests else None
 
     def add(self, request: Request) -> None:
         """To the end."""
         self._added += 1
-        self._requests[request.token] = (self._added, request)
+        self.requests[request.token] = (self._added, request)
         if request.model not in self._of:
             self._of[request.model] = {}
             self.unchecked[request.model] = None
@@ -75,7 +75,7 @@ class Queue:
 
     def discard(self, request: Request) -> None:
         """Take it out; one that is not here stays where it is."""
-        entry = self._requests.pop(request.token, None)
+        entry = self.requests.pop(request.token, None)
         if entry is None:
             return
         for key in ((request.caller, ""), (request.caller, request.model)):
@@ -107,6 +107,12 @@ class Queue:
         """Rank what has changed."""
         assert self._lines is not None
         self._lines.settle(is_resident, current, view)
+
+    @property
+    def until_ms(self) -> float:
+        """When time alone changes a rank next."""
+        assert self._lines is not None
+        return self._lines.until_ms
 
     def held(self, caller: str, model: str = "") -> int:
         """How many of a caller's wait here, of a model or in all."""
@@ -167,13 +173,13 @@ class Queue:
     def check(self) -> None:
         """The requests of all models are those that wait."""
         found = {token for same in self._of.values() for token in same}
-        assert found == self._requests.keys(), "a request is counted but does not wait"
+        assert found == self.requests.keys(), "a request is counted but does not wait"
 
     def check_heads(self, is_resident: IsResident, current: ModelName | None, view: View) -> None:
         """A look at all that wait finds the same order of models."""
         assert self._lines is not None
-        self._lines.check([r for _, r in self._requests.values()], is_resident, current, view)
+        self._lines.check([r for _, r in self.requests.values()], is_resident, current, view)
 
     def _holds(self, entry: tuple[float, int, Request]) -> bool:
         _, number, request = entry
-        return self._requests.get(request.token, (0, None))[0] == number
+        return self.requests.get(request.token, (0, None))[0] == number

@@ -222,7 +222,7 @@ class Request:
     caller: str = ""  # who asks; empty: the server's owner
     batch: int = 1
     size_bytes: int = 0  # of its model
-    hopeless_at_ms: float | None = None  # from then on no answer can come before its deadline
+    hopeless_at_ms: float | None = None  # from then on no answer will come before its deadline
     predicted_end_ms: float | None = None  # when it was dispatched; None: not asked for
     is_probe: bool = False  # taken although it seems late: its model is measured again
     trial_batch: int = 0  # a trial, which no client waits for; 0: a client's request

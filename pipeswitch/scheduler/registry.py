@@ -34,7 +34,7 @@ from ..programs.signature import is_same_signature
 from . import limits
 from .admission import Admission, changed_on_the_way
 from .build_queue import BuildQueue
-from .core import Core
+from .core import PLACES, QUEUE, TURN, Core
 from .events import (
     Answer,
     BuilderExited,
@@ -181,19 +181,22 @@ class Registry:
         self.registrations[model.name] = registration
         self._builds.put(registration)
         machine.models[model.name] = model
+        if model.want_pinned:
+            core.pins[model.name] = None
         for device in machine.devices:
             device.state.replicas[model.name] = Replica(model)
         self._versions.opened(model, event.spec_digest)
         if event.restored is not None:
             self._versions.announce(model)
 
-    def pump(self) -> None:
+    def pump(self) -> int:
         """Finish unregistrations whose model is idle now; start the next builds."""
         for model in list(self._leaving.values()):
             self._finish_unregister(model)
         if self._has_gone and self._builds.is_idle:  # a build may have found its program there
             self._sweep()
         self._builds.pump()
+        return QUEUE | TURN | PLACES if self._leaving else 0
 
     def _sweep(self) -> None:
         models = self._machine.models.values()
@@ -434,6 +437,7 @@ class Registry:
             device.residents.forget(device.state.replicas[model.name])
         self._machine.store.forget(model)
         del self._machine.models[model.name]
+        self._core.pins.pop(model.name, None)
         registration = self.registrations.pop(model.name)
         self._has_gone = True
         self._versions.gone(model)
@@ -565,6 +569,9 @@ class Registry:
 
     def _pin(self, model: Model, *, is_pinned: bool) -> None:
         model.want_pinned = is_pinned
+        self._core.pins.pop(model.name, None)
+        if is_pinned:
+            self._core.pins[model.name] = None
         for device in (device.state for device in self._machine.devices):
             replica = device.replicas[model.name]
             if is_pinned and replica.residency.state is Residency.RESIDENT:

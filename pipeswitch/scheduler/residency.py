@@ -7,7 +7,9 @@ from ..planning.grouping import Plan
 from ..programs.groups import regrouped
 from ..programs.layout import REGION_ALIGN_BYTES, aligned
 from .arena import WHOLE, Arena, Rest
+from .core import PLACES, QUEUE, TURN, WORKERS
 from .device_state import DeviceState
+from .events import Span, Spans
 from .records import Replica
 from .regions import Window
 from .states import ModelState, Residency, ResidencyEvent
@@ -70,6 +72,7 @@ class Residents:
             replica.first_word = words.offset_bytes
         replica.manifest, replica.plan = manifest, plan
         self._core.edition += 1
+        self._core.touched |= WORKERS
         return True
 
     def transmit(self, replica: Replica, window: Window, cause: str) -> Epoch:
@@ -176,12 +179,15 @@ class Residents:
         replica.transmit_ended_at_ms = message.ended_at_ms
         core.counts["transmitted_bytes"] += message.copied_bytes
         core.counts["transmissions"] += 1
-        begin = message.started_at_ms
         groups = replica.manifest.groups if replica.manifest is not None else ()
-        for index, (group, end) in enumerate(zip(groups, message.group_ends_at_ms, strict=False)):
-            device.span("copy", f"{replica.name} group {index}", begin, end, flow=message.epoch,
-                        bytes=group.size_bytes)  # fmt: skip
-            begin = end
+        ends_ms, track = message.group_ends_at_ms, device.track("copy")
+        begins_ms = (message.started_at_ms, *ends_ms)
+        core.emit(Spans(spans=[
+            Span(track=track, name=f"{message.model} group {index}", begin_ms=begin,
+                 end_ms=max(begin, end), args={"bytes": group.size_bytes}, flow=message.epoch)
+            for index, (group, begin, end) in enumerate(
+                zip(groups, begins_ms, ends_ms, strict=False))
+        ]))  # fmt: skip
         if message.is_complete:
             self._device.move(replica, ResidencyEvent.ARRIVED, "all groups copied")
             if replica.model.want_pinned:
@@ -264,24 +270,29 @@ class Residents:
                 self._device.move(replica, ResidencyEvent.ABANDONED, "a request needs the link")
                 device.tell_daemon(CancelTransmit(epoch=replica.residency_epoch))
 
-    def bring_pinned(self) -> None:
+    def bring_pinned(self) -> int:
         """Pinned models that are not on the device come back when nothing waits for the link."""
         core, device = self._core, self._device
+        if not core.pins:
+            return 0
         if device.queue or device.upcoming is not None or not device.is_daemon_ready:
-            return
-        for replica in device.replicas.values():
+            return QUEUE | TURN | PLACES
+        for name in core.pins:
+            replica = device.replicas.get(name)
             if (
-                replica.model.want_pinned
+                replica is not None
+                and replica.model.want_pinned
                 and device.may_serve(replica.model)
                 and replica.model.state.state is ModelState.READY
                 and replica.residency.state in (Residency.HOST, Residency.PARTIAL)
             ):
                 if core.now_ms < replica.retry_at_ms:
-                    core.look_again(replica.retry_at_ms)
+                    core.look_again(replica.retry_at_ms, PLACES)
                     continue
                 window = self._arena.find_place(replica, for_request=False)
                 if window is not None and not self._arena.obstacles(window):
                     self.transmit(replica, window, "pinned")
+        return QUEUE | TURN | PLACES
 
     def refused(self, epoch: Epoch, reason: str) -> None:
         """The daemon refused a copy, or failed at it: no other answer to it will come."""

@@ -9,8 +9,9 @@ its workers, requests, jobs and bytes. The parts each own one concern: of the ma
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os import EX_SOFTWARE
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -19,18 +20,39 @@ from ..ipc.messages import (
     BuildDone,
     BuildFailed,
     BuildProgress,
+    Cleaned,
     CommitPersisted,
+    CommitStep,
     DaemonFault,
     DaemonReady,
+    InferenceDone,
+    InferenceFailed,
+    JobReport,
     ModelName,
     ModelStored,
     Moved,
+    Parked,
+    Pong,
     PublishStep,
     StoreFailed,
+    TransmitEnded,
 )
 from .admission import Admission
 from .build_queue import BuildQueue
-from .core import Core, SchedulerSettings, Wakeups
+from .core import (
+    ALL,
+    JOBS,
+    PINGS,
+    QUEUE,
+    REST,
+    TURN,
+    URGENT,
+    WORKERS,
+    Core,
+    Part,
+    SchedulerSettings,
+    Wakeups,
+)
 from .events import (
     BuilderExited,
     CancelAsked,
@@ -71,6 +93,24 @@ from .publishing import Publishing
 from .registry import Registry
 from .versions import Versions
 
+# What changes with an event, or with what a process says in it, beyond what is noted where it is
+# changed. One that is not named here may change everything.
+CHANGES: Final[Mapping[type, int]] = {
+    InferArrived: 0,
+    Query: 0,
+    Tick: 0,
+    PrefetchHint: 0,
+    PingAsked: PINGS,
+    Pong: PINGS,
+    InferenceDone: QUEUE | TURN,
+    InferenceFailed: QUEUE | TURN,
+    Cleaned: TURN,
+    TransmitEnded: 0,
+    JobReport: 0,
+    CommitStep: 0,
+    Parked: TURN | WORKERS | JOBS,
+}
+
 
 class Scheduler:
     """Decides everything; performs nothing."""
@@ -96,6 +136,26 @@ class Scheduler:
         self.moves = Moves(self.core, self.machine.devices, self.machine.jobs)
         self.pings = Pings(self.core, self.machine)
         self.listing = Listing(self.core, self.machine, self.versions, self.admission.stages)
+        self._parts = self._in_order()
+        self._seen = 0  # the bits that the urgent parts have seen, and no others yet
+
+    def _in_order(self) -> tuple[Part, ...]:
+        """All that may have something to do after an event, in the order they are asked in."""
+        jobs, admission = self.machine.jobs, self.admission
+        return (
+            Part(self.publishing.pump),
+            Part(self.registry.pump),
+            Part(admission.stages.advance),
+            Part(admission.rehome),
+            Part(admission.relieve),
+            Part(jobs.rehome),
+            Part(self.moves.pump),
+            *(part for device in self.machine.devices for part in device.parts()),
+            Part(self.machine.share_profiles),
+            Part(jobs.pump),
+            Part(self.pings.pump),
+            Part(self._watch_drain),
+        )
 
     def start(self, now_ms: float) -> list[Command]:
         """The first commands: spawn the memory daemon."""
@@ -114,16 +174,27 @@ class Scheduler:
         ``settle`` must follow before the next event. Between the two the urgent commands can be
         on their way already, which saves a request some 0.05 ms.
         """
-        self.core.now_ms = max(self.core.now_ms, now_ms)
-        self.core.wakeups.forget_until(self.core.now_ms)
-        if self.core.has_left:
+        core = self.core
+        core.now_ms = max(core.now_ms, now_ms)
+        core.touched |= core.wakeups.forget_until(core.now_ms) | self._changes(event)
+        if core.has_left:
             self._refuse_late(event)
         else:
             self._take(event)
-            if isinstance(event, InferArrived | FromWorker | Prepared | Tick):
+            is_urgent = isinstance(event, InferArrived | FromWorker | Prepared | Tick)
+            if is_urgent and core.touched & URGENT:
+                self._seen, core.touched = core.touched, 0
                 for device in self.machine.devices:
                     device.advance()
         return self._take_out()
+
+    def _changes(self, event: Event) -> int:
+        """The bits of what may be another with it."""
+        if self.core.is_draining:
+            return ALL
+        if isinstance(event, FromWorker | FromDaemon):
+            return CHANGES.get(type(event.message), ALL)
+        return CHANGES.get(type(event), ALL)
 
     def settle(self) -> list[Command]:
         """The rest of ``handle``: the timeline, and everything that can wait for a moment."""
@@ -327,16 +398,17 @@ class Scheduler:
             device.profiling.refuse_all(ServerUnavailable("the server is draining"))
         core.publish("worker.draining", grace_ms=event.grace_ms)
 
-    def _watch_drain(self) -> None:
+    def _watch_drain(self) -> int:
         core = self.core
-        if core.drain_at_ms is None or core.has_left:
-            return
+        if core.drain_at_ms is None:
+            return 0
         is_quiet = all(device.is_quiet for device in self.machine.devices)
         is_quiet = is_quiet and not len(self.admission.stages)
         if is_quiet and self.machine.jobs.is_quiet and self.registry.is_quiet:
             self._leave("drained")
         elif core.now_ms >= core.drain_at_ms:
             self._leave("the grace period is over")
+        return ALL
 
     def _leave(self, reason: str, status: int = 0) -> None:
         """Answer every client that still waits, then stop the server."""
@@ -383,26 +455,34 @@ class Scheduler:
     # -- after every event --------------------------------------------------------------------
 
     def _pump(self) -> None:
-        if self.core.has_left:
-            return
-        self.publishing.pump()
-        self.registry.pump()
-        self.admission.stages.advance()
-        self.admission.rehome()
-        self.admission.relieve()
-        self.machine.jobs.rehome()
-        self.moves.pump()
-        for device in self.machine.devices:
-            device.pump()
-        self.machine.share_profiles()
-        self.machine.jobs.pump()
-        self.pings.pump()
-        self._watch_drain()
+        """Ask the parts that wait for something that was touched, until nothing more follows."""
+        core = self.core
+        while core.touched or self._seen:
+            seen, self._seen = self._seen, 0
+            touched, core.touched = core.touched, 0
+            for part in self._parts:
+                if core.has_left:
+                    core.touched = 0
+                    return
+                new = touched | core.touched
+                if part.wants & (new if part.is_urgent else new | seen):
+                    part.wants = part.ask() | REST
 
     # -- invariants ---------------------------------------------------------------------------
 
+    def check_settled(self) -> None:
+        """Assert that nothing was forgotten: each part, asked out of turn, has nothing to do."""
+        core = self.core
+        for part in self._parts if not core.has_left else ():
+            known = len(core.wakeups)
+            part.wants = part.ask() | REST
+            assert not core.out, f"{part.ask} was not asked: {core.out}"
+            assert not core.touched, f"{part.ask} was not asked: {core.touched:b} changed"
+            assert known == len(core.wakeups), f"{part.ask} was not asked: it waits for an instant"
+
     def check(self) -> None:
         """Assert the invariants (docs/architecture.md) that the scheduler's state can show."""
+        self.check_settled()
         self.machine.store.regions.check()
         for device in self.machine.devices:
             device.check()

@@ -7,6 +7,7 @@ from typing import Literal
 from ..errors import OutOfDeviceMemory
 from ..ipc.messages import Epoch, JobName, Scrub
 from .arena import Arena
+from .core import PLACES
 from .device_state import DeviceState
 from .records import Job
 from .regions import Owner, Region
@@ -50,6 +51,7 @@ class Slices:
         if self._arena.obstacles(window):
             return "soon"
         self._residents.clear(window, f"job {owner.name}")
+        self._core.touched |= PLACES
         region = self._arena.regions.reserve(owner, size_bytes, at_bytes=window.offset_bytes)
         assert region is not None
         return region
@@ -65,6 +67,7 @@ class Slices:
         follow)."""
         if self._arena.regions.get(owner) is None:
             return
+        self._core.touched |= PLACES
         region = self._arena.regions.release(owner)
         if not self._device.is_daemon_ready:
             return  # the memory went with its owner
@@ -80,17 +83,18 @@ class Slices:
             Scrub(epoch=epoch, offset_bytes=region.offset_bytes, size_bytes=region.size_bytes)
         )
 
-    def scrub_again(self) -> None:
+    def scrub_again(self) -> int:
         """What the daemon failed to zero: no owner may have the range before it is."""
         for epoch, at_ms in list(self._unscrubbed.items()):
             region = self._arena.regions.get(Owner("scrub", str(epoch)))
             if region is None:  # the memory went with its owner
                 del self._unscrubbed[epoch]
             elif self._core.now_ms < at_ms:
-                self._core.look_again(at_ms)
+                self._core.look_again(at_ms, PLACES)
             else:
                 del self._unscrubbed[epoch]
                 self._scrub(epoch, region)
+        return PLACES if self._unscrubbed else 0
 
     def scrubbed(self, epoch: Epoch) -> None:
         if self._arena.regions.get(Owner("scrub", str(epoch))) is not None:

@@ -19,7 +19,7 @@ from ..errors import (
 )
 from ..ipc.messages import Epoch, ModelName, RunStage, Slot, StageDone, StageFailed, StageReady
 from ..programs.stages import Stage
-from .core import Core
+from .core import QUEUE, STAGES, Core
 from .events import (
     FromStage,
     KillStage,
@@ -69,35 +69,38 @@ class Stages:
     """All and only the requests that are PREPROCESSING, and the processes beside all devices.
 
     Processes come with the first request that needs one.
+
+    Attributes:
+        waits: the requests, in order of arrival.
     """
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._raws: dict[Token, Raw] = {}  # in order of arrival
+        self.waits: dict[Token, Raw] = {}
         self.processes = [Process(Slot(slot)) for slot in range(core.settings.stages)]
 
     def __len__(self) -> int:
-        return len(self._raws)
+        return len(self.waits)
 
     def count(self, name: ModelName) -> int:
         """Requests of a model that are here."""
-        return sum(raw.request.model == name for raw in self._raws.values())
+        return sum(raw.request.model == name for raw in self.waits.values())
 
     def held(self, caller: str, model: str = "") -> int:
         """A caller's requests that are here, of a model or all."""
-        raws = [raw.request for raw in self._raws.values() if raw.request.caller == caller]
+        raws = [raw.request for raw in self.waits.values() if raw.request.caller == caller]
         return sum(not model or request.model == model for request in raws)
 
     def tokens(self) -> list[Token]:
-        return list(self._raws)
+        return list(self.waits)
 
     # -- requests -----------------------------------------------------------------------------
 
     def take(self, request: Request, stage: Stage, born: Epoch, tenant: str) -> None:
         """It was admitted; ``prepared`` gives it back."""
-        self._raws[request.token] = Raw(request, stage, born, tenant)
+        self.waits[request.token] = Raw(request, stage, born, tenant)
         if request.deadline_at_ms is not None:
-            self._core.look_again(request.deadline_at_ms)
+            self._core.look_again(request.deadline_at_ms, STAGES)
         self.advance()
 
     def prepared(self, event: Prepared) -> Request | None:
@@ -111,7 +114,7 @@ class Stages:
         process.is_copied, process.token = False, None
         if process.state.state is WorkerState.CLEANING:
             process.state.apply(WorkerEvent.CLEANED, "its result was copied")
-        raw = self._raws.get(event.token)
+        raw = self.waits.get(event.token)
         if raw is None:  # the server is leaving
             return None
         error = raw.error or event.error
@@ -119,7 +122,7 @@ class Stages:
             is_cancelled = isinstance(error, Cancelled)
             self._refuse(raw, TaskEvent.CANCEL if is_cancelled else TaskEvent.ERROR, error)
             return None
-        del self._raws[event.token]
+        del self.waits[event.token]
         request = raw.request
         request.state.apply(TaskEvent.PREPARED, raw.stage.function)
         request.preprocess_ms = self._core.now_ms - process.began_at_ms
@@ -130,7 +133,7 @@ class Stages:
 
     def cancel(self, token: Token) -> bool:
         """Take one back; its function goes on for nothing. False: it is not here."""
-        raw = self._raws.get(token)
+        raw = self.waits.get(token)
         if raw is None:
             return False
         error = Cancelled("cancelled by the caller")
@@ -142,7 +145,7 @@ class Stages:
 
     def refuse_all(self, error: PipeSwitchError) -> None:
         """The server cannot go on. What is being copied the frontend answers, when that is over."""
-        for token, raw in list(self._raws.items()):
+        for token, raw in list(self.waits.items()):
             if not self._is_copied(token):
                 self._refuse(raw, TaskEvent.ERROR, error)
 
@@ -152,7 +155,8 @@ class Stages:
     def _refuse(self, raw: Raw, event: TaskEvent, error: PipeSwitchError) -> None:
         request = raw.request
         request.state.apply(event, type(error).__name__)
-        del self._raws[request.token]
+        self._core.touched |= QUEUE
+        del self.waits[request.token]
         error.request_id = request.request_id
         self._core.refuse(request.token, error)
 
@@ -191,7 +195,7 @@ class Stages:
         """The call is over; its request, if that still waits for it."""
         process.state.apply(WorkerEvent.TASK_ENDED, f"epoch {process.epoch}")
         process.epoch = NO_EPOCH
-        return None if process.token is None else self._raws.get(process.token)
+        return None if process.token is None else self.waits.get(process.token)
 
     def _cleaned(self, process: Process) -> None:
         process.token = None
@@ -206,7 +210,7 @@ class Stages:
         is_blamed, was_called = process.state.state is not WorkerState.DOOMED, process.epoch
         process.state.apply(WorkerEvent.EXITED, f"status {event.status}")
         process.epoch, process.pid = NO_EPOCH, 0
-        raw = self._raws.get(process.token) if process.token is not None else None
+        raw = self.waits.get(process.token) if process.token is not None else None
         if was_called and raw is not None:
             request = raw.request
             request.state.apply(TaskEvent.WORKER_DIED, f"status {event.status}")
@@ -215,17 +219,17 @@ class Stages:
                 self._refuse(raw, TaskEvent.ERROR, _lost(raw, event.status))
         elif is_blamed and not was_called:  # of itself, not of a function
             process.respawn_at_ms = core.now_ms + core.settings.restart_backoff_ms
-            core.look_again(process.respawn_at_ms)
+            core.look_again(process.respawn_at_ms, STAGES)
         if not process.is_copied:
             process.token = None
         core.counts["stage_restarts"] += 1
         self.advance()
 
-    def advance(self) -> None:
+    def advance(self) -> int:
         """Give each free process the most urgent request that waits."""
         self._expire()
         held = {process.token for process in self.processes}
-        waiting = [raw for token, raw in self._raws.items() if token not in held]
+        waiting = [raw for token, raw in self.waits.items() if token not in held]
         waiting.sort(key=lambda raw: raw.request.priority)  # stable: then the first that came
         for process in self.processes:
             if process.state.state is WorkerState.STANDBY and waiting:
@@ -239,6 +243,7 @@ class Stages:
                 process.generation = self._core.next_epoch()
                 process.state.apply(WorkerEvent.RESPAWNED)
                 self._core.emit(SpawnStage(slot=process.slot, generation=process.generation))
+        return STAGES
 
     def _call(self, process: Process, raw: Raw) -> None:
         core = self._core
@@ -248,12 +253,12 @@ class Stages:
         call = RunStage(epoch=process.epoch, function=raw.stage.function, inputs=raw.request.inputs)
         core.emit(ToStage(slot=process.slot, message=call, tenant=raw.tenant))
         if core.settings.max_stage_ms:
-            core.look_again(core.now_ms + core.settings.max_stage_ms)
+            core.look_again(core.now_ms + core.settings.max_stage_ms, STAGES)
 
     def _expire(self) -> None:
         """1. A deadline has passed, of one whose inputs are not being copied; 2. a call hangs."""
         now_ms, limit_ms = self._core.now_ms, self._core.settings.max_stage_ms or math.inf
-        for token, raw in list(self._raws.items()):
+        for token, raw in list(self.waits.items()):
             if raw.request.due_ms <= now_ms and not self._is_copied(token):
                 self._refuse(raw, TaskEvent.EXPIRE, _late(raw, now_ms))
         for process in self.processes:
@@ -261,7 +266,7 @@ class Stages:
                 if now_ms < process.began_at_ms + limit_ms:
                     continue
                 self._kill(process, "it hangs")
-                hung = self._raws.get(process.token) if process.token is not None else None
+                hung = self.waits.get(process.token) if process.token is not None else None
                 if hung is not None:
                     self._refuse(hung, TaskEvent.EXPIRE, _hung(hung, limit_ms))
 

@@ -7,77 +7,75 @@ switch to the copy of its groups and to its computation.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
-from .events import Span
+from .events import Span, Spans
 
-SLOT_BYTES: Final = 192  # a packed span; one that is longer loses its arguments, then its tail
-SLOT_COUNT: Final = 32_768  # some 30 a switch: the last 1,000 switches
-LENGTH_BYTES: Final = 1
+RING_BYTES: Final = 6 << 20  # some 2 KiB a switch: the last 3,000
+KEPT: Final = 32_768  # groups of spans that are remembered at most
+MOST_BYTES: Final = 32_768  # of one group; of a longer one the arguments go, then the last spans
 NAME_CHARACTERS: Final = 100
 PROCESS_ID: Final = 1
 FIXED_TRACKS: Final = {"scheduler": 0, "copy": 1}
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(tuple[str, str, float, float, dict[str, Any], int])
+_decoder = msgspec.msgpack.Decoder(list[Span])
 
 
 class Timeline:
-    """A ring of packed spans in memory taken at the start, so that it never grows.
+    """Groups of spans, packed one after the other in a ring that was taken at the start, so that it
+    never grows.
 
-    Written by the scheduler's thread. Any thread may read meanwhile and locks nothing: a slot is
-    empty while it is written, and is read in one piece under the interpreter lock. (A deque of
-    objects grew the controller by 18 MiB over its first 10,000 switches, which looks like a leak
-    and hides one.)
+    Written by the scheduler's thread. Any thread may read meanwhile and locks nothing: what is
+    about to be overwritten is given up before a byte of it is, and a group is copied before it is
+    looked at whether it still was there. (A deque of objects grew the controller by 18 MiB over its
+    first 10,000 switches, which looks like a leak and hides one.)
     """
 
     def __init__(self) -> None:
-        self._ring = bytearray(b"\xff") * (SLOT_BYTES * SLOT_COUNT)  # touched: resident now
-        # The latest end of a span up to each slot's: what ended later lies behind it.
-        self._latest_ms = array("d", [0.0]) * SLOT_COUNT
+        self._ring = bytearray(b"\xff") * RING_BYTES  # touched: resident now
+        # Where each group begins, in bytes ever written, and its length.
+        self._begins = array("q", [0]) * KEPT
+        self._lengths = array("i", [0]) * KEPT
+        # The latest end of a span up to each group: what ended later lies behind it.
+        self._latest_ms = array("d", [0.0]) * KEPT
         self._newest_ms = 0.0
-        self._count = 0  # spans ever added
+        self._count = 0  # groups ever added
+        self._end = 0  # bytes ever written
 
-    def add(self, span: Span) -> None:
-        packed = _pack(span)
-        slot = self._count % SLOT_COUNT
-        self._newest_ms = self._latest_ms[slot] = max(self._newest_ms, span.end_ms)
-        start = slot * SLOT_BYTES
-        end = start + LENGTH_BYTES + len(packed)
-        self._ring[start] = 0
-        self._ring[start + LENGTH_BYTES : end] = packed
-        self._ring[start] = len(packed)
+    def add(self, command: Spans) -> None:
+        spans = command.spans
+        packed = _encoder.encode(spans)
+        if len(packed) > MOST_BYTES:
+            packed = _short(spans)
+        slot, begin = self._count % KEPT, self._end
+        if begin % RING_BYTES + len(packed) > RING_BYTES:
+            begin += -begin % RING_BYTES  # in one piece
+        self._end = begin + len(packed)
+        self._newest_ms = self._latest_ms[slot] = max(
+            [self._newest_ms, *[span.end_ms for span in spans]]
+        )
+        self._begins[slot], self._lengths[slot] = begin, len(packed)
+        self._ring[begin % RING_BYTES : begin % RING_BYTES + len(packed)] = packed
         self._count += 1
 
     def _spans(self, since_ms: float) -> list[Span]:
         """Those that end after ``since_ms``; what is older is not decoded but for a few."""
         count = self._count
-        first, oldest = count, max(0, count - SLOT_COUNT)
-        while first > oldest and self._latest_ms[(first - 1) % SLOT_COUNT] >= since_ms:
+        first, oldest = count, max(0, count - KEPT)
+        while first > oldest and self._latest_ms[(first - 1) % KEPT] >= since_ms:
             first -= 1
         spans = []
         for index in range(first, count):
-            start = index % SLOT_COUNT * SLOT_BYTES
-            slot = self._ring[start : start + SLOT_BYTES]
-            if not slot[0]:  # overwritten right now: it was the oldest
-                continue
-            track, name, begin_ms, end_ms, args, flow = _decoder.decode(
-                slot[LENGTH_BYTES : LENGTH_BYTES + slot[0]]
-            )
-            if end_ms < since_ms:
-                continue
-            spans.append(
-                Span(
-                    track=track,
-                    name=name,
-                    begin_ms=begin_ms,
-                    end_ms=end_ms,
-                    args=args,
-                    flow=flow,
-                )
-            )
+            begin, length = self._begins[index % KEPT], self._lengths[index % KEPT]
+            at = begin % RING_BYTES
+            packed = bytes(self._ring[at : at + length])
+            if begin >= self._end - RING_BYTES and self._count - index <= KEPT:
+                spans += [span for span in _decoder.decode(packed) if span.end_ms >= since_ms]
         return spans
 
     def chrome_trace(self, since_ms: float) -> dict[str, Any]:
@@ -101,17 +99,19 @@ class Timeline:
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _pack(span: Span) -> bytes:
-    """At most SLOT_BYTES - LENGTH_BYTES, whatever the name and the arguments are."""
-    name = span.name[:NAME_CHARACTERS]
-    fields = (span.track, name, span.begin_ms, span.end_ms, span.args, span.flow)
-    packed = _encoder.encode(fields)
-    if len(packed) > SLOT_BYTES - LENGTH_BYTES:
-        short = name.encode("ascii", "replace").decode()
-        packed = _encoder.encode(
-            (span.track[:20], short, span.begin_ms, span.end_ms, {}, span.flow)
-        )
+def _short(spans: Sequence[Span]) -> bytes:
+    """At most ``MOST_BYTES``, whatever the names and the arguments are."""
+    short = [replace(span, name=_plain(span.name), track=_plain(span.track), args={})
+             for span in spans]  # fmt: skip
+    packed = _encoder.encode(short)
+    while len(packed) > MOST_BYTES:
+        short = short[: len(short) // 2]
+        packed = _encoder.encode(short)
     return packed
+
+
+def _plain(name: str) -> str:
+    return name[:NAME_CHARACTERS].encode("ascii", "replace").decode()
 
 
 def _tracks(spans: list[Span]) -> dict[str, int]:

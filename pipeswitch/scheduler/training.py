@@ -17,6 +17,7 @@ from ..ipc.messages import (
     Turn,
 )
 from .commits import Commits
+from .core import JOBS, PLACES, QUEUE, TURN, WORKERS
 from .device_state import DeviceState
 from .events import ToWorker
 from .job_orders import JOB_ORDERS
@@ -50,11 +51,11 @@ class Training:
         self._commits = commits
         self._order = JOB_ORDERS[device.settings.training]
 
-    def pump(self) -> None:
+    def pump(self) -> int:
         """Give the idle device to the next job, and keep the rules about suspended ones."""
         core, device = self._core, self._device
         if not device.jobs:
-            return
+            return 0
         for job in device.jobs.values():
             if job.wanted != "run":
                 self.evict(job.name, WHY_EVICTED[job.wanted])
@@ -67,6 +68,7 @@ class Training:
         self._make_place()
         self._kill_who_stays()
         self._commits.persist_due()
+        return QUEUE | TURN | WORKERS | PLACES | JOBS
 
     def _is_device_idle(self) -> bool:
         """Nothing computes, and nobody has a turn: all that wait rest, if any do."""
@@ -198,7 +200,8 @@ class Training:
         self._device.training = job.name
         job.cycle_began_at_ms = self._core.now_ms
         job.last_ran_at_ms = self._core.now_ms
-        self._core.look_again(job.cycle_began_at_ms + job.cycle_left_ms)
+        self._core.touched |= TURN | JOBS | WORKERS
+        self._core.look_again(job.cycle_began_at_ms + job.cycle_left_ms, JOBS)
 
     def _watch_running(self, job: Job) -> None:
         """End its cycle when another job waits; kill it when it does not stop or unwind."""
@@ -210,21 +213,27 @@ class Training:
             if is_wanted and (job.lease_asked_bytes or core.now_ms >= ends_at_ms):
                 self.stop(job.name, Turn(0), Slot(0))
             elif is_wanted:
-                core.look_again(ends_at_ms)
-            elif core.now_ms >= ends_at_ms:
-                self._account(job)
-                self._new_cycle(job)
+                core.look_again(ends_at_ms, JOBS)
         elif state is TaskState.STOPPING:
             self._kill_after(job, job.stop_asked_at_ms + settings.stop_grace_ms, "did not stop")
 
-    def _new_cycle(self, job: Job) -> None:
-        job.cycle_began_at_ms = self._core.now_ms
-        job.cycle_left_ms = self._core.settings.training_cycle_ms
+    def reported(self, job: Job) -> None:
+        """It computes: a cycle that is over, and that no other job waits for, is followed by its
+        next one."""
+        now_ms = self._core.now_ms
+        if now_ms >= job.cycle_began_at_ms + job.cycle_left_ms and (
+            self._device.training == job.name
+            and job.state.state is TaskState.RUNNING
+            and not self._waiting_behind(job)
+        ):
+            self._account(job)
+            job.cycle_began_at_ms = now_ms
+            job.cycle_left_ms = self._core.settings.training_cycle_ms
 
     def _kill_after(self, job: Job, at_ms: float, reason: str) -> None:
         core, device = self._core, self._device
         if core.now_ms < at_ms or job.slot is None:
-            core.look_again(at_ms)
+            core.look_again(at_ms, JOBS)
             return
         device.kill(device.workers[job.slot], reason)
 
@@ -233,6 +242,8 @@ class Training:
 
     def _make_place(self) -> None:
         """Where all places are taken, one job leaves for the next in the queue, its turn over."""
+        if len(self._device.jobs) <= MAX_IN_PLACE:
+            return
         in_place, queued = self._in_place(), self._device.jobs.values()
         waiting = [job for job in queued if job.state.state is TaskState.QUEUED]
         is_leaving = any(job.state.state is TaskState.EVICTING for job in in_place)
@@ -254,7 +265,7 @@ class Training:
                 if core.now_ms >= worker.retired_at_ms + grace_ms:
                     device.kill(worker, "its script is over, its process did not leave")
                 else:
-                    core.look_again(worker.retired_at_ms + grace_ms)
+                    core.look_again(worker.retired_at_ms + grace_ms, JOBS)
 
     def stop(self, name: JobName, next_turn: Turn, next_slot: Slot) -> None:
         """Ask the job that holds the device to step aside and to hand the turn on by itself.
@@ -269,7 +280,8 @@ class Training:
         job.stopped_turn = job.turn
         job.stop_asked_at_ms = core.now_ms
         device.workers[job.slot].may_raise = next_turn
-        core.look_again(core.now_ms + core.settings.stop_grace_ms)
+        core.touched |= JOBS
+        core.look_again(core.now_ms + core.settings.stop_grace_ms, JOBS)
         self._device.emit(
             ToWorker(
                 slot=job.slot,
@@ -347,7 +359,8 @@ class Training:
         job.lease_asked_bytes = 0  # it unwinds out of the wait
         job.why = cause
         core.counts["job_evictions"] += 1
-        core.look_again(core.now_ms + core.settings.evict_grace_ms)
+        core.touched |= JOBS
+        core.look_again(core.now_ms + core.settings.evict_grace_ms, JOBS)
         self._device.emit(
             ToWorker(slot=job.slot, message=EvictTask(epoch=job.epoch), channel="signal")
         )

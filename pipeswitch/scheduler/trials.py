@@ -13,6 +13,7 @@ from typing import Final
 from ..errors import OutOfDeviceMemory
 from ..planning.measuring import Trial
 from .arena import Arena
+from .core import MEASURED
 from .device_state import DeviceState
 from .dispatch import Dispatch
 from .events import StopTrial, Token
@@ -66,7 +67,7 @@ class Trials:
             self._residents.transmit(replica, window, "profile")
         self._started += 1
         request = Request(
-            token=Token(TRIAL_TOKENS - self._started),
+            token=Token(TRIAL_TOKENS - (device.index << 32) - self._started),
             request_id=f"trial {self._started}",
             model=replica.name,
             priority=1 << 30,
@@ -111,12 +112,12 @@ class Trials:
                 or device.replicas[trial.model].model.state.state is ModelState.LEAVING
             ):
                 trial.trial_stop_at_ms = core.now_ms + core.settings.deadline_grace_ms
-                core.look_again(trial.trial_stop_at_ms)
+                core.look_again(trial.trial_stop_at_ms, MEASURED)
                 self._device.emit(StopTrial(slot=trial.slot, epoch=trial.epoch))
         elif core.now_ms >= trial.trial_stop_at_ms:
             device.kill(device.workers[trial.slot], "its trial did not stop", blame=False)
         else:
-            core.look_again(trial.trial_stop_at_ms)
+            core.look_again(trial.trial_stop_at_ms, MEASURED)
 
     @property
     def _tasks(self) -> tuple[Activation | None, Activation | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from ..ipc.messages import Turn
+from .core import HUNG
 from .device_state import DeviceState
 from .events import RaiseTurn
 from .records import Activation
@@ -29,10 +30,12 @@ class Turns:
         activation = device.upcoming
         if activation is None or device.current is not None or device.training is not None:
             return
-        if any(w.may_raise not in (0, activation.turn) for w in device.workers.values()):
-            return
+        turn = activation.turn
+        for worker in device.workers.values():
+            if worker.may_raise and worker.may_raise != turn:
+                return
         self._starts(activation, "has the turn")
-        self._device.emit(RaiseTurn(turn=activation.turn, slot=activation.slot))
+        device.emit(RaiseTurn(turn=turn, slot=activation.slot))
 
     def passed(self, turn: Turn) -> None:
         """The parked worker has raised the turn itself."""
@@ -60,14 +63,14 @@ class Turns:
         if activation is None or activation.hung_why:
             return activation
         settings = core.settings
-        last_at_ms = max(device.requests[token].due_ms for token in activation.tokens)
+        last_at_ms = max([device.requests[token].due_ms for token in activation.tokens])
         late_at_ms = last_at_ms + settings.deadline_grace_ms
         endless_at_ms = activation.began_at_ms + (settings.max_compute_ms or math.inf)
         at_ms = min(late_at_ms, endless_at_ms)
         if core.now_ms < at_ms:
             # A look that comes before finds it again: many short tasks leave one, not one each.
-            if at_ms < core.wakeups.next_ms:
-                core.look_again(at_ms)
+            if at_ms < core.wakeups.first_ms(HUNG):
+                core.look_again(at_ms, HUNG)
             return None
         activation.hung_why = (
             "its task did not end after the deadline"

@@ -169,13 +169,13 @@ def replay(
     jobs: Sequence[PaperJob] = (),
     *,
     watch: Callable[[int], None] | None = None,
-    take_span: Callable[[ev.Span], None] | None = None,
+    take_span: Callable[[ev.Spans], None] | None = None,
 ) -> Outcome:
     """All requests of a trace and all jobs, on one server that has registered the models.
 
     Args:
         watch: is told how many have been answered.
-        take_span: takes each interval of the timeline.
+        take_span: takes the intervals of the timeline.
 
     Raises:
         ValueError: a model or a job is larger than the memory.
@@ -219,7 +219,7 @@ def serial(setting: Setting, models: Sequence[PaperModel], arrivals: Sequence[Ar
 class _Replay(World):
     def __init__(
         self, setting: Setting, models: Sequence[PaperModel], jobs: Sequence[PaperJob],
-        watch: Callable[[int], None] | None, take_span: Callable[[ev.Span], None] | None,
+        watch: Callable[[int], None] | None, take_span: Callable[[ev.Spans], None] | None,
     ) -> None:  # fmt: skip
         self._setting, self._models, self._jobs = setting, models, jobs
         self._watch, self._take_span = watch, take_span
@@ -294,7 +294,7 @@ class _Replay(World):
         self._training[self.clients.ask(JobName(job.name), "wait")] = job
 
     def _perform(self, command: ev.Command) -> None:
-        if isinstance(command, ev.Span):
+        if isinstance(command, ev.Spans):
             if self._take_span is not None:
                 self._take_span(command)
             return

@@ -40,7 +40,7 @@ from .worker import SimulatedWorker
 MOST_SLOTS = 64  # of a device
 TOLD = 200  # of what happened last, for a violation's text
 SHOWN = 300  # characters of an event or command
-INFORMING = (ev.Publish, ev.Span, ev.Journal)
+INFORMING = (ev.Publish, ev.Spans, ev.Journal)
 
 
 def key_of(device: int, slot: Slot) -> Slot:

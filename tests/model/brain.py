@@ -43,7 +43,7 @@ WORKER = Codec(Worker, drop=("generation",))
 SHOWN_OF_TASK = ("dispatched_at_ms", "was_resident", "charge")  # these are the accounts'
 ACTIVATION = Codec(Activation, drop=SHOWN_OF_TASK)
 
-OF_CORE = ("has_left", "drain_at_ms", "now_ms", "counts", "last_epoch", "wakeups")
+OF_CORE = ("has_left", "drain_at_ms", "now_ms", "counts", "last_epoch", "wakeups", "pins")
 OF_STATE = (
     "replicas", "requests", "queue", "early", "jobs", "workers", "current", "upcoming",
     "training", "daemon_generation", "daemon_pid", "is_daemon_ready", "is_given_up",
@@ -162,6 +162,7 @@ class Brain:
             "core": OF_CORE, "state": OF_STATE, "fleet": OF_FLEET, "machine": ("models",),
         }  # fmt: skip
         parts = [*vars(scheduler).items(), ("store", machine.store)]
+        parts = [(name, part) for name, part in parts if not name.startswith("_")]
         parts += [part for device in machine.devices for part in vars(device).items()]
         self._still = [(part, Still(part, *known.get(name, ()))) for name, part in parts]
         self._models = _Records(MODEL, *machine.models.items())
@@ -182,7 +183,7 @@ class Brain:
         models = self._models
         return (
             core.now_ms,
-            core.wakeups.all_ms,
+            core.wakeups.all,
             core.has_left,
             core.drain_at_ms,
             tuple([models.freeze(model, e, name) for name, model in machine.models.items()]),
@@ -226,8 +227,11 @@ class Brain:
         core.counts = Counter()
         core.out = []
         _thaw_regions(machine.store.regions, store, n)
+        core.pins = {name: None for name, model in machine.models.items() if model.want_pinned}
         for device, one, numbers in zip(machine.devices, devices, generations, strict=True):
             self._thaw_device(device, one, n, numbers)
+        if not core.has_left:
+            self.scheduler.check_settled()
 
     def _thaw_device(
         self, device: Device, frozen: Any, n: Next, generations: Sequence[int]

@@ -33,7 +33,8 @@ def jumps(world: Any) -> list[Action]:
     seen = world.recall.moment.seen
     if world.left is not None:
         return []
-    return [("clock", due) for due in seen.due_ms if seen.now_ms < due < FAR_MS]
+    instants = dict.fromkeys(at_ms for at_ms, _ in seen.due_ms)
+    return [("clock", at_ms) for at_ms in instants if seen.now_ms < at_ms < FAR_MS]
 
 
 def _of_worker(world: Any, slot: int, worker: Worker) -> list[Action]:

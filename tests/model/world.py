@@ -80,7 +80,8 @@ class World(simulator.World):
             arena_bytes=scope.arena_bytes, store_bytes=scope.store_bytes, words=scope.words,
             standby=scope.standby, max_deaths=scope.max_deaths,
             training_cycle_ms=GRACE_MS, stop_grace_ms=GRACE_MS, evict_grace_ms=GRACE_MS,
-            max_daemon_restarts=scope.daemon_restarts, placement=scope.placement,
+            max_compute_ms=0.0, max_daemon_restarts=scope.daemon_restarts,
+            placement=scope.placement,
         )  # fmt: skip
         each = [replace(settings, device=f"cpu:{index}") for index in range(scope.devices)]
         scheduler = Scheduler(settings, devices=each)

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from pipeswitch.benchmarks.machine import machine_facts
+from benchmarks.machine import machine_facts
 
 VARIABLE: Final = "PIPESWITCH_FIGURES"
 

@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import Final, NoReturn, TextIO
 
 from pipeswitch import launch
+from pipeswitch.controller.processes import Processes, open_log
 from pipeswitch.launch import close_others, import_for_children, without_threads
+from pipeswitch.sandbox.environment import harmless
 
 READ_LATE: Final = (
     "PIPESWITCH_", "XDG_RUNTIME_DIR", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TMPDIR",
@@ -83,6 +85,29 @@ class Kept:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+class Waiting:
+    """In a controller: the fork server that the keeper left it as its child, used once."""
+
+    def __init__(self, pid: int, descriptor: int) -> None:
+        self.pid, self._descriptor = pid, descriptor
+        self._ordinary = Processes._spawn
+        Processes._spawn = lambda processes, channel: self._begin(processes, channel)
+
+    def _begin(self, processes: Processes, channel: int) -> Waiting:
+        Processes._spawn = self._ordinary
+        order = json.dumps(without_threads(harmless(os.environ))).encode()
+        with open_log(processes._log_path) as log, socket.socket(fileno=self._descriptor) as door:
+            socket.send_fds(door, [order], [channel, log.fileno()])
+        return self
+
+    def wait(self) -> int:
+        """Its exit status, once it has ended."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
 
 
 class Keeper:
@@ -172,8 +197,11 @@ def _become_a_server(
     os.dup2(stdout, 2)
     close_others([ours.fileno()])
     ours.set_inheritable(True)
-    waiting = {launch.WAITING: f"{pid} {ours.fileno()}"}
-    os.execve(command[0], command, {**environment, **waiting})
+    at = command.index("-c") + 1
+    first = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import keeper; "
+    first += f"sys.path.pop(); keeper.Waiting({pid}, {ours.fileno()}); "
+    command[at] = first + command[at]
+    os.execve(command[0], command, environment)
 
 
 def _wait_to_serve(door: socket.socket) -> NoReturn:

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from pipeswitch.benchmarks.baselines import BASELINES
-from pipeswitch.benchmarks.models import BenchModel
-from pipeswitch.benchmarks.rig import Rig
-from pipeswitch.benchmarks.rival import PUBLISHED, Rival
-from pipeswitch.benchmarks.setting import Setting
-from pipeswitch.cli.bench import BENCHMARKS
+from benchmarks.__main__ import BENCHMARKS
+from benchmarks.baselines import BASELINES
+from benchmarks.models import BenchModel
+from benchmarks.rig import Rig
+from benchmarks.rival import PUBLISHED, Rival
+from benchmarks.setting import Setting
 
 TEXT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
         "intermediate_size": 64, "vocab_size": 2000}  # fmt: skip
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def found_by_children():
+    """The package of the benchmarks: as its command does."""
+    with pytest.MonkeyPatch.context() as changes:
+        changes.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +98,6 @@ def test_the_rig_answers_alike_however_a_model_is_cut_and_sent(setting, expected
 
 
 def test_the_process_that_measures_never_imports_torch():
-    names = ", ".join(f"pipeswitch.benchmarks.{module}" for module in BENCHMARKS.values())
+    names = ", ".join(f"benchmarks.{module}" for module in BENCHMARKS.values())
     code = f"import sys, {names}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

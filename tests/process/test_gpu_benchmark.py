@@ -1,44 +1,32 @@
-"""``benchmarks/gpu.py`` without a GPU: every stage's program starts, limits hold, results stay."""
+"""``make gpu`` without a GPU: every stage's program starts, limits hold, results stay."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from process_tools import command_of, until
+
+from benchmarks import gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKES = ROOT / "tests/fakes"
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The driver as a module; it is a script beside its helpers."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    before = set(sys.modules)
-    yield importlib.import_module("gpu")
-    for name in set(sys.modules) - before:
-        if name.startswith("gpu"):
-            del sys.modules[name]
-
-
 def command(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks/gpu.py"), *words],
+        [sys.executable, "-m", "benchmarks.gpu", *words], cwd=ROOT,
         env={**os.environ, **environment}, capture_output=True, text=True, timeout=250,
     )  # fmt: skip
 
 
 @pytest.mark.slow  # ten processes that import torch; it fails when a stage is renamed, if ever
-def test_a_dry_run_starts_every_stage_and_each_says_that_it_needs_a_gpu(gpu: ModuleType) -> None:
+def test_a_dry_run_starts_every_stage_and_each_says_that_it_needs_a_gpu() -> None:
     done = command("--dry-run", PIPESWITCH_DEVICE__BINDINGS="fake_cuda", CUDA_FAKE="no-device")
     assert done.returncode == gpu.NEEDS_A_GPU, done.stdout + done.stderr
     for stage in gpu.STAGES:
@@ -47,9 +35,7 @@ def test_a_dry_run_starts_every_stage_and_each_says_that_it_needs_a_gpu(gpu: Mod
         assert "needs: needs a GPU: the NVIDIA driver is loaded, but shows this" in after
 
 
-def test_without_a_gpu_the_command_ends_after_its_first_stage(
-    gpu: ModuleType, tmp_path: Path
-) -> None:
+def test_without_a_gpu_the_command_ends_after_its_first_stage(tmp_path: Path) -> None:
     done = command(
         "--out", str(tmp_path), PIPESWITCH_DEVICE__BINDINGS="fake_cuda", CUDA_FAKE="no-driver"
     )
@@ -73,14 +59,14 @@ def test_switches_and_soak_run_over_a_fake_gpu(tmp_path: Path) -> None:
     assert "captures_refused: []" in done.stdout
 
 
-def stage(gpu: ModuleType, tmp_path: Path, limit_s: float, code: str) -> object:
+def stage(tmp_path: Path, limit_s: float, code: str) -> object:
     program = tmp_path / "stage.py"
     program.write_text(code)
     return gpu.Stage("a-stage", limit_s, (str(program),))
 
 
 def test_a_stage_that_hangs_is_ended_with_its_children_and_what_it_found_stays(
-    gpu: ModuleType, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     code = """
 import subprocess, sys
@@ -89,17 +75,15 @@ child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIP
 print('RESULT {"pid": %d}' % child.pid, flush=True)
 child.wait()
 """
-    outcome = gpu.run_stage(stage(gpu, tmp_path, 3.0, code), 100.0, dict(os.environ), tmp_path)
+    outcome = gpu.run_stage(stage(tmp_path, 3.0, code), 100.0, dict(os.environ))
     assert outcome.status == "timed out"
     assert outcome.first("found") == 1
     pid = outcome.first("pid")
     until(lambda: not command_of(pid), "the child of a killed stage is gone")
 
 
-def test_a_stage_that_fails_shows_its_last_words_and_the_next_one_runs(
-    gpu: ModuleType, tmp_path: Path
-) -> None:
-    broken = stage(gpu, tmp_path, 30.0, "raise ValueError('no such kernel')")
+def test_a_stage_that_fails_shows_its_last_words_and_the_next_one_runs(tmp_path: Path) -> None:
+    broken = stage(tmp_path, 30.0, "raise ValueError('no such kernel')")
     status = gpu.run_all([broken, broken], tmp_path, 60.0, stops_early=True)
     assert status == 1
     (written,) = tmp_path.glob("gpu-none-*.json")
@@ -111,7 +95,7 @@ def test_a_stage_that_fails_shows_its_last_words_and_the_next_one_runs(
 
 
 def test_what_left_the_stages_process_group_is_ended_and_its_log_is_shown(
-    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a server's fork server and daemon: the next stage needs the device that they hold."""
     monkeypatch.setattr(gpu, "LEAVE_S", 0.2)
@@ -127,7 +111,7 @@ log.write_text("the daemon's last words")
 print('RESULT {"folder": "%s"}' % log.parent.parent, flush=True)
 sys.exit(1)
 """
-    outcome = gpu.run_stage(stage(gpu, tmp_path, 30.0, code), 100.0, dict(os.environ), tmp_path)
+    outcome = gpu.run_stage(stage(tmp_path, 30.0, code), 100.0, dict(os.environ))
     shutil.rmtree(outcome.first("folder"))
     assert outcome.status == "failed"
     assert [word.split()[0] for word in outcome.first("processes_that_had_to_be_killed")] == [
@@ -137,14 +121,14 @@ sys.exit(1)
     assert "the daemon's last words" in outcome.tail
 
 
-def test_no_stage_is_begun_when_the_time_is_over(gpu: ModuleType, tmp_path: Path) -> None:
-    fine = stage(gpu, tmp_path, 30.0, "pass")
+def test_no_stage_is_begun_when_the_time_is_over(tmp_path: Path) -> None:
+    fine = stage(tmp_path, 30.0, "pass")
     gpu.run_all([fine], tmp_path, gpu.LEAST_S / 2, stops_early=True)
     (written,) = tmp_path.glob("gpu-none-*.json")
     assert json.loads(written.read_text())["stages"][0]["status"] == "skipped"
 
 
-def test_a_devices_name_becomes_part_of_the_files(gpu: ModuleType, tmp_path: Path) -> None:
+def test_a_devices_name_becomes_part_of_the_files(tmp_path: Path) -> None:
     report = gpu.Report(tmp_path, "a command")
     found = {"device": {"name": "NVIDIA H200"}}
     report.add(gpu.Outcome("environment", "ok", results=[found]))

@@ -69,6 +69,9 @@ def odd(text):
         case b"shape": return np.zeros((1, {WIDTH} + 1), np.float32)
         case b"name": return {{"y": np.zeros((1, {WIDTH}), np.float32)}}
         case b"list": return [1.0]
+        case b"many": return dict.fromkeys(map(str, range(65)), np.zeros(0))
+        case b"lone": return {{"\\udc80": np.zeros(1)}}
+        case b"long": return {{"n" * 129: np.zeros(1)}}
         case b"secret": raise ValueError(os.environ["SECRET_OF_THE_OWNER"])
         case b"raise": raise ValueError("no picture")
         case b"exit": sys.exit(3)
@@ -80,7 +83,8 @@ ODD = {
     "dtype": "got float64", "shape": r"got float32\[1,65\]", "name": 'no input "y"',
     "list": "returned a list", "raise": "raised ValueError: no picture", "exit": "SystemExit",
     "secret": "raised ValueError: told", "surrogate": r"raised ValueError: no \?",
-    "large": "max_message",
+    "large": "max_message", "many": "returned 65 arrays", "lone": "a dict with",
+    "long": "a dict with",
 }  # fmt: skip
 
 

@@ -106,7 +106,7 @@ def test_an_answer_comes_back_with_its_bill(server: FakeScheduler, client: ps.Cl
 def test_large_payloads_leave_the_pool_empty(server: FakeScheduler, client: ps.Client) -> None:
     server.announce("wide", width=1 << 16)
     x = np.random.default_rng(0).random((1, 1 << 16), dtype=np.float32)
-    for _ in range(10):  # 256 KiB: all of the replies may still be in libzmq's hands at the end
+    for _ in range(10):  # 256 KiB each
         assert np.array_equal(client.infer("wide", x=x)["y"], x * 2)
     until(lambda: server.tcp._pool.is_empty)
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeswitch.errors import DeadlineExceeded
+from pipeswitch.errors import DeadlineExceeded, QueueFull
 from pipeswitch.ipc.messages import ModelName
 from pipeswitch.programs.dims import Dim
 from pipeswitch.scheduler import events as ev
@@ -18,7 +18,7 @@ from pipeswitch.scheduler.forecast import MARGIN_MS
 from pipeswitch.scheduler.predictions import OLD_MS, Predictions
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.simulator.costs import Costs, Link
-from pipeswitch.simulator.programs import program_of
+from pipeswitch.simulator.programs import Program, program_of
 from pipeswitch.simulator.world import World
 
 MIB = 1 << 20
@@ -74,6 +74,23 @@ def test_of_a_burst_as_many_are_accepted_as_can_be_in_time_and_the_others_told_a
     server.run()
     ends = [server.answers[token][0] - began_ms for token in tokens[:10]]
     assert ends == [4.0 * n for n in range(1, 11)]
+
+
+def test_what_waits_for_a_model_is_bounded_in_time() -> None:
+    server = Server(admission="off", max_queue_time_ms=40.0)
+    flood = [server.ask(2, deadline_ms=None) for _ in range(9)]  # 20 ms each
+    full = [server.error(token) for token in flood]
+    assert [isinstance(error, QueueFull) for error in full] == [False] * 4 + [True] * 5
+    assert str(full[-1]).startswith("40 ms of requests for m2 are waiting, 40 of them")
+    assert not any(server.error(server.ask(0, deadline_ms=None)) for _ in range(8)), "4 ms each"
+
+
+def test_what_waits_for_a_model_may_be_anothers_but_for_the_rest_of_the_time() -> None:
+    server = Server(admission="off", max_queue_time_ms=80.0)
+    asked = [server.clients.infer(ModelName("m0"), caller="greedy") for _ in range(40)]
+    assert [server.error(token) is None for token in asked].index(False) == 2 + 15  # of 20
+    other = [server.clients.infer(ModelName("m0"), caller="modest") for _ in range(5)]
+    assert [server.error(token) is None for token in other] == [True] * 4 + [False]
 
 
 def test_without_admission_all_are_taken() -> None:
@@ -261,6 +278,30 @@ def test_at_overload_all_that_are_accepted_are_in_time_and_the_others_told_when_
     assert len(served) + len(at_once) == len(asked), "none was accepted and then refused"
     spent_us = server.scheduler.machine.devices[0].state.spent_us
     assert sum(spent_us.values()) / 1000.0 >= 0.95 * 20_000.0
+
+
+def test_what_is_accepted_is_in_time_though_runs_scatter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deadlines of some 17 runs: sums of medians fall short of sums, and 1 of 20 was late."""
+    rng, exact = random.Random(3), Program.group_ms
+
+    def scattered(program: Program, plan: Any, batch: int) -> tuple[float, ...]:
+        factor = 0.9 + rng.expovariate(1 / 0.12)
+        return tuple(factor * ms for ms in exact(program, plan, batch))
+
+    monkeypatch.setattr(Program, "group_ms", scattered)
+    server, asked, began_ms = Server("edf"), [], 1_000.0
+    server.run(began_ms)
+    while server.now_ms < began_ms + 10_000.0:
+        server.run(server.now_ms + rng.expovariate(2.0 / 12.0))
+        deadline_ms = rng.uniform(110.0, 230.0)
+        asked.append((server.ask(3, deadline_ms), server.now_ms, deadline_ms))
+    server.run()
+    ended = [(*server.answers[token], at_ms, deadline) for token, at_ms, deadline in asked]
+    accepted = [one for one in ended if one[1].error is None or one[0] > one[2]]
+    in_time = [one[1].error is None and one[0] <= one[2] + one[3] for one in accepted]
+    assert sum(in_time) >= 0.99 * len(in_time)
+    spent_us = server.scheduler.machine.devices[0].state.spent_us
+    assert sum(spent_us.values()) / 1000.0 >= 0.95 * 10_000.0
 
 
 def test_one_that_would_make_an_accepted_one_late_is_refused() -> None:

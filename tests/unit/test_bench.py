@@ -1,4 +1,4 @@
-"""The arithmetic behind ``pipeswitch bench``."""
+"""The arithmetic behind ``python -m benchmarks``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeswitch.benchmarks import child, gateway
-from pipeswitch.benchmarks.gateway import infer_message
-from pipeswitch.benchmarks.pipeline import makespan, optimal_makespan, typical
-from pipeswitch.benchmarks.replay import MODELS, RECORDED_LOAD, recorded, same_ranks
-from pipeswitch.benchmarks.serving import summed
-from pipeswitch.benchmarks.trials import Arm, Run, interleave
-from pipeswitch.cli.bench import run
+from benchmarks import child, gateway
+from benchmarks.__main__ import run
+from benchmarks.gateway import infer_message
+from benchmarks.pipeline import makespan, optimal_makespan, typical
+from benchmarks.replay import MODELS, RECORDED_LOAD, recorded, same_ranks
+from benchmarks.serving import summed
+from benchmarks.trials import Arm, Run, interleave
 from pipeswitch.errors import InvalidInput
 from pipeswitch.gateway.protos import INFERENCE
 from pipeswitch.planning.fit import quantile
@@ -100,7 +100,7 @@ def test_a_group_that_computes_has_arrived_whatever_the_copy_thread_noted():
 
 def test_each_trial_is_one_json_line_with_the_machine_in_it():
     lines: list[str] = []
-    bench = Run("switch", "pipeswitch bench switch", True, 3, True, lines.append, FACTS)
+    bench = Run("switch", "python -m benchmarks switch", True, 3, True, lines.append, FACTS)
     bench.record("m", "cold", 0, {"total_ms": 2.0})
     bench.say("progress is for people")
     (line,) = lines
@@ -110,7 +110,7 @@ def test_each_trial_is_one_json_line_with_the_machine_in_it():
 
 
 def test_a_missed_target_is_printed_as_missed():
-    bench = Run("switch", "pipeswitch bench switch", True, 0, True, lambda line: None, FACTS)
+    bench = Run("switch", "python -m benchmarks switch", True, 0, True, lambda line: None, FACTS)
     bench.record("m", "cold", 0, {"total_ms": 2.0})
     bench.find("ratio", 99.0, at_least=100.0)
     bench.find("other", 0.2, "ms", at_most=0.3)

@@ -7,19 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from pipeswitch.benchmarks import plots, readme
-from pipeswitch.benchmarks.machine import Others, warnings_of
-from pipeswitch.benchmarks.plans import costs_of
-from pipeswitch.benchmarks.rig import Switch
-from pipeswitch.benchmarks.throughput import cycle
-from pipeswitch.benchmarks.trials import Run
+from benchmarks import plots, readme
+from benchmarks.machine import Others, warnings_of
+from benchmarks.plans import costs_of
+from benchmarks.rig import Switch
+from benchmarks.throughput import cycle
+from benchmarks.trials import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTS = {"device": "cpu", "cpu": "x", "cores": 2, "commit": "0123456789ab", "load_1m": 0.1}
 
 
 def a_run(what: str = "switch", **options: object) -> Run:
-    return Run(what, f"pipeswitch bench {what}", True, 0, True, lambda line: None, FACTS, **options)
+    return Run(
+        what, f"python -m benchmarks {what}", True, 0, True, lambda line: None, FACTS, **options
+    )
 
 
 @pytest.mark.parametrize("page", readme.PAGES)
@@ -27,7 +29,7 @@ def test_a_page_shows_the_newest_results(page):
     text = (ROOT / page).read_text("utf-8")
     results = readme.newest(ROOT / "benchmarks" / "results")
     expected = readme.replaced(text, readme.PAGES[page](results))
-    assert text == expected, "run: python benchmarks/readme.py"
+    assert text == expected, "run: python -m benchmarks.readme"
 
 
 def test_a_page_without_the_marks_is_refused():

@@ -32,6 +32,11 @@ MIB = 1 << 20
 SETTINGS = SchedulerSettings(arena_bytes=64 * MIB, store_bytes=64 * MIB, words=64)
 
 
+def look(device: Device) -> None:
+    for part in device.parts():
+        part.ask()
+
+
 class Machine:
     """A model in the host store, which both devices may run."""
 
@@ -55,7 +60,7 @@ class Machine:
     def start(self, device: Device) -> None:
         device.fleet.start()
         device.from_daemon(DaemonReady(pid=1, arena_bytes=0, store_bytes=0, device="cpu"))
-        device.pump()
+        look(device)
         for slot in device.state.workers:
             ready = WorkerReady(slot=slot, pid=2)
             device.from_worker(ev.FromWorker(slot=slot, generation=1, message=ready))
@@ -113,7 +118,7 @@ def test_training_on_one_device_does_not_step_aside_for_a_request_on_the_other(
 ) -> None:
     first, second = machine.devices
     first.jobs.train(ev.TrainAsked(token=9, job="j", entry="x.py", args=(), priority=1))
-    first.pump()
+    look(first)
     assert [order.job for order in machine.sent(RunJob)] == ["j"]
     machine.ask(second, 1)
     assert not machine.sent(StopTask)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import sys
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
@@ -231,17 +233,59 @@ class _Details:
         self.method = method
 
 
+class Context:
+    """A call's, as gRPC's library makes it."""
+
+    def __init__(self, address: str) -> None:
+        self.address, self.aborted = address, list[str]()
+
+    def peer(self) -> str:
+        return f"ipv4:{self.address}:4711"
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    async def abort(self, code: Any, text: str, trailing: Any) -> None:
+        self.aborted.append(code.name)
+
+
+def test_an_answer_that_is_refused_is_held_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    to_bytes = grpc_module._to_bytes
+    monkeypatch.setattr(
+        grpc_module, "_to_bytes", lambda message: made.append(to_bytes(message)) or made[-1]
+    )
+
+    class Service:
+        def standing(self, token: str) -> None: ...
+
+        async def infer(self, *_: Any) -> Any:
+            made.append(np.zeros(1 << 16, np.uint8))
+            return [Output(name="y", dtype="uint8", shape=(1 << 16,), data=made[-1].data)], {}
+
+    async def call() -> None:
+        service, shared = cast(Any, Service()), Shared(1 << 20, 1 << 20)
+        shared.answers.take("10.0.0.1", 1 << 20)  # of before, unread
+        calls, context = Calls(service, service, shared), Context("10.0.0.1")
+
+        async def requests() -> AsyncIterator[bytes]:
+            yield request("FP32", [1], raw_input_contents=[b"1234"]).SerializeToString()
+
+        unary = calls._unary("ModelInfer", calls._infer).stream_stream
+        assert [found async for found in unary(requests(), context)] == []
+        streamed = calls._stream(requests(), cast(Any, context))
+        assert b"not read" in await anext(streamed)  # nor is this
+        large = [one for one in made if len(one) >= 1 << 16]
+        assert {sys.getrefcount(one) for one in large} == {4}  # large, made, one, and its own
+
+    gc.disable()  # it comes late there
+    try:
+        asyncio.run(call())
+    finally:
+        gc.enable()
+
+
 def test_who_watches_the_health_without_a_token_takes_no_more_than_a_share_of_the_calls() -> None:
-    class Context:
-        def __init__(self, address: str) -> None:
-            self.address, self.aborted = address, list[str]()
-
-        def peer(self) -> str:
-            return f"ipv4:{self.address}:4711"
-
-        async def abort(self, code: Any, text: str, trailing: Any) -> None:
-            self.aborted.append(code.name)
-
     class Service:
         async def is_ready(self) -> bool:
             return True

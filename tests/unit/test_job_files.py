@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeswitch.commits.files import CommitRecord, load_commit, remove_unnamed
 from pipeswitch.commits.progress import Life, read_life
-from pipeswitch.errors import ModelNotFound
+from pipeswitch.errors import ModelNotFound, RemoteProtocolError
 from pipeswitch.frontend.job_files import CHUNK_BYTES, CUT, read_piece, whole_characters
 from pipeswitch.ipc.messages import JobName
 from pipeswitch.ipc.sparse import held_bytes, keep_newest
@@ -68,11 +70,25 @@ def test_of_a_long_log_the_newest_stays_and_who_follows_goes_on(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", ["fifo", "link", "folder"])
-def test_what_a_script_puts_in_place_of_its_log_is_not_read(kind: str, tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    path, secret = tmp_path / "logs" / "job-j.log", tmp_path / "secret"
+@pytest.mark.parametrize("place", ["logs/job-j.log", "commits/j/commit.json", "image"])
+def test_what_a_script_puts_in_place_of_its_files_is_not_read(
+    kind: str, place: str, tmp_path: Path
+) -> None:
+    commits, secret = tmp_path / "commits" / "j", tmp_path / "secret"
+    for folder in (commits, tmp_path / "logs"):
+        folder.mkdir(parents=True)
+    image = commits / "commit-1-0.safetensors"
+    record = CommitRecord(step=1, size_bytes=1, sha256="", image=image.name)
+    (commits / "commit.json").write_bytes(msgspec.json.encode(record))
     secret.write_text("not yours")
+    path = image if place == "image" else tmp_path / place
+    path.unlink(missing_ok=True)
     {"fifo": os.mkfifo, "link": lambda at: at.symlink_to(secret), "folder": Path.mkdir}[kind](path)
+    asked = "logs" if "log" in place else "state"
     with pytest.raises(ModelNotFound):  # at once: the server would wait for a writer
-        read_piece(tmp_path, JobName("j"), "logs", 0)
+        read_piece(tmp_path, JobName("j"), asked, 0)
     assert read_life(path) == Life()
+    if asked == "state":  # a server that starts looks at them, too
+        with pytest.raises((RemoteProtocolError, OSError)):
+            load_commit(commits)
+        remove_unnamed(commits)

@@ -355,7 +355,7 @@ def test_rows_and_events_name_the_device() -> None:
     server.scheduler.core.out = told
     server.scheduler.machine.devices[1].state.publish("worker.ready", worker=0)
     server.scheduler.machine.devices[1].state.span("copy", "a group 0", 1.0, 2.0)
-    assert (told[0].body["device"], told[1].track) == ("cpu:1", "cpu:1 copy")
+    assert (told[0].body["device"], told[1].spans[0].track) == ("cpu:1", "cpu:1 copy")
 
 
 OF_TWO_KINDS = ("cuda:0", "cpu:0", "cpu:1")

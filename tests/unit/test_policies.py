@@ -390,7 +390,7 @@ def test_predictions_are_of_the_last_runs_of_that_batch() -> None:
     assert known.predict("m", 4) == (7.0, 68.0, 97.0)  # of 37 to 100: the last 64
     assert known.predict("m", 8) == known.predict("m", 4)  # at least as long as a smaller one
     assert known.predict("m", 1) == (7.0, 0.0, 0.0)
-    assert known.safe("m", 8) == (7.0, 96.0)
+    assert known.safe("m", 8) == (7.0, 96.0, 68.5)
     known.forget("m")
     assert known.predict("m", 4) == (0.0, 0.0, 0.0)
 

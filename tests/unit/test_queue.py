@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 
-from pipeswitch.scheduler.core import Wakeups
+from pipeswitch.scheduler.core import DUE, HUNG, Wakeups
 from pipeswitch.scheduler.queue import SPARE_DEADLINES, Queue
 from pipeswitch.scheduler.records import Request
 
@@ -61,13 +61,14 @@ def test_deadlines_of_requests_that_have_left_are_not_kept_for_ever() -> None:
     assert len(queue._deadlines) <= SPARE_DEADLINES + 1
 
 
-def test_an_instant_is_asked_for_once_and_forgotten_when_it_has_come() -> None:
-    wakeups = Wakeups((7.0,))
-    for at_ms in (5.0, 3.0, 5.0, 7.0):
-        wakeups.add(at_ms)
-    assert (wakeups.next_ms, wakeups.all_ms) == (3.0, (3.0, 5.0, 7.0))
-    wakeups.forget_until(5.0)
-    wakeups.add(5.0)
-    assert wakeups.all_ms == (5.0, 7.0)
-    wakeups.forget_until(7.0)
+def test_an_instant_is_asked_for_once_for_each_thing_and_forgotten_when_it_has_come() -> None:
+    wakeups = Wakeups(((7.0, DUE),))
+    for at_ms, bits in ((5.0, DUE), (3.0, HUNG), (5.0, DUE), (7.0, DUE)):
+        wakeups.add(at_ms, bits)
+    assert (wakeups.next_ms, wakeups.all) == (3.0, ((3.0, HUNG), (5.0, DUE), (7.0, DUE)))
+    assert (wakeups.first_ms(DUE), wakeups.first_ms(HUNG)) == (5.0, 3.0)
+    assert wakeups.forget_until(5.0) == DUE | HUNG
+    assert (wakeups.all, wakeups.first_ms(HUNG)) == (((7.0, DUE),), math.inf)
+    wakeups.add(6.0, HUNG)
+    assert wakeups.forget_until(7.0) == DUE | HUNG
     assert (wakeups.next_ms, len(wakeups)) == (math.inf, 0)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from collections import Counter
 from types import ModuleType
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from pipeswitch.scheduler.dispatch import Dispatch
+from pipeswitch.scheduler.events import InferArrived
+from pipeswitch.scheduler.scheduler import Scheduler
 
 SEEDS = st.integers(0, 2**32)
 lives = settings(max_examples=settings().max_examples // 3)  # one takes a tenth of a second
@@ -73,3 +81,46 @@ def test_any_life_on_two_devices_keeps_the_invariants_and_ends(
     fleet_model: ModuleType, seed: int
 ) -> None:
     fleet_model.live(fleet_model.random_world(seed, devices=2), 500)
+
+
+def _seen(scheduler: Any) -> Any:
+    """What later decisions follow from, of each device."""
+    return [
+        (
+            {r.token: r.state.state for r in state.requests.values()},
+            {w.slot: (w.state.state, w.task_epoch) for w in state.workers.values()},
+            [(a.caller, dict(a.tags), a.running, a.waiting, a.seen_at_ms) for a in state.accounts],
+            dict(state.accounts._clock), state.accounts._had_at_ms,
+            repr((state.current, state.upcoming)),
+        )
+        for state in (device.state for device in scheduler.machine.devices)
+    ]  # fmt: skip
+
+
+def test_a_request_that_is_dispatched_at_once_is_the_one_that_the_order_would_have_put_first(
+    fleet_model: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = Counter[bool]()
+    at_once, handle = Dispatch.at_once, Scheduler.handle
+
+    def noted(self: Dispatch, request: Any) -> bool:
+        is_taken = at_once(self, request)
+        taken[is_taken] += 1
+        return is_taken
+
+    def both_ways(self: Scheduler, event: Any, now_ms: float) -> list[Any]:
+        if not isinstance(event, InferArrived):
+            return handle(self, event, now_ms)
+        other = copy.deepcopy(self)
+        commands = handle(self, event, now_ms)
+        with monkeypatch.context() as patch:
+            patch.setattr(Dispatch, "at_once", lambda *_: False)
+            ordered = handle(other, event, now_ms)
+        assert (repr(commands), _seen(self)) == (repr(ordered), _seen(other))
+        return commands
+
+    monkeypatch.setattr(Dispatch, "at_once", noted)
+    monkeypatch.setattr(Scheduler, "handle", both_ways)
+    for seed in range(6):
+        fleet_model.live(fleet_model.random_world(seed, devices=1 + seed % 2), 200)
+    assert min(taken.values()) > 10, taken

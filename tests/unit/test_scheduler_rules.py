@@ -42,6 +42,7 @@ from pipeswitch.ipc.messages import (
     InferenceDone,
     InferenceFailed,
     JobEnded,
+    JobReport,
     LeaseGranted,
     LeaseRefused,
     LeaseRequest,
@@ -1092,11 +1093,12 @@ def test_the_timeline_and_the_accounts_have_all_of_a_turn_that_outlasts_its_cycl
     job = rig.start_training()
     spans = []
     for at_ms in (1000.0, 2000.0, 2500.0):
-        rig.tick(at_ms)
-        spans += rig.commands(ev.Span)
+        rig.now_ms = at_ms
+        rig.worker(job.slot, JobReport(epoch=job.epoch, kind="progress", values={}))
+        spans += [span for one in rig.commands(ev.Spans) for span in one.spans]
     rig.infer("a")
     rig.park(job, rig.state.upcoming.turn)
-    spans += rig.commands(ev.Span)
+    spans += [span for one in rig.commands(ev.Spans) for span in one.spans]
     trained = [(span.begin_ms, span.end_ms) for span in spans if span.name == "train cifar"]
     assert trained == [(0.0, 1000.0), (1000.0, 2000.0), (2000.0, 2500.0)]
     assert rig.scheduler.listing.stats()["device_s"]["train"] == 2.5

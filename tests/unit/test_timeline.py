@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.scheduler.events import Span
-from pipeswitch.scheduler.timeline import SLOT_BYTES, SLOT_COUNT, Timeline
+from pipeswitch.scheduler.events import Span, Spans
+from pipeswitch.scheduler.timeline import KEPT, RING_BYTES, Timeline
 
 
-def span(name: str = "a", begin_ms: float = 1.0, flow: int = 0, **args: Any) -> Span:
-    return Span(
+def span(name: str = "a", begin_ms: float = 1.0, flow: int = 0, **args: Any) -> Spans:
+    return Spans(spans=[Span(
         track="copy", name=name, begin_ms=begin_ms, end_ms=begin_ms + 1, args=args, flow=flow
-    )
+    )])  # fmt: skip
 
 
 def complete(trace: dict[str, Any]) -> list[dict[str, Any]]:
@@ -41,11 +41,17 @@ def test_older_spans_than_asked_for_are_left_out() -> None:
 
 def test_the_ring_forgets_the_oldest_and_never_grows() -> None:
     timeline = Timeline()
-    for number in range(SLOT_COUNT + 5):
+    for number in range(KEPT + 5):
         timeline.add(span(str(number), float(number)))
-    assert len(timeline._ring) == SLOT_BYTES * SLOT_COUNT
     names = [event["name"] for event in complete(timeline.chrome_trace(0.0))]
-    assert (len(names), names[0], names[-1]) == (SLOT_COUNT, "5", str(SLOT_COUNT + 4))
+    assert (len(names), names[0], names[-1]) == (KEPT, "5", str(KEPT + 4))
+    for _ in range(400):  # larger ones: bytes run out before numbers do
+        timeline.add(Spans(spans=span("x" * 90).spans * 300))
+    assert len(timeline._ring) == RING_BYTES
+    names = [event["name"] for event in complete(timeline.chrome_trace(0.0))]
+    assert set(names) == {"x" * 90}
+    assert len(names) % 300 == 0
+    assert len(names) > 50 * 300
 
 
 def test_a_flow_starts_once_and_goes_on() -> None:

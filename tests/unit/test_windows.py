@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.thesis import RULES, exhaustive
 from pipeswitch.planning import windows
-from pipeswitch.planning.windows import Job, Memory, Search, exhaustive, makespan_ms, run
+from pipeswitch.planning.windows import Job, Memory, Search, makespan_ms, run
 
 EXAMPLE = [
     Job(model="A", load_ms=120.0, compute_ms=500.0),
@@ -141,7 +142,7 @@ def test_link_and_device_are_serial_and_memory_is_never_over(
         assert pinned <= memory.capacity_bytes
 
 
-@given(shared(), st.sampled_from(sorted(windows.RULES)))
+@given(shared(), st.sampled_from(sorted(RULES)))
 def test_every_order_has_each_job_once_and_keeps_clients(
     case: tuple[list[Job], Memory, tuple[int, ...]], rule: str
 ) -> None:
@@ -149,7 +150,7 @@ def test_every_order_has_each_job_once_and_keeps_clients(
     if rule == "ga":
         order = windows.ga(jobs, memory, Search(population=6, survivors=3, generations=3))
     else:
-        order = windows.RULES[rule](jobs, memory)
+        order = RULES[rule](jobs, memory)
     assert sorted(order) == list(range(len(jobs)))
     assert keeps(jobs, order)
 
@@ -198,7 +199,7 @@ def test_insertion_and_search_come_near_all_orders_of_seven_jobs() -> None:
         jobs, memory = window(random.Random(seed), ratio=1.0)
         best = makespan_ms(jobs, exhaustive(jobs, memory), memory)
         for rule, found in gaps.items():
-            gap = makespan_ms(jobs, windows.RULES[rule](jobs, memory), memory) / best - 1.0
+            gap = makespan_ms(jobs, RULES[rule](jobs, memory), memory) / best - 1.0
             assert gap >= -1e-9
             found.append(gap)
     mean = {rule: sum(found) / len(found) for rule, found in gaps.items()}

@@ -20,10 +20,10 @@ from pipeswitch.errors import InvalidInput, OutOfDeviceMemory
 from pipeswitch.inputs.randomness import RandomState
 from pipeswitch.programs.layout import aligned
 
+from .host import JobHost
 from .layout import history_bytes, sparse_gradient_bytes
 from .objects import TrainedObjects, load_options, options_of
 from .place import PAST, Position, SavedImage
-from .protocols import CommitHost
 from .slice import TrainingSlice
 from .snapshot import Captured, DataState, captured
 from .torch_private import mark_optimizer_called, optimizer_was_called, version
@@ -52,7 +52,7 @@ class Committer:
     """Captures points of one bound slice, writes their images, restores them."""
 
     def __init__(
-        self, host: CommitHost, layout: TrainingSlice, past: Mapping[int, bytes], device: str
+        self, host: JobHost, layout: TrainingSlice, past: Mapping[int, bytes], device: str
     ) -> None:
         self._host = host
         self._layout = layout
@@ -62,7 +62,7 @@ class Committer:
         self._copies_gradients = False
         self._has_state = False
         self._in_flight: Point | None = None
-        self._tensors_json: dict[bool, bytes] = {}
+        self._tensors_json = b""
         self.committed: Point | None = None
         self.last_duration_ms = 0.0
         for phase, image in past.items():
@@ -160,7 +160,7 @@ class Committer:
 
     def _adopt(self) -> None:
         if self._layout.adopt_optimizer_state():
-            self._tensors_json.clear()
+            self._tensors_json = b""
 
     def _copy_gradients(self, gradients: list[tuple[str, torch.Tensor, int]]) -> None:
         for name, gradient, _ in gradients:
@@ -201,8 +201,8 @@ class Committer:
             return dump_json({**base, **more})
         if not self._tensors_json:
             base = {name: place.entry() for name, place in self._layout.places.items()}
-            self._tensors_json[False] = dump_json(base)
-        return self._tensors_json[False]
+            self._tensors_json = dump_json(base)
+        return self._tensors_json
 
     def _refuse_growth(self, needed_bytes: int) -> None:
         if needed_bytes > self._layout.state.capacity_bytes:
@@ -264,7 +264,7 @@ class Committer:
         for key, optimizer in self._objects.optimizers.items():
             self._restore_optimizer(saved, key, optimizer)
         self._layout.adopt_optimizer_state()
-        self._tensors_json.clear()
+        self._tensors_json = b""
         flags = zip(self._objects.parameters.values(), saved.values["requires_grad"], strict=True)
         for parameter, flag in flags:
             parameter.requires_grad_(bool(flag))

@@ -41,8 +41,8 @@ MAX_HISTORY_BYTES: Final = 64 << 20  # a line of three numbers takes about 60
 
 
 class JobHost:
-    """``TrainingHost`` over the worker's channels. The main thread asks, the termination
-    thread delivers the answers."""
+    """What a session needs, over the worker's channels. The main thread asks, the termination
+    thread delivers the answers. (Tests of sessions have hosts of their own.)"""
 
     def __init__(
         self, message: RunJob, task: Channel, view: PoolView, descriptors: Sequence[int]
@@ -68,6 +68,7 @@ class JobHost:
         self._commits = areas[-1] if message.share else last
 
     def now_ms(self) -> float:
+        """Monotonic."""
         return now_ms()
 
     @functools.cached_property
@@ -80,7 +81,13 @@ class JobHost:
     # -- main thread ---------------------------------------------------------------------------
 
     def lease(self, slice_bytes: int, state_bytes: int) -> torch.Tensor:
-        """Ask for the job's slice and wait; the caller has left the device.
+        """A zeroed, writable uint8 tensor over the slice; blocks until granted. The caller has left
+        the device. A second call (the next phase) gives the first slice back: nothing refers to it
+        any more. The last commit stays what it was until the next one.
+
+        Args:
+            slice_bytes: of parameters, buffers, gradients, optimizer state and the state area.
+            state_bytes: of the largest commit image.
 
         Raises:
             OutOfDeviceMemory, HostStoreFull: it can never fit.
@@ -237,6 +244,7 @@ class JobHost:
                 self._history.flush()
 
     def report(self, kind: str, /, **values: Any) -> None:
+        """Tell the controller: progress, log, warnings, events. Does not block."""
         reach("job.report")
         self._task.send(JobReport(epoch=self._message.epoch, kind=kind, values=values))
 

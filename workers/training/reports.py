@@ -9,7 +9,7 @@ import torch
 
 from pipeswitch.job import as_number
 
-from .protocols import TrainingHost
+from .host import JobHost
 
 REPORT_EVERY_MS: Final = 100.0  # a fast loop must not flood the controller
 
@@ -17,7 +17,7 @@ REPORT_EVERY_MS: Final = 100.0  # a fast loop must not flood the controller
 class Reports:
     """To the controller at most every ``REPORT_EVERY_MS``; the newest values win."""
 
-    def __init__(self, host: TrainingHost) -> None:
+    def __init__(self, host: JobHost) -> None:
         self._host = host
         self._log: dict[str, float] = {}
         self._at_ms = 0.0

@@ -31,10 +31,10 @@ from pipeswitch.job import InexactResumeWarning, warn_if_not_finite
 
 from .commits import Committer, Point, state_area_bytes
 from .hooks import Removable, hook_modules, hook_optimizer, use_gate
+from .host import JobHost
 from .layout import history_bytes
 from .objects import TrainedObjects
 from .place import MAX_PAST_PHASES, Position, SavedImage, ScriptPlace
-from .protocols import TrainingHost
 from .reports import Reports
 from .slice import TrainingSlice
 from .snapshot import DataPosition, named, named_extras
@@ -54,7 +54,7 @@ class TrainingSession:
 
     def __init__(
         self,
-        host: TrainingHost,
+        host: JobHost,
         gate: Gate,
         *,
         commit_every_ms: float = 5_000.0,

@@ -239,7 +239,7 @@ class CudaPoolView:
         self._cuda.synchronize_device()
 
     def pacer(self) -> Callable[[], None]:
-        """Keeps a training script at most two groups ahead (``cuda_training.py``)."""
+        """Keeps a training script at most two groups ahead (``training.py``)."""
         return RunAhead(self._cuda, self._side.current_stream).look
 
     def is_lost(self, error: BaseException) -> bool:

@@ -225,7 +225,7 @@ def _class(transformers: Any, wished: str, config: Any) -> Any:
         raise RegistrationRefused(
             f"architecture {wished!r}", f"transformers {transformers.__version__} has no such model"
         )
-    if not isinstance(config, cls.config_class):
+    if not isinstance(config, cls.config_class or ()):  # a base class has none
         raise RegistrationRefused(
             f"architecture {wished!r}", f"it is no {config.model_type}, which the source is"
         )

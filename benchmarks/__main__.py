@@ -1,0 +1,139 @@
+"""What ``python -m benchmarks`` runs. Imports no torch: whatever computes is a child process."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from pipeswitch.cli.common import check_folder, json_option
+from pipeswitch.errors import InvalidInput, PipeSwitchError
+
+from .machine import machine_facts
+from .models import MODELS
+from .trials import Run
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+
+BENCHMARKS: Final = {
+    "switch": "switch",
+    "throughput": "throughput",
+    "pipeline": "pipeline",
+    "memory": "memory",
+    "workers": "workers",
+    "state": "state",
+    "interference": "interference",
+    "request-path": "request_path",
+    "gateway": "gateway",
+    "crowd": "crowd",
+    "overload": "overload",
+    "training": "training",
+    "devices": "devices",
+    "shared-input": "shared_input",
+    "switchflow": "switchflow",
+    "replay": "replay",
+    "decisions": "decisions",
+    "batching": "batching",
+}
+"""Name on the command line to module of ``benchmarks``; each has ``run``."""
+OF_OTHERS: Final = ("switchflow",)  # they run others again: only when asked for
+
+
+def run(
+    names: Sequence[str] = (),
+    *,
+    models: Sequence[str] = (),
+    is_quick: bool = False,
+    out: Path | None = None,
+    as_json: bool = False,
+    seed: int = 0,
+    trials: int = 0,
+    emit: Callable[[str], None] | None = None,
+) -> int:
+    """Run benchmarks by name (none: all of them); the exit status, 0 whatever was measured.
+
+    Args:
+        models: for the benchmarks of models; empty: each one's own choice.
+        is_quick: under two minutes each, few trials.
+        trials: rounds of each case instead of the benchmark's own choice; 0: that choice.
+        out: a folder for one Markdown and one JSON file each.
+        as_json: one JSON line per trial instead of progress and tables.
+        emit: takes each line; default: standard output.
+    """
+    for unknown in [name for name in names if name not in BENCHMARKS]:
+        raise InvalidInput(f"no benchmark {unknown!r}", hint=f"one of {', '.join(BENCHMARKS)}")
+    for unknown in [name for name in models if name not in MODELS]:
+        raise InvalidInput(f"no model {unknown!r} here", hint=f"one of {', '.join(MODELS)}")
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        check_folder("--out", out / "report.md")
+    tell = emit or _write_line
+    facts = machine_facts()  # once: afterwards the load is also ours
+    for name in names or [name for name in BENCHMARKS if name not in OF_OTHERS]:
+        module: Any = importlib.import_module(f".{BENCHMARKS[name]}", __package__)
+        command = _command(name, models, is_quick, trials)
+        bench = Run(name, command, is_quick, seed, as_json, tell, facts, trials_asked=trials)
+        module.run(bench, tuple(models))
+        bench.finish()
+        if not as_json:
+            tell(bench.markdown())
+        if out is not None:
+            for path in bench.write(out):
+                bench.say(f"wrote {path}")
+    return 0
+
+
+def _command(name: str, models: Sequence[str], is_quick: bool, trials: int) -> str:
+    """As it can be typed again."""
+    words = ["python", "-m", "benchmarks", name]
+    if models:
+        words += ["--models", ",".join(models)]
+    words += ["--trials", str(trials)] if trials else []
+    return " ".join(words + ["--quick"] * is_quick)
+
+
+def _write_line(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+@click.command()
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.option("--models", default="", help="Such as resnet152,inception_v3,bert-base,mlp.")
+@click.option("--quick", is_flag=True, help="Under two minutes each, few trials.")
+@click.option("--trials", type=click.IntRange(min=0), default=0, help="Rounds of each case.")
+@click.option("--out", type=click.Path(file_okay=False), help="A folder for the reports.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@json_option
+def main(
+    names: tuple[str, ...], models: str, quick: bool, trials: int, out: str | None, seed: int,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Measure this machine (none named: all).
+
+    switch, throughput, pipeline, memory, workers, state, interference, request-path, gateway,
+    crowd, training, devices, shared-input, decisions, replay, batching; switchflow (its figures:
+    some of these again, and one more)
+    """
+    # Servers and rivals import this package too: its models are their factories.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.getenv("PYTHONPATH"))))
+    chosen = [model for model in models.split(",") if model]
+    options: dict[str, Any] = {
+        "is_quick": quick,
+        "trials": trials,
+        "as_json": as_json,
+        "seed": seed,
+    }
+    try:
+        sys.exit(run(names, models=chosen, out=Path(out) if out else None, **options))
+    except PipeSwitchError as error:
+        raise click.ClickException(str(error)) from None
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m benchmarks")

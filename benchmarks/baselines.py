@@ -1,0 +1,89 @@
+"""What PipeSwitch is compared with. A later baseline is one more entry of ``BASELINES``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Final
+
+from .rival import STYLES, Rival
+from .setting import Baseline, Setting, end, next_answer, read_line, spawn
+from .trials import Numbers, now_ms
+
+TRAIN_MODULE: Final = "benchmarks.train_script"
+
+
+class ReadyModel:
+    """The model alone in a process that waits: the lower bound. Its clock is inside, no network."""
+
+    name = "ready"
+    every = 1
+
+    def __init__(self, setting: Setting) -> None:
+        self._child = spawn("ready", setting.order())
+        read_line(self._child)
+
+    def prepare(self) -> None:
+        """Nothing: it is ready."""
+
+    def measure(self) -> Numbers:
+        return next_answer(self._child)
+
+    def close(self) -> None:
+        end(self._child)
+
+
+class StopAndStart:
+    """Kill the process that runs, start one for the request: no state is kept on the device.
+
+    Kept fast where a user could: SIGKILL, no random initialisation, weights mapped, files cached.
+    """
+
+    name = "stop-and-start"
+    every = 3
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._running: subprocess.Popen[str] | None = None
+
+    def prepare(self) -> None:
+        """A training process that computes, on as many threads as the server's."""
+        end(self._running)
+        command = [sys.executable, "-P", "-m", TRAIN_MODULE, "--announce", "3"]
+        command += ["--threads", str(self._setting.threads)]
+        self._running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._running.stdout is not None
+        if not self._running.stdout.readline():
+            raise RuntimeError("the training process of stop-and-start did not train")
+
+    def measure(self) -> Numbers:
+        """Switch to the model, and its first answer."""
+        began_ms = now_ms()
+        end(self._running)
+        killed_ms = now_ms()
+        self._running = spawn("once", self._setting.order())
+        numbers = read_line(self._running)
+        ended_ms = now_ms()
+        return {"total_ms": ended_ms - began_ms, "kill_ms": killed_ms - began_ms} | numbers
+
+    def again(self) -> Numbers:
+        """One more answer of the process that was started."""
+        assert self._running is not None
+        return next_answer(self._running)
+
+    def close(self) -> None:
+        end(self._running)
+
+
+BASELINES: Final[Mapping[str, Callable[[Setting], Baseline]]] = {
+    ReadyModel.name: ReadyModel,
+    **{style.name: partial(Rival, style=style) for style in STYLES},
+    StopAndStart.name: StopAndStart,
+}
+NEEDS_CUDA: Final = {
+    "mps": "needs a CUDA device",
+    "unified-memory": "needs a CUDA device",
+}
+"""Baselines of the paper that do not exist on the cpu device, and why."""

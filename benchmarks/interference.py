@@ -1,0 +1,159 @@
+"""``bench interference``: inference beside a training job (SwitchFlow, figure 2 and tail latency).
+
+Requests arrive as a Poisson process; latency counts from the instant a request was due. Arms, in
+turns, each for a segment of some requests: *pipeswitch* (ours), *threads* (one process, one thread
+trains and one infers, neither excludes the other: multi-stream), *session-slicing* (the same with a
+lock that a session holds, a session being a training step or a request; first come, first
+served), *alone* (nothing trains).
+
+On the cpu device the *device* is as many cores as compute threads: the process of the last three
+arms is bound to so many, so that they cannot use more of the machine than ours does.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from pipeswitch.client.client import Client
+from pipeswitch.planning.fit import quantile
+
+from .models import MODELS, BenchModel
+from .serving import TWINS, Training, serving
+from .setting import Setting, end, read_line, spawn, tell
+from .trials import Arm, Numbers, Run, interleave
+
+BATCH: Final = 1024  # a training step takes some 80 ms, as a vision model's does on a GPU
+STEP_ARGS: Final = ("--batch", str(BATCH))
+REQUESTS: Final = 10  # of a segment
+ROUNDS: Final = 10
+QUICK_ROUNDS: Final = 2
+LOAD: Final = 0.5  # of what a device can do that finishes a training step before each request
+DEFAULT_MODELS: Final = ("resnet18",)
+SHARING: Final = {"threads": "threads", "session-slicing": "sessions", "alone": "alone"}
+
+
+def run(bench: Run, models: Sequence[str] = ()) -> None:
+    """Each model with a server and a sharing process of its own."""
+    for name in bench.usable(models or DEFAULT_MODELS):
+        with tempfile.TemporaryDirectory(prefix="pipeswitch-bench-") as folder:
+            _one_model(bench, MODELS[name], Path(folder))
+    bench.notes.append("latency_ms: from the instant a request was due to its answer")
+    bench.notes.append("all but pipeswitch are bound to as many cores as there are threads")
+
+
+def _one_model(bench: Run, model: BenchModel, folder: Path) -> None:
+    setting = Setting(model, folder, bench.threads, bench.seed)
+    bench.say(f"{model.name}: writing weights, starting a server")
+    setting.write_files()
+    cores = sorted(os.sched_getaffinity(0))[: bench.threads]
+    child = spawn("share", setting.order() | {"cores": cores, "batch": BATCH}, module="sharing")
+    try:
+        times = read_line(child)
+        rate_per_s = LOAD * 1000 / (times["request_ms"] + times["step_ms"])
+        bench.notes.append(
+            f"{model.name}: {rate_per_s:.2f} requests/s of {times['request_ms']:.0f} ms each,"
+            f" beside training steps of {times['step_ms']:.0f} ms"
+        )
+        with serving(model, bench.threads, bench.seed) as (_, client):
+            ours = _Ours(client, bench, setting)
+            instants = _Instants(bench.seed, rate_per_s)
+
+            def shared(mode: str) -> Numbers:
+                tell(child, mode=mode, due_s=instants.next())
+                return read_line(child)
+
+            arms = [
+                Arm("pipeswitch", lambda: ours.segment(instants.next()), ours.training.run),
+                *(
+                    Arm(name, partial(shared, mode), ours.training.hold)
+                    for name, mode in SHARING.items()
+                ),
+            ]
+            bench.say(f"{model.name}: measuring")
+            _take_turns(bench, model.name, arms)
+    finally:
+        end(child)
+    _findings(bench, model.name, [arm.name for arm in arms])
+
+
+def _take_turns(bench: Run, case: str, arms: Sequence[Arm]) -> None:
+    """One record per request, one more per segment."""
+    for arm, number, found in interleave(arms, bench.rounds(ROUNDS, QUICK_ROUNDS), warmup=1):
+        for index, latency_ms in enumerate(found["latencies_ms"]):
+            request = number * REQUESTS + index
+            bench.record(case, arm.name, request, {"latency_ms": latency_ms})
+        speed = {"steps_per_s": found["steps"] / found["seconds"]}
+        bench.record(case, f"{arm.name}: training", number, speed)
+
+
+class _Instants:
+    """When the requests of a segment are due, in seconds from its start."""
+
+    def __init__(self, seed: int, rate_per_s: float) -> None:
+        self._random, self._rate_per_s = random.Random(seed), rate_per_s
+
+    def next(self) -> list[float]:
+        gaps = [self._random.expovariate(self._rate_per_s) for _ in range(REQUESTS)]
+        return list(accumulate(gaps))
+
+
+class _Ours:
+    """Our server with its training job."""
+
+    def __init__(self, client: Client, bench: Run, setting: Setting) -> None:
+        self._client = client
+        with np.load(setting.order()["inputs_path"]) as arrays:
+            self._inputs: Any = [arrays[name] for name in arrays.files]
+        client.infer(TWINS[0], self._inputs)  # it is on the device from now on
+        self.training = Training(client, bench.threads, bench.seed, STEP_ARGS)
+
+    def segment(self, due_s: Sequence[float]) -> Numbers:
+        """Send each request when it is due, whatever has become of the ones before."""
+        began_s, first = time.monotonic(), self._step()
+        ended_s: list[float] = [0.0] * len(due_s)
+        futures, told = [], threading.Semaphore(0)  # a result is there before its callback ran
+
+        def keep(index: int, future: Future[Any]) -> None:
+            ended_s[index] = time.monotonic()
+            told.release()
+
+        for index, instant_s in enumerate(due_s):
+            time.sleep(max(0.0, began_s + instant_s - time.monotonic()))
+            future = self._client.submit(TWINS[0], self._inputs)
+            future.add_done_callback(partial(keep, index))
+            futures.append(future)
+        for future in futures:
+            future.result()
+            told.acquire()
+        steps, seconds = self._step() - first, time.monotonic() - began_s
+        latencies = [
+            (ended - began_s - due) * 1000 for ended, due in zip(ended_s, due_s, strict=True)
+        ]
+        return {"latencies_ms": latencies, "steps": steps, "seconds": seconds}
+
+    def _step(self) -> int:
+        return int(self.training.task.status()["step"])
+
+
+def _findings(bench: Run, case: str, arms: Sequence[str]) -> None:
+    for share, what in ((0.5, "p50"), (0.95, "p95"), (0.99, "p99")):
+        found = {arm: quantile(bench.values(case, arm, "latency_ms"), share) for arm in arms}
+        for arm, value in found.items():
+            bench.find(f"{case}: {arm}, {what}", value, "ms")
+            if arm not in ("pipeswitch", "alone"):
+                bench.find(f"{case}: {arm} / pipeswitch, {what}", value / found["pipeswitch"])
+    for arm in arms:
+        speeds = bench.values(case, f"{arm}: training", "steps_per_s")
+        bench.find(f"{case}: {arm}, training", quantile(speeds, 0.5), "steps/s")

@@ -1,0 +1,97 @@
+"""Host store, arena and the link between them, for the baselines: ours without the daemon.
+
+The same kind of memory, the same copy in the same pieces, the same modelled link as
+``devices/cpu.py``; its user decides when to copy what. No torch.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+
+from pipeswitch.devices.cpu import Link
+from pipeswitch.ipc.board import sealed_memfd
+from pipeswitch.programs.layout import Manifest
+from pipeswitch.programs.spec import load_manifest, weights_file
+
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+
+class Lane:
+    """One packed model in a store, room for it in an arena. Sizes and offsets are bytes."""
+
+    def __init__(self, size_bytes: int, link_gbps: float = 0.0) -> None:
+        self.size_bytes = size_bytes
+        self._descriptors = [sealed_memfd(name, size_bytes) for name in ("store", "arena")]
+        self._maps = [
+            mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            for descriptor in self._descriptors
+        ]
+        self.store, self.arena = (bytes_of(mapping) for mapping in self._maps)
+        self._link = Link(link_gbps * 1e9)
+
+    def paths(self) -> tuple[str, str]:
+        """Where other processes of this user open store and arena while this one lives."""
+        store, arena = (f"/proc/{os.getpid()}/fd/{number}" for number in self._descriptors)
+        return store, arena
+
+    def fill(self, weights: Path, manifest: Manifest) -> None:
+        """Read a model's tensors from their file, each to its place in the store."""
+        view = memoryview(self._maps[0])
+        fill(view, weights, manifest)
+        view.release()
+
+    def begin(self) -> None:
+        """A transfer starts."""
+        self._link.begin()
+
+    def copy(self, offset_bytes: int, size_bytes: int) -> None:
+        """Store to arena; returns when the link would have carried it."""
+        copy_paced(self._link, self.store, self.arena, offset_bytes, size_bytes)
+
+
+def packed(folder: str) -> tuple[Manifest, Path]:
+    """The manifest of a packed model, and the file of its tensors."""
+    manifest = load_manifest(folder)
+    return manifest, Path(folder) / weights_file(manifest)
+
+
+def copy_paced(
+    link: Link, source: Bytes, target: Bytes, offset_bytes: int, size_bytes: int
+) -> None:
+    """The same range of ``source`` to ``target``, piece by piece as the link carries them."""
+    end = offset_bytes + size_bytes
+    for start in range(offset_bytes, end, link.chunk_bytes):
+        stop = min(start + link.chunk_bytes, end)
+        np.copyto(target[start:stop], source[start:stop])
+        link.pace(stop - start)
+
+
+def fill(view: memoryview, weights: Path, manifest: Manifest) -> None:
+    """Each tensor from its file to its place in a store."""
+    with weights.open("rb") as file:
+        for tensor in manifest.tensors:
+            file.seek(tensor.file_offset_bytes)
+            file.readinto(view[tensor.offset_bytes : tensor.offset_bytes + tensor.size_bytes])
+
+
+def bytes_of(mapping: mmap.mmap) -> Bytes:
+    """A mapping as an array."""
+    return np.frombuffer(mapping, dtype=np.uint8)
+
+
+def open_descriptor(path: str) -> int:
+    """What another process offers by ``Lane.paths``: writable where it is not sealed."""
+    return os.open(path, os.O_RDWR)
+
+
+def open_mapping(path: str, size_bytes: int) -> mmap.mmap:
+    """The same, mapped to read."""
+    descriptor = open_descriptor(path)
+    try:
+        return mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,96 @@
+"""The machine a benchmark ran on, and whether it was quiet meanwhile."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import subprocess
+import time
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+from pipeswitch.machine import cpu_count, processor_name
+
+QUIET_LOAD: Final = 0.5  # load average of the last minute, before anything of ours runs
+QUIET_SHARE: Final = 0.05  # of all cores' time, taken by others during the run
+
+
+def machine_facts() -> dict[str, Any]:
+    """What a reader needs to place the numbers: device, cores, versions, commit."""
+    commit, is_dirty = _commit()
+    return {
+        "device": "cpu",
+        "cpu": processor_name(),
+        "cores": cpu_count(),
+        "load_1m": round(os.getloadavg()[0], 2),  # what else ran when this began
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": metadata.version("torch"),
+        "commit": commit,
+        "dirty": is_dirty,
+    }
+
+
+@dataclass
+class Others:
+    """CPU time of programs that are not ours, from now on. Ended children of ours are known."""
+
+    began_s: float = field(default_factory=time.monotonic)
+    busy_s: float | None = field(default_factory=lambda: busy_s())
+    own_s: float = field(default_factory=lambda: own_s())
+
+    def share(self) -> float | None:
+        """Their share of all cores' time until now; None where the machine does not say."""
+        now_busy_s = busy_s()
+        if self.busy_s is None or now_busy_s is None:
+            return None
+        others_s = now_busy_s - self.busy_s - (own_s() - self.own_s)
+        elapsed_s = max(time.monotonic() - self.began_s, 1e-3)
+        return max(0.0, others_s / (elapsed_s * (os.cpu_count() or 1)))
+
+
+def warnings_of(load_1m: float, others_share: float | None) -> list[str]:
+    """Why the numbers deserve less trust; empty on a quiet machine."""
+    found = []
+    if load_1m > QUIET_LOAD:
+        found.append(f"the machine was not quiet when this began: load average {load_1m:g}")
+    if others_share is not None and others_share > QUIET_SHARE:
+        found.append(f"other programs took {others_share:.0%} of all cores' time meanwhile")
+    return found
+
+
+def own_s() -> float:
+    """CPU seconds of this process and of all children that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def busy_s() -> float | None:
+    """CPU seconds of all programs since the machine started; None where /proc does not tell."""
+    try:
+        numbers = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+    except (OSError, ValueError, IndexError):
+        return None
+    idle = sum(numbers[3:5])
+    total = sum(numbers[:8])
+    if total == 0:
+        return None
+    return (total - idle) / os.sysconf("SC_CLK_TCK")
+
+
+def _commit() -> tuple[str, bool]:
+    """The checkout's commit, and whether files differ from it; the version when installed."""
+    here = Path(__file__).resolve().parent
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(here), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short=12", "HEAD"), bool(changed)
+    except (OSError, subprocess.CalledProcessError):
+        return f"v{metadata.version('pipeswitch')}", False

@@ -1,0 +1,108 @@
+"""``bench memory``: unified memory management, one part of it taken away (PipeSwitch, figure 8).
+
+Arms, in turns, on the rig: *ours* (an arena taken once, mapped once, the store's pages there),
+*without-arena* (each switch allocates device memory, which the worker maps and binds to),
+*without-ipc-reuse* (the arena stays; each switch maps it and binds anew), *store-pages-unmapped*
+(the copy takes a page fault per page of the store). The last is the cpu device's nearest thing to
+memory that is not pinned: pinning itself has no meaning there.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from pipeswitch.devices.cpu import CpuDeviceMemory
+from pipeswitch.planning.fit import quantile
+from pipeswitch.planning.grouping import bucket
+
+from .models import MODELS, BenchModel
+from .numbers import paired_differences
+from .rig import Rig
+from .setting import Setting
+from .trials import Arm, Numbers, Run, now_ms
+
+ROUNDS: Final = 100
+QUICK_ROUNDS: Final = 10
+DEFAULT_MODELS: Final = ("resnet152", "mlp")
+QUICK_MODELS: Final = ("mlp",)
+SKIPPED: Final = {
+    "without-pinning": "needs a CUDA device; store-pages-unmapped is the cpu device's analog",
+    "unified-memory": "needs a CUDA device",
+}
+
+
+def run(bench: Run, models: Sequence[str] = ()) -> None:
+    """Each model on a rig of its own."""
+    for name in bench.usable(models or (QUICK_MODELS if bench.is_quick else DEFAULT_MODELS)):
+        with tempfile.TemporaryDirectory(prefix="pipeswitch-bench-") as folder:
+            _one_model(bench, MODELS[name], Path(folder))
+    bench.skip(SKIPPED)
+    bench.notes.append("makespan: from the order to switch until the last group has computed")
+
+
+class _Variants:
+    """The arms, each from the same state: an arena that is mapped and faulted in."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+        self._plan = bucket(rig.layer_bytes)
+        self._left: CpuDeviceMemory | None = None
+        rig.set_plan(self._plan)
+
+    def prepare(self) -> None:
+        self.close()
+        self._rig.map_arena()
+        self._rig.prefault()
+
+    def prepare_unmapped_store(self) -> None:
+        self.prepare()
+        self._rig.forget_store_pages()
+
+    def ours(self) -> Numbers:
+        return self._rig.switch(self._plan).numbers()
+
+    def without_arena(self) -> Numbers:
+        began_ms = now_ms()
+        self._left = self._rig.use(self._rig.allocate())
+        self._rig.map_arena()
+        return self._rig.switch(self._plan, began_at_ms=began_ms).numbers()
+
+    def without_reuse(self) -> Numbers:
+        began_ms = now_ms()
+        self._rig.map_arena()
+        return self._rig.switch(self._plan, began_at_ms=began_ms).numbers()
+
+    def close(self) -> None:
+        """Let go of the arena before; not timed."""
+        if self._left is not None:
+            self._left.close()
+            self._left = None
+
+
+def _one_model(bench: Run, model: BenchModel, folder: Path) -> None:
+    bench.say(f"{model.name}: writing weights, building the program")
+    setting = Setting(model, folder, bench.threads, bench.seed)
+    setting.write_files()
+    rig = Rig(setting)
+    variants = _Variants(rig)
+    try:
+        bench.say(f"{model.name}: measuring")
+        arms = [
+            Arm("ours", variants.ours, variants.prepare),
+            Arm("without-arena", variants.without_arena, variants.prepare),
+            Arm("without-ipc-reuse", variants.without_reuse, variants.prepare),
+            Arm("store-pages-unmapped", variants.ours, variants.prepare_unmapped_store),
+        ]
+        bench.trial_loop(model.name, arms, bench.rounds(ROUNDS, QUICK_ROUNDS), warmup=2)
+    finally:
+        variants.close()
+        rig.close()
+    ours = bench.values(model.name, "ours", "makespan_ms")
+    bench.find(f"{model.name}: ours, p50", quantile(ours, 0.5), "ms")
+    for arm in arms[1:]:
+        values = bench.values(model.name, arm.name, "makespan_ms")
+        more_ms = quantile(paired_differences(values, ours), 0.5)
+        bench.find(f"{model.name}: {arm.name}, more than ours, p50 of pairs", more_ms, "ms")

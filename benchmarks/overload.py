@@ -1,0 +1,192 @@
+"""``overload``: more requests than the device can compute, and what admission makes of them.
+
+``edf`` with ``--admission deadline``, one model, deadlines of 10 to 20 of its runs. Each door has
+Poisson arrivals at 1.5, 2 and 4 times the capacity (a closed loop, just before), from a process of
+its own (``open_loop.py``), and the simulator replays the instants at which they were sent.
+*Accepted* is also what was refused within four runs of its deadline: such a one had waited, and is
+not in time. All share this machine's cores: ``late_ms`` is how late the generator itself was.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from pipeswitch.client.client import Client
+from pipeswitch.planning.fit import quantile
+from pipeswitch.simulator.arrivals import Arrival, poisson
+from pipeswitch.simulator.costs import Costs, Link
+from pipeswitch.simulator.replay import PaperModel, Setting, replay
+from pipeswitch.testing import server
+
+from .models import MIB, MLP_WIDTH, mlp
+from .trials import Arm, Numbers, Run, now_ms
+
+MODEL: Final = mlp(1)
+TIMES: Final = (1.5, 2.0, 4.0)  # the capacity
+RUNS: Final = (10.0, 20.0)  # of the model, in a deadline
+OPEN: Final = 4  # requests of the closed loop
+SECONDS, QUICK_SECONDS = 8.0, 4.0
+CAPACITY_S: Final = 1.0
+IN_TIME, GOODPUT, REFUSAL_MS = 0.99, 0.9, 5.0
+LAYERS: Final = 12
+DROPPED: Final = 4.0  # runs before its deadline at most, if it waited
+ARGS: Final = ("--policy", "edf", "--admission", "deadline")
+
+
+class _Row(NamedTuple):
+    """What became of a request."""
+
+    planned_ms: float
+    sent_ms: float
+    took_ms: float
+    status: int
+    may_retry: bool
+    deadline_ms: float = 0.0
+    told_at_ms: float = 0.0  # a refusal that comes later is of one that waited
+
+    @property
+    def is_accepted(self) -> bool:
+        return self.status == 200 or self.took_ms > self.told_at_ms
+
+    @property
+    def is_in_time(self) -> bool:
+        return self.status == 200 and self.took_ms <= self.deadline_ms
+
+
+def run(bench: Run, _: Sequence[str] = ()) -> None:
+    """Each round: the capacity, then all doors at all loads."""
+    seconds = QUICK_SECONDS if bench.is_quick else SECONDS
+    with (
+        server(
+            arena=str(MODEL.room_bytes + 8 * MIB), host_store=str(2 * MODEL.room_bytes), http=True,
+            args=(*ARGS, "--threads", str(bench.threads)),
+        ) as running,
+        running.client() as client,
+    ):  # fmt: skip
+        client.register(MODEL.name, MODEL.source, weights="random:0", inputs=MODEL.inputs)
+        addresses = {
+            "own": running.tcp_address, "http": running.http_address, "grpc": running.grpc_address
+        }  # fmt: skip
+        arms = [
+            Arm(
+                f"{door} {times:g}",
+                partial(_trial, client, running.process.pid, door, address, times, seconds),
+            )
+            for door, address in addresses.items()
+            for times in TIMES
+        ]
+        bench.say("measuring")
+        bench.trial_loop("overload", arms, bench.rounds(5, 2), warmup=0)
+    for arm in arms:
+        _find(bench, arm.name)
+    bench.notes.append(f"deadlines: {RUNS[0]:g} to {RUNS[1]:g} times compute_ms; Poisson arrivals")
+    bench.notes.append("late_ms: p99 of how late a generator that only slept was woken")
+    bench.notes.append("controller_waits: of the time in which it could run, for a core")
+
+
+def _capacity(client: Client) -> tuple[float, float]:
+    """Answers a second while some requests wait always, and the median of their computing."""
+    x, took_ms = np.ones((1, MLP_WIDTH), np.float32), []
+    began_ms = now_ms()
+    futures = [client.submit(MODEL.name, x) for _ in range(OPEN)]
+    while now_ms() - began_ms < CAPACITY_S * 1e3:
+        took_ms.append(futures.pop(0).result().timing.compute_ms)
+        futures.append(client.submit(MODEL.name, x))
+    answers_per_s = len(took_ms) * 1e3 / (now_ms() - began_ms)
+    for future in futures:
+        future.result()
+    return answers_per_s, quantile(took_ms, 0.5)
+
+
+def _scheduled_s(pid: int) -> tuple[float, float]:
+    """What its main thread had of a core, and how long it waited for one."""
+    used, waited, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
+    return int(used) / 1e9, int(waited) / 1e9
+
+
+def _trial(
+    client: Client, controller: int, door: str, address: str, times: float, seconds: float
+) -> Numbers:
+    """One door at one load; the capacity is that before and after."""
+    before, run_ms = _capacity(client)
+    rate, chance = times * before, random.Random(times)
+    trace = poisson(rate, count=round(rate * seconds), model_count=1, seed=round(times * 10))
+    asked = [(one.at_ms, chance.uniform(*RUNS) * run_ms) for one in trace.arrivals]
+    order = {"door": door, "address": address, "model": MODEL.name, "shape": [1, MLP_WIDTH],
+             "requests": asked}  # fmt: skip
+    used_s, waited_s = _scheduled_s(controller)
+    child = subprocess.run(
+        [sys.executable, "-m", f"{__package__}.open_loop"], input=json.dumps(order) + "\n",
+        stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    used_s, waited_s = np.subtract(_scheduled_s(controller), (used_s, waited_s)).tolist()
+    capacity = (before + _capacity(client)[0]) / 2.0
+    found, rows = sorted(json.loads(child.stdout)), []
+    for told, (_, deadline_ms) in zip(found, asked, strict=True):
+        told_at_ms = deadline_ms - DROPPED * run_ms
+        rows.append(_Row(*told)._replace(deadline_ms=deadline_ms, told_at_ms=told_at_ms))
+    accepted = [row for row in rows if row.is_accepted]
+    refusals_ms = [row.took_ms for row in rows if not row.is_accepted] or [0.0]
+    in_time = sum(row.is_in_time for row in rows)
+    duration_s = (max(row.sent_ms + row.took_ms for row in rows) - rows[0].sent_ms) / 1e3
+    refused = [row for row in rows if row.status != 200]
+    return {
+        "capacity_per_s": capacity,
+        "compute_ms": run_ms,
+        "requests": len(rows),
+        "accepted": len(accepted) / len(rows),
+        "in_time": in_time / len(accepted),
+        "dropped": sum(row.status != 200 for row in accepted) / len(accepted),
+        "goodput": in_time / duration_s / capacity,
+        "refusal_p50_ms": quantile(refusals_ms, 0.5),
+        "refusal_p99_ms": quantile(refusals_ms, 0.99),
+        "late_ms": quantile([row.sent_ms - row.planned_ms for row in rows], 0.99),
+        "controller_waits": waited_s / (used_s + waited_s),
+        "statuses": dict(Counter(str(row.status) for row in rows)),
+        "told_when": sum(row.may_retry for row in refused) / max(1, len(refused)),
+        **_simulated([Arrival(row.sent_ms, 0, row.deadline_ms) for row in rows], capacity),
+    }
+
+
+def _simulated(asked: Sequence[Arrival], capacity: float) -> Numbers:
+    """The same requests; each run takes as long as one did in the closed loop, all told."""
+    run_ms, size = 1e3 / capacity, MODEL.room_bytes // LAYERS
+    model = PaperModel(name=MODEL.name, layer_bytes=(size,) * LAYERS,
+                       layer_ms=(run_ms / LAYERS,) * LAYERS, plan=(0,))  # fmt: skip
+    costs = Costs(to_device=Link(bytes_per_ms=1e9))
+    setting = Setting(memory_bytes=2 * MODEL.room_bytes, costs=costs, policy="edf",
+                      admission="deadline", is_known=True)  # fmt: skip
+    outcome = replay(setting, [model], asked)
+    took = zip(sorted(outcome.order), outcome.latency_ms, strict=True)
+    in_time = sum(ms <= (asked[number].deadline_ms or 0.0) for number, ms in took)
+    return {
+        "simulated_accepted": len(outcome.order) / len(asked),
+        "simulated_in_time": in_time / len(outcome.order),
+        "simulated_goodput": in_time * run_ms / outcome.makespan_ms,
+    }
+
+
+def _find(bench: Run, arm: str) -> None:
+    """The medians of its rounds."""
+
+    def middle(key: str) -> float:
+        return quantile(bench.values("overload", arm, key), 0.5)
+
+    bench.find(f"{arm}: accepted", middle("accepted"))
+    bench.find(f"{arm}: accepted, simulated", middle("simulated_accepted"))
+    bench.find(f"{arm}: in time, of the accepted", middle("in_time"), at_least=IN_TIME)
+    bench.find(f"{arm}: in time, simulated", middle("simulated_in_time"))
+    bench.find(f"{arm}: goodput / capacity", middle("goodput"), at_least=GOODPUT)
+    bench.find(f"{arm}: goodput / capacity, simulated", middle("simulated_goodput"))
+    bench.find(f"{arm}: refusal, p50", middle("refusal_p50_ms"), "ms")
+    bench.find(f"{arm}: refusal, p99", middle("refusal_p99_ms"), "ms", at_most=REFUSAL_MS)

@@ -1,0 +1,60 @@
+"""Plain PyTorch, as all baselines' processes use it: the model, its inputs, its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from pipeswitch.programs.build.sources import Loaded, _constructor, load_source
+from pipeswitch.programs.spec import BuildSpec
+from pipeswitch.programs.values import flatten_outputs
+
+Order = dict[str, Any]
+"""What ``baselines.Setting.order`` says: source, inputs, seed, threads and paths."""
+
+
+def build_spec(order: Order) -> BuildSpec:
+    """The order in a registration's words."""
+    inputs = {name: (tuple(shape), dtype) for name, (shape, dtype) in order["inputs"].items()}
+    weights = f"random:{order['seed']}"
+    return BuildSpec(name="bench", source=order["source"], weights=weights, inputs=inputs)
+
+
+def load(order: Order) -> Loaded:
+    """The module with seeded random weights, as a registration would make it."""
+    return load_source(build_spec(order))
+
+
+def network(order: Order) -> nn.Module:
+    """That module, ready to answer with the order's threads."""
+    torch.set_num_threads(order["threads"])
+    return load(order).module.eval()
+
+
+def structure(order: Order) -> nn.Module:
+    """The module on meta: no memory is touched and no random number drawn."""
+    construct, _ = _constructor(build_spec(order))
+    with torch.device("meta"):
+        module = construct()
+    return module.eval()
+
+
+def inputs_of(order: Order) -> list[torch.Tensor]:
+    """One request's inputs, in call order."""
+    with np.load(order["inputs_path"]) as arrays:
+        return [torch.from_numpy(arrays[name]) for name in arrays.files]
+
+
+def checksum(output: Any) -> float:
+    """Of the first output: whatever is compared must agree in it."""
+    first = next(iter(flatten_outputs(output).values()))
+    return float(first.double().sum())
+
+
+def as_arrays(outputs: Sequence[torch.Tensor]) -> list[Any]:
+    """Copies that may leave the process."""
+    return [np.array(output.numpy()) for output in outputs]

@@ -1,0 +1,151 @@
+"""``bench request-path``: what a request costs beside its computation, by size of its payload.
+
+The model is resident and reads one number of its input. Against: a bare ZeroMQ server in a
+process of its own that copies the payload into shared memory and sends a reply of our size. Twice:
+through TCP, and on one machine, where ours is the owner's plain socket and the bare one's is ipc.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import numpy as np
+import zmq
+
+from pipeswitch.client.client import Client
+from pipeswitch.planning.fit import quantile
+from pipeswitch.testing import server
+from pipeswitch.wire.frames import ReplyHeader, WireTensor, encode_header
+
+from .trials import Arm, Numbers, Run, now_ms
+
+SOURCE: Final = "benchmarks.factories:first_column"
+SIZES: Final = {
+    "1KB": 1 << 10, "16KB": 16 << 10, "64KB": 64 << 10, "256KB": 256 << 10, "1MB": 1 << 20,
+    "4.8MB": 8 * 3 * 224 * 224 * 4, "16MB": 16 << 20, "64MB": 64 << 20,
+}  # fmt: skip
+QUICK_SIZES: Final = ("1KB", "64KB", "1MB", "4.8MB", "64MB")
+ROUNDS: Final = 200
+QUICK_ROUNDS: Final = 40
+LARGE_BYTES: Final = 1 << 20
+PLACES: Final = ("", "-local")
+MAX_RATIO: Final = 1.25  # from LARGE_BYTES up
+MAX_MORE_MS: Final = 0.3  # below
+LOCAL_MORE_MS: Final = 0.1  # at the owner's socket, below LARGE_BYTES
+LOCAL_RATIO: Final = {"16MB": 0.5}  # the same, by size; 1.0 for other large ones
+
+Dealer = zmq.Socket[bytes]
+
+
+def run(bench: Run, _: Any = ()) -> None:
+    """Measure all sizes on one server, in turns with the bare one."""
+    sizes = {name: SIZES[name] for name in (QUICK_SIZES if bench.is_quick else SIZES)}
+    bench.say("starting both servers")
+    args = ("--threads", str(bench.threads))
+    with server(arena="64MiB", host_store="64MiB", args=args) as running, running.client() as owner:
+        for name, size in sizes.items():
+            inputs = {"x": ((1, size // 4), "float32")}
+            owner.register(_model(name), SOURCE, weights="random:0", inputs=inputs)
+        with running.client(tcp=True) as client, bare_server(max(sizes.values())) as bare:
+            for name, size in sizes.items():
+                bench.say(f"{name}: measuring")
+                _one_size(bench, name, size, (client, owner), bare)
+    bench.notes.append("path_ms of pipeswitch: the client's clock minus compute_ms of the bill")
+    bench.notes.append("-local: the owner's plain socket with its shared memory; bare: ipc")
+
+
+def _model(size: str) -> str:
+    return f"path-{size.lower()}"
+
+
+def _one_size(
+    bench: Run, name: str, size: int, clients: tuple[Client, Client], bare: Sequence[Dealer]
+) -> None:
+    payload = np.ones((1, size // 4), dtype=np.float32)
+    raw = memoryview(payload.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+
+    def through_us(client: Client) -> Numbers:
+        began_ms = now_ms()
+        timing = client.infer(_model(name), payload).timing
+        total_ms = now_ms() - began_ms
+        return {
+            "path_ms": total_ms - timing.compute_ms,
+            "total_ms": total_ms,
+            "compute_ms": timing.compute_ms,
+            "switch_ms": timing.switch_ms,
+            "server_ms": timing.total_ms,
+        }
+
+    def through_bare(dealer: Dealer) -> Numbers:
+        began_ms = now_ms()
+        dealer.send_multipart([b"\0" * 200, raw], copy=size < 65536)
+        dealer.recv_multipart(copy=False)
+        return {"path_ms": now_ms() - began_ms}
+
+    rounds = bench.rounds(ROUNDS, QUICK_ROUNDS)
+    arms = [
+        arm
+        for place, client, dealer in zip(PLACES, clients, bare, strict=True)
+        for arm in (
+            Arm(f"pipeswitch{place}", functools.partial(through_us, client)),
+            Arm(f"bare-zeromq{place}", functools.partial(through_bare, dealer)),
+        )
+    ]
+    bench.trial_loop(name, arms, rounds, warmup=10)
+    for place in PLACES:
+        _judge(bench, name, size, place)
+
+
+def _judge(bench: Run, name: str, size: int, place: str) -> None:
+    ours = bench.values(name, f"pipeswitch{place}", "path_ms")
+    theirs = bench.values(name, f"bare-zeromq{place}", "path_ms")
+    p50 = quantile(ours, 0.5), quantile(theirs, 0.5)
+    if size >= LARGE_BYTES:
+        at_most = LOCAL_RATIO.get(name, 1.0) if place else MAX_RATIO
+        bench.find(f"{name}: path / bare{place}, p50", p50[0] / p50[1], at_most=at_most)
+        least = min(ours) / min(theirs)
+        bench.find(f"{name}: path / bare{place}, minimums", least, at_most=at_most)
+    else:
+        at_most = LOCAL_MORE_MS if place else MAX_MORE_MS
+        bench.find(f"{name}: path - bare{place}, p50", p50[0] - p50[1], "ms", at_most=at_most)
+        least = min(ours) - min(theirs)
+        bench.find(f"{name}: path - bare{place}, minimums", least, "ms", at_most=at_most)
+
+
+@contextmanager
+def bare_server(largest_bytes: int) -> Iterator[list[Dealer]]:
+    """Connections to the bare server in a process of its own: TCP, then ipc."""
+    command = [
+        sys.executable, "-P", "-m", "benchmarks.bare_server",
+        str(_reply_bytes()), str(largest_bytes),
+    ]  # fmt: skip
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    context: zmq.Context[Any] = zmq.Context()
+    try:
+        assert child.stdout is not None
+        dealers = []
+        for address in child.stdout.readline().split():
+            dealers.append(context.socket(zmq.DEALER))
+            dealers[-1].connect(address)
+        yield dealers
+    finally:
+        context.destroy(0)
+        child.communicate("")
+
+
+def _reply_bytes() -> int:
+    """The size of a reply header of ours, a full bill in it."""
+    bill: dict[str, Any] = dict.fromkeys(
+        ("queue_ms", "switch_ms", "copy_ms", "stall_ms", "compute_ms", "total_ms"), 1.5
+    )
+    bill |= {"resident": True, "preempted": "", "worker": 0, "epoch": 1000}
+    output = WireTensor(name="y", dtype="float32", shape=(1,), frame=0)
+    header = ReplyHeader(
+        v=1, id="00000000-1", status="ok", session="0" * 32, timing=bill, outputs=(output,)
+    )
+    return len(encode_header(header))

@@ -1,0 +1,224 @@
+"""The parts of a switch without a server: our device memory here, our worker's view in a child.
+
+Copy engine, arrival words, bells and grouped execution are the product's (``devices/cpu``,
+``programs/executor``); this module only says which groups there are and when the copy starts, so
+that a benchmark can change one thing at a time. No torch here: the child has it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import queue
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from pipeswitch.devices.cpu import CpuDeviceMemory
+from pipeswitch.ipc.board import BOARD_BYTES, new_bell, sealed_memfd
+from pipeswitch.ipc.messages import Epoch, GroupCopy, ModelName, TransmitEnded, TransmitModel
+from pipeswitch.programs.layout import REGION_ALIGN_BYTES, Manifest, aligned
+
+from .lane import fill, packed
+from .setting import Setting, end, read_line, spawn, tell
+from .trials import Numbers, now_ms
+
+WORDS: Final = 4096  # more than any model has layers
+REGION_BYTES: Final = REGION_ALIGN_BYTES  # where the model's region begins, after the words
+MODEL: Final = ModelName("rig")
+
+
+@dataclass(frozen=True)
+class LayerSpan:
+    """A layer of the program: bytes of its weights, from where, and its nodes."""
+
+    offset_bytes: int
+    size_bytes: int
+    first_node: int
+    end_node: int
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One switch as it went. Instants are milliseconds of the monotonic clock."""
+
+    began_at_ms: float
+    arrivals_ms: tuple[float, ...]  # of each group; when it computed, if the clock said later
+    begins_ms: tuple[float, ...]  # each group's computation
+    ends_ms: tuple[float, ...]
+    checksum: float
+    copy_began_at_ms: float
+
+    @property
+    def makespan_ms(self) -> float:
+        """From the order to copy until the last group has computed."""
+        return self.ends_ms[-1] - self.began_at_ms
+
+    @property
+    def computes_ms(self) -> list[float]:
+        return [b - a for a, b in zip(self.begins_ms, self.ends_ms, strict=True)]
+
+    @property
+    def transfers_ms(self) -> list[float]:
+        starts = [self.copy_began_at_ms, *self.arrivals_ms[:-1]]
+        return [b - a for a, b in zip(starts, self.arrivals_ms, strict=True)]
+
+    def numbers(self) -> Numbers:
+        """For a trial's record."""
+        return {
+            "makespan_ms": self.makespan_ms,
+            "transfer_ms": sum(self.transfers_ms),
+            "compute_ms": sum(self.computes_ms),
+            "stall_ms": self.makespan_ms - sum(self.computes_ms),
+            "groups": len(self.begins_ms),
+        }
+
+
+class Rig:
+    """A model in a store, an arena, and a child that computes on it. ``close`` ends the child."""
+
+    def __init__(self, setting: Setting, link_gbps: float = 0.0) -> None:
+        """Build the program (seconds), take the memory, start the child."""
+        self._order = setting.order() | {"packed_path": f"{setting.order()['packed_path']}.graph"}
+        self.layers = _build(self._order)
+        self.manifest, self._weights = packed(self._order["packed_path"])
+        self._bell = new_bell()
+        self._board = sealed_memfd("bench-board", BOARD_BYTES)
+        self._store = sealed_memfd("bench-store", self.store_bytes)
+        self._epoch = 0
+        self._ended: queue.SimpleQueue[TransmitEnded] = queue.SimpleQueue()
+        self.memory = self.allocate(link_gbps)
+        self.fill_store()
+        self._child = spawn("rig", self._order, module="rig_child", keep=(self._bell, self._board))
+        read_line(self._child)
+        self.map_arena()
+
+    @property
+    def store_bytes(self) -> int:
+        return aligned(self.manifest.total_bytes, REGION_ALIGN_BYTES)
+
+    @property
+    def layer_bytes(self) -> list[int]:
+        return [layer.size_bytes for layer in self.layers]
+
+    def allocate(self, link_gbps: float = 0.0) -> CpuDeviceMemory:
+        """An arena for the model, its pages taken."""
+        return CpuDeviceMemory(
+            store=self._store,
+            bells=[self._bell],
+            arena_bytes=REGION_BYTES + self.store_bytes,
+            store_bytes=self.store_bytes,
+            words=WORDS,
+            link_bytes_per_s=link_gbps * 1e9,
+        )
+
+    def fill_store(self) -> None:
+        """The weights from their file."""
+        view = self.memory.store_view(0, self.store_bytes)
+        fill(view, self._weights, self.manifest)
+        view.release()
+
+    def use(self, memory: CpuDeviceMemory) -> CpuDeviceMemory:
+        """Another arena from now on; the old one, for the caller to close."""
+        old, self.memory = self.memory, memory
+        return old
+
+    def map_arena(self) -> None:
+        """The child maps the arena and binds the model's tensors to it."""
+        models, work = self.memory.export_descriptors()
+        folder = f"/proc/{os.getpid()}/fd"
+        order = {"models": f"{folder}/{models}", "work": f"{folder}/{work}"}
+        self._ask("map", **order, bell=self._bell, board=self._board, words=WORDS,
+                  arena_bytes=self.memory.arena_bytes, region_bytes=REGION_BYTES)  # fmt: skip
+
+    def set_plan(self, plan: Sequence[int]) -> None:
+        """Cut the program at these layers; the child prepares it."""
+        groups = self.groups(plan)
+        self._ask("plan", plan=list(plan), nodes=[[g.first_node, g.end_node] for g in groups])
+
+    def groups(self, plan: Sequence[int]) -> list[LayerSpan]:
+        """The layers merged to groups."""
+        ends = [*plan[1:], len(self.layers)]
+        return [_merged(self.layers[start:end]) for start, end in zip(plan, ends, strict=True)]
+
+    def forget_store_pages(self) -> None:
+        """Unmap the store's pages here, not their content: the next copy faults them in again."""
+        self.memory._store_map.madvise(mmap.MADV_DONTNEED)
+
+    def prefault(self) -> None:
+        """The child takes its page faults of the arena, as a standby worker does."""
+        self._ask("prefault")
+
+    def switch(
+        self, plan: Sequence[int], *, resident: int = 0, is_pipelined: bool = True,
+        began_at_ms: float = 0.0,
+    ) -> Switch:  # fmt: skip
+        """Send all groups but the first ``resident`` ones, and compute; ``plan`` is set already.
+
+        ``is_pipelined``: else the first group waits for the last one's arrival.
+        """
+        groups = self.groups(plan)
+        self._epoch += 1
+        began_at_ms = began_at_ms or now_ms()
+        last = len(groups) - 1
+        tell(self._child, verb="run", epoch=self._epoch, first_word=0 if is_pipelined else last)
+        self.memory.transmit(self._order_of(groups, resident), self._ended.put)
+        found = read_line(self._child)
+        ended = self._ended.get()
+        begins = found["begins_ms"]
+        arrivals = [min(a, b) for a, b in zip(ended.group_ends_at_ms, begins, strict=True)]
+        if not is_pipelined:
+            arrivals = list(ended.group_ends_at_ms)
+        return Switch(
+            began_at_ms, tuple(arrivals), tuple(begins), tuple(found["ends_ms"]),
+            found["checksum"], ended.started_at_ms,
+        )  # fmt: skip
+
+    def resident(self, plan: Sequence[int]) -> Switch:
+        """Compute on what is there: nothing is copied."""
+        return self.switch(plan, resident=len(plan))
+
+    def close(self) -> None:
+        end(self._child)
+        self.memory.close()
+        for descriptor in (self._bell, self._board, self._store):
+            os.close(descriptor)
+
+    def _order_of(self, groups: Sequence[LayerSpan], resident: int) -> TransmitModel:
+        return TransmitModel(
+            model=MODEL,
+            epoch=Epoch(self._epoch),
+            arena_offset_bytes=REGION_BYTES,
+            region_bytes=self.store_bytes,
+            groups=tuple(
+                GroupCopy(
+                    store_offset_bytes=group.offset_bytes,
+                    arena_offset_bytes=REGION_BYTES + group.offset_bytes,
+                    size_bytes=0 if index < resident else group.size_bytes,
+                    word=index,
+                )
+                for index, group in enumerate(groups)
+            ),
+        )
+
+    def _ask(self, verb: str, **values: Any) -> Numbers:
+        tell(self._child, verb=verb, **values)
+        return read_line(self._child)
+
+
+def _merged(layers: Sequence[LayerSpan]) -> LayerSpan:
+    size_bytes = sum(layer.size_bytes for layer in layers)
+    return LayerSpan(layers[0].offset_bytes, size_bytes, layers[0].first_node, layers[-1].end_node)
+
+
+def _build(order: dict[str, Any]) -> list[LayerSpan]:
+    """Export and pack the model in a child; its layers."""
+    Path(order["packed_path"]).mkdir(exist_ok=True)
+    child = spawn("build", order, module="rig_child")
+    rows = read_line(child)["layers"]
+    end(child)
+    return [LayerSpan(*row) for row in rows]
+
+
+__all__ = ["LayerSpan", "Manifest", "Rig", "Switch"]

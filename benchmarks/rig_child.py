@@ -1,0 +1,167 @@
+"""The torch side of ``rig``: builds a program, or computes it group by group as they arrive."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from pipeswitch.devices.cpu import CpuPoolView
+from pipeswitch.programs.build.program import build
+from pipeswitch.programs.bundle import read_bundle
+from pipeswitch.programs.executor import BoundGraph, GraphProgram
+from pipeswitch.programs.layout import GroupSpec
+from pipeswitch.programs.partition import layers_of_graph
+from pipeswitch.programs.spec import BUNDLE_FILE, load_manifest
+
+from . import plain
+from .lane import open_descriptor
+from .trials import now_ms
+
+
+def write_program(order: plain.Order) -> None:
+    """Build into the order's folder; tell each layer's offset, bytes and nodes."""
+    folder = Path(order["packed_path"])
+    manifest = build(plain.build_spec(order), folder, lambda stage, share: None)
+    rows = []
+    for layer in layers_of_graph(read_bundle(folder / BUNDLE_FILE).graph):
+        offset = manifest.tensors[layer.weights[0]].offset_bytes if layer.weights else 0
+        rows.append([offset, 0, layer.first_node, layer.end_node])
+    ends = [*(row[0] for row in rows[1:]), manifest.total_bytes]
+    for row, end in zip(rows, ends, strict=True):
+        row[1] = end - row[0]  # layers tile the region, as groups do
+    _tell(layers=rows)
+
+
+class Runner:
+    """One verb per line on standard input, one JSON answer each."""
+
+    def __init__(self, order: plain.Order) -> None:
+        folder = Path(order["packed_path"])
+        self._manifest = load_manifest(folder)
+        self._graph = read_bundle(folder / BUNDLE_FILE).graph
+        self._inputs = plain.inputs_of(order)
+        self._programs: dict[tuple[int, ...], GraphProgram] = {}
+        self._bound: dict[tuple[int, ...], BoundGraph] = {}
+        self._pool: CpuPoolView | None = None
+        self._old: list[CpuPoolView] = []
+        self._plan: tuple[int, ...] = ()
+        self._region_bytes = 0
+
+    def map(self, **numbers: Any) -> None:
+        """Map the arena anew, and bind anew what is computed there."""
+        if self._pool is not None:
+            self._old.append(self._pool)
+        models, work = (open_descriptor(numbers[name]) for name in ("models", "work"))
+        self._region_bytes = numbers["region_bytes"]
+        self._pool = CpuPoolView(
+            models=models,
+            work=work,
+            board=numbers["board"],
+            bell=numbers["bell"],
+            bells=[numbers["bell"]],
+            arena_bytes=numbers["arena_bytes"],
+            words=numbers["words"],
+        )
+        os.close(models)
+        os.close(work)
+        self._bound = {}
+        if self._plan:
+            self._bind()
+        _tell()
+
+    def plan(self, plan: list[int], nodes: list[list[int]]) -> None:
+        """Compute in these groups from now on."""
+        self._plan = tuple(plan)
+        if self._plan not in self._programs:
+            groups = self._groups(nodes)
+            manifest = msgspec.structs.replace(self._manifest, groups=groups)
+            self._programs[self._plan] = GraphProgram(manifest, self._graph, "cpu")
+        self._bind()
+        _tell()
+
+    def prefault(self) -> None:
+        """Take the page faults of the region now, and let earlier mappings go."""
+        assert self._pool is not None
+        while self._old:
+            self._old.pop().close()
+        self._pool.prefault(self._region_bytes, self._manifest.total_bytes)
+        _tell()
+
+    def run(self, epoch: int, first_word: int) -> None:
+        """Compute as the groups of ``epoch`` arrive; the first waits for ``first_word``."""
+        pool, bound = self._pool, self._bound[self._plan]
+        assert pool is not None
+        begins_ms: list[float] = []
+        ends_ms: list[float] = []
+        tensors, groups = self._manifest.tensors, bound.manifest.groups
+        last_word = max(first_word, len(groups) - 1)
+        pool.enter(self._region_bytes, self._manifest.total_bytes, last_word, epoch)
+
+        def before(index: int) -> None:
+            if begins_ms:
+                ends_ms.append(now_ms())
+            pool.wait_group(first_word if not begins_ms else index, epoch)
+            for number in groups[index].tensors[-1:]:
+                pool.show(tensors[number].offset_bytes + tensors[number].size_bytes)
+            begins_ms.append(now_ms())
+
+        outputs = bound.run(self._inputs, before)
+        ends_ms.append(now_ms())
+        _tell(begins_ms=begins_ms, ends_ms=ends_ms, checksum=plain.checksum(outputs))
+
+    def _bind(self) -> None:
+        pool = self._pool
+        assert pool is not None
+        if self._plan not in self._bound:
+            self._bound[self._plan] = self._programs[self._plan].bind(
+                lambda spec: pool.tensor(spec, self._region_bytes)
+            )
+
+    def _groups(self, nodes: list[list[int]]) -> tuple[GroupSpec, ...]:
+        """As the manifest would have them; bytes are the sender's business."""
+        layers = layers_of_graph(self._graph)
+        return tuple(
+            GroupSpec(
+                offset_bytes=0,
+                size_bytes=0,
+                tensors=tuple(
+                    weight
+                    for layer in layers
+                    if first <= layer.first_node < end
+                    for weight in layer.weights
+                ),
+                first_node=first,
+                end_node=end,
+                label="",
+            )
+            for first, end in nodes
+        )
+
+
+def main() -> None:
+    """``build ORDER`` or ``rig ORDER``."""
+    verb, order = sys.argv[1], json.loads(sys.argv[2])
+    torch.set_num_threads(order["threads"])
+    if verb == "build":
+        write_program(order)
+        return
+    runner = Runner(order)
+    _tell()
+    for line in sys.stdin:
+        message: dict[str, Any] = json.loads(line)
+        getattr(runner, message.pop("verb"))(**message)
+
+
+def _tell(**values: Any) -> None:
+    sys.stdout.write(json.dumps(values) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""PipeSwitch as it was published, in our own words, and what is made of the same parts.
+
+Real processes: a coordinator that owns store and arena and takes requests from its one client,
+and two workers of which one trains when a request comes. What it does on a request is what the
+published system does:
+
+1. The input arrives, pickled, from the client.
+2. The training worker is told to terminate. It looks after every leaf module, forward and
+   backward, having synchronised with the device (nothing is asynchronous on the cpu device), and
+   acknowledges. Its progress is thrown away: training starts from scratch.
+3. Only then the input goes on, pickled again, to the standby worker, and the copy starts.
+4. All weights are sent, whatever the arena holds. After each group its copy is waited for on the
+   host, and a message on a pipe tells the worker, whose hook reads it before the group's layer.
+5. The output goes back, pickled, the way the input came.
+
+``Style`` changes single points of this. Pickles travel between processes of this benchmark only.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from dataclasses import dataclass, field
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from typing import Any, Final
+
+import numpy as np
+
+from .lane import Lane, packed
+from .rival_style import Style
+from .setting import Setting
+from .trials import Numbers, now_ms
+
+PRELOADED: Final = "benchmarks.rival_worker"
+WORKERS: Final = 2  # one active, one standby
+START_TIMEOUT_S: Final = 120.0
+
+
+PUBLISHED: Final = Style("pipeswitch-style")
+SERIAL: Final = Style("serial", transfer="whole")
+TO_DEVICE: Final = Style("to-device", transfer="tensors")
+ONE_PROCESS: Final = Style("one-process", workers="one")
+TWO_PROCESSES: Final = Style("two-processes", workers="new")
+STYLES: Final = (PUBLISHED, SERIAL, TO_DEVICE, ONE_PROCESS, TWO_PROCESSES)
+
+
+class Rival:
+    """A ``Baseline`` with the coordinator of ``style`` behind it."""
+
+    every = 1
+
+    def __init__(self, setting: Setting, style: Style = PUBLISHED, link_gbps: float = 0.0) -> None:
+        self.name = style.name
+        with np.load(setting.order()["inputs_path"]) as arrays:
+            self._inputs = [arrays[name] for name in arrays.files]
+        context = multiprocessing.get_context("spawn")
+        self._client, theirs = context.Pipe()
+        arguments = (setting.order(), style, link_gbps, theirs)
+        self._process = context.Process(target=coordinate, args=arguments, name=style.name)
+        self._process.start()
+        theirs.close()
+        self._receive()  # it is ready
+
+    def prepare(self) -> None:
+        """Training computes when this returns."""
+        self._client.send(("train", None))
+        self._receive()
+
+    def measure(self) -> Numbers:
+        """One request; its parts as the coordinator and the worker saw them."""
+        began_ms = now_ms()
+        self._client.send(("infer", self._inputs))
+        outputs, parts = self._receive()
+        total_ms = now_ms() - began_ms
+        numbers: Numbers = {"total_ms": total_ms} | parts
+        return numbers | {"checksum": float(outputs[0].sum(dtype=np.float64))}
+
+    def close(self) -> None:
+        """End all its processes."""
+        self._client.close()  # the coordinator sees the end, and so do its workers
+        self._process.join(START_TIMEOUT_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._process.close()
+
+    def _receive(self) -> Any:
+        try:
+            return self._client.recv()
+        except EOFError:
+            self._process.join()
+            code = self._process.exitcode
+            raise RuntimeError(f"{self.name}'s coordinator ended with status {code}") from None
+
+
+# ---- the coordinator's process ------------------------------------------------------------------
+
+
+@dataclass
+class WorkerHandle:
+    """A worker process and the three pipes to it, as published: work, termination, groups."""
+
+    process: Any  # of a context of multiprocessing
+    work: Connection
+    stop: Connection
+    groups: Connection
+    is_training: bool = field(default=False)
+
+    def end(self) -> None:
+        """Wait for nothing: it has no state to keep."""
+        self.process.kill()
+        self.process.join()
+        for pipe in (self.work, self.stop, self.groups):
+            pipe.close()
+
+
+def coordinate(order: dict[str, Any], style: Style, link_gbps: float, client: Connection) -> None:
+    """Serve one client until it hangs up."""
+    coordinator = Coordinator(order, style, link_gbps)
+    client.send("ready")
+    try:
+        while (asked := _next_order(client)) is not None:
+            verb, inputs = asked
+            if verb == "train":
+                coordinator.train()
+                client.send("training")
+            else:
+                client.send(coordinator.infer(inputs))
+    finally:
+        coordinator.close()
+
+
+def _next_order(client: Connection) -> tuple[str, Any] | None:
+    """None when the client has hung up; a worker's end of file is an error and passes through."""
+    try:
+        verb, inputs = client.recv()
+    except EOFError:
+        return None
+    return verb, inputs
+
+
+class Coordinator:
+    """Scheduler and memory daemon in one process, as published."""
+
+    def __init__(self, order: dict[str, Any], style: Style, link_gbps: float) -> None:
+        self._order, self._style, self._link_gbps = order, style, link_gbps
+        self._manifest, weights = packed(order["packed_path"])
+        self._lane = Lane(self._manifest.total_bytes, link_gbps)
+        self._lane.fill(weights, self._manifest)
+        self._context: BaseContext = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([PRELOADED])
+        count = 1 if style.workers == "one" else WORKERS
+        self._workers = [self._start() for _ in range(count)]
+        for worker in self._workers:
+            worker.work.recv()  # ready
+        self._active = 0
+
+    def train(self) -> None:
+        """The next worker trains; returns after its first steps."""
+        worker = self._next()
+        worker.work.send(("train", None))
+        worker.work.recv()
+        worker.is_training = True
+
+    def infer(self, inputs: list[Any]) -> tuple[list[Any], Numbers]:
+        """Serve one request; see the module's numbered list."""
+        received_ms = now_ms()
+        fresh = self._start() if self._style.workers == "new" else None
+        old = self._workers[self._active]
+        if old.is_training:
+            old.stop.send("terminate")
+            old.stop.recv()
+        acknowledged_ms = now_ms()
+        if fresh is not None:
+            fresh.work.recv()
+        worker = fresh or self._next()
+        worker.work.send(("infer", inputs))
+        copy_began_ms = now_ms()
+        self._transmit(worker)
+        copy_ms = now_ms() - copy_began_ms
+        outputs, ended_at_ms, numbers = worker.work.recv()
+        if old.is_training:  # it has cleaned up behind the request's back
+            if worker is not old:
+                old.work.recv()
+            old.is_training = False
+        if fresh is not None:
+            fresh.end()
+        return outputs, numbers | {
+            "acknowledge_ms": acknowledged_ms - received_ms,
+            "start_ms": copy_began_ms - acknowledged_ms,
+            "copy_ms": copy_ms if self._style.transfer != "tensors" else numbers["copy_ms"],
+            "wait_ms": ended_at_ms - received_ms - numbers["compute_ms"],
+        }
+
+    def close(self) -> None:
+        """End the workers, and reap the fork server: its CPU time is ours (``machine.Others``)."""
+        for worker in self._workers:
+            worker.end()
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+    def _transmit(self, worker: WorkerHandle) -> None:
+        """Copy, wait for the copy on the host, tell the worker: group by group, or once."""
+        self._lane.begin()
+        match self._style.transfer:
+            case "groups":
+                for index, group in enumerate(self._manifest.groups):
+                    self._lane.copy(group.offset_bytes, group.size_bytes)
+                    worker.groups.send(index)
+            case "whole":
+                self._lane.copy(0, self._manifest.total_bytes)
+                worker.groups.send(0)
+            case "tensors":
+                pass  # the worker does it
+
+    def _next(self) -> WorkerHandle:
+        self._active = (self._active + 1) % len(self._workers)
+        return self._workers[self._active]
+
+    def _start(self) -> WorkerHandle:
+        pairs = [self._context.Pipe() for _ in range(3)]
+        arguments = (
+            self._order, self._style, self._link_gbps, self._lane.paths(),
+            *(theirs for _, theirs in pairs),
+        )  # fmt: skip
+        process = self._context.Process(target=_work, args=arguments)  # type: ignore[attr-defined]
+        process.start()
+        for _, theirs in pairs:
+            theirs.close()
+        work, stop, groups = (ours for ours, _ in pairs)
+        return WorkerHandle(process, work, stop, groups)
+
+
+def _work(*arguments: Any) -> None:
+    """Here, so that the coordinator need not import torch to name it."""
+    from .rival_worker import main
+
+    main(*arguments)

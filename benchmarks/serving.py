@@ -1,0 +1,202 @@
+"""A server under measurement: started for a model, with a training job to preempt."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from pipeswitch.client.client import Client, Task
+from pipeswitch.client.tensors import Result
+from pipeswitch.planning.fit import quantile
+from pipeswitch.testing import RunningServer, server
+
+from .models import MIB, BenchModel
+from .trials import Numbers, nothing, now_ms
+
+TRAIN_ENTRY: Final = "benchmarks.train_script:main"
+SLICE_ROOM_BYTES: Final = 40 * MIB  # arrival words and the training job's slice
+WAIT_S: Final = 60.0
+POLL_S: Final = 0.01
+SETTLE_S: Final = 1.0  # a held job's worker is replaced, and the new one prepares its models
+STEPS_BETWEEN: Final = 2  # training is under way again before the next request
+TWINS: Final = ("twin-a", "twin-b")
+SWITCH_INTERVAL_S: Final = 0.0005  # the clients are threads: one keeps another for no 5 ms
+BILL: Final = ("queue_ms", "switch_ms", "copy_ms", "stall_ms", "compute_ms")
+
+
+@contextlib.contextmanager
+def serving(
+    model: BenchModel,
+    threads: int,
+    seed: int,
+    *,
+    link_gbps: float = 0.0,
+    rooms: int = 1,
+    names: Sequence[str] = TWINS,
+    devices: tuple[str, ...] = ("cpu",),
+    are_pinned: bool = False,
+    slices_bytes: int = SLICE_ROOM_BYTES,
+    placement: str = "least-finish",
+    state_dir: Path | None = None,
+) -> Iterator[tuple[RunningServer, Client]]:
+    """A server whose arena holds one of two twins of a model, never both (or both: 2 rooms).
+
+    The twins differ in their weights only: asking for the one that is not there is always a cold
+    switch, of the same size. Pinned, each is limited to a device of its own. In the state directory
+    of an earlier such server they are registered already.
+    """
+    arena = str(rooms * model.room_bytes + slices_bytes)
+    store = len(names) * model.room_bytes + 2 * slices_bytes  # a commit has two halves
+    args = ["--threads", str(threads)]
+    if link_gbps:
+        args += ["--link-gbps", f"{link_gbps:.6f}"]
+    with (
+        server(
+            arena=str(arena),
+            host_store=str(store),
+            devices=devices,
+            args=tuple(args),
+            environment={"PIPESWITCH_SCHEDULER__PLACEMENT": placement},
+            state_dir=state_dir,
+        ) as running,
+        running.client() as client,
+    ):
+        known = {row["name"] for row in client.models()}
+        for number, name in enumerate(names):
+            if name in known:
+                continue
+            client.register(
+                name, model.source, weights=f"random:{seed + number}", inputs=model.inputs,
+                devices=devices[number : number + 1] if are_pinned else (),
+            )  # fmt: skip
+        yield running, client
+
+
+def ask(client: Client, name: str, inputs: Any, *, is_resident: bool) -> tuple[Result, Numbers]:
+    """One request: the client's clock around it, and its bill. Wrong residency is an error."""
+    began_ms = now_ms()
+    result = client.infer(name, inputs)
+    total_ms = now_ms() - began_ms
+    timing = result.timing
+    if timing.resident != is_resident:
+        raise RuntimeError(f"{name} was {'' if timing.resident else 'not '}resident: no such trial")
+    bill = {key: getattr(timing, key) for key in BILL}
+    more = {"preempted": bool(timing.preempted), "worker": timing.worker}
+    return result, {"total_ms": total_ms} | bill | more
+
+
+def inputs_of(client: Client) -> Any:
+    """Zeros of the smallest batch that the twins take."""
+    (shape, _), *_ = client.show(TWINS[0])["inputs"].values()
+    return np.zeros([size if isinstance(size, int) else 1 for size in shape], np.float32)
+
+
+def window(
+    running: RunningServer,
+    names: Sequence[str],
+    inputs: Any,
+    seconds: float,
+    meanwhile: Callable[[], object] = nothing,
+) -> Numbers:
+    """Each name's client asks until the window is over; the last request is waited for.
+
+    ``meanwhile`` is called once they ask. The numbers are those of ``summed``.
+    """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    told: list[tuple[str, str, float]] = []
+    failures: list[Exception] = []
+
+    def ask(name: str) -> None:
+        try:
+            with running.client() as client:
+                while time.monotonic() - began_s < seconds:
+                    asked_s = time.monotonic()
+                    timing = client.infer(name, inputs).timing
+                    took_ms = (time.monotonic() - asked_s) * 1000.0
+                    told.append((name, timing.extra.get("device", "cpu"), took_ms))
+        except Exception as error:
+            failures.append(error)
+
+    began_s = time.monotonic()
+    threads = [threading.Thread(target=ask, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    meanwhile()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return summed(told, names[0], time.monotonic() - began_s)
+
+
+def summed(told: Sequence[tuple[str, str, float]], first: str, seconds: float) -> Numbers:
+    """Of requests, each with its model, its device and how long it took in milliseconds.
+
+    ``p99_ms`` is of the device where it is worst; *first* numbers are of that model's requests.
+    """
+    by_device: dict[str, list[float]] = {}
+    for _, device, took_ms in told:
+        by_device.setdefault(device, []).append(took_ms)
+    first_ms = [took_ms for name, _, took_ms in told if name == first]
+    return {
+        "throughput_per_s": len(told) / seconds,
+        "median_ms": quantile([took_ms for *_, took_ms in told], 0.5),
+        "p99_ms": max(quantile(times_ms, 0.99) for times_ms in by_device.values()),
+        "first_p50_ms": quantile(first_ms, 0.5),
+        "first_worst_ms": max(first_ms),
+        "devices": len(by_device),
+    }
+
+
+class Training:
+    """The background job: brought to run, or held, before a trial."""
+
+    def __init__(
+        self, client: Client, threads: int, seed: int, args: tuple[str, ...] = (),
+        name: str = "background",
+    ) -> None:  # fmt: skip
+        self._random = random.Random(seed)
+        options = ["--threads", str(threads), *args]
+        self.task: Task = client.train(TRAIN_ENTRY, name=name, args=options)
+        self.is_held = False
+
+    def run(self) -> None:
+        """Returns when it computes (again), at a random moment of its step."""
+        if self.is_held:
+            self.task.resume()
+            self.is_held = False
+        first = -1
+        until_s = time.monotonic() + WAIT_S
+        while True:
+            row = self.task.status()
+            if row["state"] == "running":
+                first = row["step"] if first < 0 else first
+                if row["step"] >= first + STEPS_BETWEEN:
+                    break
+            self._check(row, until_s)
+        time.sleep(self._random.uniform(0.0, 0.05))  # requests do not wait for a step's end
+
+    def hold(self) -> None:
+        """Returns when it has left the device."""
+        if self.is_held:
+            return
+        self.task.pause()
+        self.is_held = True
+        until_s = time.monotonic() + WAIT_S
+        while (row := self.task.status())["state"] != "paused":
+            self._check(row, until_s)
+        time.sleep(SETTLE_S)
+
+    @staticmethod
+    def _check(row: dict[str, Any], until_s: float) -> None:
+        if row["state"] in ("failed", "done", "cancelled") or time.monotonic() > until_s:
+            raise RuntimeError(f"the training job does not do as it is told: {row}")
+        time.sleep(POLL_S)

@@ -1,0 +1,128 @@
+"""``bench shared-input``: jobs on the same data, with one loader for all or one each.
+
+SwitchFlow's figures 8 to 10: one, two and three jobs, of equal and of mixed models, that train in
+turns on one device with one compute thread. Arms, in turns: *own* (each its DataLoader), *shared*
+(``job.shared``). Loading a batch takes as long as training on it, except in the last case; in the
+one before it both are short, and what any step of a job costs counts for more. What is told is the
+images a second of all jobs together, from the first step of any to the last: processes start
+meanwhile.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from pipeswitch.client.client import Client
+from pipeswitch.planning.fit import quantile
+from pipeswitch.testing import server
+
+from .trials import Arm, Numbers, Run
+
+MODULE: Final = "benchmarks.input_script"
+BATCH: Final = 16
+WIDTH: Final = 48  # a step of some 13 ms
+NARROW: Final = 12  # of some 2 ms
+PASSES: Final = 10
+QUICK_PASSES: Final = 5
+MANY_UNITS: Final = 20  # whose time is measured
+LEAST_GAIN: Final = 1.4
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    widths: tuple[int, ...]  # of each job's model
+    width: int = WIDTH
+    load: float = 1.0  # how long loading a batch takes, of training the model of that width on it
+    at_least: float | None = None
+
+
+CASES: Final = (
+    Case("1 job", (WIDTH,)),
+    Case("2 equal jobs", (WIDTH,) * 2),
+    Case("3 equal jobs", (WIDTH,) * 3, at_least=LEAST_GAIN),
+    Case("3 mixed jobs", (WIDTH // 2, WIDTH, WIDTH * 3 // 2)),
+    Case("3 equal jobs, short steps", (NARROW,) * 3, NARROW),
+    Case("3 equal jobs, cheap input", (WIDTH,) * 3, load=0.0),
+)
+
+
+def run(bench: Run, _: Any = ()) -> None:
+    """All cases on one server."""
+    one, many = _measured(1, WIDTH), _measured(MANY_UNITS, WIDTH)
+    unit_ms = (many["load_ms"] - one["load_ms"]) / (MANY_UNITS - 1)
+    train_ms = {WIDTH: one["train_ms"], NARROW: _measured(1, NARROW)["train_ms"]}
+    for width, found_ms in train_ms.items():
+        bench.find(f"training on a batch, width {width}", found_ms, "ms")
+    with (
+        tempfile.TemporaryDirectory(prefix="pipeswitch-bench-") as folder,
+        server(arena="256MiB", host_store="512MiB", args=("--threads", "1")) as running,
+        running.client() as client,
+    ):
+        for case in CASES:
+            more_ms = case.load * train_ms[case.width] - one["load_ms"]
+            units = max(1, round(1 + more_ms / unit_ms))
+            jobs = _Jobs(bench, client, case, units, Path(folder))
+            bench.say(f"{case.name}: {units} units of loading a sample")
+            arms = [Arm(arm, partial(jobs.train, arm)) for arm in ("own", "shared")]
+            bench.trial_loop(case.name, arms, bench.rounds(3, 1), warmup=0)
+            own, shared = (
+                quantile(bench.values(case.name, arm.name, "images_per_s"), 0.5) for arm in arms
+            )
+            name = f"{case.name}: images a second, shared / own"
+            bench.find(name, shared / own, at_least=case.at_least)
+    bench.notes.append("cheap input: each sample is unpacked once")
+
+
+def _measured(units: int, width: int) -> Numbers:
+    options = ["--measure", "--units", str(units), "--width", str(width)]
+    command = [sys.executable, "-P", "-m", MODULE, *options]
+    found: Numbers = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    return found
+
+
+class _Jobs:
+    """The jobs of a case, started together."""
+
+    def __init__(self, bench: Run, client: Client, case: Case, units: int, folder: Path) -> None:
+        self._client, self._case, self._folder = client, case, folder
+        passes = QUICK_PASSES if bench.is_quick else PASSES
+        self._words = ("--units", str(units), "--passes", str(passes))
+        self._numbers = itertools.count()
+
+    def train(self, arm: str) -> Numbers:
+        is_shared = arm == "shared"
+        group = f"{arm}-{next(self._numbers)}"
+        records = [
+            self._folder / f"{group}-{index}.json" for index in range(len(self._case.widths))
+        ]
+        tasks = [
+            self._client.train(
+                f"{MODULE}:main",
+                name=record.stem,
+                args=[
+                    *self._words, "--width", str(width), "--record", str(record),
+                    *(["--shared"] if is_shared else []),
+                ],
+                share=group if is_shared else "",
+            )
+            for record, width in zip(records, self._case.widths, strict=True)
+        ]  # fmt: skip
+        for task in tasks:
+            task.wait()
+        return _rate([json.loads(record.read_text()) for record in records])
+
+
+def _rate(instants_ms: Sequence[Sequence[float]]) -> Numbers:
+    """Of all jobs, from the first step of any to the last one."""
+    seconds = (max(one[-1] for one in instants_ms) - min(one[0] for one in instants_ms)) / 1000.0
+    return {"images_per_s": sum(map(len, instants_ms)) * BATCH / seconds, "window_s": seconds}

@@ -1,0 +1,173 @@
+"""Training and inference in one process without PipeSwitch: the other side of ``interference``.
+
+``python -m … sharing share ORDER`` reads one segment per line: a mode and the instants at which
+requests are due. It answers with their latencies and the training steps that were made meanwhile.
+``pair`` reads a mode, seconds and how many models compute back to back so long, each in a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from pipeswitch.planning.fit import quantile
+
+from . import plain
+from .train_script import network
+from .trials import now_ms
+
+PROBES: Final = 5
+
+
+class Sessions:
+    """A lock that is given in the order it was asked for: who runs owns the device till the end.
+
+    A plain lock would do the trainer a favour: it asks again before a waiting thread wakes.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._line: deque[object] = deque()
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        ticket = object()
+        with self._changed:
+            self._line.append(ticket)
+            self._changed.wait_for(lambda: self._line[0] is ticket)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._line.popleft()
+                self._changed.notify_all()
+
+
+class Trainer:
+    """The benchmark's training job, one step at a time."""
+
+    def __init__(self, batch: int) -> None:
+        self._model, self._x, self._y = network(batch=batch)
+        self._optimizer = torch.optim.Adam(self._model.parameters(), lr=1e-4)
+        self.steps = 0
+
+    def step(self) -> None:
+        loss: Any = nn.functional.mse_loss(self._model(self._x), self._y)  # untyped in torch
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.steps += 1
+
+    def run(self, is_over: threading.Event, turn: Callable[[], Any]) -> None:
+        """Train until it is over, each step within a turn."""
+        while not is_over.is_set():
+            with turn():
+                self.step()
+
+
+def segment(
+    mode: str, due_s: Sequence[float], trainer: Trainer, infer: Callable[[], Any]
+) -> dict[str, Any]:
+    """Answer requests as they are due while a thread trains (not in mode ``alone``)."""
+    turn = Sessions().session if mode == "sessions" else contextlib.nullcontext
+    is_over = threading.Event()
+    thread = threading.Thread(target=trainer.run, args=(is_over, turn))
+    first = trainer.steps
+    began_s = time.monotonic()
+    if mode != "alone":
+        thread.start()
+    latencies_ms = []
+    for instant_s in due_s:
+        time.sleep(max(0.0, began_s + instant_s - time.monotonic()))
+        with turn():
+            infer()
+        latencies_ms.append((time.monotonic() - began_s - instant_s) * 1000)
+    seconds = time.monotonic() - began_s
+    steps = trainer.steps - first
+    is_over.set()
+    if mode != "alone":
+        thread.join()
+    return {"latencies_ms": latencies_ms, "steps": steps, "seconds": seconds}
+
+
+def window(mode: str, seconds: float, infers: Sequence[Callable[[], Any]]) -> dict[str, Any]:
+    """Each computes back to back until the window is over."""
+    turn = Sessions().session if mode == "sessions" else contextlib.nullcontext
+    times_ms: list[float] = []
+    began_s = time.monotonic()
+
+    def ask(infer: Callable[[], Any]) -> None:
+        while time.monotonic() - began_s < seconds:
+            asked_ms = now_ms()
+            with turn():
+                infer()
+            times_ms.append(now_ms() - asked_ms)
+
+    threads = [threading.Thread(target=ask, args=(infer,)) for infer in infers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {
+        "throughput_per_s": len(times_ms) / (time.monotonic() - began_s),
+        "median_ms": quantile(times_ms, 0.5),
+        "p99_ms": quantile(times_ms, 0.99),
+    }
+
+
+def _inference(order: plain.Order) -> Callable[[], Any]:
+    module, inputs = plain.load(order).module, plain.inputs_of(order)
+
+    def infer() -> None:
+        with torch.inference_mode():
+            module(*inputs)
+
+    return infer
+
+
+def main() -> None:
+    """Bound to the order's cores, as many threads as the server's."""
+    verb, order = sys.argv[1], json.loads(sys.argv[2])
+    os.sched_setaffinity(0, order["cores"])
+    torch.set_num_threads(order["threads"])
+    if verb == "pair":
+        infers = [_inference(order), _inference(order)]
+        _tell({})
+        for line in sys.stdin:
+            message = json.loads(line)
+            _tell(window(message["mode"], message["seconds"], infers[: message["count"]]))
+        return
+    infer, trainer = _inference(order), Trainer(order["batch"])
+    trainer.step()
+    _tell({"request_ms": _fastest_ms(infer), "step_ms": _fastest_ms(trainer.step)})
+    for line in sys.stdin:
+        message = json.loads(line)
+        _tell(segment(message["mode"], message["due_s"], trainer, infer))
+
+
+def _fastest_ms(action: Callable[[], Any]) -> float:
+    times_ms = []
+    for _ in range(PROBES):
+        began_ms = now_ms()
+        action()
+        times_ms.append(now_ms() - began_ms)
+    return min(times_ms)
+
+
+def _tell(values: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(values) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

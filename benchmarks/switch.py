@@ -1,0 +1,177 @@
+"""``bench switch``: a request that preempts training and finds its model elsewhere.
+
+Arms, in turns: *cold* (training runs, the model is not on the device), *resident* (training runs,
+it is), *ready* (plain eager in a process, nothing else runs), *pipeswitch-style* (the published
+behaviour, ``rival``), *serial* (the same, but all weights are copied before the first layer),
+*to-device* (each tensor allocated and copied), *stop-and-start* (kill the training process, start
+one that answers).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from pipeswitch.client.client import Client
+from pipeswitch.planning.fit import quantile
+
+from .baselines import BASELINES, NEEDS_CUDA, ReadyModel, StopAndStart
+from .models import MODELS, QUICK_MODELS, SWITCH_MODELS
+from .numbers import paired_differences, ratio
+from .rival import PUBLISHED, SERIAL, TO_DEVICE
+from .serving import TWINS, Training, ask, serving
+from .setting import Baseline, Setting
+from .trials import Arm, Numbers, Run
+
+ROUNDS: Final = 12
+QUICK_ROUNDS: Final = 7
+MIN_RATIO: Final = 100.0  # of stop-and-start's overhead to ours, on the cpu device
+MIN_RIVAL_RATIO: Final = 3.0  # of the PipeSwitch-style one's
+RIVALS: Final = (PUBLISHED.name, SERIAL.name, TO_DEVICE.name)
+ARMS: Final = (ReadyModel.name, *RIVALS, StopAndStart.name)
+CHECKSUM_TOLERANCE: Final = 1e-3  # of a sum over all outputs, relative to its size
+
+
+def run(bench: Run, models: Sequence[str]) -> None:
+    """Measure each model with a server of its own."""
+    for name in bench.usable(models or (QUICK_MODELS if bench.is_quick else SWITCH_MODELS)):
+        compare(bench, name, ARMS, bench.rounds(ROUNDS, QUICK_ROUNDS))
+        _findings(bench, name)
+    bench.skip(NEEDS_CUDA)
+    bench.notes.append("total_ms is the client's clock; of ready it is the model's run alone")
+    bench.notes.append("overhead: total of cold minus resident, or stop-and-start minus ready")
+
+
+def compare(bench: Run, name: str, baselines: Sequence[str], rounds: int) -> None:
+    """Ours, cold and resident, in turns with these baselines."""
+    with contextlib.ExitStack() as stack:
+        entered = tempfile.TemporaryDirectory(prefix="pipeswitch-bench-")
+        folder = Path(stack.enter_context(entered))
+        setting = Setting(MODELS[name], folder, bench.threads, bench.seed)
+        bench.say(f"{name}: writing weights, starting baselines and a server")
+        setting.write_files()
+        rivals = []
+        for baseline in baselines:
+            rivals.append(BASELINES[baseline](setting))
+            stack.callback(rivals[-1].close)
+        _, client = stack.enter_context(serving(setting.model, bench.threads, bench.seed))
+        requests = Requests(bench, client, setting)
+        arms = [
+            Arm("cold", requests.cold, requests.training.run),
+            Arm("resident", requests.resident, requests.training.run),
+            *(requests.arm_of(rival) for rival in rivals),
+        ]
+        bench.say(f"{name}: measuring")
+        bench.trial_loop(name, arms, rounds, warmup=3)
+
+
+class Requests:
+    """What the arms share: which twin is on the device, the inputs, the training job."""
+
+    def __init__(self, bench: Run, client: Client, setting: Setting) -> None:
+        self._client = client
+        with np.load(setting.order()["inputs_path"]) as arrays:
+            self._inputs: Any = [arrays[name] for name in arrays.files]
+        self.training = Training(client, bench.threads, bench.seed)
+        self._here = 1  # neither; the first cold request is for twin 0
+        self._checksum: float | None = None
+
+    def cold(self) -> Numbers:
+        self._here = 1 - self._here
+        return self._ask(is_resident=False)
+
+    def resident(self) -> Numbers:
+        return self._ask(is_resident=True)
+
+    def _ask(self, *, is_resident: bool) -> Numbers:
+        result, numbers = ask(
+            self._client, TWINS[self._here], self._inputs, is_resident=is_resident
+        )
+        if self._here == 0:
+            self._checksum = float(next(iter(result.outputs.values())).sum(dtype=np.float64))
+        return numbers
+
+    def arm_of(self, baseline: Baseline) -> Arm:
+        def prepare() -> None:
+            self.training.hold()
+            baseline.prepare()
+
+        def measure() -> Numbers:
+            numbers = baseline.measure()
+            self._same(baseline.name, numbers.pop("checksum"))
+            return numbers
+
+        return Arm(baseline.name, measure, prepare, baseline.every, warms_up=baseline.every == 1)
+
+    def _same(self, name: str, checksum: float) -> None:
+        """Whatever is compared has computed the same thing."""
+        assert self._checksum is not None
+        if abs(checksum - self._checksum) > CHECKSUM_TOLERANCE * max(1.0, abs(self._checksum)):
+            raise RuntimeError(f"{name} answers {checksum}, the server {self._checksum}")
+
+
+def _findings(bench: Run, case: str) -> None:
+    cold = bench.values(case, "cold", "total_ms")
+    resident = bench.values(case, "resident", "total_ms")
+    ready = bench.values(case, "ready", "total_ms")
+    restart = bench.values(case, "stop-and-start", "total_ms")
+    ours = quantile(paired_differences(cold, resident), 0.5)
+    theirs = quantile(restart, 0.5) - quantile(ready, 0.5)
+    bench.find(f"{case}: cold switch overhead, p50 of pairs", ours, "ms")
+    bench.find(f"{case}: the same from minimums", min(cold) - min(resident), "ms")
+    bench.find(f"{case}: switch + stall of the cold bill, p50", _wait_ms(bench, case, "cold"), "ms")
+    bench.find(f"{case}: stop-and-start overhead, p50", theirs, "ms")
+    # A difference of totals may drown in noise, or be negative; what the bill owns up to does not.
+    billed = _wait_ms(bench, case, "cold")
+    by_pairs = ratio(theirs, max(ours, billed))
+    by_minimum = ratio(min(restart) - min(ready), max(min(cold) - min(resident), billed))
+    bench.find(f"{case}: stop-and-start overhead / ours", by_pairs, at_least=MIN_RATIO)
+    bench.find(f"{case}: the same from minimums", by_minimum, at_least=MIN_RATIO)
+    _against_rivals(bench, case)
+    bench.find(f"{case}: cold / ready, p50", quantile(cold, 0.5) / quantile(ready, 0.5))
+    bench.find(f"{case}: cold / ready, minimums", min(cold) / min(ready))
+    bench.find(f"{case}: resident / ready, minimums", min(resident) / min(ready))
+
+
+def _against_rivals(bench: Run, case: str) -> None:
+    """Overheads told alike on both sides: beyond ready, and as billed.
+
+    Billed is from the request's arrival in the server to its outputs, minus computing.
+    """
+    ready = bench.values(case, "ready", "total_ms")
+    cold = bench.values(case, "cold", "total_ms")
+    billed = _wait_ms(bench, case, "cold")
+    ours = max(quantile(paired_differences(cold, ready), 0.5), billed)
+    ours_least = max(min(cold) - min(ready), billed)
+    resident = bench.values(case, "resident", "total_ms")
+    warm = max(
+        quantile(paired_differences(resident, ready), 0.5), _wait_ms(bench, case, "resident")
+    )
+    for arm in RIVALS:
+        at_least = MIN_RIVAL_RATIO if arm == RIVALS[0] else None
+        totals = bench.values(case, arm, "total_ms")
+        theirs = quantile(paired_differences(totals, ready), 0.5)
+        least = min(totals) - min(ready)
+        wait = quantile(bench.values(case, arm, "wait_ms"), 0.5)
+        bench.find(f"{case}: {arm} overhead, p50 of pairs with ready", theirs, "ms")
+        for what, value in (
+            ("p50 of pairs", ratio(theirs, ours)),
+            ("minimums", ratio(least, ours_least)),
+            ("as billed", ratio(wait, billed)),
+        ):
+            bench.find(f"{case}: {arm} overhead / ours, {what}", value, at_least=at_least)
+        bench.find(f"{case}: {arm} overhead / ours when resident, p50", ratio(theirs, warm))
+    # Who stops training at a layer waits for that layer, whatever else is done well.
+    waits, stops = (bench.values(case, RIVALS[0], key) for key in ("wait_ms", "acknowledge_ms"))
+    most = ratio(quantile(waits, 0.5), quantile(stops, 0.5))
+    bench.find(f"{case}: {RIVALS[0]} wait / its wait for training alone: the most to gain", most)
+
+
+def _wait_ms(bench: Run, case: str, arm: str) -> float:
+    switch, stall = (bench.values(case, arm, key) for key in ("switch_ms", "stall_ms"))
+    return quantile([a + b for a, b in zip(switch, stall, strict=True)], 0.5)

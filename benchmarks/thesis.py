@@ -1,0 +1,203 @@
+"""The thesis' worked example, and how far its orders and their rivals are from the best.
+
+    python -m benchmarks.thesis [--windows 40]
+
+Prints the example; with ``--windows`` the orders of so many random windows instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Final
+
+from rich.table import Table
+
+from pipeswitch.cli import views
+from pipeswitch.planning.windows import (
+    UNLIMITED,
+    Job,
+    Memory,
+    Order,
+    alternating,
+    fifo,
+    ga,
+    johnson,
+    makespan_ms,
+    neh,
+)
+
+
+def sjf(jobs: Sequence[Job]) -> Order:
+    """The shortest next, where a model that the order has loaded costs no load."""
+    left, order, loaded = list(range(len(jobs))), [], set[str]()
+    while left:
+        ready = [i for i in left if _is_ready(jobs, i, left)]
+
+        def needs_ms(i: int) -> float:
+            return jobs[i].compute_ms + (0.0 if jobs[i].model in loaded else jobs[i].load_ms)
+
+        index = min(ready, key=needs_ms)
+        left.remove(index)
+        order.append(index)
+        loaded.add(jobs[index].model)
+    return tuple(order)
+
+
+def exhaustive(jobs: Sequence[Job], memory: Memory = UNLIMITED) -> Order:
+    """The best of all orders; for ten jobs at most, by the factorial."""
+    best: tuple[float, Order] = (math.inf, ())
+
+    def extend(order: Order, left: tuple[int, ...]) -> None:
+        nonlocal best
+        if not left:
+            best = min(best, (makespan_ms(jobs, order, memory), order))
+        for index in left:
+            if _is_ready(jobs, index, left):
+                extend((*order, index), tuple(i for i in left if i != index))
+
+    extend((), tuple(range(len(jobs))))
+    return best[1]
+
+
+def _is_ready(jobs: Sequence[Job], index: int, left: Sequence[int]) -> bool:
+    """Whether no earlier job of its client is left."""
+    client = jobs[index].client
+    return not client or not any(i < index and jobs[i].client == client for i in left)
+
+
+RULES: Final[dict[str, Callable[[Sequence[Job], Memory], Order]]] = {
+    "fifo": lambda jobs, memory: fifo(jobs),
+    "sjf": lambda jobs, memory: sjf(jobs),
+    "alternating": lambda jobs, memory: alternating(jobs),
+    "johnson": lambda jobs, memory: johnson(jobs),
+    "neh": neh,
+    "ga": ga,
+}
+"""Every way to order a window, by its name."""
+
+EXAMPLE: Final = (
+    Job(model="A", load_ms=120.0, compute_ms=500.0),
+    Job(model="B", load_ms=125.0, compute_ms=400.0),
+    Job(model="C", load_ms=125.0, compute_ms=560.0),
+    Job(model="D", load_ms=62.5, compute_ms=482.5),
+)
+"""Four clients; the thesis' figures are pictures, these numbers give its three totals."""
+CASES: Final = ("unlimited", "tight", "clients")
+"""7 jobs with room for all; with room for 1.5 times the mean of the two largest; 4 clients with
+2 windows each, as tight."""
+RATIOS: Final = (0.3, 1.0, 3.0)
+"""Of the mean load to the mean computing time."""
+SPREAD: Final = 0.6  # sigma of the logarithms of sizes and computing times
+BYTES: Final = 1_000_000  # a model's in the middle
+BY_WINDOW: Final = ("fifo", "alternating", "johnson")
+"""Rules that look at one window at a time; the others see all of a client's windows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Total:
+    """One way through the worked example."""
+
+    way: str
+    order: str
+    total_ms: float
+
+
+def example() -> list[Total]:
+    """Serial, with prefetch, and with prefetch in each rule's order."""
+    given: Order = tuple(range(len(EXAMPLE)))
+    serial = makespan_ms(EXAMPLE, given, Memory(is_prefetching=False))
+    orders = {f"prefetch, {name}": rule(EXAMPLE, Memory()) for name, rule in RULES.items()}
+    orders["prefetch, all orders tried"] = exhaustive(EXAMPLE)
+    return [
+        Total(way="serial", order=_named(given), total_ms=serial),
+        *(Total(way=way, order=_named(order), total_ms=makespan_ms(EXAMPLE, order))
+          for way, order in orders.items()),
+    ]  # fmt: skip
+
+
+def _named(order: Order) -> str:
+    return ", ".join(EXAMPLE[i].model for i in order)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gap:
+    """Of one rule in one cell: by how much its makespan exceeds the best order's, in percent."""
+
+    case: str
+    ratio: float
+    rule: str
+    mean: float
+    worst: float
+
+
+def gaps(instances: int) -> Iterator[Gap]:
+    """Each case, ratio and rule over random instances; the same ones at each call."""
+    cells = [(case, ratio) for case in CASES for ratio in RATIOS]
+    for case, ratio in cells:
+        found: dict[str, list[float]] = {name: [] for name in RULES}
+        for seed in range(instances):
+            jobs, memory = instance(Random(seed), case, ratio)
+            best_ms = makespan_ms(jobs, exhaustive(jobs, memory), memory)
+            for name in RULES:
+                took_ms = makespan_ms(jobs, order_by(name, jobs, memory), memory)
+                found[name].append(100.0 * (took_ms / best_ms - 1.0))
+        for name, over in found.items():
+            yield Gap(case=case, ratio=ratio, rule=name, mean=sum(over) / len(over),
+                      worst=max(over))  # fmt: skip
+
+
+def instance(chance: Random, case: str, ratio: float) -> tuple[list[Job], Memory]:
+    """One of a cell's. In ``clients`` the second window's jobs follow the first one's."""
+    windows = 2 if case == "clients" else 1
+    count = 4 if windows == 2 else 7
+    sizes = [math.exp(chance.gauss(0.0, SPREAD)) for _ in range(count)]
+    compute_ms = [100.0 * math.exp(chance.gauss(0.0, SPREAD)) for _ in range(count)]
+    jobs = [
+        Job(model=f"m{i}", load_ms=100.0 * ratio * sizes[i], compute_ms=compute_ms[i],
+            size_bytes=int(BYTES * sizes[i]), client=f"c{i}" if windows > 1 else "")
+        for _ in range(windows) for i in range(count)
+    ]  # fmt: skip
+    if case == "unlimited":
+        return jobs, Memory()
+    ordered = sorted(job.size_bytes for job in jobs[:count])
+    return jobs, Memory(capacity_bytes=max(ordered[-1], 0.75 * sum(ordered[-2:])))
+
+
+def order_by(name: str, jobs: Sequence[Job], memory: Memory) -> Order:
+    """A rule's order; window after window where it sees no more than one."""
+    clients = {job.client for job in jobs}
+    size = len(jobs) if name not in BY_WINDOW or clients == {""} else len(clients)
+    order: list[int] = []
+    for begin in range(0, len(jobs), size):
+        order += [begin + i for i in RULES[name](jobs[begin : begin + size], memory)]
+    return tuple(order)
+
+
+def _example_table() -> Table:
+    rows = [dataclasses.asdict(total) for total in example()]
+    return views.table(rows, ("way", "order", "total_ms"))
+
+
+def _gaps_table(instances: int) -> Table:
+    cells: dict[tuple[str, float], dict[str, str]] = {}
+    for gap in gaps(instances):
+        row = cells.setdefault((gap.case, gap.ratio), {"case": gap.case, "ratio": f"{gap.ratio:g}"})
+        row[gap.rule] = f"{gap.mean:.1f} / {gap.worst:.0f}"
+    views.echo(f"makespan over the best order's, mean / worst of {instances} windows, percent\n")
+    return views.table(list(cells.values()), ("case", "ratio", *RULES))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--windows", type=int, default=0)
+    windows = parser.parse_args().windows
+    views.console().print(_gaps_table(windows) if windows else _example_table())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""``bench throughput``: what switching leaves of the throughput (PipeSwitch, figure 6).
+
+A cycle switches to a model and then asks it back to back until the cycle's time is over; the next
+cycle is another model's. Arms, in turns: *cold* (every switch is: the arena holds one of the two
+models), *both-fit* (our residency: the arena holds both), *ready* (never switches),
+*pipeswitch-style* (sends all weights again on each request), *stop-and-start* (a new process per
+cycle). Nothing trains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from pipeswitch.client.client import Client
+from pipeswitch.planning.fit import quantile
+
+from .baselines import ReadyModel, StopAndStart
+from .models import MODELS, BenchModel
+from .rival import Rival
+from .serving import TWINS, ask, serving
+from .setting import Setting
+from .trials import Arm, Numbers, Run
+
+CYCLES: Final = {30.0: 1, 10.0: 1, 5.0: 1, 2.0: 2, 1.0: 6, 0.1: 20}  # seconds to full rounds
+QUICK_CYCLES: Final = {1.0: 2, 0.1: 5}
+RESTART_CYCLES_S: Final = (30.0, 10.0, 5.0)  # a shorter one is over before its process is up
+MIN_SHARE: Final = {1.0: 0.98, 0.1: 0.90}  # of ready's throughput, on the cpu device
+DEFAULT_MODELS: Final = ("resnet152",)
+QUICK_MODELS: Final = ("mlp",)
+
+Ask = Callable[[], Numbers]
+
+
+def run(bench: Run, models: Sequence[str]) -> None:
+    """All cycles of each model."""
+    for name in bench.usable(models or (QUICK_MODELS if bench.is_quick else DEFAULT_MODELS)):
+        with tempfile.TemporaryDirectory(prefix="pipeswitch-bench-") as folder:
+            _one_model(bench, MODELS[name], Path(folder))
+    bench.notes.append("throughput: requests of a cycle over the time until its last has ended")
+    bench.notes.append("a cycle shorter than a request holds one request")
+
+
+def cycle(length_s: float, first: Ask, then: Ask) -> Numbers:
+    """Ask until ``length_s`` seconds have passed; the last request is waited for."""
+    began_s = time.monotonic()
+    totals_ms = [float(first()["total_ms"])]
+    while time.monotonic() - began_s < length_s:
+        totals_ms.append(float(then()["total_ms"]))
+    elapsed_s = time.monotonic() - began_s
+    return {
+        "throughput_per_s": len(totals_ms) / elapsed_s,
+        "first_ms": totals_ms[0],
+        "median_ms": quantile(totals_ms, 0.5),
+        "longest_ms": max(totals_ms),
+        "requests": len(totals_ms),
+    }
+
+
+class _Server:
+    """A server of ours, and which of its twins answered last."""
+
+    def __init__(self, client: Client, inputs: Any, *, is_cold: bool) -> None:
+        self._client, self._inputs, self._is_cold = client, inputs, is_cold
+        self._here = 1
+        for name in TWINS:
+            client.infer(name, inputs)  # both-fit: both are there from now on
+
+    def cycle(self, length_s: float) -> Numbers:
+        self._here = 1 - self._here
+        return cycle(length_s, lambda: self._ask(not self._is_cold), lambda: self._ask(True))
+
+    def _ask(self, is_resident: bool) -> Numbers:
+        name = TWINS[self._here]
+        return ask(self._client, name, self._inputs, is_resident=is_resident)[1]
+
+
+def _one_model(bench: Run, model: BenchModel, folder: Path) -> None:
+    setting = Setting(model, folder, bench.threads, bench.seed)
+    bench.say(f"{model.name}: writing weights, starting baselines and two servers")
+    setting.write_files()
+    with np.load(setting.order()["inputs_path"]) as arrays:
+        inputs: Any = [arrays[name] for name in arrays.files]
+    with contextlib.ExitStack() as stack:
+        ready, rival, restart = ReadyModel(setting), Rival(setting), StopAndStart(setting)
+        for baseline in (ready, rival, restart):
+            stack.callback(baseline.close)
+        ours = {}
+        for arm, rooms in (("cold", 1), ("both-fit", 2)):
+            entered = serving(model, bench.threads, bench.seed, rooms=rooms)
+            _, client = stack.enter_context(entered)
+            ours[arm] = _Server(client, inputs, is_cold=rooms == 1)
+        for length_s, rounds in (QUICK_CYCLES if bench.is_quick else CYCLES).items():
+            case = f"{model.name}, {length_s:g} s"
+            bench.say(f"{case}: measuring")
+            arms = [
+                *(Arm(name, partial(server.cycle, length_s)) for name, server in ours.items()),
+                _arm(ready.name, length_s, ready.measure),
+                _arm(rival.name, length_s, rival.measure),
+            ]
+            if length_s in RESTART_CYCLES_S or bench.is_quick:
+                arms.append(_arm(restart.name, length_s, restart.measure, restart.again, rounds))
+            bench.trial_loop(case, arms, bench.rounds(rounds, rounds), warmup=0)
+            restart.close()
+            _findings(bench, case, length_s, [arm.name for arm in arms])
+
+
+def _arm(name: str, length_s: float, first: Ask, then: Ask | None = None, every: int = 1) -> Arm:
+    return Arm(name, lambda: cycle(length_s, first, then or first), every=every)
+
+
+def _findings(bench: Run, case: str, length_s: float, arms: Sequence[str]) -> None:
+    ready = quantile(bench.values(case, "ready", "throughput_per_s"), 0.5)
+    bench.find(f"{case}: ready, p50", ready, "requests/s")
+    for arm in arms:
+        if arm == "ready":
+            continue
+        share = quantile(bench.values(case, arm, "throughput_per_s"), 0.5) / ready
+        at_least = MIN_SHARE.get(length_s) if arm == "cold" else None
+        bench.find(f"{case}: {arm} / ready, p50", share, at_least=at_least)

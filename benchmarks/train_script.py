@@ -1,0 +1,119 @@
+"""The training script of the benchmarks: the same file runs plain and as a job.
+
+``python -m benchmarks.train_script`` is the plain run, the job's entry is
+``benchmarks.train_script:main``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from pipeswitch import job
+
+WIDTH: Final = 512
+LAYERS: Final = 4
+BATCH: Final = 256
+
+
+def main() -> None:
+    """Train an MLP on made-up data; write the instants of the step boundaries to ``--record``."""
+    options = _options()
+    torch.set_num_threads(options.threads)
+    model, x, y = network(options.width, options.layers, options.batch)
+    model.to(job.device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    gaps = Gaps(model) if options.gaps else None
+    instants_ms: list[float] = []
+    cpu_ms: list[float] = []  # of this thread alone: a busy machine does not change it much
+    per_epoch = options.steps or 1000
+    for _ in job.epochs(1 if options.steps else 1_000_000):
+        for number, (inputs, targets) in enumerate(
+            job.steps([(x, y)] * per_epoch, model=model, optimizer=optimizer)
+        ):
+            if options.record:
+                instants_ms.append(time.monotonic() * 1000)
+                cpu_ms.append(time.thread_time() * 1000)
+            if gaps is not None:
+                gaps.begin()
+            loss: Any = nn.functional.mse_loss(model(inputs), targets)  # untyped in torch
+            loss.backward()
+            if gaps is not None:
+                gaps.end()
+            optimizer.step()
+            optimizer.zero_grad()
+            if options.announce and number == options.announce:
+                sys.stdout.write("training\n")
+                sys.stdout.flush()
+    if options.record:
+        rows = gaps.rows if gaps is not None else []
+        found = {"instants_ms": instants_ms, "cpu_ms": cpu_ms, "gaps_ms": rows}
+        part = Path(f"{options.record}.part")
+        part.write_text(json.dumps(found))
+        os.replace(part, options.record)
+
+
+def network(
+    width: int = WIDTH, layer_count: int = LAYERS, batch: int = BATCH
+) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """The trained MLP, and a batch of inputs and targets; the same every time."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(width, width) for _ in range(layer_count)]
+    model = nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())))
+    return model, torch.randn(batch, width), torch.randn(batch, width)
+
+
+class Gaps:
+    """Times between neighbouring places where the preemption gate would be looked at.
+
+    The longest gap is the "one layer" that a stop has to wait for at most.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.rows: list[list[float]] = []
+        self._marks: list[float] = []
+        for module in model.modules():
+            own = list(module.parameters(recurse=False))
+            if own or next(module.children(), None) is None:
+                module.register_forward_pre_hook(lambda *_: self.mark())
+                if own:
+                    first: Any = own[0]  # untyped in torch
+                    first.register_post_accumulate_grad_hook(lambda _: self.mark())
+
+    def mark(self) -> None:
+        self._marks.append(time.monotonic() * 1000)
+
+    def begin(self) -> None:
+        self._marks = []
+        self.mark()
+
+    def end(self) -> None:
+        self.mark()
+        pairs = pairwise(self._marks)
+        self.rows.append([after - before for before, after in pairs])
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--width", type=int, default=WIDTH)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--batch", type=int, default=BATCH)
+    parser.add_argument("--steps", type=int, default=0, help="0: for ever")
+    parser.add_argument("--record", default="", help="a file for the step instants")
+    parser.add_argument("--gaps", action="store_true", help="record the time between layers too")
+    parser.add_argument("--announce", type=int, default=0, help="say so after this many steps")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""``bench training``: what being preemptible costs a job, and how fast it steps aside.
+
+The same script runs plain and as a job in turns, on as many threads, commits included (as often
+as the default configuration has them). The plain script runs twice: as it is, and with the
+allocator's settings of a worker (``workers/training/script.py``), which make the job faster than a
+plain script: without them its cost is judged against what it gains. Rounds are compared pairwise,
+since a process has its own luck with its heap. Then a job that runs for ever is
+interrupted by requests at random moments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from pipeswitch.client.client import Client
+from pipeswitch.planning.fit import quantile
+from pipeswitch.testing import server
+
+from .baselines import TRAIN_MODULE
+from .request_path import SOURCE
+from .serving import TRAIN_ENTRY, Training, ask
+from .trials import Arm, Numbers, Run
+
+KEPT_HEAP: Final = {  # what a worker sets for a job
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+}
+PLAIN: Final = "plain"
+PLAIN_KEPT: Final = "plain, heap kept"
+WARM_STEPS: Final = 5
+MAX_SLOWDOWN: Final = 0.02  # of steps from LONG_STEP_MS up
+MAX_MORE_MS: Final = 0.3  # a step below
+LONG_STEP_MS: Final = 20.0
+MAX_OVER_LAYER_MS: Final = 1.0
+RUN_S: Final = 12.0
+QUICK_RUN_S: Final = 1.5
+ROUNDS: Final = 5
+QUICK_ROUNDS: Final = 3
+STOPS: Final = 200
+QUICK_STOPS: Final = 25
+GAP_STEPS: Final = 40
+EVENTS_WAIT_S: Final = 0.3  # after the last request, for the last event
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A training step's size; ``args`` are train_script's."""
+
+    name: str
+    args: tuple[str, ...]
+
+
+SHAPES: Final = (
+    Shape("long-steps", ("--width", "512", "--layers", "4", "--batch", "448")),
+    Shape("middle-steps", ("--width", "512", "--layers", "4", "--batch", "48")),
+    Shape("small-steps", ("--width", "128", "--layers", "4", "--batch", "64")),
+)
+
+
+def run(bench: Run, _: Any = ()) -> None:
+    """All shapes on one server."""
+    args = ("--threads", str(bench.threads))
+    with (
+        tempfile.TemporaryDirectory(prefix="pipeswitch-bench-") as folder,
+        server(arena="512MiB", host_store="1GiB", args=args) as running,
+        running.client() as client,
+    ):
+        client.register("tiny", SOURCE, weights="random:0", inputs={"x": ((1, 16), "float32")})
+        client.infer("tiny", np.ones((1, 16), np.float32))
+        for shape in SHAPES:
+            runs = _Runs(bench, client, shape, Path(folder))
+            _slowdown(bench, shape, runs)
+            _latency(bench, shape, runs, client)
+    bench.notes.append("the job commits as often as by default; its first commits come sooner")
+    bench.notes.append("plain, heap kept: the plain script with a worker's allocator settings")
+    bench.notes.append("slowdowns are medians over pairs of neighbouring runs")
+    bench.notes.append("stop_ms: the worker has read the stop, until the device is free")
+
+
+class _Runs:
+    """The script, plain and as a job, for a number of steps."""
+
+    def __init__(self, bench: Run, client: Client, shape: Shape, folder: Path) -> None:
+        self._bench, self._client, self._shape, self._folder = bench, client, shape, folder
+        self._count = 0
+        self.options = ("--threads", str(bench.threads), *shape.args)
+        probe = self._plain(GAP_STEPS, "--gaps")
+        self.gaps = probe.gaps_ms
+        seconds = QUICK_RUN_S if bench.is_quick else RUN_S
+        self.steps = max(30, round(seconds * 1000 / quantile(probe.wall_ms, 0.5)))
+
+    def _record(self) -> Path:
+        self._count += 1
+        return self._folder / f"{self._shape.name}-{self._count}.json"
+
+    def _plain(self, steps: int, *more: str, **environment: str) -> _Steps:
+        path = self._record()
+        words = [*self.options, "--steps", str(steps), "--record", str(path), *more]
+        command = [sys.executable, "-P", "-m", TRAIN_MODULE, *words]
+        subprocess.run(command, check=True, env=os.environ | environment)
+        return _read(path)
+
+    def plain(self) -> Numbers:
+        return _numbers(self._plain(self.steps))
+
+    def plain_with_kept_heap(self) -> Numbers:
+        return _numbers(self._plain(self.steps, **KEPT_HEAP))
+
+    def job(self) -> Numbers:
+        path = self._record()
+        words = [*self.options, "--steps", str(self.steps), "--record", str(path)]
+        before = self._client.stats()["commits"]
+        task = self._client.train(TRAIN_ENTRY, name=f"run-{path.stem}", args=words)
+        task.wait()
+        commits = self._client.stats()["commits"] - before
+        return _numbers(_read(path)) | {"commits": commits}
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Of each step after the warm-up; ``gaps_ms``: between neighbouring gate points."""
+
+    wall_ms: list[float]
+    cpu_ms: list[float]  # of the script's thread
+    gaps_ms: list[list[float]]
+
+
+def _read(path: Path) -> _Steps:
+    found = json.loads(path.read_text())
+    wall, cpu = (
+        [after - before for before, after in pairwise(found[key][WARM_STEPS:])]
+        for key in ("instants_ms", "cpu_ms")
+    )
+    return _Steps(wall, cpu, found["gaps_ms"][WARM_STEPS:])
+
+
+def _numbers(steps: _Steps) -> Numbers:
+    return {
+        "step_ms": sum(steps.wall_ms) / len(steps.wall_ms),  # commits included
+        "median_step_ms": quantile(steps.wall_ms, 0.5),
+        "fastest_tenth_step_ms": quantile(steps.wall_ms, 0.1),
+        "cpu_step_ms": sum(steps.cpu_ms) / len(steps.cpu_ms),
+        "fastest_tenth_cpu_step_ms": quantile(steps.cpu_ms, 0.1),
+        "steps": len(steps.wall_ms),
+        "steps_per_s": 1000 * len(steps.wall_ms) / sum(steps.wall_ms),
+    }
+
+
+def _slowdown(bench: Run, shape: Shape, runs: _Runs) -> None:
+    bench.say(f"{shape.name}: {runs.steps} steps, plain and as a job in turns")
+    arms = [
+        Arm(PLAIN, runs.plain),
+        Arm(PLAIN_KEPT, runs.plain_with_kept_heap),
+        Arm("job", runs.job),
+    ]
+    bench.trial_loop(shape.name, arms, bench.rounds(ROUNDS, QUICK_ROUNDS), warmup=0)
+    step_ms = quantile(bench.values(shape.name, PLAIN, "median_step_ms"), 0.5)
+    bench.find(f"{shape.name}: plain step, median", step_ms, "ms")
+    for arm in (PLAIN_KEPT, PLAIN):
+        for key, what in (
+            ("step_ms", "mean step"),
+            ("median_step_ms", "median step"),
+            ("cpu_step_ms", "mean CPU time of a step"),
+        ):
+            pairs = list(
+                zip(
+                    bench.values(shape.name, "job", key),
+                    bench.values(shape.name, arm, key),
+                    strict=True,
+                )
+            )
+            text = f"{shape.name}: {what} of the job against {arm}"
+            if step_ms >= LONG_STEP_MS:
+                slowdown = statistics.median(job / plain - 1 for job, plain in pairs)
+                bench.find(f"{text}, slowdown", slowdown, at_most=MAX_SLOWDOWN)
+            else:
+                more_ms = statistics.median(job - plain for job, plain in pairs)
+                bench.find(f"{text}, more", more_ms, "ms", at_most=MAX_MORE_MS)
+
+
+def _latency(bench: Run, shape: Shape, runs: _Runs, client: Client) -> None:
+    """Requests at random moments of a job that runs for ever; its ``job.suspended`` events."""
+    layer_ms = _longest_layer_ms(runs.gaps)
+    stops = QUICK_STOPS if bench.is_quick else STOPS
+    bench.say(f"{shape.name}: {stops} preemptions")
+    training = Training(client, bench.threads, bench.seed, shape.args)
+    training.run()
+    events = _Suspensions(client)
+    dice = random.Random(bench.seed)
+    payload = np.ones((1, 16), np.float32)
+    for number in range(stops):
+        time.sleep(dice.uniform(0.02, 0.12))
+        _, numbers = ask(client, "tiny", payload, is_resident=True)
+        bench.record(shape.name, "request", number, numbers)
+    for number, event in enumerate(events.stop()):
+        bench.record(shape.name, f"stop-{event['where']}", number, {"stop_ms": event["stop_ms"]})
+    training.task.cancel()
+    limit_ms = layer_ms + MAX_OVER_LAYER_MS
+    bench.find(f"{shape.name}: longest layer, median", layer_ms, "ms")
+    for where in ("forward", "backward", "boundary", "loader"):
+        found = bench.values(shape.name, f"stop-{where}", "stop_ms")
+        if not found:
+            continue
+        limit = limit_ms if where in ("forward", "backward") else None  # the optimizer is apart
+        bench.find(f"{shape.name}: stop in {where}, p50", quantile(found, 0.5), "ms", at_most=limit)
+        bench.find(
+            f"{shape.name}: stop in {where}, p99", quantile(found, 0.99), "ms", at_most=limit
+        )
+
+
+def _longest_layer_ms(gaps: Sequence[Sequence[float]]) -> float:
+    """The longest of the medians of each place of a step."""
+    return max(quantile(place, 0.5) for place in zip(*gaps, strict=True))
+
+
+class _Suspensions:
+    """Collects ``job.suspended`` on a thread until ``stop``."""
+
+    def __init__(self, client: Client) -> None:
+        self._found: list[dict[str, Any]] = []
+        self._records = client.events("job.suspended", timeout_s=EVENTS_WAIT_S)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._collect, args=(client,), daemon=True)
+        self._thread.start()
+
+    def _collect(self, client: Client) -> None:
+        while True:
+            self._found += self._records  # until nothing came for EVENTS_WAIT_S
+            if self._is_over.is_set():
+                return
+            self._records = client.events("job.suspended", timeout_s=EVENTS_WAIT_S)
+
+    def stop(self) -> list[dict[str, Any]]:
+        """All events, the last request's included."""
+        self._is_over.set()
+        self._thread.join()
+        return self._found

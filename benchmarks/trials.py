@@ -1,0 +1,253 @@
+"""The common trial loop: interleaved arms, warm-up, one record per trial, p50/p99 at the end.
+
+Machines drift: other programs, clocks, caches. So arms that are compared take turns inside one
+run (A B A B), never one after the other, and are compared by median and minimum of one run.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeswitch.machine import cpu_count
+from pipeswitch.planning.fit import quantile
+
+from .machine import Others, warnings_of
+from .models import missing
+
+Numbers = dict[str, Any]
+Emit = Callable[[str], None]
+
+
+def now_ms() -> float:
+    """Milliseconds of the system-wide monotonic clock."""
+    return time.monotonic() * 1000
+
+
+def nothing() -> None:
+    """An arm that needs no preparation."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One of the things compared. ``prepare`` is not timed; ``measure`` is one trial.
+
+    ``every``: it takes part in every so many rounds only (a stop-and-start takes seconds).
+    """
+
+    name: str
+    measure: Callable[[], Numbers]
+    prepare: Callable[[], None] = nothing
+    every: int = 1
+    warms_up: bool = True
+
+
+def interleave(
+    arms: Sequence[Arm], rounds: int, *, warmup: int = 1
+) -> Iterator[tuple[Arm, int, Numbers]]:
+    """Rounds of one trial of each arm; those of the warm-up are run and not told."""
+    for number in range(-warmup, rounds):
+        for arm in arms:
+            if number % arm.every if number >= 0 else not arm.warms_up:
+                continue
+            arm.prepare()
+            numbers = arm.measure()
+            if number >= 0:
+                yield arm, number, numbers
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A number that follows from the trials, beside its target if it has one."""
+
+    name: str
+    value: float
+    unit: str = ""
+    target: str = ""
+    is_met: bool | None = None  # None: there is no target
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "value": self.value,
+            "unit": self.unit,
+            "target": self.target,
+            "is_met": self.is_met,
+        }
+
+
+@dataclass
+class Run:
+    """One benchmark under way: facts, trials, findings. ``emit`` takes each finished line."""
+
+    what: str
+    command: str
+    is_quick: bool
+    seed: int
+    as_json: bool
+    emit: Emit
+    facts: Numbers  # of ``machine_facts``
+    threads: int = field(default_factory=lambda: max(1, cpu_count() - 1))
+    trials: list[dict[str, Any]] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)  # why to trust the numbers less
+    began_at_s: float = field(default_factory=time.monotonic)
+    trials_asked: int = 0  # rounds of each case; 0: the benchmark's own choice
+    others: Others = field(default_factory=Others)
+
+    def __post_init__(self) -> None:
+        self.facts = self.facts | {"threads": self.threads, "seed": self.seed}
+
+    def rounds(self, full: int, quick: int) -> int:
+        """How many rounds: as asked for, else the benchmark's own choice."""
+        return self.trials_asked or (quick if self.is_quick else full)
+
+    def usable(self, names: Sequence[str]) -> list[str]:
+        """Those models that can be measured here; the others are told as skipped."""
+        reasons = {name: missing(name) for name in names}
+        self.skip({name: reason for name, reason in reasons.items() if reason})
+        return [name for name in names if not reasons[name]]
+
+    def skip(self, arms: Mapping[str, str]) -> None:
+        """Say which arms are left out, and why."""
+        for arm, reason in arms.items():
+            self.say(f"{arm}: skipped: {reason}")
+            self.notes.append(f"{arm}: skipped: {reason}")
+
+    def say(self, text: str) -> None:
+        """Progress for people; programs that read JSON are spared it."""
+        if not self.as_json:
+            self.emit(f"[{time.monotonic() - self.began_at_s:5.1f} s] {text}")
+
+    def record(self, case: str, arm: str, number: int, numbers: Numbers) -> None:
+        """Keep a trial, and tell it as one JSON line."""
+        trial = {"bench": self.what, "case": case, "arm": arm, "trial": number} | numbers
+        self.trials.append(trial)
+        if self.as_json:
+            self.emit(json.dumps(trial | self.facts))
+
+    def trial_loop(self, case: str, arms: Sequence[Arm], rounds: int, *, warmup: int = 1) -> None:
+        """Interleave the arms and record every trial of theirs."""
+        for arm, number, numbers in interleave(arms, rounds, warmup=warmup):
+            self.record(case, arm.name, number, numbers)
+
+    def values(self, case: str, arm: str, key: str) -> list[float]:
+        """One number of all trials of an arm, in order."""
+        return [
+            float(trial[key])
+            for trial in self.trials
+            if (trial["case"], trial["arm"]) == (case, arm) and trial.get(key) is not None
+        ]
+
+    def find(
+        self,
+        name: str,
+        value: float,
+        unit: str = "",
+        *,
+        at_most: float | None = None,
+        at_least: float | None = None,
+    ) -> None:
+        """Add a finding, judged when it has a target."""
+        target, is_met = "", None
+        if at_most is not None:
+            target, is_met = f"≤ {at_most:g}", value <= at_most
+        elif at_least is not None:
+            target, is_met = f"≥ {at_least:g}", value >= at_least
+        self.findings.append(Finding(name, value, unit, target, is_met))
+
+    # ---- reports -------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Note how quiet the machine was; called once, when no process of ours is left."""
+        share = self.others.share()
+        self.facts = self.facts | {"others_share": None if share is None else round(share, 3)}
+        found = warnings_of(float(self.facts.get("load_1m", 0.0)), share)
+        self.warnings += found
+        for text in found:
+            self.say(f"warning: {text}")
+
+    def summary(self) -> list[dict[str, Any]]:
+        """p50, p99 and minimum of every timed number, by case and arm."""
+        keys: dict[tuple[str, str, str], list[float]] = {}
+        for trial in self.trials:
+            for key, value in trial.items():
+                if key.endswith(("_ms", "_per_s")) and isinstance(value, int | float):
+                    keys.setdefault((trial["case"], trial["arm"], key), []).append(float(value))
+        return [
+            {
+                "case": case,
+                "arm": arm,
+                "number": key,
+                "p50": quantile(values, 0.5),
+                "p99": quantile(values, 0.99),
+                "min": min(values),
+                "n": len(values),
+            }
+            for (case, arm, key), values in keys.items()
+        ]
+
+    def document(self) -> dict[str, Any]:
+        """Everything, as it is written beside the Markdown."""
+        return {
+            "bench": self.what,
+            "command": self.command,
+            "is_quick": self.is_quick,
+            "duration_s": time.monotonic() - self.began_at_s,
+            "facts": self.facts,
+            "findings": [finding.row() for finding in self.findings],
+            "summary": self.summary(),
+            "notes": self.notes,
+            "warnings": self.warnings,
+            "trials": self.trials,
+        }
+
+    def compact_json(self) -> str:
+        """The document with one line per trial, so that a diff shows what changed."""
+        document = self.document()
+        trials = ",\n".join(f"  {json.dumps(trial)}" for trial in document.pop("trials"))
+        head = json.dumps(document, indent=1)[:-2]
+        return f'{head},\n "trials": [\n{trials}\n ]\n}}\n'
+
+    def markdown(self) -> str:
+        """The report for people."""
+        facts = ", ".join(f"{key} {value}" for key, value in self.facts.items())
+        lines = [f"# {self.what} on {self.facts['device']}", "", f"`{self.command}`", "", facts, ""]
+        lines += [*(f"**Warning:** {text}." for text in self.warnings), ""] if self.warnings else []
+        lines += ["| finding | value | target | met |", "|---|---|---|---|"]
+        for finding in self.findings:
+            met = {True: "yes", False: "**no**", None: ""}[finding.is_met]
+            value = f"{finding.value:.4g} {finding.unit}".strip()
+            lines.append(f"| {finding.name} | {value} | {finding.target} | {met} |")
+        lines += [
+            "",
+            "| case | arm | number | p50 | p99 | min | n |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for row in self.summary():
+            numbers = f"{row['p50']:.3f} | {row['p99']:.3f} | {row['min']:.3f} | {row['n']}"
+            lines.append(f"| {row['case']} | {row['arm']} | {row['number']} | {numbers} |")
+        lines += ["", *(f"- {note}" for note in self.notes)]
+        return "\n".join(lines).rstrip() + "\n"
+
+    def write(self, folder: Path) -> list[Path]:
+        """``<what>_<device>_<date>`` as ``.md``, ``.json`` and a plot into ``folder``."""
+        folder.mkdir(parents=True, exist_ok=True)
+        stem = f"{self.what}_{self.facts['device']}_{time.strftime('%Y-%m-%d')}"
+        report, data = folder / f"{stem}.md", folder / f"{stem}.json"
+        report.write_text(self.markdown(), "utf-8")
+        data.write_text(self.compact_json(), "utf-8")
+        return [report, data, *self._plot(folder / f"{stem}.png")]
+
+    def _plot(self, path: Path) -> list[Path]:
+        from . import plots  # here: it takes our quantiles from this module
+
+        if not plots.is_available():
+            self.say("no plot: matplotlib is not installed (pip install 'pipeswitch[bench]')")
+            return []
+        return [path] if plots.draw(self.document(), path) else []

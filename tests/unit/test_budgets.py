@@ -1,0 +1,168 @@
+"""Budgets: numbers that only a commit with a reason may raise.
+
+Calls are those of Python's functions in the scheduler: the same number in each run.
+"""
+
+# mypy: disable-error-code="arg-type"
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+import pytest
+
+from pipeswitch.ipc.messages import (
+    InferenceDone,
+    JobReport,
+    ModelPrepared,
+    Parked,
+    TransmitEnded,
+    WorkerReady,
+)
+from pipeswitch.scheduler import events as ev
+from tests.unit.test_scheduler_rules import MIB, Rig
+
+ROOT = Path(__file__).parents[2]
+PRODUCT = ("pipeswitch", "workers", "memory_daemon")
+MOST_PRODUCT_LINES = 56_500  # to become 48,000
+MOST_TEST_LINES = 54_700  # to become 47,000
+
+
+def lines_of(*tops: str) -> int:
+    """Of Python, comments and blank ones too; the demo is shown, not used."""
+    return sum(
+        len(path.read_text("utf-8").splitlines())
+        for top in tops
+        for path in (ROOT / top).rglob("*.py")
+        if not path.is_relative_to(ROOT / "pipeswitch/demo")
+    )
+
+
+def test_the_lines_stay_below_their_ceiling() -> None:
+    """Lower a ceiling with what is deleted, to the next hundred. A feature raises it by its own
+    allowance at most, in the commit that lands it, and that commit says why; anything else that
+    needs lines finds as many to delete."""
+    assert lines_of(*PRODUCT) <= MOST_PRODUCT_LINES
+    assert lines_of("tests") <= MOST_TEST_LINES
+
+
+@dataclass
+class Spent:
+    """What was called between two points."""
+
+    calls: int = 0
+    files: set[str] = field(default_factory=set)
+
+    def note(self, frame: FrameType, what: str, _: Any) -> None:
+        name = frame.f_code.co_filename
+        if what == "call" and "pipeswitch/scheduler" in name:
+            self.calls += 1
+            self.files.add(Path(name).name)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        before = sys.getprofile()
+        sys.setprofile(self.note)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+
+
+class Counted(Rig):
+    """A server with so many models, of which the workers have loaded all; "a" is on the device."""
+
+    def __init__(self, fleet_model: ModuleType, models: int = 1) -> None:
+        self.spent = Spent()
+        self.is_counting = False
+        super().__init__(fleet_model, arena_bytes=256 * MIB, store_bytes=16 * MIB * (models + 1),
+                         words=64 + 4 * models)  # fmt: skip
+        for name in ("a", *(f"m{index}" for index in range(models - 1))):
+            self.register(name)
+        self.prepare()
+        self.make_resident("a")
+
+    def prepare(self) -> None:
+        while busy := [one for one in self.state.workers.values() if one.preparing]:
+            for one in busy:
+                replica = self.state.replicas[one.preparing]
+                message = ModelPrepared(model=replica.name, digest=replica.built.digest,
+                                        plan=replica.plan)  # fmt: skip
+                self.worker(one.slot, message)
+
+    def handle(self, event: ev.Event, at_ms: float | None = None) -> None:
+        if not self.is_counting:
+            super().handle(event, at_ms)
+            return
+        with self.spent.counting():
+            commands = self.scheduler.handle(event, self.now_ms)
+        self._take(commands)
+
+    @contextmanager
+    def counted(self) -> Iterator[Spent]:
+        """What the scheduler spends on the events meanwhile, without what checks it."""
+        self.spent, self.is_counting = Spent(), True
+        yield self.spent
+        self.is_counting = False
+        self.scheduler.check()
+
+    def computed(self) -> None:
+        """The task that computes ends, and its worker is free at once."""
+        task = self.state.current
+        self.worker(task.slot, InferenceDone(
+            epoch=task.epoch, outputs=(), turn_at_ms=0.0, first_group_at_ms=0.0, ended_at_ms=1.0,
+            stall_ms=0.0, is_clean=True, group_begins_at_ms=(0.0, 0.5),
+            group_ends_at_ms=(0.5, 1.0)))  # fmt: skip
+
+    def switch(self, name: str, job: Any) -> None:
+        """A model is sent while a job steps aside for it, and the job goes on."""
+        self.infer(name)
+        turn = self.state.upcoming.turn
+        parked = Parked(epoch=job.epoch, turn=job.turn, next_turn=turn, where="forward",
+                        asked_at_ms=0.0, parked_at_ms=1.0)  # fmt: skip
+        self.worker(job.slot, parked)
+        epoch = self.state.replicas[name].residency_epoch
+        self.daemon(TransmitEnded(model=name, epoch=epoch, is_complete=True, group_count=2,
+                                  copied_bytes=1, started_at_ms=0.0, ended_at_ms=1.0))  # fmt: skip
+        self.computed()
+
+
+@pytest.mark.parametrize("models", [1, 300])
+def test_a_warm_request_touches_what_it_needs(fleet_model: ModuleType, models: int) -> None:
+    rig = Counted(fleet_model, models)
+    rig.infer("a")
+    rig.computed()
+    with rig.counted() as spent:
+        rig.infer("a")
+        rig.computed()
+    assert rig.answers[rig.last_token].error is None
+    assert spent.calls <= 125  # were 416
+    assert len(spent.files) <= 17  # were 34
+
+
+def test_a_cold_request_that_preempts_a_job_touches_what_it_needs(fleet_model: ModuleType) -> None:
+    rig = Counted(fleet_model, models=20)
+    job = rig.start_training()
+    rig.switch("m6", job)  # a job that is suspended brings one more worker
+    rig.worker(3, WorkerReady(slot=3, pid=13))
+    rig.prepare()
+    with rig.counted() as spent:
+        rig.switch("m7", job)
+    assert job.state.state.value == "running"
+    assert spent.calls <= 545  # were 909; 480 are wanted
+    assert len(spent.files) <= 32  # were 40
+
+
+@pytest.mark.parametrize("models", [1, 300])
+def test_a_training_report_concerns_nobody(fleet_model: ModuleType, models: int) -> None:
+    rig = Counted(fleet_model, models)
+    job = rig.start_training()
+    with rig.counted() as spent:
+        rig.worker(job.slot, JobReport(epoch=job.epoch, kind="progress", values={"step": 3}))
+    assert spent.calls <= 35  # were 159
