@@ -1,4 +1,4 @@
-"""Connections of clients, each a plain stream (docs/adr/0038).
+"""Connections of clients, each a plain stream (docs/adr/0039).
 
 A peer is what stands for one connection: it hands on the messages that come, and takes ``Outgoing``
 ones. The owner's may have a share: a tensor that comes in it is copied once, into its request's

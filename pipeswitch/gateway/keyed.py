@@ -1,4 +1,4 @@
-"""ZeroMQ with keys: where other machines can reach the server's TCP address (docs/adr/0038).
+"""ZeroMQ with keys: where other machines can reach the server's TCP address (docs/adr/0039).
 
 libzmq proves who a client is (CURVE, and the allow-list by ZAP); what it sends goes on, part for
 part, by a plain stream of its own to the owner's socket, where it is named first. So the server
