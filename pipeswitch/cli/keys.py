@@ -13,7 +13,7 @@ import click
 
 from ..errors import ConfigError
 from ..roles import Role, in_order
-from ..wire.keys import KeyFolder, make_pair, read_public
+from ..wire.keys import KEY_CHARACTERS, KeyFolder, make_pair, read_public
 from . import views
 from .common import json_option
 
@@ -119,8 +119,17 @@ def keys_pair(name: str, out: str, as_json: bool) -> None:
     _print(row, lines, as_json)
 
 
-# A key may begin with "-".
-@keys.command("admit", context_settings={"ignore_unknown_options": True})
+class TakesKey(click.Command):
+    """A key may begin with a dash, and is no option then."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        keys = [one for one in args if one.startswith("-") and len(one) == KEY_CHARACTERS]
+        if keys and "--" not in args:
+            args = [*(one for one in args if one not in keys), "--", *keys]
+        return super().parse_args(ctx, args)
+
+
+@keys.command("admit", cls=TakesKey)
 @name_argument
 @click.argument("key")
 @roles_option

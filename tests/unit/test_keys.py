@@ -150,5 +150,5 @@ def test_the_commands_make_admit_list_and_revoke(tmp_path: Path) -> None:
     assert [row["name"] for row in cli(*where, "ls", "--json")] == ["a", "b"]
     cli(*where, "revoke", "a", "--json")
     assert cli(*where, "ls", "--json") == [{"name": "b", "key": pair["key"], "roles": ["infer"]}]
-    dashed = "-}TYWmW=i!x>lW(ZIUh<*5OH9(@:ytRP]5=LXaMk"  # one of 85 begins so
+    dashed = "-}TYWmW=i!x>lW(ZIUh<*5OH9(@:ytRP]5=LXaMk"  # one of 85 begins so; -h is help
     assert cli(*where, "admit", "c", dashed, "--json")["key"] == dashed
