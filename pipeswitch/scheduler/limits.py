@@ -30,7 +30,7 @@ def limit(asked: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
 
 
 def refusal(asked: Sequence[str], names: Sequence[str]) -> PipeSwitchError | None:
-    """Of a device that is not here."""
+    """Error for a device this server does not have."""
     kinds = kinds_of(names)
     unknown = next((name for name in asked if name not in names and name not in kinds), None)
     if unknown is None:
