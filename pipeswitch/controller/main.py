@@ -72,7 +72,7 @@ from .effects import Effects
 from .folders import Places
 from .gateway import Gateway, Keyed
 from .journal import FILE_NAME, JournalFile
-from .processes import Processes
+from .processes import URGENT_LOOK_EVERY_S, Processes
 from .shared_memory import DeviceShare, Memory, Sizes
 from .stages import StageEffects
 from .tracing import Tracer
@@ -469,19 +469,23 @@ class Server:
 
     def _loop(self, watchdog: LoopWatchdog) -> int:
         """One blocking call: children, clients' events and signals all wake it."""
+        look_at_s = 0.0
         while self._effects.left is None:
-            timeout_s = self._timeout_s()
+            timeout_s = self._timeout_s(look_at_s)
             if 0.0 < timeout_s < EXACT_BELOW_S:
                 select.select([self._selector], (), (), timeout_s)
                 timeout_s = 0.0
-            for key, _ in self._selector.select(timeout_s):
+            found = self._selector.select(timeout_s)
+            for key, _ in found:
                 key.data()
             self._frontend.step()
             self._handle_inbox()
-            self._processes.look(self._waited_since_s())
-            self._gateway.look()
             watchdog.turned()
-            self._notifier.beat(time.monotonic())
+            now_s = time.monotonic()
+            if now_s >= look_at_s:
+                look_at_s = now_s + self._look(now_s)
+            elif found:  # what was found may want a look sooner
+                look_at_s = min(look_at_s, now_s + URGENT_LOOK_EVERY_S)
         self._notifier.tell(STOPPING=1, STATUS=self._effects.left.reason)
         log.info("leaving status=%d: %s", self._effects.left.status, self._effects.left.reason)
         return self._effects.left.status
@@ -498,25 +502,25 @@ class Server:
         self._wake_write.close()
         self._selector.close()
 
-    def _timeout_s(self) -> float:
+    def _timeout_s(self, look_at_s: float) -> float:
         """Until the first of: input that is there already, the scheduler's clock, a look."""
         clients_s = self._frontend.wait_s()
         if self._inbox or clients_s == 0.0:
             return 0.0
-        waits_s = [self._processes.seconds_to_look(self._waited_since_s())]
-        waits_s += [s for s in (clients_s, self._gateway.wait_s()) if s is not None]
         wakeup_ms = self._scheduler.next_wakeup_ms()
-        if wakeup_ms is not None:
-            waits_s.append(self._until_s(wakeup_ms))
-        return min(waits_s)
+        at_s = look_at_s if wakeup_ms is None else min(look_at_s, wakeup_ms / 1000.0)
+        wait_s = max(0.0, at_s - time.monotonic())
+        return wait_s if clients_s is None else min(wait_s, clients_s)
 
-    def _waited_since_s(self) -> float | None:
+    def _look(self, now_s: float) -> float:
+        """At what no descriptor tells of; for how many seconds that will do."""
         since_ms = self._scheduler.waited_since_ms
-        return since_ms / 1000.0 if since_ms is not None else None
-
-    @staticmethod
-    def _until_s(at_ms: float) -> float:
-        return max(0.0, (at_ms - _now_ms()) / 1000.0)
+        since_s = since_ms / 1000.0 if since_ms is not None else None
+        self._processes.look(since_s)
+        self._gateway.look()
+        self._notifier.beat(now_s)
+        look_s, gateway_s = self._processes.seconds_to_look(since_s), self._gateway.wait_s()
+        return look_s if gateway_s is None else min(look_s, gateway_s)
 
     def _handle_inbox(self) -> None:
         """All events that wait, in order, then a Tick when one is due."""
