@@ -129,6 +129,7 @@ class Replica:
     """A model as one device has it: its groups there, their place, what was measured."""
 
     model: Model
+    name: ModelName = field(init=False)  # of that
     residency: StateMachine[Residency, ResidencyEvent] = field(init=False)
     manifest: Manifest | None = None  # in the groups of ``plan``
     plan: Plan = ()  # empty: as built
@@ -158,11 +159,8 @@ class Replica:
     use_count: int = 0
 
     def __post_init__(self) -> None:
+        self.name = self.model.name
         self.residency = StateMachine(f"model {self.name}", Residency.HOST, RESIDENCY_TRANSITIONS)
-
-    @property
-    def name(self) -> ModelName:
-        return self.model.name
 
     @property
     def owner(self) -> Owner:

@@ -142,7 +142,7 @@ def test_a_warm_request_touches_what_it_needs(fleet_model: ModuleType, models: i
         rig.infer("a")
         rig.computed()
     assert rig.answers[rig.last_token].error is None
-    assert spent.calls <= 125  # were 416
+    assert spent.calls <= 118  # were 416
     assert len(spent.files) <= 17  # were 34
 
 
@@ -155,7 +155,7 @@ def test_a_cold_request_that_preempts_a_job_touches_what_it_needs(fleet_model: M
     with rig.counted() as spent:
         rig.switch("m7", job)
     assert job.state.state.value == "running"
-    assert spent.calls <= 545  # were 909; 480 are wanted
+    assert spent.calls <= 525  # were 909; 480 are wanted
     assert len(spent.files) <= 32  # were 40
 
 
