@@ -74,7 +74,7 @@ class Session(Protocol):
     ) -> Iterator[_Batch]: ...
     def shared(self, loader: Any, name: str, *, seed: int) -> Iterable[Any]: ...
     def log(self, values: Mapping[str, Any]) -> None: ...
-    def publish(self, name: str) -> None: ...
+    def publish(self, name: str, part: str) -> None: ...
 
 
 def epochs(count: int) -> Iterator[int]:
@@ -95,8 +95,9 @@ def steps(
 
     Args:
         loader: a DataLoader, or any iterable of batches.
-        model: everything that is trained; its parameters and buffers are committed, and what
-            ``Module.get_extra_state`` gives.
+        model: everything that is trained, and averages of it; parameters and buffers are
+            committed, and what ``Module.get_extra_state`` gives. A dict names the parts; those of
+            a list are "0", "1", a single one is "model".
         optimizer: every optimizer the body steps, one or several.
         scheduler: anything with ``state_dict`` and ``load_state_dict``, one or several.
         extra_state: further objects with these two methods (an EMA, a GradScaler); a
@@ -145,21 +146,22 @@ def log(**values: Any) -> None:
     _session.log(values)
 
 
-def publish(name: str) -> None:
+def publish(name: str, part: str = "") -> None:
     """Make what is trained here the next version of the served model ``name``; returns at once.
 
     In a loop's body before ``optimizer.step()``, and behind a loop, that is the state as it is; in
     a body after it, the state at the body's end. The script trains on while the version is made,
     and requests go over to it between two of them. Parameters and buffers are matched by name with
-    the model's. Run by hand it only logs.
+    the model's; ``part`` says whose, where several of ``job.steps(model={"net": net, "ema": ema})``
+    fit. Run by hand it only logs.
 
     Raises:
         RegistrationRefused: names, dtypes or shapes differ; says which.
         ModelNotFound: no such model is registered.
         PermissionDenied: it is another client's.
-        InvalidInput: no loop has begun yet.
+        InvalidInput: no loop has begun yet, several parts fit or there is none of that name.
     """
-    _session.publish(name)
+    _session.publish(name, part)
 
 
 def as_number(value: Any) -> float:
@@ -213,7 +215,7 @@ class _PlainSession:
         text = " ".join(f"{name}={number:.6g}" for name, number in numbers.items())
         _logger.info("step=%d %s", self.step, text)
 
-    def publish(self, name: str) -> None:
+    def publish(self, name: str, part: str) -> None:
         _logger.info("step=%d would publish as %r: no server runs this script", self.step, name)
 
 

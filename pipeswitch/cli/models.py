@@ -35,6 +35,8 @@ CONVERT: Final = (
 @click.argument("source", required=False, default="")
 @click.option("--from-job", metavar="JOB[@STEP]",
               help="Its newest commit becomes the model's next version.")  # fmt: skip
+@click.option("--part", default="", metavar="NAME",
+              help="With --from-job: of what it trains, where several fit the model.")  # fmt: skip
 @click.option("--weights", default="", help="FILE.safetensors, pretrained or random:SEED.")
 @click.option("--input", "inputs", multiple=True, metavar="[NAME=]8x3x224x224:float32",
               help="Shape and dtype where the source does not know them (repeatable).")  # fmt: skip
@@ -63,6 +65,7 @@ def register(
     name: str,
     source: str,
     from_job: str | None,
+    part: str,
     inputs: tuple[str, ...],
     raw: tuple[str, ...],
     batch: int | None,
@@ -77,8 +80,10 @@ def register(
     """
     if bool(source) == bool(from_job):
         raise click.UsageError("give SOURCE, or --from-job JOB[@STEP]")
+    if part and not from_job:
+        raise click.UsageError("--part is of a job: --from-job JOB")
     if from_job:
-        _publish(name, from_job, as_json)
+        _publish(name, from_job, part, as_json)
         return
     signature = _signature(inputs, "--input")
     options["raw"] = _signature(raw, "--raw")
@@ -101,12 +106,12 @@ def register(
     print_done(row, text, as_json)
 
 
-def _publish(name: str, from_job: str, as_json: bool) -> None:
+def _publish(name: str, from_job: str, part: str, as_json: bool) -> None:
     job, _, step = from_job.partition("@")
     if step and not step.isdigit():
         raise click.BadParameter(f"{from_job!r} is not JOB or JOB@STEP", param_hint="--from-job")
     with connected() as client:
-        row = client.publish(name, job, int(step) if step else -1)
+        row = client.publish(name, job, int(step) if step else -1, part)
     print_done(row, f"{name} is version {row['version']} now, of job {job}", as_json)
 
 

@@ -368,19 +368,21 @@ class Client:
         for future in waiting:
             future.result()
 
-    def publish(self, name: str, job: str, step: int = -1) -> dict[str, Any]:
+    def publish(self, name: str, job: str, step: int = -1, part: str = "") -> dict[str, Any]:
         """Make a job's newest commit the next version of a model; returns when it is current.
 
         Args:
             name: of a registered model: its program stays, parameters are matched by name.
             job: whose; it may be over.
             step: that the commit must be of; -1: whatever it is of.
+            part: of ``job.steps(model={"net": net, "ema": ema})``; not needed where only one fits.
 
         Raises:
             RegistrationRefused: names, dtypes or shapes differ, and which.
-            InvalidInput: there is no such commit.
+            InvalidInput: there is no such commit or part, or several parts fit, and which.
         """
-        body = {"job": job} if step < 0 else {"job": job, "step": step}
+        body: dict[str, Any] = {"job": job} if step < 0 else {"job": job, "step": step}
+        body |= {"part": part} if part else {}
         return self._ask("publish", model=name, body=body, is_safe=False)
 
     def rollback(self, name: str, version: int = 0) -> dict[str, Any]:
@@ -670,7 +672,7 @@ class Task:
         Raises:
             InvalidInput: it has committed nothing.
         """
-        from ..commits.weights import read_image, save_weights, weights_of  # numpy comes along
+        from ..commits.weights import for_anybody, read_image, save_weights, weights_of  # numpy
 
         target = Path(path)
         if not target.parent.is_dir():
@@ -684,7 +686,7 @@ class Task:
                     file.truncate(file.seek(0))
                 file.write(piece["data"])
             file.flush()
-            save_weights(weights_of(read_image(Path(file.name))), target)
+            save_weights(for_anybody(weights_of(read_image(Path(file.name)))), target)
         return row
 
     def remove(self) -> dict[str, Any]:

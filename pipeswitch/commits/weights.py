@@ -2,7 +2,7 @@
 
 An image also holds optimizer state, gradients and the script's own objects; its tensors lie with
 the strides that the script gave them. Here they are parameters and buffers in row-major order, by
-the names that ``state_dict()`` has: a job that trains one model is not told apart from the model.
+the names that ``state_dict()`` has, behind the name of the part of the job that they are of.
 """
 
 from __future__ import annotations
@@ -36,10 +36,7 @@ class Weight(NamedTuple):
 
 
 def weights_of(image: memoryview) -> dict[str, Weight]:
-    """Parameters and buffers of an image by name.
-
-    Returns:
-        ``fc.weight`` where the job trains one model, else ``KEY.fc.weight``.
+    """Parameters and buffers of an image by name: ``PART.fc.weight``.
 
     Raises:
         InvalidInput: no image, or a tensor that is not what its entry says.
@@ -52,10 +49,14 @@ def weights_of(image: memoryview) -> dict[str, Weight]:
         if not is_gradient and not name.startswith(OPTIMIZER):
             start, size = ranges[name]
             found[name] = _weight(name, entry, image[start : start + size])
-    keys = {name.partition(".")[0] for name in found}
-    if len(keys) == 1 and all("." in name for name in found):
-        return {name.partition(".")[2]: weight for name, weight in found.items()}
     return found
+
+
+def for_anybody(weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
+    """A job that trains one model is not told apart from the model."""
+    if len({name.partition(".")[0] for name in weights}) > 1:
+        return weights
+    return {name.partition(".")[2]: weight for name, weight in weights.items()}
 
 
 def _weight(name: str, entry: Mapping[str, Any], data: memoryview) -> Weight:

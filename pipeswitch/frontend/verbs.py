@@ -167,7 +167,8 @@ def _publish(header: RequestHeader, body: Body, _: Standing) -> Asked:
     name = ModelName(admission.check_name(header.model, "model"))
     job = JobName(admission.check_name(body.text("job"), "job"))
     step = body.count("step", -1) if "step" in header.body else -1
-    return lambda token: PublishAsked(token=token, model=name, job=job, step=step)
+    part = body.text("part", "")
+    return lambda token: PublishAsked(token=token, model=name, job=job, step=step, part=part)
 
 
 def _rollback(header: RequestHeader, body: Body, standing: Standing) -> Asked:

@@ -528,7 +528,8 @@ class PublishStep(Message, frozen=True):
     epoch: Epoch
     model: ModelName
     step: int
-    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]  # its models': name, dtype, shape
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]  # its parts': name, dtype, shape
+    part: str = ""  # of its parts; empty: the only one that fits
 
 
 class PublishAnswered(Message, frozen=True):

@@ -4,65 +4,84 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Final, Protocol
+from typing import Final
 
-from ..errors import RegistrationRefused
+from ..errors import InvalidInput, RegistrationRefused
 from .signature import signature_text
 
 Given = Mapping[str, tuple[str, tuple[int, ...]]]
-"""A job's parameters and buffers: name -> dtype and shape."""
+"""Parameters and buffers: name -> dtype and shape."""
 
+ALL_PARTS: Final = "*"  # of a job, that are parts of the program too
 WRAPPER: Final = "model."  # stands before the names of a program that was made of an ``hf:`` source
+AVERAGED: Final = "module."  # in those of ``torch.optim.swa_utils.AveragedModel``
 _CONSTANT: Final = re.compile(r"(.*\.)?_?(lifted_tensor|tensor_constant)_?\d+")  # of its graph
 _MAX_SHOWN: Final = 8
 
 
-class Named(Protocol):
-    """A tensor of a manifest or of a bundle."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-def match(weights: Iterable[Named], given: Given) -> dict[str, str]:
+def match(weights: Given, given: Given, part: str = "") -> dict[str, str]:
     """The given name of each of the program's weights; constants of its graph keep their values.
 
-    A job may have more than the program: what only training uses. Where it trains several models,
-    the one that fits is taken.
+    A job may have more than the program: what only training uses.
+
+    Args:
+        weights: the program's.
+        given: the job's, each behind its part's name and a dot.
+        part: of the job, that it shall be; empty: the only one that fits.
 
     Raises:
         RegistrationRefused: a weight is missing or is another one; names all of them.
+        InvalidInput: several parts fit, or there is no such part; names those that there are.
     """
-    wanted = {w.name: w for w in weights if not _CONSTANT.fullmatch(w.name)}
+    wanted = {n: kind for n, kind in weights.items() if not _CONSTANT.fullmatch(n)}
+    parts = sorted({name.partition(".")[0] for name in given})
+    if part not in ("", ALL_PARTS, *parts):
+        raise InvalidInput(
+            f'the job has no part "{part[:80]}"; it has {_listed(parts)}',
+            hint='job.steps(model={"net": net, "ema": ema}) names them',
+        )
+    fits: dict[str, dict[str, str]] = {}
     problems: list[list[str]] = []
-    for names in _readings(given):
-        wrong = [_problem(weight, given, names) for weight in wanted.values()]
-        found = [text for text in wrong if text]
-        if not found:
-            return {name: names[name] for name in wanted}
-        problems.append(found)
+    for label, names in _readings(given, parts):
+        if part in ("", label):
+            wrong = [_problem(name, kind, given, names) for name, kind in wanted.items()]
+            problems.append([text for text in wrong if text])
+            if not problems[-1]:
+                fits.setdefault(label, {name: names[name] for name in wanted})
+    if len({tuple(names.values()) for names in fits.values()}) > 1:
+        raise InvalidInput(
+            f"several parts of the job fit the model: {_listed(fits)}",
+            hint=f'name one: --part {min(fits)}, in Python part="{min(fits)}"',
+        )
+    if fits:
+        return next(iter(fits.values()))
     fewest = min(problems, key=len)
     more = f"; and {len(fewest) - _MAX_SHOWN} more" if len(fewest) > _MAX_SHOWN else ""
     raise RegistrationRefused("weights", "; ".join(fewest[:_MAX_SHOWN]) + more)
 
 
-def _readings(given: Given) -> Iterator[dict[str, str]]:
-    """Ways to call the given tensors: name as the program may have it -> given name."""
-    yield {name: name for name in given}
-    yield {WRAPPER + name: name for name in given}
-    for key in sorted({name.partition(".")[0] for name in given}):
-        yield {n.partition(".")[2]: n for n in given if n.startswith(f"{key}.")}
+def _readings(given: Given, parts: Iterable[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Ways to call a part's tensors: name as the program may have it -> given name."""
+    for part in parts:
+        own = {name.partition(".")[2]: name for name in given if name.startswith(f"{part}.")}
+        for inner in ("", AVERAGED):
+            bare = {name.removeprefix(inner): full for name, full in own.items()}
+            yield part, bare
+            yield part, {WRAPPER + name: full for name, full in bare.items()}
+    yield ALL_PARTS, {name: name for name in given}
 
 
-def _problem(weight: Named, given: Given, names: Mapping[str, str]) -> str:
-    if weight.name not in names:
-        return f"{weight.name}: the job has none"
-    dtype, shape = given[names[weight.name]]
-    if (dtype, shape) == (weight.dtype, weight.shape):
+def _listed(parts: Iterable[str]) -> str:
+    texts = [f'"{part}"' + " (all in one)" * (part == ALL_PARTS) for part in parts]
+    return ", ".join(texts[:_MAX_SHOWN]) + ", …" * (len(texts) > _MAX_SHOWN)
+
+
+def _problem(
+    name: str, kind: tuple[str, tuple[int, ...]], given: Given, names: Mapping[str, str]
+) -> str:
+    if name not in names:
+        return f"{name}: the job has none"
+    found = given[names[name]]
+    if found == kind:
         return ""
-    wanted = signature_text(weight.dtype, weight.shape)
-    return f"{weight.name}: the model has {wanted}, the job {signature_text(dtype, shape)}"
+    return f"{name}: the model has {signature_text(*kind)}, the job {signature_text(*found)}"

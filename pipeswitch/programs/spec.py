@@ -35,6 +35,7 @@ class BuildSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     # "random:SEED", "pretrained", a .safetensors file, the folder of a job's commit; empty: the
     # source's own
     weights: str = ""
+    part: str = ""  # of that job, where several fit
     inputs: dict[str, tuple[tuple[int | tuple[int, int], ...], str]] = {}  # (shape, dtype) by name
     takes: Tree = None  # the arguments by name, of these inputs; None: each is one
     max_batch: int = DEFAULT_MAX_BATCH

@@ -95,6 +95,7 @@ class PublishAsked(_Told, frozen=True):
     model: ModelName
     job: JobName
     step: int = -1  # that it must be of; -1: whatever is the newest
+    part: str = ""  # of what it trains; empty: the only one that fits
 
 
 class RollbackAsked(_Told, frozen=True):

@@ -93,7 +93,7 @@ class Listing:
         if manifest is not None:
             row |= {
                 "digest": manifest.digest,
-                "source": manifest.source,
+                "source": manifest.extra.get("origin", manifest.source),
                 "mode": manifest.mode,
                 "mode_reason": manifest.mode_reason,
                 "bytes": manifest.total_bytes,

@@ -55,6 +55,7 @@ class Publication:
     name: ModelName
     job: JobName
     step: int  # -1: of whatever commit is the newest
+    part: str  # of the job; empty: the only one that fits
     token: Token | None
     since: Epoch  # its acceptance: a job or model that is younger only has the name
     is_script: bool  # a later commit than its step's does too
@@ -86,7 +87,7 @@ class Publishing:
         except PipeSwitchError as error:
             self._core.refuse(event.token, error)
         else:
-            self._accept(event.model, event.job, event.step, event.token)
+            self._accept(event.model, event.job, event.step, event.part, event.token)
 
     def script_asked(self, device: DeviceState, worker: Worker, message: PublishStep) -> None:
         """By a script, about the step it is in; the answer says whether that can be."""
@@ -101,7 +102,8 @@ class Publishing:
             if model.manifest is None:
                 raise _not_ready(model)
             given = {name: (dtype, shape) for name, dtype, shape in message.tensors}
-            match(model.manifest.tensors, given)
+            wanted = {w.name: (w.dtype, w.shape) for w in model.manifest.tensors}
+            match(wanted, given, message.part)
         except PipeSwitchError as error:
             wire = to_wire(error)
             answer = PublishAnswered(
@@ -109,7 +111,7 @@ class Publishing:
                 hint=wire["hint"], data=wire["data"],
             )  # fmt: skip
         else:
-            self._accept(message.model, job.name, message.step, None)
+            self._accept(message.model, job.name, message.step, message.part, None)
         device.emit(ToWorker(slot=worker.slot, message=answer, channel="signal"))
 
     def _check(self, event: PublishAsked) -> None:
@@ -142,12 +144,16 @@ class Publishing:
             raise _not_ready(model)
         return model
 
-    def _accept(self, name: ModelName, job: JobName, step: int, token: Token | None) -> None:
+    def _accept(
+        self, name: ModelName, job: JobName, step: int, part: str, token: Token | None
+    ) -> None:
         line = self._lines.setdefault(name, [])
         waiting = [one for one in line if one.stage in ("waits", "copied")]
         for one in [one for one in waiting if one.is_script]:
             self._end(one, Cancelled(f'a later one of "{name}" takes its place'))
-        line.append(Publication(name, job, step, token, self._core.next_epoch(), token is None))
+        line.append(
+            Publication(name, job, step, part, token, self._core.next_epoch(), token is None)
+        )
 
     # -- what happens to them ------------------------------------------------------------------
 
@@ -240,7 +246,7 @@ class Publishing:
             folder = self._core.settings.program_dir(before.manifest.digest)
             spec["source"] = f"{folder}/{BUNDLE_FILE}"
         weights = one.directory or f"{self._core.settings.commits_dir}/{one.job}"
-        spec |= {"name": f"{one.name} {served.last + 1}", "weights": weights}
+        spec |= {"name": f"{one.name} {served.last + 1}", "weights": weights, "part": one.part}
         packed, token = msgspec.msgpack.encode(spec), one.token
         one.stage, one.token = "builds", None  # the registry answers it
         one.version = self._registry.begin_version(before, packed, token)

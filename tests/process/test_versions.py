@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
 import threading
 import time
 import urllib.error
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from process_tools import (
     ENVIRONMENT,
     Checked,
@@ -28,6 +30,7 @@ from process_tools import (
 )
 from safetensors.torch import load_file
 
+from pipeswitch.cli.main import main
 from pipeswitch.client.client import Client, Task
 from pipeswitch.errors import InvalidInput, ModelNotFound, RegistrationRefused, ServerUnavailable
 from tests.chaos.stage import free_port
@@ -419,6 +422,104 @@ def test_a_script_reads_why_it_cannot_publish(
     assert "0.weight: the model has float32[16,8], the job float32[17,8]" in log
     (row,) = (row for row in checked.client.models() if row["name"] == "narrow")
     assert row["version"] == 1
+
+
+PARTS = """
+    import os, sys
+    import torch
+    from torch.optim import swa_utils
+    from pipeswitch import job
+
+    folder = sys.argv[1]
+    torch.manual_seed(3)
+    layers = [torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU()]
+    net = torch.nn.Sequential(*layers, torch.nn.Linear(16, 4)).to(job.device)
+    ema = swa_utils.AveragedModel(net, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.99))
+    optimizer = torch.optim.SGD(net.parameters(), 0.001)
+    data = [torch.randn(16, 8) for _ in range(20)]
+    for epoch in job.epochs(10**6):
+        for x in job.steps(data, model={"net": net, "ema": ema}, optimizer=optimizer):
+            (net(x) - 1).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ema.update_parameters(net)
+        if os.path.exists(os.path.join(folder, "stop")):
+            break
+    torch.save(net.state_dict(), os.path.join(folder, "net.pt"))
+    torch.save(ema.module.state_dict(), os.path.join(folder, "ema.pt"))
+    for part in ("", "emma", "ema"):
+        try:
+            job.publish("live", part)
+        except Exception as error:
+            print("refused:", error)
+"""
+MODULE = """
+    import torch
+
+    class Branching(torch.nn.Sequential):
+        def forward(self, x):
+            return super().forward(x) if float(x.sum()) < 1e9 else x
+
+    def make():
+        layers = [torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU()]
+        return Branching(*layers, torch.nn.Linear(16, 4))
+"""
+
+
+def test_an_average_is_served_by_its_name_after_a_kill_and_never_the_other_one_unasked(
+    net: torch.nn.Module, tmp_path: Path
+) -> None:
+    x, plain = torch.randn(5, 8), {}
+    write_script(tmp_path, "branching.py", MODULE)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with checked_server(environment={**ENVIRONMENT, "PYTHONPATH": path}) as checked:
+        client = checked.client
+
+        def answer(model: str = "live") -> torch.Tensor:
+            return next(iter(client.infer(model, x).outputs.values()))
+
+        client.register("live", net, example_inputs=(torch.randn(2, 8),))
+        row = client.register("branching", "branching:make", inputs={"x": ((5, 8), "float32")})
+        assert row["mode"] == "module"
+        task = client.train(write_script(tmp_path, "parts.py", PARTS), name="p", args=[tmp_path])
+        until(lambda: task.status()["committed_step"] > 0, "a commit")
+        kill(max(checked.worker_pids().values()))
+        step = task.status()["step"]
+        until(lambda: task.status()["committed_step"] > step, "a commit of its next life")
+        (tmp_path / "stop").touch()
+        assert finish(task)["restarts"] >= 1
+        for part in ("net", "ema"):
+            other = copy.deepcopy(net)
+            other.load_state_dict(torch.load(tmp_path / f"{part}.pt"))
+            plain[part] = eager(other.eval(), x)
+        assert not is_bit_equal(plain["net"], plain["ema"])
+        said = [line for line in "".join(task.logs()).splitlines() if "refused:" in line]
+        assert len(said) == 2, said
+        assert '"ema", "net"' in said[0]
+        assert 'no part "emma"' in said[1]
+        until(lambda: client.show("live")["version"] == 2, "the script's version")
+        assert client.show("live")["source"].endswith(":ema")
+        assert is_bit_equal(answer(), plain["ema"])
+
+        with pytest.raises(InvalidInput, match='"ema", "net"') as refusal:
+            client.publish("live", "p")
+        assert refusal.value.hint == 'name one: --part ema, in Python part="ema"'
+        with pytest.raises(InvalidInput, match=r'no part .*"ema", "net"'):
+            client.publish("live", "p", part="emma")
+        assert client.publish("live", "p", part="ema")["version"] == 2, "the same weights"
+        for part, status in (("", 1), ("net", 0)):
+            words = ["register", "live", "--from-job", "p", *(("--part", part) if part else ())]
+            said = CliRunner().invoke(
+                main, words, env={"PIPESWITCH_HOST": checked.running.ipc_address}
+            )
+            assert (said.exit_code, "--part ema" in said.stderr) == (status, not part), said.output
+        assert is_bit_equal(answer(), plain["net"])
+
+        with pytest.raises(InvalidInput, match='"ema", "net"'):
+            client.publish("branching", "p")
+        for part in ("ema", "net"):
+            client.publish("branching", "p", part=part)
+            assert is_bit_equal(answer("branching"), plain[part])
 
 
 def by_http(checked: Checked, path: str, x: torch.Tensor | None = None) -> Any:

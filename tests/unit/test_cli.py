@@ -59,6 +59,7 @@ def test_a_usage_error_exits_with_2() -> None:
     assert run("infer")[0] == 2
     assert run("infer", "m", "-n", "0", env=NOBODY)[0] == 2
     assert run("nonsense")[0] == 2
+    assert run("register", "m", "x.pt2", "--part", "ema", env=NOBODY)[0] == 2
     assert run("infer", "m", "--random", "--input", "x.npy", env=NOBODY)[0] == 2
 
 

@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import pytest
 
-from pipeswitch.errors import RegistrationRefused
-from pipeswitch.programs.layout import TensorSpec
+from pipeswitch.errors import InvalidInput, RegistrationRefused
 from pipeswitch.programs.matching import Given, match
 
 
-def weights(**shapes: tuple[int, ...]) -> list[TensorSpec]:
-    return [
-        TensorSpec(name=name.replace("_", "."), dtype="float32", shape=shape, offset_bytes=0,
-                   size_bytes=0, file_offset_bytes=0)
-        for name, shape in shapes.items()
-    ]  # fmt: skip
+def of(part: str = "", /, **shapes: tuple[int, ...]) -> Given:
+    return {part + name.replace("_", "."): ("float32", shape) for name, shape in shapes.items()}
 
 
-def given(**shapes: tuple[int, ...]) -> Given:
-    return {name.replace("_", "."): ("float32", shape) for name, shape in shapes.items()}
-
-
-FC = weights(fc_weight=(2, 3), fc_bias=(2,))
+FC = of(fc_weight=(2, 3), fc_bias=(2,))
+JOB = of("model.", fc_weight=(2, 3), fc_bias=(2,))
+NET = of("net.", fc_weight=(2, 3), fc_bias=(2,))
+EMA = of("ema.module.", fc_weight=(2, 3), fc_bias=(2,)) | of("ema.", averaged=())
 
 
 @pytest.mark.parametrize(
     ("names", "prefix"),
     [
-        (given(fc_weight=(2, 3), fc_bias=(2,)), ""),
-        (given(fc_weight=(2, 3), fc_bias=(2,), aux_weight=(9,)), ""),
-        (given(g_fc_weight=(2, 3), g_fc_bias=(2,), d_fc_weight=(1, 3), d_fc_bias=(1,)), "g."),
+        (JOB, "model."),
+        ({**JOB, **of("model.", aux_weight=(9,))}, "model."),
+        ({**NET, **of("d.", fc_weight=(1, 3), fc_bias=(1,))}, "net."),
+        (of("0.", fc_weight=(2, 3), fc_bias=(2,)), "0."),
+        (EMA, "ema.module."),
+        (FC, ""),  # two parts of it, "fc.weight" of "fc"
     ],
 )
 def test_weights_are_found_whatever_else_a_job_trains(names: Given, prefix: str) -> None:
@@ -37,24 +34,43 @@ def test_weights_are_found_whatever_else_a_job_trains(names: Given, prefix: str)
     assert match(FC, names) == wanted
 
 
+def test_where_several_parts_fit_one_is_named() -> None:
+    job = NET | EMA | of("head.", weight=(1,))
+    with pytest.raises(InvalidInput, match='fit the model: "ema", "net"') as error:
+        match(FC, job)
+    assert error.value.hint == 'name one: --part ema, in Python part="ema"'
+    assert match(FC, job, "net") == {"fc.weight": "net.fc.weight", "fc.bias": "net.fc.bias"}
+    assert match(FC, job, "ema")["fc.bias"] == "ema.module.fc.bias"
+    with pytest.raises(RegistrationRefused, match=r"fc\.bias: the job has none"):
+        match(FC, job, "head")
+    with pytest.raises(InvalidInput, match='no part "emma"; it has "ema", "head", "net"'):
+        match(FC, job, "emma")
+
+
+def test_parts_may_be_the_program_together() -> None:
+    """Two models in a list were served as the Sequential of both."""
+    both = of("0.", w=(1,)) | of("1.", w=(1,))
+    assert match(both, both) == {"0.w": "0.w", "1.w": "1.w"}
+    copied = both | of("2.0.", w=(1,)) | of("2.1.", w=(1,))
+    with pytest.raises(InvalidInput, match=r'"2", "\*" \(all in one\)'):
+        match(both, copied)
+    assert match(both, copied, "*") == {"0.w": "0.w", "1.w": "1.w"}
+    assert match(both, copied, "2") == {"0.w": "2.0.w", "1.w": "2.1.w"}
+
+
 def test_a_program_of_an_hf_source_has_a_wrapper_in_its_names() -> None:
-    assert match(weights(model_fc_weight=(2, 3)), given(fc_weight=(2, 3))) == {
-        "model.fc.weight": "fc.weight"
-    }
+    wrapped = of("model.", fc_weight=(2, 3))
+    assert match(wrapped, of("model.", fc_weight=(2, 3))) == {"model.fc.weight": "model.fc.weight"}
+    assert match(wrapped, EMA) == {"model.fc.weight": "ema.module.fc.weight"}
 
 
 def test_constants_of_the_graph_are_no_weights() -> None:
-    (constant,) = weights(x=())
-    constant = TensorSpec(name="lifted_tensor_0", dtype="int64", shape=(), offset_bytes=0,
-                          size_bytes=8, file_offset_bytes=0)  # fmt: skip
-    assert set(match([*FC, constant], given(fc_weight=(2, 3), fc_bias=(2,)))) == {
-        "fc.weight", "fc.bias",
-    }  # fmt: skip
+    assert set(match({**FC, "lifted_tensor_0": ("int64", ())}, JOB)) == set(FC)
 
 
 def test_each_weight_that_differs_is_named_with_both_shapes() -> None:
     with pytest.raises(RegistrationRefused) as error:
-        match(FC, {"fc.weight": ("float16", (2, 3)), "other": ("float32", (2,))})
+        match(FC, {"model.fc.weight": ("float16", (2, 3)), "model.other": ("float32", (2,))})
     assert error.value.data["part"] == "weights"
     assert error.value.data["reason"] == (
         "fc.weight: the model has float32[2,3], the job float16[2,3]; fc.bias: the job has none"
@@ -62,6 +78,6 @@ def test_each_weight_that_differs_is_named_with_both_shapes() -> None:
 
 
 def test_a_job_of_another_model_does_not_flood_the_error() -> None:
-    many = weights(**{f"w{number}": (1,) for number in range(100)})
+    many = of(**{f"w{number}": (1,) for number in range(100)})
     with pytest.raises(RegistrationRefused, match="and 92 more"):
         match(many, {})

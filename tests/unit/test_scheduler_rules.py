@@ -2283,6 +2283,7 @@ def test_a_publication_is_a_copy_of_the_commit_a_build_and_then_the_current_vers
     spec = msgspec.msgpack.decode(build.spec)
     assert spec == {
         "name": "net 2", "source": "models/digest net/program.bundle", "weights": order.directory,
+        "part": "",
     }  # fmt: skip
     assert not job.is_persisting
     assert versions_of(rig) == [(1, True), (2, False)]
@@ -2445,14 +2446,23 @@ def test_the_next_server_serves_the_version_that_the_journal_names(
 
 
 def script_publishes(
-    rig: Rig, job: Any, step: int, *, model: str = "net", wide: bool = False
+    rig: Rig,
+    job: Any,
+    step: int,
+    *,
+    model: str = "net",
+    wide: bool = False,
+    parts: tuple[str, ...] = ("model",),
+    part: str = "",
 ) -> Any:
     """What the script reads; its tensors are the model's, or wider ones."""
     served = rig.scheduler.versions.current(model)
     weights = served.manifest.tensors if served is not None and served.manifest else ()
     more = (9,) if wide else ()
-    tensors = tuple((w.name, w.dtype, (*w.shape, *more)) for w in weights)
-    message = PublishStep(epoch=job.epoch, model=model, step=step, tensors=tensors)
+    tensors = tuple(
+        (f"{part}.{w.name}", w.dtype, (*w.shape, *more)) for part in parts for w in weights
+    )
+    message = PublishStep(epoch=job.epoch, model=model, step=step, tensors=tensors, part=part)
     rig.worker(job.slot, message)
     (answer,) = rig.sent(PublishAnswered)
     return answer
@@ -2541,6 +2551,18 @@ def test_a_script_reads_which_shapes_differ(rig: Rig) -> None:
     answer = script_publishes(rig, trained(rig), step=3, wide=True)
     assert answer.error == "RegistrationRefused"
     assert ",9]" in answer.data["reason"]
+
+
+def test_a_script_says_which_part_where_several_fit(rig: Rig) -> None:
+    register_net(rig)
+    job, parts = trained(rig), ("net", "ema")
+    answer = script_publishes(rig, job, step=3, parts=parts)
+    assert (answer.error, answer.message) == (
+        "InvalidInput", 'several parts of the job fit the model: "ema", "net"',
+    )  # fmt: skip
+    assert not rig.scheduler.publishing._lines
+    assert not script_publishes(rig, job, step=3, parts=parts, part="ema").error
+    assert msgspec.msgpack.decode(copied(rig, job).spec)["part"] == "ema"
 
 
 def test_a_script_whose_worker_died_is_not_told_of_its_copy(rig: Rig) -> None:

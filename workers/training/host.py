@@ -173,7 +173,7 @@ class JobHost:
                 raise TaskPreempted("evicted while a commit was copied")
 
     def publish(
-        self, model: str, step: int, tensors: Sequence[tuple[str, str, tuple[int, ...]]]
+        self, model: str, step: int, part: str, tensors: Sequence[tuple[str, str, tuple[int, ...]]]
     ) -> None:
         """Ask for the state after ``step`` to be a model's next version; the answer is awaited.
 
@@ -186,7 +186,11 @@ class JobHost:
             self._publishing += 1
         self._task.send(
             PublishStep(
-                epoch=self._message.epoch, model=ModelName(model), step=step, tensors=tuple(tensors)
+                epoch=self._message.epoch,
+                model=ModelName(model),
+                step=step,
+                part=part,
+                tensors=tuple(tensors),
             )
         )
         answer = self._await_publish()

@@ -73,16 +73,10 @@ class TrainedObjects:
     def weights(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """Name, dtype and shape of each parameter and buffer, as ``commits/weights.py`` names
         them in a commit."""
-        tensors = {**self.parameters, **self.buffers}
-        names = [name for name in tensors if not name.startswith(OPTIMIZER)]
-        is_one = len({name.partition(".")[0] for name in names}) == 1
         return [
-            (
-                name.partition(".")[2] if is_one else name,
-                str(tensors[name].dtype).removeprefix("torch."),
-                tuple(tensors[name].shape),
-            )
-            for name in names
+            (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            for name, tensor in (*self.parameters.items(), *self.buffers.items())
+            if not name.startswith(OPTIMIZER)
         ]
 
     def refuse_other_structure(self) -> None:

@@ -213,7 +213,7 @@ class TrainingSession:
             if warn_if_not_finite(name, number, self.step):
                 self._host.report("nan_loss", step=self.step, name=name, value=str(number))
 
-    def publish(self, name: str) -> None:
+    def publish(self, name: str, part: str) -> None:
         """See ``pipeswitch.job.publish``."""
         if self._place.saved is not None:
             return  # this life only comes to the place where an earlier one was
@@ -230,7 +230,7 @@ class TrainingSession:
             self._in_body and not self._watch.is_trusted
         )
         step = self._point.position.step if is_whole else self.step + 1
-        self._host.publish(name, step, self._objects.weights())
+        self._host.publish(name, step, part, self._objects.weights())
         if is_whole:
             self._commit_point()
         else:

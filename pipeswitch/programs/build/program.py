@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...commits.weights import Weight, load_weights, save_weights
+from ...commits.weights import Weight, load_weights
 from ...errors import HostStoreFull, PipeSwitchError, RegistrationRefused
 from ...units import format_bytes
 from ..bundle import Bundle, Graph, read_bundle
@@ -98,13 +98,14 @@ def _build_bundle(
         raise RegistrationRefused(f"source {spec.source!r}", str(error)) from error
     bundle = read_bundle(path)
     if weights is not None:
-        _write_weights(path, bundle, weights)
+        _write_weights(path, bundle, weights, spec.part)
     return _finish_graph(bundle, spec, path, None, _shapes_of(spec, bundle.graph), progress)
 
 
-def _write_weights(path: Path, bundle: Bundle, weights: Mapping[str, Weight]) -> None:
+def _write_weights(path: Path, bundle: Bundle, weights: Mapping[str, Weight], part: str) -> None:
     """In place: names, dtypes and shapes are the bundle's, so nothing moves."""
-    names = match(bundle.tensors, {n: (w.dtype, w.shape) for n, w in weights.items()})
+    wanted = {tensor.name: (tensor.dtype, tensor.shape) for tensor in bundle.tensors}
+    names = match(wanted, {n: (w.dtype, w.shape) for n, w in weights.items()}, part)
     with path.open("r+b") as file:
         for tensor in bundle.tensors:
             if tensor.name in names:
@@ -115,19 +116,17 @@ def _write_weights(path: Path, bundle: Bundle, weights: Mapping[str, Weight]) ->
 def _build_version(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int) -> Manifest:
     """The same program with a job's weights: nothing is traced anew, everything is checked anew.
 
-    A module's is made by its factory, and takes a file.
+    A module's is made by its factory.
     """
     record, weights = load_weights(Path(spec.weights))
     job = Path(spec.weights).name.partition("@")[0]
     if spec.source.endswith(".bundle"):
         manifest = _build_bundle(spec, out_dir, progress, weights)
     else:
-        path = out_dir / "commit.safetensors"
-        save_weights(weights, path)
-        spec = msgspec.structs.replace(spec, weights=str(path))
         manifest = _build_module(spec, out_dir, progress, disk_bytes)
-        path.unlink()
-    return msgspec.structs.replace(manifest, source=f"job:{job}@{record.step}")
+    part = f":{spec.part}" if spec.part else ""
+    origin = f"job:{job}@{record.step}{part}"
+    return msgspec.structs.replace(manifest, extra={**manifest.extra, "origin": origin})
 
 
 def _build_module(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int) -> Manifest:

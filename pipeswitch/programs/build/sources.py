@@ -9,15 +9,19 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import nn
 
+from ...commits.weights import load_weights
 from ...errors import RegistrationRefused
 from ..dims import Dim, typical
 from ..factories import factory
 from ..layout import ITEM_BYTES, ValueSpec
+from ..matching import match
 from ..nesting import Tree, argument_names, arguments
 from ..spec import BuildSpec
 from ..values import flatten_outputs
@@ -284,7 +288,9 @@ def _with_weights(spec: BuildSpec, construct: Callable[[], nn.Module]) -> nn.Mod
         if not re.fullmatch(r"\d{1,18}", seed):
             raise RegistrationRefused(f"weights {weights!r}", "expected random:SEED, a number")
         torch.manual_seed(int(seed))
-    elif weights not in ("", "pretrained") and not weights.endswith(".safetensors"):
+    elif weights not in ("", "pretrained") and not (
+        weights.endswith(".safetensors") or os.path.isdir(weights)
+    ):
         raise RegistrationRefused(
             f"weights {weights!r}", "expected random:SEED, pretrained or a .safetensors file"
         )
@@ -306,7 +312,27 @@ def _with_weights(spec: BuildSpec, construct: Callable[[], nn.Module]) -> nn.Mod
         ) from error
     if weights.endswith(".safetensors"):
         _load_file(module, weights)
+    elif os.path.isdir(weights):
+        _load_commit(module, weights, spec.part)
     return module
+
+
+def _load_commit(module: nn.Module, folder: str, part: str) -> None:
+    """What a job has committed; a tied weight has its first name there."""
+    given = load_weights(Path(folder))[1]
+    target = module.model if isinstance(module, _ByPosition) else module
+    state = target.state_dict(keep_vars=True).items()
+    first = {id(t): name for name, t in reversed(state) if isinstance(t, torch.Tensor)}
+    wanted = {name: tensor for name, tensor in state if first.get(id(tensor)) == name}
+    names = match(
+        {name: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in wanted.items()},
+        {name: (weight.dtype, weight.shape) for name, weight in given.items()},
+        part,
+    )
+    with torch.no_grad():
+        for name, tensor in wanted.items():
+            values = np.array(given[names[name]].values, order="C")
+            tensor.copy_(torch.from_numpy(values).view(tensor.dtype))
 
 
 def _load_file(module: nn.Module, path: str) -> None:
