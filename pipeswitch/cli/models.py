@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -194,6 +195,20 @@ def models_rollback(name: str, version: int | None, as_json: bool) -> None:
     with connected() as client:
         row = client.rollback(name, version or 0)
     print_done(row, f"{name} is version {row['version']} now, not {row['before']}", as_json)
+
+
+@models.command("split")
+@name_argument
+@click.argument("share", metavar="VERSION=PERCENT%")
+@json_option
+def models_split(name: str, share: str, as_json: bool) -> None:
+    """Try a version: 2=10% of the requests that name none are its. 2=0% ends it."""
+    found = re.fullmatch(r"(\d{1,9})=(\d{1,3})%", share)
+    if found is None:
+        raise click.BadParameter(f"{share!r} is not as 2=10%", param_hint="VERSION=PERCENT%")
+    with connected() as client:
+        row = client.split(name, int(found[1]), int(found[2]))
+    print_done(row, f"{name}: {found[2]} % to version {found[1]}", as_json)
 
 
 @click.command()

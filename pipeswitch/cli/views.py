@@ -44,8 +44,8 @@ PS_COLUMNS: Final = (
 PS_TITLES: Final = {"name": "MODEL/JOB", "last_used": "LAST USED"}
 MODEL_COLUMNS: Final = ("name", "state", "residency", "on", "bytes", "groups", "mode",
                         "priority", "pinned", "requests", "source")  # fmt: skip
-VERSION_COLUMNS: Final = ("name", "version", "current", "state", "residency", "bytes", "requests",
-                          "source")  # fmt: skip
+VERSION_COLUMNS: Final = ("name", "version", "current", "share", "state", "residency", "bytes",
+                          "requests", "source")  # fmt: skip
 JOB_COLUMNS: Final = ("name", "state", "on", "step", "committed_step", "persisted_step",
                       "steps_per_s", "suspensions", "evictions", "restarts", "why")  # fmt: skip
 BILL_COLUMNS: Final = ("queue_ms", "switch_ms", "copy_ms", "stall_ms", "compute_ms", "total_ms")

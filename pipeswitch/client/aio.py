@@ -77,6 +77,7 @@ class AsyncClient(_Awaited[Client]):
     upload = _awaited(Client.upload)
     publish = _awaited(Client.publish)
     rollback = _awaited(Client.rollback)
+    split = _awaited(Client.split)
     unregister = _awaited(Client.unregister)
     load = _awaited(Client.load)
     unload = _awaited(Client.unload)

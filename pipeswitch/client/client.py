@@ -390,6 +390,12 @@ class Client:
         body = {"version": version} if version else None
         return self._ask("rollback", model=name, body=body, is_safe=bool(version))
 
+    def split(self, name: str, version: int, percent: int) -> dict[str, Any]:
+        """Give a version so many of a hundred requests that name none, until another one becomes
+        current; 0 takes them back. Each answer is of one: ``timing.version``."""
+        body = {"version": version, "share": percent}
+        return self._ask("rollback", model=name, body=body)
+
     def unregister(self, name: str) -> dict[str, Any]:
         """Drop a model; requests that wait for it are answered first."""
         return self._ask("unregister", model=name, is_safe=False)

@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 Entry = dict[str, Any]
 
 FILE_NAME: Final = "journal.sqlite"
-SCHEMA_VERSION: Final = 7  # in the file's user_version; 0 is a file without tables, 1 had no holds,
-# 2 no tenants, 3 no ended jobs, 4 no versions, 5 no shared input, 6 no devices of jobs
+SCHEMA_VERSION: Final = 8  # in the file's user_version; 0 is a file without tables, 1 had no holds,
+# 2 no tenants, 3 no ended jobs, 4 no versions, 5 no shared input, 6 no devices of jobs, 7 no split
 SLOW_APPEND_MS: Final = 100.0  # the loop stands still so long: worth a line in the log
 CHECKPOINT_PAGES: Final = 64  # of 4 KiB in the write-ahead log, then they go to the main file
 
@@ -53,7 +53,8 @@ FIELDS: Final[Mapping[str, Mapping[str, type]]] = {
     },
     "hold": {"why": str},  # its name is a job's: paused, and not to go on by itself
     "placed": {"device": str, "is_sent": bool},  # its name is a job's: where it went, by its user
-    "serving": {"version": int, "last": int, "spec_digest": str},  # its name is a model's
+    # its name is a model's; shares are of other versions: [version, percent]
+    "serving": {"version": int, "last": int, "spec_digest": str, "shares": list},
     "ended": {"record": dict},  # its name is a job's: what it was, and how it ended
 }
 """What an entry of each kind must have beside its name; each kind is a table."""
@@ -217,7 +218,7 @@ def _create(database: sqlite3.Connection) -> None:
         # What was there before there were tenants is the owner's.
         for kind, column, empty in (
             ("model", "tenant", ""), ("job", "tenant", ""), ("job", "share", ""),
-            ("job", "devices", "[]"),
+            ("job", "devices", "[]"), ("serving", "shares", "[]"),
         ):  # fmt: skip
             known = {row[1] for row in database.execute(f"PRAGMA table_info({kind})")}
             if column not in known:
@@ -295,6 +296,8 @@ def _check(entry: Entry) -> None:
             raise ValueError(f"{kind} {name}: {field} is no {wanted.__name__}")
     if kind == "job" and not all(isinstance(one, str) for one in entry["args"] + entry["devices"]):
         raise ValueError(f"job {name}: an argument or a device is no text")
+    if kind == "serving" and any([*map(type, pair)] != [int, int] for pair in entry["shares"]):
+        raise ValueError(f"serving {name}: a share is no version and percent")
 
 
 def _set_aside(path: Path, problem: sqlite3.DatabaseError) -> list[Entry]:

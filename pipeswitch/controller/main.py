@@ -603,7 +603,7 @@ class Server:
         for name, entry in self._journal.serving.items():
             numbers = entry["version"], entry["last"], entry["spec_digest"]
             there = [version for base, version in known if base == name]
-            self._scheduler.versions.restore(ModelName(name), *numbers, there)
+            self._scheduler.versions.restore(ModelName(name), *numbers, there, entry["shares"])
         for name, entry in self._journal.models.items():
             self._effects.builds.built_before[entry["spec"]] = entry["digest"]
             self._inbox.append(

@@ -173,9 +173,10 @@ def _publish(header: RequestHeader, body: Body, _: Standing) -> Asked:
 
 def _rollback(header: RequestHeader, body: Body, standing: Standing) -> Asked:
     version = body.count("version", 0)
+    share = body.count("share", high=100) if "share" in header.body else -1
     tenant = None if standing.may_operate else standing.tenant
     return lambda token: RollbackAsked(
-        token=token, model=ModelName(header.model), version=version, tenant=tenant
+        token=token, model=ModelName(header.model), version=version, share=share, tenant=tenant
     )
 
 

@@ -117,10 +117,14 @@ class Admission:
                 break
 
     def _of_a_version_that_is_there(self, event: InferArrived) -> InferArrived:
-        """One that asked for no version goes to the current one if its own has left meanwhile."""
+        """One that asked for no version goes to the current one if its own has left meanwhile, or
+        is of another one's share."""
         model = self._machine.models.get(event.model)
         if model is not None and model.state.state is not ModelState.LEAVING:
-            return event
+            if model.split is None or event.lineage != model.split.born:
+                return event
+            drawn = self._versions.drawn(model.split, model)
+            return replace(event, model=drawn.name, digest=drawn.built.digest)
         name = split_name(event.model)[0]
         served, current = self._versions.served(name), self._versions.current(name)
         if served is None or served.born != event.lineage or not (current and current.manifest):

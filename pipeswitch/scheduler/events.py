@@ -102,6 +102,7 @@ class RollbackAsked(_Told, frozen=True):
     token: Token
     model: ModelName
     version: int = 0  # 0: the newest before the current one
+    share: int = -1  # percent of requests that shall be its; -1: all, it becomes the current one
     tenant: str | None = None  # as UnregisterAsked's
 
 

@@ -68,6 +68,7 @@ class Listing:
             "name": model.base,
             "version": model.version,
             "current": self._versions.is_current(model),
+            "share": self._versions.share(model),
             "versions": sorted(one.version for one in versions),
             "state": model.state.state.value,
             "residency": replica.residency.state.value,

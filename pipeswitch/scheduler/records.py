@@ -79,6 +79,8 @@ class Served:
     last: int  # the highest number that it ever gave
     spec_digest: str  # of the registration that began it: the same again is a no-op
     born: Epoch  # tells its versions from those of another registration under this name
+    shares: dict[int, int] = field(default_factory=dict)  # percent of requests, of other versions
+    drawn: int = 0  # requests that were dealt out by them
     end_waiters: list[Token] = field(default_factory=list)  # for the end of its last version
 
 
@@ -95,6 +97,7 @@ class Model:
     tenant: str = ""  # who registered it; empty: the server's owner
     devices: tuple[str, ...] = ()  # that may serve it; none named: all
     stage: Stage | None = None  # what makes its inputs; None: its clients
+    split: Served | None = None  # it is the current one, and others get a share of its requests
     chosen_epoch: Epoch = NO_EPOCH  # when its name came to stand for it, the last time
     state: StateMachine[ModelState, ModelEvent] = field(init=False)
     serving: StateMachine[VersionState, VersionEvent] = field(init=False)

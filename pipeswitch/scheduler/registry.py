@@ -10,6 +10,7 @@ from ..errors import (
     AlreadyExists,
     Cancelled,
     HostStoreFull,
+    InvalidInput,
     ModelNotFound,
     PermissionDenied,
     PipeSwitchError,
@@ -368,7 +369,7 @@ class Registry:
             self._leave(old, f"version {model.version} is there")
 
     def rollback(self, event: RollbackAsked) -> None:
-        """Another version that is still there becomes the current one."""
+        """Another version that is still there becomes the current one, or gets a share."""
         core, current = self._core, self._versions.current(event.model)
         if current is None:
             core.refuse(event.token, _not_found(event.model))
@@ -384,7 +385,13 @@ class Registry:
             which = str(event.version) if event.version else f"before {current.version}"
             core.refuse(event.token, self._versions.missing(event.model, which))
             return
-        if target is not current:
+        if event.share >= 0 and not self._versions.split(target, event.share):
+            text = (
+                f"version {current.version} is the current one and has what others leave of 100 %"
+            )
+            core.refuse(event.token, InvalidInput(text, hint="pipeswitch models --versions"))
+            return
+        if event.share < 0 and target is not current:
             self._hand_over(target, "rolled back")
         core.answer(event.token, model=event.model, version=target.version, before=current.version)
 

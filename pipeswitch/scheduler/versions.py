@@ -7,7 +7,7 @@ to a version when they come: each answer is of exactly one (docs/adr/0025-versio
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Final
 
 from ..errors import InvalidInput
@@ -19,6 +19,7 @@ from .records import Model, Served
 from .states import ModelState, VersionEvent, VersionState
 
 AT: Final = "@"  # between a name and a number; no name that a client may choose has it
+SPREAD: Final = 0.6180339887498949  # from each request's place to the next's: never the same
 PRESENT: Final = frozenset({ModelState.READY, ModelState.QUARANTINED})
 
 
@@ -83,8 +84,9 @@ class Versions:
     # -- what happens to them ------------------------------------------------------------------
 
     def restore(
-        self, name: ModelName, current: int, last: int, spec_digest: str, there: Collection[int]
-    ) -> None:
+        self, name: ModelName, current: int, last: int, spec_digest: str,
+        there: Collection[int], shares: Iterable[tuple[int, int]] = (),
+    ) -> None:  # fmt: skip
         """What the journal says, before the versions ``there`` come back themselves.
 
         The journal may lack the current one: its entry was refused by a full disk, or is damaged.
@@ -92,6 +94,7 @@ class Versions:
         """
         if there:
             self._open(name, current if current in there else max(there), last, spec_digest)
+            self._machine.served[name].shares.update(one for one in shares if one[0] in there)
 
     def _open(self, name: ModelName, current: int, last: int, spec_digest: str) -> None:
         born = self._core.next_epoch()
@@ -106,6 +109,8 @@ class Versions:
             served.last = max(served.last, model.version)
         if self.is_current(model):
             self._chosen(model, "registered")
+            served = self._machine.served[model.base]
+            model.split = served if served.shares else None
 
     def choose(self, model: Model, cause: str) -> Model | None:
         """Requests that come from now on are this version's; the one that was theirs before."""
@@ -113,6 +118,8 @@ class Versions:
         before = self.current(model.base)
         if before is not None:
             before.serving.apply(VersionEvent.REPLACED, cause)
+            before.split = None
+        served.shares = {}
         self._chosen(model, cause)
         served.current = model.version
         self._remember(served)
@@ -123,6 +130,35 @@ class Versions:
     def _chosen(self, model: Model, cause: str) -> None:
         model.serving.apply(VersionEvent.CHOSEN, cause)
         model.chosen_epoch = self._core.next_epoch()
+
+    def split(self, model: Model, percent: int) -> bool:
+        """So many of a hundred requests that name no version are this one's, until another becomes
+        the current one. False: it is that itself, or more than all would be given away."""
+        served, current = self._machine.served[model.base], self.current(model.base)
+        every = {**served.shares, model.version: percent}
+        shares = {version: share for version, share in every.items() if share}
+        if current is None or model is current or sum(shares.values()) > 100:
+            return False
+        served.shares, current.split = shares, served if shares else None
+        self._remember(served)
+        return True
+
+    def drawn(self, served: Served, current: Model) -> Model:
+        """The version whose share the next request is of."""
+        served.drawn += 1
+        place = served.drawn * SPREAD % 1.0 * 100
+        for version, percent in served.shares.items():
+            if place < percent:
+                model = self.of(served.name, version)
+                return model if model and model.state.state is ModelState.READY else current
+            place -= percent
+        return current
+
+    def share(self, model: Model) -> int:
+        """Percent of the requests that name no version."""
+        shares = self._machine.served[model.base].shares
+        given = 100 - sum(shares.values()) if self.is_current(model) else 0
+        return shares.get(model.version, given)
 
     def announce(self, model: Model) -> None:
         assert model.manifest is not None
@@ -172,7 +208,8 @@ class Versions:
 
     def _remember(self, served: Served) -> None:
         entry = {"kind": "serving", "name": served.name, "version": served.current,
-                 "last": served.last, "spec_digest": served.spec_digest}  # fmt: skip
+                 "last": served.last, "spec_digest": served.spec_digest,
+                 "shares": list(served.shares.items())}  # fmt: skip
         self._core.emit(Journal(entry=entry))
 
 

@@ -143,11 +143,15 @@ def test_jobs_of_a_release_without_ended_ones_are_the_owners(tmp_path: Path) -> 
 def test_models_of_a_release_without_tenants_are_the_owners(tmp_path: Path) -> None:
     with opened(tmp_path) as file:
         file.append(model("m", tenant="a"))
+        file.append({"kind": "serving", "name": "m", "version": 2, "last": 2, "spec_digest": "s",
+                     "shares": [(1, 10)]})  # fmt: skip
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database:
         database.execute("ALTER TABLE model DROP COLUMN tenant")
+        database.execute("ALTER TABLE serving DROP COLUMN shares")
         database.execute("PRAGMA user_version = 2")
     with opened(tmp_path) as again:
         assert again.models == {"m": model("m")}
+        assert again.serving["m"]["shares"] == []
         again.append(model("n", tenant="a"))
     with opened(tmp_path) as last:
         assert {name: entry["tenant"] for name, entry in last.models.items()} == {"m": "", "n": "a"}
@@ -323,6 +327,6 @@ def test_a_journal_of_a_later_release_is_left_alone(tmp_path: Path) -> None:
         file.append(job("one"))
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database:
         database.execute(f"PRAGMA user_version = {journal.SCHEMA_VERSION + 1}")
-    with pytest.raises(ConfigError, match="schema 8, this release knows 7"):
+    with pytest.raises(ConfigError, match="schema 9, this release knows 8"):
         JournalFile(tmp_path / FILE_NAME)
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]

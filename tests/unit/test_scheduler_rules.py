@@ -2397,6 +2397,39 @@ def test_a_copy_that_a_dead_daemon_had_is_made_by_the_next(rig: Rig) -> None:
     assert rig.answers[token].body["version"] == 2
 
 
+def test_a_share_of_requests_goes_to_a_version_until_another_one_is_chosen(rig: Rig) -> None:
+    register_net(rig)
+    job = trained(rig)
+    publish(rig, job)
+    versions = rig.scheduler.versions
+
+    def split(share: int, version: int = 1) -> ev.Token:
+        return rig.ask(ev.RollbackAsked, model="net", version=version, share=share)
+
+    def came(lineage: int) -> int:
+        """Of 2,000 requests, those that came to version 1."""
+        event = ev.InferArrived(
+            token=rig.token(), request_id="r", model="net@2", digest="digest net@2", priority=1,
+            deadline_at_ms=None, inputs=(), reply_offset_bytes=0, reply_bytes=0,
+            lineage=lineage)  # fmt: skip
+        went = [rig.scheduler.admission._of_a_version_that_is_there(event) for _ in range(2000)]
+        return sum((one.model, one.digest) == ("net", "digest net") for one in went)
+
+    born = versions.served("net").born
+    assert came(born) == 0
+    assert rig.error(split(10)) is None
+    assert rig.commands(ev.Journal)[0].entry["shares"] == [(1, 10)]
+    assert abs(came(born) - 200) <= 2
+    assert came(0) == came(born + 1) == 0, "it named a version, or another registration's"
+    assert [versions.share(model) for model in versions.all_of("net")] == [10, 90]
+    assert "version 2 is the current one" in rig.error(split(10, version=2)).message
+    assert rig.error(split(0)) is None
+    assert came(born) == 0
+    split(50)
+    publish(rig, job)
+    assert versions.served("net").shares == {}
+
+
 def test_a_job_that_is_over_is_published_from_its_state_on_disk(rig: Rig) -> None:
     register_net(rig)
     job = trained(rig)
@@ -2446,15 +2479,9 @@ def test_the_next_server_serves_the_version_that_the_journal_names(
 
 
 def script_publishes(
-    rig: Rig,
-    job: Any,
-    step: int,
-    *,
-    model: str = "net",
-    wide: bool = False,
-    parts: tuple[str, ...] = ("model",),
-    part: str = "",
-) -> Any:
+    rig: Rig, job: Any, step: int, *, model: str = "net", wide: bool = False,
+    parts: tuple[str, ...] = ("model",), part: str = "",
+) -> Any:  # fmt: skip
     """What the script reads; its tensors are the model's, or wider ones."""
     served = rig.scheduler.versions.current(model)
     weights = served.manifest.tensors if served is not None and served.manifest else ()
