@@ -461,7 +461,7 @@ def test_another_user_is_hung_up_though_the_folder_lets_it_in(server: FakeSchedu
     path = Path(server.listeners.ipc.address.removeprefix("ipc://"))
     path.chmod(0o777)
     for folder in list(path.parents)[:-1]:
-        folder.chmod(0o755)
+        folder.chmod(folder.stat().st_mode | 0o055)
     command = [sys.executable, "-c", STRANGER, str(path)]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "0\n"
     assert not server.tcp._peers
