@@ -32,7 +32,11 @@ class RawPeer:
         if receive_bytes:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
         host, _, port = where.rpartition(":")
-        self.sock.connect(where if is_local else (host, int(port)))
+        try:
+            self.sock.connect(where if is_local else (host, int(port)))
+        except OSError:  # no server is there
+            self.sock.close()
+            raise
         self.stream = Stream(self.sock, 1 << 30, takes_descriptors=is_local)
 
     def send(self, *parts: Any) -> None:
