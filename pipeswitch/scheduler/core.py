@@ -162,7 +162,7 @@ class Core:
     last_epoch: int = 0
     edition: int = 0  # grows when a model becomes ready or gets other groups
     touched: int = ALL  # the bits of what changed since the parts were asked
-    pins: dict[ModelName, None] = field(default_factory=dict)  # models to be pinned, maybe no more
+    pins: dict[ModelName, None] = field(default_factory=dict)  # models that are to be pinned
     wakeups: Wakeups = field(default_factory=Wakeups)
 
     def next_epoch(self) -> Epoch:

@@ -274,6 +274,8 @@ class Dispatch:
             return False
         if replica.built.batching is not None or request.due_ms <= core.now_ms:
             return False
+        if replica.ahead_epoch != NO_EPOCH:
+            return False  # it was sent ahead: that is a switch, and billed as one
         account = device.accounts.of(request.caller)
         if core.now_ms < max(account.rests_until_ms, account.barred_until_ms):
             return False
