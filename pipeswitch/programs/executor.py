@@ -16,6 +16,7 @@ from ..errors import InvalidInput, LocalProtocolError, RegistrationRefused
 from .bundle import Graph
 from .contracts import BrokenContract
 from .dims import NoExtent, Values, shape_at, values_of, values_text
+from .factories import without_cache
 from .graph import CompiledGraph, Environment, GroupCall, behind_contract
 from .layout import Manifest, TensorSpec
 from .nesting import arguments
@@ -238,6 +239,7 @@ class ModuleProgram:
         self._settings = settings or TorchSettings.now()
         self.device = torch.device(device)
         self.module = module
+        self._fixed = without_cache(module)
         self._bound: BoundModule | None = None
         self._before_group: BeforeGroup | None = None
         self._opened = 0
@@ -296,7 +298,7 @@ class ModuleProgram:
             with self._settings.inside(), torch.inference_mode():
                 named = dict(zip(self._inputs, inputs, strict=True))
                 given = arguments(self.manifest.takes, named).values()
-                outputs = self._in_order(flatten_outputs(self.module(*given)))
+                outputs = self._in_order(flatten_outputs(self.module(*given, **self._fixed)))
             self._open(len(self.manifest.groups) - 1)  # a path not taken: same calls every time
         finally:
             self._before_group = None

@@ -16,6 +16,7 @@ from ..graph import mutations
 from ..layout import ValueSpec
 from ..operators import DROPPED_AT_EXPORT, split_target
 from ..values import dtype_name
+from .advice import DATA, OTHERS, advice
 from .dynamic import Axes, NotDynamic
 from .recurrent import own_name
 from .symbols import extent_of, suspects
@@ -29,11 +30,6 @@ _INSTEAD: Final = {
     "aten.unfold.default": "aten.unfold_copy.default",  # windows that share no memory
 }
 """Without gradients, and where nothing is written, they compute the same."""
-ADVICE: Final = (
-    "a module must be traceable: no branch or shape that depends on data (torch.where instead), "
-    "no autocast or quantized engine inside its forward; or register the code as "
-    "package.module:factory at the owner's door"
-)
 
 
 @dataclass
@@ -106,7 +102,9 @@ class Encoder:
             elif node.op == "output":
                 results, outputs = self._outputs(node)
             else:
-                raise RegistrationRefused(f"graph node {node.op} {node.target}", ADVICE)
+                raise RegistrationRefused(
+                    f"graph node {node.op} {node.target}", "it is no operator", hint=OTHERS
+                )
         return self._numbered(inputs, results, outputs)
 
     def _placeholder(self, node: Any, spec: Any, inputs: list[ValueSpec]) -> None:
@@ -186,9 +184,12 @@ class Encoder:
         elif target in _SYMBOLIC:
             name = _SYMBOLIC[target]
         else:
-            raise RegistrationRefused(f"operator {target}", ADVICE)
+            raise RegistrationRefused(f"operator {target}", "it is none of torch's", hint=OTHERS)
         name = _INSTEAD.get(name, name)
-        split_target(name)
+        try:
+            split_target(name)
+        except RegistrationRefused as refusal:
+            raise RegistrationRefused(refusal.part, refusal.reason, hint=advice(name)) from None
         args = [self._argument(argument, name) for argument in node.args]
         kwargs = {key: self._argument(value, name) for key, value in node.kwargs.items()}
         kwargs.pop("pin_memory", None)  # a wish about host memory; ours lies where it lies
@@ -243,7 +244,7 @@ class Encoder:
                 expression = extent.node.expr.xreplace(self._replaced)
                 shape.append(extent_of(expression, self._symbols))
             else:
-                raise RegistrationRefused(part, f"its shape depends on data ({extent})")
+                raise RegistrationRefused(part, f"its shape depends on data ({extent})", hint=DATA)
         return ValueSpec(name=name, dtype=dtype_name(value.dtype, part), shape=tuple(shape))
 
     def _numbered(

@@ -54,7 +54,7 @@ def build_module(
     if changed:
         raise RegistrationRefused(
             f"buffers {', '.join(changed[:8])}",
-            f"the module changes them in eval mode; an eviction would lose that ({why})",
+            f"the module changes them in eval mode; an eviction would lose that ({why.message})",
         )
     names, layers, triggers = _layers(tensors, aliases, order, why)
     path = out_dir / WEIGHTS_FILE
@@ -73,7 +73,7 @@ def build_module(
     manifest = Manifest(
         digest="",
         mode="module",
-        mode_reason=str(why),
+        mode_reason=why.message,
         source=spec.source,
         total_bytes=total_bytes,
         tensors=specs,
@@ -136,8 +136,7 @@ def _measure(
     ]
     try:
         with TorchSettings.now().inside(), torch.no_grad():
-            given = loaded.arguments([value.clone() for value in examples])
-            returns, outputs = nested_outputs(loaded.module(*given))
+            returns, outputs = nested_outputs(loaded.nested([value.clone() for value in examples]))
     finally:
         for handle in handles:
             handle.remove()
@@ -149,7 +148,10 @@ def _measure(
 
 
 def _layers(
-    tensors: dict[str, torch.Tensor], aliases: dict[str, str], order: list[str], why: Exception
+    tensors: dict[str, torch.Tensor],
+    aliases: dict[str, str],
+    order: list[str],
+    why: RegistrationRefused,
 ) -> tuple[list[str], list[Layer], list[str]]:
     """Weights by first use, layers, and the submodule that opens each layer.
 
@@ -172,7 +174,8 @@ def _layers(
     triggers = [name for name in order if name in by_trigger]
     if not any(triggers):
         raise RegistrationRefused(
-            "submodules", f"there are none with weights to hook, so no groups to stream ({why})"
+            "submodules",
+            f"there are none with weights to hook, so no groups to stream ({why.message})",
         )
     if len(triggers) and triggers[0] != order[0]:
         triggers.insert(0, order[0])  # the root opens the first group: nothing runs before it

@@ -19,7 +19,7 @@ from torch import nn
 from ...commits.weights import load_weights
 from ...errors import RegistrationRefused
 from ..dims import Dim, typical
-from ..factories import factory
+from ..factories import factory, without_cache
 from ..layout import ITEM_BYTES, ValueSpec
 from ..matching import match
 from ..nesting import Tree, argument_names, arguments
@@ -75,9 +75,13 @@ class Loaded:
         """What the module is called with, of its inputs in order."""
         return list(arguments(self.takes, dict(zip(self.inputs, inputs, strict=True))).values())
 
+    def nested(self, inputs: Sequence[torch.Tensor]) -> Any:
+        """What the plain module answers."""
+        return self.module(*self.arguments(inputs), **without_cache(self.module))
+
     def outputs(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What the plain module answers, in order."""
-        return list(flatten_outputs(self.module(*self.arguments(inputs))).values())
+        """Its tensors, in order."""
+        return list(flatten_outputs(self.nested(inputs)).values())
 
 
 def load_source(spec: BuildSpec) -> Loaded:
@@ -197,6 +201,8 @@ def _transformers(name: str, spec: BuildSpec) -> tuple[Callable[[], nn.Module], 
             model = bare.from_config(config)
         else:
             model = cls._from_config(config)  # what an auto class would call: heeds its dtype
+        if getattr(config, "_experts_implementation", None) == "grouped_mm":
+            model.set_experts_implementation("batched_mm")  # the one of theirs that is a graph
         return _ByPosition(model, names)
 
     return construct, inputs
