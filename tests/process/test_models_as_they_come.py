@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,6 +103,7 @@ def mixtral_config(transformers: Any) -> Any:
 
 FACTORIES: dict[str, Callable[[], nn.Module]] = {
     "found": Found, "experts": Experts, "packed": Packed, "sounds": Sounds, "mixtral": mixtral,
+    "quantized": lambda: quantized(),
 }  # fmt: skip
 PACKAGE = "as_they_come"
 
@@ -124,6 +126,10 @@ def served(name: str, folder: Path, **options: Any) -> tuple[Manifest, BoundProg
         name=name, source=f"{PACKAGE}:{name}", weights=f"random:{SEED}", allow_module_mode=True,
         bucket_bytes=300, **options,
     )  # fmt: skip
+    return loaded(spec, folder)
+
+
+def loaded(spec: BuildSpec, folder: Path) -> tuple[Manifest, BoundProgram]:
     manifest = build(spec, folder, lambda stage, done: None)
     image = load_image(folder / weights_file(manifest), manifest)
     program = make_program(manifest, read_graph(manifest, folder / BUNDLE_FILE), "cpu")
@@ -210,3 +216,71 @@ def test_windows_that_are_copied_have_the_transforms_bits(options: dict[str, Any
         assert wanted.shape == found.shape
         parts = (torch.view_as_real(v) if v.is_complex() else v for v in (wanted, found))
         assert same_bits(*(part.contiguous() for part in parts))
+
+
+# ---- int8 ----------------------------------------------------------------------------------------
+
+
+class Rows8(torch.Tensor):
+    """Int8 weights with a scale for each row, as libraries of quantization wrap them."""
+
+    q: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, q: torch.Tensor, scale: torch.Tensor) -> Rows8:
+        made = torch.Tensor._make_wrapper_subclass(cls, q.shape, dtype=scale.dtype)
+        made.q, made.scale = q, scale
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["q", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, *_: Any) -> Rows8:
+        return Rows8(inner["q"], inner["scale"])
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            x, weight, bias = args
+            return func(x, weight.q.to(x.dtype) * weight.scale, bias)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is torch.ops.aten.detach.default, func
+        return Rows8(args[0].q, args[0].scale)
+
+
+def test_int8_weights_that_a_library_wraps_are_streamed_as_int8(tmp_path: Path) -> None:
+    torch.manual_seed(SEED)
+    module = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4)).eval()
+    for layer in (module[0], module[2]):
+        scale = layer.weight.detach().abs().amax(1, keepdim=True) / 127
+        q = (layer.weight.detach() / scale).round().to(torch.int8)
+        layer.weight = nn.Parameter(Rows8(q, scale), requires_grad=False)
+    path = tmp_path / "it.bundle"
+    made = export_module_to_bundle(module, torch.randn(2, 64), path)
+    int8, floats = 64 * 32 + 32 * 4, 2 * (32 + 4)
+    assert made["weight_bytes"] == int8 + 4 * floats
+    spec = BuildSpec(name="it", source=str(path))
+    _, bound = loaded(spec, tmp_path / "out")
+    check_bits(bound, module, [torch.randn(3, 64)])
+
+
+def quantized() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch itself advises against it
+        return torch.ao.quantization.quantize_dynamic(Sounds(), {nn.Linear}, dtype=torch.qint8)
+
+
+def test_what_is_quantized_for_an_engine_is_told_what_to_type(tmp_path: Path) -> None:
+    module = quantized()
+    with pytest.raises(RegistrationRefused, match="'layer'") as at_the_client:
+        export_module_to_bundle(module, torch.randn(1, 400), tmp_path / "it.bundle")
+    with pytest.raises(RegistrationRefused, match="'layer'") as at_the_server:
+        served("quantized", tmp_path / "out", inputs={"x": ((1, 400), "float32")})
+    for refused in (at_the_client, at_the_server):
+        assert "quantize_(module, Int8WeightOnlyConfig())" in refused.value.hint

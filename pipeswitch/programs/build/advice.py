@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
+from torch import nn
+
+from ...errors import RegistrationRefused
+
 FACTORY: Final = (
     "put a function that makes it where the server imports from, and its owner types "
     "pipeswitch register NAME package.module:function --input 1x8:float32"
@@ -21,6 +25,11 @@ EXPERTS: Final = (
     "call model.set_experts_implementation('batched_mm') before you register it: then what you "
     "compute is what is served"
 )
+QUANTIZED: Final = (
+    "register the module as it was before, or with int8 weights alone, which stream as they are: "
+    "pip install torchao; from torchao.quantization import quantize_, Int8WeightOnlyConfig; "
+    "quantize_(module, Int8WeightOnlyConfig())"
+)
 UNLISTED: Final = (
     f"its kernel is not known to keep to its arguments, so it runs in module mode: {FACTORY}"
 )
@@ -34,9 +43,26 @@ _KINDS: Final = (
             "aten.masked_select", "aten.unique", "aten._unique", "aten.bincount",
             "aten._local_scalar_dense", "aten.repeat_interleave.Tensor", "torchvision.nms")),
 )  # fmt: skip
+_ENGINES: Final = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
 
 
 def advice(reason: str) -> str:
     """What helps where torch, or the closed list, gave this reason."""
     rest = UNLISTED if reason.startswith("aten.") else OTHERS
     return next((said for said, words in _KINDS if any(w in reason for w in words)), rest)
+
+
+def refuse_engines(module: nn.Module) -> None:
+    """Refuse a module whose weights an engine of torch's has packed: they are no tensors.
+
+    Raises:
+        RegistrationRefused: names the first such layer.
+    """
+    for name, child in module.named_modules():
+        if type(child).__module__.startswith(_ENGINES):
+            raise RegistrationRefused(
+                f"module {name!r}",
+                "it is quantized for an engine of torch's, which keeps its weights packed where "
+                "nothing can stream them",
+                hint=QUANTIZED,
+            )

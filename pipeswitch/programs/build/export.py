@@ -18,7 +18,7 @@ from ..bundle import write_bundle
 from ..dims import BATCH
 from ..nesting import Tree
 from ..values import dtype_name, nested_outputs, tensor_bytes
-from .advice import advice
+from .advice import advice, refuse_engines
 from .alone import one_export_at_a_time, quiet
 from .checking import check_program
 from .dynamic import (
@@ -125,6 +125,7 @@ def _refused(asked: Axes, why: str) -> RegistrationRefused:
 def _check_kind(module: Any) -> None:
     if not isinstance(module, nn.Module):
         raise RegistrationRefused("source", f"a {type(module).__name__} is not an nn.Module")
+    refuse_engines(module)
     # Named, not imported: torch.jit does not export it. A traced module, its subclass, exports.
     if type(module).__name__ == "RecursiveScriptModule":
         raise RegistrationRefused(

@@ -25,6 +25,7 @@ from ..matching import match
 from ..nesting import Tree, argument_names, arguments
 from ..spec import BuildSpec
 from ..values import flatten_outputs
+from .advice import refuse_engines
 from .dynamic import Dynamic, Range
 
 InputShapes = dict[str, tuple[tuple[int, ...], str]]
@@ -92,6 +93,7 @@ def load_source(spec: BuildSpec) -> Loaded:
     """
     construct, usual = _constructor(spec)
     module = _with_weights(spec, construct)
+    refuse_engines(module)
     for child in module.modules():
         child.training = False
     for parameter in module.parameters():
