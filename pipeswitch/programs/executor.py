@@ -19,6 +19,7 @@ from .dims import NoExtent, Values, shape_at, values_of, values_text
 from .factories import without_cache
 from .graph import CompiledGraph, Environment, GroupCall, behind_contract
 from .layout import Manifest, TensorSpec
+from .loose import slots
 from .nesting import arguments
 from .torch_settings import TorchSettings
 from .values import flatten_outputs
@@ -293,6 +294,8 @@ class ModuleProgram:
             for owner, key, tensor in bound.slots:
                 setattr(owner, key, tensor)  # not a dictionary entry: nn.LSTM watches its names
             self._bound = bound
+        for owner, key, value in bound.loose:  # in each run: a module may replace its attributes
+            setattr(owner, key, value)
         self._before_group, self._opened = before_group, 0
         try:
             with self._settings.inside(), torch.inference_mode():
@@ -323,6 +326,7 @@ class BoundModule:
         parameters = {
             name: nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()
         }
+        self.loose = slots(program.module, tensors)
         for path, owner in program.module.named_modules():
             for key, is_parameter in [
                 *((key, True) for key, value in owner._parameters.items() if value is not None),

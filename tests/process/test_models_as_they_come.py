@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from pipeswitch.errors import RegistrationRefused
+from pipeswitch.frontend import admission
 from pipeswitch.programs.build.export import export_module_to_bundle
 from pipeswitch.programs.build.program import build
 from pipeswitch.programs.build.recurrent import _stft
@@ -88,6 +89,29 @@ class Sounds(nn.Module):
         return self.layer(found.abs().transpose(1, 2))
 
 
+class Detector(nn.Module):
+    """Anchors that are no buffers, put anew in each call; as many rows as are over a threshold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.anchors = [torch.randn(3, 4), torch.randn(2, 4)]
+        self.offsets = {"first": (torch.randn(4), 2)}
+
+    def forward(self, images: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        self.anchors = [one.to(images[0].dtype) for one in self.anchors]
+        shift, times = self.offsets["first"]
+        rows = self.layer(images[0].mean() + torch.cat(self.anchors) * times) + shift
+        kept = rows[:, 0] > images[0].amax()
+        return [{"boxes": rows[kept], "scores": rows[kept, 0]}]
+
+
+class Appends(Detector):
+    def forward(self, images: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        self.anchors[0] += 1
+        return super().forward(images)
+
+
 def mixtral() -> nn.Module:
     transformers = pytest.importorskip("transformers")
     return transformers.MixtralForCausalLM(mixtral_config(transformers))
@@ -103,7 +127,7 @@ def mixtral_config(transformers: Any) -> Any:
 
 FACTORIES: dict[str, Callable[[], nn.Module]] = {
     "found": Found, "experts": Experts, "packed": Packed, "sounds": Sounds, "mixtral": mixtral,
-    "quantized": lambda: quantized(),
+    "quantized": lambda: quantized(), "detector": Detector, "appends": Appends,
 }  # fmt: skip
 PACKAGE = "as_they_come"
 
@@ -284,3 +308,35 @@ def test_what_is_quantized_for_an_engine_is_told_what_to_type(tmp_path: Path) ->
         served("quantized", tmp_path / "out", inputs={"x": ((1, 400), "float32")})
     for refused in (at_the_client, at_the_server):
         assert "quantize_(module, Int8WeightOnlyConfig())" in refused.value.hint
+
+
+# ---- detectors -----------------------------------------------------------------------------------
+
+IMAGES: dict[str, Any] = {
+    "inputs": {"images.0": ((3, 6, 6), "float32")},
+    "takes": {"dict": [["images", {"list": ["images.0"]}]]},
+}
+
+
+def test_tensors_that_are_no_buffers_come_with_the_weights(tmp_path: Path) -> None:
+    manifest, bound = served("detector", tmp_path, **IMAGES)
+    names = {tensor.name for tensor in manifest.tensors}
+    assert names >= {"anchors.0", "anchors.1", "offsets.first.0", "layer.weight"}
+    counts = set()
+    for image in (torch.full((3, 6, 6), low) for low in (-9.0, 0.0, 9.0)):
+        with torch.no_grad():
+            [wanted] = fresh("detector")([image])
+        found = bound.run([image], lambda index: None)
+        assert all(map(same_bits, found, wanted.values()))
+        counts.add(len(found[0]))
+    assert {0, 5} <= counts, "as many boxes as the picture has"
+
+
+def test_an_answer_may_have_more_rows_than_the_examples(tmp_path: Path) -> None:
+    manifest, _ = served("detector", tmp_path, **IMAGES)
+    assert admission._reply_bytes("it", manifest, {}) >= 2 * (64 << 10)
+
+
+def test_one_that_a_call_changes_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(RegistrationRefused, match=r"anchors\.0"):
+        served("appends", tmp_path, **IMAGES)

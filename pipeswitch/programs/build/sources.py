@@ -21,6 +21,7 @@ from ...errors import RegistrationRefused
 from ..dims import Dim, typical
 from ..factories import factory, without_cache
 from ..layout import ITEM_BYTES, ValueSpec
+from ..loose import loose_tensors
 from ..matching import match
 from ..nesting import Tree, argument_names, arguments
 from ..spec import BuildSpec
@@ -71,6 +72,7 @@ class Loaded:
     dynamic: Dynamic = field(default_factory=dict)  # dimensions that requests choose
     is_wish: bool = False  # they are the source's own idea: what does not work is left out
     takes: Tree = None  # how the inputs make up the arguments; None: each is one
+    loose: dict[str, torch.Tensor] = field(default_factory=dict)  # kept as plain attributes
 
     def arguments(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         """What the module is called with, of its inputs in order."""
@@ -99,7 +101,8 @@ def load_source(spec: BuildSpec) -> Loaded:
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     inputs, dynamic = _checked_inputs(spec.inputs or usual)
-    return Loaded(module, inputs, construct, dynamic, not spec.inputs, spec.takes)
+    loose = {name: tensor.detach() for name, tensor in loose_tensors(module).items()}
+    return Loaded(module, inputs, construct, dynamic, not spec.inputs, spec.takes, loose)
 
 
 def _constructor(spec: BuildSpec) -> tuple[Callable[[], nn.Module], OpenShapes]:
