@@ -43,6 +43,16 @@ Progress = Callable[[str, float], None]
 
 Inputs = Mapping[str, Any]
 """``{name: (shape, dtype)}``, and what nests around such pairs."""
+FILES: Final = (".pt2", ".pt", ".pth", ".ts", ".torchscript")  # a program may be in
+PICKLED: Final = (".pt", ".pth", ".bin", ".ckpt")  # weights may be in
+_NO_PROGRAMS: Final = {
+    ".onnx": "pip install onnx2torch; then client.register(NAME, onnx2torch.convert(FILE), "
+    "example_inputs=(x,))",
+    ".safetensors": "it holds weights alone: pipeswitch register NAME package.module:function "
+    "--weights FILE",
+    ".ckpt": "it holds weights alone: pipeswitch register NAME package.module:function "
+    "--weights FILE",
+}
 Dynamic = Mapping[str, Mapping[int, tuple[int, int] | tuple[str, int, int]]]
 
 
@@ -208,9 +218,11 @@ class Client:
         Args:
             name: what requests will call it.
             source: ``torchvision:NAME``, ``hf:NAME[#CLASS]``, a ``.bundle`` or ``.pt2`` file of
-                this machine, ``package.module:factory`` (of the server's), or an ``nn.Module``,
-                which is exported here and sent as graph and safetensors.
-            weights: ``random:SEED``, ``pretrained`` or a safetensors file of this machine.
+                this machine, or a ``.pt`` of TorchScript with its ``inputs`` or
+                ``example_inputs``; ``package.module:factory`` (of the server's), or an
+                ``nn.Module``, which is exported here and sent as graph and safetensors.
+            weights: ``random:SEED``, ``pretrained``, or a file of this machine: safetensors, or
+                what ``torch.save(module.state_dict(), "weights.pt")`` wrote.
             inputs: shapes and dtypes where the source does not know them, by the arguments' names,
                 nested as they are; ``(1, 512)`` in a shape is a range that requests choose from.
             example_inputs: for a module: what its ``forward`` takes, nested as it is.
@@ -253,7 +265,11 @@ class Client:
                 )
             options = {"max_batch": max_batch or None, "dynamic": dynamic}
             notes: list[str] = []
-            source = self._as_source(source, example_inputs, options, progress, stack, notes)
+            source = self._as_source(
+                source, signature, example_inputs, options, progress, stack, notes
+            )
+            if weights.endswith(PICKLED) and os.path.isfile(weights):
+                weights = _as_safetensors(weights, _folder(stack))
             if weights.endswith(".safetensors"):
                 weights = self.upload(weights, "safetensors", progress)
         future = self._connection.request(
@@ -281,6 +297,7 @@ class Client:
     def _as_source(
         self,
         source: Any,
+        signature: Mapping[str, Any],
         example_inputs: Any,
         options: Mapping[str, Any],
         progress: Progress | None,
@@ -288,19 +305,22 @@ class Client:
         notes: list[str],
     ) -> str:
         """What the server is told; files and modules become uploads first, with ``notes``."""
+        options = {key: value for key, value in options.items() if value is not None}
         if not isinstance(source, str | os.PathLike):
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeswitch-export-"))
-            return self._export(source, example_inputs, options, Path(folder), progress, notes)
+            return self._export(source, example_inputs, options, _folder(stack), progress, notes)
         text = os.fspath(source)
-        if text.endswith(".pt2"):
+        suffix = os.path.splitext(text)[1]
+        if suffix in _NO_PROGRAMS:
+            hint = _NO_PROGRAMS[suffix].replace("FILE", repr(text))
+            raise InvalidInput(f"{text!r} is no program", hint=hint)
+        if suffix in FILES:
             if not os.path.isfile(text):
                 raise InvalidInput(f"no file {text!r}")
-            from ..programs.build.pt2 import convert_pt2
+            from ..programs.build.files import convert
 
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeswitch-export-"))
-            bundle = Path(folder, "program.bundle")
+            bundle = _folder(stack) / "program.bundle"
             _report(progress, "export", 0.0)
-            notes += convert_pt2(text, bundle)["notes"]
+            notes += convert(text, bundle, signature, example_inputs, **options)["notes"]
             return self.upload(bundle, "bundle", progress)
         if text.endswith(".bundle"):
             return self.upload(text, "bundle", progress)
@@ -324,8 +344,7 @@ class Client:
 
         bundle = folder / "program.bundle"
         _report(progress, "export", 0.0)
-        given = {key: value for key, value in options.items() if value is not None}
-        notes += export_module_to_bundle(module, example_inputs, bundle, **given)["notes"]
+        notes += export_module_to_bundle(module, example_inputs, bundle, **options)["notes"]
         return self.upload(bundle, "bundle", progress)
 
     def upload(
@@ -726,6 +745,20 @@ def job_name(entry: str) -> str:
     stem = entry.split(":")[0].rsplit(".", 1)[-1] if ":" in entry else Path(entry).stem
     letters = [c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in stem.lower()]
     return "".join(letters).strip("._-")[:64] or "job"
+
+
+def _folder(stack: contextlib.ExitStack) -> Path:
+    """One that is gone with the stack."""
+    made = tempfile.TemporaryDirectory(prefix="pipeswitch-export-")
+    return Path(stack.enter_context(made))
+
+
+def _as_safetensors(weights: str, folder: Path) -> str:
+    from ..programs.build.files import convert_weights
+
+    out = str(folder / "weights.safetensors")
+    convert_weights(weights, out)
+    return out
 
 
 def _signature(inputs: Inputs | None) -> tuple[Tree, dict[str, list[Any]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,9 +15,11 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from pipeswitch.errors import RegistrationRefused
+from pipeswitch.client.client import Client
+from pipeswitch.errors import PipeSwitchError, RegistrationRefused
 from pipeswitch.frontend import admission
 from pipeswitch.programs.build.export import export_module_to_bundle
+from pipeswitch.programs.build.files import convert, convert_weights
 from pipeswitch.programs.build.program import build
 from pipeswitch.programs.build.recurrent import _stft
 from pipeswitch.programs.build.verify import load_image, same_bits
@@ -128,6 +131,7 @@ def mixtral_config(transformers: Any) -> Any:
 FACTORIES: dict[str, Callable[[], nn.Module]] = {
     "found": Found, "experts": Experts, "packed": Packed, "sounds": Sounds, "mixtral": mixtral,
     "quantized": lambda: quantized(), "detector": Detector, "appends": Appends,
+    "plain": lambda: plain(),
 }  # fmt: skip
 PACKAGE = "as_they_come"
 
@@ -340,3 +344,70 @@ def test_an_answer_may_have_more_rows_than_the_examples(tmp_path: Path) -> None:
 def test_one_that_a_call_changes_is_refused_by_its_name(tmp_path: Path) -> None:
     with pytest.raises(RegistrationRefused, match=r"anchors\.0"):
         served("appends", tmp_path, **IMAGES)
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        lambda state: state,
+        lambda state: {"epoch": 3, "model_state_dict": state},
+        lambda state: {f"module.{name}": value for name, value in state.items()},
+    ],
+)
+def test_a_state_dict_is_the_weights_of_a_factory(saved: Any, tmp_path: Path) -> None:
+    module = plain().eval()
+    torch.save(saved(module.state_dict()), tmp_path / "it.pt")
+    convert_weights(tmp_path / "it.pt", tmp_path / "it.safetensors")
+    spec = BuildSpec(
+        name="it", source=f"{PACKAGE}:plain", weights=str(tmp_path / "it.safetensors"),
+        inputs={"x": ((2, 8), "float32")},
+    )  # fmt: skip
+    _, bound = loaded(spec, tmp_path / "out")
+    check_bits(bound, module, [torch.randn(2, 8)])
+
+
+@pytest.mark.parametrize("saved", [plain(), {"epoch": 3}, [1]])
+def test_what_is_no_state_dict_is_told_how_to_save_one(saved: Any, tmp_path: Path) -> None:
+    torch.save(saved, tmp_path / "it.pt")
+    with pytest.raises(RegistrationRefused) as refused:
+        convert_weights(tmp_path / "it.pt", tmp_path / "it.safetensors")
+    assert "torch.save(module.state_dict()" in refused.value.hint
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(2, 8))])
+def test_torchscript_is_served_with_its_own_bits(make: Any, tmp_path: Path) -> None:
+    module = plain().eval()
+    torch.jit.save(make(module), tmp_path / "it.pt")
+    made = convert(str(tmp_path / "it.pt"), tmp_path / "it.bundle", {"x": ((1, 8), "float32")})
+    assert made["dims"] == {"batch": [1, 64]}
+    _, bound = loaded(BuildSpec(name="it", source=str(tmp_path / "it.bundle")), tmp_path / "out")
+    check_bits(bound, module, [torch.randn(3, 8)])
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("it.onnx", "onnx2torch.convert('it.onnx')"),
+        ("it.safetensors", "--weights 'it.safetensors'"),
+        ("state.pt", "--weights state.pt"),
+        ("script.pt", "--input 1x3x224x224:float32"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_a_file_that_is_no_program_is_told_what_to_type(
+    name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save(plain().state_dict(), "state.pt")
+    torch.jit.save(torch.jit.script(plain()), "script.pt")
+    with contextlib.ExitStack() as stack, pytest.raises(PipeSwitchError) as refused:
+        Client._as_source(Client.__new__(Client), name, {}, None, {}, None, stack, [])
+    assert says in refused.value.hint

@@ -74,7 +74,7 @@ class Encoder:
         for name, tensor in exported.state_dict.items():
             if not is_traceable_wrapper_subclass(tensor):
                 self._first_names.setdefault(_identity(tensor), name)
-        self._wrapped: dict[str, tuple[str, torch.Tensor]] = {}  # weights that consist of others
+        self._wrapped: dict[str, tuple[str, Any]] = {}  # weights that consist of others
         self._values: dict[str, Any] = {}  # fx node name -> value key, before numbering
         self._tensors: dict[tuple[Any, ...], int] = {}
         self._permuted: dict[int, list[int]] = {}  # weight -> the dimensions' way back
@@ -120,7 +120,7 @@ class Encoder:
             self._values[node.name] = {"v": ("i", len(inputs))}
             inputs.append(self._value_spec(f"input {name!r}", name, value))
         elif kind in ("PARAMETER", "BUFFER", "CONSTANT_TENSOR"):
-            tensor = self._tensor(spec.target)
+            tensor: Any = self._tensor(spec.target)
             if is_traceable_wrapper_subclass(tensor):
                 self._wrapped[node.name] = (spec.target, tensor)
             elif node.users:
@@ -146,13 +146,12 @@ class Encoder:
                         for one in of]  # fmt: skip
             self._conditions = [*asserted, *(guard.expr for guard in environment.guards)]
 
-    def _tensor(self, target: str) -> torch.Tensor:
+    def _tensor(self, target: str) -> Any:
         exported = self._exported
         source = exported.state_dict if target in exported.state_dict else exported.constants
-        found: torch.Tensor = source[target].detach()
-        return found
+        return source[target].detach()
 
-    def _weight(self, target: str, tensor: torch.Tensor) -> Any:
+    def _weight(self, target: str, tensor: Any) -> Any:
         """A weight's value; tensors that are one stay one, odd strides become a permutation."""
         key = _identity(tensor)
         name = self._first_names.get(key, target).removeprefix(_PREFIX)

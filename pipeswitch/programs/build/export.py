@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from ...errors import PipeSwitchError, RegistrationRefused
 from ..bundle import write_bundle
@@ -126,11 +127,6 @@ def _check_kind(module: Any) -> None:
     if not isinstance(module, nn.Module):
         raise RegistrationRefused("source", f"a {type(module).__name__} is not an nn.Module")
     refuse_engines(module)
-    # Named, not imported: torch.jit does not export it. A traced module, its subclass, exports.
-    if type(module).__name__ == "RecursiveScriptModule":
-        raise RegistrationRefused(
-            "source", "a scripted module does not export", hint="give the module it was made from"
-        )
 
 
 def _set_mode(module: nn.Module) -> None:
@@ -233,6 +229,7 @@ def _checked_program(
     many, and an exported graph holds Python state as the constant it was.
     """
     _check_kind(module)
+    input_names = input_names or _scripted_names(module)
     example = named_inputs(module, example_inputs, input_names)
     flat = Flat(module, example)
 
@@ -245,13 +242,45 @@ def _checked_program(
     with _served(module), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return export_module(
-            module,
+            _traceable(module, example),
             example_inputs,
             input_names=input_names,
             max_batch=max_batch,
             dynamic=dynamic,
             verify=verify,
         )
+
+
+def _is_scripted(module: nn.Module) -> bool:
+    """By name: torch.jit does not export the class. A traced module, its subclass, exports."""
+    return type(module).__name__ == "RecursiveScriptModule"
+
+
+def _scripted_names(module: Any) -> list[str] | None:
+    """What TorchScript calls its arguments, which Python does not see."""
+    if not _is_scripted(module):
+        return None
+    return [one.name for one in module.forward.schema.arguments][1:]
+
+
+def _traceable(module: Any, example: Example) -> Any:
+    """The module; of TorchScript, the same calls as a graph that torch can export."""
+    if not _is_scripted(module):
+        return module
+    from torch._export.converter import TS2EPConverter  # imports torch's own exporter, and more
+
+    given = example.arguments
+    if {value.shape[:1] for value in example.tensors} == {(1,)}:  # it would be a constant
+        given = tree_map_only(torch.Tensor, lambda value: torch.cat([value] * 2), given)
+    positional, named = ((), given) if example.is_by_name else (tuple(given.values()), {})
+    try:
+        with torch.no_grad(), quiet(SYMBOLIC_SHAPES_LOG):
+            return TS2EPConverter(module, positional, named).convert().module()
+    except Exception as error:  # it knows most of TorchScript, not all
+        raise RegistrationRefused(
+            "source", f"its TorchScript does not export: {first_line(error)}",
+            hint="give the module it was made from",
+        ) from None  # fmt: skip
 
 
 @contextlib.contextmanager

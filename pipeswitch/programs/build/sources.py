@@ -100,7 +100,7 @@ def load_source(spec: BuildSpec) -> Loaded:
         child.training = False
     for parameter in module.parameters():
         parameter.requires_grad_(False)
-    inputs, dynamic = _checked_inputs(spec.inputs or usual)
+    inputs, dynamic = checked_inputs(spec.inputs or usual)
     loose = {name: tensor.detach() for name, tensor in loose_tensors(module).items()}
     return Loaded(module, inputs, construct, dynamic, not spec.inputs, spec.takes, loose)
 
@@ -376,7 +376,7 @@ def _tied_names(module: nn.Module, present: set[str]) -> set[str]:
     return {name for names in by_tensor.values() if present & set(names) for name in names}
 
 
-def _checked_inputs(inputs: OpenShapes) -> tuple[InputShapes, Dynamic]:
+def checked_inputs(inputs: OpenShapes) -> tuple[InputShapes, Dynamic]:
     """The example's shapes, and the ranges of the extents that have one."""
     if not inputs:
         raise RegistrationRefused("inputs", "this source needs them: --input 8x3x224x224:float32")
