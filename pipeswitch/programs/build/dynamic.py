@@ -6,12 +6,12 @@ source, gives a range; ``choices`` lists what is tried, the most open first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from ...errors import RegistrationRefused
 from ...units import nearest
-from ..dims import BATCH, MAX_EXTENT, MAX_NAMED, Dim
+from ..dims import BATCH, MAX_EXTENT, MAX_NAMED, Dim, Values
 
 Range = tuple[int, int] | tuple[str, int, int]
 Dynamic = Mapping[str, Mapping[int, Range]]
@@ -26,8 +26,48 @@ _USUAL_NAMES: Final[Mapping[tuple[int, int], str]] = {
 """What a dimension is called by its input's number of dimensions and its own."""
 
 
+Works = Mapping[str, tuple[int | None, int | None]]
+"""The ends of a dimension's range within which it might; None: as they are."""
+
+
 class NotDynamic(Exception):
-    """This export did not work; with fewer open dimensions another might."""
+    """This export did not work; with fewer open dimensions, or narrower ones, another might."""
+
+    def __init__(self, why: str, works: Works | None = None) -> None:
+        super().__init__(why)
+        self.works = works or {}
+
+
+def narrowed(axes: Axes, shapes: Sequence[Sequence[int]], works: Works) -> Axes:
+    """The same dimensions with the ranges that work; the same where none is narrower."""
+    given = {dim.name: shapes[number][axis] for (number, axis), dim in axes.items()}
+    found = {}
+    for place, dim in axes.items():
+        low, high = works.get(dim.name, (None, None))
+        low, high = max(dim.low, low or dim.low), min(dim.high, high or dim.high)
+        is_range = low <= given[dim.name] <= high and low < high
+        found[place] = Dim(dim.name, low, high) if is_range else dim
+    return found
+
+
+def working_end(
+    values: Values, given: Values, is_same: Callable[[Values], bool]
+) -> dict[str, tuple[int | None, int | None]]:
+    """How far the range of the one dimension that differs from ``given`` reaches, seen from where
+    it does not work; nothing where several differ."""
+    names = [name for name in given if name != BATCH and values[name] != given[name]]
+    if len(names) != 1:
+        return {}
+    [name] = names
+    broken, whole = values[name], given[name]
+    sign = 1 if whole > broken else -1
+    step = 1
+    while (tried := broken + sign * step) != whole and (whole - tried) * sign > 0:
+        if is_same({**values, name: tried}):
+            break
+        step = 2 * step + 1
+    end = tried if (whole - tried) * sign > 0 else whole
+    return {name: (end, None) if sign > 0 else (None, end)}
 
 
 def asked_axes(names: Sequence[str], shapes: Sequence[Sequence[int]], dynamic: Dynamic) -> Axes:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -29,12 +30,14 @@ from .dynamic import (
     asked_axes,
     batch_axes,
     choices,
+    narrowed,
 )
 from .encoder import Encoder, Program
 from .fresh import Fresh, check_keeps_nothing
 from .naming import Example, Flat, named_inputs
 from .recurrent import OneCallEach
 
+MAX_NARROWED: Final = 4  # exports of one registration that end in a narrower range
 SYMBOLIC_SHAPES_LOG: Final = "torch.fx.experimental.symbolic_shapes"
 
 Verify = Callable[[Program], None]
@@ -83,7 +86,10 @@ def export_module(
         asked = asked_axes(names, shapes, dynamic or {})
         batch, why_fixed = batch_axes(shapes, max_batch, asked)
         reasons: list[str] = []
-        for axes in choices(batch, asked, is_wish=is_wish):
+        narrower: list[str] = []
+        tried = deque(choices(batch, asked, is_wish=is_wish))
+        while tried:
+            axes = tried.popleft()
             try:
                 program = _export_once(flat, example, list(outputs), axes)
                 program.graph = msgspec.structs.replace(
@@ -95,6 +101,10 @@ def export_module(
                 break
             except NotDynamic as error:
                 reasons.append(str(error))
+                again = narrowed(axes, shapes, error.works)
+                if again != axes and len(narrower) < MAX_NARROWED:
+                    narrower.append(str(error))
+                    tried.appendleft(again)
         else:
             raise _refused(asked, reasons[-1])
         open_now = {dim.name for dim in program.graph.dims}
@@ -102,6 +112,13 @@ def export_module(
             f"{name}={value}: a request stands alone" for name, value in flat.fixed.items()
         ]
         wanted = dict.fromkeys([BATCH, *(dim.name for dim in asked.values())])
+        wider = {dim.name: dim for dim in (*batch.values(), *asked.values())}
+        program.notes += [
+            f"{dim.name} is {dim.low}..{dim.high}, not {wider[dim.name].low}.."
+            f"{wider[dim.name].high}: {'; '.join(narrower)}"
+            for dim in program.graph.dims
+            if dim != wider[dim.name]
+        ]
         program.notes += [
             f"{name} is fixed: {(name == BATCH and why_fixed) or reasons[-1]}"
             for name in wanted
@@ -156,22 +173,24 @@ _FIXED: Final = re.compile(r"(\w+) = (\d+)")
 _RELATED: Final = re.compile(r"(\w+) = (.*[A-Za-z].*)")
 
 
-def _reason(error: BaseException) -> str:
+def _not_dynamic(error: BaseException) -> NotDynamic:
     """What the model allows of its dimensions, of torch's advice; else torch's first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines or not lines[0].startswith("Constraints violated"):
-        return f"torch.export: {first_line(error)}"
-    said = []
+        return NotDynamic(f"torch.export: {first_line(error)}")
+    said, works = [], {}
     for line in lines:
         if found := _RANGE.fullmatch(line):
             high = f" to {found[3]}" if found[3] else ""
             is_ours = not found[1].startswith("_")
             said += [f"it takes {found[1]} from {found[2] or 1}{high}"] if is_ours else []
+            works[found[1]] = (int(found[2] or 1), int(found[3]) if found[3] else None)
         elif found := _FIXED.fullmatch(line):
             said.append(f"the model fixes {found[1]} at {found[2]}")
         elif found := _RELATED.fullmatch(line):
             said.append(f"its {found[1]} must be {found[2].replace('*_', ' times a whole ')}")
-    return ", ".join(said)[:300] or " ".join(lines[1:2])[:300] or lines[0][:200]
+    why = ", ".join(said)[:300] or " ".join(lines[1:2])[:300] or lines[0][:200]
+    return NotDynamic(why, works)
 
 
 def _export_once(flat: Flat, example: Example, output_names: list[str], axes: Axes) -> Program:
@@ -199,7 +218,7 @@ def _export_once(flat: Flat, example: Example, output_names: list[str], axes: Ax
         except RegistrationRefused:
             raise
         except Exception as error:  # torch.export has no base class for "does not export"
-            raise NotDynamic(_reason(error)) from error
+            raise _not_dynamic(error) from error
     return Encoder(exported, example.names, output_names, axes).program()
 
 

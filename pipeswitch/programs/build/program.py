@@ -36,7 +36,7 @@ from ..torch_settings import TorchSettings
 from ..values import tensor_bytes
 from ..views import tensor_over
 from .checking import rehearse_ends, shapes_to_try
-from .dynamic import NotDynamic
+from .dynamic import NotDynamic, working_end
 from .encoder import Program
 from .export import export_module, write_program
 from .joining import with_batching
@@ -292,17 +292,21 @@ def _verify_graph(
         NotDynamic: at another one alone, or the module does not take that.
     """
     given = shapes[0]
-    for done, values in enumerate(shapes):
+
+    def differs(values: Values) -> str:
         inputs = acceptable_inputs(manifest.inputs, values, plain)
         try:
-            difference = compare(manifest, bound, plain, inputs)
+            return compare(manifest, bound, plain, inputs)
         except Exception as error:  # a model's own code
             if values is given:
                 raise
-            text = f"{type(error).__name__}: {str(error)[:200]}"
-            raise NotDynamic(f"at {values_text(values)} the module raised {text}") from None
+            return f"the module raised {type(error).__name__}: {str(error)[:200]}"
+
+    for done, values in enumerate(shapes):
+        difference = differs(values)
         if difference and values is not given:
-            raise NotDynamic(f"at {values_text(values)} {difference}")
+            works = working_end(values, given, lambda at: not differs(at))
+            raise NotDynamic(f"at {values_text(values)} {difference}", works)
         if difference:
             raise RegistrationRefused("verification", difference)
         progress("verify", (done + 1) / len(shapes))
