@@ -48,6 +48,8 @@ print(json.dumps(convert(*sys.argv[1:3], json.loads(sys.argv[3]))["notes"]))
 )
 @click.option("--input", "inputs", multiple=True, metavar="[NAME=]8x3x224x224:float32",
               help="Shape and dtype where the source does not know them (repeatable).")  # fmt: skip
+@click.option("--example", type=click.Path(exists=True, dir_okay=False), metavar="FILE.npz",
+              help="For package.module:factory: values of its inputs, by their names.")  # fmt: skip
 @click.option("--priority", type=click.Choice(["high", "normal", "low"]), default="normal")
 @click.option("--pin", is_flag=True, help="Keep it on the device.")
 @click.option("--max-batch", type=int, default=0, help="Largest dynamic batch.")
@@ -76,6 +78,7 @@ def register(
     part: str,
     inputs: tuple[str, ...],
     raw: tuple[str, ...],
+    example: str | None,
     batch: int | None,
     batch_delay: str,
     as_json: bool,
@@ -98,6 +101,7 @@ def register(
 
     signature = _signature(inputs, "--input")
     options["raw"] = _signature(raw, "--raw")
+    options["example_inputs"] = _arrays(example) if example else None
     options |= {"batch": batch or 0, "batch_delay_ms": milliseconds("--batch-delay", batch_delay)}
     is_shown = not as_json and sys.stderr.isatty()
     with contextlib.ExitStack() as stack:
@@ -118,6 +122,18 @@ def register(
         notes_text += "\n  the last bits of an answer depend on the batch that computes it"
     text = f"registered {name}{size}{groups}, {row.get('mode', 'graph')} mode{why}{notes_text}"
     print_done(row, text, as_json)
+
+
+def _arrays(path: str) -> dict[str, Any]:
+    import numpy as np
+
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return dict(file)
+    except (OSError, ValueError) as error:
+        raise click.BadParameter(
+            f"{path}: {error}; numpy.savez(FILE, x=x) writes one", param_hint="--example"
+        ) from None
 
 
 def _publish(name: str, from_job: str, part: str, as_json: bool) -> None:

@@ -19,6 +19,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from ..errors import (
     InvalidInput,
     ModelNotFound,
@@ -225,7 +227,8 @@ class Client:
                 what ``torch.save(module.state_dict(), "weights.pt")`` wrote.
             inputs: shapes and dtypes where the source does not know them, by the arguments' names,
                 nested as they are; ``(1, 512)`` in a shape is a range that requests choose from.
-            example_inputs: for a module: what its ``forward`` takes, nested as it is.
+            example_inputs: for a module: what its ``forward`` takes, nested as it is. For
+                ``package.module:factory`` the same by name; values are not made up then.
             dynamic: for a module: the extents beside the batch that requests choose, by input and
                 dimension: ``{"ids": {1: (1, 512)}}``, ``{"cache.0.key": {2: (1, 512)}}``. Those of
                 one range and one extent in the example are the same; ``("source", 1, 512)`` calls
@@ -268,6 +271,11 @@ class Client:
             source = self._as_source(
                 source, signature, example_inputs, options, progress, stack, notes
             )
+            example = ""
+            if example_inputs is not None and ":" in source and not source.startswith("put:"):
+                takes, signature, example = self._example(
+                    example_inputs, takes, signature, _folder(stack)
+                )
             if weights.endswith(PICKLED) and os.path.isfile(weights):
                 weights = _as_safetensors(weights, _folder(stack))
             if weights.endswith(".safetensors"):
@@ -280,6 +288,7 @@ class Client:
                 "weights": weights,
                 "inputs": signature,
                 **({} if takes is None else {"takes": takes}),
+                **({"example": example} if example else {}),
                 "priority": priority,
                 "pin": pin,
                 "max_batch": max_batch,
@@ -293,6 +302,25 @@ class Client:
         )
         row: dict[str, Any] = future.result().body
         return {**row, "notes": [*notes, *row.get("notes", ())]}
+
+    def _example(
+        self, given: Any, takes: Tree, signature: dict[str, list[Any]], folder: Path
+    ) -> tuple[Tree, dict[str, list[Any]], str]:
+        """Values of a named model's inputs, as an upload; they say how its arguments nest."""
+        from safetensors.numpy import save_file
+
+        if not isinstance(given, Mapping):
+            raise InvalidInput(
+                "example_inputs of a named model are by its arguments' names",
+                hint='example_inputs={"x": x}',
+            )
+        tree, found = flatten(dict(given), "input", lambda value: hasattr(value, "__array__"))
+        arrays = {name: np.ascontiguousarray(value) for name, value in found.items()}
+        save_file(arrays, folder / "example.safetensors")
+        if not signature:
+            signature = {name: [list(a.shape), str(a.dtype)] for name, a in arrays.items()}
+            takes = tree if list(arrays) != list(given) else None
+        return takes, signature, self.upload(folder / "example.safetensors", "safetensors")
 
     def _as_source(
         self,

@@ -102,6 +102,7 @@ class Verbs:
         source = permissions.check_source(
             body.text("source"),
             body.text("weights", ""),
+            body.text("example", ""),
             is_owner=standing.is_owner,
             allow_code=self._allow_code,
             uploads_dir=self._uploads_dir,

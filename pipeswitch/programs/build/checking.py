@@ -142,7 +142,7 @@ def compare_at(
             is its own answer to a request.
     """
     try:
-        inputs, answer = _answered(plain, inputs, values)
+        inputs, answer = on_what_it_takes(plain, inputs, values)
     except Exception as error:  # whatever the model's code raises
         if all(values[name] == number for name, number in given.items() if name != BATCH):
             return
@@ -156,7 +156,7 @@ def compare_at(
         raise NotDynamic(f"at {values_text(values)} it does not compute the same bits")
 
 
-def _answered(
+def on_what_it_takes(
     plain: Compute, inputs: list[torch.Tensor], values: Values
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Inputs that the module takes, and its answer: an example's integers may be places in what

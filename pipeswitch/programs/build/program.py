@@ -35,7 +35,7 @@ from ..spec import BUNDLE_FILE, BuildSpec, load_manifest, save_manifest
 from ..torch_settings import TorchSettings
 from ..values import tensor_bytes
 from ..views import tensor_over
-from .checking import rehearse_ends, shapes_to_try
+from .checking import on_what_it_takes, rehearse_ends, resized, shapes_to_try
 from .dynamic import NotDynamic, working_end
 from .encoder import Program
 from .export import export_module, write_program
@@ -135,15 +135,13 @@ def _build_module(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes
     _check_disk(loaded.module, disk_bytes)
     settings = TorchSettings.now()  # before the module has run: what it sets when it is made
     specs = example_specs(loaded.inputs)
-    examples = acceptable_inputs(specs, {}, loaded.outputs)
+    examples = loaded.examples or acceptable_inputs(specs, {}, loaded.outputs)
     progress("export", 0.0)
     is_factory = not spec.source.startswith(("torchvision:", "hf:"))
     try:
         return _export(spec, loaded, examples, out_dir, progress)
     except RegistrationRefused as refusal:
         reason = refusal
-    if loaded.dynamic and not loaded.is_wish:
-        raise reason  # in module mode there is nothing that could tell the shapes of outputs
     if not (is_factory or spec.allow_module_mode):
         raise reason
     if not is_factory:
@@ -192,7 +190,11 @@ def _export(
         )
         assert given is not None
         others = shapes_to_try(program.graph.dims, given, program.suspects)
-        made[:] = [_finish_graph(bundle, spec, path, loaded.outputs, [given, *others], progress)]
+        made[:] = [
+            _finish_graph(
+                bundle, spec, path, loaded.outputs, [given, *others], progress, loaded.examples
+            )
+        ]
 
     program = export_module(
         loaded.module,
@@ -214,6 +216,7 @@ def _finish_graph(
     plain: Plain | None,
     shapes: Sequence[Values],
     progress: Progress,
+    examples: Sequence[torch.Tensor] = (),
 ) -> Manifest:
     graph = bundle.graph
     progress("partition", 0.0)
@@ -230,7 +233,7 @@ def _finish_graph(
         whole = GraphProgram(regrouped(manifest, (0,)), graph, "cpu")
         everything = whole.bind(lambda t: tensor_over(image.untyped_storage(), t, 0))
         plain = _without_waiting(everything)
-    _verify_graph(manifest, bound, plain, shapes, progress)
+    _verify_graph(manifest, bound, plain, shapes, progress, examples)
     if hashlib.sha256(tensor_bytes(image)).hexdigest() != digest_before:
         raise RegistrationRefused("weights", "running the program changes them")
     progress("pack", 0.0)
@@ -284,6 +287,7 @@ def _verify_graph(
     plain: Plain,
     shapes: Sequence[Values],
     progress: Progress,
+    examples: Sequence[torch.Tensor],
 ) -> None:
     """Compare at each of ``shapes``.
 
@@ -294,8 +298,12 @@ def _verify_graph(
     given = shapes[0]
 
     def differs(values: Values) -> str:
-        inputs = acceptable_inputs(manifest.inputs, values, plain)
         try:
+            if examples:
+                specs = [spec.shape for spec in manifest.inputs]
+                inputs = on_what_it_takes(plain, resized(specs, examples, values), values)[0]
+            else:
+                inputs = acceptable_inputs(manifest.inputs, values, plain)
             return compare(manifest, bound, plain, inputs)
         except Exception as error:  # a model's own code
             if values is given:
