@@ -19,8 +19,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
 from ..errors import (
     InvalidInput,
     ModelNotFound,
@@ -232,7 +230,8 @@ class Client:
             dynamic: for a module: the extents beside the batch that requests choose, by input and
                 dimension: ``{"ids": {1: (1, 512)}}``, ``{"cache.0.key": {2: (1, 512)}}``. Those of
                 one range and one extent in the example are the same; ``("source", 1, 512)`` calls
-                one apart.
+                one apart. ``"cache.*.k"`` is each input of such a name. Torch's own form will do
+                too: ``torch.export.Dim("length", min=1, max=512)``, a tuple in the inputs' order.
             priority: of its requests, unless they say otherwise.
             pin: keep it on the device.
             max_batch: largest dynamic batch; 0: the server's default.
@@ -307,6 +306,7 @@ class Client:
         self, given: Any, takes: Tree, signature: dict[str, list[Any]], folder: Path
     ) -> tuple[Tree, dict[str, list[Any]], str]:
         """Values of a named model's inputs, as an upload; they say how its arguments nest."""
+        import numpy as np
         from safetensors.numpy import save_file
 
         if not isinstance(given, Mapping):

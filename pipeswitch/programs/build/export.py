@@ -20,7 +20,7 @@ from ..bundle import write_bundle
 from ..dims import BATCH
 from ..nesting import Tree
 from ..values import dtype_name, nested_outputs, tensor_bytes
-from .advice import advice, refuse_engines
+from .advice import OTHERS, advice, refuse_engines
 from .alone import one_export_at_a_time, quiet
 from .checking import check_program
 from .dynamic import (
@@ -134,10 +134,10 @@ def _refused(asked: Axes, why: str) -> RegistrationRefused:
     if not asked:
         return RegistrationRefused("export", why, hint=advice(why))
     names = ", ".join(dict.fromkeys(dim.name for dim in asked.values()))
-    return RegistrationRefused(
-        f"dynamic {names}", why, hint="give a range that the model takes, or leave it out: it is "
-        "then what it is in the example"
-    )  # fmt: skip
+    hint = advice(why)
+    if hint == OTHERS:  # torch complains of the range
+        hint = "give a range that the model takes, or leave it out: then it is the example's"
+    return RegistrationRefused(f"dynamic {names}", why, hint=hint)
 
 
 def _check_kind(module: Any) -> None:

@@ -18,14 +18,13 @@ from ..dims import MAX_EXTENT, values_of
 from ..values import flatten_outputs, is_tensor
 from .alone import one_export_at_a_time
 from .checking import resized
-from .dynamic import asked_axes, names_for
+from .dynamic import ENDLESS, asked_axes, names_for
 from .export import export_module_to_bundle, first_line
 from .naming import Flat, named_inputs
 from .sources import OpenShapes, checked_inputs, example_specs
 from .verify import acceptable_inputs
 
 MAX_REFUSED: Final = 32  # extents at the low end of a file's range that are tried
-ENDLESS: Final = 512  # the largest extent of a dimension whose file gives no upper end
 
 _INNER: Final = ("state_dict", "model_state_dict", "model")  # where a checkpoint has its weights
 _PARALLEL: Final = "module."  # what DataParallel puts before each name
@@ -176,7 +175,7 @@ def _open_in(loaded: torch.export.ExportedProgram, names: Sequence[str]) -> Open
                 symbol = extent.node.expr
                 if symbol not in called:
                     free = (
-                        one for one in names_for(value.dim(), axis) if one not in called.values()
+                        one for one in names_for(value.shape, axis) if one not in called.values()
                     )
                     called[symbol] = next(free)
                 low, high = _ends(loaded, symbol)
