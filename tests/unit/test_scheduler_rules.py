@@ -128,6 +128,16 @@ class Rig:
         generation = self.state.workers[slot].generation
         self.handle(ev.WorkerExited(slot=slot, generation=generation, status=status))
 
+    def daemon_exits(self) -> None:
+        self.handle(ev.DaemonExited(generation=self.state.daemon_generation, status=-9))
+
+    def daemon_restarts(self) -> None:
+        """Dies, its workers are reaped, and the next one is ready."""
+        self.daemon_exits()
+        for slot in list(self.state.workers):
+            self.worker_exits(slot)
+        self.daemon(DaemonReady(pid=2, arena_bytes=0, store_bytes=0, device="cpu"))
+
     def worker_restarts(self, slot: int, status: int = -9) -> None:
         """Dies, and the next process in its slot is ready."""
         self.worker_exits(slot, status)
@@ -174,9 +184,13 @@ class Rig:
         return self.ask(ev.RegisterAsked, model=name, spec=spec.encode("latin1"), priority=1,
                         is_pinned=pin, **fields)  # fmt: skip
 
+    def begin(self, name: str, **fields: Any) -> tuple[ev.Token, Any]:
+        """A registration whose build has begun: its token and epoch."""
+        token = self.ask_register(name, **fields)
+        return token, self.commands(ev.StartBuild)[0].epoch
+
     def register(self, name: str, mib: int = 10, *, pin: bool = False) -> None:
-        token = self.ask_register(name, pin=pin)
-        epoch = self.commands(ev.StartBuild)[0].epoch
+        token, epoch = self.begin(name, pin=pin)
         self.built(name, mib, epoch)
         self.stored(name, epoch)
         assert self.error(token) is None
@@ -304,8 +318,7 @@ def rig() -> Rig:
 
 def awaited(rig: Rig, name: str = "a") -> int:
     """A model whose program is known and whose bytes are on their way; its epoch."""
-    rig.ask_register(name)
-    epoch = rig.commands(ev.StartBuild)[0].epoch
+    _, epoch = rig.begin(name)
     rig.built(name, 10, epoch)
     assert [command.model for command in rig.commands(ev.Announce)] == [name]
     rig.handle(ev.BuilderExited(model=name, epoch=epoch, status=0))
@@ -785,8 +798,7 @@ def test_a_tenants_models_leave_another_room_in_the_host_store() -> None:
     rig = Rig(store_bytes=64 * MIB)
     refused = []
     for name in (*(f"greedy.{number}" for number in range(6)), "modest.0"):
-        token = rig.ask_register(name)
-        epoch = rig.commands(ev.StartBuild)[0].epoch
+        token, epoch = rig.begin(name)
         rig.built(name, 10, epoch)
         if token not in rig.answers:
             rig.stored(name, epoch)
@@ -813,8 +825,7 @@ def test_a_flood_for_one_model_leaves_room_for_the_others() -> None:
 
 def test_an_unknown_model_or_another_digest_is_refused(rig: Rig) -> None:
     assert isinstance(rig.error(rig.infer("a")), ModelNotFound)
-    rig.ask_register("a")
-    epoch = rig.commands(ev.StartBuild)[0].epoch
+    _, epoch = rig.begin("a")
     assert isinstance(rig.error(rig.infer("a")), ModelNotFound)
     rig.built("a", 10, epoch)
     token = rig.infer("a", digest="of the one before")
@@ -914,7 +925,7 @@ def test_a_success_in_between_forgives_the_deaths_before(rig: Rig) -> None:
 def test_a_dead_daemon_restarts_only_when_all_workers_are_reaped(rig: Rig) -> None:
     rig.register("a")
     token = rig.infer("a")
-    rig.handle(ev.DaemonExited(generation=1, status=-9))
+    rig.daemon_exits()
     assert {command.slot for command in rig.commands(ev.KillWorker)} == {0, 1, 2}
     assert rig.residency("a") is Residency.HOST
     rig.worker_exits(0)
@@ -931,7 +942,7 @@ def test_a_dead_daemon_restarts_only_when_all_workers_are_reaped(rig: Rig) -> No
 
 
 def test_what_a_dead_daemon_still_says_is_dropped(rig: Rig) -> None:
-    rig.handle(ev.DaemonExited(generation=1, status=-9))
+    rig.daemon_exits()
     rig.daemon(DaemonReady(pid=1, arena_bytes=0, store_bytes=0, device="cpu"))
     assert not rig.state.is_daemon_ready
 
@@ -943,7 +954,7 @@ def test_a_daemon_that_dies_too_often_ends_the_server_and_answers_everybody(rig:
     waiting = rig.job_asked(job.name, "wait")
     token = rig.infer("a")
     for _ in range(rig.core.settings.max_daemon_restarts + 1):
-        rig.handle(ev.DaemonExited(generation=rig.state.daemon_generation, status=-9))
+        rig.daemon_exits()
         for slot, worker in rig.state.workers.items():
             if worker.is_alive:
                 rig.worker_exits(slot)
@@ -1313,7 +1324,7 @@ def test_numbers_that_leap_shut_out_their_own_sender_alone(rig: Rig) -> None:
 
 def test_a_commit_that_found_no_memory_daemon_has_not_used_its_number_up(rig: Rig) -> None:
     job = rig.start_training()
-    rig.handle(ev.DaemonExited(generation=rig.state.daemon_generation, status=-9))
+    rig.daemon_exits()
     rig.commit(job, 1, step=1)
     assert not rig.sent(CommitCopy)
     assert (job.commit_number, job.copying_epoch) == (0, 0)
@@ -1436,7 +1447,7 @@ def test_cancel_ends_a_job_in_any_state(rig: Rig) -> None:
 
 def test_a_job_killed_with_the_daemon_has_done_nothing_wrong(rig: Rig) -> None:
     job = rig.start_training()
-    rig.handle(ev.DaemonExited(generation=1, status=-9))
+    rig.daemon_exits()
     rig.worker_exits(job.slot)
     assert job.deaths_without_progress == 0
     assert job.state.state is TaskState.QUEUED
@@ -1445,7 +1456,7 @@ def test_a_job_killed_with_the_daemon_has_done_nothing_wrong(rig: Rig) -> None:
 
 def test_a_slice_asked_for_while_the_daemon_is_dead_is_not_granted(rig: Rig) -> None:
     job = rig.train("cifar")
-    rig.handle(ev.DaemonExited(generation=1, status=-9))
+    rig.daemon_exits()
     rig.lease(job)
     assert not rig.sent(LeaseGranted)
     for slot in (0, 1, 2):
@@ -1474,8 +1485,7 @@ def test_another_clients_name_is_taken_though_it_asks_for_the_same(rig: Rig) -> 
 
 
 def test_builds_run_one_after_the_other_until_the_process_is_gone(rig: Rig) -> None:
-    first = rig.ask_register("a")
-    epoch = rig.commands(ev.StartBuild)[0].epoch
+    first, epoch = rig.begin("a")
     rig.ask_register("b")
     assert not rig.commands(ev.StartBuild)
     rig.handle(ev.CancelAsked(token=first))
@@ -1487,8 +1497,7 @@ def test_builds_run_one_after_the_other_until_the_process_is_gone(rig: Rig) -> N
 
 
 def test_a_running_build_is_cancelled_by_an_unregister_of_anyone(rig: Rig) -> None:
-    token = rig.ask_register("a")
-    epoch = rig.commands(ev.StartBuild)[0].epoch
+    token, epoch = rig.begin("a")
     gone = rig.ask(ev.UnregisterAsked, model="a")
     assert [command.epoch for command in rig.commands(ev.KillBuild)] == [epoch]
     assert rig.error(gone) is None
@@ -1557,15 +1566,13 @@ def test_a_client_has_so_many_models_and_no_more_and_the_owner_any() -> None:
 
 
 def test_a_build_that_took_too_long_is_refused_in_words(rig: Rig) -> None:
-    token = rig.ask_register("a")
-    epoch = rig.commands(ev.StartBuild)[0].epoch
+    token, epoch = rig.begin("a")
     rig.handle(ev.BuilderExited(model="a", epoch=epoch, status=-signal.SIGALRM))
     assert "build_timeout" in rig.error(token).message
 
 
 def test_a_registration_that_is_being_stored_cannot_be_taken_back(rig: Rig) -> None:
-    token = rig.ask_register("a")
-    epoch = rig.commands(ev.StartBuild)[0].epoch
+    token, epoch = rig.begin("a")
     rig.built("a", 10, epoch)
     rig.handle(ev.CancelAsked(token=token))
     assert token not in rig.answers
@@ -1574,8 +1581,7 @@ def test_a_registration_that_is_being_stored_cannot_be_taken_back(rig: Rig) -> N
 
 
 def test_a_builder_that_dies_without_a_word_refuses_its_model(rig: Rig) -> None:
-    token = rig.ask_register("a")
-    epoch = rig.commands(ev.StartBuild)[0].epoch
+    token, epoch = rig.begin("a")
     rig.handle(ev.BuilderExited(model="a", epoch=epoch, status=-11))
     assert isinstance(rig.error(token), RegistrationRefused)
     assert "a" not in rig.state.replicas
@@ -1596,8 +1602,7 @@ def test_a_model_too_large_for_the_arena_or_the_store_is_refused(
 
 
 def test_a_store_that_fails_in_a_way_nobody_expected_refuses_the_registration(rig: Rig) -> None:
-    token = rig.ask_register("a")
-    epoch = rig.commands(ev.StartBuild)[0].epoch
+    token, epoch = rig.begin("a")
     rig.built("a", 10, epoch)
     rig.handle(ev.BuilderExited(model="a", epoch=epoch, status=0))
     rig.daemon(DaemonFault(epoch=epoch, reason="RuntimeError: no idea"))
@@ -1622,9 +1627,8 @@ def test_a_slice_that_could_not_be_zeroed_is_nobodys_until_it_was(rig: Rig) -> N
 
 
 def test_a_model_that_was_being_stored_when_the_daemon_died_is_stored_again(rig: Rig) -> None:
-    token = rig.ask_register("a")
-    epoch = rig.commands(ev.StartBuild)[0].epoch
-    rig.handle(ev.DaemonExited(generation=1, status=-9))
+    token, epoch = rig.begin("a")
+    rig.daemon_exits()
     rig.built("a", 10, epoch)
     assert not rig.sent(StoreModel), "nobody is there to take it"
     for slot in (0, 1, 2):
@@ -1675,8 +1679,7 @@ def test_a_request_that_can_never_fit_is_refused_though_a_job_trains(rig: Rig) -
 
 def stored(rig: Rig, name: str) -> None:
     """Registered; nobody has prepared it yet."""
-    token = rig.ask_register(name)
-    epoch = rig.commands(ev.StartBuild)[0].epoch
+    token, epoch = rig.begin(name)
     rig.built(name, 10, epoch)
     rig.stored(name, epoch)
     assert rig.error(token) is None
@@ -2046,8 +2049,7 @@ def test_a_job_gets_a_process_that_served_no_other_tenant(apart: Rig) -> None:
 
 def test_a_model_is_sent_to_its_tenants_file_and_announced_with_it(apart: Rig, rig: Rig) -> None:
     for one, tenant in ((apart, "ada"), (rig, "")):
-        token = one.ask_register("ada.m")
-        epoch = one.commands(ev.StartBuild)[0].epoch
+        token, epoch = one.begin("ada.m")
         one.built("ada.m", 10, epoch)
         announced = one.commands(ev.Announce)
         one.stored("ada.m", epoch)
@@ -2191,8 +2193,7 @@ SPEC = msgspec.msgpack.encode({"name": "net", "source": "x.bundle", "weights": "
 
 
 def register_net(rig: Rig, *, pin: bool = False) -> None:
-    rig.ask_register("net", spec=SPEC, spec_digest="first", pin=pin)
-    epoch = rig.commands(ev.StartBuild)[0].epoch
+    _, epoch = rig.begin("net", spec=SPEC, spec_digest="first", pin=pin)
     rig.built("net", 10, epoch)
     rig.stored("net", epoch)
     rig.prepared()
@@ -2369,11 +2370,7 @@ def test_a_copy_that_a_dead_daemon_had_is_made_by_the_next(rig: Rig) -> None:
     register_net(rig)
     job = trained(rig)
     token = ask_publish(rig, job)
-    rig.handle(ev.DaemonExited(generation=rig.state.daemon_generation, status=-9))
-    for slot in (0, 1, 2):
-        rig.worker_exits(slot)
-    assert rig.commands(ev.SpawnDaemon)
-    rig.daemon(DaemonReady(pid=2, arena_bytes=0, store_bytes=0, device="cpu"))
+    rig.daemon_restarts()
     comes(rig, copied(rig, job))
     assert rig.answers[token].body["version"] == 2
 
@@ -2761,7 +2758,7 @@ def test_a_copy_that_a_dead_daemon_had_is_dropped_and_not_read(rig: Rig) -> None
     job = trained(rig)
     ask_publish(rig, job)
     (order,) = rig.sent(PersistCommit)
-    rig.handle(ev.DaemonExited(generation=rig.state.daemon_generation, status=-9))
+    rig.daemon_exits()
     assert ev.DropPublished(directory=order.directory) in rig.out
     (one,) = rig.scheduler.publishing._lines["net"]
     assert (one.stage, one.directory) == ("waits", "")
