@@ -288,10 +288,9 @@ def _separates_tenants(
 
 def _identity(device: ChosenDevice, sizes: Sizes) -> Identity:
     """What profiles measured by this server hold for."""
-    has_peer = device.ladder.peers == "on"  # two links: copies of one take about twice as long
     return Identity(
         device=device.opened,
-        name=f"{device.title or processor_name()}{' and a peer' if has_peer else ''}",
+        name=device.title or processor_name(),
         cores=cpu_count(),
         threads=sizes.threads,
         link_bytes_per_s=sizes.link_bytes_per_s,

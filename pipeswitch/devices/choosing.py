@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,7 +33,6 @@ SELFTEST_S: Final = 90.0  # in all; a test that hangs is cut short by the progra
 GIB: Final = 1 << 30
 CONTEXT_BYTES: Final = 768 << 20  # of one process: context, libraries, workspaces
 SPARE_BYTES: Final = 2 * GIB  # for activations of training, graphs, and other processes
-LANDING_BYTES: Final = 64 << 20  # on a peer, where another device's chunks come through
 MAX_ARENA_SHARE: Final = 0.9
 MAX_SLICE_BYTES: Final = 8 * GIB
 SLICE_SHARE: Final = 8  # of the arena: one part in so many
@@ -66,15 +64,8 @@ def choose_devices(config: DeviceConfig, *, workers: int) -> tuple[ChosenDevice,
     Raises:
         ConfigError: as ``choose_device``.
     """
-    chosen = tuple(
-        choose_device(replace(config, name=name), workers=workers, peers=peers_of(config, place))
-        for place, name in enumerate(config.names)
-    )
-    guests = Counter(one.options.peer for one in chosen if one.options and one.options.peer)
-    taken_bytes = CONTEXT_BYTES + LANDING_BYTES  # of a GPU, by the daemon of each of its guests
     return tuple(
-        replace(device, free_bytes=max(0, device.free_bytes - guests[device.uuid] * taken_bytes))
-        for device in chosen
+        choose_device(replace(config, name=name), workers=workers) for name in config.names
     )
 
 
@@ -83,22 +74,11 @@ def index_of(name: str) -> int:
     return int(name.partition(":")[2] or 0)
 
 
-def peers_of(config: DeviceConfig, place: int) -> tuple[int, ...] | None:
-    """The server's other GPUs, the next one first; None where no peer is wanted."""
-    others = (*config.names[place + 1 :], *config.names[:place])
-    if config.peers == "off":
-        return None
-    return tuple(index_of(name) for name in others if name.startswith("cuda"))
-
-
-def choose_device(
-    config: DeviceConfig, *, workers: int, peers: Sequence[int] | None = None
-) -> ChosenDevice:
+def choose_device(config: DeviceConfig, *, workers: int) -> ChosenDevice:
     """Decide between cpu and cuda, and find out what works.
 
     Args:
         workers: processes with a context beside the daemon.
-        peers: GPUs whose links it may copy over, too; None: not wanted.
 
     Raises:
         ConfigError: cuda was asked for by name and cannot be had: says why and what to do.
@@ -106,18 +86,16 @@ def choose_device(
     if config.name.startswith("cpu"):
         return ChosenDevice(config.name, "asked for")
     try:
-        return _cuda(config, index_of(config.name), workers, peers)
+        return _cuda(config, index_of(config.name), workers)
     except ConfigError as error:
         if config.name != "auto":
             raise
         return ChosenDevice("cpu", error.message)
 
 
-def _cuda(
-    config: DeviceConfig, index: int, workers: int, peers: Sequence[int] | None
-) -> ChosenDevice:
-    wishes = Wishes(config.waits, config.words, config.activations, config.graphs, config.peers)
-    found = examine(config.bindings, index, with_tests=wishes.needs_test, peers=peers)
+def _cuda(config: DeviceConfig, index: int, workers: int) -> ChosenDevice:
+    wishes = Wishes(config.waits, config.words, config.activations, config.graphs)
+    found = examine(config.bindings, index, with_tests=wishes.needs_test)
     device = found["device"]
     results: dict[str, Outcome] | None = None
     if wishes.needs_test:
@@ -132,7 +110,6 @@ def _cuda(
     options = CudaOptions(
         package=config.bindings,
         visible=str(device["uuid"]) if int(device["count"]) > 1 else "",
-        peer=str(found["peer_device"]["uuid"]) if ladder.peers == "on" else "",
         waits=ladder.waits,
         words=ladder.words,
         slice_bytes=slice_bytes,
@@ -172,12 +149,7 @@ def private_size(free_bytes: int, arena_bytes: int) -> int:
 
 
 def examine(
-    package: str,
-    index: int,
-    *,
-    with_tests: bool,
-    peers: Sequence[int] | None = None,
-    timeout_s: float = SELFTEST_S,
+    package: str, index: int, *, with_tests: bool, timeout_s: float = SELFTEST_S
 ) -> dict[str, dict[str, Any]]:
     """Run the self-test program; its findings by name. What is missing did not run.
 
@@ -193,7 +165,7 @@ def examine(
             "or serve --device cpu",
             kind="no driver",
         )
-    order = {"package": package, "index": index, "tests": with_tests, "peers": peers}
+    order = {"package": package, "index": index, "tests": with_tests}
     program = ("-P", "-X", "faulthandler", "-m", "pipeswitch.devices.cuda.selftest")
     command = [sys.executable, *program, json.dumps(order)]
     found: dict[str, dict[str, Any]] = {}

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from ..errors import ConfigError
-from ..ipc.messages import DaemonSettings, WorkerSettings
+from ..ipc.messages import CudaOptions, DaemonSettings, WorkerSettings
 from . import DeviceMemory, PoolView
 from .cpu import CpuDeviceMemory, CpuPoolView
 
@@ -43,33 +43,22 @@ def open_memory(settings: DaemonSettings, descriptors: Sequence[int]) -> DeviceM
         )
     if settings.cuda is None:
         raise ConfigError(f"no device {settings.device!r}")
-    from .cuda.bindings import Cuda, CudaError
+    from .cuda.bindings import Cuda
     from .cuda.memory import CudaDeviceMemory
 
-    options = settings.cuda
-    _show_only(",".join(filter(None, (options.visible, options.peer))))
-    cuda = Cuda.load(options.package)
-    memory = CudaDeviceMemory(
-        cuda,
+    _show_only(settings.cuda)
+    return CudaDeviceMemory(
+        Cuda.load(settings.cuda.package),
         index=0,
         store=store,
         bells=bells,
         arena_bytes=settings.arena_bytes,
         store_bytes=settings.store_bytes,
         words=settings.words,
-        extra_bytes=options.slice_bytes,
-        word_writer=options.words,
+        extra_bytes=settings.cuda.slice_bytes,
+        word_writer=settings.cuda.words,
         on_lost=_leave,
     )
-    if options.peer:
-        try:
-            memory.add_peer(1)
-            log.info("peer=on uuid=%s", options.peer)
-        except CudaError as error:  # its trouble is not ours
-            if not cuda.still_works():
-                raise
-            log.warning("peer=off cause=%s", error)
-    return memory
 
 
 def open_view(
@@ -112,7 +101,7 @@ def open_view(
     from .cuda.torch import torch_side
     from .cuda.view import CudaPoolView
 
-    _show_only(options.visible)
+    _show_only(options)
     side = torch_side(options.package, 0)
     view = CudaPoolView(
         Cuda.load(options.package),
@@ -137,11 +126,10 @@ def open_view(
     return view
 
 
-def _show_only(visible: str) -> None:
-    """Each child sees one device, as number 0: a script's ``cuda:0`` is the right one. A daemon
-    may see a peer, too, as number 1."""
-    if visible:
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+def _show_only(options: CudaOptions) -> None:
+    """Each child sees one device, as number 0: a script's ``cuda:0`` is the right one."""
+    if options.visible:
+        os.environ["CUDA_VISIBLE_DEVICES"] = options.visible
 
 
 def _leave() -> None:

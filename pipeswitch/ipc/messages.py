@@ -69,7 +69,6 @@ class CudaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     package: str = "cuda.bindings"
     visible: str = ""  # UUID: what CUDA_VISIBLE_DEVICES becomes in children; empty: as it is
-    peer: str = ""  # UUID of the GPU whose link the daemon copies over, too; only it sees that
     waits: Literal["cpu", "gpu"] = "cpu"
     words: Literal["copy", "write"] = "copy"
     slice_bytes: int = 0  # of the activation slice behind the arena; 0: ordinary memory

@@ -154,7 +154,7 @@ class FakeCudaRig(CpuRig):
     package = "fake_cuda"  # of the child's bindings
 
     def _open(self, link_bytes_per_s: float) -> DeviceMemory:
-        self.world = World(bytes_per_s=link_bytes_per_s, devices=2)
+        self.world = World(bytes_per_s=link_bytes_per_s)
         self._cuda_memory = CudaDeviceMemory(
             Cuda(self.world.runtime, self.world.driver),
             index=0,
@@ -198,15 +198,6 @@ class FakeCudaRig(CpuRig):
         descriptors = [self.words_fd, self.board_fd, *self.bells]
         handle = self._cuda_memory.export_handle().hex()
         return CUDA_CHILD, descriptors, [handle, self.waits, self.package, *map(str, descriptors)]
-
-
-class PeerCudaRig(FakeCudaRig):
-    """The same, and every byte comes over another GPU."""
-
-    def _open(self, link_bytes_per_s: float) -> DeviceMemory:
-        memory = super()._open(link_bytes_per_s)
-        self._cuda_memory.add_peer(1, is_alone=True)
-        return memory
 
 
 class WaitingCudaRig(FakeCudaRig):
@@ -275,17 +266,6 @@ class WaitingGpuRig(GpuRig):
     can_leave_a_wait = False
 
 
-class PeerGpuRig(GpuRig):
-    """The same, and every byte comes over another GPU."""
-
-    def _open(self, link_bytes_per_s: float) -> DeviceMemory:
-        memory = super()._open(link_bytes_per_s)
-        if self._cuda.device_count() < 2:
-            pytest.skip("one GPU")
-        self._cuda_memory.add_peer(1, is_alone=True)
-        return memory
-
-
 CHILD: Final = f"""
 import mmap, os, random, signal, sys
 from pipeswitch.devices.cpu import CpuPoolView
@@ -323,11 +303,10 @@ def say(text):
 DEVICES: Final[dict[str, type[CpuRig]]] = {
     "cpu": CpuRig,
     "cuda": FakeCudaRig,
-    "cuda-peer": PeerCudaRig,
     "cuda-waits": WaitingCudaRig,
 }
 if has_driver_library():
-    DEVICES |= {"gpu": GpuRig, "gpu-peer": PeerGpuRig, "gpu-waits": WaitingGpuRig}
+    DEVICES |= {"gpu": GpuRig, "gpu-waits": WaitingGpuRig}
 MakeRig = Callable[..., CpuRig]
 
 

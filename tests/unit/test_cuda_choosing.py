@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pipeswitch.config import Config, DeviceConfig, SecurityConfig
-from pipeswitch.controller.main import _identity, _separates_tenants, _sizes
+from pipeswitch.controller.main import _separates_tenants, _sizes
 from pipeswitch.devices import choosing
 from pipeswitch.devices.choosing import (
-    CONTEXT_BYTES,
     GIB,
-    LANDING_BYTES,
     ChosenDevice,
     choose_device,
     choose_devices,
@@ -23,7 +20,6 @@ from pipeswitch.devices.choosing import (
     facts_of,
     only_server_on,
 )
-from pipeswitch.devices.cuda.ladder import TESTS
 from pipeswitch.errors import ConfigError, PipeSwitchError
 from pipeswitch.ipc.messages import CudaOptions
 
@@ -53,8 +49,7 @@ def test_several_devices_are_each_chosen_with_their_own_memory(
     assert [(one.name, one.opened) for one in both] == [("cpu:0", "cpu"), ("cpu:1", "cpu")]
     free = {0: 8 * GIB, 1: 4 * GIB}
 
-    def examined(config: DeviceConfig, index: int, workers: int, peers: object) -> ChosenDevice:
-        assert peers is None
+    def examined(config: DeviceConfig, index: int, workers: int) -> ChosenDevice:
         return replace(GPU, name=config.name, uuid=f"GPU-{index}", free_bytes=free[index])
 
     monkeypatch.setattr(choosing, "_cuda", examined)
@@ -69,42 +64,6 @@ def test_several_devices_are_each_chosen_with_their_own_memory(
     assert cpu.cuda is None
     assert gpu.arena_bytes == larger.arena_bytes != cpu.arena_bytes
     assert gpu.is_sandboxed is cpu.is_sandboxed is False
-
-
-def test_each_device_has_the_next_one_it_reaches_and_pays_for_its_guests(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of three GPUs cuda:0 and cuda:2 reach each other alone."""
-    asked: list[tuple[int, tuple[int, ...]]] = []
-
-    def examined(
-        package: str, index: int, *, with_tests: bool, peers: tuple[int, ...]
-    ) -> dict[str, dict[str, Any]]:
-        asked.append((index, peers))
-        found: dict[str, dict[str, Any]] = {name: {"is_ok": True, "text": ""} for name in TESTS}
-        device = {"uuid": f"GPU-{index}", "name": "Fake", "free_bytes": 32 * GIB, "count": 3}
-        if index == 1:
-            found["peer"] = {"is_ok": False, "text": "they cannot access each other's memory"}
-        return found | {"device": device, "peer_device": {"uuid": f"GPU-{2 - index}"}}
-
-    monkeypatch.setattr(choosing, "examine", examined)
-    names = "cuda:0,cuda:1,cuda:2"
-    alone = choose_devices(DeviceConfig(name=names), workers=3)
-    assert {device.options.peer for device in alone if device.options} == {""}
-    assert asked == [(0, None), (1, None), (2, None)]
-    asked.clear()
-    chosen = choose_devices(DeviceConfig(name=names, peers="on"), workers=3)
-    assert asked == [(0, (1, 2)), (1, (2, 0)), (2, (0, 1))]
-    assert [one.options.peer for one in chosen if one.options] == ["GPU-2", "", "GPU-0"]
-    taken = [before.free_bytes - now.free_bytes for before, now in zip(alone, chosen, strict=True)]
-    guest = CONTEXT_BYTES + LANDING_BYTES
-    assert taken == [guest, 0, guest]
-    facts = facts_of(chosen)
-    assert "peers=on" in facts["rungs"]
-    assert facts["rung_reasons"] == ["not on: peer: they cannot access each other's memory"]
-    sizes = _sizes(Config(), chosen)
-    names_of_profiles = [_identity(*each).name for each in zip(chosen, sizes, strict=True)]
-    assert names_of_profiles == ["Fake and a peer", "Fake", "Fake and a peer"]
 
 
 def test_a_program_that_says_nothing_is_told_with_its_last_words(
