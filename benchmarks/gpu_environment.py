@@ -104,7 +104,7 @@ def _version(name: str) -> str:
 
 def _selftest() -> int:
     """Status 1 where no cuda device can be had: what follows cannot serve either."""
-    from pipeswitch.devices.choosing import examine
+    from pipeswitch.devices.cuda.examine import examine
     from pipeswitch.devices.cuda.ladder import TESTS, Outcome, Wishes, choose
     from pipeswitch.errors import ConfigError
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from ..config import Config, DeviceConfig
-from ..devices import choosing
+from ..devices.cuda import examine as selftest
 from ..devices.cuda import ladder as cuda_ladder
+from ..devices.cuda.kind import index_of
 from ..errors import PipeSwitchError
 from ..ipc import board
 from ..machine import available_bytes, cpu_count
@@ -101,16 +102,16 @@ def _cuda(config: Config) -> list[Finding]:
     gpus = [name for name in device.names if not name.startswith("cpu")]
     if not gpus:
         return []
-    if device.bindings == choosing.REAL_PACKAGE and not choosing.has_driver_library():
+    if device.bindings == selftest.REAL_PACKAGE and not selftest.has_driver_library():
         return [Finding("cuda", "ok", "no driver library (libcuda.so.1): the cpu device is used")]
     return [finding for name in gpus for finding in _cuda_device(device, name)]
 
 
 def _cuda_device(config: DeviceConfig, name: str) -> list[Finding]:
     title = name if len(config.names) > 1 else "cuda"
-    index = choosing.index_of(name)
+    index = index_of(name)
     try:
-        found = choosing.examine(config.bindings, index, with_tests=True)
+        found = selftest.examine(config.bindings, index, with_tests=True)
     except PipeSwitchError as error:
         return [Finding(title, "fail" if name.startswith("cuda") else "warn", error.message,
                         error.hint)]  # fmt: skip
@@ -178,7 +179,7 @@ def _kernel() -> list[Finding]:
 
 def _windows(descriptor: int) -> Finding:
     """Whether a worker on cpu can open and close its model's memory."""
-    from ..devices.windows import Window
+    from ..devices.cpu.windows import Window
 
     try:
         Window(descriptor, 1 << 20).unmap()

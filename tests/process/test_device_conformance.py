@@ -26,9 +26,10 @@ from fake_cuda import World
 from fake_cuda.host_torch import HostTorch
 
 from pipeswitch.devices import DeviceMemory, PoolView
-from pipeswitch.devices.choosing import has_driver_library
-from pipeswitch.devices.cpu import CpuDeviceMemory, CpuPoolView
+from pipeswitch.devices.cpu.memory import CpuDeviceMemory
+from pipeswitch.devices.cpu.view import CpuPoolView
 from pipeswitch.devices.cuda.bindings import Cuda, NoCudaDevice
+from pipeswitch.devices.cuda.examine import has_driver_library
 from pipeswitch.devices.cuda.ladder import Waits
 from pipeswitch.devices.cuda.memory import CudaDeviceMemory
 from pipeswitch.devices.cuda.torch import TorchSide
@@ -268,7 +269,7 @@ class WaitingGpuRig(GpuRig):
 
 CHILD: Final = f"""
 import mmap, os, random, signal, sys
-from pipeswitch.devices.cpu import CpuPoolView
+from pipeswitch.devices.cpu.view import CpuPoolView
 models, work, board, *bells = map(int, sys.argv[1:{4 + BELL_COUNT}])
 arguments = sys.argv[{4 + BELL_COUNT}:]
 view = CpuPoolView(models=models, work=work, board=board, bell=bells[0], bells=bells,
@@ -795,7 +796,7 @@ PAGE = mmap.PAGESIZE
 
 PEEK: Final = """
 import numpy as np
-from pipeswitch.devices.windows import address_of
+from pipeswitch.devices.cpu.windows import address_of
 from pipeswitch.programs.layout import TensorSpec
 def at(offset, size=1):
     spec = TensorSpec(name="w", dtype="uint8", shape=(size,), offset_bytes=0, size_bytes=size,
@@ -913,7 +914,8 @@ def test_only_a_lent_slab_can_be_touched(cpu: CpuRig) -> None:
     code = f"""
 pool = mmap.mmap(-1, {16 * PAGE})
 pool[:] = b"p" * {16 * PAGE}
-view.pin(__import__("pipeswitch.devices.windows").devices.windows.address_of(pool), len(pool))
+from pipeswitch.devices.cpu.windows import address_of
+view.pin(address_of(pool), len(pool))
 view.lend({2 * PAGE}, {PAGE + 1}, writable=False)
 last = pool[{4 * PAGE} - 1]
 view.lend({6 * PAGE}, 10, writable=True)

@@ -9,7 +9,6 @@ from importlib import import_module
 import pytest
 from fake_cuda import World
 
-from pipeswitch.devices.choosing import has_driver_library
 from pipeswitch.devices.cuda.bindings import (
     HANDLE_BYTES,
     HARMLESS_ERRORS,
@@ -19,6 +18,7 @@ from pipeswitch.devices.cuda.bindings import (
     CudaError,
     NoCudaDevice,
 )
+from pipeswitch.devices.cuda.examine import has_driver_library
 from pipeswitch.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeswitch.config import DeviceConfig
-from pipeswitch.devices.choosing import arena_size, private_size, slice_size
+from pipeswitch.devices.cuda.kind import arena_size, private_size, slice_size
 from pipeswitch.devices.cuda.ladder import TESTS, Ladder, Outcome, Wishes, choose
 from pipeswitch.errors import ConfigError
 from pipeswitch.units import Amount

@@ -2,7 +2,7 @@
 
 ``python -m pipeswitch.devices.cuda.selftest '{"package": …, "index": 0, "tests": true}'`` prints
 one JSON line per finding: first the device (or that there is none), then each test of
-``cuda_ladder.TESTS``. It uses the very classes that will serve, ``CudaDeviceMemory`` in one process
+``ladder.TESTS``. It uses the very classes that will serve, ``CudaDeviceMemory`` in one process
 and ``CudaPoolView`` in another, on a few MiB. A process of its own, since a context cannot be given
 back and a hang must cost only the tests behind it.
 """
