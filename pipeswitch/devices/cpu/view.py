@@ -1,4 +1,4 @@
-"""The cpu device, a worker's side: the daemon's memfds mapped, tensors over them, bells to wait for."""
+"""The cpu device, a worker's side: the daemon's memfds mapped, and tensors over them."""
 
 from __future__ import annotations
 
