@@ -86,7 +86,7 @@ class DaemonRig:
         self.bells = [new_bell(), new_bell()]
         settings = DaemonSettings(
             device="cpu", arena_bytes=ARENA_BYTES, store_bytes=STORE_BYTES, words=WORDS,
-            link_bytes_per_s=rate, bell_count=len(self.bells),
+            link_bytes_per_s=rate,
         )  # fmt: skip
         self.control, theirs = channel_pair()
         passed = [theirs.fileno(), store, *self.bells]

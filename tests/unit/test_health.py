@@ -8,7 +8,7 @@ import pytest
 
 from pipeswitch.ipc.messages import DaemonReady, Ping, Pong
 from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.health import SILENT_AFTER_MS
+from pipeswitch.scheduler.processes.health import SILENT_AFTER_MS
 from tests.unit.test_scheduler_rules import Rig
 
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeswitch.scheduler.dispatch import Dispatch
 from pipeswitch.scheduler.events import InferArrived
+from pipeswitch.scheduler.requests.dispatch import Dispatch
 from pipeswitch.scheduler.scheduler import Scheduler
 from tests.unit.fleet_model import MIB, QUIET, Faults, World, live, random_world
 
