@@ -17,7 +17,7 @@ from ..errors import (
 from ..ipc.messages import Epoch, JobName, JobReport
 from . import limits
 from .commits import Commits
-from .core import ALL, JOBS, QUEUE, TURN, WORKERS, Core
+from .core import ALL, JOBS, QUEUE, TURN, WORKERS, Core, takes
 from .device_state import DeviceState
 from .events import CountSharers, JobAsked, Journal, RemoveJob, Token, TrainAsked
 from .records import Job
@@ -147,6 +147,7 @@ class Jobs:
         workers = (worker for home in self.homes for worker in home.state.workers.values())
         return any(worker.job == name for worker in workers)
 
+    @takes(TrainAsked)
     def train(self, event: TrainAsked) -> None:
         """Accept a job; it is answered as soon as it is on the books."""
         core = self._core
@@ -260,6 +261,7 @@ class Jobs:
         job.last_log = dict(record["log"])
         job.committed_step = job.persisted_step = persisted_step
 
+    @takes(JobAsked)
     def asked(self, event: JobAsked) -> None:
         """show, pause, resume, cancel, wait, export, rm, move."""
         core, job = self._core, self.get(event.job)

@@ -35,7 +35,7 @@ from ..programs.signature import is_same_signature
 from . import limits
 from .admission import Admission, changed_on_the_way
 from .build_queue import BuildQueue
-from .core import PLACES, QUEUE, TURN, Core
+from .core import PLACES, QUEUE, TURN, Core, takes
 from .events import (
     Answer,
     BuilderExited,
@@ -79,6 +79,7 @@ class Registry:
 
     # -- register -----------------------------------------------------------------------------
 
+    @takes(RegisterAsked)
     def register(self, event: RegisterAsked) -> None:
         """Outcomes: 1. same name, spec and tenant: a no-op; 2. same name, other spec or tenant: an
         error; 3. a build starts; progress and one final answer follow."""
@@ -368,6 +369,7 @@ class Registry:
         for old in self._versions.outdated(model.base):
             self._leave(old, f"version {model.version} is there")
 
+    @takes(RollbackAsked)
     def rollback(self, event: RollbackAsked) -> None:
         """Another version that is still there becomes the current one, or gets a share."""
         core, current = self._core, self._versions.current(event.model)
@@ -489,6 +491,7 @@ class Registry:
 
     # -- unregister, load, unload -------------------------------------------------------------
 
+    @takes(UnregisterAsked)
     def unregister(self, event: UnregisterAsked) -> None:
         """No new request is admitted; the answer comes when the queued ones are through.
 
@@ -556,6 +559,7 @@ class Registry:
             for token in served.end_waiters:
                 core.answer(token, model=model.base)
 
+    @takes(PinAsked)
     def pin(self, event: PinAsked) -> None:
         """``load`` pins and brings to the device, and pardons; ``unload`` unpins."""
         core = self._core

@@ -31,12 +31,6 @@ _ZMTP_BYTE: Final = 0xFF
 _STREAM: Final = Struct("<4sIQ")  # magic, how many parts, parts in the share that were taken
 _PART: Final = Struct("<QQ")  # size and place
 
-Op = Literal[
-    "hello", "infer", "prefetch", "cancel", "put", "register", "publish", "rollback", "unregister",
-    "load", "unload",
-    "models", "show", "ps", "train", "job", "jobs", "stats", "trace", "profile", "plan",
-    "events", "caller", "ping", "stop",
-]  # fmt: skip
 Status = Literal["ok", "error", "progress"]
 
 
@@ -53,7 +47,7 @@ class RequestHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """client -> server."""
 
     v: int
-    op: Op
+    op: str  # the verb: frontend/verbs.py has them
     id: str
     session: str = ""
     model: str = ""

@@ -82,6 +82,11 @@ def tenant_of(model: str) -> str:
     return model.rpartition(".")[0]
 
 
+def test_one_part_takes_each_question(fleet_model: ModuleType) -> None:
+    takers = Rig(fleet_model).scheduler._takers
+    assert {*takers} == {*ev.Asked.__subclasses__()} - {ev.InferArrived}
+
+
 class Rig:
     """A scheduler driven by hand: events in, the commands of the last one at hand."""
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from pipeswitch.errors import ERRORS_BY_NAME, PipeSwitchError, RemoteProtocolError, from_wire
 from pipeswitch.errors import to_wire as error_to_wire
+from pipeswitch.frontend.verbs import VERBS
 from pipeswitch.ipc.channel import decode_message, encode_message
 from pipeswitch.ipc.messages import AnyMessage, Epoch, InferenceFailed, JobReport, Message
-from pipeswitch.wire import frames as wire
 from pipeswitch.wire.frames import (
     MAGIC,
     MAX_NESTING,
@@ -95,7 +95,7 @@ tensors = st.lists(
 
 
 @given(
-    op=st.sampled_from([op for op in get_args(wire.Op) if op != "put"]),
+    op=st.sampled_from([op for op in VERBS if op != "put"]),
     request_id=st.text(min_size=1, max_size=64),
     text=st.text(max_size=20),
     deadline=st.none() | st.floats(allow_nan=False),
