@@ -61,9 +61,9 @@ from ..scheduler.events import (
     Tick,
     Token,
 )
-from ..scheduler.fleet import most_workers
+from ..scheduler.models.versions import split_name
+from ..scheduler.processes.fleet import most_workers
 from ..scheduler.scheduler import Scheduler, SchedulerSettings
-from ..scheduler.versions import split_name
 from ..units import PrintableFormatter, format_bytes
 from ..watchdog import LoopWatchdog, Notifier
 from ..wire.private import check_trusted

@@ -13,8 +13,8 @@ from ..errors import PipeSwitchError
 from ..ipc.messages import Epoch, ModelName
 from ..planning.profile import UNKNOWN_DEVICE, Identity
 from .events import Answer, Asked, Command, Publish, Token
-from .judge import Judge
 from .records import Model
+from .requests.lines import Judge
 
 E = TypeVar("E", bound=Asked)
 P = TypeVar("P")  # a part

@@ -22,10 +22,10 @@ from ..planning.grouping import Plan
 from ..planning.profile import Profile
 from ..programs.layout import Manifest
 from ..programs.stages import Stage
-from .accounts import Charge
 from .events import Token
-from .job_orders import JobView
-from .regions import Owner
+from .memory.regions import Owner
+from .policies.job_orders import JobView
+from .requests.accounts import Charge
 from .states import (
     MODEL_TRANSITIONS,
     MOVE_TRANSITIONS,

@@ -36,8 +36,6 @@ from ..ipc.messages import (
     StoreFailed,
     TransmitEnded,
 )
-from .admission import Admission
-from .build_queue import BuildQueue
 from .core import (
     ALL,
     JOBS,
@@ -78,15 +76,17 @@ from .events import (
     Warn,
     WorkerExited,
 )
-from .judge import Judge
 from .listing import Listing
 from .machine import Machine
-from .moves import Moves
-from .pings import Pings
+from .models.builds import BuildQueue
+from .models.publishing import Publishing
+from .models.registry import Registry
+from .models.versions import Versions
 from .policies import Policy, make_policy
-from .publishing import Publishing
-from .registry import Registry
-from .versions import Versions
+from .processes.pings import Pings
+from .requests.admission import Admission
+from .requests.lines import Judge
+from .training.moves import Moves
 
 # What changes with an event, or with what a process says in it, beyond what is noted where it is
 # changed. One that is not named here may change everything.

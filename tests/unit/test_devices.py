@@ -20,12 +20,12 @@ from pipeswitch.ipc.messages import (
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import Core, SchedulerSettings
 from pipeswitch.scheduler.device import Device
-from pipeswitch.scheduler.jobs import Jobs
-from pipeswitch.scheduler.judge import Judge
+from pipeswitch.scheduler.memory.ledgers import Store
 from pipeswitch.scheduler.policies import make_policy
 from pipeswitch.scheduler.records import Model, Replica, Request
+from pipeswitch.scheduler.requests.lines import Judge
 from pipeswitch.scheduler.states import ModelEvent, Residency, TaskState
-from pipeswitch.scheduler.store import Store
+from pipeswitch.scheduler.training.jobs import Jobs
 from pipeswitch.simulator.programs import program_of
 
 MIB = 1 << 20

@@ -8,7 +8,7 @@ import pytest
 
 from pipeswitch.ipc.messages import DaemonReady, Message, Ping, Pong, Slot, WorkerReady
 from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.health import SILENT_AFTER_MS
+from pipeswitch.scheduler.processes.health import SILENT_AFTER_MS
 from pipeswitch.scheduler.scheduler import Scheduler, SchedulerSettings
 
 

@@ -8,7 +8,7 @@ from pipeswitch import config
 from pipeswitch.ipc.messages import JobName
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
-from pipeswitch.scheduler.job_orders import JOB_ORDERS
+from pipeswitch.scheduler.policies.job_orders import JOB_ORDERS
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.simulator.costs import Training
 from pipeswitch.simulator.world import World

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeswitch.scheduler.dispatch import Dispatch
 from pipeswitch.scheduler.events import InferArrived
+from pipeswitch.scheduler.requests.dispatch import Dispatch
 from pipeswitch.scheduler.scheduler import Scheduler
 
 SEEDS = st.integers(0, 2**32)

@@ -16,8 +16,8 @@ from pipeswitch.ipc.messages import EvictTask, RunInference, SlabTensor, Transmi
 from pipeswitch.planning.profile import UNKNOWN_DEVICE, Found, Profile
 from pipeswitch.programs.layout import ValueSpec
 from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.endings import batch_of
-from pipeswitch.scheduler.regions import Owner
+from pipeswitch.scheduler.memory.regions import Owner
+from pipeswitch.scheduler.requests.endings import batch_of
 from pipeswitch.scheduler.states import Residency, TaskState
 
 BATCH = 4

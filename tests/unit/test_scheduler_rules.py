@@ -70,8 +70,8 @@ from pipeswitch.ipc.messages import (
 )
 from pipeswitch.programs.layout import ValueSpec
 from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.memory.regions import Owner
 from pipeswitch.scheduler.records import Replica
-from pipeswitch.scheduler.regions import Owner
 from pipeswitch.scheduler.states import ModelState, Residency, TaskState, WorkerState
 
 MIB = 1 << 20
