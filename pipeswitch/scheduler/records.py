@@ -387,11 +387,6 @@ class Worker:
         """Not reaped: it may still write what it could ever write."""
         return self.state.state is not WorkerState.DEAD
 
-    @property
-    def is_free(self) -> bool:
-        """May be given a task."""
-        return self.state.state in (WorkerState.STANDBY, WorkerState.CLEANING)
-
 
 @dataclass
 class Activation:

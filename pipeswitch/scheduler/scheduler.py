@@ -160,7 +160,8 @@ class Scheduler:
         self.core.now_ms = self.listing.born_at_ms = now_ms
         for device in self.machine.devices:
             device.fleet.start()
-        return self._take_out()
+        out, self.core.out = self.core.out, []
+        return out
 
     def handle(self, event: Event, now_ms: float) -> list[Command]:
         """Take one event, return what must be done because of it, in order."""
@@ -184,11 +185,12 @@ class Scheduler:
                 self._seen, core.touched = core.touched, 0
                 for device in self.machine.devices:
                     device.advance()
-        return self._take_out()
+        out, core.out = core.out, []
+        return out
 
     def _changes(self, event: Event) -> int:
         """The bits of what may be another with it."""
-        if self.core.is_draining:
+        if self.core.drain_at_ms is not None:
             return ALL
         if isinstance(event, FromWorker | FromDaemon):
             return CHANGES.get(type(event.message), ALL)
@@ -199,7 +201,8 @@ class Scheduler:
         for device in self.machine.devices:
             device.endings.trace_ended()
         self._pump()
-        return self._take_out()
+        out, self.core.out = self.core.out, []
+        return out
 
     def next_wakeup_ms(self) -> float | None:
         """When a Tick is wanted at the latest; None when only events matter."""
@@ -225,10 +228,6 @@ class Scheduler:
     def is_whole(self) -> bool:
         """All devices are ready."""
         return all(device.state.is_ready for device in self.machine.devices)
-
-    def _take_out(self) -> list[Command]:
-        out, self.core.out = self.core.out, []
-        return out
 
     # -- events -------------------------------------------------------------------------------
 

@@ -156,11 +156,11 @@ class Leases:
             A job that must leave before the next can have its slice, and why.
         """
         device = self._device
+        if device.queue.requests or not device.is_daemon_ready:
+            return
         asks = [
             job for job in device.jobs.values() if job.lease_asked_bytes and job.slot is not None
         ]
-        if not asks or device.queue.requests or not device.is_daemon_ready:
-            return
         order = JOB_ORDERS[device.settings.training]
         for job in sorted(asks, key=lambda job: (job.priority, *order.rank(job.view(0.0)))):
             if not job.lease_asked_bytes or job.slot is None:  # it was told to leave for another

@@ -7,11 +7,10 @@ from ..core import MEASURED, QUEUE, TURN, WORKERS
 from ..device_state import DeviceState
 from ..events import SpawnDaemon, ToWorker, Warn
 from ..records import NO_TURN, Worker
-from ..states import ModelState, WorkerEvent, WorkerState
+from ..states import WORKER_FREE, WORKER_LEAVES, ModelState, WorkerEvent, WorkerState
 from ..training.training import MAX_IN_PLACE
 
 MIN_TO_KEEP_ONE_UNBOUND = 3  # workers: two tenants in turns then keep theirs
-WORKER_LEAVES = (WorkerState.DEAD, WorkerState.DOOMED, WorkerState.RETIRING)
 MAX_DOUBLINGS = 3  # of the restart delay: 8 s at the default of 1 s
 
 
@@ -212,14 +211,14 @@ class Fleet:
         core, device = self._core, self._device
         if device.queue or device.upcoming is not None or device.measuring is not None:
             return
-        free = [worker for worker in device.workers.values() if worker.is_free]
+        free = [one for one in device.workers.values() if one.state.state in WORKER_FREE]
         ready = [worker for worker in free if worker.preparing is None]
         spare = len(ready) - (len(free) > 1)
         for worker in ready:
             if spare <= 0:
                 return
-            if worker.state.state is not WorkerState.STANDBY:
-                continue
+            if worker.state.state is not WorkerState.STANDBY or worker.complete_at == core.edition:
+                continue  # with a thousand models a look at each would cost milliseconds
             name = self._next_to_prepare(worker)
             if name is None:
                 continue
@@ -247,8 +246,6 @@ class Fleet:
         """The latest that it does not know; none for a worker that waits for the next tenant."""
         if self._core.settings.separates_tenants and worker.tenant is None:
             return None
-        if worker.complete_at == self._core.edition:
-            return None  # with a thousand models a look at each would cost milliseconds
         missing = [
             replica
             for replica in self._device.replicas.values()

@@ -35,7 +35,7 @@ from ..memory.ledgers import Arena
 from ..memory.residency import Residents
 from ..records import Activation, Replica, Request
 from ..requests.dispatch import Dispatch
-from ..states import ModelState, Residency, WorkerState
+from ..states import WORKER_FREE, ModelState, Residency, WorkerState
 from .plans import Plans
 
 TRIAL_TOKENS: Final = -(1 << 61)  # counted down from here: no client's, none is answered
@@ -107,7 +107,7 @@ class Trials:
         if device.current is not None or device.upcoming is not None:
             return False
         quiet = (WorkerState.STANDBY, WorkerState.DEAD, WorkerState.SUSPENDED)
-        return any(worker.is_free for worker in device.workers.values()) and all(
+        return any(worker.state.state in WORKER_FREE for worker in device.workers.values()) and all(
             worker.job is not None or (worker.state.state in quiet and worker.preparing is None)
             for worker in device.workers.values()
         )

@@ -26,7 +26,7 @@ class Batch(NamedTuple):
 
     @property
     def size(self) -> int:
-        return sum(request.batch for request in self.requests)
+        return sum([request.batch for request in self.requests])
 
 
 def batch_for(device: DeviceState, replica: Replica, head: Request) -> Batch:

@@ -16,7 +16,7 @@ from ..memory.ledgers import Arena
 from ..memory.residency import Residents
 from ..policies import Waiting
 from ..records import NO_EPOCH, NO_NAME, Activation, Replica, Request, Worker
-from ..states import ModelState, Residency, TaskEvent, WorkerEvent, WorkerState
+from ..states import WORKER_FREE, ModelState, Residency, TaskEvent, WorkerEvent, WorkerState
 from ..training.training import Training
 from .accounts import Charge
 from .batching import Batch, batch_for, begins_at_ms
@@ -270,7 +270,7 @@ class Dispatch:
     def _has_worker(self) -> bool:
         """A worker could begin. One that loads a program cannot, perhaps for seconds: it is given
         a task only where no task's end makes another one free before."""
-        free = [worker for worker in self._device.workers.values() if worker.is_free]
+        free = [w for w in self._device.workers.values() if w.state.state in WORKER_FREE]
         return any(worker.preparing is None for worker in free) or (
             bool(free) and self._device.current is None
         )
@@ -318,7 +318,9 @@ class Dispatch:
                     rank = 1
             return rank, worker.state.state is WorkerState.CLEANING, worker.slot
 
-        return min([w for w in self._device.workers.values() if w.is_free], key=order)
+        return min(
+            [w for w in self._device.workers.values() if w.state.state in WORKER_FREE], key=order
+        )
 
     def _charge(self, replica: Replica, batch: Batch) -> Charge:
         rows = Counter[str]()

@@ -135,7 +135,7 @@ class Commits:
         of a job that was put aside at once."""
         core, device = self._core, self._device
         for job in device.jobs.values():
-            if not self.is_unsaved(job) or job.is_persisting or not device.is_daemon_ready:
+            if job.is_persisting or not device.is_daemon_ready or not self.is_unsaved(job):
                 continue
             if job.move.state is MoveState.COPYING:
                 continue  # another device's daemon will

@@ -23,7 +23,15 @@ from ..memory.leases import Leases, Slices
 from ..memory.regions import Owner
 from ..policies.job_orders import JOB_ORDERS
 from ..records import NO_TURN, Job, Worker
-from ..states import TASK_ON_WORKER, MoveState, TaskEvent, TaskState, WorkerEvent, WorkerState
+from ..states import (
+    TASK_ON_WORKER,
+    WORKER_FREE,
+    MoveState,
+    TaskEvent,
+    TaskState,
+    WorkerEvent,
+    WorkerState,
+)
 from .commits import Commits
 from .jobs import Jobs
 
@@ -132,7 +140,7 @@ class Training:
         free = [
             worker
             for worker in self._device.workers.values()
-            if worker.is_free
+            if worker.state.state in WORKER_FREE
             and worker.state.state is WorkerState.STANDBY
             and worker.preparing is None
         ]
