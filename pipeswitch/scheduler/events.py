@@ -20,6 +20,7 @@ from ..ipc.messages import Epoch, JobName, Message, ModelName, SlabTensor, Slot,
 from ..planning.profile import Found, Profile
 from ..programs.layout import Manifest
 from ..programs.stages import Stage
+from ..wire.bill import Bill
 
 Token = NewType("Token", int)
 
@@ -394,7 +395,7 @@ class Answer(_Told, frozen=True):
     token: Token
     body: dict[str, Any] = {}
     outputs: tuple[SlabTensor, ...] = ()
-    timing: dict[str, Any] | None = None
+    timing: Bill | None = None  # of an inference
     error: PipeSwitchError | None = None
     more: bool = False
 

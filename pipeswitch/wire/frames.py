@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, NamedTuple
 import msgspec
 
 from ..errors import RemoteProtocolError
+from .bill import Bill
 
 MAGIC: Final = b"PSW1"
 VERSION: Final = 1
@@ -74,7 +75,7 @@ class ReplyHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     status: Status
     session: str = ""
     more: bool = False
-    timing: dict[str, Any] | None = None
+    timing: Bill | None = None  # of an inference
     outputs: tuple[WireTensor, ...] = ()
     body: dict[str, Any] = {}
     error: WireError | None = None
