@@ -240,6 +240,10 @@ class Body:
         self._op = op
         self._left = dict(fields)
 
+    def has(self, key: str) -> bool:
+        """It is given, and was not read yet."""
+        return key in self._left
+
     def text(self, key: str, default: str | None = None) -> str:
         """A string; required when there is no default."""
         value = self._left.pop(key, default)

@@ -84,6 +84,11 @@ def tenant_of(model: str) -> str:
     return model.rpartition(".")[0]
 
 
+def test_one_part_takes_each_question() -> None:
+    takers = Rig().scheduler._takers
+    assert {*takers} == {*ev.Asked.__subclasses__()} - {ev.InferArrived}
+
+
 class Rig:
     """A scheduler driven by hand: events in, the commands of the last one at hand."""
 
@@ -403,7 +408,7 @@ def test_a_resident_model_is_not_sent_again(rig: Rig) -> None:
     assert not rig.sent(TransmitModel)
     rig.done()
     timing = rig.answers[token].timing
-    assert timing["resident"] is True
+    assert timing.resident is True
 
 
 def test_a_request_during_training_transmits_activates_and_stops_in_one_call(rig: Rig) -> None:
@@ -425,7 +430,7 @@ def test_the_parked_worker_has_raised_the_turn_itself(rig: Rig) -> None:
     assert not rig.commands(ev.RaiseTurn)
     rig.done()
     timing = rig.answers[token].timing
-    assert timing["preempted"] == "cifar"
+    assert timing.preempted == "cifar"
 
 
 def test_a_suspended_job_resumes_in_place_when_the_queue_is_empty(rig: Rig) -> None:
