@@ -21,6 +21,7 @@ from click.testing import CliRunner
 from pipeswitch.cli import infer as cli_infer
 from pipeswitch.cli import views
 from pipeswitch.cli.main import main
+from pipeswitch.cli.page import page_url
 from pipeswitch.client.client import job_name
 from pipeswitch.client.connection import Connection
 from pipeswitch.client.tensors import Signature
@@ -599,6 +600,9 @@ def test_ui_prints_the_address_where_there_is_no_browser(
     answering(monkeypatch, about=lambda: about_page(tmp_path))
     for args in (("ui",), ("ui", "--no-open")):
         assert run(*args)[:2] == (0, "http://127.0.0.1:8000/ui#token=s3cret-of-the-owner\n")
+    for every in ("0.0.0.0", "[::]"):  # no address that a browser could open
+        about = about_page(tmp_path) | {"http": f"http://{every}:8000"}
+        assert page_url(about).startswith("http://localhost:8000/ui#")
 
 
 def test_ui_says_what_to_type_to_a_stranger_and_where_there_is_no_page(
