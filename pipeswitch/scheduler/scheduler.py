@@ -91,6 +91,7 @@ from .policies import Policy, make_policy
 from .processes.pings import Pings
 from .requests.admission import Admission
 from .requests.lines import Judge
+from .training.job_requests import JobRequests
 from .training.moves import Moves
 
 # What changes with an event, or with what a process says in it, beyond what is noted where it is
@@ -133,6 +134,7 @@ class Scheduler:
             self.core, self.machine, self.admission, self.versions, self.builds
         )
         self.publishing = Publishing(self.core, self.machine, self.registry, self.versions)
+        self.job_requests = JobRequests(self.core, self.machine.jobs)
         self.moves = Moves(self.core, self.machine.devices, self.machine.jobs)
         self.pings = Pings(self.core, self.machine)
         self.listing = Listing(self.core, self.machine, self.versions, self.admission.stages)
@@ -152,7 +154,7 @@ class Scheduler:
             Part(self.moves.pump),
             *(part for device in self.machine.devices for part in device.parts()),
             Part(self.machine.share_profiles),
-            Part(jobs.pump),
+            Part(self.job_requests.pump),
             Part(self.pings.pump),
             Part(self._watch_drain),
         )
@@ -271,15 +273,15 @@ class Scheduler:
             case PublishAsked():
                 self.publishing.asked(event)
             case RollbackAsked():
-                self.registry.rollback(event)
+                self.registry.names.rollback(event)
             case UnregisterAsked():
                 self.registry.unregister(event)
             case PinAsked():
-                self.registry.pin(event)
+                self.registry.names.pin(event)
             case TrainAsked():
-                machine.jobs.train(event)
+                self.job_requests.train(event)
             case JobAsked():
-                machine.jobs.asked(event)
+                self.job_requests.asked(event)
             case ProfileAsked(model=name):
                 event = replace(event, model=self.versions.resolve(name))
                 machine.measuring(event.model).profiling.asked(event)
@@ -422,7 +424,7 @@ class Scheduler:
         for device in self.machine.devices:
             device.profiling.refuse_all(error)
         self.pings.refuse_all(error)
-        self.machine.jobs.refuse_all(error)
+        self.job_requests.refuse_all(error)
         for token in core.drain_tokens:
             core.answer(token, reason=reason)
         core.drain_tokens.clear()
