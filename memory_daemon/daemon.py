@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 
-from pipeswitch.devices import DeviceMemory
+from pipeswitch.devices.memory import DeviceMemory
 from pipeswitch.devices.orders import check_range
-from pipeswitch.devices.waiting import now_ms
+from pipeswitch.devices.view import now_ms
 from pipeswitch.errors import RemoteProtocolError
 from pipeswitch.failpoints import reach
 from pipeswitch.ipc.channel import Channel

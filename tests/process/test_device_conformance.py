@@ -25,7 +25,6 @@ import torch
 from fake_cuda import World
 from fake_cuda.host_torch import HostTorch
 
-from pipeswitch.devices import DeviceMemory, PoolView
 from pipeswitch.devices.cpu.memory import CpuDeviceMemory
 from pipeswitch.devices.cpu.view import CpuPoolView
 from pipeswitch.devices.cuda.bindings import Cuda, NoCudaDevice
@@ -34,6 +33,8 @@ from pipeswitch.devices.cuda.ladder import Waits
 from pipeswitch.devices.cuda.memory import CudaDeviceMemory
 from pipeswitch.devices.cuda.torch import TorchSide
 from pipeswitch.devices.cuda.view import CudaPoolView
+from pipeswitch.devices.memory import DeviceMemory
+from pipeswitch.devices.view import PoolView
 from pipeswitch.errors import LocalProtocolError, RemoteProtocolError
 from pipeswitch.ipc.board import BOARD_BYTES, new_bell, ring, sealed_memfd
 from pipeswitch.ipc.messages import (
@@ -529,22 +530,6 @@ def test_a_transmission_cancelled_in_the_queue_writes_nothing(make_rig: MakeRig)
     assert not any(rig.arena(20 * MIB, MIB))
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        order(1, 0, [100]),
-        order(1, ARENA_BYTES - 99, [100]),
-        order(1, MIB, [100], store=STORE_BYTES - 99),
-        order(1, MIB, [100], first_word=WORDS),
-        order(0, MIB, [100]),
-    ],
-)
-def test_a_device_refuses_what_is_out_of_bounds(rig: CpuRig, bad: TransmitModel) -> None:
-    with pytest.raises(RemoteProtocolError):
-        rig.transmit(bad)
-    assert not any(rig.arena(0, ARENA_BYTES))
-
-
 # ---- waiting --------------------------------------------------------------------------------
 
 
@@ -757,10 +742,6 @@ def test_pieces_of_a_slice_are_read_in_order(rig: CpuRig) -> None:
     rig.memory.read_slice(3 * MIB, ranges, memoryview(into))
     expected = b"".join(data[offset : offset + size].tobytes() for offset, size in pieces)
     assert bytes(into) == expected
-    with pytest.raises(RemoteProtocolError):
-        rig.memory.read_slice(3 * MIB, ranges, memoryview(into)[1:])
-    with pytest.raises(RemoteProtocolError):
-        rig.memory.read_slice(ARENA_BYTES - 8, ranges[1:2], memoryview(bytearray(17)))
 
 
 @pytest.mark.parametrize("can_punch", [True, False])
@@ -782,12 +763,6 @@ def test_a_scrubbed_range_reads_as_zeros_and_its_neighbours_do_not(
     assert not everything[offset : offset + size].any()
     assert (everything[:offset] == POISON).all()
     assert (everything[offset + size :] == POISON).all()
-
-
-def test_a_scrub_out_of_bounds_is_refused(rig: CpuRig) -> None:
-    for offset, size in ((-1, 10), (0, -1), (ARENA_BYTES - 5, 6)):
-        with pytest.raises(RemoteProtocolError):
-            rig.memory.scrub(offset, size)
 
 
 # ---- windows: what kernels reach on cpu -------------------------------------------------------

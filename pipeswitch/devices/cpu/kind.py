@@ -8,7 +8,7 @@ from typing import Final
 
 from ...config import DeviceConfig
 from ...ipc.messages import DaemonSettings, WorkerSettings
-from .. import ChosenDevice, DeviceMemory, PoolView
+from .. import ChosenDevice
 from .memory import CpuDeviceMemory
 from .view import CpuPoolView
 
@@ -35,7 +35,7 @@ class CpuKind:
 
     def open_memory(
         self, settings: DaemonSettings, store: int, bells: Sequence[int]
-    ) -> DeviceMemory:
+    ) -> CpuDeviceMemory:
         """As ``DeviceKind``."""
         return CpuDeviceMemory(
             store=store,
@@ -50,7 +50,7 @@ class CpuKind:
     def open_view(
         self, settings: WorkerSettings, arena: Sequence[int], *, board: int, bells: Sequence[int],
         on_wake: Callable[[], None] | None = None,
-    ) -> PoolView:  # fmt: skip
+    ) -> CpuPoolView:  # fmt: skip
         """As ``DeviceKind``."""
         models, *work = arena
         return CpuPoolView(

@@ -18,7 +18,9 @@ from ...config import DeviceConfig
 from ...errors import ConfigError, PipeSwitchError
 from ...ipc.messages import DaemonSettings, WorkerSettings
 from ...units import Amount
-from .. import ChosenDevice, DeviceMemory, PoolView
+from .. import ChosenDevice
+from ..memory import DeviceMemory
+from ..view import PoolView
 from .examine import examine
 from .ladder import TESTS, Ladder, Outcome, Waits, Wishes, Words, choose
 

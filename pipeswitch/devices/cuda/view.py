@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-import mmap
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
-from ...errors import LocalProtocolError, RemoteProtocolError, TaskFailed
-from ...ipc.board import Board
-from ...ipc.messages import MoveTask
+from ...errors import TaskFailed
+from ...ipc.messages import Epoch
 from ...programs.layout import TensorSpec
 from ..orders import WORD_BYTES, WORD_MASK
-from ..waiting import Waiter
+from ..view import PoolView, Waiter
 from .bindings import DEVICE_ASSERT, NO_CONTEXT, Cuda, CudaError
 from .ladder import Waits
 from .training import RunAhead
@@ -31,8 +29,8 @@ log = logging.getLogger(__name__)
 DEFAULT_GRAPH_BYTES: Final = 1 << 30
 
 
-class CudaPoolView:
-    """A worker's side (see ``PoolView``); made after the fork, by the main thread.
+class CudaPoolView(PoolView):
+    """See ``PoolView``; made after the fork, by the main thread.
 
     One trust domain: unlike the cpu device's, this mapping can be written by every worker, and a
     model's code that writes to its weights is stopped at registration only.
@@ -66,72 +64,27 @@ class CudaPoolView:
         """
         self._cuda, self._side, self._index = cuda, side, index
         self._waits = waits
-        self._words_bytes = words * WORD_BYTES
         self._arena_bytes = arena_bytes
-        self._waiter = Waiter(board=board, bell=bell, bells=bells, on_wake=on_wake)
+        waiter = Waiter(board=board, bell=bell, bells=bells, on_wake=on_wake)
+        super().__init__(waiter, words_descriptor, words)
+        self.device = side.device
         cuda.set_device(index)
         self._base = cuda.open_handle(handle)
-        self._words_map = mmap.mmap(words_descriptor, self._words_bytes, prot=mmap.PROT_READ)
-        self._words = memoryview(self._words_map).cast("I")
         self._pinned_pools: list[int] = []
         self._use_graphs = use_graphs
         self._graph_bytes = graph_bytes
-
-    @property
-    def device(self) -> str:
-        """Where this worker's tensors live, in torch's words."""
-        return self._side.device
-
-    @property
-    def board(self) -> Board:
-        return self._waiter.board
 
     @cached_property
     def _arena(self) -> torch.UntypedStorage:
         return self._side.storage(self._base, self._arena_bytes)
 
-    def prefault(self, offset_bytes: int, size_bytes: int) -> None:
-        """Nothing: device memory has no page faults."""
-
-    def enter(self, offset_bytes: int, size_bytes: int, last_word: int, epoch: int) -> None:
-        """Nothing: the arena is one allocation, and a worker can read all of it."""
-
-    def show(self, arrived_bytes: int) -> None:
-        """Nothing, as ``enter``."""
-
-    def leave(self) -> None:
-        """Nothing, as ``enter``."""
-
     # -- tensors -------------------------------------------------------------------------------
 
-    def tensor(self, spec: TensorSpec, region_offset_bytes: int) -> torch.Tensor:
-        """A tensor over a model's region.
-
-        Raises:
-            RemoteProtocolError, LocalProtocolError: out of bounds, over the arrival words, or a
-                wrong size.
-        """
-        if region_offset_bytes < self._words_bytes:
-            raise RemoteProtocolError(
-                f"a region at {region_offset_bytes} overlaps the arrival words"
-            )
+    def _tensor(self, spec: TensorSpec, region_offset_bytes: int) -> torch.Tensor:
         return self._side.tensor(self._arena, spec, region_offset_bytes)
 
-    def slice_bytes(self, offset_bytes: int, size_bytes: int) -> torch.Tensor:
-        """A writable uint8 tensor over a training slice.
-
-        Raises:
-            LocalProtocolError: out of bounds.
-        """
-        spec = TensorSpec(
-            name="slice", dtype="uint8", shape=(size_bytes,), offset_bytes=offset_bytes,
-            size_bytes=size_bytes, file_offset_bytes=0,
-        )  # fmt: skip
+    def _slice(self, spec: TensorSpec) -> torch.Tensor:
         return self._side.tensor(self._arena, spec, 0)
-
-    def move(self, order: MoveTask, descriptors: Sequence[int]) -> int:
-        """Never asked for: here a job moves with its last commit."""
-        raise LocalProtocolError(f"a slice on {self.device} cannot move to device {order.device}")
 
     def take_slice(self, size_bytes: int) -> None:
         """From now on programs allocate behind the arena; call once, before any other thread."""
@@ -186,24 +139,13 @@ class CudaPoolView:
         else:
             self._pinned_pools.append(pointer)
 
-    def lend(self, offset_bytes: int, size_bytes: int, *, writable: bool) -> None:
-        """Nothing: the copy engine reads and writes pinned pages."""
-
-    def take_back(self) -> None:
-        """Nothing, as ``lend``."""
-
     # -- waiting -------------------------------------------------------------------------------
 
-    def wait_group(self, word: int, epoch: int) -> float:
-        """Return when the group has arrived, or when the device has been told to wait for it.
-
-        Milliseconds this thread was blocked: 0 where the device waits.
-        """
-        words, wanted = self._words, epoch & WORD_MASK
-        if words[word] == wanted:  # the host's copy rises last: the bytes are there
-            return 0.0
-        if self._waits == "cpu":
-            return self._waiter.wait(lambda: words[word] == wanted)
+    def wait_group(self, word: int, epoch: Epoch) -> float:
+        """0 where the device waits."""
+        wanted = epoch & WORD_MASK
+        if self._waits == "cpu" or self._words[word] == wanted:  # the host's copy rises last
+            return super().wait_group(word, epoch)
         address = self._base + word * WORD_BYTES
         try:
             self._cuda.wait_value(self._side.stream, address, wanted)
@@ -214,16 +156,8 @@ class CudaPoolView:
             self._cuda.wait_value(self._side.stream, address, wanted)
         return 0.0
 
-    def wait_turn(self, turn: int) -> float:
-        """Block until the board's turn is exactly ``turn``; milliseconds blocked."""
-        return self._waiter.wait_turn(turn)
-
-    def raise_turn(self, turn: int, slot: int) -> None:
-        """Give the device away: write the turn, ring that slot's bell."""
-        self._waiter.raise_turn(turn, slot)
-
     def quiesce(self) -> None:
-        """Block until everything that was enqueued on this worker's stream has run.
+        """As ``PoolView``.
 
         Raises:
             CudaError: something that was enqueued failed.
