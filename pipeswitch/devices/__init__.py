@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
@@ -78,9 +78,8 @@ class DeviceKind(Protocol):
         ...
 
     def open_view(
-        self, settings: WorkerSettings, arena: Sequence[int], *, board: int, bells: Sequence[int],
-        on_wake: Callable[[], None] | None = None,
-    ) -> PoolView:  # fmt: skip
+        self, settings: WorkerSettings, arena: Sequence[int], *, board: int, bells: Sequence[int]
+    ) -> PoolView:
         """Map the device's memory in a worker.
 
         Args:

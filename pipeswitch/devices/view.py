@@ -26,50 +26,6 @@ def now_ms() -> float:
     return time.monotonic() * 1000.0
 
 
-class Waiter:
-    """A worker's own bell, and those of the others; the board's mapping is its own."""
-
-    def __init__(
-        self,
-        *,
-        board: int,
-        bell: int,
-        bells: Sequence[int],
-        on_wake: Callable[[], None] | None = None,
-    ) -> None:
-        """The descriptors stay the caller's; bells must outlive this object.
-
-        Args:
-            bell: this worker's own eventfd; ``bells`` are all of them, by slot.
-            on_wake: called each time a bell rang for something else than what is waited for.
-                It may raise to leave the wait: a wait for a cancelled transmission ends so.
-        """
-        self._bell = bell
-        self._bells = tuple(bells)
-        self._on_wake = on_wake
-        self.board = Board(board)
-
-    def wait(self, is_true: Callable[[], bool]) -> float:
-        """Milliseconds blocked. No wake-up is lost: the word is written before the bell, and read
-        after it."""
-        if is_true():
-            return 0.0
-        began_at_ms = now_ms()
-        while not is_true():
-            if self._on_wake is not None:
-                self._on_wake()
-            os.eventfd_read(self._bell)
-        return now_ms() - began_at_ms
-
-    def raise_turn(self, turn: int, slot: int) -> None:
-        """Write the turn, ring that slot's bell."""
-        self.board.write_turn(turn)
-        ring(self._bells[slot])
-
-    def close(self) -> None:
-        self.board.close()
-
-
 class PoolView:
     """The device's memory, mapped by one worker. Used by its main thread, but for ``settle``.
 
@@ -79,16 +35,20 @@ class PoolView:
 
     device: str  # where tensors live, in torch's words: ``cpu`` or ``cuda:0``
 
-    def __init__(self, waiter: Waiter, words_descriptor: int, words: int) -> None:
-        """The descriptor, at whose start the arrival words lie, stays the caller's."""
-        self._waiter = waiter
+    def __init__(
+        self, words_descriptor: int, words: int, *, board: int, bell: int, bells: Sequence[int]
+    ) -> None:
+        """The descriptors stay the caller's; bells must outlive this object.
+
+        Args:
+            words_descriptor: the arrival words lie at its start.
+            bell: this worker's own eventfd; ``bells`` are all of them, by slot.
+        """
+        self.board = Board(board)
+        self._bell, self._bells = bell, tuple(bells)
         self._words_bytes = words * WORD_BYTES
         self._words_map = mmap.mmap(words_descriptor, self._words_bytes, prot=mmap.PROT_READ)
         self._words = memoryview(self._words_map).cast("I")
-
-    @property
-    def board(self) -> Board:
-        return self._waiter.board
 
     # -- reach: on cpu a kernel can touch what its task was shown, and nothing else (ADR 19) -----
 
@@ -196,16 +156,27 @@ class PoolView:
         Milliseconds this thread was blocked.
         """
         words, wanted = self._words, epoch & WORD_MASK
-        return self._waiter.wait(lambda: words[word] == wanted)
+        return self._wait(lambda: words[word] == wanted)
 
     def wait_turn(self, turn: int) -> float:
         """Return when the board's turn word is exactly ``turn``; milliseconds blocked."""
-        board = self._waiter.board
-        return self._waiter.wait(lambda: board.turn == turn)
+        board = self.board
+        return self._wait(lambda: board.turn == turn)
+
+    def _wait(self, is_true: Callable[[], bool]) -> float:
+        """Milliseconds blocked. No wake-up is lost: the word is written before the bell, and read
+        after it. Who waits for what will not come is killed by the controller."""
+        if is_true():
+            return 0.0
+        began_at_ms = now_ms()
+        while not is_true():
+            os.eventfd_read(self._bell)
+        return now_ms() - began_at_ms
 
     def raise_turn(self, turn: int, slot: int) -> None:
         """Hand the device to the worker in ``slot`` (called by the one who parks)."""
-        self._waiter.raise_turn(turn, slot)
+        self.board.write_turn(turn)
+        ring(self._bells[slot])
 
     def quiesce(self) -> None:
         """Return when everything this worker's main thread enqueued has run."""

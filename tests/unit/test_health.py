@@ -23,7 +23,7 @@ class Server:
         self.worker_pings: dict[int, list[Ping]] = {0: [], 1: [], 2: []}
         self._take(self.scheduler.start(0.0))
         if is_up:
-            self.daemon(DaemonReady(pid=1, arena_bytes=0, store_bytes=0, device="cpu"))
+            self.daemon(DaemonReady(pid=1))
             for slot in range(3):
                 self.worker(slot, WorkerReady(slot=Slot(slot), pid=10 + slot))
 
@@ -156,7 +156,7 @@ def test_a_server_that_is_starting_is_not_ready() -> None:
     starting = Server(is_up=False)
     starting.ping(1)
     assert not starting.body(1)["ready"]
-    starting.daemon(DaemonReady(pid=1, arena_bytes=0, store_bytes=0, device="cpu"))
+    starting.daemon(DaemonReady(pid=1))
     starting.ping(2)
     starting.daemon(Pong(epoch=starting.daemon_pings[-1].epoch))
     assert (starting.body(2)["ready"], starting.body(2)["workers"]) == (False, [])

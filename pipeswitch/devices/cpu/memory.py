@@ -185,10 +185,7 @@ class CpuDeviceMemory(DeviceMemory):
         except Exception:
             log.exception("transmission=%d failed", order.epoch)
         reach("daemon.transmit.end")
-        ended = job.ended(started_at_ms, ends_at_ms, copied_bytes)
-        if not ended.is_complete:
-            self._ring_all()  # a worker that waits for a group that will not come looks once more
-        return ended
+        return job.ended(started_at_ms, ends_at_ms, copied_bytes)
 
     def _bring(
         self, order: TransmitModel, index: int, copied: list[int], cancelled: threading.Event

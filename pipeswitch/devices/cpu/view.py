@@ -5,14 +5,15 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from ...ipc.board import Board
 from ...ipc.messages import MoveTask
 from ...programs.layout import TensorSpec, aligned
 from ..orders import WORD_MASK, check_range
-from ..view import PoolView, Waiter
+from ..view import PoolView
 from .windows import (
     UNIT_BYTES,
     Guarded,
@@ -41,7 +42,6 @@ class CpuPoolView(PoolView):
         bells: Sequence[int],
         arena_bytes: int,
         words: int,
-        on_wake: Callable[[], None] | None = None,
         is_one_tenants: bool = False,
     ) -> None:
         """Map everything; the descriptors stay the caller's, bells must outlive this object.
@@ -52,10 +52,9 @@ class CpuPoolView(PoolView):
             work: None for a worker that runs no training script, where tenants are separate.
             is_one_tenants: ``models`` has pages where this tenant's models lie, new ones with each
                 copy; in an arena of all tenants they were there before.
-            bell, bells, on_wake: as ``Waiter``.
+            board, bell, bells: as ``PoolView``.
         """
-        waiter = Waiter(board=board, bell=bell, bells=bells, on_wake=on_wake)
-        super().__init__(waiter, models, words)
+        super().__init__(models, words, board=board, bell=bell, bells=bells)
         self._window = Window(models, arena_bytes)
         self._entered = (0, 0, 0)  # region's start and end, epoch
         self._last_word = 0
@@ -167,7 +166,7 @@ class CpuPoolView(PoolView):
         move_pages(address_of(copy), start, size)
         copy.close()
         self._forget_device(start, start + size)
-        self._waiter = Waiter(board=board, bell=bells[0], bells=bells)
+        self.board, self._bell, self._bells = Board(board), bells[0], tuple(bells)
         for descriptor in self._lent_by:
             os.close(descriptor)
         self._lent_by, self._has_moved = tuple(descriptors), True
@@ -179,7 +178,7 @@ class CpuPoolView(PoolView):
         first = address_of(self._work_map)
         replace_by_nothing(first, start)
         replace_by_nothing(end, first + len(self._work_map))
-        self._waiter.close()
+        self.board.close()
         self._unmap_models()
 
     def pin(self, pointer: int, size_bytes: int) -> None:
@@ -206,7 +205,7 @@ class CpuPoolView(PoolView):
 
     def close(self) -> None:
         """Unmap; tensors that still live keep their mapping until the last is gone."""
-        self._waiter.close()
+        self.board.close()
         self.__dict__.pop("_work", None)
         self._unmap_models()
         if self._work_map is not None:

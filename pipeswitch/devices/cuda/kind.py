@@ -8,7 +8,7 @@ import fcntl
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -148,9 +148,8 @@ class CudaKind:
         )
 
     def open_view(
-        self, settings: WorkerSettings, arena: Sequence[int], *, board: int, bells: Sequence[int],
-        on_wake: Callable[[], None] | None = None,
-    ) -> PoolView:  # fmt: skip
+        self, settings: WorkerSettings, arena: Sequence[int], *, board: int, bells: Sequence[int]
+    ) -> PoolView:
         """As ``DeviceKind``; makes this process's context."""
         from .bindings import Cuda
         from .torch import torch_side
@@ -173,7 +172,6 @@ class CudaKind:
             waits=options.waits,
             use_graphs=options.use_graphs,
             graph_bytes=options.graph_bytes,
-            on_wake=on_wake,
         )
         side.warm_up()  # before the slice: cached workspaces must not lie in it
         if options.slice_bytes:

@@ -70,7 +70,6 @@ class CudaDeviceMemory(DeviceMemory):
         words: int,
         extra_bytes: int = 0,
         word_writer: WordWriter = "copy",
-        window_bytes: int = WINDOW_BYTES,
         on_lost: Callable[[], None] | None = None,
     ) -> None:
         """Make the context and take the memory.
@@ -88,7 +87,6 @@ class CudaDeviceMemory(DeviceMemory):
         )
         self._cuda, self._index = cuda, index
         self._word_writer = word_writer
-        self._window_bytes = window_bytes
         self._on_lost = on_lost
         cuda.set_device(index)
         self._base = cuda.malloc(arena_bytes + extra_bytes)
@@ -170,8 +168,6 @@ class CudaDeviceMemory(DeviceMemory):
         except Exception:
             log.exception("transmission=%d failed", order.epoch)
         ended = job.ended(started_at_ms, flight.ends_at_ms, flight.enqueued_bytes)
-        if not ended.is_complete:
-            self._ring_all()  # a worker that waits for a group that will not come looks once more
         for group in order.groups:  # this once they were staged
             if self._store.needs_pin(group.store_offset_bytes, group.size_bytes):
                 self._to_pin.put((group.store_offset_bytes, group.size_bytes))
@@ -305,7 +301,7 @@ class _Flight:
     def make_room(self, size_bytes: int) -> None:
         """Wait until ``size_bytes`` more fit into the window; one chunk always does."""
         memory = self._memory
-        while self._marks and self._bytes + size_bytes > memory._window_bytes:
+        while self._marks and self._bytes + size_bytes > WINDOW_BYTES:
             self._land_oldest()
         while self._marks and memory._cuda.is_done(self._marks[0].event):
             self._land_oldest()

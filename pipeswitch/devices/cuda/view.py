@@ -12,21 +12,22 @@ from ...errors import TaskFailed
 from ...ipc.messages import Epoch
 from ...programs.layout import TensorSpec
 from ..orders import WORD_BYTES, WORD_MASK
-from ..view import PoolView, Waiter
+from ..view import PoolView
 from .bindings import DEVICE_ASSERT, NO_CONTEXT, Cuda, CudaError
 from .ladder import Waits
-from .training import RunAhead
 
 if TYPE_CHECKING:
     import torch
 
     from ...programs.executor import BoundProgram
     from .graphs import DeviceProgram
-    from .torch import TorchSide
+    from .torch import CudaTorch
 
 log = logging.getLogger(__name__)
 
 DEFAULT_GRAPH_BYTES: Final = 1 << 30
+LOOKS_PER_GROUP: Final = 8  # gate points: a few layers, some thirty groups in a step of ResNet-50
+GROUPS_AHEAD: Final = 2
 
 
 class CudaPoolView(PoolView):
@@ -39,7 +40,7 @@ class CudaPoolView(PoolView):
     def __init__(
         self,
         cuda: Cuda,
-        side: TorchSide,
+        side: CudaTorch,
         *,
         index: int,
         handle: bytes,
@@ -52,7 +53,6 @@ class CudaPoolView(PoolView):
         waits: Waits = "cpu",
         use_graphs: bool = False,
         graph_bytes: int = DEFAULT_GRAPH_BYTES,
-        on_wake: Callable[[], None] | None = None,
     ) -> None:
         """Open the handle, map the host's copy of the words; descriptors stay the caller's.
 
@@ -65,8 +65,7 @@ class CudaPoolView(PoolView):
         self._cuda, self._side, self._index = cuda, side, index
         self._waits = waits
         self._arena_bytes = arena_bytes
-        waiter = Waiter(board=board, bell=bell, bells=bells, on_wake=on_wake)
-        super().__init__(waiter, words_descriptor, words)
+        super().__init__(words_descriptor, words, board=board, bell=bell, bells=bells)
         self.device = side.device
         cuda.set_device(index)
         self._base = cuda.open_handle(handle)
@@ -173,7 +172,7 @@ class CudaPoolView(PoolView):
         self._cuda.synchronize_device()
 
     def pacer(self) -> Callable[[], None]:
-        """Keeps a training script at most two groups ahead (``training.py``)."""
+        """Keeps a training script at most two groups ahead (``RunAhead``)."""
         return RunAhead(self._cuda, self._side.current_stream).look
 
     def is_lost(self, error: BaseException) -> bool:
@@ -207,5 +206,37 @@ class CudaPoolView(PoolView):
             self._cuda.unregister(pointer)
         self._words.release()
         self._words_map.close()
-        self._waiter.close()
+        self.board.close()
         self._cuda.close_handle(self._base)
+
+
+class RunAhead:
+    """Called at every gate point of a script; at most two groups are queued behind the running one
+    (ADR 14).
+
+    So a request waits for no more than that after a stop. Used by the script's thread alone.
+    """
+
+    def __init__(self, cuda: Cuda, current_stream: Callable[[], int | None]) -> None:
+        """``current_stream``: the handle of the stream that the script computes on now; None while
+        it captures a graph there: nothing is queued then, and asking would spoil the capture."""
+        self._cuda = cuda
+        self._current_stream = current_stream
+        self._looks = 0
+        self._groups = 0
+        self._events = [cuda.event() for _ in range(GROUPS_AHEAD + 1)]
+
+    def look(self) -> None:
+        """Put an event behind a finished group, and wait for the one of two groups before."""
+        self._looks += 1
+        if self._looks % LOOKS_PER_GROUP:
+            return
+        stream = self._current_stream()
+        if stream is None:
+            return
+        newest = self._groups % len(self._events)
+        self._cuda.record(self._events[newest], stream)
+        self._groups += 1
+        oldest = self._events[self._groups % len(self._events)]  # unrecorded ones are done
+        if not self._cuda.is_done(oldest):
+            self._cuda.wait(oldest)
