@@ -106,7 +106,7 @@ class Rig:
         self.answers: dict[int, ev.Answer] = {}
         self.out: list[ev.Command] = []
         self._take(self.scheduler.start(0.0))
-        self.daemon(DaemonReady(pid=1, arena_bytes=0, store_bytes=0, device="cpu"))
+        self.daemon(DaemonReady(pid=1))
         for slot in list(self.state.workers):
             self.worker(slot, WorkerReady(slot=slot, pid=10 + slot))
 
@@ -141,7 +141,7 @@ class Rig:
         self.daemon_exits()
         for slot in list(self.state.workers):
             self.worker_exits(slot)
-        self.daemon(DaemonReady(pid=2, arena_bytes=0, store_bytes=0, device="cpu"))
+        self.daemon(DaemonReady(pid=2))
 
     def worker_restarts(self, slot: int, status: int = -9) -> None:
         """Dies, and the next process in its slot is ready."""
@@ -938,7 +938,7 @@ def test_a_dead_daemon_restarts_only_when_all_workers_are_reaped(rig: Rig) -> No
     assert not rig.commands(ev.SpawnDaemon)
     rig.worker_exits(2)
     assert [command.generation for command in rig.commands(ev.SpawnDaemon)] == [2]
-    rig.daemon(DaemonReady(pid=2, arena_bytes=0, store_bytes=0, device="cpu"))
+    rig.daemon(DaemonReady(pid=2))
     rig.worker(0, WorkerReady(slot=0, pid=1))
     assert rig.sent(TransmitModel)
     rig.done()
@@ -948,7 +948,7 @@ def test_a_dead_daemon_restarts_only_when_all_workers_are_reaped(rig: Rig) -> No
 
 def test_what_a_dead_daemon_still_says_is_dropped(rig: Rig) -> None:
     rig.daemon_exits()
-    rig.daemon(DaemonReady(pid=1, arena_bytes=0, store_bytes=0, device="cpu"))
+    rig.daemon(DaemonReady(pid=1))
     assert not rig.state.is_daemon_ready
 
 
@@ -1638,7 +1638,7 @@ def test_a_model_that_was_being_stored_when_the_daemon_died_is_stored_again(rig:
     assert not rig.sent(StoreModel), "nobody is there to take it"
     for slot in (0, 1, 2):
         rig.worker_exits(slot)
-    rig.daemon(DaemonReady(pid=2, arena_bytes=0, store_bytes=0, device="cpu"))
+    rig.daemon(DaemonReady(pid=2))
     assert len(rig.sent(StoreModel)) == 1
     rig.daemon(ModelStored(model="a", epoch=epoch, load_ms=1.0))
     assert rig.error(token) is None
