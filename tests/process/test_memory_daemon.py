@@ -214,7 +214,7 @@ def committed(area: int) -> tuple[int, bytes] | None:
 
 def persisted(directory: Path) -> tuple[int, bytes] | None:
     """(step, image) as a restarted server finds it."""
-    loaded = load_commit(directory, SLOT_BYTES)
+    loaded = load_commit(directory)
     if loaded is None:
         return None
     found = committed(loaded[0])

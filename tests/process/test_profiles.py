@@ -297,7 +297,7 @@ def test_a_model_that_leaves_keeps_its_prefix_and_computes_the_same_bits(
             result = checked.client.infer("net", value(seed))
             assert is_bit_equal(result["y"], eager(net, value(seed)))
             if not seed:
-                kept = result.timing.extra["kept_bytes"]
+                kept = result.timing.kept_bytes
                 assert not result.timing.resident
         assert 0 < kept < row["bytes"]
         until(lambda: checked.client.show("net")["residency"] == "resident", "the copy has ended")

@@ -83,6 +83,11 @@ def tenant_of(model: str) -> str:
     return model.rpartition(".")[0]
 
 
+def test_one_part_takes_each_question() -> None:
+    takers = Rig().scheduler._takers
+    assert {*takers} == {*ev.Asked.__subclasses__()} - {ev.InferArrived}
+
+
 class Rig:
     """A scheduler driven by hand: events in, the commands of the last one at hand."""
 
@@ -100,7 +105,7 @@ class Rig:
         self.answers: dict[int, ev.Answer] = {}
         self.out: list[ev.Command] = []
         self._take(self.scheduler.start(0.0))
-        self.daemon(DaemonReady(pid=1, arena_bytes=0, store_bytes=0, device="cpu"))
+        self.daemon(DaemonReady(pid=1))
         for slot in list(self.state.workers):
             self.worker(slot, WorkerReady(slot=slot, pid=10 + slot))
 
@@ -134,7 +139,7 @@ class Rig:
         """The workers of the one that died are reaped, and the next one is ready."""
         for slot in list(self.state.workers):
             self.worker_exits(slot)
-        self.daemon(DaemonReady(pid=2, arena_bytes=0, store_bytes=0, device="cpu"))
+        self.daemon(DaemonReady(pid=2))
 
     def worker_restarts(self, slot: int, status: int = -9) -> None:
         """Dies, and the next process in its slot is ready."""
@@ -417,7 +422,7 @@ def test_a_suspended_job_resumes_in_place_when_the_queue_is_empty(rig: Rig) -> N
     assert job.state.state is TaskState.SUSPENDED
     assert not rig.commands(ev.RaiseTurn), "the parked worker has raised it itself"
     rig.done()
-    assert rig.answers[token].timing["preempted"] == "cifar"
+    assert rig.answers[token].timing.preempted == "cifar"
     (grant,) = rig.sent(GrantTurn)
     assert (grant.epoch, job.slot, job.epoch) == (epoch, slot, epoch)
     assert grant.turn > turn
@@ -870,7 +875,7 @@ def test_a_dead_daemon_restarts_only_when_all_workers_are_reaped(rig: Rig) -> No
     assert not rig.commands(ev.SpawnDaemon)
     rig.worker_exits(2)
     assert [command.generation for command in rig.commands(ev.SpawnDaemon)] == [2]
-    rig.daemon(DaemonReady(pid=2, arena_bytes=0, store_bytes=0, device="cpu"))
+    rig.daemon(DaemonReady(pid=2))
     rig.worker(0, WorkerReady(slot=0, pid=1))
     assert rig.sent(TransmitModel)
     rig.done()
@@ -880,7 +885,7 @@ def test_a_dead_daemon_restarts_only_when_all_workers_are_reaped(rig: Rig) -> No
 
 def test_what_a_dead_daemon_still_says_is_dropped(rig: Rig) -> None:
     rig.daemon_exits()
-    rig.daemon(DaemonReady(pid=1, arena_bytes=0, store_bytes=0, device="cpu"))
+    rig.daemon(DaemonReady(pid=1))
     assert not rig.state.is_daemon_ready
 
 
