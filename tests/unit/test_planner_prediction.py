@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipeswitch.planning
-from pipeswitch.planning import LayerCosts, LinkCost, bound, makespan
+from pipeswitch.planning.costs import LayerCosts, LinkCost, bound, makespan
 from pipeswitch.planning.grouping import bucket, per_layer
 
 # Three layers of 10, 20 and 10 bytes; one copy takes 1 ms and 0.1 ms a byte.
