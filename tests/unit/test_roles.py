@@ -39,7 +39,7 @@ def frontend(tmp_path: Path) -> Iterator[Frontend]:
     config = load(flags={"server": {"state_dir": str(tmp_path)}}, environ={})
     made = Frontend(config, descriptor, lambda event: None)
     yield made
-    made._pool.close()
+    made.pool.close()
     os.close(descriptor)
 
 
