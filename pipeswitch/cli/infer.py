@@ -90,7 +90,7 @@ def infer(
     if len(outcomes) < count:
         raise KeyboardInterrupt
     errors = [outcome.error for outcome in outcomes if outcome.error]
-    if errors and as_json:  # which has told them
+    if errors and (as_json or count > 1):  # which has told them
         sys.exit(errors[0].exit_code)
     if errors:
         raise errors[0]
@@ -99,10 +99,13 @@ def infer(
 def _bill_printer(count: int) -> Callable[[Any], None]:
     width = len(str(count))
     titles = "".join(f"{title.removesuffix('_ms'):>10}" for title in views.BILL_COLUMNS)
-    views.echo(f"{'n':>{width}}{titles}    client   (ms)")
 
     def show_bill(outcome: Any) -> None:
         number = f"{outcome.number + 1:>{width}}"
+        if count == 1 and outcome.error is not None:  # it is all there is to say, once
+            return
+        if outcome.number == 0:
+            views.echo(f"{'n':>{width}}{titles}    client   (ms)")
         if outcome.error is not None:
             views.echo(f"{number}  {type(outcome.error).__name__}: {outcome.error.message}")
             return
@@ -143,7 +146,8 @@ def _print_summary(summary: dict[str, Any]) -> None:
     ]
     late = f", {summary['late']} late" if "late" in summary else ""
     views.echo(f"\n{summary['ok']} answered{late}, {summary['failed']} failed")
-    views.console().print(views.table(rows, ("time", "p50_ms", "p99_ms")))
+    if rows:
+        views.console().print(views.table(rows, ("time", "p50_ms", "p99_ms")))
 
 
 def _check_output(path: str) -> None:

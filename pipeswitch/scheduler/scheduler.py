@@ -86,6 +86,7 @@ from .policies import Policy, make_policy
 from .processes.pings import Pings
 from .requests.admission import Admission
 from .requests.lines import Judge
+from .training.job_requests import JobRequests
 from .training.moves import Moves
 
 # What changes with an event, or with what a process says in it, beyond what is noted where it is
@@ -128,12 +129,14 @@ class Scheduler:
             self.core, self.machine, self.admission, self.versions, self.builds
         )
         self.publishing = Publishing(self.core, self.machine, self.registry, self.versions)
+        self.job_requests = JobRequests(self.core, self.machine.jobs)
         self.moves = Moves(self.core, self.machine.devices, self.machine.jobs)
         self.pings = Pings(self.core, self.machine)
         self.listing = Listing(self.core, self.machine, self.versions, self.admission.stages)
         self._takers = takers(
-            self, self.registry, self.publishing, self.machine.jobs, self.pings, self.listing
-        )
+            self, self.registry, self.registry.names, self.publishing, self.job_requests,
+            self.pings, self.listing,
+        )  # fmt: skip
         self._parts = self._in_order()
         self._seen = 0  # the bits that the urgent parts have seen, and no others yet
 
@@ -150,7 +153,7 @@ class Scheduler:
             Part(self.moves.pump),
             *(part for device in self.machine.devices for part in device.parts()),
             Part(self.machine.share_profiles),
-            Part(jobs.pump),
+            Part(self.job_requests.pump),
             Part(self.pings.pump),
             Part(self._watch_drain),
         )
@@ -377,7 +380,7 @@ class Scheduler:
         for device in self.machine.devices:
             device.profiling.refuse_all(error)
         self.pings.refuse_all(error)
-        self.machine.jobs.refuse_all(error)
+        self.job_requests.refuse_all(error)
         for token in core.drain_tokens:
             core.answer(token, reason=reason)
         core.drain_tokens.clear()

@@ -98,7 +98,7 @@ class SimulatedDaemon(Process):
 
     def _becomes_ready(self) -> None:
         self.is_ready = True
-        self.say("out", DaemonReady(pid=1, arena_bytes=0, store_bytes=0, device="cpu"))
+        self.say("out", DaemonReady(pid=1))
 
     # -- control thread ------------------------------------------------------------------------
 

@@ -10,8 +10,6 @@ from ...errors import (
     AlreadyExists,
     Cancelled,
     HostStoreFull,
-    InvalidInput,
-    ModelNotFound,
     PermissionDenied,
     PipeSwitchError,
     RegistrationRefused,
@@ -39,20 +37,18 @@ from ..events import (
     BuilderExited,
     CancelAsked,
     Journal,
-    PinAsked,
     RegisterAsked,
     Retract,
-    RollbackAsked,
-    SweepPrograms,
     Token,
     UnregisterAsked,
 )
 from ..machine import Machine
 from ..records import Model, Registration, Replica
 from ..requests.admission import Admission, changed_on_the_way
-from ..states import ModelEvent, ModelState, Residency, ResidencyEvent
+from ..states import ModelEvent, ModelState
 from .builds import BuildQueue
-from .versions import AT, PRESENT, Versions, split_name, version_name
+from .names import Names, not_found
+from .versions import AT, Versions, split_name, version_name
 
 OUT_OF_TIME: Final = (-14, -24)  # SIGALRM and SIGXCPU
 
@@ -72,10 +68,9 @@ class Registry:
         self._versions = versions
         self._machine = machine
         self._admission = admission
-        self.registrations: dict[ModelName, Registration] = {}
-        self._leaving: dict[ModelName, Model] = {}
+        self.names = Names(core, machine, admission, versions)
+        self.registrations = self.names.registrations
         self._builds = builds
-        self._has_gone = False  # a model, whose files are to be given back
 
     # -- register -----------------------------------------------------------------------------
 
@@ -193,21 +188,9 @@ class Registry:
 
     def pump(self) -> int:
         """Finish unregistrations whose model is idle now; start the next builds."""
-        for model in list(self._leaving.values()):
-            self._finish_unregister(model)
-        if self._has_gone and self._builds.is_idle:  # a build may have found its program there
-            self._sweep()
+        self.names.pump(is_idle=self._builds.is_idle)
         self._builds.pump()
-        return QUEUE | TURN | PLACES if self._leaving else 0
-
-    def _sweep(self) -> None:
-        models = self._machine.models.values()
-        self._core.emit(
-            SweepPrograms(
-                digests=frozenset(m.manifest.digest for m in models if m.manifest is not None),
-            )
-        )
-        self._has_gone = False
+        return QUEUE | TURN | PLACES if self.names.leaving else 0
 
     @property
     def is_quiet(self) -> bool:
@@ -332,70 +315,13 @@ class Registry:
         core.edition += 1
         self._admission.stored(model)
         waiters = self.registrations[model.name].waiters
-        self._remember(model, accepts=tuple(waiters))
+        self.names.remember(model, accepts=tuple(waiters))
         if self._is_new(model):
-            self._hand_over(model, "published")
+            self.names.hand_over(model, "published")
         core.publish("model.registered", model=model.name, bytes=model.manifest.total_bytes)
         for token in waiters:
             self._answer_registered(model, token)
         waiters.clear()
-
-    def _remember(self, model: Model, accepts: tuple[Token, ...] = ()) -> None:
-        """In the journal: the next server has it again, pinned or not, without a build."""
-        assert model.manifest is not None
-        registration = self.registrations[model.name]
-        entry = {
-            "kind": "model",
-            "name": model.name,
-            "spec": registration.spec,
-            "spec_digest": registration.spec_digest,
-            "digest": model.manifest.digest,
-            "priority": model.priority,
-            "pin": model.want_pinned,
-            "tenant": model.tenant,
-        }
-        self._core.emit(Journal(entry=entry, accepts=accepts))
-
-    def _hand_over(self, model: Model, cause: str) -> None:
-        """From this version on; what was pinned is pinned again, and what is too old leaves."""
-        before = self._versions.choose(model, cause)
-        if before is not None:
-            if before.want_pinned:
-                self._pin(before, is_pinned=False)
-                self._pin(model, is_pinned=True)
-            for device in self._machine.devices:
-                if device.state.replicas[before.name].is_on_device:
-                    device.residents.prefetch(model.name)
-        for old in self._versions.outdated(model.base):
-            self._leave(old, f"version {model.version} is there")
-
-    @takes(RollbackAsked)
-    def rollback(self, event: RollbackAsked) -> None:
-        """Another version that is still there becomes the current one, or gets a share."""
-        core, current = self._core, self._versions.current(event.model)
-        if current is None:
-            core.refuse(event.token, _not_found(event.model))
-            return
-        if event.tenant not in (None, current.tenant):
-            core.refuse(event.token, PermissionDenied(f'"{event.model}" is another client\'s'))
-            return
-        older = [m for m in self._versions.all_of(event.model) if m.version < current.version]
-        target = self._versions.of(event.model, event.version) if event.version else None
-        if not event.version and older:
-            target = older[-1]
-        if target is None or target.state.state is not ModelState.READY:
-            which = str(event.version) if event.version else f"before {current.version}"
-            core.refuse(event.token, self._versions.missing(event.model, which))
-            return
-        if event.share >= 0 and not self._versions.split(target, event.share):
-            text = (
-                f"version {current.version} is the current one and has what others leave of 100 %"
-            )
-            core.refuse(event.token, InvalidInput(text, hint="pipeswitch models --versions"))
-            return
-        if event.share < 0 and target is not current:
-            self._hand_over(target, "rolled back")
-        core.answer(event.token, model=event.model, version=target.version, before=current.version)
 
     def store_failed(self, message: StoreFailed) -> None:
         model = self._of(message.model, message.epoch)
@@ -434,23 +360,11 @@ class Registry:
             core.emit(Retract(model=model.name))
             self._admission.not_stored(model, error)
         model.state.apply(ModelEvent.REFUSED, type(error).__name__)
-        registration = self._forget(model)
+        registration = self.names.forget(model)
         registration.error = error
         for token in registration.waiters:
             core.refuse(token, error)
         core.publish("model.refused", model=model.name, error=to_wire(error))
-
-    def _forget(self, model: Model) -> Registration:
-        """Its name is free again."""
-        for device in self._machine.devices:
-            device.residents.forget(device.state.replicas[model.name])
-        self._machine.store.forget(model)
-        del self._machine.models[model.name]
-        self._core.pins.pop(model.name, None)
-        registration = self.registrations.pop(model.name)
-        self._has_gone = True
-        self._versions.gone(model)
-        return registration
 
     def _answer_registered(self, model: Model, token: Token) -> None:
         manifest = self._machine.devices[0].state.replicas[model.name].manifest
@@ -502,7 +416,7 @@ class Registry:
         one = self._machine.models.get(event.model) if AT in event.model else None
         models = [one] if one is not None else self._versions.all_of(event.model)
         if not models:
-            core.refuse(event.token, _not_found(event.model))
+            core.refuse(event.token, not_found(event.model))
             return
         if event.tenant not in (None, models[-1].tenant):
             core.refuse(event.token, PermissionDenied(f'"{event.model}" is another client\'s'))
@@ -520,7 +434,7 @@ class Registry:
                 core.emit(Journal(entry={"kind": "model-gone", "name": model.name}))
         staying.sort(key=self._versions.is_current)  # at its turn no other is left to take over
         for model in staying:
-            self._leave(model, "asked by the user")
+            self.names.leave(model, "asked by the user")
         served = self._versions.served(event.model)
         if one is not None and staying:
             self.registrations[one.name].end_waiters.append(event.token)
@@ -529,77 +443,9 @@ class Registry:
         else:
             core.answer(event.token, model=event.model)
 
-    def _leave(self, model: Model, cause: str) -> None:
-        """It takes no new request; its name stands for another version from now on."""
-        if model.state.state is ModelState.LEAVING:
-            return
-        model.state.apply(ModelEvent.UNREGISTERED, cause)
-        self._leaving[model.name] = model
-        successor = self._versions.successor(model.base)
-        if successor is not None and self._versions.is_current(model):
-            self._hand_over(successor, f"version {model.version} goes")
-        self._core.emit(Retract(model=model.name))
-
-    def _finish_unregister(self, model: Model) -> None:
-        core, devices = self._core, self._machine.devices
-        if not all(d.residents.is_idle(d.state.replicas[model.name]) for d in devices):
-            return
-        if self._admission.stages.count(model.name):
-            return
-        del self._leaving[model.name]
-        served = self._machine.served[model.base]
-        registration = self._forget(model)
-        for device in devices:
-            device.fleet.forget(model.name)
-        core.emit(Journal(entry={"kind": "model-gone", "name": model.name}))
-        core.publish("model.unregistered", model=model.name)
-        for token in registration.end_waiters:
-            core.answer(token, model=model.name)
-        if model.base not in self._machine.served:
-            for token in served.end_waiters:
-                core.answer(token, model=model.base)
-
-    @takes(PinAsked)
-    def pin(self, event: PinAsked) -> None:
-        """``load`` pins and brings to the device, and pardons; ``unload`` unpins."""
-        core = self._core
-        model = self._versions.current(event.model)
-        if model is None or model.state.state is ModelState.LEAVING:
-            core.refuse(event.token, _not_found(event.model))
-            return
-        if event.pin and model.state.state is ModelState.QUARANTINED:
-            model.state.apply(ModelEvent.PARDONED, "asked by the user")
-            core.edition += 1
-            model.deaths, model.reason = 0, ""
-        if event.pin:
-            model.failed_joins = 0
-        self._pin(model, is_pinned=event.pin)
-        replica = self._machine.shown(model)
-        core.answer(event.token, model=event.model, pinned=event.pin,
-                    state=replica.residency.state.value)  # fmt: skip
-
-    def _pin(self, model: Model, *, is_pinned: bool) -> None:
-        model.want_pinned = is_pinned
-        self._core.pins.pop(model.name, None)
-        if is_pinned:
-            self._core.pins[model.name] = None
-        for device in (device.state for device in self._machine.devices):
-            replica = device.replicas[model.name]
-            if is_pinned and replica.residency.state is Residency.RESIDENT:
-                device.move(replica, ResidencyEvent.PIN, "asked by the user")
-                # One that is not there is brought when nothing waits (Residents.bring_pinned).
-            elif not is_pinned and replica.residency.state is Residency.PINNED:
-                device.move(replica, ResidencyEvent.UNPIN, "asked by the user")
-        if model.state.state in PRESENT:
-            self._remember(model)
-
 
 def _why_it_ended(status: int) -> str:
     """Of a builder that said nothing itself."""
     if status in OUT_OF_TIME:
         return "building and verifying it took longer than [workers] build_timeout allows"
     return f"the builder process ended with status {status} before it was done"
-
-
-def _not_found(name: str) -> ModelNotFound:
-    return ModelNotFound(f'no model "{name}"', hint="pipeswitch models")

@@ -7,18 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from ...errors import (
-    AlreadyExists,
-    InvalidInput,
-    ModelNotFound,
     PipeSwitchError,
-    ServerUnavailable,
     TaskFailed,
 )
 from ...ipc.messages import Epoch, JobName, JobReport
 from .. import limits
-from ..core import ALL, JOBS, QUEUE, TURN, WORKERS, Core, takes
+from ..core import ALL, JOBS, QUEUE, TURN, WORKERS, Core
 from ..device_state import DeviceState
-from ..events import CountSharers, JobAsked, Journal, RemoveJob, Token, TrainAsked
+from ..events import CountSharers, Journal, RemoveJob
 from ..records import Job
 from ..states import TASK_FINAL, TASK_ON_WORKER, TaskEvent, TaskState
 from .commits import Commits
@@ -46,7 +42,6 @@ class Jobs:
         self._core = core
         self.homes: list[Home] = []  # of the machine's devices, in order
         self.place: Place = lambda job, home, counts: home or 0
-        self._after_others: list[TrainAsked] = []  # a job of that name is being written to disk
         self._sharers: Counter[str] = Counter()  # jobs that are not over, by group; as was told
 
     def __iter__(self) -> Iterator[Job]:
@@ -65,24 +60,10 @@ class Jobs:
         """Of a job on the books."""
         return next(home for home in self.homes if home.state.jobs.get(job.name) is job)
 
-    def pump(self) -> int:
-        """Accept who waited for another one's end; let go of what is kept no longer."""
-        waiting, self._after_others = self._after_others, []
-        for event in waiting:
-            self.train(event)
-        if next(iter(self), None) is None:
-            return 0
-        for job in self:
-            self.home(job).commits.save_last(job)
-            if job.exporters and not Commits.is_unsaved(job):
-                for token in job.exporters:
-                    self._core.answer(token, job=self.row(job))
-                job.exporters.clear()
-            if job.movers:
-                self._answer_movers(job)
+    def tidy(self) -> None:
+        """Count who shares what; let go of what is kept no longer."""
         self._count_sharers()
         self._forget_old()
-        return 0  # a turn more or less of a job changes nothing here
 
     def _count_sharers(self) -> None:
         before = self._sharers
@@ -132,7 +113,7 @@ class Jobs:
         del home.state.jobs[job.name]
         self._enters(job, target)
         target.commits.enters(job)
-        self._publish(job, "job.placed")
+        self.publish(job, "job.placed")
         is_sent = job.sent_to == target.state.settings.device
         if job.state.state not in TASK_FINAL:
             self._core.emit(Journal(entry={"kind": "placed", "name": job.name, "is_sent": is_sent,
@@ -146,54 +127,6 @@ class Jobs:
         """
         workers = (worker for home in self.homes for worker in home.state.workers.values())
         return any(worker.job == name for worker in workers)
-
-    @takes(TrainAsked)
-    def train(self, event: TrainAsked) -> None:
-        """Accept a job; it is answered as soon as it is on the books."""
-        core = self._core
-        if core.is_draining:
-            core.refuse(event.token, ServerUnavailable("the server is draining"))
-            return
-        if error := self._refusal(event.devices):
-            core.refuse(event.token, error)
-            return
-        old = self.get(event.job)
-        if old is not None and old.state.state not in TASK_FINAL:
-            error = AlreadyExists(
-                f'a job "{event.job}" is {old.state.state.value}',
-                hint=f"choose another --name, or pipeswitch jobs cancel {event.job}",
-            )
-            core.refuse(event.token, error)
-            return
-        if old is not None and old.is_persisting:  # into the folder that this one will have
-            self._after_others.append(event)
-            return
-        if old is not None:
-            self._remove(old)
-        # The process of an old job of that name may still be leaving: this one waits for it
-        # in the queue (see Training).
-        job = self.adopt(
-            event.job, event.entry, event.args, event.priority, event.tenant, event.share,
-            event.devices,
-        )  # fmt: skip
-        core.emit(Journal(entry={"kind": "job", "name": job.name, "entry": job.entry,
-                                 "args": list(job.args), "priority": job.priority,
-                                 "tenant": job.tenant, "share": job.share,
-                                 "devices": list(event.devices)},
-                          accepts=(event.token,)))  # fmt: skip
-        self._publish(job, "job.submitted", entry=job.entry)
-        core.answer(event.token, job=self.row(job))
-
-    def _refusal(self, devices: Sequence[str]) -> PipeSwitchError | None:
-        """Of the devices that a job asks for."""
-        kinds = limits.kinds_of(limits.limit(devices, self.names))
-        if len(kinds) < 2:
-            return limits.refusal(devices, self.names)
-        return InvalidInput(
-            f"a job trains on devices of one kind, not on {' and '.join(kinds)}: its state would "
-            "differ in the last bits",
-            hint=" or ".join(f"--devices {kind}" for kind in kinds),
-        )
 
     def adopt(
         self, name: JobName, entry: str, args: tuple[str, ...], priority: int, tenant: str,
@@ -212,9 +145,9 @@ class Jobs:
 
     def _enters(self, job: Job, home: Home) -> None:
         home.state.jobs[job.name] = job
-        self._count_anew(home)
+        self.count_anew(home)
 
-    def _count_anew(self, home: Home) -> None:
+    def count_anew(self, home: Home) -> None:
         """A job comes: each one's share of the device's time is counted from now, as in Salus. Else
         the newcomer would have the device until it has had as much as the oldest."""
         state = home.state
@@ -261,110 +194,7 @@ class Jobs:
         job.last_log = dict(record["log"])
         job.committed_step = job.persisted_step = persisted_step
 
-    @takes(JobAsked)
-    def asked(self, event: JobAsked) -> None:
-        """show, pause, resume, cancel, wait, export, rm, move."""
-        core, job = self._core, self.get(event.job)
-        if job is None:
-            core.refuse(
-                event.token, ModelNotFound(f'no job "{event.job}"', hint="pipeswitch jobs ls")
-            )
-            return
-        if event.action == "show":
-            core.answer(event.token, job=self.row(job))
-        elif event.action == "wait":
-            job.waiters.append(event.token)
-            self._answer_final(job)
-        elif event.action == "resume":
-            self._resume_asked(job, event.token)
-        elif event.action == "export":
-            self._export_asked(job, event.token)
-        elif event.action == "move":
-            self._move_asked(job, event)
-        elif event.action == "rm":
-            self._remove_asked(job, event.token)
-        else:
-            self._hold_asked(job, event.token, event.action)
-
-    def _resume_asked(self, job: Job, token: Token) -> None:
-        if job.state.state in TASK_FINAL:
-            self._core.refuse(token, _is_over(job))
-            return
-        if job.state.allows(TaskEvent.RESUME):
-            job.state.apply(TaskEvent.RESUME, "asked by the user")
-            self._count_anew(self.home(job))
-            self._core.emit(Journal(entry={"kind": "hold-over", "name": job.name}))
-            self._publish(job, "job.resumed")
-        if job.wanted == "pause":
-            job.wanted = "run"
-        self._core.answer(token, job=self.row(job))
-
-    def _export_asked(self, job: Job, token: Token) -> None:
-        """Its newest commit shall be on disk, where clients read it."""
-        if job.committed_step < 0:
-            why = "committed nothing" if job.state.state in TASK_FINAL else "has not committed yet"
-            error = InvalidInput(
-                f'job "{job.name}" {why}: it has no state',
-                hint=f"pipeswitch jobs show {job.name}",
-            )
-            self._core.refuse(token, error)
-            return
-        job.exporters.append(token)
-        job.persist_due_at_ms = self._core.now_ms  # answered by ``pump``
-
-    def _move_asked(self, job: Job, event: JobAsked) -> None:
-        """It trains on that device only from now on (``Moves``, or ``rehome`` if it waits)."""
-        states = [home.state for home in self.homes if not home.state.is_given_up]
-        names = [state.settings.device for state in states]
-        if job.state.state in TASK_FINAL:
-            self._core.refuse(event.token, _is_over(job))
-            return
-        if event.to not in names:
-            error = InvalidInput(f'no device "{event.to}" here', hint=f"one of {', '.join(names)}")
-            self._core.refuse(event.token, error)
-            return
-        if job.devices and event.to not in job.devices:
-            error = InvalidInput(
-                f'job "{job.name}" is limited to {", ".join(job.devices)}',
-                hint="train --devices names those that it may be moved to, of one kind",
-            )
-            self._core.refuse(event.token, error)
-            return
-        job.sent_to = event.to
-        job.movers.append(event.token)
-
-    def _answer_movers(self, job: Job) -> None:
-        """It is where it was sent, or never will be."""
-        state = self.home(job).state
-        there = next(h.state for h in self.homes if h.state.settings.device == job.sent_to)
-        if there is not state and there.is_given_up and job.state.state not in TASK_FINAL:
-            error = ServerUnavailable(
-                f'device {job.sent_to} is lost: job "{job.name}" stays on {state.settings.device}',
-                hint="its memory daemon died too often; restart the server",
-            )
-            for token in job.movers:
-                self._core.refuse(token, error)
-            job.sent_to = ""
-        elif there is state or job.state.state in TASK_FINAL:
-            for token in job.movers:
-                self._core.answer(token, job=self.row(job))
-        else:
-            return
-        job.movers.clear()
-
-    def _remove_asked(self, job: Job, token: Token) -> None:
-        if job.state.state not in TASK_FINAL or job.is_persisting:
-            is_over = job.state.state in TASK_FINAL
-            what = "is being written to disk" if is_over else f"is {job.state.state.value}"
-            hint = "try again in a moment" if is_over else f"pipeswitch jobs cancel {job.name}"
-            self._core.refuse(token, InvalidInput(f'job "{job.name}" {what}', hint=hint))
-            return
-        row = self.row(job)
-        self._remove(job)
-        self._core.emit(Journal(entry={"kind": "job-over", "name": job.name}))
-        self._core.answer(token, job=row)
-
-    def _remove(self, job: Job) -> None:
+    def remove(self, job: Job) -> None:
         """Nothing of a job that is over stays."""
         home = self.home(job)
         home.commits.forget(job)
@@ -388,25 +218,10 @@ class Jobs:
                 core.look_again(core.now_ms + left_ms)
         for job in gone:
             if not job.is_persisting and not job.exporters:
-                self._remove(job)
+                self.remove(job)
                 core.emit(Journal(entry={"kind": "job-over", "name": job.name}))
 
-    def _hold_asked(self, job: Job, token: Token, action: str) -> None:
-        """Pause or cancel: answered when the job holds no worker any more."""
-        event = TaskEvent.PAUSE if action == "pause" else TaskEvent.CANCEL
-        if job.state.state in TASK_FINAL:
-            self._core.refuse(token, _is_over(job))
-            return
-        job.answer_on_change.append(token)
-        if job.state.allows(event):
-            job.state.apply(event, "asked by the user")
-            self._changed(job)
-        elif job.state.state is TaskState.PAUSED:
-            self._changed(job)
-        else:
-            job.wanted = "pause" if action == "pause" else "cancel"  # Training evicts it
-
-    def _publish(self, job: Job, topic: str, /, **body: Any) -> None:
+    def publish(self, job: Job, topic: str, /, **body: Any) -> None:
         self.home(job).state.publish(topic, **(body | {"job": job.name}))
 
     def row(self, job: Job) -> dict[str, Any]:
@@ -450,7 +265,7 @@ class Jobs:
             job.why = f"{values.get('name')} was {values.get('value')} at step {values.get('step')}"
         elif message.kind in ("warning", "commit_failed"):
             job.why = str(values.get("text") or values.get("what", message.kind))
-        self._publish(job, f"job.{message.kind}", **values)
+        self.publish(job, f"job.{message.kind}", **values)
 
     def _progress(self, job: Job, values: dict[str, Any]) -> None:
         """Steps done, and how fast since the last report that was not interrupted."""
@@ -474,11 +289,11 @@ class Jobs:
                 job.state.apply(TaskEvent.CANCEL, "asked by the user")
             if job.wanted in ("pause", "drain"):
                 job.persist_due_at_ms = self._core.now_ms  # at once
-        self._changed(job)
+        self.changed(job)
 
-    def _changed(self, job: Job) -> None:
+    def changed(self, job: Job) -> None:
         core = self._core
-        self._publish(job, f"job.{job.state.state.value}", step=job.step, error=job.error)
+        self.publish(job, f"job.{job.state.state.value}", step=job.step, error=job.error)
         if job.state.state is TaskState.PAUSED:  # also for the next server
             core.emit(Journal(entry={"kind": "hold", "name": job.name, "why": "paused"}))
         for token in job.answer_on_change:
@@ -490,9 +305,9 @@ class Jobs:
             job.persist_due_at_ms = core.now_ms
             record = {**self.row(job), "priority": job.priority, "ended_at_ms": job.ended_at_ms}
             core.emit(Journal(entry={"kind": "ended", "name": job.name, "record": record}))
-            self._answer_final(job)
+            self.answer_final(job)
 
-    def _answer_final(self, job: Job) -> None:
+    def answer_final(self, job: Job) -> None:
         if job.state.state not in TASK_FINAL:
             return
         for token in job.waiters:
@@ -519,9 +334,6 @@ class Jobs:
             job.answer_on_change.clear()
             job.exporters.clear()
             job.movers.clear()
-        for event in self._after_others:
-            self._core.refuse(event.token, error)
-        self._after_others.clear()
 
     def drain(self) -> None:
         """Commit and unwind every job, write all to disk; the journal brings them back."""
@@ -538,9 +350,3 @@ class Jobs:
 
 def _number(value: Any, default: int) -> int:
     return value if isinstance(value, int) else default
-
-
-def _is_over(job: Job) -> InvalidInput:
-    return InvalidInput(
-        f'job "{job.name}" is over: it is {job.state.state.value}', hint="pipeswitch jobs ls"
-    )

@@ -21,8 +21,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..programs.layout import REGION_ALIGN_BYTES, aligned
-from .orders import check_range
+from ...programs.layout import REGION_ALIGN_BYTES, aligned
+from ..orders import check_range
 
 log = logging.getLogger(__name__)
 
@@ -166,6 +166,14 @@ def whole_pages(offset_bytes: int, size_bytes: int) -> tuple[int, int]:
 def address_of(mapping: mmap.mmap) -> int:
     """Where it lies in this process."""
     return int(np.frombuffer(mapping, dtype=np.uint8).ctypes.data)
+
+
+def unmap(mapping: mmap.mmap) -> None:
+    """Let it go, now or with the last of its views."""
+    try:
+        mapping.close()
+    except BufferError:  # a view is still held
+        log.debug("unmap=later bytes=%d", len(mapping))
 
 
 def map_by_chance(descriptor: int, size_bytes: int, access: int) -> int:

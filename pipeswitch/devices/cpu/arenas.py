@@ -11,11 +11,11 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from ..errors import RemoteProtocolError
-from ..ipc.board import seal_against_writers, sealed_memfd
-from ..ipc.messages import TransmitModel
-from ..ipc.sparse import keep_only
-from .orders import WORD_BYTES
+from ...errors import RemoteProtocolError
+from ...ipc.board import seal_against_writers, sealed_memfd
+from ...ipc.messages import TransmitModel
+from ...ipc.sparse import keep_only
+from ..orders import WORD_BYTES
 
 ZEROS: Final = memoryview(bytes(1 << 20))
 
