@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import click
 
-from ..errors import InvalidInput, RegistrationRefused
+from ..errors import InvalidInput, PipeSwitchError, RegistrationRefused
 from ..units import format_bytes, printed
 from . import views
 from .common import (
@@ -23,6 +23,7 @@ from .common import (
     listing,
     milliseconds,
     name_argument,
+    names_argument,
     print_done,
     watch_option,
 )
@@ -57,18 +58,12 @@ print(json.dumps(convert(*sys.argv[1:3], json.loads(sys.argv[3]))["notes"]))
               help="Up to so many that wait together are computed as one batch.")  # fmt: skip
 @click.option("--batch-delay", default="0", metavar="TIME",
               help="2ms: with --batch, for so long one waits for others.")  # fmt: skip
-@click.option(
-    "--preprocess",
-    default="",
-    metavar="PACKAGE.MODULE:FUNCTION",
-    help="Of the server's; makes the inputs of what clients send, beside the device.",
-)
-@click.option(
-    "--raw",
-    multiple=True,
-    metavar="[NAME=]1..4194304:uint8",
-    help="With --preprocess: shape and dtype of what clients send (repeatable).",
-)
+@click.option("--preprocess", default="", metavar="PACKAGE.MODULE:FUNCTION",
+              help="Of the server's; makes the inputs of what clients send, beside the device.",
+)  # fmt: skip
+@click.option("--raw", multiple=True, metavar="[NAME=]1..4194304:uint8",
+              help="With --preprocess: shape and dtype of what clients send (repeatable).",
+)  # fmt: skip
 @devices_option
 @json_option
 def register(
@@ -176,31 +171,26 @@ def _converted(
     return bundle, json.loads(child.stdout.splitlines()[-1])
 
 
-@click.command()
-@name_argument
-@json_option
-def unregister(name: str, as_json: bool) -> None:
-    """Drop a model."""
-    with connected() as client:
-        print_done(client.unregister(name), f"unregistered {name}", as_json)
+def _model_verb(verb: str, done: str, help_text: str) -> click.Command:
+    """One of the verbs that take a name; they differ in nothing else."""
+
+    @click.command(verb, help=help_text)
+    @name_argument
+    @json_option
+    def act(name: str, as_json: bool) -> None:
+        with connected() as client:
+            print_done(getattr(client, verb)(name), f"{done} {name}", as_json)
+
+    return act
 
 
-@click.command()
-@name_argument
-@json_option
-def load(name: str, as_json: bool) -> None:
-    """Pin a model on the device (and give a quarantined one another chance)."""
-    with connected() as client:
-        print_done(client.load(name), f"pinned {name}", as_json)
-
-
-@click.command()
-@name_argument
-@json_option
-def unload(name: str, as_json: bool) -> None:
-    """Unpin a model: the server decides again what is resident."""
-    with connected() as client:
-        print_done(client.unload(name), f"unpinned {name}", as_json)
+unregister = _model_verb("unregister", "unregistered", "Drop a model.")
+load = _model_verb(
+    "load", "pinned", "Pin a model on the device (and give a quarantined one another chance)."
+)
+unload = _model_verb(
+    "unload", "unpinned", "Unpin a model: the server decides again what is resident."
+)
 
 
 @click.group(invoke_without_command=True)
@@ -248,26 +238,51 @@ def models_split(name: str, share: str, as_json: bool) -> None:
 @json_option
 @watch_option
 def show(name: str, version: int | None, as_json: bool, watch: bool) -> None:
-    """Show one model in full, its signature included."""
-    listing(lambda c: c.show(name, version or 0), views.details, as_json, watch)
+    """Show one model in full, its signature included; what it does now stands last."""
+
+    def view(row: dict[str, Any]) -> Any:
+        return views.details(dict(reversed(row.items())))
+
+    listing(lambda c: c.show(name, version or 0), view, as_json, watch)
 
 
 @click.command()
-@name_argument
+@names_argument
+@click.option("--all", "is_all", is_flag=True, help="Each model that is ready, in turn.")
 @click.option("--batch", "batches", type=click.IntRange(1), multiple=True,
               help="Sizes to time (repeatable); groups are made for the first.")  # fmt: skip
 @json_option
-def profile(name: str, batches: tuple[int, ...], as_json: bool) -> None:
-    """Measure a model layer by layer, when no request waits, and group its layers by that."""
+def profile(names: tuple[str, ...], is_all: bool, batches: tuple[int, ...], as_json: bool) -> None:
+    """Measure models layer by layer, when no request waits, and group their layers by that."""
+    if bool(names) == is_all:
+        raise click.UsageError("give NAMES, or --all")
+    failed: list[PipeSwitchError] = []
+    rows = []
+    with connected() as client:
+        if is_all:
+            names = tuple(row["name"] for row in client.models() if row["state"] == "ready")
+        for name in names:
+            try:
+                rows.append(_profiled(client, name, batches, as_json))
+            except PipeSwitchError as error:
+                if len(names) == 1:
+                    raise
+                failed.append(error)
+                views.echo(f"{name}: {error.message}", err=True)
+    if as_json:
+        views.print_json(rows if is_all or len(names) > 1 else rows[0])
+    if failed:
+        sys.exit(failed[0].exit_code)
+
+
+def _profiled(client: Any, name: str, batches: tuple[int, ...], as_json: bool) -> dict[str, Any]:
     from . import profile as cli_profile
 
-    is_shown = not as_json and sys.stderr.isatty()
-    with views.progress_bar(is_shown, name) as report, connected() as client:
-        row = client.profile(name, batches, progress=report)
-    if as_json:
-        views.print_json(row)
-    else:
+    with views.progress_bar(not as_json and sys.stderr.isatty(), name) as report:
+        row: dict[str, Any] = client.profile(name, batches, progress=report)
+    if not as_json:
         views.console().print(cli_profile.profile_view(printed(row)))
+    return row
 
 
 @click.command()

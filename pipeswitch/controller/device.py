@@ -228,9 +228,8 @@ class DeviceEffects:
             store_bytes=self._sizes.store_bytes,
             words=self._sizes.words,
             link_bytes_per_s=self._sizes.link_bytes_per_s,
-            bell_count=len(self._share.bells),
             separates_tenants=self._sizes.separates_tenants,
-            cuda=self._sizes.cuda,
+            options=self._sizes.options,
             log_path=str(self._ground.places.logs / f"memory-daemon{self._suffix}.log"),
             log_bytes=self._sizes.log_bytes,
         )
@@ -269,7 +268,7 @@ class DeviceEffects:
 
         def on_exit(status: int) -> None:
             begun = self._share.board.begun(slot)
-            self._ground.frontend.tidy_pool(self._bound.pop((slot, generation), ""))
+            self._ground.frontend.pool.tidy(self._bound.pop((slot, generation), ""))
             self._memory.leave_ring((self._index, slot, generation))
             self._take(
                 WorkerExited(
@@ -305,7 +304,7 @@ class DeviceEffects:
             is_sandboxed=self._sizes.is_sandboxed,
             task_memory_bytes=self._sizes.task_memory_bytes,
             separates_tenants=self._sizes.separates_tenants,
-            cuda=self._sizes.cuda,
+            options=self._sizes.options,
         )
         descriptors = [self._share.board_descriptor, *self._share.bells]
         if not self._sizes.separates_tenants:  # else with BindTenant

@@ -120,7 +120,7 @@ class Encoder:
             self._values[node.name] = {"v": ("i", len(inputs))}
             inputs.append(self._value_spec(f"input {name!r}", name, value))
         elif kind in ("PARAMETER", "BUFFER", "CONSTANT_TENSOR"):
-            tensor: Any = self._tensor(spec.target)
+            tensor: Any = self._tensor(spec.target)  # of a subclass, perhaps
             if is_traceable_wrapper_subclass(tensor):
                 self._wrapped[node.name] = (spec.target, tensor)
             elif node.users:
@@ -161,7 +161,8 @@ class Encoder:
         if key not in self._tensors:
             # Convolutions choose their kernel by the weight's strides (channels_last), so bits
             # depend on them: keep the order of the bytes, and permute the view back.
-            order = sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d))
+            strides = tensor.stride()
+            order = sorted(range(tensor.dim()), key=lambda d: -strides[d])
             is_permuted = not tensor.is_contiguous() and tensor.permute(order).is_contiguous()
             weight = self._tensors[key] = len(self._weights)
             self._weight_names.append(name)
