@@ -29,7 +29,8 @@ _REST: Final = (
 
 
 class OneCallEach(TorchFunctionMode):
-    """Recurrent layers are traced as one call, ``stft`` as the two that it is.
+    """Recurrent layers are traced as one call, ``stft`` as the two that it is, attention with keys
+    for each head.
 
     Raises (where a module calls it):
         RegistrationRefused: it packs sequences.
@@ -48,7 +49,18 @@ class OneCallEach(TorchFunctionMode):
             raise RegistrationRefused(
                 "pack_padded_sequence", "its shapes depend on the lengths", hint=PACKED
             )
+        if name == "scaled_dot_product_attention" and len(args) >= 3:
+            args = [*_as_many_heads(*args[:3]), *args[3:]]
         return func(*args, **(kwargs or {}))
+
+
+def _as_many_heads(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """With keys and values that all heads share as a view for each: none is broadcast."""
+    if query.dim() != 4 or key.shape[1] != 1 or query.shape[1] == 1:
+        return query, key, value
+    return query, *(one.expand(-1, query.shape[1], -1, -1) for one in (key, value))
 
 
 def _stft(
