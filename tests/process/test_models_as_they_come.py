@@ -91,7 +91,8 @@ class Sounds(nn.Module):
         self.layer = nn.Linear(33, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = torch.stft(x, 64, 16, 48, self.window, return_complex=True)
+        window = self.window * torch.hamming_window(48)
+        found = torch.stft(x, 64, 16, 48, window, return_complex=True)
         return self.layer(found.abs().transpose(1, 2))
 
 

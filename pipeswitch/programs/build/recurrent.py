@@ -15,11 +15,16 @@ from typing import Any, Final
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ...errors import RegistrationRefused
 from ..contracts import recurrent_results
 from .advice import PACKED
 
+_WINDOWS: Final = (
+    torch.hann_window, torch.hamming_window, torch.blackman_window, torch.bartlett_window,
+    torch.kaiser_window,
+)  # fmt: skip
 NAMESPACE: Final = "pipeswitch_export"
 LAYERS: Final = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _REST: Final = (
@@ -45,6 +50,9 @@ class OneCallEach(TorchFunctionMode):
             return _operators()[name](*args)
         if func is torch.stft:
             return _stft(*args, **(kwargs or {}))
+        if func in _WINDOWS:  # a constant: no kernel of them is on the list
+            with _disable_current_modes():
+                return func(*args, **(kwargs or {}))
         if name == "_pack_padded_sequence":
             raise RegistrationRefused(
                 "pack_padded_sequence", "its shapes depend on the lengths", hint=PACKED
