@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from ..errors import InvalidInput
+from ..errors import InvalidInput, RemoteProtocolError
 from ..ipc.messages import JobName, ModelName
 from ..programs.spec import stage_of
 from ..roles import URGENT_PRIORITY, Role, Standing
@@ -94,7 +94,8 @@ def ask(header: RequestHeader, token: Token, standing: Standing, rules: Rules) -
     """
     question = Question(header, token, standing, rules)
     parse = VERBS[header.op].parse
-    assert parse is not None, f"{header.op} is no question to the scheduler"
+    if parse is None:
+        raise RemoteProtocolError(f"{header.op} is no question to the scheduler")
     asked = parse(question)
     question.body.done()
     return asked
