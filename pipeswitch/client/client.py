@@ -15,6 +15,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -162,7 +163,7 @@ class Client(Verbs):
             "priority": priority or "",
             "body": {"version": version} if version else None,
             "is_safe": True,
-            "convert": lambda reply: from_reply(model, reply, wants_torch),
+            "convert": partial(from_reply, model, wants_torch),
         }
 
     def prefetch(self, model: str) -> None:
@@ -454,8 +455,7 @@ class Task:
         Raises:
             InvalidInput: there is no such device, or the job is over.
         """
-        row: dict[str, Any] = self._client.job(self.name, "move", to=to)["job"]
-        return row
+        return self._row("move", to=to)
 
     def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
         """Block until the job is over; its last row.
@@ -466,8 +466,7 @@ class Task:
         """
         body, wait_s = {"name": self.name, "action": "wait"}, as_wait_s(timeout_s)
         future = self._client._connection.request("job", body=body, is_safe=True)
-        row: dict[str, Any] = future.result(wait_s).body["job"]
-        return row
+        return dict(future.result(wait_s).body["job"])
 
     def logs(self, follow: bool = False) -> Iterator[str]:
         """The log from its start, in pieces; ``follow`` goes on until the job is over."""
@@ -553,9 +552,8 @@ class Task:
                 return
             offset = piece["offset_bytes"]
 
-    def _row(self, action: str) -> dict[str, Any]:
-        row: dict[str, Any] = self._client.job(self.name, action)["job"]
-        return row
+    def _row(self, action: str, **fields: Any) -> dict[str, Any]:
+        return dict(self._client.job(self.name, action, **fields)["job"])
 
 
 FINAL_JOB_STATES: Final = frozenset({"done", "failed", "cancelled", "expired"})

@@ -24,7 +24,7 @@ from ..roles import URGENT_PRIORITY, Role, Standing
 from ..units import nearest
 from .callers import require_role, told
 from .feed import CONTENT_TYPE, Feed
-from .http import Answer, Head, json_answer
+from .http import Answer, Head, Work, json_answer
 from .openapi import document
 from .refusals import MethodNotAllowed, NotFound
 from .upstream import Upstream
@@ -127,13 +127,13 @@ class Api:
         self.routes = (
             Route(method="GET", path="openapi.json", role=infer, run=self._document,
                   what="This description"),
-            Route(method="GET", path="about", role=operate, run=self._ask("ping"),
+            Route(method="GET", path="about", role=operate, run=self._verb("ping"),
                   what="The server: device, sizes, addresses"),
-            Route(method="GET", path="ps", role=operate, run=self._ask("ps"),
+            Route(method="GET", path="ps", role=operate, run=self._verb("ps"),
                   what="Models, jobs and processes, what they do and hold now"),
-            Route(method="GET", path="stats", role=operate, run=self._ask("stats"),
+            Route(method="GET", path="stats", role=operate, run=self._verb("stats"),
                   what="Counters and sizes"),
-            Route(method="GET", path="plan", role=operate, run=self._ask("plan"),
+            Route(method="GET", path="plan", role=operate, run=self._verb("plan"),
                   what="Each model's profile, and the arena"),
             Route(method="GET", path="trace", role=operate, run=self._trace,
                   what="The end of the timeline, as a Chrome trace; now_ms is its clock",
@@ -143,7 +143,7 @@ class Api:
                   what="Events as they come; Last-Event-ID goes on behind one; an event named "
                   "dropped counts those a slow reader missed",
                   query={"topics": ("string", "Prefixes, by comma: switch.,job.")}),
-            Route(method="GET", path="jobs", role=operate, run=self._ask("jobs"),
+            Route(method="GET", path="jobs", role=operate, run=self._verb("jobs"),
                   what="One row for each job"),
             Route(method="GET", path="jobs/{job}", role=operate, run=self._job("show"),
                   what="A job's row"),
@@ -176,15 +176,15 @@ class Api:
                          "batch": ("integer", "With a bundle: up to which requests are joined"),
                          "batch_delay_ms": ("number", "With a bundle: for which one waits")}),
             Route(method="DELETE", path="models/{model}", role=operate,
-                  run=self._of_model("unregister", is_safe=False), what="Unregister"),
+                  run=self._verb("unregister", is_safe=False), what="Unregister"),
             Route(method="POST", path="models/{model}/load", role=operate,
-                  run=self._of_model("load"), what="Pin it on the device"),
+                  run=self._verb("load"), what="Pin it on the device"),
             Route(method="POST", path="models/{model}/unload", role=operate,
-                  run=self._of_model("unload"), what="Unpin it"),
+                  run=self._verb("unload"), what="Unpin it"),
         )  # fmt: skip
         self._description = document(self.routes, prefix=PREFIX, version=version)
 
-    def find(self, head: Head, caller: Standing) -> Callable[[Head, Any], Awaitable[Answer]]:
+    def find(self, head: Head, caller: Standing) -> Work:
         """What a request asks for.
 
         Raises:
@@ -201,16 +201,10 @@ class Api:
         for route, names in here:
             if route.method == method:
                 require_role(caller, route.role, f"{method} {PREFIX}/{route.path}")
-                return _task(route, caller, names, _query(head, route))
+                return _work(route, caller, head, names, _query(head, route))
         raise MethodNotAllowed(head.method, head.path, ", ".join(route.method for route, _ in here))
 
     # ---- the server ----------------------------------------------------------------------------
-
-    def _ask(self, op: str) -> Verb:
-        async def run(asked: Asked) -> Answer:
-            return _json(await self._upstream.ask(op))
-
-        return run
 
     async def _document(self, asked: Asked) -> Answer:
         return _json(self._description)
@@ -262,9 +256,12 @@ class Api:
     async def _model(self, asked: Asked) -> Answer:
         return _json(told(await self._upstream.show(asked.names["model"]), asked.caller))
 
-    def _of_model(self, op: str, *, is_safe: bool = True) -> Verb:
+    def _verb(self, op: str, *, is_safe: bool = True) -> Verb:
+        """Of the server, or of the model that the path names."""
+
         async def run(asked: Asked) -> Answer:
-            return _json(await self._upstream.ask(op, asked.names["model"], is_safe=is_safe))
+            model = asked.names.get("model", "")
+            return _json(await self._upstream.ask(op, model, is_safe=is_safe))
 
         return run
 
@@ -320,10 +317,10 @@ class JobLog:
         self._feed.leave(self._peer)
 
 
-def _task(
-    route: Route, caller: Standing, names: Mapping[str, str], query: Mapping[str, str]
-) -> Callable[[Head, Any], Awaitable[Answer]]:
-    async def run(head: Head, body: Any) -> Answer:
+def _work(
+    route: Route, caller: Standing, head: Head, names: Mapping[str, str], query: Mapping[str, str]
+) -> Work:
+    async def run(body: Any) -> Answer:
         if len(body) and not route.takes:
             raise InvalidInput(f"{route.method} {PREFIX}/{route.path} takes no body")
         return await route.run(Asked(caller=caller, head=head, body=body, names=names, query=query))

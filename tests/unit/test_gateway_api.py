@@ -15,8 +15,9 @@ from pipeswitch.errors import ModelNotFound, PipeSwitchError
 from pipeswitch.gateway.api import BUNDLE, GUARDS, Api, JobLog
 from pipeswitch.gateway.callers import Callers
 from pipeswitch.gateway.feed import MAX_READERS_PER_ADDRESS, Feed
-from pipeswitch.gateway.http import Answer, Head
+from pipeswitch.gateway.http import Answer, Head, answered
 from pipeswitch.gateway.rest import Rest
+from pipeswitch.gateway.service import Service
 from pipeswitch.gateway.sharing import Aside
 from pipeswitch.gateway.ui import FILES, POLICY, Page
 from pipeswitch.roles import Role, Standing
@@ -78,8 +79,7 @@ class Rig:
             origins=origins,
             owner_token=OWNER,
         )
-        service: Any = None
-        self.rest = Rest(service, callers, self.api, Page(), Aside())
+        self.rest = Rest(Service(self.upstream), callers, self.api, Page(), Aside())
 
     def ask(
         self, method: str, path: str, body: bytes = b"", *, token: str = OWNER, **headers: str
@@ -91,18 +91,13 @@ class Rig:
         head = Head(method=method, path=path, query=query, headers=given, peer="1.2.3.4",
                     length=len(body))  # fmt: skip
         work = self.rest(head)
-        return work if isinstance(work, Answer) else asyncio.run(_run(work, body))
+        return work if isinstance(work, Answer) else asyncio.run(answered(work, body))
 
     def refused(self, *args: Any, **options: Any) -> tuple[int, str]:
         answer = self.ask(*args, **options)
         told = json.loads(answer.parts[0])
         assert set(told) == {"error", "code", "hint"}
         return answer.status, f"{told['code']}: {told['error']} {told['hint']}"
-
-
-async def _run(work: Any, body: bytes) -> Answer:
-    answer: Answer = await work(body)
-    return answer
 
 
 @pytest.fixture
