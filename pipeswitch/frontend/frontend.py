@@ -37,15 +37,7 @@ from ..errors import (
 )
 from ..failpoints import reach
 from ..roles import Role, Standing, in_order, parse_roles
-from ..scheduler.events import (
-    Announce,
-    Answer,
-    CancelAsked,
-    Event,
-    Publish,
-    RegisterAsked,
-    Retract,
-)
+from ..scheduler.events import Announce, Answer, CancelAsked, Event, Publish, RegisterAsked, Retract
 from ..units import nearest
 from ..wire.frames import VERSION, RequestHeader, decode_request
 from ..wire.stream import Message
