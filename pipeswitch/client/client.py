@@ -476,14 +476,10 @@ class Task:
             while True:
                 # Asked before reading: what is written before the end is read after it.
                 is_over = not follow or self.status()["state"] in FINAL_JOB_STATES
-                while True:
-                    piece = self._client.job(self.name, "logs", offset_bytes=offset)
+                for piece in self._pieces("logs", offset):
+                    offset = piece["offset_bytes"]
                     if piece["text"]:
                         yield piece["text"]
-                    is_at_end = piece["offset_bytes"] in (offset, piece["end_bytes"])
-                    offset = piece["offset_bytes"]
-                    if is_at_end:
-                        break
                 if is_over:
                     return
                 if news is not None and news.take(LOG_WAIT_S):
@@ -538,9 +534,9 @@ class Task:
         """Drop what is kept of it; it must be over."""
         return self._row("rm")
 
-    def _pieces(self, kind: str) -> Iterator[dict[str, Any]]:
-        """All of a file, from its start; from there again when another has taken its place."""
-        offset, digest = 0, None
+    def _pieces(self, kind: str, offset: int = 0) -> Iterator[dict[str, Any]]:
+        """All of a file from there on; from its start again when another has taken its place."""
+        digest = None
         while True:
             piece = self._client.job(self.name, kind, offset_bytes=offset)
             if digest not in (None, piece.get("digest")):

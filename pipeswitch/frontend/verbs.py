@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from ..errors import InvalidInput, RemoteProtocolError
+from ..errors import InvalidInput
 from ..ipc.messages import JobName, ModelName
 from ..programs.spec import stage_of
 from ..roles import URGENT_PRIORITY, Role, Standing
@@ -95,7 +95,7 @@ def ask(header: RequestHeader, token: Token, standing: Standing, rules: Rules) -
     question = Question(header, token, standing, rules)
     parse = VERBS[header.op].parse
     if parse is None:
-        raise RemoteProtocolError(f"{header.op} is no question to the scheduler")
+        raise InvalidInput(f"{header.op} is no question to the scheduler")
     asked = parse(question)
     question.body.done()
     return asked
