@@ -117,13 +117,18 @@ class Service:
         """Pin a registered model on the device.
 
         Raises:
-            InvalidInput: the model's files came along.
+            InvalidInput: the model's files, or a configuration, came along.
         """
         require(caller, "load")
         if any(name.startswith("file:") for name in parameters):
             raise InvalidInput(
                 "a model is not brought by load: its files are not taken here",
                 hint="pipeswitch register NAME FILE.bundle; load pins what is registered",
+            )
+        if parameters:
+            raise InvalidInput(
+                f"load takes no {', '.join(sorted(parameters))[:80]}: it would have no effect",
+                hint="pipeswitch register NAME SOURCE --max-batch 8 --batch 8; load pins it",
             )
         await self._upstream.ask("load", model)
 

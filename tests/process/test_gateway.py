@@ -144,6 +144,10 @@ TRITON = """
         client.load_model("mlp", headers=ops, files={"file:1/model.pt": b"x"}, config="{}")
     except InferenceServerException as error:
         found["refused"].append((error.status(), error.message()))
+    try:
+        client.load_model("mlp", headers=ops, config='{"max_batch_size": 8}')
+    except InferenceServerException as error:
+        found["refused"].append((error.status(), error.message()))
     found["statistics"] = client.get_inference_statistics("mlp")["model_stats"]
     print(json.dumps(found))
 """
@@ -169,9 +173,17 @@ def test_tritons_client_does_every_verb(http: str, net: torch.nn.Module) -> None
     assert all(bill["total_ms"] >= bill["compute_ms"] > 0 for bill in found["bill"])
     assert found["half"] == [[2.0] * 4] * 2
     statuses, words = zip(*found["refused"], strict=True)
-    assert statuses == ("404", "404", "400", "504", "403", "400")
+    assert statuses == ("404", "404", "400", "504", "403", "400", "400")
     for part, text in zip(
-        ('did you mean "mlp"', "no version 2", "float16", "deadline", '"operate"', "files"),
+        (
+            'did you mean "mlp"',
+            "no version 2",
+            "float16",
+            "deadline",
+            '"operate"',
+            "files",
+            "load takes no config: it would have no effect",
+        ),
         words,
         strict=True,
     ):
