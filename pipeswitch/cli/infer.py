@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from ..errors import InvalidInput, PipeSwitchError
+from ..planning.fit import percentile
+from ..wire.bill import PARTS, SELDOM
 from . import views
 from .common import connected, json_option, milliseconds, name_argument
 
@@ -109,10 +111,10 @@ def _bill_printer(count: int) -> Callable[[Any], None]:
             return
         bill = outcome.result.timing
         numbers = "".join(f"{getattr(bill, column):10.2f}" for column in views.BILL_COLUMNS)
-        notes = f"preprocess {bill.preprocess_ms:.2f} " if bill.preprocess_ms else ""
-        notes += ("resident " if bill.resident else "") + (
-            f"preempted {bill.preempted}" if bill.preempted else ""
-        )
+        said = {name.removesuffix("_ms"): getattr(bill, name) for name in PARTS if name in SELDOM}
+        notes = "".join(f"{name} {ms:.2f} " for name, ms in said.items() if ms)
+        notes += "resident " * bill.resident
+        notes += f"preempted {bill.preempted}" if bill.preempted else ""
         if outcome.is_late:
             notes += f" late: {outcome.deadline_ms:g} ms were given"
         views.echo(f"{number}{numbers}{outcome.total_ms:10.2f}   {notes}")
@@ -131,7 +133,7 @@ def _summary(outcomes: list[Any]) -> dict[str, Any]:
         columns[column] = [getattr(outcome.result.timing, column) for outcome in good]
     for column, values in columns.items():
         if values:
-            p50, p99 = views.percentile(values, 0.5), views.percentile(values, 0.99)
+            p50, p99 = percentile(values, 0.5), percentile(values, 0.99)
             summary[column] = {"p50": round(p50, 3), "p99": round(p99, 3)}
     return summary
 

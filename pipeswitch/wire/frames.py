@@ -9,12 +9,14 @@ Internal: one ``SOCK_SEQPACKET`` packet per message, msgpack of a tagged struct,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import starmap
 from struct import Struct
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
 from ..errors import RemoteProtocolError
+from .bill import Bill
 
 MAGIC: Final = b"PSW1"
 VERSION: Final = 1
@@ -31,12 +33,6 @@ _ZMTP_BYTE: Final = 0xFF
 _STREAM: Final = Struct("<4sIQ")  # magic, how many parts, parts in the share that were taken
 _PART: Final = Struct("<QQ")  # size and place
 
-Op = Literal[
-    "hello", "infer", "prefetch", "cancel", "put", "register", "publish", "rollback", "unregister",
-    "load", "unload",
-    "models", "show", "ps", "train", "job", "jobs", "stats", "trace", "profile", "plan",
-    "events", "caller", "ping", "stop",
-]  # fmt: skip
 Status = Literal["ok", "error", "progress"]
 
 
@@ -53,7 +49,7 @@ class RequestHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """client -> server."""
 
     v: int
-    op: Op
+    op: str  # the verb: frontend/verbs.py has them
     id: str
     session: str = ""
     model: str = ""
@@ -80,7 +76,7 @@ class ReplyHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     status: Status
     session: str = ""
     more: bool = False
-    timing: dict[str, Any] | None = None
+    timing: Bill | None = None  # of an inference
     outputs: tuple[WireTensor, ...] = ()
     body: dict[str, Any] = {}
     error: WireError | None = None
@@ -152,11 +148,12 @@ def decode_request(frames: Sequence[Any]) -> RequestHeader:
     tensor_count = len(frames) - 2
     if tensor_count > MAX_TENSORS or len(header.inputs) > MAX_TENSORS:
         raise RemoteProtocolError(f"{tensor_count} tensor frames are over {MAX_TENSORS}")
-    if header.op != "put" and sorted(t.frame for t in header.inputs) != list(range(tensor_count)):
+    if header.op != "put" and sorted([t.frame for t in header.inputs]) != [*range(tensor_count)]:
         raise RemoteProtocolError("every tensor frame must be named by exactly one input")
     if not header.id or len(header.id) > 64:
         raise RemoteProtocolError("a request id has 1 to 64 characters")
-    refuse_deep(header.body, "a request's body")
+    if header.body:
+        refuse_deep(header.body, "a request's body")
     return header
 
 
@@ -186,9 +183,7 @@ class Table(NamedTuple):
 
 def pack_table(parts: Sequence[tuple[int, int]], taken_count: int = 0) -> bytes:
     """Inverse of ``read_table``. A message of no parts asks for a share, or brings it."""
-    return b"".join(
-        [_STREAM.pack(MAGIC, len(parts), taken_count), *[_PART.pack(*part) for part in parts]]
-    )
+    return _STREAM.pack(MAGIC, len(parts), taken_count) + b"".join(starmap(_PART.pack, parts))
 
 
 def read_table(data: Any, max_part_bytes: int) -> Table | None:
