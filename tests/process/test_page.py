@@ -56,9 +56,10 @@ FIND = """
     [find.value, sort.value] = arguments;
     find.dispatchEvent(new Event("input"));
 """
-LOOK_BACK = """
+LOOK_BACK = r"""
     const done = arguments[0], asked = [];  // a request of an hour ago, then nothing; 1,000 steps
-    const spans = [["scheduler", "switch old", 0], ["copy", "old", 1], ["worker 0", "infer old", 2]];
+    const spans =
+      [["scheduler", "switch old", 0], ["copy", "old", 1], ["worker 0", "infer old", 2]];
     const trace = (isThere) => ({ now_ms: 3.5e6, traceEvents: !isThere ? [] : spans.flatMap(
       ([track, name, tid]) => [{ ph: "M", name: "thread_name", tid, args: { name: track } },
         { ph: "X", tid, name, ts: 1e3, dur: 2e3, args: {} }, { cat: "switch", id: 7 }]) });
@@ -67,15 +68,17 @@ LOOK_BACK = """
         asked.push(Number(path.split("=")[1]));
         return trace(asked.length === 3);
       };
-      const rows = [...Array(1000).keys()].map((step) => `{"step": ${step}, "loss": ${1 / (step + 1)}}\n`);
-      const fetch = async () => ({ text: async () => `9, "loss": 1}\n${rows.join("")}{"step": 10` });
+      const rows = [...Array(1000).keys()].map((step) => JSON.stringify({ step, loss: 1 / step }));
+      const cut = `9, "loss": 1}\n${rows.join("\n")}\n{"step": 10`;
+      const fetch = async () => ({ text: async () => cut });
       const model = new Model({ get, fetch }, () => {});
       for (let look = 0; look < 3; look++) await model.readTrace();
       const names = (rows) => rows.map((one) => one.model);
       await model.readHistory("j");
-      const curve = model.losses.get("j"), last = curve[curve.length - 1].step;
-      done([asked.slice(0, 3), names(model.timeline.answered()), names([model.timeline.lastSwitch()]),
-        curve.length > 100 && curve.length <= 240 && curve[0].step < 9, last]);
+      const { timeline } = model, curve = model.losses.get("j");
+      done([asked.slice(0, 3), names(timeline.answered()), names([timeline.lastSwitch()]),
+        curve.length > 100 && curve.length <= 240 && curve[0].step < 9,
+        curve[curve.length - 1].step]);
     });
 """
 
