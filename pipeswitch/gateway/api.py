@@ -35,6 +35,8 @@ HINT: Final = "GET /api/openapi.json tells what is there"
 MAX_QUERY_FIELDS: Final = 16
 LOG_LOOK_S: Final = 0.5  # between two looks at a log that is followed when no event came
 MAX_OFFSET: Final = 1 << 50
+OFFSET: Final = {"offset": ("integer", "Where to begin, in bytes; below 0: so far before the end")}
+MAX_VERSION: Final = 1 << 30
 TEXT: Final = "text/plain; charset=utf-8"
 BUNDLE: Final = "application/octet-stream"
 GUARDS: Final = (("X-Content-Type-Options", "nosniff"), ("Cache-Control", "no-store"))
@@ -156,15 +158,16 @@ class Api:
                     ("cancel", "End it"),
                 )
             ),
-            Route(method="GET", path="jobs/{job}/logs", role=operate, run=self._logs, gives=TEXT,
-                  what="What it printed",
-                  query={"offset": ("integer", "Where to begin, in bytes; below 0: so far before "
-                                               "the end"),
-                         "follow": ("boolean", "Go on until the job is over")}),
+            Route(method="GET", path="jobs/{job}/logs", role=operate, run=self._text("logs"),
+                  gives=TEXT, what="What it printed",
+                  query={**OFFSET, "follow": ("boolean", "Go on until the job is over")}),
+            Route(method="GET", path="jobs/{job}/history", role=operate,
+                  run=self._text("history"), gives=TEXT, query=OFFSET,
+                  what="What job.log reported, a line of JSON for each time"),
             Route(method="GET", path="models", role=infer, run=self._models,
                   what="One row for each model; in full with the role operate"),
             Route(method="GET", path="models/{model}", role=infer, run=self._model,
-                  what="A model's row"),
+                  what="A model's row", query={"version": ("integer", "0: the current one's")}),
             Route(method="POST", path="models/{model}", role=register, run=self._register,
                   what="Register from torchvision:NAME or hf:NAME, or from a bundle, which is the "
                   "body then; to pin needs operate, a factory code and --allow-code",
@@ -231,21 +234,24 @@ class Api:
 
         return run
 
-    async def _logs(self, asked: Asked) -> Answer:
-        is_followed = asked.flag("follow")
-        offset = int(asked.number("offset", 0, MAX_OFFSET, low=-MAX_OFFSET))
-        piece = await self._upstream.job(
-            asked.names["job"], "logs", offset_bytes=offset if offset >= 0 else MAX_OFFSET
-        )
-        if offset < 0:
-            offset = max(0, piece["end_bytes"] + offset)
-        if is_followed:
-            await self._upstream.follow(self._feed.add)
-        log = JobLog(
-            self._upstream, self._feed, asked.names["job"], offset,
-            peer=asked.head.peer, is_followed=is_followed,
-        )  # fmt: skip
-        return Answer(content_type=TEXT, headers=GUARDS, stream=log)
+    def _text(self, kind: str) -> Verb:
+        async def run(asked: Asked) -> Answer:
+            is_followed = asked.flag("follow")
+            offset = int(asked.number("offset", 0, MAX_OFFSET, low=-MAX_OFFSET))
+            piece = await self._upstream.job(
+                asked.names["job"], kind, offset_bytes=offset if offset >= 0 else MAX_OFFSET
+            )
+            if offset < 0:
+                offset = max(0, piece["end_bytes"] + offset)
+            if is_followed:
+                await self._upstream.follow(self._feed.add)
+            text = JobText(
+                self._upstream, self._feed, asked.names["job"], kind, offset,
+                peer=asked.head.peer, is_followed=is_followed,
+            )  # fmt: skip
+            return Answer(content_type=TEXT, headers=GUARDS, stream=text)
+
+        return run
 
     # ---- models --------------------------------------------------------------------------------
 
@@ -254,7 +260,8 @@ class Api:
         return _json({"models": [told(row, asked.caller) for row in rows]})
 
     async def _model(self, asked: Asked) -> Answer:
-        return _json(told(await self._upstream.show(asked.names["model"]), asked.caller))
+        version = int(asked.number("version", 0, MAX_VERSION))
+        return _json(told(await self._upstream.show(asked.names["model"], version), asked.caller))
 
     def _verb(self, op: str, *, is_safe: bool = True) -> Verb:
         """Of the server, or of the model that the path names."""
@@ -287,14 +294,15 @@ class Api:
         return _json(await self._upstream.ask("register", asked.names["model"], body=body))
 
 
-class JobLog:
-    """A job's log from a place on; an ``http.Stream``, one of those that the feed counts."""
+class JobText:
+    """A job's log or history from a place on; an ``http.Stream``, one that the feed counts."""
 
     def __init__(
-        self, upstream: Upstream, feed: Feed, job: str, offset: int, *, peer: str, is_followed: bool
-    ) -> None:
+        self, upstream: Upstream, feed: Feed, job: str, kind: str, offset: int,
+        *, peer: str, is_followed: bool,
+    ) -> None:  # fmt: skip
         feed.enter(peer)
-        self._upstream, self._feed, self._job = upstream, feed, job
+        self._upstream, self._feed, self._job, self._kind = upstream, feed, job, kind
         self._offset = offset
         self._peer = peer
         self._is_followed = is_followed
@@ -303,7 +311,7 @@ class JobLog:
         while True:
             # Asked before reading: what is written before the end is read after it.
             is_over = not self._is_followed or await self._has_ended()
-            piece = await self._upstream.job(self._job, "logs", offset_bytes=self._offset)
+            piece = await self._upstream.job(self._job, self._kind, offset_bytes=self._offset)
             self._offset = piece["offset_bytes"]
             if piece["text"] or is_over:
                 return str(piece["text"]).encode()

@@ -47,7 +47,7 @@ LATE_S = 1e6  # after all limits in seconds
 HANGS_UP = b"\0"  # a frame of this byte alone
 HEAD_LINE = re.compile(rb"HTTP/1\.1 \d{3} [ -~]+|[\w-]+: [\t -~\x80-\xff]*")
 ROW: dict[str, Any] = {
-    "name": "m", "version": 1, "share": 100, "versions": [1], "state": "ready", "batch": [1, 8],
+    "name": "m", "version": 1, "versions": [1], "state": "ready", "batch": [1, 8],
     "batching": None,
     "inputs": {"x": [["batch", 4], "float32"]}, "outputs": {"y": [["batch", 4], "float32"]},
     "current": True, "share": 0,
