@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import tempfile
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -430,9 +431,14 @@ class Client(Verbs):
             share: jobs of one group find each other's ``job.shared`` batches.
             devices: of several of the server, those that may train it, of one kind, by name or by
                 kind; none: all, of two kinds those of the first one's.
+
+        Raises:
+            InvalidInput: there is no such script, or it is no Python.
         """
         text = os.fspath(entry)
         is_script = text.endswith(".py") or os.sep in text
+        if is_script:
+            _refuse_bad_syntax(text)
         body = {
             "name": name or job_name(text),
             "entry": os.path.abspath(text) if is_script else text,
@@ -600,6 +606,19 @@ class Task:
 
 
 FINAL_JOB_STATES: Final = frozenset({"done", "failed", "cancelled", "expired"})
+
+
+def _refuse_bad_syntax(path: str) -> None:
+    """Of a script that is there: it may be on the server's machine alone."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(Path(path).read_bytes(), path, "exec")
+    except SyntaxError as error:
+        where = f"{path}:{error.lineno}"
+        raise InvalidInput(f"{where}: {error.msg}", hint=(error.text or "").strip()) from None
+    except (OSError, ValueError):
+        return
 
 
 def job_name(entry: str) -> str:
