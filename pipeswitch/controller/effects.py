@@ -196,7 +196,7 @@ class Effects:
         if loaded is None:
             return None
         descriptor, slot_bytes, record = loaded
-        self._memory.keep_commits(job, descriptor, slot_bytes)
+        self._memory.commits[job] = descriptor
         return slot_bytes, record.step
 
     def step_on_disk(self, job: JobName) -> int:
