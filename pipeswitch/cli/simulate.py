@@ -383,9 +383,7 @@ def _served() -> list[PaperModel]:
         if row["profile"] is not None
     ]
     if not found:
-        raise InvalidInput(
-            "no model of the server has a profile", hint="pipeswitch profile NAME, for each"
-        )
+        raise InvalidInput("no model of the server has a profile", hint="pipeswitch profile --all")
     return found
 
 

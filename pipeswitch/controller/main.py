@@ -140,7 +140,7 @@ def _locked(root: Path) -> Iterator[None]:
             owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
             raise PipeSwitchError(
                 f"a server (pid {owner or 'unknown'}) already owns {root} and its device",
-                hint="pipeswitch stop, or choose another --state-dir",
+                hint="pipeswitch stop, or a second one: --state-dir DIR --listen tcp://127.0.0.1:6555",
             ) from None
         try:
             os.ftruncate(descriptor, 0)

@@ -14,7 +14,7 @@ from ..ipc.messages import JobName, ModelName
 from ..programs.signature import parse_input
 from ..programs.spec import devices_of, stage_of
 from ..scheduler.events import RegisterAsked, SweepPrograms, Token
-from ..scheduler.versions import split_name
+from ..scheduler.models.versions import split_name
 from .server import Server
 
 log = logging.getLogger(__name__)

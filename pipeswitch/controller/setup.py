@@ -17,7 +17,7 @@ from ..machine import available_bytes, cpu_count, processor_name
 from ..planning.profile import Identity
 from ..policies import find_policy
 from ..sandbox.confine import missing
-from ..scheduler.fleet import most_workers
+from ..scheduler.processes.fleet import most_workers
 from ..scheduler.scheduler import Scheduler, SchedulerSettings
 from ..units import format_bytes
 from .folders import Places

@@ -18,10 +18,10 @@ from ..planning.profile import Profile
 from ..planning.windows import Job, Memory, run
 from ..programs.layout import REGION_ALIGN_BYTES, Batching, aligned
 from ..scheduler import events as ev
-from ..scheduler.commits import HEADER_BYTES
 from ..scheduler.core import SchedulerSettings
 from ..scheduler.policies import Policy
 from ..scheduler.scheduler import Scheduler
+from ..scheduler.training.commits import HEADER_BYTES
 from .arrivals import Arrival
 from .costs import Costs, Link, Training
 from .programs import ALIGNMENT_BYTES, Program, manifest_of
@@ -371,9 +371,9 @@ class _Replay(World):
             model, took_ms = self._models[arrival.model], self.now_ms - at_ms
             self._latency_ms[number] = took_ms
             self._in_slo += took_ms <= self._setting.slo_ms + model.compute_ms + NEAR_MS
-            joined = int(answer.timing["joined"])
+            joined = answer.timing.joined
             self._busy_ms += model.compute_ms * (1.0 + (joined - 1) * model.row_share) / joined
-            self._order.append((answer.timing["epoch"], number))
+            self._order.append((answer.timing.epoch, number))
         done = len(self._latency_ms) + self._refused.total()
         if self._watch is not None and done % REPORT_EVERY == 0:
             self._watch(done)
