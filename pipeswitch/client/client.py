@@ -12,9 +12,11 @@ import hashlib
 import json
 import os
 import tempfile
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -172,7 +174,7 @@ class Client(Verbs):
             "priority": priority or "",
             "body": {"version": version} if version else None,
             "is_safe": True,
-            "convert": lambda reply: from_reply(model, reply, wants_torch),
+            "convert": partial(from_reply, model, wants_torch),
         }
 
     def prefetch(self, model: str) -> None:
@@ -431,9 +433,14 @@ class Client(Verbs):
             share: jobs of one group find each other's ``job.shared`` batches.
             devices: of several of the server, those that may train it, of one kind, by name or by
                 kind; none: all, of two kinds those of the first one's.
+
+        Raises:
+            InvalidInput: there is no such script, or it is no Python.
         """
         text = os.fspath(entry)
         is_script = text.endswith(".py") or os.sep in text
+        if is_script:
+            _refuse_bad_syntax(text)
         body = {
             "name": name or job_name(text),
             "entry": os.path.abspath(text) if is_script else text,
@@ -503,8 +510,7 @@ class Task:
         Raises:
             InvalidInput: there is no such device, or the job is over.
         """
-        row: dict[str, Any] = self._client.job(self.name, "move", to=to)["job"]
-        return row
+        return self._row("move", to=to)
 
     def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
         """Block until the job is over; its last row.
@@ -515,8 +521,7 @@ class Task:
         """
         body, wait_s = {"name": self.name, "action": "wait"}, as_wait_s(timeout_s)
         future = self._client._connection.request("job", body=body, is_safe=True)
-        row: dict[str, Any] = future.result(wait_s).body["job"]
-        return row
+        return dict(future.result(wait_s).body["job"])
 
     def logs(self, follow: bool = False) -> Iterator[str]:
         """The log from its start, in pieces; ``follow`` goes on until the job is over."""
@@ -526,14 +531,10 @@ class Task:
             while True:
                 # Asked before reading: what is written before the end is read after it.
                 is_over = not follow or self.status()["state"] in FINAL_JOB_STATES
-                while True:
-                    piece = self._client.job(self.name, "logs", offset_bytes=offset)
+                for piece in self._pieces("logs", offset):
+                    offset = piece["offset_bytes"]
                     if piece["text"]:
                         yield piece["text"]
-                    is_at_end = piece["offset_bytes"] in (offset, piece["end_bytes"])
-                    offset = piece["offset_bytes"]
-                    if is_at_end:
-                        break
                 if is_over:
                     return
                 if news is not None and news.take(LOG_WAIT_S):
@@ -588,9 +589,9 @@ class Task:
         """Drop what is kept of it; it must be over."""
         return self._row("rm")
 
-    def _pieces(self, kind: str) -> Iterator[dict[str, Any]]:
-        """All of a file, from its start; from there again when another has taken its place."""
-        offset, digest = 0, None
+    def _pieces(self, kind: str, offset: int = 0) -> Iterator[dict[str, Any]]:
+        """All of a file from there on; from its start again when another has taken its place."""
+        digest = None
         while True:
             piece = self._client.job(self.name, kind, offset_bytes=offset)
             if digest not in (None, piece.get("digest")):
@@ -602,12 +603,24 @@ class Task:
                 return
             offset = piece["offset_bytes"]
 
-    def _row(self, action: str) -> dict[str, Any]:
-        row: dict[str, Any] = self._client.job(self.name, action)["job"]
-        return row
+    def _row(self, action: str, **fields: Any) -> dict[str, Any]:
+        return dict(self._client.job(self.name, action, **fields)["job"])
 
 
 FINAL_JOB_STATES: Final = frozenset({"done", "failed", "cancelled", "expired"})
+
+
+def _refuse_bad_syntax(path: str) -> None:
+    """Of a script that is there: it may be on the server's machine alone."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(Path(path).read_bytes(), path, "exec")
+    except SyntaxError as error:
+        where = f"{path}:{error.lineno}"
+        raise InvalidInput(f"{where}: {error.msg}", hint=(error.text or "").strip()) from None
+    except (OSError, ValueError):
+        return
 
 
 def job_name(entry: str) -> str:

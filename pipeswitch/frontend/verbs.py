@@ -94,7 +94,8 @@ def ask(header: RequestHeader, token: Token, standing: Standing, rules: Rules) -
     """
     question = Question(header, token, standing, rules)
     parse = VERBS[header.op].parse
-    assert parse is not None, f"{header.op} is no question to the scheduler"
+    if parse is None:
+        raise InvalidInput(f"{header.op} is no question to the scheduler")
     asked = parse(question)
     question.body.done()
     return asked
