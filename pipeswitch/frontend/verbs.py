@@ -106,7 +106,11 @@ def _register(q: Question) -> Event:
     standing = replace(q.standing, tenant=admission.tenant_of(body, q.standing.tenant))
     code: Any = {"is_owner": standing.is_owner, "allow_code": rules.allow_code}
     source = permissions.check_source(
-        body.text("source"), body.text("weights", ""), uploads_dir=rules.uploads_dir, **code
+        body.text("source"),
+        body.text("weights", ""),
+        body.text("example", ""),
+        uploads_dir=rules.uploads_dir,
+        **code,
     )
     if source.is_code:
         standing.require(Role.CODE, "a factory")
