@@ -103,6 +103,8 @@ def register(
         report = stack.enter_context(views.progress_bar(is_shown, name))
         notes: list[str] = []
         if source.endswith(FILES):
+            if example:
+                raise click.UsageError("--example is for package.module:factory: give --input")
             source, notes = _converted(source, signature, stack)
             signature = {}
         client = stack.enter_context(connected())

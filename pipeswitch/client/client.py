@@ -331,6 +331,8 @@ class Client(Verbs):
             return self._export(source, example_inputs, options, _folder(stack), progress, notes)
         text = os.fspath(source)
         suffix = os.path.splitext(text)[1]
+        if suffix in (".bundle", ".pt2") and example_inputs is not None:
+            raise InvalidInput(f"{text!r} says what it takes", hint="leave example_inputs out")
         if suffix in _NO_PROGRAMS:
             hint = _NO_PROGRAMS[suffix].replace("FILE", repr(text))
             raise InvalidInput(f"{text!r} is no program", hint=hint)
