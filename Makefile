@@ -9,7 +9,7 @@ GPU_PYTHON ?= $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,python3)
 SEED   ?= 1
 POLICY ?= priority
 FAULTS ?= 0
-SOAKS  ?= test_training_kills test_training_exact test_durability test_server_soak test_hostile
+SOAKS  ?= test_training_kills test_durability test_server_soak test_hostile
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 CODE   := pipeswitch workers memory_daemon
@@ -18,7 +18,7 @@ LINTED := $(CODE) tests docs benchmarks
 # Tests start hundreds of processes of this code: it is compiled once, whatever the image says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo check unit test test-long lint bench-quick bench chaos fuzz model models reliability gpu clean
+.PHONY: help demo check unit test test-long lint bench-quick bench chaos fuzz model models reliability gpu wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets.
@@ -71,7 +71,7 @@ fuzz: $(STAMP)  ## What outsiders can send: make fuzz SECONDS=3600; report in ou
 model: $(STAMP)  ## Every state of the protocol model's scopes, and the seeded bugs; minutes.
 	$(BIN)/python -m tests.model --all --processes 2 --out out/model.json
 
-models: $(STAMP)  ## Ninety models from torchvision, transformers and others: served to the bit, or why not; goes on where it was cut short.
+models: $(STAMP)  ## 144 models from torchvision, transformers and others: served to the bit, or why not; goes on where it was cut short.
 	$(BIN)/python -m tests.models --rows out/models --out out/models.json
 
 reliability: $(STAMP)  ## The long tests of reliability one after the other, then whether docs/reliability.md still says so; an hour.
@@ -85,6 +85,10 @@ reliability: $(STAMP)  ## The long tests of reliability one after the other, the
 
 gpu:  ## Prove the cuda device on this machine's GPU (9 minutes at most).
 	$(GPU_PYTHON) -m benchmarks.gpu $(GPU_ARGS)
+
+wheel: $(STAMP)  ## What pip installs, in dist/.
+	rm -rf build dist  # what was deleted would be in it
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 clean:  ## Remove everything that was made here, the environment included.
 	rm -rf $(VENV) $(OUT) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -17,9 +17,8 @@ import traceback
 from collections.abc import Sequence
 from functools import partial
 
-from pipeswitch.devices import PoolView
-from pipeswitch.devices.opening import open_view
-from pipeswitch.devices.waiting import now_ms
+from pipeswitch.devices.kinds import kind_of
+from pipeswitch.devices.view import PoolView, now_ms
 from pipeswitch.failpoints import are_enabled, reach
 from pipeswitch.ipc.channel import Channel, channel_from
 from pipeswitch.ipc.gate import Gate, Where
@@ -127,8 +126,9 @@ class Worker:
     def map_memory(self, descriptors: Sequence[int]) -> None:
         """``descriptors``: the pool, then the arena's."""
         pool, *arena = descriptors
-        self._view = open_view(self._settings, board=self._board, bells=self._bells, arena=arena)
-        is_hidden = self._view.device == "cpu"
+        kind = kind_of(self._settings.device)
+        self._view = kind.open_view(self._settings, arena, board=self._board, bells=self._bells)
+        is_hidden = kind.is_host
         self._pool = RequestPool(pool, self._settings.pool_bytes, is_hidden=is_hidden)
         self._view.pin(self._pool.address, self._pool.size_bytes)
         self._programs = Programs(self._view)
@@ -185,7 +185,8 @@ class Worker:
             for environment in descriptors:
                 take_environment(environment)
             return
-        self._programs.take_files(message.model, descriptors)
+        if descriptors:
+            self._programs.take_files(message.model, descriptors)
         if self._settings.is_sandboxed and not self._is_confined:
             if not self._settings.separates_tenants:
                 warm_up()

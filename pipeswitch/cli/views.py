@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..units import format_bytes, printable, printed
+from ..wire.bill import PARTS, SELDOM
 
 PIPE_COLUMNS: Final = 240
 ELASTIC: Final = ("why", "source")  # columns that give way on a narrow screen
@@ -29,18 +30,8 @@ STATE_STYLES: Final = {
     "quarantined": "bold red", "done": "dim", "host": "dim", "standby": "dim",
 }  # fmt: skip
 
-PS_COLUMNS: Final = (
-    "name",
-    "kind",
-    "state",
-    "worker",
-    "on",
-    "device",
-    "host",
-    "prio",
-    "last_used",
-    "why",
-)
+PS_COLUMNS: Final = ("name", "kind", "state", "worker", "on", "device", "host", "prio",
+                     "last_used", "why")  # fmt: skip
 PS_TITLES: Final = {"name": "MODEL/JOB", "last_used": "LAST USED"}
 MODEL_COLUMNS: Final = ("name", "state", "residency", "on", "bytes", "groups", "mode",
                         "priority", "pinned", "requests", "source")  # fmt: skip
@@ -48,7 +39,7 @@ VERSION_COLUMNS: Final = ("name", "version", "current", "share", "state", "resid
                           "requests", "source")  # fmt: skip
 JOB_COLUMNS: Final = ("name", "state", "on", "step", "committed_step", "persisted_step",
                       "steps_per_s", "suspensions", "evictions", "restarts", "why")  # fmt: skip
-BILL_COLUMNS: Final = ("queue_ms", "switch_ms", "copy_ms", "stall_ms", "compute_ms", "total_ms")
+BILL_COLUMNS: Final = tuple(name for name in PARTS if name not in SELDOM)
 
 
 def console() -> Console:
@@ -214,10 +205,3 @@ def progress_bar(enabled: bool, title: str) -> Iterator[Callable[[str, float], N
         yield lambda stage, part: bar.update(
             task, completed=part, description=printable(f"{title} {stage}", keep="")
         )
-
-
-def percentile(values: Sequence[float], fraction: float) -> float:
-    """The smallest value that at least ``fraction`` of all do not exceed."""
-    ordered = sorted(values)
-    rank = max(0, -(-len(ordered) * round(fraction * 1000) // 1000) - 1)
-    return ordered[rank]

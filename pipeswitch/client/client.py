@@ -12,20 +12,15 @@ import hashlib
 import json
 import os
 import tempfile
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import (
-    InvalidInput,
-    ModelNotFound,
-    RegistrationRefused,
-    ServerUnavailable,
-)
+from ..errors import InvalidInput, ModelNotFound, RegistrationRefused
 from ..programs.nesting import Tree, flatten
 from ..wire.addresses import default_address, full_address
 from ..wire.frames import CHUNK_BYTES
@@ -33,21 +28,28 @@ from ..wire.keys import keys_from
 from .calls import Reply, as_wait_s
 from .connection import Connection
 from .events import Subscription
-from .tensors import Result, Signature, from_reply, to_frames
+from .tensors import Result, from_reply, to_frames
+from .verbs import Progress, Verbs, progress_caller
 
 CONNECT_TIMEOUT_S: Final = 2.5
-PING_TIMEOUT_S: Final = 5.0  # a whole server answers in milliseconds, a silent part costs 1 s
 LOG_WAIT_S: Final = 0.5  # between looks at a log that is followed when no event came
-
-Progress = Callable[[str, float], None]
-"""Called with a stage's name and the fraction of the whole, 0 to 1."""
 
 Inputs = Mapping[str, Any]
 """``{name: (shape, dtype)}``, and what nests around such pairs."""
+FILES: Final = (".pt2", ".pt", ".pth", ".ts", ".torchscript")  # a program may be in
+PICKLED: Final = (".pt", ".pth", ".bin", ".ckpt")  # weights may be in
+_NO_PROGRAMS: Final = {
+    ".onnx": "pip install onnx2torch; then client.register(NAME, onnx2torch.convert(FILE), "
+    "example_inputs=(x,))",
+    ".safetensors": "it holds weights alone: pipeswitch register NAME package.module:function "
+    "--weights FILE",
+    ".ckpt": "it holds weights alone: pipeswitch register NAME package.module:function "
+    "--weights FILE",
+}
 Dynamic = Mapping[str, Mapping[int, tuple[int, int] | tuple[str, int, int]]]
 
 
-class Client:
+class Client(Verbs):
     """A connection to a server. Use it as a context manager, from any number of threads.
 
     Args:
@@ -172,7 +174,7 @@ class Client:
             "priority": priority or "",
             "body": {"version": version} if version else None,
             "is_safe": True,
-            "convert": lambda reply: from_reply(model, reply, wants_torch),
+            "convert": partial(from_reply, model, wants_torch),
         }
 
     def prefetch(self, model: str) -> None:
@@ -209,16 +211,20 @@ class Client:
         Args:
             name: what requests will call it.
             source: ``torchvision:NAME``, ``hf:NAME[#CLASS]``, a ``.bundle`` or ``.pt2`` file of
-                this machine, ``package.module:factory`` (of the server's), or an ``nn.Module``,
-                which is exported here and sent as graph and safetensors.
-            weights: ``random:SEED``, ``pretrained`` or a safetensors file of this machine.
+                this machine, or a ``.pt`` of TorchScript with its ``inputs`` or
+                ``example_inputs``; ``package.module:factory`` (of the server's), or an
+                ``nn.Module``, which is exported here and sent as graph and safetensors.
+            weights: ``random:SEED``, ``pretrained``, or a file of this machine: safetensors, or
+                what ``torch.save(module.state_dict(), "weights.pt")`` wrote.
             inputs: shapes and dtypes where the source does not know them, by the arguments' names,
                 nested as they are; ``(1, 512)`` in a shape is a range that requests choose from.
-            example_inputs: for a module: what its ``forward`` takes, nested as it is.
+            example_inputs: for a module: what its ``forward`` takes, nested as it is. For
+                ``package.module:factory`` the same by name; values are not made up then.
             dynamic: for a module: the extents beside the batch that requests choose, by input and
                 dimension: ``{"ids": {1: (1, 512)}}``, ``{"cache.0.key": {2: (1, 512)}}``. Those of
                 one range and one extent in the example are the same; ``("source", 1, 512)`` calls
-                one apart.
+                one apart. ``"cache.*.k"`` is each input of such a name. Torch's own form will do
+                too: ``torch.export.Dim("length", min=1, max=512)``, a tuple in the inputs' order.
             priority: of its requests, unless they say otherwise.
             pin: keep it on the device.
             max_batch: largest dynamic batch; 0: the server's default.
@@ -254,7 +260,16 @@ class Client:
                 )
             options = {"max_batch": max_batch or None, "dynamic": dynamic}
             notes: list[str] = []
-            source = self._as_source(source, example_inputs, options, progress, stack, notes)
+            source = self._as_source(
+                source, signature, example_inputs, options, progress, stack, notes
+            )
+            example = ""
+            if example_inputs is not None and ":" in source and not source.startswith("put:"):
+                takes, signature, example = self._example(
+                    example_inputs, takes, signature, _folder(stack)
+                )
+            if weights.endswith(PICKLED) and os.path.isfile(weights):
+                weights = _as_safetensors(weights, _folder(stack))
             if weights.endswith(".safetensors"):
                 weights = self.upload(weights, "safetensors", progress)
         future = self._connection.request(
@@ -265,6 +280,7 @@ class Client:
                 "weights": weights,
                 "inputs": signature,
                 **({} if takes is None else {"takes": takes}),
+                **({"example": example} if example else {}),
                 "priority": priority,
                 "pin": pin,
                 "max_batch": max_batch,
@@ -274,14 +290,35 @@ class Client:
                 **({"preprocess": preprocess, "raw": sent} if preprocess or sent else {}),
             },
             is_safe=True,  # the same registration again is a no-op
-            on_progress=_progress_caller(progress),
+            on_progress=progress_caller(progress),
         )
         row: dict[str, Any] = future.result().body
         return {**row, "notes": [*notes, *row.get("notes", ())]}
 
+    def _example(
+        self, given: Any, takes: Tree, signature: dict[str, list[Any]], folder: Path
+    ) -> tuple[Tree, dict[str, list[Any]], str]:
+        """Values of a named model's inputs, as an upload; they say how its arguments nest."""
+        import numpy as np
+        from safetensors.numpy import save_file
+
+        if not isinstance(given, Mapping):
+            raise InvalidInput(
+                "example_inputs of a named model are by its arguments' names",
+                hint='example_inputs={"x": x}',
+            )
+        tree, found = flatten(dict(given), "input", lambda value: hasattr(value, "__array__"))
+        arrays = {name: np.ascontiguousarray(value) for name, value in found.items()}
+        save_file(arrays, folder / "example.safetensors")
+        if not signature:
+            signature = {name: [list(a.shape), str(a.dtype)] for name, a in arrays.items()}
+            takes = tree if list(arrays) != list(given) else None
+        return takes, signature, self.upload(folder / "example.safetensors", "safetensors")
+
     def _as_source(
         self,
         source: Any,
+        signature: Mapping[str, Any],
         example_inputs: Any,
         options: Mapping[str, Any],
         progress: Progress | None,
@@ -289,19 +326,22 @@ class Client:
         notes: list[str],
     ) -> str:
         """What the server is told; files and modules become uploads first, with ``notes``."""
+        options = {key: value for key, value in options.items() if value is not None}
         if not isinstance(source, str | os.PathLike):
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeswitch-export-"))
-            return self._export(source, example_inputs, options, Path(folder), progress, notes)
+            return self._export(source, example_inputs, options, _folder(stack), progress, notes)
         text = os.fspath(source)
-        if text.endswith(".pt2"):
+        suffix = os.path.splitext(text)[1]
+        if suffix in _NO_PROGRAMS:
+            hint = _NO_PROGRAMS[suffix].replace("FILE", repr(text))
+            raise InvalidInput(f"{text!r} is no program", hint=hint)
+        if suffix in FILES:
             if not os.path.isfile(text):
                 raise InvalidInput(f"no file {text!r}")
-            from ..programs.build.pt2 import convert_pt2
+            from ..programs.build.files import convert
 
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeswitch-export-"))
-            bundle = Path(folder, "program.bundle")
+            bundle = _folder(stack) / "program.bundle"
             _report(progress, "export", 0.0)
-            notes += convert_pt2(text, bundle)["notes"]
+            notes += convert(text, bundle, signature, example_inputs, **options)["notes"]
             return self.upload(bundle, "bundle", progress)
         if text.endswith(".bundle"):
             return self.upload(text, "bundle", progress)
@@ -325,8 +365,7 @@ class Client:
 
         bundle = folder / "program.bundle"
         _report(progress, "export", 0.0)
-        given = {key: value for key, value in options.items() if value is not None}
-        notes += export_module_to_bundle(module, example_inputs, bundle, **given)["notes"]
+        notes += export_module_to_bundle(module, example_inputs, bundle, **options)["notes"]
         return self.upload(bundle, "bundle", progress)
 
     def upload(
@@ -368,87 +407,6 @@ class Client:
             _report(progress, "upload", offset / size)
         for future in waiting:
             future.result()
-
-    def publish(self, name: str, job: str, step: int = -1, part: str = "") -> dict[str, Any]:
-        """Make a job's newest commit the next version of a model; returns when it is current.
-
-        Args:
-            name: of a registered model: its program stays, parameters are matched by name.
-            job: whose; it may be over.
-            step: that the commit must be of; -1: whatever it is of.
-            part: of ``job.steps(model={"net": net, "ema": ema})``; not needed where only one fits.
-
-        Raises:
-            RegistrationRefused: names, dtypes or shapes differ, and which.
-            InvalidInput: there is no such commit or part, or several parts fit, and which.
-        """
-        body: dict[str, Any] = {"job": job} if step < 0 else {"job": job, "step": step}
-        body |= {"part": part} if part else {}
-        return self._ask("publish", model=name, body=body, is_safe=False)
-
-    def rollback(self, name: str, version: int = 0) -> dict[str, Any]:
-        """Make a version that is still there the current one; 0: the newest before it."""
-        body = {"version": version} if version else None
-        return self._ask("rollback", model=name, body=body, is_safe=bool(version))
-
-    def split(self, name: str, version: int, percent: int) -> dict[str, Any]:
-        """Give a version so many of a hundred requests that name none, until another one becomes
-        current; 0 takes them back. Each answer is of one: ``timing.version``."""
-        body = {"version": version, "share": percent}
-        return self._ask("rollback", model=name, body=body)
-
-    def unregister(self, name: str) -> dict[str, Any]:
-        """Drop a model; requests that wait for it are answered first."""
-        return self._ask("unregister", model=name, is_safe=False)
-
-    def load(self, name: str) -> dict[str, Any]:
-        """Pin a model on the device (and give a quarantined one another chance)."""
-        return self._ask("load", model=name)
-
-    def unload(self, name: str) -> dict[str, Any]:
-        """Unpin a model: the server decides again whether it is resident."""
-        return self._ask("unload", model=name)
-
-    def models(self, *, versions: bool = False) -> list[dict[str, Any]]:
-        """One row for each registered model, or for each of their versions."""
-        body = {"versions": True} if versions else None
-        rows: list[dict[str, Any]] = self._ask("models", body=body)["models"]
-        return rows
-
-    def show(self, name: str, version: int = 0) -> dict[str, Any]:
-        """One model in full, its signature included; the current version, or another."""
-        body = {"version": version} if version else None
-        row: dict[str, Any] = self._ask("show", model=name, body=body)["model"]
-        return row
-
-    def profile(
-        self, name: str, batches: Sequence[int] = (), *, progress: Progress | None = None
-    ) -> dict[str, Any]:
-        """Measure a model layer by layer, when no request waits; its profile.
-
-        Args:
-            name: of a model that is ready.
-            batches: sizes to time, the groups are made for the first; default: the one its
-                requests come with.
-            progress: called as the work proceeds.
-        """
-        future = self._connection.request(
-            "profile",
-            model=name,
-            body={"batches": list(batches)},
-            is_safe=True,  # measured twice at worst
-            on_progress=_progress_caller(progress),
-        )
-        row: dict[str, Any] = future.result().body["profile"]
-        return row
-
-    def plan(self) -> dict[str, Any]:
-        """Each model's profile and the arena: what ``pipeswitch plan`` reckons with."""
-        return self._ask("plan")
-
-    def signature(self, name: str) -> Signature:
-        """A model's inputs and batch range, to make requests from."""
-        return Signature.from_row(self.show(name))
 
     # ---- jobs ----------------------------------------------------------------------------------
 
@@ -496,70 +454,7 @@ class Client:
         """The handle of a job that is there already."""
         return Task(self, name)
 
-    def jobs(self) -> list[dict[str, Any]]:
-        """One row for each job."""
-        rows: list[dict[str, Any]] = self._ask("jobs")["jobs"]
-        return rows
-
-    def job(self, /, name: str, action: str, **fields: Any) -> dict[str, Any]:
-        """One action on a job: show, pause, resume, cancel, wait, logs, history, export, rm,
-        move (``to`` a device)."""
-        is_safe = action in ("show", "wait", "logs", "history", "export", "state")
-        return self._ask("job", body={"name": name, "action": action, **fields}, is_safe=is_safe)
-
-    # ---- the server ----------------------------------------------------------------------------
-
-    def ps(self) -> list[dict[str, Any]]:
-        """Models, jobs and processes, with what they do now."""
-        rows: list[dict[str, Any]] = self._ask("ps")["rows"]
-        return rows
-
-    def stats(self) -> dict[str, Any]:
-        """Counters and sizes."""
-        return self._ask("stats")
-
-    def trace(self, seconds: float = 10.0) -> dict[str, Any]:
-        """The last ``seconds`` of the server's timeline, as Chrome/Perfetto trace JSON."""
-        trace: dict[str, Any] = self._ask("trace", body={"seconds": seconds})["trace"]
-        return trace
-
-    def about(self) -> dict[str, Any]:
-        """What the server says of itself: pid, device, addresses."""
-        return self._ask("ping")
-
-    def ping(self, *, deep: bool = False, timeout_s: float = PING_TIMEOUT_S) -> dict[str, Any]:
-        """Whether the server would serve a request now: ``{"ready": …, "why": …, "total_ms": …}``.
-
-        Deep asks scheduler, memory daemon and every worker, and disturbs no task: also
-        ``controller_ms`` (there and back), ``daemon_ms`` and ``workers``, each with its ``ms``
-        (None: silent).
-
-        Raises:
-            ServerUnavailable: no server answers within ``timeout_s``.
-        """
-        began_s, wait_s = time.monotonic(), as_wait_s(timeout_s)
-        future = self._connection.request(
-            "ping", body={"deep": True} if deep else None, is_safe=True
-        )
-        try:
-            answer: dict[str, Any] = future.result(wait_s).body
-        except TimeoutError:
-            future.cancel()
-            raise ServerUnavailable(
-                f"no answer from {self.address} within {timeout_s:g} s", hint="see the server's log"
-            ) from None
-        total_ms = (time.monotonic() - began_s) * 1000.0
-        if not deep:
-            why = "" if answer["ready"] else "its engine is not up"
-            return {"ready": answer["ready"], "why": why, "total_ms": total_ms}
-        controller_ms = total_ms - answer.pop("engine_ms")
-        return {**answer, "controller_ms": controller_ms, "total_ms": total_ms}
-
-    def stop_server(self, drain_s: float = 30.0) -> None:
-        """Ask the server to finish what it accepted and leave; returns when it agrees or left."""
-        with contextlib.suppress(ServerUnavailable):
-            body = {"drain_ms": drain_s * 1000}
-            self._ask("stop", body=body, is_safe=False)
+    # ---- events ---------------------------------------------------------------------------------
 
     def events(self, *topics: str, timeout_s: float | None = None) -> Iterator[dict[str, Any]]:
         """Records as the server publishes them; each has ``topic``. No topic: all of them.
@@ -581,13 +476,6 @@ class Client:
         made = Subscription(self._connection.another(), topics, on_news)
         self._subscriptions.add(made)
         return made
-
-    def _ask(
-        self, op: str, *, model: str = "", body: dict[str, Any] | None = None, is_safe: bool = True
-    ) -> dict[str, Any]:
-        reply = self._connection.call(op, model=model, body=body, is_safe=is_safe)
-        answer: dict[str, Any] = reply.body
-        return answer
 
 
 class Task:
@@ -620,8 +508,7 @@ class Task:
         Raises:
             InvalidInput: there is no such device, or the job is over.
         """
-        row: dict[str, Any] = self._client.job(self.name, "move", to=to)["job"]
-        return row
+        return self._row("move", to=to)
 
     def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
         """Block until the job is over; its last row.
@@ -632,8 +519,7 @@ class Task:
         """
         body, wait_s = {"name": self.name, "action": "wait"}, as_wait_s(timeout_s)
         future = self._client._connection.request("job", body=body, is_safe=True)
-        row: dict[str, Any] = future.result(wait_s).body["job"]
-        return row
+        return dict(future.result(wait_s).body["job"])
 
     def logs(self, follow: bool = False) -> Iterator[str]:
         """The log from its start, in pieces; ``follow`` goes on until the job is over."""
@@ -643,14 +529,10 @@ class Task:
             while True:
                 # Asked before reading: what is written before the end is read after it.
                 is_over = not follow or self.status()["state"] in FINAL_JOB_STATES
-                while True:
-                    piece = self._client.job(self.name, "logs", offset_bytes=offset)
+                for piece in self._pieces("logs", offset):
+                    offset = piece["offset_bytes"]
                     if piece["text"]:
                         yield piece["text"]
-                    is_at_end = piece["offset_bytes"] in (offset, piece["end_bytes"])
-                    offset = piece["offset_bytes"]
-                    if is_at_end:
-                        break
                 if is_over:
                     return
                 if news is not None and news.take(LOG_WAIT_S):
@@ -705,9 +587,9 @@ class Task:
         """Drop what is kept of it; it must be over."""
         return self._row("rm")
 
-    def _pieces(self, kind: str) -> Iterator[dict[str, Any]]:
-        """All of a file, from its start; from there again when another has taken its place."""
-        offset, digest = 0, None
+    def _pieces(self, kind: str, offset: int = 0) -> Iterator[dict[str, Any]]:
+        """All of a file from there on; from its start again when another has taken its place."""
+        digest = None
         while True:
             piece = self._client.job(self.name, kind, offset_bytes=offset)
             if digest not in (None, piece.get("digest")):
@@ -719,9 +601,8 @@ class Task:
                 return
             offset = piece["offset_bytes"]
 
-    def _row(self, action: str) -> dict[str, Any]:
-        row: dict[str, Any] = self._client.job(self.name, action)["job"]
-        return row
+    def _row(self, action: str, **fields: Any) -> dict[str, Any]:
+        return dict(self._client.job(self.name, action, **fields)["job"])
 
 
 FINAL_JOB_STATES: Final = frozenset({"done", "failed", "cancelled", "expired"})
@@ -747,6 +628,20 @@ def job_name(entry: str) -> str:
     return "".join(letters).strip("._-")[:64] or "job"
 
 
+def _folder(stack: contextlib.ExitStack) -> Path:
+    """One that is gone with the stack."""
+    made = tempfile.TemporaryDirectory(prefix="pipeswitch-export-")
+    return Path(stack.enter_context(made))
+
+
+def _as_safetensors(weights: str, folder: Path) -> str:
+    from ..programs.build.files import convert_weights
+
+    out = str(folder / "weights.safetensors")
+    convert_weights(weights, out)
+    return out
+
+
 def _signature(inputs: Inputs | None) -> tuple[Tree, dict[str, list[Any]]]:
     """Declared inputs as they travel: how they nest, if they do, and each by its name.
 
@@ -770,12 +665,6 @@ def _signature(inputs: Inputs | None) -> tuple[Tree, dict[str, list[Any]]]:
 def _is_declared(value: Any) -> bool:
     """``(shape, dtype)``."""
     return isinstance(value, list | tuple) and len(value) == 2 and isinstance(value[1], str)
-
-
-def _progress_caller(progress: Progress | None) -> Callable[[dict[str, Any]], None] | None:
-    if progress is None:
-        return None
-    return lambda body: progress(str(body.get("stage", "")), float(body.get("fraction", 0.0)))
 
 
 def _report(progress: Progress | None, stage: str, fraction: float) -> None:

@@ -116,9 +116,7 @@ class DeviceEffects:
         known = self._workers.get(command.slot)
         if known is None:
             return
-        descriptors = []
-        if command.commits_of is not None:
-            descriptors.append(self._memory.commits[command.commits_of])
+        descriptors = self._commits_of(command)
         files = self._files_for(command.slot, command.message)
         try:
             match command.message:
@@ -137,6 +135,9 @@ class DeviceEffects:
             return
         index = 0 if command.channel == "task" else 1
         self._processes.send(known[1], index, command.message, [*descriptors, *files])
+
+    def _commits_of(self, command: ToWorker | ToDaemon) -> list[int]:
+        return [] if command.commits_of is None else [self._memory.commits[command.commits_of]]
 
     def _memory_for(self, message: BindTenant) -> list[int]:
         """What one tenant's worker maps; training slices where it may run scripts."""
@@ -176,9 +177,7 @@ class DeviceEffects:
     def _to_daemon(self, command: ToDaemon) -> None:
         if self._daemon is None or self._has_no_disk(command.message):
             return
-        descriptors = []
-        if command.commits_of is not None:
-            descriptors.append(self._memory.commits[command.commits_of])
+        descriptors = self._commits_of(command)
         if self._sizes.separates_tenants and isinstance(command.message, TransmitModel):
             try:
                 descriptors += self._arena_for(command.message.tenant)
@@ -228,9 +227,8 @@ class DeviceEffects:
             store_bytes=self._sizes.store_bytes,
             words=self._sizes.words,
             link_bytes_per_s=self._sizes.link_bytes_per_s,
-            bell_count=len(self._share.bells),
             separates_tenants=self._sizes.separates_tenants,
-            cuda=self._sizes.cuda,
+            options=self._sizes.options,
             log_path=str(self._ground.places.logs / f"memory-daemon{self._suffix}.log"),
             log_bytes=self._sizes.log_bytes,
         )
@@ -269,7 +267,7 @@ class DeviceEffects:
 
         def on_exit(status: int) -> None:
             begun = self._share.board.begun(slot)
-            self._ground.frontend.tidy_pool(self._bound.pop((slot, generation), ""))
+            self._ground.frontend.pool.tidy(self._bound.pop((slot, generation), ""))
             self._memory.leave_ring((self._index, slot, generation))
             self._take(
                 WorkerExited(
@@ -305,7 +303,7 @@ class DeviceEffects:
             is_sandboxed=self._sizes.is_sandboxed,
             task_memory_bytes=self._sizes.task_memory_bytes,
             separates_tenants=self._sizes.separates_tenants,
-            cuda=self._sizes.cuda,
+            options=self._sizes.options,
         )
         descriptors = [self._share.board_descriptor, *self._share.bells]
         if not self._sizes.separates_tenants:  # else with BindTenant

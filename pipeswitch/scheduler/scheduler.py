@@ -15,7 +15,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from ..errors import InvalidInput, ModelNotFound, ServerUnavailable
+from ..errors import ServerUnavailable
 from ..ipc.messages import (
     BuildDone,
     BuildFailed,
@@ -28,7 +28,6 @@ from ..ipc.messages import (
     InferenceDone,
     InferenceFailed,
     JobReport,
-    ModelName,
     ModelStored,
     Moved,
     Parked,
@@ -37,8 +36,6 @@ from ..ipc.messages import (
     StoreFailed,
     TransmitEnded,
 )
-from .admission import Admission
-from .build_queue import BuildQueue
 from .core import (
     ALL,
     JOBS,
@@ -52,8 +49,11 @@ from .core import (
     Part,
     SchedulerSettings,
     Wakeups,
+    takers,
+    takes,
 )
 from .events import (
+    Asked,
     BuilderExited,
     CancelAsked,
     Command,
@@ -65,33 +65,29 @@ from .events import (
     FromStage,
     FromWorker,
     InferArrived,
-    JobAsked,
     Leave,
-    PinAsked,
     PingAsked,
     PrefetchHint,
     Prepared,
     ProfileAsked,
-    PublishAsked,
     Query,
-    RegisterAsked,
-    RollbackAsked,
     StageExited,
     Tick,
-    TrainAsked,
-    UnregisterAsked,
     Warn,
     WorkerExited,
 )
-from .judge import Judge
 from .listing import Listing
 from .machine import Machine
-from .moves import Moves
-from .pings import Pings
+from .models.builds import BuildQueue
+from .models.publishing import Publishing
+from .models.registry import Registry
+from .models.versions import Versions
 from .policies import Policy, make_policy
-from .publishing import Publishing
-from .registry import Registry
-from .versions import Versions
+from .processes.pings import Pings
+from .requests.admission import Admission
+from .requests.lines import Judge
+from .training.job_requests import JobRequests
+from .training.moves import Moves
 
 # What changes with an event, or with what a process says in it, beyond what is noted where it is
 # changed. One that is not named here may change everything.
@@ -133,9 +129,14 @@ class Scheduler:
             self.core, self.machine, self.admission, self.versions, self.builds
         )
         self.publishing = Publishing(self.core, self.machine, self.registry, self.versions)
+        self.job_requests = JobRequests(self.core, self.machine.jobs)
         self.moves = Moves(self.core, self.machine.devices, self.machine.jobs)
         self.pings = Pings(self.core, self.machine)
         self.listing = Listing(self.core, self.machine, self.versions, self.admission.stages)
+        self._takers = takers(
+            self, self.registry, self.registry.names, self.publishing, self.job_requests,
+            self.pings, self.listing,
+        )  # fmt: skip
         self._parts = self._in_order()
         self._seen = 0  # the bits that the urgent parts have seen, and no others yet
 
@@ -152,7 +153,7 @@ class Scheduler:
             Part(self.moves.pump),
             *(part for device in self.machine.devices for part in device.parts()),
             Part(self.machine.share_profiles),
-            Part(jobs.pump),
+            Part(self.job_requests.pump),
             Part(self.pings.pump),
             Part(self._watch_drain),
         )
@@ -162,7 +163,8 @@ class Scheduler:
         self.core.now_ms = self.listing.born_at_ms = now_ms
         for device in self.machine.devices:
             device.fleet.start()
-        return self._take_out()
+        out, self.core.out = self.core.out, []
+        return out
 
     def handle(self, event: Event, now_ms: float) -> list[Command]:
         """Take one event, return what must be done because of it, in order."""
@@ -186,11 +188,12 @@ class Scheduler:
                 self._seen, core.touched = core.touched, 0
                 for device in self.machine.devices:
                     device.advance()
-        return self._take_out()
+        out, core.out = core.out, []
+        return out
 
     def _changes(self, event: Event) -> int:
         """The bits of what may be another with it."""
-        if self.core.is_draining:
+        if self.core.drain_at_ms is not None:
             return ALL
         if isinstance(event, FromWorker | FromDaemon):
             return CHANGES.get(type(event.message), ALL)
@@ -201,7 +204,8 @@ class Scheduler:
         for device in self.machine.devices:
             device.endings.trace_ended()
         self._pump()
-        return self._take_out()
+        out, self.core.out = self.core.out, []
+        return out
 
     def next_wakeup_ms(self) -> float | None:
         """When a Tick is wanted at the latest; None when only events matter."""
@@ -228,10 +232,6 @@ class Scheduler:
         """All devices are ready."""
         return all(device.state.is_ready for device in self.machine.devices)
 
-    def _take_out(self) -> list[Command]:
-        out, self.core.out = self.core.out, []
-        return out
-
     # -- events -------------------------------------------------------------------------------
 
     def _take(self, event: Event) -> None:
@@ -239,6 +239,8 @@ class Scheduler:
         match event:
             case InferArrived():
                 self.admission.arrived(event)
+            case Asked():
+                self._takers[type(event)](event)
             case Prepared():
                 self.admission.prepared(event)
             case FromStage():
@@ -267,27 +269,6 @@ class Scheduler:
                     self.publishing.cancel(event.token)
                     for device in machine.devices:
                         device.profiling.cancel(event.token)
-            case RegisterAsked():
-                self.registry.register(event)
-            case PublishAsked():
-                self.publishing.asked(event)
-            case RollbackAsked():
-                self.registry.rollback(event)
-            case UnregisterAsked():
-                self.registry.unregister(event)
-            case PinAsked():
-                self.registry.pin(event)
-            case TrainAsked():
-                machine.jobs.train(event)
-            case JobAsked():
-                machine.jobs.asked(event)
-            case ProfileAsked(model=name):
-                event = replace(event, model=self.versions.resolve(name))
-                machine.measuring(event.model).profiling.asked(event)
-            case Query():
-                self._query(event)
-            case PingAsked(token=token):
-                self.pings.asked(token)
             case DrainAsked():
                 self._drain(event)
             case FromBuilder():
@@ -347,39 +328,15 @@ class Scheduler:
         if all(one.state.is_given_up for one in self.machine.devices):
             self._leave("the memory daemon died too often", status=EX_SOFTWARE)
 
-    # -- queries ------------------------------------------------------------------------------
-
     def _policy_failed(self, name: str, why: str) -> None:
         text = f'policy "{name}" failed and is replaced by "priority": {why}'
         self.core.emit(Warn(text=text))
         self.core.publish("queue.policy_failed", policy=name, reason=why)
 
-    def _query(self, event: Query) -> None:
-        core = self.core
-        if event.what == "models":
-            core.answer(event.token, models=self.listing.models(event.all_versions))
-        elif event.what == "ps":
-            core.answer(event.token, rows=self.listing.ps())
-        elif event.what == "jobs":
-            core.answer(event.token, jobs=self.listing.jobs())
-        elif event.what == "plan":
-            core.answer(event.token, **self.listing.plan())
-        elif event.what == "stats":
-            core.answer(event.token, **self.listing.stats())
-        elif event.what == "show":
-            name = ModelName(event.name)
-            model = self.machine.models.get(self.versions.resolve(name, event.version))
-            if model is None and self.versions.served(name) is not None:
-                core.refuse(event.token, self.versions.missing(name, str(event.version)))
-            elif model is None:
-                core.refuse(
-                    event.token,
-                    ModelNotFound(f'no model "{event.name}"', hint="pipeswitch models"),
-                )
-            else:
-                core.answer(event.token, model=self.listing.model(model))
-        else:
-            core.refuse(event.token, InvalidInput(f"{event.what} is not answered here"))
+    @takes(ProfileAsked)
+    def _profile(self, event: ProfileAsked) -> None:
+        event = replace(event, model=self.versions.resolve(event.model))
+        self.machine.measuring(event.model).profiling.asked(event)
 
     # -- drain --------------------------------------------------------------------------------
 
@@ -423,7 +380,7 @@ class Scheduler:
         for device in self.machine.devices:
             device.profiling.refuse_all(error)
         self.pings.refuse_all(error)
-        self.machine.jobs.refuse_all(error)
+        self.job_requests.refuse_all(error)
         for token in core.drain_tokens:
             core.answer(token, reason=reason)
         core.drain_tokens.clear()
@@ -433,19 +390,7 @@ class Scheduler:
     def _refuse_late(self, event: Event) -> None:
         """A client that asks after the end is answered too; nothing is done any more."""
         match event:
-            case (
-                InferArrived(token=token)
-                | RegisterAsked(token=token)
-                | PublishAsked(token=token)
-                | RollbackAsked(token=token)
-                | UnregisterAsked(token=token)
-                | PinAsked(token=token)
-                | TrainAsked(token=token)
-                | JobAsked(token=token)
-                | ProfileAsked(token=token)
-                | PingAsked(token=token)
-                | Query(token=token)
-            ):
+            case Asked(token=token):
                 self.core.refuse(token, ServerUnavailable("the server has stopped"))
             case DrainAsked(token=token) if token is not None:
                 self.core.answer(token, reason="the server has stopped")

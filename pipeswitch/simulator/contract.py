@@ -9,8 +9,8 @@ from typing import Final
 
 from ..ipc.messages import ModelName
 from ..scheduler.core import SchedulerSettings
-from ..scheduler.judge import settings_of
 from ..scheduler.policies import Order, Policy, Prediction, Resident, View, Waiting
+from ..scheduler.requests.lines import settings_of
 from ..scheduler.scheduler import Scheduler
 from .costs import Costs, Link
 from .programs import program_of
@@ -140,6 +140,3 @@ def _check_life(policy: Policy, max_wait_ms: float, chance: Random) -> None:
     assert scheduler.core.judge.policy is policy, "it failed, and was replaced"
     assert not world.clients.open, f"never answered: {sorted(world.clients.open)}"
     assert world.clients.outcomes["ok"] >= REQUESTS, world.clients.outcomes
-
-
-__all__ = ["check_policy"]

@@ -41,6 +41,7 @@ from pipeswitch.scheduler.events import (
     TrainAsked,
     UnregisterAsked,
 )
+from pipeswitch.wire.bill import Bill
 
 POOL_BYTES = 8 << 20
 DEADLINE_S = 10.0
@@ -196,7 +197,7 @@ class FakeScheduler:
         output = SlabTensor(
             name="y", dtype="float32", shape=x.shape, offset_bytes=y, size_bytes=size
         )
-        timing = {"queue_ms": 0.5, "switch_ms": 1.5, "resident": True, "worker": 0}
+        timing = Bill(queue_ms=0.5, switch_ms=1.5, resident=True, worker=0)
         self.post(Answer(token=event.token, outputs=(output,), timing=timing))
 
     def wait_for(self, kind: type, count: int = 1) -> list[Any]:
@@ -230,4 +231,4 @@ def until(look: Callable[[], Any], at_least: int = 1) -> Any:
 def assert_balanced(tcp: Frontend) -> None:
     counters = tcp.requests.counts
     assert counters.accepted == counters.ok + counters.error + counters.undeliverable
-    assert tcp._pool.is_empty
+    assert tcp.pool.is_empty

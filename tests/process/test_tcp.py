@@ -8,7 +8,9 @@ import dataclasses
 import itertools
 import os
 import socket
+import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -60,7 +62,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeScheduler]:
     yield scheduler
     scheduler.close()
     assert_balanced(scheduler.tcp)
-    scheduler.tcp._pool.check()
+    scheduler.tcp.pool.check()
 
 
 @pytest.fixture(params=["tcp", "ipc"])
@@ -103,12 +105,36 @@ def test_an_answer_comes_back_with_its_bill(server: FakeScheduler, client: ps.Cl
     assert result.timing.resident is True
 
 
+def test_a_warm_request_is_so_many_calls_of_the_loops_thread(server: FakeScheduler) -> None:
+    """A budget, as those of ``test_budgets.py``: it was twice as much."""
+    calls = Counter[str]()
+
+    def note(frame: Any, what: str, _: Any) -> None:
+        if what == "call" and "/pipeswitch/" in frame.f_code.co_filename:
+            calls[frame.f_code.co_qualname] += 1
+
+    def profile(noted: Any) -> None:
+        done = threading.Event()
+        server.tcp._call_soon(lambda: (sys.setprofile(noted), done.set()))  # type: ignore[func-returns-value]
+        done.wait(DEADLINE_S)
+
+    server.announce("m")
+    x = np.ones((1, 4), dtype=np.float32)
+    with ps.Client(server.listeners.ipc.address) as client:
+        client.infer("m", x)
+        profile(note)
+        client.infer("m", x)
+        profile(None)
+    assert "Inference.infer" in calls
+    assert calls.total() <= 64, calls.most_common()
+
+
 def test_large_payloads_leave_the_pool_empty(server: FakeScheduler, client: ps.Client) -> None:
     server.announce("wide", width=1 << 16)
     x = np.random.default_rng(0).random((1, 1 << 16), dtype=np.float32)
     for _ in range(10):  # 256 KiB each
         assert np.array_equal(client.infer("wide", x=x)["y"], x * 2)
-    until(lambda: server.tcp._pool.is_empty)
+    until(lambda: server.tcp.pool.is_empty)
 
 
 def test_concurrent_requests_get_their_own_answers(
@@ -119,13 +145,6 @@ def test_concurrent_requests_get_their_own_answers(
     futures = [client.submit("m", x) for x in inputs]
     for x, future in zip(inputs, futures, strict=True):
         assert np.array_equal(future.result(DEADLINE_S)["y"], x * 2)
-
-
-def test_torch_in_means_torch_out(server: FakeScheduler, client: ps.Client) -> None:
-    torch = pytest.importorskip("torch")
-    server.announce("m")
-    y = client.infer("m", torch.ones(1, 4))["y"]
-    assert torch.equal(y, torch.full((1, 4), 2.0))
 
 
 @pytest.mark.parametrize(
@@ -199,11 +218,11 @@ class HeldCopier(Lane):
 def held(server: FakeScheduler) -> Iterator[HeldCopier]:
     """A server whose large payloads wait to be copied; width 1 << 18 and 2 rows are 2 MiB."""
     server.announce("wide", width=1 << 18)
-    copier, before = HeldCopier(), server.tcp._copier
+    copier, before = HeldCopier(), server.tcp.inference.copier
     copier.start()
-    server.tcp._copier = copier
+    server.tcp.inference.copier = copier
     yield copier
-    server.tcp._copier = before
+    server.tcp.inference.copier = before
     copier.stop()
 
 
@@ -243,7 +262,7 @@ def test_a_client_that_leaves_while_its_payload_is_copied_frees_its_room(
     until(lambda: len(server.tcp._clients) == 0)
     held.held[0]()
     until(lambda: server.tcp.requests.counts.undeliverable == 1)
-    until(lambda: server.tcp._pool.is_empty)
+    until(lambda: server.tcp.pool.is_empty)
 
 
 def test_an_output_outside_of_its_slab_is_not_sent(
@@ -325,7 +344,7 @@ def test_a_reader_that_never_reads_is_dropped(
     ("fields", "text"),
     [
         ({"v": 9, "op": "x"}, "version 9"),
-        ({"v": 1, "op": "x"}, "malformed"),
+        ({"v": 1, "op": "x"}, "no verb"),
         ({"v": 1, "op": "ps", "inputs": [{"name": "x"}]}, "malformed"),
         ({"v": 1, "op": "ps"}, "say hello"),
     ],
@@ -400,19 +419,6 @@ def test_hostile_shapes_are_refused(server: FakeScheduler, shape: tuple[int, ...
 # ---- other verbs -------------------------------------------------------------------------------
 
 
-def test_statistics_add_up_while_they_are_asked_for(
-    server: FakeScheduler, client: ps.Client
-) -> None:
-    server.announce("m")
-    for _ in range(3):
-        client.infer("m", np.zeros((1, 4), np.float32))
-    stats = client.stats()
-    assert stats["inference"]["ok"] == 3
-    settled = stats["ok"] + stats["error"] + stats["undeliverable"]
-    assert stats["accepted"] == settled + stats["in_flight"] == 4
-    assert stats["queued"] == 0
-
-
 def test_a_large_listing_arrives_whole(client: ps.Client) -> None:
     assert len(client.trace()["traceEvents"]) == 20_000
 
@@ -436,7 +442,7 @@ def test_registration_reports_progress_and_ends(server: FakeScheduler, client: p
 def test_an_upload_arrives_whole_and_is_found_by_its_digest(
     server: FakeScheduler, client: ps.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server.tcp._uploads, "unpin", lambda names: None)  # it would be removed
+    monkeypatch.setattr(server.tcp.uploads, "unpin", lambda names: None)  # it would be removed
     data = os.urandom((9 << 20) + 17)
     (tmp_path / "net.bundle").write_bytes(data)
     client.register("net", tmp_path / "net.bundle")
@@ -445,15 +451,6 @@ def test_an_upload_arrives_whole_and_is_found_by_its_digest(
     assert stored.read_bytes() == data
     assert stored.parent == Path(server.config.server.state_dir, "uploads")
     client.register("net", tmp_path / "net.bundle")  # there already: nothing is sent again
-
-
-def test_a_wrong_digest_leaves_nothing(server: FakeScheduler) -> None:
-    with raw_peer(server.listeners.tcp.address) as sock:
-        session = ask(sock, op="hello").session
-        body = {"digest": "0" * 64, "size_bytes": 3, "offset_bytes": 0}
-        reply = ask(sock, b"abc", op="put", session=session, body=body)
-    assert reply.error.type == "InvalidInput"
-    assert list(Path(server.config.server.state_dir, "uploads").iterdir()) == []
 
 
 def test_code_comes_through_the_owners_listener_only(server: FakeScheduler, tmp_path: Path) -> None:
@@ -472,17 +469,6 @@ def test_code_comes_through_the_owners_listener_only(server: FakeScheduler, tmp_
         assert owner.train(script, args=["--lr", "1"]).name == "train"
     (asked,) = server.wait_for(TrainAsked)
     assert asked.entry == str(script)
-
-
-def test_an_allowed_pattern_opens_the_tcp_listener(tmp_path: Path) -> None:
-    scheduler = FakeScheduler(tmp_path, allow_code=("pkg.*",))
-    try:
-        with ps.Client(scheduler.listeners.tcp.address) as c:
-            c.register("m", "pkg.models:make")
-            with pytest.raises(ps.PermissionDenied):
-                c.register("n", "other.models:make")
-    finally:
-        scheduler.close()
 
 
 def test_logs_are_paged_at_characters(server: FakeScheduler, client: ps.Client) -> None:
@@ -513,12 +499,12 @@ def test_events_go_on_with_the_next_server_and_end_with_the_client(tmp_path: Pat
     first.close()
     second = FakeScheduler(tmp_path)
     try:
-        until(lambda: second.tcp._readers)
+        until(lambda: second.tcp._readers.clients)
         second.post(Publish(topic="switch.m", body={"n": 2}))
         assert next(events) == {"topic": "switch.m", "n": 2}
         client.close()
         assert next(events, None) is None
-        until(lambda: not second.tcp._readers)
+        until(lambda: not second.tcp._readers.clients)
     finally:
         second.close()
 
@@ -529,7 +515,7 @@ def test_who_does_not_read_events_misses_some_and_holds_up_nothing(server: FakeS
         assert ask(deaf, op="events", id="e", session=session).more
         for number in range(40):
             server.post(Publish(topic="job.t", body={"text": "x" * 200_000, "n": number}))
-        (client,) = server.tcp._readers
+        (client,) = server.tcp._readers.clients
         assert client.unsent_bytes < 2 << 20
         server.post(Publish(topic="job.t", body={"n": "missed"}))
         found = [decode_reply(deaf.hear()).body["n"]]
@@ -628,19 +614,3 @@ def test_waiting_requests_are_answered_when_the_server_stops(tmp_path: Path) -> 
         with pytest.raises(ps.ServerUnavailable):
             future.result(DEADLINE_S)
     assert_balanced(scheduler.tcp)
-
-
-def test_a_restarted_server_answers_what_is_safe_to_send_again(tmp_path: Path) -> None:
-    first = FakeScheduler(tmp_path)
-    first.announce("m")
-    address = first.listeners.ipc.address
-    with ps.Client(address) as c:
-        c.infer("m", np.zeros((1, 4), np.float32))
-        first.close()
-        second = FakeScheduler(tmp_path)
-        try:
-            assert second.listeners.ipc.address == address
-            second.announce("m")
-            assert c.infer("m", np.ones((1, 4), np.float32))["y"][0, 0] == 2.0
-        finally:
-            second.close()

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
@@ -15,19 +15,18 @@ from pipeswitch.cli.server import _flag_tree, serve
 from pipeswitch.config import Config, load
 from pipeswitch.frontend.frontend import Frontend
 from pipeswitch.frontend.replies import told
+from pipeswitch.frontend.verbs import VERBS
 from pipeswitch.ipc.board import sealed_memfd
 from pipeswitch.roles import (
     ANYONE,
     LEAST,
     MODEL_FACTS,
     OWNER,
-    VERB_ROLES,
     Role,
     Standing,
     in_order,
     parse_roles,
 )
-from pipeswitch.wire.frames import Op
 from pipeswitch.wire.keys import AllowList, KeyFolder, make_pair
 
 ROOT = Path(__file__).parents[2]
@@ -40,21 +39,21 @@ def frontend(tmp_path: Path) -> Iterator[Frontend]:
     config = load(flags={"server": {"state_dir": str(tmp_path)}}, environ={})
     made = Frontend(config, descriptor, lambda event: None)
     yield made
-    made._pool.close()
+    made.pool.close()
     os.close(descriptor)
 
 
 def test_every_verb_has_one_role_and_every_role_a_verb(frontend: Frontend) -> None:
-    served = {*frontend._ops, *frontend._verbs._parsers, "hello", "ping"}
-    assert served == set(VERB_ROLES) == set(get_args(Op))
-    assert set(VERB_ROLES.values()) == set(Role) - {Role.URGENT}  # a priority's
+    served = {name for name, verb in VERBS.items() if verb.parse is None}
+    assert served == {*frontend._ops, "hello"}
+    assert {verb.role for verb in VERBS.values()} == set(Role) - {Role.URGENT}  # a priority's
 
 
 def test_the_protocol_names_every_verb_with_its_role() -> None:
     text = (ROOT / "docs/protocol.md").read_text("utf-8")
     rows = re.findall(r"^\| `(\w+)` \| ([a-z, `]+) \|", text, re.MULTILINE)
     told_of = {verb: Role(role) for role, verbs in rows for verb in re.findall(r"`(\w+)`", verbs)}
-    assert told_of == dict(VERB_ROLES)
+    assert told_of == {name: verb.role for name, verb in VERBS.items()}
 
 
 def test_whoever_comes_in_may_infer_and_no_role_comes_from_nothing() -> None:
@@ -146,8 +145,8 @@ def test_an_address_adds_its_roles_to_those_of_each_key(folder: KeyFolder) -> No
 
 
 def tcp_roles(text: str | None) -> tuple[str, ...]:
-    flags = {param.name: None for param in serve.params} | {"allow_code": (), "device": ()}
-    tree = _flag_tree({**flags, "tcp_roles": text})
+    assert "server__tcp_roles" in [param.name for param in serve.params]
+    tree = _flag_tree({"server__tcp_roles": text, "server__allow_code": ()})
     config: Config = load(flags=tree, environ={})
     return config.server.tcp_roles
 

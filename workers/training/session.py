@@ -50,8 +50,6 @@ class TrainingSession:
 
     Args:
         commit_every_ms: time between two commits, reached by doubling from a short one.
-        overlap_commits: let the copy overlap the next forward and backward. Used only once a
-            body was seen to leave its parameters alone before ``optimizer.step()``.
     """
 
     def __init__(
@@ -60,11 +58,9 @@ class TrainingSession:
         gate: Gate,
         *,
         commit_every_ms: float = 5_000.0,
-        overlap_commits: bool = True,
     ) -> None:
         self._host, self._gate = host, gate
         self._reports = Reports(host)
-        self._overlap = overlap_commits
         self._timing = CommitTiming(commit_every_ms, host.now_ms)
         self._place = ScriptPlace(host.restore())
         saved = self._place.saved
@@ -444,7 +440,7 @@ class TrainingSession:
         if (is_due or self._publish_due) and self._place.saved is None:
             self._publish_due = False
             self._begin_commit()
-            if not (self._overlap and self._watch.may_overlap):
+            if not self._watch.may_overlap:
                 self._finish_commit()
 
     def _end_loop(self) -> None:

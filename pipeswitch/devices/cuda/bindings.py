@@ -57,9 +57,6 @@ HARMLESS_ERRORS: Final = frozenset(
         "cudaErrorOperatingSystem",
         "cudaErrorMapBufferObjectFailed",
         "cudaErrorDeviceUninitialized",
-        "cudaErrorPeerAccessAlreadyEnabled",
-        "cudaErrorPeerAccessUnsupported",
-        "cudaErrorTooManyPeers",
         "CUDA_ERROR_INVALID_VALUE",
         "CUDA_ERROR_NOT_SUPPORTED",
         "CUDA_ERROR_NOT_PERMITTED",
@@ -74,6 +71,16 @@ call fails too, and only a new process gets a working context."""
 
 class NoCudaDevice(ConfigError):
     """There is no GPU to be had; ``kind`` is ``no driver``, ``no device`` or ``no bindings``."""
+
+
+def no_driver(**data: Any) -> NoCudaDevice:
+    return NoCudaDevice(
+        "no NVIDIA driver on this machine (its library libcuda.so.1 is not found)",
+        hint="install the driver, in a container give it the GPU (--gpus all); "
+        "or serve --device cpu",
+        kind="no driver",
+        **data,
+    )
 
 
 class CudaError(PipeSwitchError):
@@ -149,12 +156,7 @@ class Cuda:
                 kind="no device", code=code,
             )  # fmt: skip
         if version == 0:
-            return NoCudaDevice(
-                "no NVIDIA driver on this machine (its library libcuda.so.1 is not found)",
-                hint="install the driver, in a container give it the GPU (--gpus all); "
-                "or serve --device cpu",
-                kind="no driver", code=code,
-            )  # fmt: skip
+            return no_driver(code=code)
         return NoCudaDevice(
             f"the NVIDIA driver (for CUDA {version // 1000}.{version % 1000 // 10}) cannot be used "
             f"with this torch: {code}",
@@ -178,14 +180,6 @@ class Cuda:
     def set_device(self, index: int) -> None:
         """Make the device current in this *thread*; makes its context if there is none."""
         self._do("cudaSetDevice", index)
-
-    def can_reach(self, device: int, peer: int) -> bool:
-        """Whether the device could access the other's memory by itself."""
-        return bool(self._ask("cudaDeviceCanAccessPeer", device, peer))
-
-    def enable_peer_access(self, peer: int) -> None:
-        """The current device accesses that one's memory from now on; one direction."""
-        self._do("cudaDeviceEnablePeerAccess", peer, 0)
 
     def memory_info(self) -> tuple[int, int]:
         """(free, total) bytes of the current device."""
@@ -223,10 +217,7 @@ class Cuda:
             self._do("cudaMemsetAsync", pointer, value, size_bytes, stream)
 
     def copy_to_device(self, target: int, source: int, size_bytes: int, stream: int) -> None:
-        """Host to device, in the stream's order; the source must stay until it has run.
-
-        The stream may be another device's than the current one (also for ``copy_peer``).
-        """
+        """Host to device, in the stream's order; the source must stay until it has run."""
         kind = self._runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
         self._do("cudaMemcpyAsync", target, source, size_bytes, kind, stream)
 
@@ -234,12 +225,6 @@ class Cuda:
         """Device to host, in the stream's order."""
         kind = self._runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
         self._do("cudaMemcpyAsync", target, source, size_bytes, kind, stream)
-
-    def copy_peer(
-        self, target: int, to: int, source: int, peer: int, size_bytes: int, stream: int
-    ) -> None:
-        """From the memory of ``peer`` to that of ``to``; without peer access through the host."""
-        self._do("cudaMemcpyPeerAsync", target, to, source, peer, size_bytes, stream)
 
     def allocate_pinned(self, size_bytes: int) -> int:
         """Pinned host memory of the driver's own."""
@@ -249,11 +234,7 @@ class Cuda:
         self._do("cudaFreeHost", pointer)
 
     def register(self, pointer: int, size_bytes: int) -> None:
-        """Pin host memory that is mapped already.
-
-        The default flags: with unified addressing, which every 64-bit process has, memory is
-        pinned for all contexts of the process (cudaHostRegister), so for a peer's too.
-        """
+        """Pin host memory that is mapped already."""
         self._do("cudaHostRegister", pointer, size_bytes, 0)
 
     def unregister(self, pointer: int) -> None:
@@ -302,7 +283,6 @@ class Cuda:
         )
 
     def record(self, event: int, stream: int) -> None:
-        """Event and stream are of one device."""
         self._do("cudaEventRecord", event, stream)
 
     def wait(self, event: int) -> None:
@@ -318,10 +298,6 @@ class Cuda:
                 raise
             return False
         return True
-
-    def wait_event(self, stream: int, event: int) -> None:
-        """The stream goes on when the event's last record has run; it may be another device's."""
-        self._do("cudaStreamWaitEvent", stream, event, 0)
 
     def destroy_event(self, event: int) -> None:
         self._do("cudaEventDestroy", event)

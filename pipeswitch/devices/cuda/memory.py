@@ -7,36 +7,35 @@ copy thread sees that a group's event has run, it writes the same word into a ho
 the bells: workers that wait on the CPU look there, workers that let the GPU wait do not.
 
 Only a *window* of bytes is under way at a time, so a cancelled transmission ends within a
-millisecond or two, and still the link never waits for this thread. With a second lane
-(``lanes.py``) the window is twice that; chunks go to the lane with the fewer bytes before it.
+millisecond or two, and still the link never waits for this thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
-from ...errors import RemoteProtocolError
-from ...ipc.board import ring, sealed_memfd
-from ...ipc.messages import ByteRange, Epoch, GroupCopy, TransmitEnded, TransmitModel
-from ..orders import WORD_BYTES, WORD_MASK, check_range, check_slice_reads
-from ..transmissions import OnEnd, Transmission, TransmissionQueue
-from ..waiting import now_ms
+from ...ipc.board import sealed_memfd
+from ...ipc.messages import ByteRange, GroupCopy, TransmitEnded
+from ..memory import DeviceMemory, Transmission
+from ..orders import WORD_BYTES, WORD_MASK, check_range
+from ..view import now_ms
 from .bindings import Cuda, CudaError
-from .lanes import CHUNK_BYTES, Lane, PeerLane
 from .pinned import PinnedBuffer, PinnedMapping, next_boundary
 
 log = logging.getLogger(__name__)
 
-WINDOW_BYTES: Final = 64 << 20  # of a lane, under way at once: 1.2 ms at 55 GB/s
+CHUNK_BYTES: Final = 16 << 20  # one copy call; a cancel takes effect between two
+WINDOW_BYTES: Final = 64 << 20  # under way at once: 1.2 ms at 55 GB/s
 RING_WORDS: Final = 4096  # sources of word copies; one is not reused before its copy has run
 BOUNCE_BYTES: Final = 8 << 20
 BOUNCE_COUNT: Final = 2  # one is filled by the copy engine while the other is emptied by us
@@ -50,11 +49,10 @@ class _Mark(NamedTuple):
     event: int
     size_bytes: int
     word: int
-    lane: Lane
 
 
-class CudaDeviceMemory:
-    """The memory daemon's side (see ``DeviceMemory``).
+class CudaDeviceMemory(DeviceMemory):
+    """See ``DeviceMemory``.
 
     Threads: ``transmit`` and ``cancel`` are called by the control thread, ``store_view`` by the
     store lane, ``read_slice`` and ``scrub`` by the to-host lane; the copy thread is ours, and one
@@ -73,10 +71,9 @@ class CudaDeviceMemory:
         words: int,
         extra_bytes: int = 0,
         word_writer: WordWriter = "copy",
-        window_bytes: int = WINDOW_BYTES,
         on_lost: Callable[[], None] | None = None,
     ) -> None:
-        """Make the context and take the memory. The descriptors stay the caller's.
+        """Make the context and take the memory.
 
         Args:
             extra_bytes: behind the arena, for the workers' activation slice; no copy goes there.
@@ -86,22 +83,17 @@ class CudaDeviceMemory:
             CudaError: no such device, or not enough memory on it.
             RemoteProtocolError: sizes that contradict each other.
         """
-        if words * WORD_BYTES > arena_bytes:
-            raise RemoteProtocolError(f"{words} words do not fit in {arena_bytes} bytes")
-        check_range("store", 0, store_bytes, os.fstat(store).st_size)
-        self.arena_bytes = arena_bytes
-        self.store_bytes = store_bytes
+        super().__init__(
+            store=store, bells=bells, arena_bytes=arena_bytes, store_bytes=store_bytes, words=words
+        )
         self._cuda, self._index = cuda, index
-        self._bells = tuple(bells)
         self._word_writer = word_writer
-        self._window_bytes = window_bytes
         self._on_lost = on_lost
         cuda.set_device(index)
         self._base = cuda.malloc(arena_bytes + extra_bytes)
-        self._lanes = [Lane(cuda)]
-        self._to_host = cuda.stream()
-        cuda.fill(self._base, 0, arena_bytes, self._to_host)
-        cuda.synchronize(self._to_host)
+        self._to_device, self._to_host = cuda.stream(), cuda.stream()
+        cuda.fill(self._base, 0, arena_bytes, self._to_device)
+        cuda.synchronize(self._to_device)
         self._store = PinnedMapping(cuda, store, store_bytes)
         self._ring = PinnedBuffer(cuda, RING_WORDS * WORD_BYTES)
         self._ring_words = self._ring.array.view(np.uint32)
@@ -118,13 +110,7 @@ class CudaDeviceMemory:
         self._to_pin: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
         self._pinner = threading.Thread(target=self._pin_store, name="pin", daemon=True)
         self._pinner.start()
-        self._transmissions = TransmissionQueue(
-            self._perform,
-            arena_bytes=arena_bytes,
-            store_bytes=store_bytes,
-            words=words,
-            prepare=self._enter_device,
-        )
+        self._copier.start()
 
     # -- what workers map ----------------------------------------------------------------------
 
@@ -141,22 +127,9 @@ class CudaDeviceMemory:
         self._cuda.set_device(self._index)
         return self._cuda.export_handle(self._base)
 
-    def open_tenant(self, tenant: str, descriptor: int) -> None:
-        """Raises RemoteProtocolError: on this device tenants share the arena (ADR 23)."""
-        raise RemoteProtocolError("a cuda arena has no files of tenants")
-
     def use_word_writer(self, writer: WordWriter) -> None:
         """How arrival words are written from the next group on; for the self-test."""
         self._word_writer = writer
-
-    def add_peer(self, index: int, *, is_alone: bool = False) -> None:
-        """Copy over that GPU's link too, from the next chunk on; alone: for the self-test.
-
-        Raises:
-            CudaError: it cannot be had; copies go on as before.
-        """
-        self._lanes.append(PeerLane(self._cuda, self._index, index))
-        self._lanes[0].serves = not is_alone
 
     @property
     def base(self) -> int:
@@ -166,12 +139,7 @@ class CudaDeviceMemory:
     # -- host store ----------------------------------------------------------------------------
 
     def store_view(self, offset_bytes: int, size_bytes: int) -> memoryview:
-        """A writable view of the host store, pinned (blocks).
-
-        Raises:
-            RemoteProtocolError: outside of the store.
-            OSError: the machine has no memory for these pages.
-        """
+        """As ``DeviceMemory``; pinned."""
         check_range("store view", offset_bytes, size_bytes, self.store_bytes)
         with self._watched():
             self._cuda.set_device(self._index)
@@ -180,25 +148,12 @@ class CudaDeviceMemory:
 
     # -- host to device ------------------------------------------------------------------------
 
-    def transmit(self, order: TransmitModel, on_end: OnEnd) -> None:
-        """Queue a transmission; ``on_end`` comes exactly once, on the copy thread.
-
-        Raises:
-            RemoteProtocolError: out of bounds, or this epoch is being transmitted already.
-        """
-        self._transmissions.put(order, on_end)
-
-    def cancel(self, epoch: Epoch) -> None:
-        """Enqueue no further chunk of it; unknown means that it has just ended, and is fine."""
-        self._transmissions.cancel(epoch)
-
-    def _enter_device(self) -> None:
-        """First on the copy thread: the device is current by thread."""
+    def _prepare(self) -> None:
+        """The device is current by thread."""
         with self._watched():
             self._cuda.set_device(self._index)
 
     def _perform(self, job: Transmission) -> TransmitEnded:
-        """Enqueue and follow; an error in between ends it incomplete, like a cancel."""
         order = job.order
         started_at_ms = now_ms()
         flight = _Flight(self, order.epoch)
@@ -207,16 +162,13 @@ class CudaDeviceMemory:
                 try:
                     self._enqueue(job, flight)
                 except CudaError:  # perhaps between a copy and the event behind it
-                    for lane in self._lanes:
-                        lane.settle()
+                    self._cuda.synchronize(self._to_device)
                     raise
                 finally:
                     flight.land_all()  # no byte is written after this, whatever happened
         except Exception:
             log.exception("transmission=%d failed", order.epoch)
         ended = job.ended(started_at_ms, flight.ends_at_ms, flight.enqueued_bytes)
-        if not ended.is_complete:
-            self._ring_all()  # a worker that waits for a group that will not come looks once more
         for group in order.groups:  # this once they were staged
             if self._store.needs_pin(group.store_offset_bytes, group.size_bytes):
                 self._to_pin.put((group.store_offset_bytes, group.size_bytes))
@@ -235,56 +187,39 @@ class CudaDeviceMemory:
 
     def _enqueue(self, job: Transmission, flight: _Flight) -> None:
         for group in job.order.groups:
-            ways: dict[Lane, int] = {}  # and the last event on each
             for offset, size in chunks(group):
                 flight.make_room(size)
                 if job.cancelled.is_set():
                     return  # perhaps in the middle of this group: its word must not rise
-                lane = flight.next_lane()
-                lane.copy(
+                self._cuda.copy_to_device(
                     self._base + group.arena_offset_bytes + offset,
                     self._store.address + group.store_offset_bytes + offset,
                     size,
+                    self._to_device,
                 )
-                ways[lane] = flight.enqueued(lane, size, -1)
+                flight.enqueued(size, -1)
             if job.cancelled.is_set():
                 return
-            lane = self._join(ways)
-            self._write_word(lane, group.word, job.order.epoch & WORD_MASK)
-            flight.enqueued(lane, 0, group.word)
+            self._write_word(group.word, job.order.epoch & WORD_MASK)
+            flight.enqueued(0, group.word)
 
-    def _join(self, ways: dict[Lane, int]) -> Lane:
-        """The lane on which all of a group's bytes are done: that of a peer, where one took part,
-        so that our own never waits."""
-        lane = next((lane for lane in reversed(self._lanes) if lane in ways), self._lanes[0])
-        for other, event in ways.items():
-            if other is not lane:  # an event that has landed may stand for a later chunk: as good
-                self._cuda.wait_event(lane.stream, event)
-        return lane
-
-    def _write_word(self, lane: Lane, word: int, value: int) -> None:
+    def _write_word(self, word: int, value: int) -> None:
         """Behind the data, on the same stream: who sees the word sees the data."""
         target = self._base + word * WORD_BYTES
         if self._word_writer == "write":
-            self._cuda.write_value(lane.stream, target, value)
+            self._cuda.write_value(self._to_device, target, value)
             return
         slot, self._ring_next = self._ring_next, (self._ring_next + 1) % RING_WORDS
         self._ring_words[slot] = value
         source = self._ring.address + slot * WORD_BYTES
-        self._cuda.copy_to_device(target, source, WORD_BYTES, lane.stream)
+        self._cuda.copy_to_device(target, source, WORD_BYTES, self._to_device)
 
     # -- device to host ------------------------------------------------------------------------
 
     def read_slice(self, offset_bytes: int, ranges: Sequence[ByteRange], into: memoryview) -> None:
-        """Concatenate pieces of a training slice into ``into`` (blocks).
-
-        The worker has waited for its kernels before it asked (``PoolView.settle``). Through
+        """The worker has waited for its kernels before it asked (``PoolView.settle``). Through
         two pinned buffers in turns: ``into`` is a job's commit area, which is not pinned.
-
-        Raises:
-            RemoteProtocolError: a piece out of bounds, or ``into`` of another size.
         """
-        check_slice_reads(offset_bytes, ranges, len(into), self.arena_bytes)
         target = np.frombuffer(into, dtype=np.uint8)
         filling: deque[tuple[int, int, int]] = deque()  # (buffer, position, size)
         with self._watched():
@@ -314,12 +249,7 @@ class CudaDeviceMemory:
         np.copyto(target[position : position + size], self._bounces[buffer].array[:size])
 
     def scrub(self, offset_bytes: int, size_bytes: int) -> None:
-        """Make a released range read as zeros (blocks).
-
-        Raises:
-            RemoteProtocolError: outside of the arena.
-        """
-        check_range("scrub", offset_bytes, size_bytes, self.arena_bytes)
+        """As ``DeviceMemory``."""
         with self._watched():
             self._cuda.set_device(self._index)
             self._cuda.fill(self._base + offset_bytes, 0, size_bytes, self._to_host)
@@ -328,11 +258,8 @@ class CudaDeviceMemory:
     # -- end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Cancel what is under way, end the copy thread, let the memory go.
-
-        The workers are gone, or have closed their mapping: freeing under them is undefined.
-        """
-        self._transmissions.close()
+        """The workers are gone, or have closed their mapping: freeing under them is undefined."""
+        super().close()
         self._to_pin.put(None)
         self._pinner.join()
         self._host_words.release()
@@ -342,10 +269,9 @@ class CudaDeviceMemory:
         cuda.set_device(self._index)
         for event in (*self._idle_events, *self._bounce_events):
             cuda.destroy_event(event)
-        cuda.synchronize(self._to_host)
-        cuda.destroy_stream(self._to_host)
-        for lane in self._lanes:
-            lane.close()
+        for stream in (self._to_device, self._to_host):
+            cuda.synchronize(stream)
+            cuda.destroy_stream(stream)
         del self._ring_words
         for buffer in (self._ring, *self._bounces):
             buffer.close()
@@ -358,53 +284,47 @@ class CudaDeviceMemory:
         self._host_words[word] = value
         self._ring_all()
 
-    def _ring_all(self) -> None:
-        for bell in self._bells:
-            ring(bell)
-
-    def _watched(self) -> _Watch:
-        return _Watch(self._on_lost)
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Around CUDA calls: after a sticky error this process can do nothing any more."""
+        try:
+            yield
+        except CudaError as error:
+            if error.is_sticky and self._on_lost is not None:
+                log.critical("device=lost cause=%s", error)
+                self._on_lost()
+            raise
 
 
 class _Flight:
-    """The chunks of one transmission that are under way, oldest first, whatever their lane: so
-    groups land in order."""
+    """The chunks of one transmission that are under way, oldest first."""
 
     def __init__(self, memory: CudaDeviceMemory, epoch: int) -> None:
         self._memory = memory
         self._value = epoch & WORD_MASK
         self._marks: deque[_Mark] = deque()
-        self._bytes: Counter[Lane] = Counter()
+        self._bytes = 0
         self.enqueued_bytes = 0
         self.ends_at_ms: list[float] = []
 
     def make_room(self, size_bytes: int) -> None:
         """Wait until ``size_bytes`` more fit into the window; one chunk always does."""
         memory = self._memory
-        window_bytes = memory._window_bytes * len(self._lanes())
-        while self._marks and self._bytes.total() + size_bytes > window_bytes:
+        while self._marks and self._bytes + size_bytes > WINDOW_BYTES:
             self._land_oldest()
         while self._marks and memory._cuda.is_done(self._marks[0].event):
             self._land_oldest()
 
-    def next_lane(self) -> Lane:
-        """The one with the fewest bytes under way, our own before a peer's."""
-        return min(self._lanes(), key=lambda lane: self._bytes[lane])
-
-    def _lanes(self) -> list[Lane]:
-        return [lane for lane in self._memory._lanes if lane.serves]
-
-    def enqueued(self, lane: Lane, size_bytes: int, word: int) -> int:
+    def enqueued(self, size_bytes: int, word: int) -> None:
         """A chunk (or a word, ``size_bytes`` 0) was enqueued: put an event behind it."""
         memory = self._memory
         if len(self._marks) >= RING_WORDS // 2:  # many tiny groups: no ring slot twice
             self._land_oldest()
         event = memory._idle_events.pop() if memory._idle_events else memory._cuda.event()
-        memory._cuda.record(event, lane.stream)
-        self._marks.append(_Mark(event, size_bytes, word, lane))
-        self._bytes[lane] += size_bytes
+        memory._cuda.record(event, memory._to_device)
+        self._marks.append(_Mark(event, size_bytes, word))
+        self._bytes += size_bytes
         self.enqueued_bytes += size_bytes
-        return event
 
     def land_all(self) -> None:
         while self._marks:
@@ -415,25 +335,10 @@ class _Flight:
         memory = self._memory
         memory._idle_events.append(mark.event)
         memory._cuda.wait(mark.event)
-        self._bytes[mark.lane] -= mark.size_bytes
+        self._bytes -= mark.size_bytes
         if mark.word >= 0:
             self.ends_at_ms.append(now_ms())  # before the bell: a woken worker takes the core
             memory._landed(mark.word, self._value)
-
-
-class _Watch:
-    """Around CUDA calls: a sticky error means that this process can do nothing any more."""
-
-    def __init__(self, on_lost: Callable[[], None] | None) -> None:
-        self._on_lost = on_lost
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, CudaError) and error.is_sticky and self._on_lost is not None:
-            log.critical("device=lost cause=%s", error)
-            self._on_lost()
 
 
 def chunks(group: GroupCopy) -> Iterator[tuple[int, int]]:

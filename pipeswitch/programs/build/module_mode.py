@@ -8,9 +8,9 @@ measured by running the module once.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -18,17 +18,23 @@ from torch import nn
 
 from ...errors import RegistrationRefused
 from ..bundle import read_safetensors_header, write_safetensors
+from ..dims import Dim, Extent, Values, values_of, values_text
 from ..executor import ModuleProgram
 from ..groups import needs
 from ..layout import Manifest, ValueSpec
+from ..loose import loose_tensors, put_loose
 from ..nesting import Tree
 from ..partition import Layer, Weight, default_plan, place
 from ..spec import WEIGHTS_FILE, BuildSpec
 from ..torch_settings import TorchSettings
 from ..values import dtype_name, nested_outputs, tensor_bytes
 from ..views import tensor_over
+from .checking import on_what_it_takes, resized
+from .dynamic import asked_axes
 from .sources import Loaded
 from .verify import compare, load_image
+
+MAX_KEPT: Final = 1 << 12  # integers of one example input that a manifest keeps
 
 
 def build_module(
@@ -42,21 +48,25 @@ def build_module(
     """Build ``loaded`` in module mode into ``out_dir``; ``why`` it did not export.
 
     Raises:
-        RegistrationRefused: no submodules to hook, or it changes its weights, or it keeps
-            tensors that are neither parameters nor buffers, or its outputs are not tensors.
+        RegistrationRefused: no submodules to hook, or it changes its weights, or its outputs are
+            not tensors.
     """
     progress("partition", 0.0)
     module = loaded.module
+    put_loose(module, loaded.loose)  # an export may have left its own there
     tensors, aliases = _tensors(module)
+    tensors |= loaded.loose
     before = _hash_tensors(tensors)
     order, returns, outputs = _measure(loaded, examples)
-    changed = [name for name, digest in _hash_tensors(tensors).items() if digest != before[name]]
+    inputs, dims, outputs, tried = _opened(loaded, examples, outputs)
+    after = _hash_tensors({**tensors, **loose_tensors(module)})
+    changed = [name for name, digest in before.items() if digest != after[name]]
     if changed:
         raise RegistrationRefused(
             f"buffers {', '.join(changed[:8])}",
-            f"the module changes them in eval mode; an eviction would lose that ({why})",
+            f"the module changes them in eval mode; an eviction would lose that ({why.message})",
         )
-    names, layers, triggers = _layers(tensors, aliases, order, why)
+    names, layers, triggers = _layers(tensors, aliases, order, why, set(loaded.loose))
     path = out_dir / WEIGHTS_FILE
     write_safetensors(
         path,
@@ -73,26 +83,28 @@ def build_module(
     manifest = Manifest(
         digest="",
         mode="module",
-        mode_reason=str(why),
+        mode_reason=why.message,
         source=spec.source,
         total_bytes=total_bytes,
         tensors=specs,
         groups=groups,
-        inputs=tuple(
-            ValueSpec(name=name, dtype=dtype, shape=tuple(shape))
-            for name, (shape, dtype) in loaded.inputs.items()
-        ),
+        inputs=inputs,
         outputs=outputs,
+        dims=dims,
         takes=loaded.takes,
         returns=returns,
         triggers=tuple(triggers[group.first_node] for group in groups),
         layers=layer_specs,
-        extra={"aliases": aliases, "needs": needs(triggers, groups)},
+        extra={
+            "aliases": aliases,
+            "needs": needs(triggers, groups),
+            "integers": _integers(inputs, examples) if loaded.examples else {},
+        },
     )
     progress("verify", 0.0)
-    sha256 = _verify(manifest, loaded, examples, path)
+    sha256 = _verify(manifest, loaded, [examples, *tried], path)
     progress("pack", 0.0)
-    facts = [manifest.source, manifest.inputs, manifest.takes, sha256]
+    facts = [manifest.source, manifest.inputs, manifest.takes, manifest.dims, sha256]
     digest = hashlib.sha256(msgspec.json.encode(facts))
     return msgspec.structs.replace(manifest, digest=digest.hexdigest(), weights_sha256=sha256)
 
@@ -136,8 +148,7 @@ def _measure(
     ]
     try:
         with TorchSettings.now().inside(), torch.no_grad():
-            given = loaded.arguments([value.clone() for value in examples])
-            returns, outputs = nested_outputs(loaded.module(*given))
+            returns, outputs = nested_outputs(loaded.nested([value.clone() for value in examples]))
     finally:
         for handle in handles:
             handle.remove()
@@ -149,18 +160,22 @@ def _measure(
 
 
 def _layers(
-    tensors: dict[str, torch.Tensor], aliases: dict[str, str], order: list[str], why: Exception
+    tensors: dict[str, torch.Tensor],
+    aliases: dict[str, str],
+    order: list[str],
+    why: RegistrationRefused,
+    loose: Collection[str],
 ) -> tuple[list[str], list[Layer], list[str]]:
     """Weights by first use, layers, and the submodule that opens each layer.
 
     A weight belongs to the submodule that owns it, or, when that one is never entered (attention
     reads its projection's weight without calling it), to the nearest ancestor that is. A tied one
-    has several owners, and belongs to the first that is entered.
+    has several owners, and belongs to the first that is entered. What is ``loose`` is the root's.
     """
     position = {name: index for index, name in enumerate(order)}
     first_owner: dict[str, str] = {}
     for name in (*tensors, *aliases):
-        owner = name.rpartition(".")[0]
+        owner = "" if name in loose else name.rpartition(".")[0]
         while owner not in position:
             owner = owner.rpartition(".")[0]  # the root is always entered, and is its own end
         tensor = aliases.get(name, name)
@@ -172,7 +187,8 @@ def _layers(
     triggers = [name for name in order if name in by_trigger]
     if not any(triggers):
         raise RegistrationRefused(
-            "submodules", f"there are none with weights to hook, so no groups to stream ({why})"
+            "submodules",
+            f"there are none with weights to hook, so no groups to stream ({why.message})",
         )
     if len(triggers) and triggers[0] != order[0]:
         triggers.insert(0, order[0])  # the root opens the first group: nothing runs before it
@@ -185,8 +201,67 @@ def _layers(
     return names, layers, triggers
 
 
+def _opened(
+    loaded: Loaded, examples: Sequence[torch.Tensor], outputs: Sequence[ValueSpec]
+) -> tuple[tuple[ValueSpec, ...], tuple[Dim, ...], tuple[ValueSpec, ...], list[list[torch.Tensor]]]:
+    """The signature with the extents that requests choose, and inputs at the ends of the ranges.
+
+    An output's extent is the dimension that it always is; else room for the largest that was seen.
+
+    Raises:
+        RegistrationRefused: it does not run at an end of a range.
+    """
+    shapes = [tuple(shape) for shape, _ in loaded.inputs.values()]
+    axes = asked_axes(list(loaded.inputs), shapes, {} if loaded.is_wish else loaded.dynamic)
+    inputs = tuple(
+        ValueSpec(
+            name=name, dtype=dtype,
+            shape=tuple(axes[n, a].name if (n, a) in axes else e for a, e in enumerate(shape)),
+        )
+        for n, (name, (shape, dtype)) in enumerate(loaded.inputs.items())
+    )  # fmt: skip
+    dims = tuple(dict.fromkeys(axes.values()))
+    specs = [spec.shape for spec in inputs]
+    given = values_of(specs, shapes) or {}
+    seen: list[tuple[Values, list[Any]]] = [(given, [spec.shape for spec in outputs])]
+    tried = []
+    for values in ({**given, dim.name: end} for dim in dims for end in (dim.low, dim.high)):
+        at = resized(specs, examples, values)
+        try:
+            with torch.no_grad():
+                at, answer = on_what_it_takes(loaded.outputs, at, values)
+        except Exception as error:  # a model's own code
+            raise RegistrationRefused(
+                f"at {values_text(values)}",
+                f"the module raised {type(error).__name__}: {str(error)[:200]}",
+                hint="give a range that the model takes",
+            ) from None
+        tried.append(at)
+        seen.append((values, [tuple(value.shape) for value in answer]))
+
+    def extent(output: int, axis: int) -> Extent:
+        found = [(values, shapes[output][axis]) for values, shapes in seen]
+        same = (dim.name for dim in dims if all(v[dim.name] == n for v, n in found))
+        return next(same, max(n for _, n in found))
+
+    opened = tuple(
+        msgspec.structs.replace(spec, shape=tuple(extent(n, a) for a in range(len(spec.shape))))
+        for n, spec in enumerate(outputs)
+    )
+    return inputs, dims, opened, tried
+
+
+def _integers(inputs: Sequence[ValueSpec], examples: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Of the example, for trials: what an integer means only its model knows."""
+    return {
+        spec.name: value.tolist()
+        for spec, value in zip(inputs, examples, strict=True)
+        if not value.is_floating_point() and value.numel() <= MAX_KEPT
+    }
+
+
 def _verify(
-    manifest: Manifest, loaded: Loaded, examples: Sequence[torch.Tensor], path: Path
+    manifest: Manifest, loaded: Loaded, tried: Sequence[Sequence[torch.Tensor]], path: Path
 ) -> str:
     """Run as a worker will: on meta, with weights that appear group by group.
 
@@ -203,7 +278,6 @@ def _verify(
         raise RegistrationRefused(
             "factory", f"it cannot be constructed on the meta device: {str(error)[:300]}"
         ) from error
-    _refuse_stray_tensors(copy)
     bound = ModuleProgram(manifest, copy).bind(
         lambda tensor: tensor_over(arena.untyped_storage(), tensor, 0)
     )
@@ -232,26 +306,11 @@ def _verify(
         with settings.inside(), torch.no_grad():
             return loaded.outputs(inputs)
 
-    difference = compare(manifest, Arriving(), plain, examples)
-    if difference:
-        raise RegistrationRefused("verification", f"in module mode, {difference}")
+    for inputs in tried:
+        difference = compare(manifest, Arriving(), plain, inputs)
+        if difference:
+            shapes = [list(value.shape) for value in inputs]
+            raise RegistrationRefused("verification", f"in module mode, at {shapes} {difference}")
     if hashlib.sha256(tensor_bytes(arena)).hexdigest() != sha256:
         raise RegistrationRefused("weights", "running the module changes them")
     return sha256
-
-
-def _refuse_stray_tensors(module: nn.Module) -> None:
-    """Refuse tensors that a worker's meta copy would have no data for."""
-    for path, owner in module.named_modules():
-        held = {id(t) for t in (*owner.parameters(), *owner.buffers())}
-        for key, value in vars(owner).items():
-            if key in ("_parameters", "_buffers", "_modules"):
-                continue
-            items = value if isinstance(value, list | tuple) else [value]
-            if isinstance(value, dict):
-                items = list(value.values())
-            if any(isinstance(item, torch.Tensor) and id(item) not in held for item in items):
-                raise RegistrationRefused(
-                    f"attribute {f'{path}.{key}' if path else key!r}",
-                    "it is a tensor but not a parameter or buffer: use register_buffer",
-                )

@@ -1,0 +1,223 @@
+"""The cpu device, a worker's side: the daemon's memfds mapped, and tensors over them."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ...ipc.board import Board
+from ...ipc.messages import MoveTask
+from ...programs.layout import TensorSpec, aligned
+from ..orders import WORD_MASK, check_range
+from ..view import PoolView
+from .windows import (
+    UNIT_BYTES,
+    Guarded,
+    Window,
+    address_of,
+    move_pages,
+    replace_by_nothing,
+    unmap,
+    whole_pages,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+
+class CpuPoolView(PoolView):
+    """See ``PoolView``. Imports torch with the first tensor."""
+
+    def __init__(
+        self,
+        *,
+        models: int,
+        work: int | None,
+        board: int,
+        bell: int,
+        bells: Sequence[int],
+        arena_bytes: int,
+        words: int,
+        is_one_tenants: bool = False,
+    ) -> None:
+        """Map everything; the descriptors stay the caller's, bells must outlive this object.
+
+        Only the arrival words can be read until ``enter`` and ``slice_bytes``.
+
+        Args:
+            work: None for a worker that runs no training script, where tenants are separate.
+            is_one_tenants: ``models`` has pages where this tenant's models lie, new ones with each
+                copy; in an arena of all tenants they were there before.
+            board, bell, bells: as ``PoolView``.
+        """
+        super().__init__(models, words, board=board, bell=bell, bells=bells)
+        self._window = Window(models, arena_bytes)
+        self._entered = (0, 0, 0)  # region's start and end, epoch
+        self._last_word = 0
+        self._open_end = 0
+        self._is_one_tenants = is_one_tenants
+        self._populated: dict[int, tuple[int, int]] = {}  # by region: its epoch, up to where
+        self._work_map: mmap.mmap | None = None
+        self._slice_at = (0, 0)  # the last one: address, and bytes of whole pages
+        self._lent_by: Sequence[int] = ()  # descriptors of the device that it moved to
+        self._has_moved = False  # since the last slice was leased
+        if work is not None:
+            self._map_work(work)
+        self._pool_windows: Guarded | None = None
+        self._lent: tuple[int, int, bool] | None = None
+
+    device = "cpu"
+
+    def _map_work(self, descriptor: int) -> None:
+        size_bytes = os.fstat(descriptor).st_size
+        self._work_map = mmap.mmap(descriptor, size_bytes)
+        self._work_windows = Guarded(address_of(self._work_map), size_bytes)
+        self.__dict__.pop("_work", None)
+
+    @cached_property
+    def _models(self) -> torch.UntypedStorage:
+        from ...programs.views import bytes_over
+
+        window = self._window
+        return bytes_over(window.reserve, window.reserve_offset_bytes, window.size_bytes)
+
+    @cached_property
+    def _work(self) -> torch.UntypedStorage:
+        from ...programs.views import bytes_over
+
+        assert self._work_map is not None, "this worker runs no training script"
+        return bytes_over(self._work_map)
+
+    def prefault(self, offset_bytes: int, size_bytes: int) -> None:
+        """As ``PoolView``."""
+        self._window.populate(offset_bytes, size_bytes)
+
+    def enter(self, offset_bytes: int, size_bytes: int, last_word: int, epoch: int) -> None:
+        """Close what any other task could read; repeated, it keeps what has been shown.
+
+        Raises:
+            RemoteProtocolError: outside of the arena.
+        """
+        check_range("region", offset_bytes, size_bytes, self._window.size_bytes)
+        entered = (offset_bytes, offset_bytes + size_bytes, epoch)
+        if self._entered != entered:
+            self._window.close()
+            self._entered = entered
+            self._last_word = last_word
+            self._open_end, _ = whole_pages(offset_bytes, 0)
+
+    def show(self, arrived_bytes: int) -> None:
+        """Open what has arrived, in whole units (the daemon fills a unit before it says so)."""
+        start, region_end, epoch = self._entered
+        arrived_end = start + arrived_bytes
+        if arrived_end <= self._open_end:
+            return
+        if self._words[self._last_word] == epoch & WORD_MASK:
+            arrived_end = region_end  # in one step
+        end = min(aligned(arrived_end, UNIT_BYTES), aligned(region_end, mmap.PAGESIZE))
+        if self._is_one_tenants and self._populated.get(start, (0, 0)) < (epoch, end):
+            self._window.populate(self._open_end, end)
+            self._populated[start] = (epoch, end)
+        self._window.open(self._open_end, end)
+        self._open_end = end
+
+    def leave(self) -> None:
+        """Close it."""
+        self._window.close()
+        self._entered, self._open_end = (0, 0, 0), 0
+
+    def _tensor(self, spec: TensorSpec, region_offset_bytes: int) -> torch.Tensor:
+        """Writing to it kills this process, and so does reading before ``show``."""
+        from ...programs.views import tensor_over
+
+        return tensor_over(self._models, spec, region_offset_bytes)
+
+    def _slice(self, spec: TensorSpec) -> torch.Tensor:
+        """Its storage is all of *work*."""
+        from ...programs.views import tensor_over
+
+        if self._has_moved:  # the former slice is not used any more
+            self._map_work(self._lent_by[0])
+            self._has_moved = False
+        tensor = tensor_over(self._work, spec, 0)
+        offset, size = spec.offset_bytes, spec.size_bytes
+        self._work_windows.open(offset, size, writable=True)
+        assert self._work_map is not None
+        self._slice_at = address_of(self._work_map) + offset, aligned(size, mmap.PAGESIZE)
+        return tensor
+
+    def move(self, order: MoveTask, descriptors: Sequence[int]) -> int:
+        """As ``PoolView``: one copy, then the pages of the copy lie where those of the slice did.
+
+        No tensor is told of it, whether a script, an optimizer or autograd refers to it.
+        """
+        (start, size), (work, board, *bells) = self._slice_at, descriptors
+        check_range("move", 0, size, order.size_bytes)
+        with memoryview((ctypes.c_char * size).from_address(start)) as source:
+            written = 0
+            while written < size:  # by the kernel, which need not zero the new pages first
+                written += os.pwrite(work, source[written:], order.offset_bytes + written)
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        copy = mmap.mmap(work, size, flags=flags, offset=order.offset_bytes)
+        move_pages(address_of(copy), start, size)
+        copy.close()
+        self._forget_device(start, start + size)
+        self.board, self._bell, self._bells = Board(board), bells[0], tuple(bells)
+        for descriptor in self._lent_by:
+            os.close(descriptor)
+        self._lent_by, self._has_moved = tuple(descriptors), True
+        return size
+
+    def _forget_device(self, start: int, end: int) -> None:
+        """Of its memory nothing stays mapped; addresses around the slice lead nowhere."""
+        assert self._work_map is not None
+        first = address_of(self._work_map)
+        replace_by_nothing(first, start)
+        replace_by_nothing(end, first + len(self._work_map))
+        self.board.close()
+        self._unmap_models()
+
+    def pin(self, pointer: int, size_bytes: int) -> None:
+        """Close it: each task opens its slabs (``lend``)."""
+        self._pool_windows = Guarded(pointer, size_bytes)
+
+    def lend(self, offset_bytes: int, size_bytes: int, *, writable: bool) -> None:
+        """Open a slab, and close the one before; the next request often lies where it did.
+
+        Raises:
+            RemoteProtocolError: outside of the pool.
+        """
+        wanted = (offset_bytes, size_bytes, writable)
+        if self._pool_windows is not None and self._lent != wanted:
+            self.take_back()
+            self._pool_windows.open(offset_bytes, size_bytes, writable=writable)
+            self._lent = wanted
+
+    def take_back(self) -> None:
+        """Close it."""
+        if self._pool_windows is not None:
+            self._pool_windows.close()
+            self._lent = None
+
+    def close(self) -> None:
+        """Unmap; tensors that still live keep their mapping until the last is gone."""
+        self.board.close()
+        self.__dict__.pop("_work", None)
+        self._unmap_models()
+        if self._work_map is not None:
+            unmap(self._work_map)
+        for descriptor in self._lent_by:
+            os.close(descriptor)
+
+    def _unmap_models(self) -> None:
+        if self._words_map.closed:
+            return
+        self._words.release()
+        self.__dict__.pop("_models", None)
+        self._window.unmap()
+        for mapping in (self._words_map, self._window.reserve):
+            unmap(mapping)

@@ -1,0 +1,194 @@
+"""Files of torch's, on the machine of the one who has them: as bundles, or weights as safetensors.
+
+A ``.pt2``'s dimensions are as open as the file has them.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from safetensors.torch import save_file
+
+from ...errors import RegistrationRefused
+from ..dims import MAX_EXTENT, values_of
+from ..values import flatten_outputs, is_tensor
+from .alone import one_export_at_a_time
+from .checking import resized
+from .dynamic import ENDLESS, asked_axes, names_for
+from .export import export_module_to_bundle, first_line
+from .naming import Flat, named_inputs
+from .sources import OpenShapes, checked_inputs, example_specs
+from .verify import acceptable_inputs
+
+MAX_REFUSED: Final = 32  # extents at the low end of a file's range that are tried
+
+_INNER: Final = ("state_dict", "model_state_dict", "model")  # where a checkpoint has its weights
+_PARALLEL: Final = "module."  # what DataParallel puts before each name
+
+OpenDims = dict[str, dict[int, tuple[str, int, int]]]
+
+
+def convert(
+    path: str,
+    out: str | os.PathLike[str],
+    inputs: OpenShapes | None = None,
+    example_inputs: Any = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """A file of a program as a bundle; returns as ``export_module_to_bundle``.
+
+    Raises:
+        RegistrationRefused: it is none of them, it needs an example, or does not export.
+    """
+    if path.endswith(".pt2"):
+        return convert_pt2(path, out)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # advice to who wrote the file
+            load: Any = torch.jit.load
+            module = load(path, map_location="cpu")
+    except Exception as error:  # torch's RuntimeError, for whatever else it holds
+        raise RegistrationRefused(
+            path, f"it is no TorchScript file ({first_line(error)[:80]})",
+            hint="weights alone: pipeswitch register NAME package.module:function "
+            f"--weights {os.path.basename(path)}",
+        ) from None  # fmt: skip
+    if example_inputs is None:
+        if not inputs:
+            raise RegistrationRefused(
+                path, "a TorchScript file does not say what it takes",
+                hint=f"pipeswitch register NAME {os.path.basename(path)} --input "
+                "1x3x224x224:float32, or example_inputs=(x,)",
+            )  # fmt: skip
+        shapes, options["dynamic"] = checked_inputs(inputs)
+        specs = example_specs(shapes)
+
+        def plain(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            return list(flatten_outputs(module(*values)).values())
+
+        example_inputs = tuple(acceptable_inputs(specs, {}, plain))
+        options["input_names"] = list(shapes)
+    return export_module_to_bundle(module, example_inputs, out, **options)
+
+
+def convert_weights(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
+    """A state dict that ``torch.save`` wrote, as safetensors.
+
+    Raises:
+        RegistrationRefused: it cannot be read, or holds something else.
+    """
+    part = f"weights {os.fspath(path)!r}"
+    hint = "where the module is: torch.save(module.state_dict(), 'weights.pt')"
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # an UnpicklingError, or what a damaged file leads to
+        reason = f"it holds more than tensors ({first_line(error)[:80]})"
+        raise RegistrationRefused(part, reason, hint=hint) from None
+    for key in _INNER:
+        if isinstance(found, dict) and isinstance(found.get(key), dict):
+            found = found[key]
+    if not isinstance(found, dict) or not all(map(is_tensor, found.values())) or not found:
+        reason = "it is no state dict, nor a dict with one as 'state_dict'"
+        raise RegistrationRefused(part, reason, hint=hint)
+    cut = len(_PARALLEL) if all(name.startswith(_PARALLEL) for name in found) else 0
+    save_file({name[cut:]: value.clone().contiguous() for name, value in found.items()}, out)
+
+
+@one_export_at_a_time()
+def convert_pt2(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> dict[str, Any]:
+    """Convert a ``.pt2`` file to a bundle, on the machine of the one who trusts the file.
+
+    ``torch.export.load`` unpickles: never call this on a file that came from another user.
+
+    Raises:
+        RegistrationRefused: it cannot be loaded, carries no example inputs, or does not export.
+    """
+    try:
+        loaded = torch.export.load(os.fspath(path))
+    except Exception as error:
+        raise RegistrationRefused(f"{path}", f"torch.export.load: {first_line(error)}") from error
+    if loaded.example_inputs is None:
+        raise RegistrationRefused(f"{path}", "it was saved without its example inputs")
+    positional, keywords = loaded.example_inputs
+    example: Any = dict(keywords) if keywords and not positional else tuple(positional)
+    if keywords and positional:
+        raise RegistrationRefused(f"{path}", "it mixes positional and keyword inputs")
+    module: Any = loaded.module()
+    named = named_inputs(module, example, None)
+    names = named.names
+    dynamic = _taken(Flat(module, named), names, named.tensors, _open_in(loaded, names))
+    return export_module_to_bundle(module, example, out, dynamic=dynamic)
+
+
+def _taken(
+    flat: Flat, names: Sequence[str], inputs: Sequence[torch.Tensor], dynamic: OpenDims
+) -> OpenDims:
+    """Without the smallest extents that the file's own guards refuse, which its ranges have."""
+    shapes = [tuple(value.shape) for value in inputs]
+    dims = asked_axes(names, shapes, dynamic)
+    specs = [
+        tuple(dims[n, axis].name if (n, axis) in dims else extent for axis, extent in enumerate(s))
+        for n, s in enumerate(shapes)
+    ]
+    given = values_of(specs, shapes) or {}
+    lows = {}
+    for dim in dict.fromkeys(dims.values()):
+        tried = range(dim.low, min(dim.low + MAX_REFUSED, given[dim.name]))
+        lows[dim.name] = next(
+            (n for n in tried if _takes(flat, resized(specs, inputs, {**given, dim.name: n}))),
+            given[dim.name],
+        )
+    return {
+        name: {
+            axis: (called, lows.get(called, low), high) for axis, (called, low, high) in of.items()
+        }
+        for name, of in dynamic.items()
+    }
+
+
+def _takes(flat: Flat, inputs: Sequence[torch.Tensor]) -> bool:
+    try:
+        with torch.no_grad():
+            flat(*inputs)
+    except Exception:  # a guard's AssertionError, or a kernel's own
+        return False
+    return True
+
+
+def _open_in(loaded: torch.export.ExportedProgram, names: Sequence[str]) -> OpenDims:
+    """The dimensions that a file was exported with, by the names we give them."""
+    kept = set(loaded.graph_signature.user_inputs)
+    values = [node.meta["val"] for node in loaded.graph.nodes
+              if node.op == "placeholder" and node.name in kept
+              and node.meta["val"] is not None]  # fmt: skip
+    called: dict[Any, str] = {}
+    found: OpenDims = {}
+    for name, value in zip(names, values, strict=True):
+        for axis, extent in enumerate(value.shape):
+            if isinstance(extent, torch.SymInt):
+                symbol = extent.node.expr
+                if symbol not in called:
+                    free = (
+                        one for one in names_for(value.shape, axis) if one not in called.values()
+                    )
+                    called[symbol] = next(free)
+                low, high = _ends(loaded, symbol)
+                found.setdefault(name, {})[axis] = (called[symbol], low, high)
+    return found
+
+
+def _ends(loaded: torch.export.ExportedProgram, symbol: Any) -> tuple[int, int]:
+    """A symbol's range in a file; one without an upper end has ``ENDLESS``."""
+    ends: Any = loaded.range_constraints.get(symbol)
+    if ends is None:
+        raise RegistrationRefused(
+            "dynamic_shapes", f"a dimension is {symbol}; only one that stands alone can be served"
+        )
+    high = int(ends.upper) if ends.upper.is_Integer else ENDLESS
+    return max(1, int(ends.lower)), min(high, MAX_EXTENT)
