@@ -8,7 +8,6 @@ those who are not there, and no list of them is needed.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -34,47 +33,43 @@ class Shares:
         self.size = size
         self.held = 0
         self._what = what
-        self._of: Counter[str] = Counter()
+        self._of: dict[str, int] = {}
 
     def of(self, holder: str) -> int:
         """How much it has."""
-        return self._of[holder]
+        return self._of.get(holder, 0)
 
     def left(self, holder: str) -> int:
         """How much more it may take."""
-        return left(self.size, self.held, self._of[holder])
+        return left(self.size, self.held, self._of.get(holder, 0))
 
     def refusal(self, holder: str, amount: int) -> QueueFull | None:
         """Why it may not take so much; what is larger than any share it may if nothing is held."""
-        if amount <= self.left(holder) or not self.held:
+        if not self.held or amount <= self.left(holder):
             return None
         return QueueFull(
-            f"{self._what}: {self._of[holder]} of {self.size} are this client's, {amount} more are "
+            f"{self._what}: {self.of(holder)} of {self.size} are this client's, {amount} more are "
             "over its share of what is free",
             hint="wait for answers, then send again",
             requested=amount,
         )
 
-    def check_room(self, holder: str, amount: int) -> None:
-        """
-        Raises:
-            QueueFull: see ``refusal``.
-        """
+    def take(self, holder: str, amount: int) -> None:
+        """Raises QueueFull: see ``refusal``."""
         if refusal := self.refusal(holder, amount):
             raise refusal
+        self.add(holder, amount)
 
-    def take(self, holder: str, amount: int) -> None:
-        """Raises as ``check_room``."""
-        self.check_room(holder, amount)
+    def add(self, holder: str, amount: int) -> None:
+        """``take`` where there is room: ``left`` was asked."""
         self.held += amount
-        self._of[holder] += amount
+        self._of[holder] = self._of.get(holder, 0) + amount
 
     def give(self, holder: str, amount: int) -> None:
         """It has them no more."""
         self.held -= amount
-        self._of[holder] -= amount
-        if not self._of[holder]:
-            del self._of[holder]
+        if rest := self._of.pop(holder, 0) - amount:
+            self._of[holder] = rest
 
     @contextmanager
     def holding(self, holder: str, amount: int) -> Iterator[None]:

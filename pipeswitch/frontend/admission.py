@@ -60,21 +60,11 @@ def priority_number(name: str, default: int) -> int:
     return PRIORITIES[name]
 
 
-def deadline_at_ms(deadline_ms: float | None, now_ms: float) -> float | None:
+def deadline_at_ms(deadline_ms: float, now_ms: float) -> float:
     """The instant a relative deadline falls on."""
-    if deadline_ms is None:
-        return None
     if not math.isfinite(deadline_ms) or deadline_ms <= 0:
         raise InvalidInput(f"deadline_ms must be a positive number, got {deadline_ms}")
     return now_ms + deadline_ms
-
-
-def find_model(name: str, known: Mapping[str, Announce]) -> Announce:
-    """The announced model; ModelNotFound names the nearest one."""
-    found = known.get(name)
-    if found is None:
-        raise model_not_found(name, known)
-    return found
 
 
 def find_version(name: str, version: int, known: Mapping[tuple[str, int], Announce]) -> Announce:

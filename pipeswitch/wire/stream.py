@@ -146,7 +146,8 @@ class Stream:
 
     def put(self, table: bytes, inline: Sequence[Any] = ()) -> None:
         """Add a message to what leaves with ``flush``; its buffers must not change until then."""
-        self._unsent += [table, *(part for part in inline if len(part))]
+        self._unsent.append(table)
+        self._unsent += filter(len, inline)
 
     def bring(self, descriptor: int) -> None:
         """Send a share, or that there is none (-1), while nothing else waits. It stays open here.
@@ -170,8 +171,10 @@ class Stream:
             except BlockingIOError:
                 return False
             gone = 0
-            while gone < len(self._unsent) and sent >= len(self._unsent[gone]):
-                sent -= len(self._unsent[gone])
+            for part in self._unsent:
+                if sent < (size := len(part)):
+                    break
+                sent -= size
                 gone += 1
             del self._unsent[:gone]
             if sent:
@@ -187,7 +190,8 @@ class Stream:
             EOFError: the peer is gone.
             RemoteProtocolError: it sent what is no message: nothing can be read after that.
         """
-        messages = self._parse(at_most)
+        has_some = self._message is not None or self._end > self._start
+        messages = self._parse(at_most) if has_some else []
         if not messages:  # else the end of the connection would hide them
             is_begun = bool(self._unread)
             self._read()
@@ -262,7 +266,7 @@ class Stream:
                 table = read_table(buffer[self._start : self._end], self._max_part_bytes)
                 if table is None:
                     break
-                self._start += table.size_bytes
+                self._start += table[0]
                 self._message = self._begin(table, buffer)
         return messages
 
@@ -272,15 +276,18 @@ class Stream:
         Raises:
             RemoteProtocolError: they are too large together, or a place is not in the share.
         """
-        inline = [size for size, place in table.parts if place == INLINE]
-        size_bytes = sum(inline)
+        table_bytes, taken_count, places = table
+        size_bytes = room = 0
+        for size, place in places:
+            if place == INLINE:
+                size_bytes += size
+                room += size + -size % ALIGN_BYTES
         if size_bytes > self.max_bytes:
             raise RemoteProtocolError(f"a message of {size_bytes} bytes is over {self.max_bytes}")
-        room = sum([size + -size % ALIGN_BYTES for size in inline])
         body = memoryview(bytearray(room)) if room <= READ_BYTES else _pages(room)
-        parts: list[Any] = [MAGIC] if table.parts else []
+        parts: list[Any] = [MAGIC] if places else []
         shared, at = set(), 0
-        for size, place in table.parts:
+        for size, place in places:
             if place != INLINE:
                 if self.share is None:
                     raise RemoteProtocolError("there is no share that a part could lie in")
@@ -298,8 +305,8 @@ class Stream:
         descriptors, self._descriptors = self._descriptors, ()
         return Message(
             parts=parts,
-            size_bytes=table.size_bytes + size_bytes,
-            taken_count=table.taken_count,
+            size_bytes=table_bytes + size_bytes,
+            taken_count=taken_count,
             shared=frozenset(shared),
             descriptors=descriptors,
         )
