@@ -19,6 +19,7 @@ import selectors
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -488,6 +489,8 @@ class Frontend:
             lineage=0 if version else announced.lineage,
             arrived_at_ms=arrived_at_ms,
         )
+        if announced.stage is not None and announced.stage.after:
+            pending.after = event
         if admitted.input_bytes <= INLINE_COPY_BYTES:
             self._pool.fill(event.inputs, payload, event.tenant)
             self._take(event)
@@ -526,10 +529,11 @@ class Frontend:
         else:
             self._take(event)
 
-    # ---- inputs that a function made -----------------------------------------------------------
+    # ---- what a function made --------------------------------------------------------------------
 
     def take_result(self, command: TakeResult, memory: memoryview) -> None:
-        """Into the pool, in place of what came, if the model takes it; then ``Prepared``.
+        """Into the pool, in place of what came, if the model takes it or it is the answer that was
+        declared; then ``Prepared``.
 
         ``memory``: of the slot, whose process waits meanwhile.
         """
@@ -540,7 +544,8 @@ class Frontend:
             return
         try:
             tensors = [memory[one.offset_bytes :][: one.size_bytes] for one in command.outputs]
-            admitted, announced = self._admit_result(command, [len(one) for one in tensors])
+            admit = self._admit_answer if command.is_after else self._admit_result
+            admitted, announced = admit(command, [len(one) for one in tensors])
             holder = pending.room.holder if pending.room is not None else ""
             self.requests.clear(pending)  # it holds its share no longer
             pending.room = self._reserve(holder, admitted, announced.tenant)
@@ -550,13 +555,13 @@ class Frontend:
         room = pending.room
         prepared = msgspec.structs.replace(
             prepared,
-            inputs=room.place(admitted.inputs),
+            inputs=room.place(admitted.inputs, in_reply=command.is_after),
             reply_offset_bytes=room.reply_offset_bytes,
             reply_bytes=room.reply_bytes,
             digest=announced.manifest.digest,
         )
         payload = [tensors[item.frame] for item in admitted.inputs]
-        if admitted.input_bytes <= INLINE_COPY_BYTES:
+        if sum(map(len, payload)) <= INLINE_COPY_BYTES:
             self._pool.fill(prepared.inputs, payload, room.tenant)
             self._take(prepared)
         else:
@@ -571,19 +576,52 @@ class Frontend:
         """
         announced = admission.find_version(*split_name(command.model), self._versions)
         announced = msgspec.structs.replace(announced, stage=None)
-        inputs = tuple(
-            WireTensor(name=one.name, dtype=one.dtype, shape=one.shape, frame=number)
-            for number, one in enumerate(command.outputs)
-        )
-        header = RequestHeader(v=VERSION, op="infer", id="0", model=command.model, inputs=inputs)
         try:
-            return self._admit(header, sizes, announced), announced
+            return self._admit(_as_request(command), sizes, announced), announced
         except InvalidInput as error:
             raise TaskFailed(
                 f"preprocess {command.function} returned what its model does not take: "
                 f"{error.message}",
                 hint=error.hint,
             ) from None
+
+    def _admit_answer(self, command: TakeResult, sizes: Sequence[int]) -> tuple[Admitted, Announce]:
+        """Whether a function returned what was declared. Its room is that of the reply alone.
+
+        Raises:
+            TaskFailed, InvalidInput: as of ``_admit_result``.
+        """
+        announced = admission.find_version(*split_name(command.model), self._versions)
+        assert announced.stage is not None
+        declared = announced.stage.answer(announced.manifest)
+        as_model = msgspec.structs.replace(announced, stage=None, manifest=declared)
+        try:
+            found = admission.check_infer(
+                _as_request(command), sizes, as_model, self._max_message_bytes
+            )
+        except InvalidInput as error:
+            raise TaskFailed(
+                f"postprocess {command.function} returned other than what --returns declares: "
+                f"{error.message}"
+            ) from None
+        return replace(found, input_bytes=0, reply_bytes=found.input_bytes), announced
+
+    def _go_on(self, pending: Pending, answer: Answer) -> Answer | None:
+        """What a model computed goes to the function behind it; None: the answer follows."""
+        if pending.after is None:
+            bill = pending.bill
+            if bill is None or answer.timing is None:
+                return answer
+            made_ms = answer.timing.postprocess_ms
+            total_ms = bill.total_ms + made_ms
+            bill = msgspec.structs.replace(bill, postprocess_ms=made_ms, total_ms=total_ms)
+            return msgspec.structs.replace(answer, timing=bill)
+        answer = self.requests.checked(pending, answer)
+        event, pending.after, pending.bill = pending.after, None, answer.timing
+        if answer.error is not None:
+            return answer
+        self._take(msgspec.structs.replace(event, is_after=True, inputs=answer.outputs))
+        return None
 
     def _copy_result(self, payload: Sequence[Any], prepared: Prepared, tenant: str) -> None:
         """On the copier's thread."""
@@ -671,6 +709,11 @@ class Frontend:
         pending = self.requests.find(answer.token)
         if pending is None:
             return  # it had its final answer
+        if pending.op == "infer" and (pending.after or pending.bill):
+            found = self._go_on(pending, answer)
+            if found is None:
+                return
+            answer = found
         client, verb = pending.client, VERBS[pending.op]
         if verb.is_cut and not client.is_gone:
             body = self._completed(answer.body) if pending.op == "stats" else answer.body
@@ -766,3 +809,12 @@ def _caller_of(standing: Standing, header: RequestHeader) -> Standing:
     if not tenant:
         raise InvalidInput("caller: tenant must not be empty")
     return Standing(tenant=tenant, roles=roles)
+
+
+def _as_request(command: TakeResult) -> RequestHeader:
+    """What a function returned, as if a client had sent it."""
+    inputs = tuple(
+        WireTensor(name=one.name, dtype=one.dtype, shape=one.shape, frame=number)
+        for number, one in enumerate(command.outputs)
+    )
+    return RequestHeader(v=VERSION, op="infer", id="0", model=command.model, inputs=inputs)

@@ -16,7 +16,8 @@ from typing import Any
 from ..errors import PipeSwitchError, QueueFull, TaskFailed
 from ..failpoints import reach
 from ..ipc.messages import ModelName
-from ..scheduler.events import Answer, Token
+from ..scheduler.events import Answer, InferArrived, Token
+from ..wire.bill import Bill
 from ..wire.frames import RequestHeader
 from .clients import Client, Counters, Outcome, Outgoing
 from .replies import answer_frames, output_outside
@@ -38,6 +39,8 @@ class Pending:
     uploads: tuple[str, ...] = ()  # a registration's, which stay until it is answered
     is_copying: bool = False  # its payload is on the way into the pool
     is_cancelled: bool = False  # meanwhile
+    after: InferArrived | None = None  # its outputs go to a function, which makes the answer
+    bill: Bill | None = None  # of the model, whose outputs are there
 
 
 class Requests:
@@ -124,7 +127,7 @@ class Requests:
             self._release(pending)
             return None
         self.queue_full_count += isinstance(answer.error, QueueFull)
-        answer = self._checked(pending, answer)
+        answer = self.checked(pending, answer)
         frames = self._frames(pending, answer)
         outcome: Outcome = "ok" if answer.error is None else "error"
         return Outgoing(
@@ -135,7 +138,7 @@ class Requests:
             on_released=lambda: self._release(pending),
         )
 
-    def _checked(self, pending: Pending, answer: Answer) -> Answer:
+    def checked(self, pending: Pending, answer: Answer) -> Answer:
         """The answer, or an error in its place when it names bytes outside of its own reply."""
         room = pending.room
         at, size = (room.reply_offset_bytes, room.reply_bytes) if room is not None else (0, 0)

@@ -26,6 +26,7 @@ MAY_IMPORT: Mapping[str, str] = {
     # What everything else speaks of.
     "errors": "",
     "units": "",
+    "texts": "errors",
     "machine": "",
     "failpoints": "",
     "lane": "",
