@@ -5,8 +5,9 @@ Each element is its length, four bytes with the least significant first, and its
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from .errors import InvalidInput
@@ -44,6 +45,37 @@ def unpack(data: Any, count: int) -> list[bytes]:
     return found
 
 
-def encoded(value: str | bytes) -> bytes:
-    """A text as UTF-8, bytes as they are."""
-    return value.encode() if isinstance(value, str) else bytes(value)
+def packed(value: Any) -> tuple[tuple[int, ...], bytes] | None:
+    """Shape and bytes of a text (UTF-8) or a byte string, or of a list or array of them.
+
+    None: it is something else.
+    """
+    import numpy as np
+
+    if isinstance(value, str | bytes):
+        value = [value]
+    if isinstance(value, list | tuple):
+        if not value or not all(isinstance(one, str | bytes) for one in value):
+            return None
+        shape, elements = (len(value),), list(value)
+    elif isinstance(value, np.ndarray) and value.dtype.kind in "OSU":
+        shape, elements = value.shape, value.reshape(-1).tolist()
+        if not all(isinstance(one, str | bytes) for one in elements):
+            return None
+    else:
+        return None
+    return shape, pack(one.encode() if isinstance(one, str) else one for one in elements)
+
+
+def unpacked(data: Any, shape: Sequence[int]) -> Any:
+    """An array of ``bytes`` objects.
+
+    Raises:
+        InvalidInput: as of ``unpack``.
+    """
+    import numpy as np
+
+    found = unpack(data, math.prod(shape))
+    array = np.empty(len(found), dtype=object)
+    array[:] = found
+    return array.reshape(tuple(shape))

@@ -37,7 +37,7 @@ from pipeswitch.ipc.messages import (
 )
 from pipeswitch.programs.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
 from pipeswitch.sandbox.confine import WORST
-from pipeswitch.texts import BYTES, encoded, pack, unpack
+from pipeswitch.texts import BYTES, packed, unpacked
 from pipeswitch.units import nearest
 
 Function = Callable[..., Any]
@@ -131,12 +131,9 @@ def _read(pool: int, slab: SlabTensor) -> Any:
     os.preadv(pool, [data], slab.offset_bytes)
     if slab.dtype == BYTES:
         try:
-            found = unpack(data, math.prod(slab.shape))
+            return unpacked(data, slab.shape)
         except InvalidInput as error:
             raise Unusable(f"its {slab.name} is not what was said: {error.message}") from None
-        array = np.empty(len(found), dtype=object)
-        array[:] = found
-        return array.reshape(slab.shape)
     return np.frombuffer(data, dtype=np.dtype(slab.dtype)).reshape(slab.shape)
 
 
@@ -152,12 +149,12 @@ def _place(returned: Any, memory: memoryview) -> tuple[SlabTensor, ...]:
     placed, at = [], 0
     for name, value in named.items():
         is_name = isinstance(name, str) and len(name) <= MAX_NAME and name.isprintable()
-        if is_name and (texts := _texts(value)) is not None:
-            value, data = texts
+        if is_name and (texts := packed(value)) is not None:
+            shape, data = texts
             if at + len(data) > len(memory):
                 raise Unusable(_too_large(memory))
             memory[at : at + len(data)] = data
-            placed.append(SlabTensor(name=name, dtype=BYTES, shape=value.shape, offset_bytes=at,
+            placed.append(SlabTensor(name=name, dtype=BYTES, shape=shape, offset_bytes=at,
                                      size_bytes=len(data)))  # fmt: skip
             at += aligned(len(data), TENSOR_ALIGN_BYTES)
             continue
@@ -181,20 +178,6 @@ def _place(returned: Any, memory: memoryview) -> tuple[SlabTensor, ...]:
         )  # fmt: skip
         at += aligned(size, TENSOR_ALIGN_BYTES)
     return tuple(placed)
-
-
-def _texts(value: Any) -> tuple[Any, bytes] | None:
-    """An array of texts or byte strings, or one, or a list; and packed. None: something else."""
-    if isinstance(value, str | bytes):
-        value = [value]
-    if isinstance(value, list) and all(isinstance(one, str | bytes) for one in value):
-        value = np.array([encoded(one) for one in value], dtype=object)
-    if not isinstance(value, np.ndarray) or value.dtype.kind not in "OSU":
-        return None
-    elements = value.reshape(-1).tolist()
-    if not all(isinstance(one, str | bytes) for one in elements):
-        return None
-    return value, pack(map(encoded, elements))
 
 
 def _too_large(memory: memoryview) -> str:

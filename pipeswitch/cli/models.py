@@ -49,18 +49,18 @@ CONVERT: Final = (
               help="Up to so many that wait together are computed as one batch.")  # fmt: skip
 @click.option("--batch-delay", default="0", metavar="TIME",
               help="2ms: with --batch, for so long one waits for others.")  # fmt: skip
-@click.option(
-    "--preprocess",
-    default="",
-    metavar="PACKAGE.MODULE:FUNCTION",
-    help="Of the server's; makes the inputs of what clients send, beside the device.",
-)
-@click.option(
-    "--raw",
-    multiple=True,
-    metavar="[NAME=]1..4194304:uint8",
-    help="With --preprocess: shape and dtype of what clients send (repeatable).",
-)
+@click.option("--preprocess", default="", metavar="PACKAGE.MODULE:FUNCTION",
+              help="Of the server's; makes the inputs of what clients send, beside the device.",
+)  # fmt: skip
+@click.option("--raw", multiple=True, metavar="[NAME=]1..64:bytes",
+              help="With --preprocess: shape and dtype of what clients send (repeatable).",
+)  # fmt: skip
+@click.option("--postprocess", default="", metavar="PACKAGE.MODULE:FUNCTION",
+              help="Of the server's; makes the answer of the model's outputs, beside the device.",
+)  # fmt: skip
+@click.option("--returns", multiple=True, metavar="[NAME=]1..64:bytes",
+              help="With --postprocess: shape and dtype of what clients get (repeatable).",
+)  # fmt: skip
 @devices_option
 @json_option
 def register(
@@ -70,6 +70,7 @@ def register(
     part: str,
     inputs: tuple[str, ...],
     raw: tuple[str, ...],
+    returns: tuple[str, ...],
     batch: int | None,
     batch_delay: str,
     as_json: bool,
@@ -88,7 +89,8 @@ def register(
         _publish(name, from_job, part, as_json)
         return
     signature = _signature(inputs, "--input")
-    options["raw"] = _signature(raw, "--raw")
+    options["raw"] = _signature(raw, "--raw", texts=True)
+    options["returns"] = _signature(returns, "--returns", texts=True)
     options |= {"batch": batch or 0, "batch_delay_ms": milliseconds("--batch-delay", batch_delay)}
     is_shown = not as_json and sys.stderr.isatty()
     with contextlib.ExitStack() as stack:
@@ -117,14 +119,16 @@ def _publish(name: str, from_job: str, part: str, as_json: bool) -> None:
     print_done(row, f"{name} is version {row['version']} now, of job {job}", as_json)
 
 
-def _signature(texts: tuple[str, ...], option: str) -> dict[str, tuple[list[int], str]]:
-    """What ``--input`` or ``--raw`` says, in the SDK's form."""
+def _signature(
+    declared: tuple[str, ...], option: str, *, texts: bool = False
+) -> dict[str, tuple[list[int], str]]:
+    """What ``--input``, ``--raw`` or ``--returns`` says, in the SDK's form."""
     from ..programs.signature import parse_input
 
     found = {}
-    for number, text in enumerate(texts):
+    for number, text in enumerate(declared):
         try:
-            name, (shape, dtype) = parse_input(text, number)
+            name, (shape, dtype) = parse_input(text, number, texts=texts)
         except InvalidInput as error:
             raise click.BadParameter(error.message, param_hint=option) from None
         found[name] = (shape, dtype)
@@ -146,31 +150,26 @@ def _converted(source: str, stack: contextlib.ExitStack) -> str:
     return bundle
 
 
-@click.command()
-@name_argument
-@json_option
-def unregister(name: str, as_json: bool) -> None:
-    """Drop a model."""
-    with connected() as client:
-        print_done(client.unregister(name), f"unregistered {name}", as_json)
+def _model_verb(verb: str, done: str, help_text: str) -> click.Command:
+    """One of the verbs that take a name; they differ in nothing else."""
+
+    @click.command(verb, help=help_text)
+    @name_argument
+    @json_option
+    def act(name: str, as_json: bool) -> None:
+        with connected() as client:
+            print_done(getattr(client, verb)(name), f"{done} {name}", as_json)
+
+    return act
 
 
-@click.command()
-@name_argument
-@json_option
-def load(name: str, as_json: bool) -> None:
-    """Pin a model on the device (and give a quarantined one another chance)."""
-    with connected() as client:
-        print_done(client.load(name), f"pinned {name}", as_json)
-
-
-@click.command()
-@name_argument
-@json_option
-def unload(name: str, as_json: bool) -> None:
-    """Unpin a model: the server decides again what is resident."""
-    with connected() as client:
-        print_done(client.unload(name), f"unpinned {name}", as_json)
+unregister = _model_verb("unregister", "unregistered", "Drop a model.")
+load = _model_verb(
+    "load", "pinned", "Pin a model on the device (and give a quarantined one another chance)."
+)
+unload = _model_verb(
+    "unload", "unpinned", "Unpin a model: the server decides again what is resident."
+)
 
 
 @click.group(invoke_without_command=True)

@@ -17,6 +17,7 @@ from ..errors import InvalidInput, RegistrationRefused, RemoteProtocolError
 from ..programs.dims import Dim, at_batch, batch_range
 from ..programs.layout import ITEM_BYTES, ValueSpec
 from ..programs.nesting import Tree, check_tree, flatten, unflatten
+from ..texts import BYTES, packed, unpacked
 from ..wire.bill import Bill
 from ..wire.frames import MAX_DIMS, MAX_TENSORS, WireTensor
 
@@ -166,6 +167,9 @@ def _as_bytes(name: str, value: Any) -> tuple[str, tuple[int, ...], memoryview]:
     import numpy as np
 
     part = f'input "{name}"' if name else "an input"
+    if (texts := packed(value)) is not None:
+        shape, data = texts
+        return BYTES, shape, memoryview(data)
     if _is_torch(value):
         value = _torch_as_numpy(value)
     if isinstance(value, Bits):
@@ -220,6 +224,9 @@ def from_reply(model: str, reply: Reply, wants_torch: bool) -> Result:
     outputs: dict[str, Any] = {}
     for tensor in reply.outputs:
         buffer = reply.frames[tensor.frame]
+        if tensor.dtype == BYTES:
+            outputs[tensor.name] = _texts(tensor, buffer)
+            continue
         size = math.prod(tensor.shape) * ITEM_BYTES.get(tensor.dtype, 0)
         if size != len(buffer) or tensor.dtype not in ITEM_BYTES:
             raise RemoteProtocolError(f"output {tensor.name} is {len(buffer)} bytes, not {size}")
@@ -239,6 +246,13 @@ def from_reply(model: str, reply: Reply, wants_torch: bool) -> Result:
         except RegistrationRefused as error:
             raise RemoteProtocolError(f"the answer nests oddly: {error}") from None
     return Result(model, reply.request_id, outputs, reply.timing or Bill(), returns)
+
+
+def _texts(tensor: WireTensor, buffer: Any) -> Any:
+    try:
+        return unpacked(buffer, tensor.shape)
+    except (InvalidInput, ValueError) as error:
+        raise RemoteProtocolError(f"output {tensor.name}: {error}") from None
 
 
 def _numpy_array(buffer: Any, dtype: str, shape: Sequence[int]) -> Any:

@@ -70,14 +70,6 @@ def deadline_at_ms(deadline_ms: float | None, now_ms: float) -> float | None:
     return now_ms + deadline_ms
 
 
-def find_model(name: str, known: Mapping[str, Announce]) -> Announce:
-    """The announced model; ModelNotFound names the nearest one."""
-    found = known.get(name)
-    if found is None:
-        raise model_not_found(name, known)
-    return found
-
-
 def find_version(name: str, version: int, known: Mapping[tuple[str, int], Announce]) -> Announce:
     """The announced version of a model that is there; InvalidInput names those it has."""
     found = known.get((name, version))
@@ -210,9 +202,7 @@ def _check_shape(
 
 def _tensor_bytes(model: str, tensor: WireTensor, frame_bytes: int) -> int:
     count = math.prod(tensor.shape)
-    if (
-        tensor.dtype == BYTES
-    ):  # each says its length: the function's process reads it
+    if tensor.dtype == BYTES:  # each says its length: the function's process reads it
         if frame_bytes < count * LENGTH_BYTES:
             raise InvalidInput(f'{model} input "{tensor.name}" has too few bytes for {count} texts')
         return frame_bytes
@@ -301,7 +291,7 @@ class Body:
         return tuple(value)
 
     def signature(self, key: str, *, texts: bool = False) -> dict[str, list[Any]]:
-        """``{name: [shape, dtype]}``; dense, listed dtypes only; ``bytes`` too where texts may be."""
+        """``{name: [shape, dtype]}``; listed dtypes only; ``bytes`` too where texts may be."""
         value = self._left.pop(key, {})
         is_named = isinstance(value, dict) and all(isinstance(name, str) for name in value)
         if not is_named or len(value) > 64:

@@ -1,5 +1,5 @@
-"""Stages: functions of the owner's, which make a model's inputs of what clients send, and the answer
-of its outputs. Pure.
+"""Stages: functions of the owner's around a model, from requests to its inputs, from its outputs to
+answers. Pure.
 """
 
 from __future__ import annotations

@@ -30,9 +30,8 @@ from ..ipc.messages import (
     TransmitModel,
 )
 from .clock import Move
-from .device import Span, User, region_of
+from .device import Span, User, Violation, region_of, require
 from .process import Process
-from .violation import Violation, require
 
 
 class Transmission:
@@ -233,6 +232,3 @@ def slice_of(order: CommitCopy | Scrub) -> Span:
     if isinstance(order, Scrub):
         return Span(order.offset_bytes, order.offset_bytes + order.size_bytes)
     return Span(order.slice_offset_bytes, order.slice_offset_bytes + order.slice_bytes)
-
-
-__all__ = ["SimulatedDaemon"]

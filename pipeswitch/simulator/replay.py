@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from statistics import fmean
-from typing import Final
+from typing import Any, Final
 
 from ..ipc.messages import JobName, ModelName
-from ..planning.fit import MIB
+from ..planning.fit import MIB, percentile
 from ..planning.planned import costs_of, plan_of
 from ..planning.profile import Profile
 from ..planning.windows import Job, Memory, run
@@ -23,9 +23,8 @@ from ..scheduler.policies import Policy
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.training.commits import HEADER_BYTES
 from .arrivals import Arrival
-from .costs import Costs, Link
+from .costs import Costs, Link, Training
 from .programs import ALIGNMENT_BYTES, Program, manifest_of
-from .training import PaperJob, Trained, trained
 from .world import World
 
 WORDS_BYTES: Final = REGION_ALIGN_BYTES  # of the arena, for the arrival words
@@ -93,6 +92,54 @@ def link_of(profile: Profile) -> Link:
     """As it was measured."""
     beta = profile.link.beta_ms_per_mib
     return Link(bytes_per_ms=MIB / beta if beta else math.inf, fixed_ms=profile.link.alpha_ms)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperJob:
+    """A script of equal steps, submitted ``at_ms`` after the trace begins."""
+
+    name: str
+    steps: int
+    step_ms: float
+    memory_bytes: int  # of the device; a commit copies all of it
+    at_ms: float = 0.0
+
+    def script(self) -> Training:
+        """As the simulated world takes it."""
+        return Training(steps=self.steps, step_ms=self.step_ms, slice_bytes=self.memory_bytes,
+                        state_bytes=self.memory_bytes)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A job's end; milliseconds of the virtual clock.
+
+    Attributes:
+        jct_ms: from its submission to its end (job completion time).
+        trained_ms: of that, it had the device.
+        preempted_ms: of that, it waited in place, its memory kept, for requests or other jobs.
+        evictions: how often it had to leave its memory.
+    """
+
+    name: str
+    at_ms: float
+    jct_ms: float
+    trained_ms: float
+    preempted_ms: float
+    evictions: int
+
+    @property
+    def share(self) -> float:
+        """Of the device's time while it was there."""
+        return self.trained_ms / self.jct_ms if self.jct_ms else 1.0
+
+
+def trained(job: PaperJob, jct_ms: float, row: Mapping[str, Any]) -> Trained:
+    """``row``: of ``pipeswitch jobs``, as it ended."""
+    return Trained(
+        name=job.name, at_ms=job.at_ms, jct_ms=jct_ms, trained_ms=1000.0 * row["trained_s"],
+        preempted_ms=1000.0 * row["preempted_s"], evictions=row["evictions"],
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,8 +380,5 @@ class _Replay(World):
 
 
 def quantile_ms(outcome: Outcome, fraction: float) -> float:
-    """Of the latencies: the least that at least this fraction does not exceed; NaN for none."""
-    ordered = sorted(outcome.latency_ms)
-    if not ordered:
-        return math.nan
-    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
+    """Of the latencies; NaN for none."""
+    return percentile(outcome.latency_ms, fraction) if outcome.latency_ms else math.nan

@@ -28,6 +28,7 @@ from fake_cuda.host_torch import HostTorch
 from pipeswitch.devices import view as view_module
 from pipeswitch.devices.cpu.memory import CpuDeviceMemory
 from pipeswitch.devices.cpu.view import CpuPoolView
+from pipeswitch.devices.cuda import memory as cuda_memory
 from pipeswitch.devices.cuda.bindings import Cuda, NoCudaDevice
 from pipeswitch.devices.cuda.examine import has_driver_library
 from pipeswitch.devices.cuda.ladder import Waits
@@ -309,10 +310,12 @@ MakeRig = Callable[..., CpuRig]
 
 
 @pytest.fixture(params=sorted(DEVICES))
-def make_rig(request: pytest.FixtureRequest) -> Iterator[MakeRig]:
+def make_rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
     rigs: list[CpuRig] = []
 
     def make(link_bytes_per_s: float = 0.0) -> CpuRig:
+        if link_bytes_per_s:
+            monkeypatch.setattr(cuda_memory, "WINDOW_BYTES", 4 * MIB)  # in proportion to the link
         rigs.append(DEVICES[request.param](link_bytes_per_s))
         return rigs[-1]
 

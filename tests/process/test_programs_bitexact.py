@@ -467,17 +467,6 @@ def factory_spec(name: str, inputs: dict[str, Any]) -> BuildSpec:
     )
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_an_odd_model_computes_the_plain_models_bits(name: str, programs: Programs) -> None:
-    _, inputs, batches = MODELS[name]
-    spec = factory_spec(name, inputs)
-    manifest, bound, arena = programs(spec)
-    assert manifest.mode == "graph", manifest.mode_reason
-    is_dynamic = bool(manifest.dims)
-    assert is_dynamic == (batches == [1, 2, 3]), manifest.extra["notes"]
-    check_bits(load_source(spec).module, manifest, bound, arena, batches)
-
-
 def test_a_tied_weight_lies_in_the_bundle_once(programs: Programs) -> None:
     manifest, _, _ = programs(factory_spec("tied", MODELS["tied"][1]))
     assert [tensor.name for tensor in manifest.tensors] == [
@@ -681,12 +670,17 @@ def plans_of(layer_count: int) -> list[Plan]:
 
 
 @pytest.mark.parametrize("name", [*MODELS, "branching", "early"])
-def test_groups_cut_anew_compute_the_same_bits_from_the_same_bytes(
+def test_an_odd_model_computes_the_plain_models_bits_however_its_groups_are_cut(
     name: str, programs: Programs
 ) -> None:
     _, inputs, *rest = {**MODELS, **MODULE_MODE}[name]
+    batches = rest[0] if rest else [2]
     spec = factory_spec(name, inputs)
-    built, _, _ = programs(spec)
+    built, bound, arena = programs(spec)
+    assert built.mode == ("graph" if rest else "module"), built.mode_reason
+    assert bool(built.dims) == (batches == [1, 2, 3]), built.extra["notes"]
+    plain = load_source(spec).module
+    check_bits(plain, built, bound, arena, batches)
     sizes = layer_bytes(built)
     assert sum(sizes) == built.total_bytes
     for plan in plans_of(len(sizes)):
@@ -696,7 +690,7 @@ def test_groups_cut_anew_compute_the_same_bits_from_the_same_bytes(
         expected = [sum(sizes[a:b]) for a, b in zip(plan, ends, strict=True)]
         assert [group.size_bytes for group in manifest.groups] == expected
         assert (manifest.digest, manifest.tensors) == (built.digest, built.tensors)
-        check_bits(load_source(spec).module, manifest, bound, arena, rest[0][-1:] if rest else [2])
+        check_bits(plain, manifest, bound, arena, batches[-1:])
 
 
 def test_the_groups_a_program_was_built_with_are_a_plan_like_any_other(programs: Programs) -> None:

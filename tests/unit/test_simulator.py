@@ -11,8 +11,8 @@ from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.simulator.costs import Costs, Link, Training
+from pipeswitch.simulator.device import Violation
 from pipeswitch.simulator.programs import program_of
-from pipeswitch.simulator.violation import Violation
 from pipeswitch.simulator.world import World
 
 MIB = 1 << 20
