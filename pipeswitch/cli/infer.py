@@ -134,7 +134,7 @@ def texts_of(outputs: Mapping[str, Any]) -> dict[str, list[str]]:
     return {
         name: [one.decode(errors="replace") for one in value.reshape(-1)]
         for name, value in outputs.items()
-        if getattr(value, "dtype", None) == object
+        if getattr(getattr(value, "dtype", None), "kind", "") == "O"
     }
 
 
@@ -186,7 +186,7 @@ def _save(path: str, outputs: dict[str, Any]) -> str:
     import numpy as np
 
     # An array of objects would be written as a pickle.
-    outputs = {name: v.astype("S") if v.dtype == object else v for name, v in outputs.items()}
+    outputs = {name: v.astype("S") if v.dtype.kind == "O" else v for name, v in outputs.items()}
     if len(outputs) > 1:
         path = str(Path(path).with_suffix(".npz"))
     if path.endswith(".npz"):

@@ -225,11 +225,11 @@ class Client(Verbs):
                 process beside the devices, and returns a dict of arrays by the model's inputs, or
                 the only one.
             raw: shapes and dtypes of what requests send then, as in ``inputs``, not nested:
-                ``{"image": (((1, 1 << 22),), "uint8")}`` takes a file's bytes, ``{"text": (((1, 64),),
-                "bytes")}`` up to 64 texts, which the function sees as ``bytes`` objects.
+                ``{"image": (((1, 1 << 22),), "uint8")}`` takes a file's bytes, and
+                ``{"text": (((1, 64),), "bytes")}`` up to 64 texts, ``bytes`` objects there.
             postprocess: a function as ``preprocess``, which is called with the model's outputs and
                 makes the answer of them.
-            returns: shapes and dtypes of that answer, as ``raw``: ``{"label": (((1, 64),), "bytes")}``.
+            returns: shapes and dtypes of that answer, as ``raw``.
             progress: called as the work proceeds; what it raises ends the wait, not the work.
 
         Raises:

@@ -131,7 +131,9 @@ class Builds:
                     reason = f"importing it ended the process with status {status}"
             if reason:
                 text = f"{' and '.join(functions)}: {reason}"
-            self._refuse(command, RegistrationRefused("stage", text))
+            is_first = stage.function and text.startswith(stage.function)
+            part = "preprocess" if is_first else "postprocess"
+            self._refuse(command, RegistrationRefused(part, text))
             self._take(BuilderExited(model=command.model, epoch=command.epoch, status=status))
 
         settings = CheckStage(

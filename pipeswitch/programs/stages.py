@@ -49,12 +49,12 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(manifest, outputs=self.outputs, dims=dims, returns=None)
 
 
-def stage(function: str, raw: Raw, after: str, returns: Raw) -> Stage | None:
+def stage(function: str, raw: Raw, after: str = "", returns: Raw | None = None) -> Stage | None:
     """None: clients send what the model takes, and get what it returns."""
     if not function and not after:
         return None
     inputs, dims = _declared(raw)
-    outputs, output_dims = _declared(returns)
+    outputs, output_dims = _declared(returns or {})
     return Stage(function=function, inputs=inputs, dims=dims, after=after, outputs=outputs,
                  output_dims=output_dims)  # fmt: skip
 

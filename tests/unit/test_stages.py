@@ -245,7 +245,7 @@ def test_a_deadline_that_passes_as_something_else_happens_is_not_forgotten() -> 
     scheduler = Scheduler(SchedulerSettings(arena_bytes=1 << 22, store_bytes=1 << 22, words=64))
     scheduler.start(0.0)
     late = Request(1, "r1", "m", 1, 9.0, RAW, 0, 0, 0.0, is_raw=True)
-    scheduler.admission.stages.take(late, STAGE, scheduler.core.next_epoch(), "")
+    scheduler.admission.stages.take(late, STAGE.function, scheduler.core.next_epoch(), "")
     assert scheduler.next_wakeup_ms() == 9.0
     commands = scheduler.handle(ev.PrefetchHint(model="other"), 10.0)
     (answer,) = (command for command in commands if isinstance(command, ev.Answer))
