@@ -46,7 +46,7 @@ class Pool(Stages):
             token, f"r{token}", "m", priority, deadline_at_ms, RAW, 0, 0, self.core.now_ms,
             is_raw=True,
         )  # fmt: skip
-        self.take(request, STAGE, self.born, "")
+        self.take(request, STAGE.function, self.born, "")
         return request
 
     def out(self, kind: type[Any]) -> list[Any]:
