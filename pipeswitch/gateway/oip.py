@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Final
 
 import msgspec
@@ -20,6 +20,7 @@ import numpy as np
 from ..errors import InvalidInput
 from ..programs.dims import BATCH
 from ..programs.layout import ITEM_BYTES
+from ..texts import BYTES, LENGTH_BYTES, pack, packed, unpack
 from ..units import format_bytes, nearest
 from ..wire.frames import MAX_DIMS, MAX_TENSORS, WireTensor
 from .refusals import TooLarge
@@ -27,8 +28,9 @@ from .refusals import TooLarge
 DATATYPES: Final[Mapping[str, str]] = {
     "BOOL": "bool", "UINT8": "uint8", "INT8": "int8", "INT16": "int16", "INT32": "int32",
     "INT64": "int64", "FP16": "float16", "BF16": "bfloat16", "FP32": "float32", "FP64": "float64",
+    "BYTES": BYTES,
 }  # fmt: skip
-"""The protocol's names of the dtypes that a model can have here."""
+"""The protocol's names of the dtypes that a model can have here, or the functions around it."""
 DATATYPE_OF: Final = {dtype: name for name, dtype in DATATYPES.items()}
 FIRST_VERSION: Final = 1  # where a bill does not say
 PRIORITIES: Final = ("", "high", "normal", "low")  # by number; 0 is the model's own
@@ -36,6 +38,7 @@ MAX_JSON_BYTES: Final = 8 << 20  # numbers in Python take ten times their text
 MAX_NUMBERS: Final = MAX_JSON_BYTES // 4  # the same for gRPC's typed contents, and for answers
 LONG_BYTES: Final = 64 << 10  # of JSON or typed contents: what is longer is not read on the loop
 LONG_NUMBERS: Final = LONG_BYTES // 4  # of an answer's, the same
+ANY_SIZE: Final = -1  # of a tensor whose shape does not tell it
 MAX_PARAMETERS: Final = 64  # of a request or a tensor
 MAX_MARKS: Final = 1 << 16  # of each of ``MARKS``: a list costs thirty times a number's memory
 MARKS: Final = (b"[", b"{", b":")  # what begins a list, an object, one of its values
@@ -63,8 +66,7 @@ class RequestedOutput(msgspec.Struct, kw_only=True):
         return place_of(self.name, self.parameters or {})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
+class Place(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor's in a region of shared memory (Triton's ``system_shared_memory``)."""
 
     region: str
@@ -97,8 +99,7 @@ class _Body(msgspec.Struct, kw_only=True):
     outputs: list[RequestedOutput] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class InferRequest:
+class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What is asked of a model, by whichever protocol."""
 
     id: str
@@ -110,8 +111,7 @@ class InferRequest:
     is_binary: bool = False  # what an output is that does not say it
 
 
-@dataclass(frozen=True, kw_only=True)
-class Output:
+class Output(msgspec.Struct, frozen=True, kw_only=True):
     """One of an answer's tensors."""
 
     name: str
@@ -140,7 +140,8 @@ def decode_request(body: Any, json_bytes: int | None) -> InferRequest:
         raise InvalidInput(
             f"Inference-Header-Content-Length is {json_bytes}, the body has {len(whole)} bytes"
         )
-    head, rest = (whole, whole[:0]) if json_bytes is None else split(whole, json_bytes)
+    end = len(whole) if json_bytes is None else json_bytes
+    head, rest = whole[:end], whole[end:]
     if len(head) > MAX_JSON_BYTES:
         raise TooLarge(
             f"{format_bytes(len(head))} of JSON are more than {format_bytes(MAX_JSON_BYTES)}",
@@ -154,19 +155,21 @@ def decode_request(body: Any, json_bytes: int | None) -> InferRequest:
             hint='{"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": […]}]}',
         ) from None
     check_count(len(asked.inputs))
-    check_outputs(asked.outputs or ())
+    if asked.outputs:
+        check_outputs(asked.outputs)
     check_parameters(asked.parameters)
     tensors: list[WireTensor] = []
     frames: list[Any] = []
     for number, given in enumerate(asked.inputs):
         dtype = dtype_of(given.name, given.datatype)
         size = check_shape(given.name, dtype, given.shape)
-        check_parameters(given.parameters)
-        parameters = given.parameters or {}
-        binary = parameters.get("binary_data_size")
-        place = place_of(given.name, parameters)
+        binary = place = None
+        if given.parameters:
+            check_parameters(given.parameters)
+            binary = given.parameters.get("binary_data_size")
+            place = place_of(given.name, given.parameters)
         if place is not None:
-            check_place(given.name, dtype, given.shape, place, size)
+            check_bytes(given.name, dtype, given.shape, place, size)
             frames.append(place)
         elif binary is None:
             if given.data is None:
@@ -183,8 +186,8 @@ def decode_request(body: Any, json_bytes: int | None) -> InferRequest:
                     "are left behind the JSON",
                     hint="Inference-Header-Content-Length says where the JSON ends",
                 )
-            data, rest = split(rest, binary)
-            check_bytes(given.name, dtype, given.shape, len(data), size)
+            data, rest = rest[:binary], rest[binary:]
+            check_bytes(given.name, dtype, given.shape, data, size)
             frames.append(data)
         tensors.append(WireTensor(name=given.name, dtype=dtype, shape=given.shape, frame=number))
     if len(rest):
@@ -195,8 +198,8 @@ def decode_request(body: Any, json_bytes: int | None) -> InferRequest:
         inputs=tuple(tensors),
         frames=frames,
         outputs=None if asked.outputs is None else tuple(asked.outputs),
-        is_binary=flag("binary_data_output", parameters),
-        **schedule(parameters),
+        is_binary=bool(parameters) and flag("binary_data_output", parameters),
+        **(schedule(parameters) if parameters else {}),
     )
 
 
@@ -234,6 +237,10 @@ def raw_request(body: Any, row: Mapping[str, Any]) -> InferRequest:
             hint="Inference-Header-Content-Length: the length of the JSON before the tensors",
         )
     ((name, (extents, dtype)),) = row["inputs"].items()
+    if dtype == BYTES:  # as of Triton: one text, without its length
+        text = WireTensor(name=name, dtype=dtype, shape=(1,) * len(extents), frame=0)
+        return InferRequest(id="", inputs=(text,), frames=[memoryview(pack([bytes(body)]))],
+                            is_binary=True)  # fmt: skip
     chosen = [extent for extent in extents if isinstance(extent, str)]
     if len(chosen) > 1:
         raise InvalidInput(
@@ -283,7 +290,8 @@ def encode_answer(
         else:
             row["data"] = as_numbers(output)
         rows.append(row)
-    answer: dict[str, Any] = {"model_name": model, "model_version": version_of(bill)}
+    version = str(bill.get("version", FIRST_VERSION))
+    answer: dict[str, Any] = {"model_name": model, "model_version": version}
     if asked.id:
         answer["id"] = asked.id
     if bill:
@@ -294,17 +302,19 @@ def encode_answer(
 
 def is_long(asked: InferRequest, outputs: Sequence[Output]) -> bool:
     """Whether ``encode_answer`` takes long: it has many numbers to tell."""
-    size_bytes = sum(len(output.data) for output in outputs)  # one is a byte at the least
+    size_bytes = 0  # a number is a byte at the least
+    for output in outputs:
+        size_bytes += len(output.data)
     return size_bytes > LONG_NUMBERS and _numbers_of(wanted(asked, outputs)) > LONG_NUMBERS
 
 
 def _numbers_of(chosen: Sequence[tuple[Output, bool]]) -> int:
     """How many of an answer's numbers are told as text."""
-    return sum(
-        len(output.data) // ITEM_BYTES[output.dtype]
-        for output, is_binary in chosen
-        if not is_binary and output.place is None
-    )
+    count = 0
+    for output, is_binary in chosen:
+        if not is_binary and output.place is None:
+            count += len(output.data) // ITEM_BYTES.get(output.dtype, LENGTH_BYTES)
+    return count
 
 
 def wanted(asked: InferRequest, outputs: Sequence[Output]) -> list[tuple[Output, bool]]:
@@ -314,7 +324,7 @@ def wanted(asked: InferRequest, outputs: Sequence[Output]) -> list[tuple[Output,
         InvalidInput: the model has none of a name.
     """
     if not asked.outputs:
-        return [(output, asked.is_binary) for output in outputs]
+        return [*zip(outputs, repeat(asked.is_binary), strict=False)]
     by_name = {output.name: output for output in outputs}
     chosen = []
     for one in asked.outputs:
@@ -408,7 +418,7 @@ def dtype_of(name: str, datatype: str) -> str:
 
 
 def check_shape(name: str, dtype: str, shape: Sequence[int]) -> int:
-    """The bytes of a tensor of this shape.
+    """The bytes of a tensor of this shape; of texts they may be as many as they are.
 
     Raises:
         InvalidInput: it is none.
@@ -418,7 +428,7 @@ def check_shape(name: str, dtype: str, shape: Sequence[int]) -> int:
             f'input "{name}" has no shape: {list(shape[:MAX_DIMS])}',
             hint=f"at most {MAX_DIMS} numbers, none below 0 or of more than 63 bits",
         )
-    return math.prod(shape) * ITEM_BYTES[dtype]
+    return math.prod(shape) * ITEM_BYTES[dtype] if dtype != BYTES else ANY_SIZE
 
 
 def place_of(name: str, parameters: Mapping[str, Any]) -> Place | None:
@@ -439,20 +449,16 @@ def place_of(name: str, parameters: Mapping[str, Any]) -> Place | None:
     )
 
 
-def check_bytes(
-    name: str, dtype: str, shape: Sequence[int], given: int, size: int, where: str = "came"
-) -> None:
-    """Raises InvalidInput: the bytes are not those of the shape."""
-    if given != size:
+def check_bytes(name: str, dtype: str, shape: Sequence[int], data: Any, size: int) -> None:
+    """Raises InvalidInput: the bytes, or their place, are not as many as the shape says."""
+    is_placed = isinstance(data, Place)
+    given = data.size_bytes if is_placed else len(data)
+    where = "are in shared memory" if is_placed else "came"
+    if given != size and size != ANY_SIZE:
         raise InvalidInput(
             f'input "{name}" is {DATATYPE_OF[dtype]}{list(shape)}, which is {size} bytes; '
             f"{given} {where}"
         )
-
-
-def check_place(name: str, dtype: str, shape: Sequence[int], place: Place, size: int) -> None:
-    """Raises InvalidInput: it is not as large as the tensor."""
-    check_bytes(name, dtype, shape, place.size_bytes, size, "are in shared memory")
 
 
 def from_numbers(name: str, dtype: str, shape: Sequence[int], values: Any) -> memoryview:
@@ -466,6 +472,8 @@ def from_numbers(name: str, dtype: str, shape: Sequence[int], values: Any) -> me
     """
     if isinstance(values, list) and len(values) > max(math.prod(shape), LONG_NUMBERS):
         raise _other_count(name, len(values), shape)
+    if dtype == BYTES:
+        return _from_texts(name, shape, values)
     try:
         array = np.asarray(values)
         if array.dtype == object and "float" in dtype and _are_numbers(array):
@@ -496,6 +504,18 @@ def from_numbers(name: str, dtype: str, shape: Sequence[int], values: Any) -> me
         return _dense(array.astype(target))
 
 
+def _from_texts(name: str, shape: Sequence[int], values: Any) -> memoryview:
+    array = np.asarray(values, object)
+    if array.size != math.prod(shape):
+        raise _other_count(name, array.size, shape)
+    if not array.size:
+        return memoryview(b"")
+    texts = packed(array)
+    if texts is None:
+        raise InvalidInput(f'input "{name}" is BYTES: its data is texts', hint='"data": ["a text"]')
+    return memoryview(texts[1])
+
+
 def _other_count(name: str, count: int, shape: Sequence[int]) -> InvalidInput:
     return InvalidInput(
         f'input "{name}" has {count} values, its shape {list(shape)} asks for {math.prod(shape)}'
@@ -509,7 +529,18 @@ def _are_numbers(array: Any) -> bool:
 def as_numbers(output: Output) -> list[Any]:
     """An output's values, flat, in row-major order. What is no finite number becomes null, the one
     word that every client's parser takes: orjson and rapidjson refuse 1e999, most others Infinity.
+
+    Raises:
+        InvalidInput: a byte string that is no text.
     """
+    if output.dtype == BYTES:
+        try:
+            return [one.decode() for one in unpack(output.data, math.prod(output.shape))]
+        except UnicodeDecodeError:
+            raise InvalidInput(
+                f'output "{output.name}" is no UTF-8, and JSON has texts only',
+                hint='ask for bytes: "parameters": {"binary_data_output": true}',
+            ) from None
     if output.dtype == "bfloat16":
         bits = np.frombuffer(output.data, np.uint16).astype(np.uint32) << np.uint32(16)
         array: Any = bits.view(np.float32)
@@ -529,15 +560,6 @@ def _to_bfloat16(values: Any) -> Any:
 def _dense(array: Any) -> memoryview:
     raw: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return memoryview(raw)
-
-
-def split(whole: memoryview, at: int) -> tuple[memoryview, memoryview]:
-    return whole[:at], whole[at:]
-
-
-def version_of(bill: Mapping[str, Any] | None) -> str:
-    """Which version an answer is of."""
-    return str((bill or {}).get("version", FIRST_VERSION))
 
 
 def shown(extents: Sequence[int | str]) -> list[int]:
@@ -580,7 +602,7 @@ def config(row: Mapping[str, Any]) -> dict[str, Any]:
         return [
             {
                 "name": name,
-                "data_type": f"TYPE_{DATATYPE_OF[dtype]}",
+                "data_type": f"TYPE_{'STRING' if dtype == BYTES else DATATYPE_OF[dtype]}",
                 "dims": shown(shape[1:] if is_batched else shape),
             }
             for name, (shape, dtype) in side.items()

@@ -29,7 +29,7 @@ def check_claims(manifest: Manifest) -> None:
         RegistrationRefused: says which.
     """
     _check_texts(manifest)
-    _check_tensors(manifest.tensors, manifest.total_bytes)
+    check_tensors(manifest.tensors, manifest.total_bytes)
     if not manifest.groups:
         _refuse("it has no groups")
     if manifest.layers:
@@ -59,7 +59,12 @@ def _check_texts(manifest: Manifest) -> None:
             _refuse(f"{key} is not a size")
 
 
-def _check_tensors(tensors: Sequence[TensorSpec], total_bytes: int) -> None:
+def check_tensors(tensors: Sequence[TensorSpec], total_bytes: int) -> None:
+    """One after the other, as large as their shapes, and nothing behind them.
+
+    Raises:
+        RegistrationRefused: names the tensor.
+    """
     position = 0
     for tensor in tensors:
         if not is_name(tensor.name):
@@ -113,11 +118,11 @@ def check_joinable(manifest: Manifest, limit: int) -> None:
         RegistrationRefused: its batch is fixed, not the first dimension, or outside of the limit.
     """
     low, high = manifest.batch
-    if low == high:
+    if low == high or manifest.mode == "module":
         notes = "".join(f" ({note})" for note in manifest.extra.get("notes", ()))
-        why = "in module mode shapes are fixed" if manifest.mode == "module" else "it is fixed"
+        why = "a module may mix rows" if manifest.mode == "module" else f"it is fixed at {low}"
         raise RegistrationRefused(
-            "batch", f"requests cannot be joined: {why} at {low}{notes}",
+            "batch", f"requests cannot be joined: {why}{notes}",
             hint=f"leave --batch out, or give the model a first dimension that requests choose "
             f"(--max-batch {max(limit, 2)})",
         )  # fmt: skip

@@ -40,7 +40,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "programs": "errors planning units texts",
     "commits": "errors failpoints ipc machine",
     "inputs": "commits errors",
-    "job": "inputs",
+    "job": "errors inputs",
     "programs/build": "commits errors failpoints ipc programs sandbox units",
     # The decisions.
     "scheduler/policies": "planning",
@@ -65,7 +65,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "client": "commits errors programs programs/build wire texts",
     "__init__": "client errors job wire",
     "testing": "client simulator",
-    "gateway": "client errors frontend ipc programs roles shares units wire",
+    "gateway": "client errors frontend ipc programs roles shares units wire texts",
     "cli": "__init__ client config devices errors ipc machine planning policies programs roles "
     "sandbox scheduler simulator units watchdog wire texts",
     "demo": "__init__ cli client errors job machine planning programs programs/build testing",
