@@ -159,7 +159,9 @@ def test_an_answer_is_raw_and_has_the_bill_by_type() -> None:
 
 
 def test_every_datatype_has_its_number_in_a_models_configuration() -> None:
-    assert {f"TYPE_{name}" for name in DATATYPES} - {"TYPE_BYTES"} | {"TYPE_STRING"} <= DATA_TYPES.keys()
+    assert {f"TYPE_{name}" for name in DATATYPES} - {"TYPE_BYTES"} | {
+        "TYPE_STRING"
+    } <= DATA_TYPES.keys()
 
 
 def test_every_error_has_a_code_of_grpc() -> None:
