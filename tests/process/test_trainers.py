@@ -353,7 +353,7 @@ def test_the_documents_example_survives_its_worker_and_its_server(
     """``kill -9`` of the worker, an eviction, ``kill -9`` of the server."""
     needs(library)
     blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text("utf-8"), re.DOTALL)
-    (example,) = [block for block in blocks if f"import {library}" in block]
+    (example,) = [block for block in blocks if re.search(rf"(import|from) {library}", block)]
     path = write_script(tmp_path, "example.py", example)
     run_plain(path, str(tmp_path / "plain.pt"))
     options = {"arena": "64MiB", "state_dir": tmp_path / "state", "environment": ENVIRONMENT}
