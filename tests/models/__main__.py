@@ -94,7 +94,9 @@ class Sweep:
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             return {"name": name, "outcome": "not made", "why": why, "took_s": 0.0}
-        module.eval().requires_grad_(False)  # as docs/programs.md says what answers are equal to
+        module.eval().requires_grad_(
+            False
+        )  # as docs/guide/serving.md says what answers are equal to
         row: dict[str, Any] = {"name": name, "outcome": "refused"}
         row["parameters"] = sum(p.numel() for p in module.parameters())
         try:

@@ -1,0 +1,167 @@
+"""The manual's code blocks, run as they stand: each page's in order, with one server.
+
+Python blocks of a page share their names. One that begins with ``# NAME.py`` is written to that
+file instead. In a shell block the line ``pipeswitch serve …`` starts a server with those flags in
+place of the page's own, on ports of the test's; TOML is read as a server's configuration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeswitch import config, testing
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "docs/scheduling.md", *sorted(ROOT.glob("docs/guide/*.md"))]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SKIPPED = ("make ", "pip install ", "git clone ", "cd ")  # what comes before the first server
+COMMAND = """#!/bin/sh
+exec {python} -P -c 'import sys; sys.argv[0] = "pipeswitch"
+from pipeswitch.cli.main import main; main()' "$@"
+"""
+BLOCK_TIMEOUT_S = 120
+
+
+def blocks_of(page: Path) -> list[tuple[int, str, str]]:
+    """Each block's first line, language and text."""
+    text = page.read_text("utf-8")
+    return [(text[: m.start()].count("\n") + 2, m[1], m[2]) for m in BLOCK.finditer(text)]
+
+
+class Page:
+    """A reader who does what the page says, in a folder of his own."""
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
+        self.folder = folder
+        self.names: dict[str, Any] = {"__name__": "page"}
+        self._outer = stack
+        self._stack = stack.enter_context(contextlib.ExitStack())
+        self._server: testing.RunningServer | None = None
+        path = os.pathsep.join([str(folder), str(ROOT)])
+        self.environment = {"PYTHONPATH": path}  # the server's too: it may import what is here
+        (folder / "bin").mkdir()
+        for name, text in (
+            ("pipeswitch", COMMAND.format(python=sys.executable)),
+            ("python", f'#!/bin/sh\nexec {sys.executable} "$@"\n'),
+        ):
+            (folder / "bin" / name).write_text(text)
+            (folder / "bin" / name).chmod(0o755)
+
+    def serve(self, flags: list[str]) -> testing.RunningServer:
+        """The server that these flags start; the one before has ended."""
+        self._stack.close()
+        self._stack = self._outer.enter_context(contextlib.ExitStack())
+        devices, args = [], []
+        for flag, value in zip(flags[::2], flags[1::2], strict=True):
+            if flag == "--device":
+                devices.append(value)
+            else:
+                args += [flag, value.replace(":5555", ":0")]
+        self._server = self._stack.enter_context(
+            testing.server(
+                http=True,
+                state_dir=self.folder / "state",
+                devices=tuple(devices or ["cpu"]),
+                args=("--threads", "1", *args),
+                environment=self.environment,
+            )
+        )
+        return self._server
+
+    @property
+    def server(self) -> testing.RunningServer:
+        return self._server or self.serve([])
+
+    def run(self, line: int, language: str, text: str) -> None:
+        server = None if language == "toml" or "pipeswitch serve" in text else self.server
+        if server:
+            text = text.replace("127.0.0.1:8000", server.http_address)
+            text = text.replace("127.0.0.1:8001", server.grpc_address)
+            port = server.tcp_address.rpartition(":")[2]
+            text = text.replace("127.0.0.1:5555", f"127.0.0.1:{port}")
+        match language:
+            case "python":
+                self.python(line, text)
+            case "bash" | "sh":
+                self.shell(text)
+            case "toml":
+                (self.folder / "pipeswitch.toml").write_text(text)
+                config.load(self.folder / "pipeswitch.toml", environ={})
+            case _:
+                raise AssertionError(f"line {line}: a block of {language}")
+
+    def python(self, line: int, text: str) -> None:
+        named = re.match(r"# (\w+\.py)\n", text)
+        if named:
+            (self.folder / named[1]).write_text(text)
+            return
+        threads = torch.get_num_threads()
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("default")
+            patch.chdir(self.folder)
+            patch.syspath_prepend(self.folder)
+            patch.setenv("PIPESWITCH_HOST", self.server.ipc_address)
+            exec(compile("\n" * (line - 1) + text, "page", "exec"), self.names)
+        torch.set_num_threads(threads)
+        for name in {path.stem for path in self.folder.glob("*.py")} & set(sys.modules):
+            del sys.modules[name]
+
+    def shell(self, text: str) -> None:
+        lines: list[str] = []
+        for line in text.replace("\\\n", "").splitlines():
+            words = shlex.split(line, comments=True)
+            if words[:2] == ["pipeswitch", "serve"]:
+                self.bash(lines)
+                lines = []
+                self.serve([word for word in words[2:] if word != "&"])
+            elif not line.startswith(SKIPPED):
+                lines.append(line)
+        self.bash(lines)
+
+    def bash(self, lines: list[str]) -> None:
+        host = {"PIPESWITCH_HOST": self.server.ipc_address} if lines else {}
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", "\n".join(lines)],
+            cwd=self.folder,
+            env={
+                **os.environ,
+                **self.environment,
+                **host,
+                "PATH": f"{self.folder}/bin:{os.environ['PATH']}",
+                "PIPESWITCH_SERVER__STATE_DIR": str(self.folder / "state"),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=BLOCK_TIMEOUT_S,
+        )
+        assert done.returncode == 0, f"{done.args[-1]}\n{done.stdout}"
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[Page]:
+    with contextlib.ExitStack() as stack:
+        yield Page(tmp_path, stack)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in PAGES if blocks_of(path)],
+    ids=lambda path: path.stem.lower(),
+)
+def test_every_block_of_a_page_works_as_it_stands(path: Path, page: Page) -> None:
+    for line, language, text in blocks_of(path):
+        if language not in ("text", "mermaid"):
+            page.run(line, language, text)
