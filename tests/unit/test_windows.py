@@ -193,7 +193,7 @@ def test_the_search_never_gets_worse_and_a_seed_repeats(
 
 
 def test_insertion_and_search_come_near_all_orders_of_seven_jobs() -> None:
-    """Tight memory, the hardest cell of the table in docs/scheduling.md."""
+    """Tight memory, the hardest cell of the table in benchmarks/results/thesis_windows.md."""
     gaps: dict[str, list[float]] = {"neh": [], "ga": [], "fifo": []}
     for seed in range(4):
         jobs, memory = window(random.Random(seed), ratio=1.0)
