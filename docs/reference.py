@@ -16,7 +16,7 @@ from typing import Any, Final
 import click
 
 import pipeswitch as ps
-from pipeswitch import config, errors, job, testing
+from pipeswitch import config, job, testing
 from pipeswitch.cli.main import main
 from pipeswitch.client.tensors import Signature
 
@@ -31,20 +31,17 @@ They stand in `pipeswitch.toml`, or in the environment as `PIPESWITCH_SECTION__K
 JSON Schema."""
 API: Final = """\
 `import pipeswitch as ps`. [python.md](python.md) shows how they are used."""
-COMMON: Final = {"--help", "--json", "--watch"}
 
 
 def commands() -> str:
     """One row for each command."""
-    rows = ["| command | what it does | options |", "|---|---|---|"]
+    rows = ["| command | what it does |", "|---|---|"]
     for path, command in _commands(main, "pipeswitch"):
         arguments = [p.make_metavar(click.Context(command)) for p in command.params
                      if isinstance(p, click.Argument)]  # fmt: skip
-        options = [f"`{p.opts[-1]}`" for p in command.params
-                   if isinstance(p, click.Option) and not COMMON & {*p.opts}]  # fmt: skip
         text = (command.help or "").split("\n\n")[0].replace("\n", " ")
         called = " ".join([path, *arguments]).replace("|", "\\|")
-        rows.append(f"| `{called}` | {_cell(text)} | {' '.join(options)} |")
+        rows.append(f"| `{called}` | {text} |")
     return _page("Commands", COMMANDS, "\n".join(rows))
 
 
@@ -61,7 +58,7 @@ def _commands(command: click.Command, path: str) -> Iterator[tuple[str, click.Co
 
 
 def settings() -> str:
-    """A table for each section of the file."""
+    """A list for each section of the file."""
     parts = []
     for section, table in config.schema()["properties"].items():
         table = table.get("items", table)
@@ -70,23 +67,22 @@ def settings() -> str:
             rows = {"NAME": table["additionalProperties"]}
         if not rows:
             rows, section = {section: table}, ""
-        title = (
-            f"## `[[{section}]]`" if section == "model" else f"## `[{section}]`" if section else ""
-        )
-        lines = ["| key | default | meaning |", "|---|---|---|"]
-        for key, facts in rows.items():
-            default = f"`{json.dumps(facts['default'])}`" if "default" in facts else ""
-            meaning = _cell(facts.get("description", "measured profiles of models"))
-            choices = facts.get("enum") or facts.get("items", {}).get("enum") or ()
-            unsaid = [one for one in choices if not re.search(rf"\b{re.escape(one)}\b", meaning)]
-            meaning += f" ({', '.join(unsaid)})" if unsaid else ""
-            lines.append(f"| `{key}` | {default} | {meaning} |")
-        parts.append("\n".join([*([title, ""] if title else []), *lines]))
+        if section:
+            parts.append(f"## `[[{section}]]`" if section == "model" else f"## `[{section}]`")
+        parts.append("\n".join(_setting(key, facts) for key, facts in rows.items()))
     return _page("Settings", SETTINGS, *parts)
 
 
+def _setting(key: str, facts: dict[str, Any]) -> str:
+    default = f" = `{json.dumps(facts['default'])}`" if "default" in facts else ""
+    meaning = facts.get("description", "measured profiles of models")
+    choices = facts.get("enum") or facts.get("items", {}).get("enum") or ()
+    unsaid = [one for one in choices if not re.search(rf"\b{re.escape(one)}\b", meaning)]
+    return f"- `{key}`{default}: {meaning}" + (f" ({', '.join(unsaid)})" if unsaid else "")
+
+
 def api() -> str:
-    """The SDK's classes, ``job`` and the errors, from their docstrings."""
+    """The SDK's classes and ``job``, from their docstrings."""
     parts = [
         *_class("ps.Client", ps.Client),
         "## ps.AsyncClient\n\n" + _text(ps.AsyncClient),
@@ -99,7 +95,6 @@ def api() -> str:
           for name in ("epochs", "steps", "shared", "log", "publish")),
         "## pipeswitch.testing",
         _function("server", testing.server),
-        _errors(),
     ]  # fmt: skip
     return _page("Every method", API, *parts)
 
@@ -138,15 +133,6 @@ def _shown(default: Any) -> Any:
     return ... if inspect.isfunction(default) else default
 
 
-def _errors() -> str:
-    lines = ["## Errors\n"]
-    for name, found in vars(errors).items():
-        is_error = inspect.isclass(found) and issubclass(found, errors.PipeSwitchError)
-        if is_error and found is not errors.PipeSwitchError:
-            lines.append(f"- **{name}**: {' '.join(_text(found).split())}")
-    return "\n".join(lines)
-
-
 def _text(found: Any) -> str:
     """A docstring as Markdown; its ``Args:`` become a list."""
     lines: list[str] = []
@@ -162,10 +148,6 @@ def _text(found: Any) -> str:
         else:
             lines.append(f"  {line.strip()}" if line.startswith("  ") else line)
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("``", "`")
 
 
 PAGES: Final[dict[str, Callable[[], str]]] = {
